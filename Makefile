@@ -1,0 +1,42 @@
+# Two commands do everything on a machine with Python >= 3.11 and make: `make quickstart` and `make test`.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# The torch the suite was last run with. TORCH=torch takes the newest one instead.
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: quickstart test lint types check results clean help
+
+help:
+	@echo "make quickstart   install into $(VENV), erase a concept from the bundled model, measure, report"
+	@echo "make test         install into $(VENV) and run the test suite"
+	@echo "make check        ruff and mypy"
+	@echo "make results      render eval/results/*.md from their JSON"
+
+# torch first and then held, so that a CPU build which is at hand is not replaced by one with gigabytes of CUDA.
+$(STAMP): pyproject.toml tools/mend_torchvision.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip freeze -q --disable-pip-version-check | grep -i '^torch==' > $(VENV)/torch.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/torch.txt -e ".[dev]"
+	$(BIN)/python tools/mend_torchvision.py
+	touch $(STAMP)
+
+quickstart: $(STAMP)
+	$(BIN)/concept-eraser quickstart
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+results: $(STAMP)
+	$(BIN)/python -m tools.render_results
+
+clean:
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache dist

@@ -1,0 +1,130 @@
+"""The Python face: erase, evaluate, load. The only place that wires the parts together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from concept_eraser import jobs, recipe as recipes
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation import plots, report as reports, suite as suites
+from concept_eraser.evaluation.suite import Evaluation
+from concept_eraser.models import loading
+from concept_eraser.models.base import Model
+from concept_eraser.progress import Progress, silent
+from concept_eraser.recipe import Recipe
+from concept_eraser.training import log as logs
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its folder, which describes itself, and the erased model."""
+
+    folder: Path
+    recipe: Recipe
+    seconds: float
+    model: Model | None = None  # None when the run had been finished before
+
+    def load(self) -> Model:
+        return self.model or loading.load(self.folder)
+
+
+def load(source: Any, *, allow_pickle: bool = False) -> Model:
+    """Load a model by name ("tiny-sd"), folder, run folder, hub id, or from a pipeline in memory."""
+    return loading.load(source, allow_pickle=allow_pickle)
+
+
+def erase(
+    recipe: str | Path | dict | Recipe | None = None,
+    *,
+    model: Any = None,
+    output: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    command: str = "",
+    progress: Progress = silent,
+    cache: Path | None = None,
+    **settings: Any,
+) -> Run:
+    """Erase a concept and write a run folder.
+
+    recipe: a recipe by name or path, or a mapping; or leave it out and give its keys as keywords, e.g.
+        erase(model="tiny-sd", forget={"prompts": "tiny_star", "loss": "anchor", "anchor": "a {color} circle"},
+              retain="tiny_rest", method="munba", training={"steps": 100})
+    model: overrides the recipe's; a name, folder, hub id, or an object in memory (a pipeline, a Model). An object
+        in memory is changed in place.
+    output: the run folder; default runs/<fingerprint of the recipe>.
+    resume: go on with an unfinished run. overwrite: replace what the folder holds.
+
+    Raises UserError for bad input, Interrupted on Ctrl-C (after saving the state).
+    """
+    source = model if model is not None and not isinstance(model, str | Path) else None
+    job = _recipe(recipe, None if source is not None else model, overrides, settings)
+    folder = Path(output) if output else Path("runs") / job.fingerprint
+    if jobs.prepare_folder(folder, job, resume=resume, overwrite=overwrite, command=command or f"concept-eraser erase {folder / 'recipe.yaml'}"):  # fmt: skip
+        done = json.loads((folder / "done.json").read_text())
+        return Run(folder, job, done["seconds"])
+    loaded = loading.load(source if source is not None else job.model, allow_pickle=allow_pickle)
+    work = jobs.Job(job, loaded, folder, progress, cache)
+    engine, eraser = work.train(resume=resume)
+    done = work.write(engine, eraser)
+    plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
+    return Run(folder, job, done["seconds"], loaded)
+
+
+def _recipe(recipe: Any, model: Any, overrides: Sequence[str], settings: dict[str, Any]) -> Recipe:
+    if isinstance(recipe, Recipe):
+        recipe = recipe.model_dump(exclude_none=True)
+    if recipe is None:
+        content: Any = settings
+    elif settings:
+        raise UserError(f"give a recipe or its keys, not both: found a recipe and {', '.join(sorted(settings))}")
+    else:
+        content = recipe
+    changes = list(overrides) + ([f"model={json.dumps(str(model))}"] if model is not None else [])
+    return recipes.load(content, changes)
+
+
+def evaluate(
+    model: Any,
+    suite: str | Path | dict = "tiny_star",
+    *,
+    before: Any = None,
+    n: int | None = None,
+    output: str | Path | None = None,
+    progress: Progress = silent,
+    cache: Path | None = None,
+) -> Evaluation:
+    """Measure a model against the one before it, on the same prompts and seeds.
+
+    model: what to measure; suite: an evaluation suite by name or path; before: the original (default: the model that
+    a run's recipe names, else tiny-sd); n: at most so many pictures a group.
+
+    Raises UserError for an unknown suite, judge or metric, or a judge that cannot see the concept.
+    """
+    protocol = suites.load(suite).scaled(n)
+    original = before if before is not None else _original(model)
+    found = suites.evaluate(loading.load(original), loading.load(model), protocol, cache=cache, progress=progress)
+    if output:
+        found.save(Path(output))
+    return found
+
+
+def _original(model: Any) -> str:
+    path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else Path("-")
+    return recipes.load(str(path)).model if path.is_file() else "tiny-sd"
+
+
+def report(evaluation: Evaluation, path: str | Path, *, run: str | Path | None = None) -> Path:
+    """Write report.html; `run` adds the recipe, the command and the curves of a run folder."""
+    facts = reports.RunFacts()
+    if run is not None:
+        folder = Path(run)
+        text = (folder / "recipe.yaml").read_text()
+        facts = reports.RunFacts(text, text.splitlines()[0].lstrip("# "), logs.read(folder / "log.jsonl"))
+    return reports.write(evaluation, facts, Path(path))

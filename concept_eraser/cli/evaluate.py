@@ -1,0 +1,85 @@
+"""concept-eraser evaluate, concept-eraser report"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="what to measure: a run folder, a diffusers folder, a hub id")],
+    suite: Annotated[str, typer.Option(help="evaluation suite by name or file; see `concept-eraser list suites`")] = "tiny_star",
+    before: Annotated[Optional[str], typer.Option(help="the model before (default: the one the run's recipe names)")] = None,
+    n: Annotated[Optional[int], typer.Option("-n", min=2, help="at most so many pictures a group")] = None,
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of evaluation.json and report.html (default: the run folder)")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
+) -> None:  # fmt: skip
+    """Measure a model against the one before it, on the same prompts and seeds; write numbers and a report.
+
+    [bold]Examples[/bold]
+
+      concept-eraser evaluate runs/tiny_star_munba
+
+      concept-eraser evaluate ./somebodys-erased-sd --before tiny-sd --suite tiny_star -n 100 --output check
+    """
+    from concept_eraser import api
+    from concept_eraser.cli.show_progress import bars
+
+    folder = output or (Path(model) if Path(model).is_dir() else Path("evaluation"))
+    with bars(quiet) as progress:
+        found = api.evaluate(model, suite, before=before, n=n, progress=progress)
+    run = Path(model) if (Path(model) / "recipe.yaml").is_file() else None
+    found.save(folder / "evaluation.json")
+    path = api.report(found, folder / "report.html", run=run)
+    summarise(found)
+    typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {path}")
+
+
+def summarise(found: Any) -> None:
+    """The verdict and a table of the groups' numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from concept_eraser.evaluation.report import show, verdict
+
+    table = Table(box=None, header_style="bold")
+    for column in ("metric", "group", "before", "after", "n"):
+        table.add_column(column)
+    for result in found.results:
+        if ":" in result.group:
+            continue
+        percent = result.metric.startswith(("accuracy", "concept_share", "none_share"))
+        table.add_row(result.metric, result.group, show(result.before, percent), show(result.after, percent), str(result.after.n))  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print(verdict(found), highlight=False, style="bold", soft_wrap=True)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="an evaluated run folder")],
+    suite: Annotated[Optional[str], typer.Option(help="suite to use (default: the one it was evaluated with)")] = None,
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="where to write (default: RUN/report.html)")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
+) -> None:  # fmt: skip
+    """Write the HTML report of a run again. Its pictures come from the cache, or are made again from their seeds.
+
+    [bold]Example[/bold]
+
+      concept-eraser report runs/tiny_star_munba --output star.html
+    """
+    import json
+
+    from concept_eraser import api
+    from concept_eraser.cli.show_progress import bars
+    from concept_eraser.errors import UserError
+
+    path = run / "evaluation.json"
+    if suite is None and not path.is_file():
+        raise UserError(f"{run} was not evaluated yet; run `concept-eraser evaluate {run}` first, or give --suite")
+    protocol: Any = suite or json.loads(path.read_text())["protocol"]
+    with bars(quiet) as progress:
+        found = api.evaluate(str(run), protocol, progress=progress)
+    where = api.report(found, output or run / "report.html", run=run if (run / "recipe.yaml").is_file() else None)
+    typer.echo(f"report: {where}")

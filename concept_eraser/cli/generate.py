@@ -1,0 +1,55 @@
+"""concept-eraser generate"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from concept_eraser.errors import UserError
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="tiny-sd, a diffusers folder, a run folder or a hub id")],
+    prompt: Annotated[Optional[list[str]], typer.Option("--prompt", "-p", help="a prompt; may be given several times")] = None,
+    prompts: Annotated[Optional[str], typer.Option(help="a prompt set by name or file")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="pictures of each --prompt, or pictures of the set in all")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="pictures are numbered from this seed")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="denoising steps")] = 25,
+    guidance: Annotated[float, typer.Option(min=0.0, help="classifier-free guidance")] = 5.0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder of the pictures")] = Path("pictures"),
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
+) -> None:  # fmt: skip
+    """Generate pictures from a model: PNG files, numbered, with the prompts in metadata.jsonl.
+
+    [bold]Examples[/bold]
+
+      concept-eraser generate tiny-sd -p "a red star" -p "a blue house" -n 8
+
+      concept-eraser generate runs/tiny_star_munba --prompts tiny_star -n 64 --output after
+    """
+    if not prompt and not prompts:
+        raise UserError("nothing to generate: give --prompt or --prompts")
+    import json
+
+    from PIL import Image
+
+    from concept_eraser import api
+    from concept_eraser.cli.show_progress import bars
+    from concept_eraser.data import generate as generation
+    from concept_eraser.data.prompts import load
+
+    texts = [text for text in prompt or [] for _ in range(n)]
+    if prompts:
+        texts += load(prompts).take(n, seed).texts
+    with bars(quiet) as progress:
+        pictures = generation.generate(api.load(model), texts, list(range(seed, seed + len(texts))), generation.Sampling(steps, guidance), progress=progress)  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "metadata.jsonl").open("w") as file:
+        for i, (text, picture) in enumerate(zip(texts, pictures, strict=True)):
+            name = f"{i:05d}.png"
+            Image.fromarray(picture.numpy()).save(output / name)
+            row = {"file_name": name, "text": text, "seed": seed + i, "steps": steps, "guidance": guidance, "model": model}
+            file.write(json.dumps(row) + "\n")
+    typer.echo(f"{len(texts)} pictures in {output}")

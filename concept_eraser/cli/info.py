@@ -1,0 +1,134 @@
+"""concept-eraser list, show, check, copy"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from concept_eraser import registry, resources
+from concept_eraser.errors import UserError, unknown
+
+_DATA = {"recipes": "pipelines", "prompts": "prompts", "suites": "eval"}
+_PLUGINS = {"methods": "method", "metrics": "metric", "judges": "judge"}
+_ALL = ("models", "methods", "losses", "selections", "metrics", "judges", *_DATA)
+
+
+def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, judges, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
+    """List what there is, with one line each.
+
+    [bold]Examples[/bold]
+
+      concept-eraser list
+
+      concept-eraser list methods
+    """
+    if what not in (*_ALL, "all"):
+        raise unknown("list", what, [*_ALL, "all"])
+    for kind in _ALL if what == "all" else (what,):
+        if what == "all":
+            typer.echo(f"\n{kind}")
+        for name, text in _entries(kind):
+            typer.echo(f"  {name:<28} {text}")
+
+
+def _entries(kind: str) -> list[tuple[str, str]]:
+    if kind in _PLUGINS:
+        return [(name, registry.summary(_PLUGINS[kind], name)) for name in registry.names(_PLUGINS[kind])]
+    if kind in _DATA:
+        return [(name, _about(resources.find(_DATA[kind], name))) for name in resources.names(_DATA[kind])]
+    if kind == "models":
+        bundled = [("tiny-sd", "the bundled world of ten shapes, 64x64, trained from scratch for this package")]
+        return bundled + [("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format")]
+    if kind == "losses":
+        from concept_eraser.losses import LOSSES, describe
+
+        return [(name, describe(name).removeprefix(name).strip()) for name in LOSSES]
+    from concept_eraser.training.parameters import SELECTIONS
+
+    return [(name, "") for name in SELECTIONS] + [("re:<expression>", "every tensor whose name matches")]
+
+
+def _about(path: Path) -> str:
+    """The first comment or the `about` of a data file."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("about:"):
+            return line.removeprefix("about:").strip().strip("\"'")
+        if line.startswith("# ") and not line.startswith("# concept-eraser"):
+            return line[2:].strip()
+    return ""
+
+
+def show(name: Annotated[str, typer.Argument(help="a method, recipe, prompt set or suite")]) -> None:
+    """Show one thing: a method with its options and source, or a recipe, prompt set or suite as it stands.
+
+    [bold]Examples[/bold]
+
+      concept-eraser show munba
+
+      concept-eraser show tiny_star_munba
+    """
+    if name in registry.names("method"):
+        _show_method(name)
+        return
+    for kind in _DATA.values():
+        if name in resources.names(kind):
+            typer.echo(resources.find(kind, name).read_text(encoding="utf-8"), nl=False)
+            return
+    known = registry.names("method") + [n for kind in _DATA.values() for n in resources.names(kind)]
+    raise unknown("name", name, known)
+
+
+def _show_method(name: str) -> None:
+    import inspect
+    import sys
+
+    method = registry.load("method", name)
+    typer.echo(f"{method.title}\nsource: {method.source}\n")
+    typer.echo("options:")
+    for option, (kind, default) in registry.options(method).items():
+        typer.echo(f"  {option} = {default!r}    ({str(kind).replace('typing.', '')})")
+    typer.echo(f"theorems tested: {', '.join(sorted(method.theorems)) or 'none'}\n")
+    typer.echo(inspect.getdoc(sys.modules[method.__module__]) or "")
+
+
+def check(files: Annotated[list[Path], typer.Argument(help="recipe files")]) -> None:
+    """Check recipes; every mistake of every file is reported at once. Exit code 2 if there is one.
+
+    [bold]Example[/bold]
+
+      concept-eraser check my_recipe.yaml other.yaml
+    """
+    from concept_eraser import recipe
+
+    mistakes = []
+    for file in files:
+        try:
+            recipe.load(str(file))
+            typer.echo(f"{file}: fine")
+        except UserError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+
+
+def copy(
+    name: Annotated[str, typer.Argument(help="a recipe, prompt set or suite")],
+    file: Annotated[Path, typer.Argument(help="where to")],
+) -> None:
+    """Copy a recipe, prompt set or suite to a file of your own, to edit it.
+
+    [bold]Example[/bold]
+
+      concept-eraser copy tiny_star_munba my_recipe.yaml
+    """
+    if file.exists():
+        raise UserError(f"{file} exists already; give another name")
+    for kind in _DATA.values():
+        if name in resources.names(kind):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(resources.find(kind, name).read_text(encoding="utf-8"), encoding="utf-8")
+            typer.echo(f"copied {name} to {file}")
+            return
+    raise unknown("recipe, prompt set or suite", name, [n for kind in _DATA.values() for n in resources.names(kind)])

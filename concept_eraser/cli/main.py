@@ -1,0 +1,60 @@
+"""`concept-eraser`: the application and how its errors are shown."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from concept_eraser.cli import erase, evaluate, generate, info, quickstart
+from concept_eraser.errors import Interrupted, UserError
+
+app = typer.Typer(
+    name="concept-eraser",
+    help="Make diffusion models forget a concept, and measure what is left.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, evaluate.report, info.list_, info.show, info.check, info.copy):  # fmt: skip
+    options: dict[str, Any] = {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
+    app.command(name=verb.__name__.rstrip("_"), **options)(verb)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+    if version:
+        from concept_eraser.environment import version as installed
+
+        typer.echo(f"concept-eraser {installed()}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The console script. Bad input: one message, exit code 2; Ctrl-C: 130; no traceback for either."""
+    # The bundled and local models need no hub; a machine without network should not wait for one.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), 2)
+    except Interrupted as stop:
+        _fail(str(stop), 130)
+    except KeyboardInterrupt:
+        _fail("stopped; nothing half-written is left", 130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"error: {message}" if code == 2 else message, err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

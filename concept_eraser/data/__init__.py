@@ -1,0 +1,1 @@
+"""Prompt sets, images, and the batches made of them."""

@@ -1,0 +1,73 @@
+"""Training examples of one side, and batches of them drawn from a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from concept_eraser.models.base import Condition, Model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples: latents [b, c, h, w] (None when they are sampled on the fly) and their conditions."""
+
+    latents: Tensor | None
+    condition: Condition
+    anchor: Condition | None
+    null: Condition
+
+    def __len__(self) -> int:
+        return len(self.condition)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of one side. Each distinct prompt is encoded once; an example points to its row.
+
+    latents: [n, c, h, w], or None for data-free training; rows, anchor_rows: [n] into `condition`, `anchors`.
+    """
+
+    latents: Tensor | None
+    condition: Condition
+    rows: Tensor
+    anchors: Condition | None
+    anchor_rows: Tensor | None
+    null: Condition
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def draw(self, generators: Sequence[torch.Generator], device: torch.device) -> Batch:
+        """One example per generator, with replacement."""
+        index = torch.cat([torch.randint(len(self), (1,), generator=generator) for generator in generators])
+        latents = None if self.latents is None else self.latents[index].to(device)
+        anchor = None
+        if self.anchors is not None and self.anchor_rows is not None:
+            anchor = self.anchors[self.anchor_rows[index]].to(device)
+        null = self.null.repeat(len(index)).to(device)
+        return Batch(latents, self.condition[self.rows[index]].to(device), anchor, null)
+
+
+def make_examples(model: Model, prompts: Sequence[str], *, latents: Tensor | None, anchors: Sequence[str] | None = None) -> Examples:  # fmt: skip
+    """Encode the prompts (and anchors) of some examples; `latents[i]` belongs to `prompts[i]`."""
+    condition, rows = _encode_once(model, prompts)
+    anchor, anchor_rows = (None, None) if anchors is None else _encode_once(model, anchors)
+    return Examples(latents, condition, rows, anchor, anchor_rows, model.encode([""]))
+
+
+def _encode_once(model: Model, texts: Sequence[str]) -> tuple[Condition, Tensor]:
+    distinct = list(dict.fromkeys(texts))
+    parts = [model.encode(distinct[i : i + 64]) for i in range(0, len(distinct), 64)]
+    encoded = Condition({k: torch.cat([part.tensors[k] for part in parts]) for k in parts[0].tensors})
+    place = {text: i for i, text in enumerate(distinct)}
+    return encoded, torch.tensor([place[text] for text in texts])
+
+
+def encode_pictures(model: Model, pictures: Tensor, size: int = 32) -> Tensor:
+    """[n, h, w, 3] uint8 -> latents of the model, in chunks."""
+    scaled = (part.permute(0, 3, 1, 2).float().div(127.5).sub(1) for part in pictures.split(size))
+    return torch.cat([model.encode_images(part).cpu() for part in scaled])

@@ -1,0 +1,26 @@
+"""Errors meant for the person who called: one line that says what, found, allowed, and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input. The command line prints its message without a traceback and exits with code 2."""
+
+
+class Interrupted(Exception):
+    """Work was stopped by the user; the message says how to go on."""
+
+
+def unknown(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> UserError:
+    """`unknown method 'munbaa'; did you mean 'munba'? available: ...`"""
+    return UserError(unknown_message(what, found, allowed, hint=hint))
+
+
+def unknown_message(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> str:
+    options = sorted(allowed)
+    close = difflib.get_close_matches(str(found), options, n=1, cutoff=0.5)
+    guess = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"unknown {what} {found!r}{guess} available: {', '.join(options) or '(none)'}{'. ' + hint if hint else ''}"

@@ -1,0 +1,80 @@
+"""Evidence in, results out: what judges and metrics are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+
+from concept_eraser.data.prompts import Prompt
+from concept_eraser.evaluation.statistics import Interval
+
+
+class Judge(ABC):
+    """Names what a picture shows. A file of judges/ holds one, named PLUGIN."""
+
+    classes: Mapping[str, Sequence[str]]  # attribute -> names, e.g. {"shape": ("star", ..., "none")}
+
+    @abstractmethod
+    def look(self, pictures: Tensor) -> dict[str, np.ndarray]:
+        """[n, h, w, 3] uint8 -> the name seen for each attribute, [n] strings."""
+
+    @abstractmethod
+    def features(self, pictures: Tensor) -> np.ndarray:
+        """[n, h, w, 3] uint8 -> [n, d] features for a Frechet distance."""
+
+    @abstractmethod
+    def clip_scores(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
+        """Agreement of each picture with its caption, [n] cosines."""
+
+    @abstractmethod
+    def reference_features(self, rows: Sequence[Prompt], seed: int) -> np.ndarray:
+        """Features of real pictures of the same prompts, [n, d]."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pictures of one prompt group, before and after, by the same prompts and seeds."""
+
+    name: str
+    role: Literal["forget", "neighbour", "retain"]
+    prompts: Sequence[Prompt]
+    pictures: Mapping[str, Tensor]  # "before", "after" -> [n, h, w, 3] uint8
+    seen: Mapping[str, Mapping[str, np.ndarray]]  # "before", "after" -> attribute -> [n] names
+
+
+@dataclass(frozen=True)
+class Evidence:
+    groups: Mapping[str, Group]
+    concept: tuple[str, str]  # attribute and value, e.g. ("shape", "star")
+    judge: Judge
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One number with its interval, its counterpart before, and the paired difference."""
+
+    metric: str
+    group: str
+    after: Interval
+    better: Literal["lower", "higher", "neither"]
+    before: Interval | None = None
+    difference: Interval | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Metric(ABC):
+    """A plug-in of metrics/, named PLUGIN."""
+
+    title: ClassVar[str]
+
+    @abstractmethod
+    def measure(self, evidence: Evidence) -> Sequence[Result]: ...

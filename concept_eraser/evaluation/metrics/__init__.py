@@ -1,0 +1,1 @@
+"""One number, one file."""

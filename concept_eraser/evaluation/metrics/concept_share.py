@@ -1,0 +1,44 @@
+"""Concept share: how often the erased concept still shows, with the share of pictures that show nothing beside it.
+
+For every prompt group. In forget groups (direct, synonyms) lower is better; in the others the concept was never
+asked for. A judge that knows "none" reports it separately: a smear is not the concept, but it is no picture either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from concept_eraser.evaluation.base import Evidence, Metric, Result
+from concept_eraser.evaluation.statistics import paired_difference, wilson
+
+
+def share_result(metric: str, group: str, before: np.ndarray, after: np.ndarray, better: Literal["lower", "higher", "neither"]) -> Result:  # fmt: skip
+    """A share before and after, with Wilson intervals and the paired difference. Inputs are [n] bool."""
+    return Result(metric, group, wilson(int(after.sum()), len(after)), better, wilson(int(before.sum()), len(before)), paired_difference(before, after))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ConceptShare(Metric):
+    """Shares of pictures in which the judge sees the concept, and in which it sees nothing."""
+
+    title: ClassVar[str] = "Concept share"
+
+    def measure(self, evidence: Evidence) -> Sequence[Result]:
+        attribute, value = evidence.concept
+        results = []
+        for name, group in evidence.groups.items():
+            seen = {when: group.seen[when][attribute] for when in ("before", "after")}
+            better: Literal["lower", "neither"] = "lower" if group.role == "forget" else "neither"
+            results.append(share_result("concept_share", name, seen["before"] == value, seen["after"] == value, better))
+            for missing, classes in evidence.judge.classes.items():
+                if "none" in classes:
+                    blank = {when: group.seen[when][missing] == "none" for when in ("before", "after")}
+                    results.append(share_result("none_share", name, blank["before"], blank["after"], "neither"))
+        return results
+
+
+PLUGIN = ConceptShare

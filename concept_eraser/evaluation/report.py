@@ -1,0 +1,162 @@
+"""report.html: one self-contained file with the verdict, the table, pictures, curves, and how to repeat it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from concept_eraser.evaluation import plots
+from concept_eraser.evaluation.base import Group, Result
+from concept_eraser.evaluation.statistics import Interval
+from concept_eraser.evaluation.suite import Evaluation, dumps
+
+PICTURES = 12  # pairs shown of each group
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run folder tells about the making of a model; all empty for somebody else's checkpoint."""
+
+    recipe: str = ""
+    command: str = ""
+    log: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float | None = None
+
+
+def verdict(evaluation: Evaluation) -> str:
+    """One sentence: is the concept gone, and what did it cost?"""
+    (attribute, value), groups = next(iter(evaluation.suite.concept.items())), evaluation.suite.groups
+    shares = [r for name, g in groups.items() if g.role == "forget" and (r := evaluation.find("concept_share", name))]
+    kept = [r for name, g in groups.items() if g.role == "retain" and (r := evaluation.find(f"accuracy_{attribute}", name))]
+    if not shares:
+        return "This suite has no forget group, so it cannot say whether anything was erased."
+    worst = max(shares, key=lambda r: r.after.value)
+    before = max(r.before.value for r in shares if r.before)
+    if before < 0.5:
+        text = f"The original model hardly shows {value!r} itself ({before:.0%}), so nothing can be said about erasing it"
+    elif worst.after.high <= 0.1:
+        text = f"The {attribute} {value!r} is gone: it shows in {worst.after.value:.1%} of the pictures that ask for it ({before:.0%} before)"
+    elif worst.after.value < before / 2:
+        text = f"The {attribute} {value!r} is only partly erased: it still shows in {worst.after.value:.1%} of {worst.group!r} ({before:.0%} before)"
+    else:
+        text = f"The {attribute} {value!r} was not erased: it still shows in {worst.after.value:.1%} of {worst.group!r} ({before:.0%} before)"
+    if kept and kept[0].difference:
+        change = kept[0].difference.value * 100
+        text += f"; other {attribute}s are drawn as asked in {kept[0].after.value:.1%} ({change:+.1f} points)"
+    blank = next((r for r in evaluation.results if r.metric == "none_share" and r.group == worst.group), None)
+    if blank and blank.after.value > 0.1:
+        text += f"; {blank.after.value:.0%} of {worst.group!r} now show no clear shape at all"
+    return text + "."
+
+
+def _percent(metric: str) -> bool:
+    return metric.startswith(("accuracy", "concept_share", "none_share"))
+
+
+def show(interval: Interval | None, percent: bool) -> str:
+    """A value with its interval, in percent or as a number."""
+    if interval is None:
+        return "-"
+    scale, form = (100, ".1f") if percent else (1, ".3f")
+    text = f"{interval.value * scale:{form}}"
+    if interval.low == interval.low:  # not nan
+        text += f" [{interval.low * scale:{form}}, {interval.high * scale:{form}}]"
+    return text
+
+
+def _rows(results: list[Result]) -> str:
+    lines = []
+    for r in results:
+        percent = _percent(r.metric)
+        change = r.difference or (Interval(r.after.value - r.before.value, float("nan"), float("nan"), r.after.n) if r.before else None)  # fmt: skip
+        cells = [r.metric.replace("_", " ") + (" %" if percent else ""), r.group, show(r.before, percent), show(r.after, percent), show(change, percent), str(r.after.n)]  # fmt: skip
+        lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+    return "\n".join(lines)
+
+
+def _embed(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def _figure(content: bytes | None, alt: str) -> str:
+    return "" if content is None else f'<img class="wide" alt="{html.escape(alt)}" src="{_embed(content)}">'
+
+
+def _pair(group: Group, index: int) -> str:
+    def image(pictures: Tensor, when: str) -> str:
+        buffer = io.BytesIO()
+        Image.fromarray(pictures[index].numpy()).save(buffer, format="png")
+        words = " ".join(str(names[index]) for names in group.seen[when].values())
+        caption = f"{when}: the judge sees {words}"
+        return f'<img loading="lazy" alt="{html.escape(caption)}" title="{html.escape(caption)}" src="{_embed(buffer.getvalue())}">'
+
+    text = html.escape(group.prompts[index].text)
+    return f"<figure><div>{image(group.pictures['before'], 'before')}{image(group.pictures['after'], 'after')}</div><figcaption>{text}</figcaption></figure>"  # fmt: skip
+
+
+def _gallery(group: Group) -> str:
+    pairs = "".join(_pair(group, i) for i in range(min(PICTURES, len(group.prompts))))
+    return f"<h3>{html.escape(group.name)} <small>{group.role}, before | after, same prompt and seed</small></h3><div class='gallery'>{pairs}</div>"  # fmt: skip
+
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1d2730;--paper:#fff;--line:#d5dce2;--soft:#f4f6f8}
+@media(prefers-color-scheme:dark){:root{--ink:#e6ebef;--paper:#14191e;--line:#38424b;--soft:#1d242b}}
+body{font:16px/1.55 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;margin:0 auto;padding:1rem}
+.verdict{font-size:1.25rem;padding:1rem 1.2rem;background:var(--soft);border-left:4px solid #b3402f;border-radius:4px}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.88rem;width:100%}
+td,th{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:left;white-space:nowrap}
+.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:.8rem}
+figure{margin:0}figure div{display:flex;gap:3px}figure img{width:50%;image-rendering:pixelated;border:1px solid var(--line)}
+figcaption{font-size:.78rem}.wide{max-width:100%;background:#fff}pre{overflow-x:auto;background:var(--soft);padding:.8rem;font-size:.8rem}
+small{font-weight:normal;opacity:.75}h2{margin-top:2rem}@media print{figure,table{break-inside:avoid}.scroll{overflow:visible}}
+"""
+
+
+def render(evaluation: Evaluation, facts: RunFacts) -> str:
+    """The report as one HTML text."""
+    overall = [r for r in evaluation.results if ":" not in r.group]
+    detail = [r for r in evaluation.results if ":" in r.group]
+    head = "<tr><th>metric</th><th>group</th><th>before</th><th>after</th><th>change</th><th>n</th></tr>"
+    value = next(iter(evaluation.suite.concept.values()))
+    content = evaluation.as_dict()
+    galleries = "".join(_gallery(group) for group in evaluation.groups.values())
+    curves = _figure(plots.curves(facts.log), "losses and cosine of the gradients against training steps")
+    conflict = _figure(plots.conflict(facts.log), "histograms of cosine and norm ratio of the two gradients")
+    training = f"<h2>Training</h2>{curves}{conflict}" if facts.log else ""
+    repeat = "".join(
+        f"<h3>{title}</h3><pre>{html.escape(text)}</pre>"
+        for title, text in (
+            ("Command", facts.command or content["environment"]["command"]),
+            ("Recipe", facts.recipe),
+            ("Protocol", dumps(content["protocol"])),
+            ("Environment", dumps(content["environment"])),
+        )
+        if text
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Erasing {html.escape(value)}</title><style>{_STYLE}</style></head><body>
+<h1>Erasing {html.escape(value)}</h1>
+<p class="verdict">{html.escape(verdict(evaluation))}</p>
+<h2>Numbers</h2><p>95 % intervals (Wilson; paired differences Agresti-Min); before and after use the same prompts and seeds.
+Protocol {content["protocol_hash"]}.</p>
+<div class="scroll"><table>{head}{_rows(overall)}</table></div>
+<details><summary>Value by value</summary><div class="scroll"><table>{head}{_rows(detail)}</table></div></details>
+<h2>Pictures</h2>{galleries}{training}
+<h2>How to repeat this</h2><p>Before: {html.escape(evaluation.models["before"])}. After: {html.escape(evaluation.models["after"])}.</p>
+{repeat}</body></html>
+"""
+
+
+def write(evaluation: Evaluation, facts: RunFacts, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(evaluation, facts), encoding="utf-8")
+    return path

@@ -1,0 +1,80 @@
+"""Intervals for shares and for paired differences of shares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from concept_eraser.errors import UserError
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def wilson(hits: int, n: int) -> Interval:
+    """A share with its Wilson score interval (Wilson 1927), 95 %. Raises UserError for n < 2."""
+    if n < 2:
+        raise UserError(f"a share of {n} pictures says nothing; at least 2 are needed")
+    from scipy.stats import binomtest
+
+    bounds = binomtest(hits, n).proportion_ci(confidence_level=0.95, method="wilson")
+    return Interval(hits / n, float(bounds.low), float(bounds.high), n)
+
+
+def paired_difference(before: np.ndarray, after: np.ndarray) -> Interval:
+    """after - before for two boolean arrays over the same prompts and seeds, 95 %.
+
+    Agresti & Min (2005): the Wald interval for matched pairs with 1/2 added to each of the four cells, which keeps
+    its coverage where few pairs disagree. The value itself is the plain difference.
+    """
+    if before.shape != after.shape:
+        raise UserError(f"a paired difference needs the same pictures before and after, found {len(before)} and {len(after)}")
+    n = len(before)
+    if n < 2:
+        raise UserError(f"a difference over {n} pairs says nothing; at least 2 are needed")
+    gained, lost = int((after & ~before).sum()), int((before & ~after).sum())
+    m, b, c = n + 2, gained + 0.5, lost + 0.5
+    centre = (b - c) / m
+    half = 1.959964 * math.sqrt(max(0.0, b + c - (b - c) ** 2 / m)) / m
+    return Interval((gained - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
+
+
+def mean_interval(values: np.ndarray) -> Interval:
+    """A mean with the normal 95 % interval of its standard error."""
+    n = len(values)
+    if n < 2:
+        raise UserError(f"a mean of {n} values has no interval; at least 2 are needed")
+    half = 1.959964 * float(values.std(ddof=1)) / math.sqrt(n)
+    return Interval(float(values.mean()), float(values.mean()) - half, float(values.mean()) + half, n)
+
+
+def frechet_distance(mean1: np.ndarray, cov1: np.ndarray, mean2: np.ndarray, cov2: np.ndarray) -> float:
+    """Frechet distance of two Gaussians: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), float64.
+
+    The trace of the square root is the sum of the square roots of the eigenvalues of C1^(1/2) C2 C1^(1/2), which
+    is symmetric. clean-fid computes the same by scipy.linalg.sqrtm with an argument that SciPy 1.18 removes; a
+    test compares the two.
+    """
+    values, vectors = np.linalg.eigh(cov1.astype(np.float64))
+    root = (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
+    product = np.linalg.eigvalsh(root @ cov2.astype(np.float64) @ root)
+    cross = np.sqrt(product.clip(min=0)).sum()
+    difference = mean1.astype(np.float64) - mean2.astype(np.float64)
+    return float(difference @ difference + np.trace(cov1) + np.trace(cov2) - 2 * cross)
+
+
+def frechet_of_features(a: np.ndarray, b: np.ndarray) -> float:
+    """Frechet distance of two sets of features, [n, d] each; each set needs more rows than columns."""
+    for features in (a, b):
+        if len(features) <= features.shape[1]:
+            raise UserError(f"FID needs more pictures than feature dimensions, found {len(features)} pictures and {features.shape[1]} features")  # fmt: skip
+    return frechet_distance(a.mean(0), np.cov(a, rowvar=False), b.mean(0), np.cov(b, rowvar=False))

@@ -1,0 +1,152 @@
+"""Evaluation suites: which prompt groups, how sampled, judged by whom, measured by which metrics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from concept_eraser import environment, registry, resources
+from concept_eraser.data import generate, prompts
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation.base import Evidence, Group, Judge, Result
+from concept_eraser.models.base import Model
+from concept_eraser.progress import Progress, silent
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SuiteGroup(_Strict):
+    prompts: str | list[str]
+    role: Literal["forget", "neighbour", "retain"]
+    n: int = Field(100, ge=2)
+
+
+class SuiteSampling(_Strict):
+    steps: int = Field(25, ge=1)
+    guidance: float = Field(5.0, ge=0)
+    batch_size: int = Field(64, ge=1)
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+
+class Suite(_Strict):
+    """One evaluation protocol; its fingerprint travels with every number."""
+
+    about: str = ""
+    concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
+    judge: str = "tiny"
+    seed: int = 0
+    sampling: SuiteSampling = SuiteSampling()
+    groups: dict[str, SuiteGroup]
+    metrics: list[str] = ["concept_share", "accuracy", "fid", "clip_score"]
+
+    def scaled(self, n: int | None) -> Suite:
+        """The same suite with at most `n` pictures a group, for a quick look."""
+        if n is None:
+            return self
+        groups = {name: group.model_copy(update={"n": min(n, group.n)}) for name, group in self.groups.items()}
+        return self.model_copy(update={"groups": groups})
+
+
+def load(source: str | Path | dict | Suite) -> Suite:
+    """A suite by name or path, or from a mapping; raises UserError with every mistake."""
+    if isinstance(source, Suite):
+        return source
+    if isinstance(source, dict):
+        content, where = source, "the suite"
+    else:
+        path = resources.find("eval", str(source))
+        content, where = yaml.safe_load(path.read_text(encoding="utf-8")), path.name
+    try:
+        suite = Suite.model_validate(content)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise UserError(f"mistakes in {where}:" + "".join(f"\n  {line}" for line in lines)) from None
+    if len(suite.concept) != 1:
+        raise UserError(f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; found {suite.concept}")
+    for name in suite.metrics:
+        registry.load("metric", name)
+    return suite
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found, with everything needed to repeat it."""
+
+    suite: Suite
+    models: dict[str, str]
+    results: list[Result]
+    groups: dict[str, Group]
+    environment: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        protocol = self.suite.model_dump(mode="json")
+        hashes = {name: group_prompts(self.suite, name).hash for name in self.suite.groups}
+        return {
+            "protocol": protocol,
+            "protocol_hash": environment.fingerprint([protocol, hashes]),
+            "prompt_hashes": hashes,
+            "models": self.models,
+            "environment": self.environment,
+            "results": [result.as_dict() for result in self.results],
+        }
+
+    def find(self, metric: str, group: str) -> Result | None:
+        return next((r for r in self.results if r.metric == metric and r.group == group), None)
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps(self.as_dict()))
+
+
+def dumps(content: Any) -> str:
+    """JSON with nan as null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, float) and not np.isfinite(value):
+            return None
+        if isinstance(value, dict):
+            return {k: clean(v) for k, v in value.items()}
+        return [clean(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(clean(content), indent=1) + "\n"
+
+
+def group_prompts(suite: Suite, name: str) -> prompts.PromptSet:
+    """The prompts of a group: a seeded draw from its set."""
+    group = suite.groups[name]
+    return prompts.load(group.prompts).take(group.n, suite.seed)
+
+
+def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = None, progress: Progress = silent) -> Evaluation:  # fmt: skip
+    """Generate every group's pictures with both models from the same prompts and seeds, judge and measure them."""
+    judge = registry.load("judge", suite.judge)()
+    sampling = generate.Sampling(**suite.sampling.model_dump())
+    groups = {}
+    for name in suite.groups:
+        rows = group_prompts(suite, name)
+        seeds = generate.seeds_for(rows.texts, environment.derive_seed(suite.seed, name))
+        pictures: dict[str, Tensor] = {}
+        for when, model in (("before", before), ("after", after)):
+            pictures[when] = generate.generate(model, rows.texts, seeds, sampling, cache=cache, what=f"{name}, {when}", progress=progress)  # fmt: skip
+        groups[name] = _look(judge, name, suite, rows, pictures)
+    attribute, value = next(iter(suite.concept.items()))
+    if value not in judge.classes.get(attribute, ()):
+        raise UserError(f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {dict(judge.classes)}")
+    evidence = Evidence(groups, (attribute, value), judge, suite.seed)
+    results = [result for name in suite.metrics for result in registry.load("metric", name)().measure(evidence)]
+    models = {when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))}
+    return Evaluation(suite, models, results, groups, environment.describe())
+
+
+def _look(judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, pictures: dict[str, Tensor]) -> Group:
+    seen = {when: judge.look(some) for when, some in pictures.items()}
+    return Group(name, suite.groups[name].role, rows.prompts, pictures, seen)

@@ -1,0 +1,1 @@
+"""How two gradients become one step. One file, one paper; discovered by file name."""

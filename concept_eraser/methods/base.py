@@ -1,0 +1,80 @@
+"""What a method is: a rule that turns the gradients of the forget and the retain loss into one step.
+
+Methods see tensors only, never a model. The order of the players is the closure's: ("retain", "forget").
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from concept_eraser.vectors import Vec, combine, gramian
+
+
+class Closure(Protocol):
+    """The losses of one step seen from the trainable parameters.
+
+    Every question is answered on the same examples, time steps and noise, averaged over micro-batches and ranks.
+    All losses are to be minimised; an ascent is a loss with a minus sign, not a flag.
+    """
+
+    players: tuple[str, ...]
+
+    def grad(self, player: str) -> Vec: ...
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What the optimiser receives as gradient (it subtracts), and what the log wants to know about it."""
+
+    vec: Vec
+    gram: Tensor | None = None  # [m, m] float64, nan for gradients that were not computed
+    weights: Tensor | None = None  # [m] float64
+    notes: Mapping[str, float] = field(default_factory=dict)  # e.g. {"clamped": 1}
+
+
+class Method(ABC):
+    """A plug-in: a frozen dataclass whose fields are its options. A file of methods/ holds one, named PLUGIN."""
+
+    title: ClassVar[str]
+    source: ClassVar[str]  # arXiv id or other reference
+    theorems: ClassVar[frozenset[str]] = frozenset()  # properties that one shared test proves
+    recommended_losses: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def direction(self, closure: Closure) -> Direction: ...
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
+
+
+class GramMethod(Method):
+    """A method whose step is a weighted sum of the gradients, the weights depending on inner products only."""
+
+    @abstractmethod
+    def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
+        """[m, m] float64 Gram matrix -> ([m] weights, notes for the log)."""
+
+    def weights(self, gram: Tensor) -> Tensor:
+        return self.solve(gram)[0]
+
+    def direction(self, closure: Closure) -> Direction:
+        grads = [closure.grad(player) for player in closure.players]
+        gram = gramian(grads)
+        weights, notes = self.solve(gram)
+        return Direction(combine(weights, grads), gram, weights, notes)
+
+
+def usable(gram: Tensor) -> Tensor:
+    """Which players have a gradient one can divide by: finite and not zero. [m] bool."""
+    squares = gram.diagonal()
+    return torch.isfinite(squares) & (squares > 0) & torch.isfinite(gram).any(1)

@@ -1,0 +1,134 @@
+"""MUNBa: Machine Unlearning via Nash Bargaining (Wu & Harandi, arXiv 2411.15537), Eqs. 6-8.
+
+Two players, retain and forget, offer the gradients g_r, g_f of losses that are both to be minimised, and bargain
+for a common direction g = a_r g_r + a_f g_f. The Nash solution has a > 0 and
+
+    G^T G a = 1 / a   (elementwise),   G = [g_r g_f].                                                (Eq. 6)
+
+Closed form. With c = cos(g_r, g_f) and u_i = a_i ||g_i|| the two equations read u_r^2 + c u_r u_f = 1 and
+u_f^2 + c u_r u_f = 1, hence u_r = u_f = (1 + c)^(-1/2):
+
+    a_i = 1 / (||g_i|| sqrt(1 + c)).
+
+Consequences (each a test): ||g|| = sqrt(2); <g, g_i> = 1 / a_i > 0, so both losses fall to first order; rescaling
+either loss changes nothing; both players contribute equally; the direction is parallel to NGDiff's.
+
+Deliberate differences from the paper and its code:
+* The printed Eq. 8 gives a_f = sqrt(sin^2(phi) (1 - c)) / ||g_f||; the proof's Eq. 35 loses a division by
+  sin^2(phi). Its residual a_i (G^T G a)_i is (0.98, 0.85) at c = 0.3 instead of (1, 1). `formula="printed"`
+  reproduces it for comparison; the default is exact.
+* The public code falls back to a fixed weighted sum where its formula cancels. Here nothing falls back silently:
+  1 + c is clamped at `xi` when the gradients are opposed, a player without a usable gradient is left out, and
+  both are counted in the log.
+* More than two players (several concepts and retain) are solved by Newton's method on the strictly convex
+  1/2 u^T C u - sum_i log u_i, whose stationarity condition is Eq. 6 for unit gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from concept_eraser.methods.base import GramMethod, usable
+
+
+def exact_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
+    """a_i = 1 / (||g_i|| sqrt(max(1 + c, xi))) for two players; also whether the clamp was active."""
+    norms = gram.diagonal().sqrt()
+    slack = 1 + gram[0, 1] / norms[0] / norms[1]
+    return 1 / (norms * slack.clamp(min=xi).sqrt()), bool(slack < xi)
+
+
+def printed_weights(gram: Tensor) -> Tensor:
+    """Eq. 8 as printed (wrong for the forget player), for two players ordered (retain, forget)."""
+    norms = gram.diagonal().sqrt()
+    c = (gram[0, 1] / norms[0] / norms[1]).clamp(-1, 1)
+    sine2 = 1 - c * c
+    return torch.stack([1 / (norms[0] * (1 + c).clamp(min=1e-12).sqrt()), (sine2 * (1 - c)).sqrt() / norms[1]])
+
+
+def nash_weights(gram: Tensor, xi: float, *, tolerance: float = 1e-12, rounds: int = 200) -> tuple[Tensor, bool]:
+    """Solve a_i (G^T G a)_i = 1 for any number of players by damped Newton; also whether C had to be regularised.
+
+    With u_i = a_i ||g_i|| and C the matrix of cosines: minimise 1/2 u^T C u - sum log u (self-concordant), Newton
+    step -(C + diag(1/u^2))^-1 (C u - 1/u), damped by 1 / (1 + decrement).
+    """
+    norms = gram.diagonal().sqrt()
+    cosines = gram / norms[:, None] / norms[None, :]
+    lowest = float(torch.linalg.eigvalsh(cosines)[0])
+    clamped = lowest < xi and _has_no_common_descent(cosines, xi)
+    if clamped:
+        cosines = cosines + (xi - min(lowest, 0.0)) * torch.eye(len(gram), dtype=gram.dtype)
+    u = torch.ones(len(gram), dtype=gram.dtype) / cosines.sum(1).clamp(min=0.1).sqrt()
+    for _ in range(rounds):
+        slope = cosines @ u - 1 / u
+        step = torch.linalg.solve(cosines + torch.diag(u**-2), slope)
+        decrement = float((slope @ step).clamp(min=0).sqrt())
+        u = u - step / (1 + decrement if decrement > 0.25 else 1)
+        if decrement < tolerance:
+            break
+    return u / norms, clamped
+
+
+def _has_no_common_descent(cosines: Tensor, xi: float) -> bool:
+    """Whether min over the simplex of v^T C v is (nearly) zero, i.e. 0 lies in the hull of the unit gradients."""
+    weights = torch.full((len(cosines),), 1 / len(cosines), dtype=cosines.dtype)
+    for k in range(1000):  # Frank-Wolfe with exact line search; tiny, and run only for singular matrices
+        slope = cosines @ weights
+        best = int(slope.argmin())
+        gap = float(weights @ slope - slope[best])
+        if gap < 1e-12:
+            break
+        move = -weights.clone()
+        move[best] += 1
+        curvature = float(move @ cosines @ move)
+        weights = weights + move * min(1.0, gap / curvature if curvature > 0 else 2 / (k + 2))
+    return float(weights @ cosines @ weights) < xi
+
+
+@dataclass(frozen=True)
+class Munba(GramMethod):
+    """Nash bargaining between forgetting and preserving.
+
+    formula: "exact" (the solution of Eq. 6) or "printed" (Eq. 8 as printed, two players only).
+    xi: smallest value of 1 + cos that is used; below it the gradients are opposed and the weights would diverge.
+    """
+
+    title: ClassVar[str] = "MUNBa: Machine Unlearning via Nash Bargaining"
+    source: ClassVar[str] = "arXiv 2411.15537"
+    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution"})  # fmt: skip
+
+    formula: Literal["exact", "printed"] = "exact"
+    xi: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.xi < 1:
+            raise ValueError(f"xi must lie in (0, 1), found {self.xi}")
+
+    def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
+        alive = usable(gram)
+        weights = torch.zeros(len(gram), dtype=torch.float64)
+        players = alive.nonzero().flatten()
+        if len(players) == 0:
+            return weights, {"degenerate": 1, "clamped": 0}
+        some = gram.double()[players][:, players]
+        clamped = False
+        if len(players) == 1:
+            found = 1 / some.diagonal().sqrt()
+        elif len(players) > 2:
+            if self.formula == "printed":
+                raise ValueError("formula='printed' is Eq. 8 of the paper, which knows two players only; use 'exact'")
+            found, clamped = nash_weights(some, self.xi)
+        elif self.formula == "printed":
+            found = printed_weights(some)
+        else:
+            found, clamped = exact_weights(some, self.xi)
+        weights[players] = found
+        return weights, {"degenerate": int(len(players) < len(gram)), "clamped": int(clamped)}
+
+
+PLUGIN = Munba

@@ -1,0 +1,37 @@
+"""NGDiff: normalised gradient difference (Bu et al., arXiv 2410.22086), Eq. 5.
+
+    g = g_r / ||g_r|| + g_f / ||g_f||
+
+(the paper writes a difference because its g_f is the gradient of the loss it climbs; ours is of the loss to be
+minimised). Parallel to MUNBa's exact direction, which is sqrt(1/(1 + c)) times as long: under an optimiser that
+ignores the length of a constant-cosine gradient the two are one method, and this file exists to show it.
+The automatic learning rate of the paper is not part of the rule and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from concept_eraser.methods.base import GramMethod, usable
+
+
+@dataclass(frozen=True)
+class NGDiff(GramMethod):
+    """The sum of the unit gradients."""
+
+    title: ClassVar[str] = "NGDiff: Unlearning as multi-task optimization, a normalized gradient difference approach"
+    source: ClassVar[str] = "arXiv 2410.22086"
+    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution"})  # fmt: skip
+
+    def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
+        alive = usable(gram)
+        squares = torch.where(alive, gram.diagonal().double(), torch.ones((), dtype=torch.float64))
+        return torch.where(alive, squares.rsqrt(), 0.0), {"degenerate": int(not bool(alive.all()))}
+
+
+PLUGIN = NGDiff

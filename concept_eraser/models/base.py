@@ -1,0 +1,94 @@
+"""The face that every text-to-image family shows: epsilon-, v- and flow-prediction alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a prompt becomes: named tensors whose first axis is the batch, e.g. {"states": [b, tokens, width]}."""
+
+    tensors: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, index: Tensor | slice) -> Condition:
+        return Condition({name: value[index] for name, value in self.tensors.items()})
+
+    def to(self, device: torch.device) -> Condition:
+        return Condition({name: value.to(device) for name, value in self.tensors.items()})
+
+    def repeat(self, n: int) -> Condition:
+        """One row, n times."""
+        return Condition({k: v.expand(n, *v.shape[1:]) for k, v in self.tensors.items()})
+
+
+Weights = Mapping[str, Tensor]  # values that stand in for some parameters of the denoiser, by name
+
+
+class Model(ABC):
+    """A loaded pipeline of one family. Latents are those the denoiser sees (scaled)."""
+
+    family: ClassVar[str]
+    source: str  # name, folder or hub id it came from
+    parts: Mapping[str, nn.Module]  # "denoiser", "text_encoder", "vae"
+    timesteps: int  # of the training schedule
+
+    @property
+    def denoiser(self) -> nn.Module:
+        return self.parts["denoiser"]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.denoiser.parameters()).device
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Model: ...
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """Prompts to a condition, without gradients."""
+
+    @abstractmethod
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[n, 3, h, w] in [-1, 1] -> latents (mean of the posterior), without gradients."""
+
+    @abstractmethod
+    def latent_shape(self) -> tuple[int, int, int]: ...
+
+    @abstractmethod
+    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """x_t from clean latents, noise and integer time steps [b]."""
+
+    @abstractmethod
+    def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """What a perfect denoiser predicts for that x_t: epsilon, v or velocity."""
+
+    @abstractmethod
+    def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
+        """The denoiser's prediction, with some of its parameters replaced if `weights` is given."""
+
+    @abstractmethod
+    def partial(self, noise: Tensor, condition: Condition, null: Condition, *, stop: int, steps: int, guidance: float, weights: Weights | None = None) -> tuple[Tensor, int]:  # fmt: skip
+        """Sample from unit noise for `stop` of `steps` steps: (x_t, the time step t it stands at)."""
+
+    @abstractmethod
+    def sample(self, prompts: Sequence[str], *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
+        """Images of some prompts, one seed each: [n, h, w, 3] uint8 on the CPU."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """A plain diffusers folder, safetensors only."""
+
+    def precision(self, autocast: torch.dtype | None) -> AbstractContextManager:
+        return torch.autocast(self.device.type, autocast) if autocast else nullcontext()

@@ -1,0 +1,131 @@
+"""Stable Diffusion 1.x and 2.x: UNet2DConditionModel, AutoencoderKL, one CLIP text encoder.
+
+Epsilon- and v-prediction are told apart by the scheduler's configuration. Training always uses the schedule's
+alphas (the forward process is the same for every sampler); sampling is diffusers' own pipeline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from concept_eraser.errors import UserError
+from concept_eraser.models.base import Condition, Model, Weights
+
+log = logging.getLogger(__name__)
+
+
+class StableDiffusion(Model):
+    """A `StableDiffusionPipeline` behind the family's face."""
+
+    family = "sd"
+
+    def __init__(self, pipeline: Any, source: str) -> None:
+        self.pipeline = pipeline
+        self.source = source
+        self.parts = {"denoiser": pipeline.unet, "text_encoder": pipeline.text_encoder, "vae": pipeline.vae}
+        for part in self.parts.values():
+            part.eval().requires_grad_(False)
+        schedule = pipeline.scheduler.config
+        self.timesteps = int(schedule.num_train_timesteps)
+        self.prediction = schedule.prediction_type
+        if self.prediction not in ("epsilon", "v_prediction"):
+            raise UserError(f"{source}: prediction type {self.prediction!r} is not supported; epsilon, v_prediction are")
+        self._alphas: Tensor = pipeline.scheduler.alphas_cumprod.float()
+        pipeline.set_progress_bar_config(disable=True)
+
+    @classmethod
+    def from_folder(cls, folder: str, *, source: str, **options: Any) -> StableDiffusion:
+        from diffusers import StableDiffusionPipeline
+
+        # A safety checker would black out pictures behind the evaluation's back; it is not part of the model.
+        pipeline = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, feature_extractor=None, requires_safety_checker=False, torch_dtype=torch.float32, **options)  # fmt: skip
+        return cls(pipeline, source)
+
+    def to(self, device: torch.device) -> StableDiffusion:
+        self.pipeline.to(device)
+        return self
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
+        length = tokenizer.model_max_length
+        tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        over = [p for p in prompts if len(p) > length and len(tokenizer(p).input_ids) > length]
+        if over:
+            log.warning("%d prompts are longer than the model's %d tokens and were cut, e.g. %r", len(over), length, over[0])  # fmt: skip
+        ids = tokens.input_ids.to(self.device)
+        mask = tokens.attention_mask.to(self.device) if getattr(encoder.config, "use_attention_mask", False) else None
+        return Condition({"states": encoder(ids, attention_mask=mask)[0]})
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        return vae.encode(images.to(self.device)).latent_dist.mean * vae.config.scaling_factor
+
+    def latent_shape(self) -> tuple[int, int, int]:
+        size = self.pipeline.unet.config.sample_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return int(self.pipeline.unet.config.in_channels), int(height), int(width)
+
+    def _signal(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        alpha = self._alphas.to(t.device)[t].view(-1, 1, 1, 1)
+        return alpha.sqrt(), (1 - alpha).sqrt()
+
+    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        signal, sigma = self._signal(t)
+        return signal * latents + sigma * noise
+
+    def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        if self.prediction == "epsilon":
+            return noise
+        signal, sigma = self._signal(t)
+        return signal * noise - sigma * latents
+
+    def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
+        unet: nn.Module = self.pipeline.unet
+        inputs = (noisy, t, condition.tensors["states"])
+        if weights is None:
+            return unet(*inputs).sample
+        return torch.func.functional_call(unet, dict(weights), inputs).sample
+
+    @torch.no_grad()
+    def partial(self, noise: Tensor, condition: Condition, null: Condition, *, stop: int, steps: int, guidance: float, weights: Weights | None = None) -> tuple[Tensor, int]:  # fmt: skip
+        from diffusers import DDIMScheduler
+
+        scheduler = DDIMScheduler.from_config(self.pipeline.scheduler.config)
+        scheduler.set_timesteps(steps, device=self.device)
+        n = len(condition)
+        x = noise * scheduler.init_noise_sigma
+        both = Condition({k: torch.cat([null.tensors[k], v]) for k, v in condition.tensors.items()})
+        for t in scheduler.timesteps[:stop]:
+            free, given = self.denoise(x.repeat(2, 1, 1, 1), t.expand(2 * n), both, weights).chunk(2)
+            x = scheduler.step(free + guidance * (given - free), t, x).prev_sample
+        return x, int(scheduler.timesteps[stop])
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[str], *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
+        if len(prompts) != len(seeds):
+            raise ValueError(f"one seed per prompt is needed, found {len(prompts)} prompts and {len(seeds)} seeds")
+        # noise is drawn on the CPU, one generator an image: a picture depends on its own seed, not on its batch
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+
+        def report(pipe: Any, step: int, t: Any, values: dict) -> dict:
+            if progress:
+                progress(step + 1)
+            return values
+
+        with self.precision(autocast):
+            images = self.pipeline(list(prompts), generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", callback_on_step_end=report).images  # fmt: skip
+        return images.float().mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
+
+    def save(self, folder: Path) -> None:
+        self.pipeline.save_pretrained(folder, safe_serialization=True)
+
+
+PLUGIN = StableDiffusion

@@ -1,0 +1,244 @@
+"""Recipes: pydantic models <-> YAML. Every mistake is reported at once, each with its path.
+
+A recipe is one flat file that names a point in the product of menus: which model, which part of it, what forget and
+retain mean, how the two gradients become one step, which weights may move.
+"""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from concept_eraser import registry, resources
+from concept_eraser.environment import fingerprint
+from concept_eraser.errors import UserError, unknown_message
+
+# Names of the losses and selections, repeated here because importing them imports torch; a test compares them.
+LOSS_NAMES = ("anchor", "ascent", "data", "distill", "esd", "relabel")
+ANCHORED = ("anchor", "relabel")
+WITH_TARGET = ("data", "ascent", "relabel")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class Side(_Strict):
+    """One player: which prompts, which loss, and where the images come from."""
+
+    prompts: str | list[str] = Field(description="a prompt set by name or path, or a list of prompts")
+    loss: str = Field("data", description="data, ascent, anchor, esd, distill or relabel")
+    anchor: str | dict[str, str] | None = Field(None, description="what to show instead: a text that may use the prompt's fields, e.g. 'a {color} square', or the fields to replace in it, e.g. {shape: square}")  # fmt: skip
+    teacher: Literal["frozen", "current"] = Field("frozen", description="whose prediction is the target: the model before training (ours) or the current one (MUNBa's public code)")  # fmt: skip
+    eta: float = Field(1.0, ge=0, description="negative guidance of the loss 'esd' (1.0: the paper)")
+    scale: float = Field(1.0, gt=0, description="factor of this side's loss")
+    images: str = Field("generate", description="generate (by the model itself), free (no images: latents sampled on the fly), or a folder of images with captions")  # fmt: skip
+    n: int = Field(400, ge=1, description="how many images to generate (MUNBa: about 400 a side)")
+    timesteps: tuple[int, int] = Field((0, 1000), description="range of diffusion time steps this loss is asked at")
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str) -> str:
+        if value not in LOSS_NAMES:
+            raise ValueError(unknown_message("loss", value, LOSS_NAMES))
+        return value
+
+    @field_validator("prompts")
+    @classmethod
+    def _known_prompts(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str):
+            resources.find("prompts", value)
+        elif not value:
+            raise ValueError("the list of prompts is empty; give it at least one prompt")
+        return value
+
+    @field_validator("timesteps")
+    @classmethod
+    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if not 0 <= value[0] < value[1] <= 1000:
+            raise ValueError(f"expected [low, high] with 0 <= low < high <= 1000, found {list(value)}")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Side:
+        if self.loss in ANCHORED and not self.anchor:
+            raise ValueError(f"the loss {self.loss!r} needs an anchor: what to show instead, e.g. anchor: 'a person' or anchor: {{shape: circle}}")
+        if self.images == "free" and self.loss in WITH_TARGET:
+            raise ValueError(f"the loss {self.loss!r} needs images, so images: free is not possible; use anchor, esd or distill")  # fmt: skip
+        return self
+
+
+class MethodSpec(BaseModel):
+    """A method of methods/ by name, with its options."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = "munba"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Trainable(_Strict):
+    """Which weights may move."""
+
+    select: str = Field("all", description="all, cross_attention, cross_attention_kv, self_attention, all_but_cross_attention, or re:<regular expression>")  # fmt: skip
+
+    @field_validator("select")
+    @classmethod
+    def _known_selection(cls, value: str) -> str:
+        from concept_eraser.training.parameters import problem
+
+        wrong = problem(value)
+        if wrong:
+            raise ValueError(wrong)
+        return value
+
+
+class Training(_Strict):
+    """How long, how fast, how exact."""
+
+    steps: int = Field(200, ge=1)
+    batch_size: int = Field(16, ge=1, description="examples of each side in a micro-batch")
+    micro_batches: int = Field(1, ge=1, description="micro-batches accumulated before the gradients are combined")
+    lr: float = Field(1e-4, gt=0)
+    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    weight_decay: float = Field(0.0, ge=0)
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights stay in fp32")
+    seed: int = Field(0, ge=0)
+    save_every: int = Field(50, ge=1, description="steps between states that --resume can go on from")
+    device: str = Field("auto", description="auto, cpu, cuda, mps")
+
+
+class Generation(_Strict):
+    """How training images are generated from the prompts."""
+
+    steps: int = Field(25, ge=1)
+    guidance: float = Field(5.0, ge=0)
+    batch_size: int = Field(32, ge=1)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = Field(0, ge=0)
+
+
+class Recipe(_Strict):
+    """One erasing job."""
+
+    model: str = Field("tiny-sd", description="tiny-sd, a diffusers folder, a run folder or a hub id")
+    target: Literal["denoiser"] = Field("denoiser", description="which part is trained")
+    forget: Side
+    retain: Side | None = None
+    method: MethodSpec = MethodSpec()
+    trainable: Trainable = Trainable()
+    training: Training = Training()
+    generation: Generation = Generation()
+
+    @field_validator("forget", "retain", "method", "trainable", mode="before")
+    @classmethod
+    def _shorthand(cls, value: Any, info: Any) -> Any:
+        """`method: munba`, `forget: tiny_star`, `trainable: all` stand for mappings with one entry."""
+        key = {"method": "name", "trainable": "select"}.get(info.field_name, "prompts")
+        if isinstance(value, str) or (key == "prompts" and isinstance(value, list)):
+            return {key: value}
+        return value
+
+    @field_validator("method")
+    @classmethod
+    def _known_method(cls, value: MethodSpec) -> MethodSpec:
+        wrong = registry.problems("method", value.name, value.options)
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.retain is None and float(self.method.options.get("retain", 1)) != 0:
+            raise ValueError(f"the method {self.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
+        return self
+
+    def resolved(self) -> dict[str, Any]:
+        """Everything spelled out, defaults and method options included, ready for YAML."""
+        content = self.model_dump(mode="json", exclude_none=True)
+        known = registry.options(registry.load("method", self.method.name))
+        content["method"] = {"name": self.method.name, **{k: default for k, (_, default) in known.items()}, **self.method.options}  # fmt: skip
+        return content
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.resolved())
+
+
+def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = ()) -> Recipe:
+    """A recipe from a name, a path or a mapping, with `key.path=value` overrides. Raises UserError with every mistake."""
+    if isinstance(source, dict):
+        content, where = dict(source), "the recipe"
+    else:
+        path = resources.find("pipelines", str(source))
+        where = str(path)
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: expected a mapping, found a {type(content).__name__}")
+    for override in overrides:
+        _override(content, override)
+    return validate(content, where)
+
+
+def validate(content: dict[str, Any], where: str) -> Recipe:
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        many = f"{len(lines)} mistakes in {where}" if len(lines) > 1 else f"a mistake in {where}"
+        raise UserError(f"{many}:" + "".join(f"\n  {line}" for line in lines)) from None
+
+
+def _override(content: dict[str, Any], text: str) -> None:
+    """Apply one `training.lr=1e-4` to a mapping, in place."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"cannot read the override {text!r}; write key.path=value, e.g. training.lr=1e-4")
+    *parents, last = key.strip().split(".")
+    place = content
+    for name in parents:
+        inner = place.get(name)
+        if inner is None:
+            inner = {}
+        elif isinstance(inner, str):  # the shorthand `method: munba`
+            inner = {{"method": "name", "trainable": "select"}.get(name, "prompts"): inner}
+        if not isinstance(inner, dict):
+            raise UserError(f"cannot set {key}: {name} is {inner!r}, not a mapping")
+        place[name] = place = dict(inner)  # type: ignore[assignment]
+    place[last] = yaml.safe_load(value) if value else None
+
+
+def _explain(item: Any) -> str:
+    """One line for one of pydantic's errors: path, what is wrong, what was found."""
+    path = ".".join(str(part) for part in item["loc"] if part not in ("str", "list[str]", "dict[str,str]"))
+    if item["type"] == "extra_forbidden":
+        return f"{path}: {unknown_message('key', str(item['loc'][-1]), _fields(item['loc'][:-1]))}"
+    if item["type"] == "missing":
+        return f"{path}: required, not given"
+    message = item["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(item["input"], dict | BaseModel) or item["type"] == "value_error" else f", found {item['input']!r}"
+    return f"{path + ': ' if path else ''}{message[0].lower()}{message[1:]}{shown}"
+
+
+def _fields(location: tuple) -> list[str]:
+    """The keys allowed at a path of the recipe."""
+    model: Any = Recipe
+    for name in location:
+        annotation = model.model_fields[name].annotation
+        model = next((a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)), Recipe)  # fmt: skip
+    return list(model.model_fields)
+
+
+def dump(recipe: Recipe, command: str) -> str:
+    """The resolved recipe as YAML, opening with the command that runs it."""
+    return f"# {command}\n" + yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)

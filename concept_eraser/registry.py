@@ -1,0 +1,116 @@
+"""Plug-ins by file name: `methods/munba.py` is the method "munba".
+
+A plug-in module defines PLUGIN, a frozen dataclass whose fields are its options. Listing is a folder listing, so
+that `list` and `--help` need not import torch; a module is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+import typing
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.errors import UserError, unknown, unknown_message
+
+_ROOT = Path(__file__).parent
+KINDS = {"method": "methods", "model": "models", "metric": "evaluation/metrics", "judge": "evaluation/judges"}
+_NOT_PLUGINS = {"__init__", "base"}
+
+
+def names(kind: str) -> list[str]:
+    """The plug-ins of a kind, sorted."""
+    if kind not in KINDS:
+        raise unknown("kind of plug-in", kind, KINDS)
+    return sorted(path.stem for path in (_ROOT / KINDS[kind]).glob("*.py") if path.stem not in _NOT_PLUGINS)
+
+
+def load(kind: str, name: str) -> type:
+    """The class of a plug-in. Raises UserError with the closest name where there is none."""
+    available = names(kind)
+    if name not in available:
+        raise unknown(kind, name, available, hint=f"see `concept-eraser list {kind}s`")
+    module = importlib.import_module(f"concept_eraser.{KINDS[kind].replace('/', '.')}.{name}")
+    return module.PLUGIN
+
+
+def summary(kind: str, name: str) -> str:
+    """The first sentence of a plug-in's module docstring, read without importing it."""
+    import ast
+
+    tree = ast.parse((_ROOT / KINDS[kind] / f"{name}.py").read_text(encoding="utf-8"))
+    return (ast.get_docstring(tree) or "").split("\n")[0]
+
+
+def options(plugin: type) -> dict[str, tuple[Any, Any]]:
+    """The options of a plug-in: name -> (type, default; MISSING where there is none)."""
+    hints = typing.get_type_hints(plugin)
+    return {f.name: (hints[f.name], f.default if f.default is not MISSING else MISSING) for f in fields(plugin)}
+
+
+def problems(kind: str, name: str, given: dict[str, Any]) -> list[str]:
+    """Everything that is wrong with a plug-in's name and options, one message each; [] where nothing is."""
+    available = names(kind)
+    if name not in available:
+        return [unknown_message(kind, name, available)]
+    plugin = load(kind, name)
+    known = options(plugin)
+    found = [unknown_message(f"option of {kind} {name!r}", key, known) for key in given if key not in known]
+    coerced = {}
+    for key, value in given.items():
+        if key in known:
+            try:
+                coerced[key] = coerce(value, known[key][0])
+            except ValueError as error:
+                found.append(f"{key}: {error}")
+    found += [f"{key}: required by {kind} {name!r}" for key, (_, default) in known.items() if default is MISSING and key not in given]  # fmt: skip
+    if not found:
+        try:
+            plugin(**coerced)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def build(kind: str, name: str, given: dict[str, Any]) -> Any:
+    """Make a plug-in from its options, coerced by annotation (YAML reads 1e-5 as a string)."""
+    wrong = problems(kind, name, given)
+    if wrong:
+        raise UserError("; ".join(wrong))
+    plugin = load(kind, name)
+    known = options(plugin)
+    return plugin(**{key: coerce(value, known[key][0]) for key, value in given.items()})
+
+
+def coerce(value: Any, annotation: Any) -> Any:
+    """Convert a YAML or command-line value to an annotated type, or raise ValueError with what is allowed."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ValueError(unknown_message("value", str(value), map(str, arguments)))
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        for option in arguments:
+            try:
+                return coerce(value, option)
+            except ValueError:
+                continue
+        raise ValueError(f"expected {annotation}, found {value!r}")
+    if annotation is bool:
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        raise ValueError(f"expected true or false, found {value!r}")
+    if annotation in (int, float, str):
+        if isinstance(value, bool) or (annotation is int and isinstance(value, float) and not value.is_integer()):
+            raise ValueError(f"expected {annotation.__name__}, found {value!r}")
+        try:
+            return annotation(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"expected {annotation.__name__}, found {value!r}") from None
+    return value

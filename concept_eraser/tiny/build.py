@@ -1,0 +1,92 @@
+"""Retrain the whole bundled world from one seed: `python -m concept_eraser.tiny.build`.
+
+Four parts are trained from scratch (judge, vae, clip, unet; see `stages`), then assembled into a diffusers
+pipeline folder in half precision, scored, and written beside a JSON that says how. The independent parts are
+trained side by side, one core each; every part saves as it goes and an interrupted build continues where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# Large activations that are mapped and unmapped at every step cost more than the arithmetic; keep them in the heap.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+_TOGETHER = (("vae", "judge"), ("clip",))  # two chains, one core each; the unet then takes both
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m concept_eraser.tiny.build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--work", type=Path, default=Path("runs/tiny-build"), help="checkpoints and raw weights (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--output", type=Path, default=None, help="where the finished world goes (default: the bundled weights)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--only", default="", help="train just these parts, e.g. vae,judge, and assemble nothing")
+    parser.add_argument("--shrink", type=float, default=1.0, help="train every part for this share of its steps (tests)")
+    return parser.parse_args()
+
+
+def _say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
+
+
+def train(names: tuple[str, ...], args: argparse.Namespace) -> None:
+    """Train some parts in this process, each only if its scores are not there yet."""
+    import torch
+
+    from concept_eraser.tiny.stages import STAGES, Stage
+
+    torch.set_num_threads(args.threads)
+    stage = Stage(args.work, args.seed, _say, args.shrink)
+    for name in names:
+        done = args.work / f"{name}.json"
+        if done.exists():
+            continue
+        scores = STAGES[name](stage)
+        done.write_text(json.dumps({"threads": args.threads, **scores}, indent=1) + "\n")
+        _say(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items() if isinstance(v, int | float)))
+
+
+def _side_by_side(args: argparse.Namespace) -> None:
+    """Train independent chains of parts in one process each, the cores shared out evenly."""
+    threads = max(1, args.threads // len(_TOGETHER))
+    common = ["--work", str(args.work), "--seed", str(args.seed), "--shrink", str(args.shrink), "--threads", str(threads)]
+    children = [
+        subprocess.Popen([sys.executable, "-m", "concept_eraser.tiny.build", "--only", ",".join(chain), *common])
+        for chain in _TOGETHER
+    ]
+    try:
+        if any([child.wait() for child in children]):
+            raise SystemExit("a part failed to train; its error stands above. Run the same command again to continue.")
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+
+
+def main() -> None:
+    args = _parse()
+    if not all(os.environ.get(k) == v for k, v in _MALLOC.items()):
+        os.environ.update(_MALLOC)  # read by the C library at start-up only
+        os.execv(sys.executable, [sys.executable, "-m", "concept_eraser.tiny.build", *sys.argv[1:]])
+    args.work.mkdir(parents=True, exist_ok=True)
+    try:
+        if args.only:
+            train(tuple(args.only.split(",")), args)
+            return
+        _side_by_side(args)
+        train(("unet",), args)
+    except KeyboardInterrupt:
+        raise SystemExit("\ninterrupted; run the same command again to continue") from None
+    from concept_eraser.tiny.assemble import assemble
+
+    assemble(args.work, args.output, seed=args.seed, threads=args.threads, say=_say)
+
+
+if __name__ == "__main__":
+    main()

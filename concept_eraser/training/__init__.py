@@ -1,0 +1,1 @@
+"""The one training loop: closure, engine, parameter selection, checkpoints, log."""

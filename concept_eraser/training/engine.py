@@ -1,0 +1,186 @@
+"""The training loop that serves every method, loss, model and selection of weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from concept_eraser.environment import derive_seed
+from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.losses import Draw
+from concept_eraser.methods.base import Direction, Method
+from concept_eraser.progress import Progress, silent
+from concept_eraser.training import checkpoint
+from concept_eraser.training.closure import StepClosure
+from concept_eraser.training.log import Log, describe_gram, peak_memory
+from concept_eraser.vectors import is_finite
+
+MAX_SKIPPED = 10  # steps in a row without a finite loss before the run is given up
+
+
+class Eraser(Protocol):
+    """All that the engine knows of what is trained."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def players(self) -> tuple[str, ...]: ...
+    def trainable(self) -> dict[str, nn.Parameter]: ...
+    def draw(self, player: str, seeds: Sequence[int]) -> Draw: ...
+    def loss(self, player: str, draw: Draw) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast: see recipe.Training for the meaning and the defaults of each."""
+
+    steps: int
+    batch_size: int
+    micro_batches: int = 1
+    lr: float = 1e-4
+    warmup: int = 0
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    weight_decay: float = 0.0
+    seed: int = 0
+    save_every: int = 50
+
+
+@dataclass
+class Engine:
+    """Trains an eraser with a method; `run` returns when all steps are done.
+
+    The state of the run lies in `folder`: log.jsonl, and state.ckpt while it is not finished.
+    """
+
+    eraser: Eraser
+    method: Method
+    schedule: Schedule
+    folder: Path
+    accelerator: Accelerator
+    progress: Progress = silent
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    seconds: float = 0.0
+    params: dict[str, nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.params = self.eraser.trainable()
+        self.optimizer = _optimizer(list(self.params.values()), self.schedule)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "state.ckpt"
+
+    def run(self, *, resume: bool = False) -> None:
+        first = self._restore() if resume else 0
+        log = Log(self.folder / "log.jsonl", keep=first) if self.accelerator.is_main_process else None
+        step = first
+        try:
+            for step in range(first, self.schedule.steps):
+                began = time.monotonic()
+                row = self._step(step)
+                row["seconds"] = time.monotonic() - began
+                self.seconds += row["seconds"]
+                if log:
+                    log.write({"step": step + 1, **row, "memory_mb": round(peak_memory(), 1)})
+                self.progress("erasing", step + 1, self.schedule.steps, _note(row))
+                if (step + 1) % self.schedule.save_every == 0:
+                    self._save(step + 1)
+                self._give_up_if_hopeless(step + 1)
+        except KeyboardInterrupt:
+            self._save(step)  # the step that was interrupted is done again
+            raise Interrupted(f"stopped after {step} of {self.schedule.steps} steps; the state is in {self.checkpoint}") from None  # fmt: skip
+
+    def _step(self, step: int) -> dict:
+        """One optimiser step, or none where a loss or the direction is not finite. Returns its log row."""
+        closure = StepClosure(
+            self.eraser,
+            tuple(self.params.values()),
+            {player: self._draws(player, step) for player in self.eraser.players},
+            autocast=self.accelerator.autocast,
+            reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),  # type: ignore[return-value]
+        )
+        direction = self.method.direction(closure)
+        row = {"losses": closure.losses, **describe_gram(closure.players, direction.gram, direction.weights), **direction.notes}  # fmt: skip
+        if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(direction.vec):
+            self._move(step, direction)
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            row["skipped"] = 1
+        return row
+
+    def _move(self, step: int, direction: Direction) -> None:
+        factor = min(1.0, (step + 1) / self.schedule.warmup) if self.schedule.warmup else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.lr * factor
+        for parameter, gradient in zip(self.params.values(), direction.vec, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _draws(self, player: str, step: int) -> list[Draw]:
+        """This rank's micro-batches of a step. Example e of the global batch draws from (seed, step, player, e)."""
+        size, micro = self.schedule.batch_size, self.schedule.micro_batches
+        first = self.accelerator.process_index * micro * size
+        seeds = [derive_seed(self.schedule.seed, step, player, first + e) for e in range(micro * size)]
+        return [self.eraser.draw(player, seeds[m * size : (m + 1) * size]) for m in range(micro)]
+
+    def _give_up_if_hopeless(self, step: int) -> None:
+        if self.skipped_in_a_row < MAX_SKIPPED:
+            return
+        self._save(step)  # skipped steps moved nothing: this is the last good state
+        raise UserError(f"the loss was not finite in {MAX_SKIPPED} steps in a row (steps {step - MAX_SKIPPED + 1}-{step}); the last good state is in {self.checkpoint}; lower training.lr (now {self.schedule.lr:g}) or use precision fp32")  # fmt: skip
+
+    def _save(self, step: int) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "step": step,
+            "params": {name: value.detach().cpu() for name, value in self.params.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "method": self.method.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "seconds": self.seconds,
+        }
+        checkpoint.save(self.checkpoint, state)
+
+    def _restore(self) -> int:
+        """Load the checkpoint if there is one; the step to go on with."""
+        if not self.checkpoint.exists():
+            return 0
+        state = checkpoint.load(self.checkpoint)
+        if set(state["params"]) != set(self.params):
+            raise UserError(f"{self.checkpoint} belongs to a run that trained other tensors; start over in a new folder")
+        with torch.no_grad():
+            for name, value in state["params"].items():
+                self.params[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.method.load_state_dict(state["method"])
+        self.skipped, self.skipped_in_a_row, self.seconds = state["skipped"], state["skipped_in_a_row"], state["seconds"]
+        if self.skipped_in_a_row >= MAX_SKIPPED:
+            self.skipped_in_a_row = 0  # the user asked to try on, perhaps with luck in the draw
+        return int(state["step"])
+
+
+def _optimizer(params: list[nn.Parameter], schedule: Schedule) -> torch.optim.Optimizer:
+    if schedule.optimizer == "sgd":
+        return torch.optim.SGD(params, lr=schedule.lr, weight_decay=schedule.weight_decay)
+    kind = torch.optim.AdamW if schedule.optimizer == "adamw" else torch.optim.Adam
+    return kind(params, lr=schedule.lr, weight_decay=schedule.weight_decay)
+
+
+def _note(row: dict) -> str:
+    losses = "  ".join(f"{player} {value:.4f}" for player, value in row["losses"].items())
+    cosine = row.get("cosine")
+    return losses + (f"  cos {cosine:+.2f}" if cosine is not None and math.isfinite(cosine) else "")

@@ -1,0 +1,73 @@
+"""log.jsonl: one line a step, kept consistent with the checkpoint when a run is resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from concept_eraser.vectors import cosine
+
+
+class Log:
+    """Appends one JSON object per step. Lines after `keep` steps are dropped: the resumed run writes them again."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self.path = path
+        old = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in old if _step(line) is not None and (_step(line) or 0) <= keep]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        os.replace(partial, path)
+
+    def write(self, row: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(_finite(row)) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log; a last line cut off by a kill is left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if _step(line) is not None]
+
+
+def _step(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no nan; what was not computed or not finite is null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value
+
+
+def describe_gram(players: tuple[str, ...], gram: Tensor | None, weights: Tensor | None) -> dict[str, Any]:
+    """Gradient norms, the cosine of the first two players, and the weights, for the log."""
+    row: dict[str, Any] = {}
+    if gram is not None:
+        row["norms"] = {player: float(gram[i, i].sqrt()) for i, player in enumerate(players)}
+        row["cosine"] = cosine(gram) if len(players) > 1 else float("nan")
+    if weights is not None:
+        row["weights"] = {player: float(weights[i]) for i, player in enumerate(players)}
+    return row
+
+
+def peak_memory() -> float:
+    """Peak memory so far in MB: of the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    scale = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale

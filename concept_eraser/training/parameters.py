@@ -1,0 +1,44 @@
+"""Which weights may move: by the names the field uses, or by regular expression."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from concept_eraser.errors import UserError, unknown_message
+
+# diffusers' names: attn1 is self-attention, attn2 cross-attention with the text
+_RULES = {
+    "all": lambda name: True,
+    "cross_attention": lambda name: ".attn2." in name,
+    "cross_attention_kv": lambda name: ".attn2.to_k." in name or ".attn2.to_v." in name,
+    "self_attention": lambda name: ".attn1." in name,
+    "all_but_cross_attention": lambda name: ".attn2." not in name,
+}
+SELECTIONS = tuple(_RULES)
+
+
+def problem(selection: str) -> str | None:
+    """What is wrong with a selection, or None."""
+    if selection in _RULES:
+        return None
+    if not selection.startswith("re:"):
+        return unknown_message("selection of parameters", selection, [*_RULES, "re:<regular expression>"])
+    try:
+        re.compile(selection[3:])
+    except re.error as error:
+        return f"{selection!r} is no regular expression: {error}"
+    return None
+
+
+def select(names: Iterable[str], selection: str) -> list[str]:
+    """The names that a selection covers, in order. Raises UserError where it covers none."""
+    wrong = problem(selection)
+    if wrong:
+        raise UserError(wrong)
+    everything = list(names)
+    rule = _RULES.get(selection) or (lambda name: re.search(selection[3:], name) is not None)
+    chosen = [name for name in everything if rule(name)]
+    if not chosen:
+        raise UserError(f"the selection {selection!r} matches none of the {len(everything)} tensors, e.g. {everything[0]!r}")
+    return chosen
