@@ -51,43 +51,40 @@ def printed_weights(gram: Tensor) -> Tensor:
     return torch.stack([1 / (norms[0] * (1 + c).clamp(min=1e-12).sqrt()), (sine2 * (1 - c)).sqrt() / norms[1]])
 
 
-def nash_weights(gram: Tensor, xi: float, *, tolerance: float = 1e-12, rounds: int = 200) -> tuple[Tensor, bool]:
-    """Solve a_i (G^T G a)_i = 1 for any number of players by damped Newton; also whether C had to be regularised.
+def nash_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
+    """Solve a_i (G^T G a)_i = 1 for any number m of players; also whether the cosines had to be regularised.
 
-    With u_i = a_i ||g_i|| and C the matrix of cosines: minimise 1/2 u^T C u - sum log u (self-concordant), Newton
-    step -(C + diag(1/u^2))^-1 (C u - 1/u), damped by 1 / (1 + decrement).
+    With u_i = a_i ||g_i|| and C the matrix of cosines, u minimises 1/2 u^T C u - sum log u. At the solution
+    u^T C u = m, so w = u / sum(u) has w^T C w = m / sum(u)^2: where 0 lies in the convex hull of the unit gradients
+    there is no common descent and u diverges. Beyond sum(u) = m / sqrt(xi), which for two players is 1 + c = xi,
+    C + xi I is solved instead.
     """
     norms = gram.diagonal().sqrt()
     cosines = gram / norms[:, None] / norms[None, :]
-    lowest = float(torch.linalg.eigvalsh(cosines)[0])
-    clamped = lowest < xi and _has_no_common_descent(cosines, xi)
+    limit = len(gram) / xi**0.5
+    u = _newton(cosines, 10 * limit)
+    clamped = bool(u.sum() > limit)
     if clamped:
-        cosines = cosines + (xi - min(lowest, 0.0)) * torch.eye(len(gram), dtype=gram.dtype)
-    u = torch.ones(len(gram), dtype=gram.dtype) / cosines.sum(1).clamp(min=0.1).sqrt()
-    for _ in range(rounds):
-        slope = cosines @ u - 1 / u
-        step = torch.linalg.solve(cosines + torch.diag(u**-2), slope)
-        decrement = float((slope @ step).clamp(min=0).sqrt())
-        u = u - step / (1 + decrement if decrement > 0.25 else 1)
-        if decrement < tolerance:
-            break
+        u = _newton(cosines + xi * torch.eye(len(gram), dtype=gram.dtype), float("inf"))
     return u / norms, clamped
 
 
-def _has_no_common_descent(cosines: Tensor, xi: float) -> bool:
-    """Whether min over the simplex of v^T C v is (nearly) zero, i.e. 0 lies in the hull of the unit gradients."""
-    weights = torch.full((len(cosines),), 1 / len(cosines), dtype=cosines.dtype)
-    for k in range(1000):  # Frank-Wolfe with exact line search; tiny, and run only for singular matrices
-        slope = cosines @ weights
-        best = int(slope.argmin())
-        gap = float(weights @ slope - slope[best])
-        if gap < 1e-12:
+def _newton(cosines: Tensor, limit: float) -> Tensor:
+    """Minimise 1/2 u^T C u - sum log u; gives up where sum(u) exceeds the limit.
+
+    The function is self-concordant: the step -(C + diag(1/u^2))^-1 (C u - 1/u), divided by 1 + its Newton decrement
+    while that is large, never leaves u > 0 and converges from anywhere.
+    """
+    u = torch.ones(len(cosines), dtype=cosines.dtype)
+    for _ in range(200):
+        slope = cosines @ u - 1 / u
+        # in units of u: (diag(u) C diag(u) + I) is well conditioned where C + diag(1/u^2) is not
+        scaled = torch.linalg.solve(u[:, None] * cosines * u[None, :] + torch.eye(len(u), dtype=u.dtype), u * slope)
+        decrement = float((u * slope @ scaled).clamp(min=0).sqrt())
+        u = u - u * scaled / (1 + decrement if decrement > 0.25 else 1)
+        if decrement < 1e-13 or float(u.sum()) > limit:
             break
-        move = -weights.clone()
-        move[best] += 1
-        curvature = float(move @ cosines @ move)
-        weights = weights + move * min(1.0, gap / curvature if curvature > 0 else 2 / (k + 2))
-    return float(weights @ cosines @ weights) < xi
+    return u
 
 
 @dataclass(frozen=True)

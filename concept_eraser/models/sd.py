@@ -20,6 +20,15 @@ from concept_eraser.models.base import Condition, Model, Weights
 log = logging.getLogger(__name__)
 
 
+def quiet_libraries() -> None:
+    """diffusers and transformers draw a bar for every shard they read or write; ours report the whole."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
 class StableDiffusion(Model):
     """A `StableDiffusionPipeline` behind the family's face."""
 
@@ -30,7 +39,7 @@ class StableDiffusion(Model):
         self.source = source
         self.parts = {"denoiser": pipeline.unet, "text_encoder": pipeline.text_encoder, "vae": pipeline.vae}
         for part in self.parts.values():
-            part.eval().requires_grad_(False)
+            part.float().eval().requires_grad_(False)  # stored in half precision or not, weights are trained in fp32
         schedule = pipeline.scheduler.config
         self.timesteps = int(schedule.num_train_timesteps)
         self.prediction = schedule.prediction_type
@@ -43,8 +52,9 @@ class StableDiffusion(Model):
     def from_folder(cls, folder: str, *, source: str, **options: Any) -> StableDiffusion:
         from diffusers import StableDiffusionPipeline
 
+        quiet_libraries()
         # A safety checker would black out pictures behind the evaluation's back; it is not part of the model.
-        pipeline = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, feature_extractor=None, requires_safety_checker=False, torch_dtype=torch.float32, **options)  # fmt: skip
+        pipeline = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, feature_extractor=None, requires_safety_checker=False, **options)  # fmt: skip
         return cls(pipeline, source)
 
     def to(self, device: torch.device) -> StableDiffusion:

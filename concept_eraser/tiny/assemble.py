@@ -61,7 +61,9 @@ def _write_pipeline(work: Path, folder: Path) -> None:
         requires_safety_checker=False,
     )
     shutil.rmtree(folder, ignore_errors=True)
-    pipeline.to(torch.float16).save_pretrained(folder, safe_serialization=True)
+    for part in (pipeline.vae, pipeline.text_encoder, pipeline.unet):
+        part.half()
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
 def _write_clip(work: Path, folder: Path) -> None:

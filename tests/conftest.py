@@ -1,0 +1,70 @@
+"""Fixtures shared by all tests: the bundled pipeline, a short recipe, a cache of this session's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may depend on a download
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of generated pictures for this session; also for the processes that tests start."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["CONCEPT_ERASER_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny() -> Any:
+    """The bundled pipeline, freshly loaded (tests may train it)."""
+    from concept_eraser.models.loading import load
+
+    return load("tiny-sd")
+
+
+@pytest.fixture(scope="session")
+def shared_tiny() -> Any:
+    """The bundled pipeline for tests that only read it."""
+    from concept_eraser.models.loading import load
+
+    return load("tiny-sd")
+
+
+def short(**changes: Any) -> dict[str, Any]:
+    """A recipe that trains for seconds: few pictures, few steps, few weights."""
+    recipe: dict[str, Any] = {
+        "model": "tiny-sd",
+        "forget": {"prompts": "tiny_star", "loss": "anchor", "anchor": {"shape": "circle"}, "n": 8},
+        "retain": {"prompts": "tiny_rest", "n": 8},
+        "method": {"name": "munba"},
+        "trainable": {"select": "cross_attention"},
+        "training": {"steps": 4, "batch_size": 4, "save_every": 2, "device": "cpu"},
+        "generation": {"steps": 2, "batch_size": 8},
+    }
+    for path, value in changes.items():
+        place = recipe
+        *parents, last = path.split("__")
+        for name in parents:
+            place = place[name]
+        place[last] = value
+    return recipe
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the real command in a process of its own, in a scratch folder."""
+
+    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "concept_eraser.cli.main", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=options.pop("cwd", tmp_path), timeout=300, **options)  # fmt: skip
+
+    return run

@@ -1,0 +1,88 @@
+"""The theorems that methods declare, each proved once for all who claim it, over the zoo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from concept_eraser import registry
+from concept_eraser.vectors import dot, norm
+from tests.methods.zoo import COSINES, PAIRS, Fixed, closure, flat, pair
+
+# every method once with its defaults, and the settings with other laws
+CASES = [(name, registry.load("method", name)()) for name in registry.names("method")]
+CASES += [("surgery", registry.load("method", "surgery")(rule="ascent"))]
+
+
+def claiming(theorem: str) -> list:
+    found = [pytest.param(method, id=f"{name}-{method}") for name, method in CASES if theorem in method.theorems]
+    assert found, f"no method claims {theorem}; the test would prove nothing"
+    return found
+
+
+def test_every_theorem_is_known() -> None:
+    known = {"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "orthogonality"}
+    claimed = set().union(*(method.theorems for _, method in CASES))
+    assert claimed <= known, "a theorem nobody proves is claimed"
+
+
+@pytest.mark.parametrize("method", claiming("pareto_descent"))
+def test_pareto_descent(method) -> None:
+    """<g, g_i> > 0 for both players, wherever the gradients are not opposed."""
+    for retain, forget in PAIRS:
+        direction = method.direction(closure(retain, forget)).vec
+        assert dot(direction, retain) > 0
+        assert dot(direction, forget) > 0
+
+
+@pytest.mark.parametrize("method", claiming("scale_invariance"))
+def test_scale_invariance(method) -> None:
+    """Multiplying one loss by a constant changes nothing."""
+    for cosine in COSINES:
+        retain, forget = pair(cosine, 1.0, 1.0)
+        expected = flat(method.direction(closure(retain, forget)).vec)
+        for scale in (1e-8, 0.01, 100.0, 1e8):
+            scaled = flat(method.direction(closure(retain, tuple(scale * p for p in forget))).vec)
+            torch.testing.assert_close(scaled, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", claiming("permutation"))
+def test_permutation(method) -> None:
+    """The order in which the players are asked does not matter."""
+    for retain, forget in PAIRS[::7]:
+        one = flat(method.direction(Fixed({"retain": retain, "forget": forget})).vec)
+        other = flat(method.direction(Fixed({"forget": forget, "retain": retain})).vec)
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("method", claiming("equal_contribution"))
+def test_equal_contribution(method) -> None:
+    """a_r ||g_r|| = a_f ||g_f||."""
+    for retain, forget in PAIRS:
+        weights = method.direction(closure(retain, forget)).weights
+        ratio = float(weights[0] * norm(retain) / (weights[1] * norm(forget)))
+        assert ratio == pytest.approx(1, rel=1e-9)
+
+
+@pytest.mark.parametrize("method", claiming("orthogonality"))
+def test_orthogonality(method) -> None:
+    """The direction is orthogonal to the gradient that was projected away."""
+    for cosine in COSINES[1:-1]:
+        for seed in range(5):
+            retain, forget = pair(cosine, 3.0, 0.2, seed=seed)
+            direction = method.direction(closure(retain, forget)).vec
+            removed = forget if method.rule == "descent" else retain
+            assert abs(float(dot(direction, removed) / norm(removed) / norm(direction))) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_nothing_to_combine_is_a_zero_step(name: str, method) -> None:
+    retain, forget = pair(0.3, 0.0, 0.0)
+    assert float(norm(method.direction(closure(retain, forget)).vec)) == 0
+
+
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_directions_keep_shape_and_type(name: str, method) -> None:
+    retain, forget = (tuple(p.float() for p in v) for v in pair(0.3, 1.0, 2.0))
+    direction = method.direction(closure(retain, forget)).vec
+    assert [(p.shape, p.dtype) for p in direction] == [(p.shape, p.dtype) for p in retain]

@@ -1,0 +1,137 @@
+"""MUNBa against its equations, a convex solver, TorchJD's NashMTL, and the figures of the paper's errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from concept_eraser.methods.munba import Munba, exact_weights, nash_weights
+from concept_eraser.methods.ngdiff import NGDiff
+from concept_eraser.vectors import dot, norm
+from tests.methods.zoo import PAIRS, closure, flat, pair
+
+
+def residual(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """a_i (G^T G a)_i, which Eq. 6 says is 1."""
+    return weights * (gram @ weights)
+
+
+def gram_of(cosine: float, first: float = 1.0, second: float = 1.0) -> torch.Tensor:
+    inner = cosine * first * second
+    return torch.tensor([[first**2, inner], [inner, second**2]], dtype=torch.float64)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.floats(-1 + 1e-6, 1), st.floats(-8, 8), st.floats(-8, 8))
+def test_eq6_holds(cosine: float, log_first: float, log_second: float) -> None:
+    gram = gram_of(cosine, 10**log_first, 10**log_second)
+    weights = Munba(xi=1e-7).weights(gram)
+    assert torch.all(weights > 0)
+    torch.testing.assert_close(residual(gram, weights), torch.ones(2, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_length_and_inner_products() -> None:
+    """||g|| = sqrt(2) and <g, g_i> = 1 / a_i."""
+    for retain, forget in PAIRS:
+        found = Munba(xi=1e-7).direction(closure(retain, forget))
+        assert float(norm(found.vec)) == pytest.approx(2**0.5, rel=1e-4)
+        for i, g in enumerate((retain, forget)):
+            assert float(dot(found.vec, g) * found.weights[i]) == pytest.approx(1, rel=1e-4)
+
+
+def test_parallel_to_ngdiff() -> None:
+    for retain, forget in PAIRS[::5]:
+        a = flat(Munba(xi=1e-7).direction(closure(retain, forget)).vec)
+        b = flat(NGDiff().direction(closure(retain, forget)).vec)
+        assert float(torch.nn.functional.cosine_similarity(a, b, dim=0)) == pytest.approx(1, abs=1e-7)
+
+
+@pytest.mark.parametrize(("cosine", "expected"), [(0.3, (0.98, 0.85)), (0.9, (0.62, 0.11)), (-0.9, (8.29, -1.35))])
+def test_the_printed_formula_violates_eq6(cosine: float, expected: tuple[float, float]) -> None:
+    """The residuals of Eq. 8 as printed are not 1. Golden values: our notes on the paper, recomputed by hand.
+
+    c = 0.3: a_r = 1.3^-0.5 = 0.8771, a_f = (0.91 * 0.7)^0.5 = 0.7981; a_r (a_r + 0.3 a_f) = 0.979.
+    """
+    gram = gram_of(cosine)
+    found = residual(gram, Munba(formula="printed").weights(gram))
+    assert found.tolist() == pytest.approx(expected, abs=0.006)
+
+
+def test_opposed_gradients_are_clamped_and_counted() -> None:
+    weights, notes = Munba(xi=1e-6).solve(gram_of(-1.0))
+    assert notes["clamped"] == 1
+    assert weights.tolist() == pytest.approx([1e3, 1e3])
+    assert Munba().solve(gram_of(-0.99))[1]["clamped"] == 0
+    assert Munba().solve(gram_of(1.0))[1]["clamped"] == 0
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_a_useless_player_is_left_out_and_counted(bad: float) -> None:
+    gram = gram_of(0.0, 2.0, 1.0)
+    gram[1, :] = gram[:, 1] = bad
+    weights, notes = Munba().solve(gram)
+    assert weights.tolist() == [0.5, 0.0]
+    assert notes["degenerate"] == 1
+
+
+def test_a_nan_gradient_does_not_reach_the_step() -> None:
+    retain, forget = pair(0.3, 1.0, 1.0)
+    forget = (forget[0] * float("nan"), *forget[1:])
+    found = Munba().direction(closure(retain, forget))
+    assert torch.isfinite(flat(found.vec)).all()
+
+
+@pytest.mark.parametrize("players", [2, 3, 4, 6])
+def test_general_solver_against_closed_form_scipy_and_torchjd(players: int) -> None:
+    from torchjd.aggregation import NashMTL
+
+    rng = np.random.default_rng(players)
+    agreed = 0
+    for _ in range(5):
+        jacobian = torch.from_numpy(rng.normal(size=(players, 40)) * rng.uniform(0.1, 10, (players, 1)))
+        gram = jacobian @ jacobian.T
+        weights, clamped = nash_weights(gram, 1e-9)
+        assert not clamped
+        torch.testing.assert_close(residual(gram, weights), torch.ones(players, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        if players == 2:
+            torch.testing.assert_close(weights, exact_weights(gram, 1e-12)[0], rtol=1e-9, atol=0)
+        g, scale = gram.numpy(), weights.numpy()
+        start = 1 / np.sqrt(np.diag(g))
+
+        def objective(log_a: np.ndarray, g: np.ndarray = g) -> float:
+            a = np.exp(log_a)
+            return 0.5 * a @ g @ a - log_a.sum()
+
+        solved = np.exp(minimize(objective, np.log(start), method="BFGS", options={"gtol": 1e-10}).x)
+        np.testing.assert_allclose(solved, scale, rtol=1e-4)
+        oracle = NashMTL(n_tasks=players, max_norm=0.0, update_weights_every=1, optim_niter=100)(jacobian)
+        cosine = float(torch.nn.functional.cosine_similarity(oracle, weights @ jacobian, dim=0))
+        # its sequence of convex problems sometimes stops early; then Eq. 6 says so, and it is no witness
+        theirs = torch.linalg.lstsq(jacobian.T, oracle[:, None]).solution[:, 0]
+        if residual(gram, theirs).sub(1).abs().max() < 0.05:
+            agreed += 1
+            assert cosine > 0.999
+    assert agreed >= 3
+
+
+def test_many_players_duplicates_and_opposition() -> None:
+    same = torch.ones(3, 3, dtype=torch.float64)  # three identical gradients: singular, but a descent exists
+    weights, clamped = nash_weights(same, 1e-9)
+    assert not clamped
+    torch.testing.assert_close(residual(same, weights), torch.ones(3, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    opposed = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert nash_weights(opposed, 1e-6)[1]
+
+
+def test_printed_formula_knows_two_players_only() -> None:
+    with pytest.raises(ValueError, match="two players only"):
+        Munba(formula="printed").weights(torch.eye(3, dtype=torch.float64))
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="xi"):
+        Munba(xi=0)

@@ -1,0 +1,46 @@
+"""Inner products over tuples of tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from concept_eraser import vectors
+from tests.methods.zoo import PAIRS, flat
+
+
+def test_gramian_is_that_of_the_concatenated_vectors() -> None:
+    for u, v in PAIRS[::11]:
+        gram = vectors.gramian([u, v])
+        matrix = torch.stack([flat(u), flat(v)])
+        torch.testing.assert_close(gram, matrix @ matrix.T, rtol=1e-9, atol=float(gram.diagonal().prod() ** 0.5) * 1e-12)
+        assert float(vectors.dot(u, v)) == pytest.approx(float(gram[0, 1]), rel=1e-9, abs=float(gram.diagonal().prod() ** 0.5) * 1e-12)
+
+
+def test_float32_parts_are_accumulated_in_float64() -> None:
+    """10^7 ones and one small number: float32 accumulation loses it."""
+    u = (torch.ones(10_000_000), torch.full((1,), 1e-2))
+    assert float(vectors.norm(u) ** 2) == pytest.approx(1e7 + 1e-4, abs=1e-6)
+
+
+def test_combine() -> None:
+    u, v = (torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),)
+    torch.testing.assert_close(vectors.combine([2.0, 0.5], [u, v])[0], torch.tensor([7.0, 14.0]))
+    assert vectors.combine([0.0, 0.0], [u, v])[0].tolist() == [0.0, 0.0]
+    assert u[0].tolist() == [1.0, 2.0], "inputs are not changed"
+
+
+def test_combine_leaves_out_what_has_weight_zero_even_if_it_is_not_finite() -> None:
+    u, v = (torch.tensor([1.0]),), (torch.tensor([math.nan]),)
+    assert vectors.combine([1.0, 0.0], [u, v])[0].tolist() == [1.0]
+
+
+def test_vectors_of_different_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        vectors.dot((torch.ones(1),), (torch.ones(1), torch.ones(1)))
+
+
+def test_cosine_of_zero_is_nan() -> None:
+    assert math.isnan(vectors.cosine(torch.zeros(2, 2, dtype=torch.float64)))
