@@ -17,7 +17,7 @@ from concept_eraser.errors import UserError, unknown, unknown_message
 
 _ROOT = Path(__file__).parent
 KINDS = {"method": "methods", "model": "models", "metric": "evaluation/metrics", "judge": "evaluation/judges"}
-_NOT_PLUGINS = {"__init__", "base"}
+_NOT_PLUGINS = {"__init__", "base", "loading"}
 
 
 def names(kind: str) -> list[str]:

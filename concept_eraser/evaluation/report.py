@@ -81,6 +81,11 @@ def _rows(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def _refused(evaluation: Evaluation) -> str:
+    lines = "".join(f"<li>{html.escape(name)}: {html.escape(reason)}</li>" for name, reason in evaluation.refused.items())
+    return f"<p>Not measured:</p><ul>{lines}</ul>" if lines else ""
+
+
 def _embed(content: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(content).decode()
 
@@ -149,7 +154,7 @@ def render(evaluation: Evaluation, facts: RunFacts) -> str:
 <h2>Numbers</h2><p>95 % intervals (Wilson; paired differences Agresti-Min); before and after use the same prompts and seeds.
 Protocol {content["protocol_hash"]}.</p>
 <div class="scroll"><table>{head}{_rows(overall)}</table></div>
-<details><summary>Value by value</summary><div class="scroll"><table>{head}{_rows(detail)}</table></div></details>
+{_refused(evaluation)}<details><summary>Value by value</summary><div class="scroll"><table>{head}{_rows(detail)}</table></div></details>
 <h2>Pictures</h2>{galleries}{training}
 <h2>How to repeat this</h2><p>Before: {html.escape(evaluation.models["before"])}. After: {html.escape(evaluation.models["after"])}.</p>
 {repeat}</body></html>

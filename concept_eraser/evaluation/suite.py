@@ -86,6 +86,7 @@ class Evaluation:
     results: list[Result]
     groups: dict[str, Group]
     environment: dict[str, Any]
+    refused: dict[str, str]  # metrics that could not be measured, with the reason
 
     def as_dict(self) -> dict[str, Any]:
         protocol = self.suite.model_dump(mode="json")
@@ -97,6 +98,7 @@ class Evaluation:
             "models": self.models,
             "environment": self.environment,
             "results": [result.as_dict() for result in self.results],
+            "refused": self.refused,
         }
 
     def find(self, metric: str, group: str) -> Result | None:
@@ -129,6 +131,10 @@ def group_prompts(suite: Suite, name: str) -> prompts.PromptSet:
 def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = None, progress: Progress = silent) -> Evaluation:  # fmt: skip
     """Generate every group's pictures with both models from the same prompts and seeds, judge and measure them."""
     judge = registry.load("judge", suite.judge)()
+    attribute, value = next(iter(suite.concept.items()))
+    if value not in judge.classes.get(attribute, ()):
+        known = "; ".join(f"{k}: {', '.join(v)}" for k, v in judge.classes.items())
+        raise UserError(f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {known}")
     sampling = generate.Sampling(**suite.sampling.model_dump())
     groups = {}
     for name in suite.groups:
@@ -138,13 +144,16 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
         for when, model in (("before", before), ("after", after)):
             pictures[when] = generate.generate(model, rows.texts, seeds, sampling, cache=cache, what=f"{name}, {when}", progress=progress)  # fmt: skip
         groups[name] = _look(judge, name, suite, rows, pictures)
-    attribute, value = next(iter(suite.concept.items()))
-    if value not in judge.classes.get(attribute, ()):
-        raise UserError(f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {dict(judge.classes)}")
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
-    results = [result for name in suite.metrics for result in registry.load("metric", name)().measure(evidence)]
+    results: list[Result] = []
+    refused: dict[str, str] = {}
+    for name in suite.metrics:
+        try:
+            results += registry.load("metric", name)().measure(evidence)
+        except UserError as error:  # too few pictures for one number must not cost the others
+            refused[name] = str(error)
     models = {when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))}
-    return Evaluation(suite, models, results, groups, environment.describe())
+    return Evaluation(suite, models, results, groups, environment.describe(), refused)
 
 
 def _look(judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, pictures: dict[str, Tensor]) -> Group:

@@ -1,0 +1,102 @@
+"""The command line as a person types it: real processes, exit codes, messages."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import short
+
+VERBS = ("quickstart", "erase", "generate", "evaluate", "report", "list", "show", "check", "copy")
+
+
+def test_help_is_quick(cli) -> None:
+    best = float("inf")
+    for _ in range(3):  # the first call may compile bytecode
+        began = time.monotonic()
+        found = cli("--help")
+        best = min(best, time.monotonic() - began)
+    assert found.returncode == 0
+    assert all(verb in found.stdout for verb in VERBS)
+    assert best < 0.5
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_worked_example(cli, verb: str) -> None:
+    found = cli(verb, "--help")
+    assert found.returncode == 0
+    assert f"concept-eraser {verb}" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["erase", "tiny_star_munbaa"], "did you mean 'tiny_star_munba'"),
+        (["erase", "tiny_star_munba", "training.lrr=1"], "did you mean 'lr'"),
+        (["erase", "tiny_star_munba", "tiny_star_ga"], "one recipe at a time"),
+        (["erase"], "nothing to erase"),
+        (["erase", "--forget", "tiny_star", "--anchor", "a {colour} square", "--retain", "tiny_rest", "--dry-run"], "needs the field 'colour'"),
+        (["erase", "tiny_star_munba", "--model", "tiny-s", "-o", "x"], "did you mean 'tiny-sd'"),
+        (["generate", "tiny-sd"], "nothing to generate"),
+        (["evaluate", "tiny-sd", "--suite", "tiny_sta"], "did you mean 'tiny_star'"),
+        (["report", "nowhere"], "was not evaluated yet"),
+        (["list", "method"], "did you mean 'methods'"),
+        (["show", "munbaa"], "did you mean 'munba'"),
+        (["copy", "nothing", "x.yaml"], "unknown recipe"),
+        (["check", "missing.yaml"], "no such recipe file"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_message_and_code_two(cli, arguments: list[str], message: str, tmp_path: Path) -> None:
+    found = cli(*arguments)
+    assert found.returncode == 2, found.stderr
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not list(tmp_path.rglob("*.safetensors")), "nothing half-written"
+
+
+def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
+    """list, show, copy, check, dry run, erase, evaluate, report, generate."""
+    assert "arXiv 2411.15537" in cli("show", "munba").stdout
+    assert cli("copy", "tiny_star_munba", "mine.yaml").returncode == 0
+    assert cli("copy", "tiny_star_munba", "mine.yaml").returncode == 2, "does not overwrite"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(short()))
+    assert "fine" in cli("check", "mine.yaml").stdout
+    dry = cli("erase", "mine.yaml", "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "shown instead: 'a flat red circle on a white background'" in dry.stdout
+    assert not (tmp_path / "runs").exists()
+    erased = cli("erase", "mine.yaml", "training.steps=2")
+    assert erased.returncode == 0, erased.stderr
+    assert "2/2" in erased.stderr, "progress is shown"
+    folder = next((tmp_path / "runs").iterdir())
+    suite = {"concept": {"shape": "star"}, "sampling": {"steps": 2}, "groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 4}, "retained": {"prompts": "tiny_rest", "role": "retain", "n": 4}}}  # fmt: skip
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    measured = cli("evaluate", str(folder), "--suite", "suite.yaml")
+    assert measured.returncode == 0, measured.stderr
+    assert "concept_share" in measured.stdout
+    found = json.loads((folder / "evaluation.json").read_text())
+    assert "more pictures than feature dimensions" in found["refused"]["fid"]
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert cli("report", str(folder), "-o", "again.html").returncode == 0
+    made = cli("generate", str(folder), "-p", "a red star", "-n", "2", "--steps", "2", "-o", "pictures")
+    assert made.returncode == 0, made.stderr
+    assert len(list((tmp_path / "pictures").glob("*.png"))) == 2
+    assert len((tmp_path / "pictures" / "metadata.jsonl").read_text().splitlines()) == 2
+
+
+def test_flags_make_a_recipe(cli) -> None:
+    found = cli("erase", "--forget", "tiny_star", "--anchor", "shape=circle", "--retain", "tiny_rest", "--select", "cross_attention", "--lr", "1e-5", "--dry-run")  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    recipe = yaml.safe_load(found.stdout.split("\nforget: ")[0].split("\nretain: 1")[0].split("\nforget: 200")[0])
+    assert recipe["forget"]["anchor"] == {"shape": "circle"}
+    assert recipe["forget"]["loss"] == "anchor"
+    assert recipe["trainable"] == {"select": "cross_attention"}
+    assert recipe["training"]["lr"] == 1e-5
+
+
+def test_version(cli) -> None:
+    assert cli("--version").stdout.startswith("concept-eraser 0.")

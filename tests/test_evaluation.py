@@ -1,0 +1,148 @@
+"""The evaluation must be able to fail: the untouched model shows the concept, noise loses, garbage is "none"."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import concept_eraser
+from concept_eraser import UserError
+from concept_eraser.data import generate
+from concept_eraser.evaluation import report, suite as suites
+from concept_eraser.evaluation.judges.tiny import TinyJudge
+from concept_eraser.tiny import garbage, painter
+
+SUITE = {
+    "concept": {"shape": "star"},
+    "seed": 3,
+    "sampling": {"steps": 12, "batch_size": 32, "precision": "bf16"},
+    "groups": {
+        "direct": {"prompts": "tiny_star", "role": "forget", "n": 32},
+        "neighbours": {"prompts": "tiny_star_neighbours", "role": "neighbour", "n": 16},
+        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 32},
+    },
+    "metrics": ["concept_share", "accuracy", "clip_score"],
+}
+
+
+class Broken:
+    """The pipeline with every picture replaced by noise."""
+
+    def __init__(self, model) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str):
+        return getattr(self._model, name)
+
+
+@pytest.fixture(scope="module")
+def untouched(shared_tiny) -> suites.Evaluation:
+    return suites.evaluate(shared_tiny, shared_tiny, suites.load(SUITE))
+
+
+def test_the_untouched_model_loses_on_erasure(untouched) -> None:
+    found = untouched.find("concept_share", "direct")
+    assert found.after.value > 0.9
+    assert found.difference.value == 0
+    assert "was not erased" in report.verdict(untouched)
+    assert untouched.find("accuracy_shape", "retained").after.value > 0.9
+    assert untouched.find("accuracy_color", "retained").after.value > 0.9
+    assert untouched.find("concept_share", "retained").after.value < 0.1
+
+
+def test_noise_loses_everywhere(shared_tiny, untouched) -> None:
+    """A model that paints noise has "erased" the star; the report must say what that cost."""
+    from concept_eraser.models.loading import load
+
+    broken = load("tiny-sd")
+    with torch.no_grad():
+        for parameter in broken.denoiser.parameters():
+            parameter.normal_(0, 0.05)
+    found = suites.evaluate(shared_tiny, broken, suites.load(SUITE))
+    assert found.find("concept_share", "direct").after.value < 0.2
+    assert found.find("none_share", "direct").after.value > 0.5
+    assert found.find("accuracy_shape", "retained").difference.high < -0.5
+    assert found.find("clip_score", "retained").difference.high < 0
+    assert "no clear shape" in report.verdict(found)
+
+
+def test_results_travel_with_their_protocol(untouched, tmp_path: Path) -> None:
+    untouched.save(tmp_path / "evaluation.json")
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert content["protocol"]["sampling"]["steps"] == 12
+    assert set(content["prompt_hashes"]) == set(SUITE["groups"])
+    assert content["environment"]["versions"]["diffusers"]
+    for row in content["results"]:
+        assert row["after"]["n"] >= 2
+        assert row["after"]["low"] <= row["after"]["value"] <= row["after"]["high"]
+    other = suites.load({**SUITE, "seed": 4})
+    assert suites.Evaluation(other, {}, [], {}, {}, {}).as_dict()["protocol_hash"] != content["protocol_hash"]
+
+
+def test_the_report_is_one_self_contained_file(untouched, tmp_path: Path) -> None:
+    path = concept_eraser.report(untouched, tmp_path / "report.html")
+    text = path.read_text()
+    assert text.count('src="data:image/png;base64,') >= 2 * 3 * 12
+    assert "http://" not in text
+    assert "https://" not in text
+    assert 'name="viewport"' in text
+    assert "@media print" in text
+    assert report.verdict(untouched).split(":")[0][:20] in text
+    assert text.count("alt=") == text.count("<img")
+
+
+def test_the_judge_knows_drawings_from_garbage() -> None:
+    judge, rng = TinyJudge(), np.random.default_rng(11)
+    scenes, pictures = painter.paint_batch(400, rng)
+    seen = judge.look(torch.from_numpy(pictures))
+    for i, attribute in enumerate(("shape", "color", "style", "background")):
+        names = np.array([vars(scene)[attribute] for scene in scenes])
+        assert (seen[attribute] == names).mean() >= 0.995 - 0.005, i
+    _, rubbish = garbage.garbage_batch(300, rng)
+    assert (judge.look(torch.from_numpy(rubbish))["shape"] == "none").mean() > 0.93
+    noise = torch.from_numpy(rng.integers(0, 256, (50, 64, 64, 3), dtype=np.uint8))
+    assert (judge.look(noise)["shape"] == "none").mean() > 0.9
+
+
+def test_the_judge_refuses_other_sizes() -> None:
+    with pytest.raises(UserError, match="64x64"):
+        TinyJudge().look(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"concept": {"shape": "octagon"}}, "cannot see shape 'octagon'"),
+        ({"concept": {}}, "names one attribute"),
+        ({"judge": "tinny"}, "did you mean 'tiny'"),
+        ({"metrics": ["accuraccy"]}, "did you mean 'accuracy'"),
+        ({"groupz": {}}, "groupz"),
+        ({"groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 1}}}, "greater than or equal to 2"),
+        ({"groups": {"direct": {"prompts": "tiny_starr", "role": "forget"}}}, "did you mean 'tiny_star'"),
+    ],
+)
+def test_bad_suites(change: dict, message: str, shared_tiny) -> None:
+    with pytest.raises(UserError, match=message):
+        suites.evaluate(shared_tiny, shared_tiny, suites.load({**SUITE, **change}))
+
+
+def test_pictures_come_from_the_cache_only_for_the_same_weights(tiny, tmp_path: Path, monkeypatch) -> None:
+    calls = []
+    original = type(tiny).sample
+    monkeypatch.setattr(type(tiny), "sample", lambda self, *a, **k: calls.append(len(a[0])) or original(self, *a, **k))
+    texts, seeds, how = ["a red star"] * 3, [1, 2, 3], generate.Sampling(2, batch_size=2)
+    first = generate.generate(tiny, texts, seeds, how, cache=tmp_path)
+    assert calls == [2, 1]
+    assert torch.equal(generate.generate(tiny, texts, seeds, how, cache=tmp_path), first)
+    assert calls == [2, 1], "answered from the cache"
+    next(tmp_path.rglob("000002.safetensors")).write_bytes(b"torn")
+    assert torch.equal(generate.generate(tiny, texts, seeds, how, cache=tmp_path), first)
+    assert calls == [2, 1, 1], "a damaged chunk is made again"
+    with torch.no_grad():
+        tiny.denoiser.conv_out.bias.add_(1e-3)
+    generate.generate(tiny, texts, seeds, how, cache=tmp_path)
+    assert calls == [2, 1, 1, 2, 1], "other weights, other pictures"

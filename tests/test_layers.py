@@ -1,0 +1,101 @@
+"""Who may import whom. Two rules carry the design: methods never see a model, evaluation never sees training."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "concept_eraser"
+BASE = {"errors", "progress", "vectors", "registry", "resources", "environment"}
+ALLOWED = {
+    "errors": set(),
+    "progress": set(),
+    "vectors": set(),
+    "registry": {"errors"},
+    "resources": {"errors"},
+    "environment": set(),
+    "methods": {"vectors", "methods"},
+    "models": {"errors", "registry", "resources", "models"},
+    "data": {"errors", "progress", "resources", "environment", "models.base", "data"},
+    "losses": {"models.base"},
+    "erasers": {"errors", "losses", "data", "models.base"},
+    "training": {"errors", "progress", "methods.base", "losses", "vectors", "environment", "training"},
+    "tiny": {"environment", "resources", "models", "tiny"},
+    "evaluation": {*BASE - {"vectors"}, "models", "data", "tiny", "evaluation"},
+    "recipe": {"errors", "registry", "resources", "environment", "training.parameters"},
+    "jobs": {*BASE, "recipe", "data", "losses", "erasers", "models", "training"},
+    "api": {*BASE, "recipe", "jobs", "models", "training", "evaluation"},
+    "cli": {*BASE, "api", "recipe", "data", "losses", "training.parameters", "evaluation", "cli"},
+}
+FOREIGN = {  # only these may import the heavy libraries
+    "diffusers": {"models", "tiny"},
+    "transformers": {"models", "tiny", "evaluation.judges"},
+    "accelerate": {"training", "jobs"},
+    "typer": {"cli"},
+    "matplotlib": {"evaluation"},
+    "pydantic": {"recipe", "evaluation"},
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Every module a file imports, anywhere in it, as dotted names (also `from x import y` as x.y)."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def covered(name: str, allowed: set[str]) -> bool:
+    return any(name == rule or name.startswith(rule + ".") for rule in allowed)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_imports_within_the_package(path: Path) -> None:
+    name = module(path)
+    if name == "__init__":
+        return
+    allowed = ALLOWED[name.split(".")[0]]
+    ours = {i.removeprefix("concept_eraser.") for i in imports(path) if i.startswith("concept_eraser.")}
+    wrong = {i for i in ours if not covered(i, allowed)}
+    assert not wrong, f"{name} imports {wrong}; allowed: {allowed}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_heavy_libraries_stay_where_they_belong(path: Path) -> None:
+    for name in imports(path):
+        library = name.split(".")[0]
+        if library in FOREIGN:
+            assert covered(module(path), FOREIGN[library]), f"{module(path)} imports {library}"
+
+
+def test_methods_know_torch_and_vectors_only() -> None:
+    for path in (ROOT / "methods").glob("*.py"):
+        outside = {i.split(".")[0] for i in imports(path)} - {"concept_eraser", "torch", "__future__"}
+        assert outside <= {"abc", "collections", "dataclasses", "typing"}, f"{path.name}: {outside}"
+
+
+def test_the_package_itself_is_light() -> None:
+    """`import concept_eraser` and the command line's start load no torch."""
+    import subprocess
+    import sys
+
+    code = "import sys, concept_eraser, concept_eraser.cli.main; print([m for m in ('torch', 'diffusers', 'pydantic', 'numpy') if m in sys.modules])"  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_no_print_and_no_notebook_of_asserts_in_the_library() -> None:
+    for path in FILES:
+        if path.relative_to(ROOT).parts[0] in ("cli", "tiny"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"), f"{path} prints"

@@ -1,0 +1,83 @@
+"""Prompt sets: expansion, anchors, draws, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from concept_eraser import resources
+from concept_eraser.data import prompts
+from concept_eraser.data.prompts import Prompt
+from concept_eraser.errors import UserError
+
+
+def write(folder: Path, text: str, name: str = "set.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_expansion_gives_words_and_values(tmp_path: Path) -> None:
+    found = prompts.load(write(tmp_path, "expand: {templates: ['a(n) {color} {shape}'], color: [orange, [crimson, red]], shape: star}"))
+    assert found.texts == ["an orange star", "a crimson star"]
+    assert found.prompts[1].fields == {"color": "red", "shape": "star"}
+    assert found.prompts[1].anchored({"shape": "octagon"}) == "a crimson octagon"
+    assert found.prompts[1].anchored("a(n) {color} thing") == "a crimson thing"
+
+
+def test_rows_and_plain_text(tmp_path: Path) -> None:
+    rows = prompts.load(write(tmp_path, "prompts: [a tench, {text: a church, class: church}]"))
+    assert rows.prompts == (Prompt("a tench"), Prompt("a church", {"class": "church"}))
+    lines = prompts.load(write(tmp_path, "# comment\na tench\n\n a church \n", "set.txt"))
+    assert lines.texts == ["a tench", "a church"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompts: []", "empty"),
+        ("about: nothing", "empty"),
+        ("prompts: [3]", "expected a prompt"),
+        ("- a", "expected a mapping"),
+        ("expand: {templates: ['{colour} x'], color: [red]}", "'colour'"),
+        ("prompts: [", "no valid YAML"),
+    ],
+)
+def test_malformed_sets(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prompts.load(write(tmp_path, text))
+
+
+def test_anchors_that_cannot_be_filled() -> None:
+    with pytest.raises(UserError, match="needs the field 'color'"):
+        Prompt("a star").anchored("a {color} circle")
+    with pytest.raises(UserError, match="has none; write the anchor as a text"):
+        Prompt("a star").anchored({"shape": "circle"})
+    with pytest.raises(UserError, match="changes nothing"):
+        prompts.load("tiny_star").prompts[0].anchored({"size": "big"})
+
+
+def test_overlap_is_refused_with_an_example() -> None:
+    with pytest.raises(UserError, match="1 prompts are in both.*'a red star'"):
+        prompts.require_disjoint(prompts.load(["a red star"]), prompts.load(["a red star", "a house"]))
+
+
+def test_take_is_seeded_and_even() -> None:
+    some = prompts.load(["a", "b", "c"])
+    assert some.take(7, 1) == some.take(7, 1)
+    assert some.take(7, 1) != some.take(7, 2)
+    assert sorted(some.take(6, 0).texts) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_shipped_sets_name_origin_and_licence_and_do_not_overlap() -> None:
+    names = resources.names("prompts")
+    assert len(names) >= 12
+    for name in names:
+        text = resources.find("prompts", name).read_text()
+        assert "Licence:" in text.splitlines()[0], name
+        assert len(prompts.load(name)) >= 100, name
+    star = prompts.load("tiny_star")
+    for other in ("tiny_star_synonyms", "tiny_rest", "tiny_star_neighbours"):
+        prompts.require_disjoint(star, prompts.load(other))
+    assert not any(" star" in text and "five-pointed" not in text for text in prompts.load("tiny_star_synonyms").texts)

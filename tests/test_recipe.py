@@ -1,0 +1,116 @@
+"""Recipes: every mistake at once, with paths and suggestions; overrides; fingerprints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from concept_eraser import losses, recipe, resources
+from concept_eraser.errors import UserError
+from tests.conftest import short
+
+
+def test_five_mistakes_are_five_lines() -> None:
+    wrong = short(forget__loss="ancor", method__formula="exat", trainable__select="crossattention", training__steps=0, training__lr="fast")  # fmt: skip
+    wrong["forget"]["anchr"] = "x"
+    with pytest.raises(UserError) as caught:
+        recipe.load(wrong)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "6 mistakes in the recipe:"
+    text = {line.strip().split(":")[0]: line for line in lines[1:]}
+    assert "did you mean 'anchor'" in text["forget.loss"]
+    assert "did you mean 'anchor'" in text["forget.anchr"]
+    assert "did you mean 'exact'" in text["method"]
+    assert "did you mean 'cross_attention'" in text["trainable.select"]
+    assert "found 0" in text["training.steps"]
+    assert "'fast'" in text["training.lr"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method__name": "munbaa"}, "did you mean 'munba'"),
+        ({"method__xii": 1}, "unknown option of method 'munba' 'xii'; did you mean 'xi'"),
+        ({"method__xi": 2.0}, "xi must lie in"),
+        ({"forget__prompts": "tiny_starr"}, "did you mean 'tiny_star'"),
+        ({"forget__prompts": []}, "empty"),
+        ({"forget__anchor": None}, "needs an anchor"),
+        ({"retain__images": "free"}, "needs images"),
+        ({"forget__timesteps": [500, 100]}, "low < high"),
+        ({"retain": None}, "needs a retain set"),
+        ({"trainable__select": "re:["}, "no regular expression"),
+        ({"target": "vae"}, "denoiser"),
+        ({"forgett": 1}, "did you mean 'forget'"),
+    ],
+)
+def test_each_mistake_says_what_to_do(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        recipe.load(short(**changes))
+
+
+def test_missing_forget_is_named() -> None:
+    with pytest.raises(UserError, match="forget: required"):
+        recipe.load({"model": "tiny-sd"})
+
+
+def test_shorthands_mean_the_same() -> None:
+    long = recipe.load({"forget": {"prompts": "tiny_star", "loss": "esd"}, "retain": {"prompts": "tiny_rest"}, "method": {"name": "munba"}, "trainable": {"select": "all"}})  # fmt: skip
+    brief = recipe.load({"forget": {"prompts": "tiny_star", "loss": "esd"}, "retain": "tiny_rest", "method": "munba", "trainable": "all"})  # fmt: skip
+    assert long.fingerprint == brief.fingerprint
+
+
+def test_overrides() -> None:
+    changed = recipe.load("tiny_star_munba", ["training.lr=1e-5", "method=ngdiff", "forget.anchor.shape=square", "training.steps=3"])  # fmt: skip
+    assert (changed.training.lr, changed.method.name, changed.training.steps) == (1e-5, "ngdiff", 3)
+    assert changed.forget.anchor == {"shape": "square"}
+    assert changed.fingerprint != recipe.load("tiny_star_munba").fingerprint
+    assert recipe.load({"forget": "tiny_star", "retain": "tiny_rest", "method": "munba"}, ["forget.loss=esd", "method.xi=0.5"]).method.options == {"xi": 0.5}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", ["training.lr", "=3", "model.x=1"])
+def test_bad_overrides(bad: str) -> None:
+    with pytest.raises(UserError):
+        recipe.load("tiny_star_munba", [bad])
+
+
+def test_yaml_numbers_that_are_strings() -> None:
+    """YAML reads 1e-5 as a string; annotations decide."""
+    assert recipe.load(short(method__xi=yaml.safe_load("1e-5"))).method.options["xi"] == "1e-5"
+    from concept_eraser import registry
+
+    assert registry.build("method", "munba", {"xi": "1e-5"}).xi == 1e-5
+
+
+def test_resolved_recipe_round_trips(tmp_path: Path) -> None:
+    first = recipe.load("tiny_star_munba")
+    path = tmp_path / "again.yaml"
+    path.write_text(recipe.dump(first, "concept-eraser erase again.yaml"))
+    assert recipe.load(str(path)).fingerprint == first.fingerprint
+    assert path.read_text().startswith("# concept-eraser erase again.yaml\n")
+
+
+def test_not_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("forget: [unclosed")
+    with pytest.raises(UserError, match="no valid YAML"):
+        recipe.load(str(path))
+    path.write_text("- a list")
+    with pytest.raises(UserError, match="expected a mapping"):
+        recipe.load(str(path))
+
+
+def test_names_repeated_in_the_recipe_are_those_of_the_losses() -> None:
+    assert sorted(losses.LOSSES) == sorted(recipe.LOSS_NAMES)
+    assert {k for k, v in losses.LOSSES.items() if v.needs_anchor} == set(recipe.ANCHORED)
+    assert {k for k, v in losses.LOSSES.items() if v.needs_target} == set(recipe.WITH_TARGET)
+
+
+def test_every_shipped_recipe_is_valid_and_opens_with_its_command() -> None:
+    names = resources.names("pipelines")
+    assert len(names) >= 13
+    for name in names:
+        assert recipe.load(name).model
+        text = resources.find("pipelines", name).read_text()
+        assert text.startswith(f"# concept-eraser erase {name}\n"), name
