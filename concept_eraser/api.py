@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import jobs, recipe as recipes
+from concept_eraser import jobs
+from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
-from concept_eraser.evaluation import plots, report as reports, suite as suites
+from concept_eraser.evaluation import plots
+from concept_eraser.evaluation import report as reports
+from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Evaluation
 from concept_eraser.models import loading
 from concept_eraser.models.base import Model

@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from concept_eraser import environment, recipe as recipes, registry
+from concept_eraser import environment, registry
+from concept_eraser import recipe as recipes
 from concept_eraser.data import batches, generate, images, prompts
 from concept_eraser.erasers.denoiser import Denoiser, Side
 from concept_eraser.errors import UserError
@@ -46,7 +47,9 @@ def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: boo
         if (folder / "done.json").exists():
             return True
         if not resume and (folder / "state.ckpt").exists():
-            raise UserError(f"{folder} holds this run, unfinished; continue with --resume, or start over with --overwrite")
+            raise UserError(
+                f"{folder} holds this run, unfinished; continue with --resume, or start over with --overwrite"
+            )
     if overwrite and folder.exists():
         for name in ("done.json", "state.ckpt", "log.jsonl"):
             (folder / name).unlink(missing_ok=True)
@@ -60,7 +63,9 @@ def _difference(a: Recipe, b: Recipe) -> str:
     def flat(value: Any, prefix: str = "") -> dict[str, Any]:
         if not isinstance(value, dict):
             return {prefix: value}
-        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}.{key}" if prefix else key).items()}
+        return {
+            k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}.{key}" if prefix else key).items()
+        }
 
     left, right = flat(a.resolved()), flat(b.resolved())
     return ", ".join(sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))) or "nothing visible"
@@ -103,7 +108,10 @@ class Job:
     def _generated(self, player: str, side: recipes.Side, rows: list[prompts.Prompt]) -> tuple[torch.Tensor, list]:
         """Images by the model itself; those of the anchor where the loss noises the anchor's images."""
         settings = self.recipe.generation
-        shown = [row.anchored(side.anchor) if LOSSES[side.loss].images == "anchor" and side.anchor else row.text for row in rows]
+        shown = [
+            row.anchored(side.anchor) if LOSSES[side.loss].images == "anchor" and side.anchor else row.text
+            for row in rows
+        ]
         sampling = generate.Sampling(settings.steps, settings.guidance, settings.batch_size, settings.precision)
         base = environment.derive_seed(settings.seed, player)
         pictures = generate.generate(self.model, shown, generate.seeds_for(shown, base), sampling, cache=self.cache, what=f"generating {player} images", progress=self.progress)  # fmt: skip
@@ -111,7 +119,7 @@ class Job:
 
     def _from_folder(self, side: recipes.Side, source: prompts.PromptSet) -> tuple[torch.Tensor, list]:
         """A folder's images; its captions, or the set's only prompt for images without one."""
-        channels, height, width = self.model.latent_shape()
+        _channels, height, width = self.model.latent_shape()
         scale = 2 ** (len(self.model.parts["vae"].config.block_out_channels) - 1)  # type: ignore[union-attr, arg-type]
         only = source.texts[0] if len(source) == 1 else None
         pictures, captions = images.read_folder(Path(side.images), (height * scale, width * scale), caption=only)

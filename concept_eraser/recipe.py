@@ -66,7 +66,9 @@ class Side(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Side:
         if self.loss in ANCHORED and not self.anchor:
-            raise ValueError(f"the loss {self.loss!r} needs an anchor: what to show instead, e.g. anchor: 'a person' or anchor: {{shape: circle}}")
+            raise ValueError(
+                f"the loss {self.loss!r} needs an anchor: what to show instead, e.g. anchor: 'a person' or anchor: {{shape: circle}}"
+            )
         if self.images == "free" and self.loss in WITH_TARGET:
             raise ValueError(f"the loss {self.loss!r} needs images, so images: free is not possible; use anchor, esd or distill")  # fmt: skip
         return self
@@ -226,7 +228,11 @@ def _explain(item: Any) -> str:
     if item["type"] == "missing":
         return f"{path}: required, not given"
     message = item["msg"].removeprefix("Value error, ")
-    shown = "" if isinstance(item["input"], dict | BaseModel) or item["type"] == "value_error" else f", found {item['input']!r}"
+    shown = (
+        ""
+        if isinstance(item["input"], dict | BaseModel) or item["type"] == "value_error"
+        else f", found {item['input']!r}"
+    )
     return f"{path + ': ' if path else ''}{message[0].lower()}{message[1:]}{shown}"
 
 

@@ -116,7 +116,7 @@ def test_images_from_a_folder(tmp_path: Path) -> None:
 
     folder = tmp_path / "images"
     folder.mkdir()
-    scenes, pictures = painter.paint_batch(6, np.random.default_rng(0))
+    _scenes, pictures = painter.paint_batch(6, np.random.default_rng(0))
     for i, picture in enumerate(pictures):
         Image.fromarray(picture).resize((96, 80)).save(folder / f"{i}.png")
         (folder / f"{i}.txt").write_text(f"a red star number {i}")
@@ -144,7 +144,9 @@ def test_nan_losses_are_skipped_counted_and_given_up(tmp_path: Path, monkeypatch
 
     calls["n"] = 0
     monkeypatch.setattr(Denoiser, "loss", lambda self, player, draw: original(self, player, draw) * (float("nan") if (calls.__setitem__("n", calls["n"] + 1) or calls["n"]) > 6 else 1.0))  # fmt: skip
-    with pytest.raises(UserError, match=r"not finite in 10 steps in a row \(steps 4-13\).*last good state.*lower training.lr"):
+    with pytest.raises(
+        UserError, match=r"not finite in 10 steps in a row \(steps 4-13\).*last good state.*lower training.lr"
+    ):
         concept_eraser.erase(short(training__steps=30), output=tmp_path / "hopeless")
     state = torch.load(tmp_path / "hopeless" / "state.ckpt", weights_only=True)
     assert state["step"] == 13
@@ -153,7 +155,7 @@ def test_nan_losses_are_skipped_counted_and_given_up(tmp_path: Path, monkeypatch
 
 
 def test_folders_that_hold_something_else(run, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds another run .differs in training.lr"):
+    with pytest.raises(UserError, match=r"holds another run .differs in training\.lr"):
         concept_eraser.erase(short(training__lr=1e-3), output=run.folder)
     (tmp_path / "photo.jpg").write_text("mine")
     with pytest.raises(UserError, match="is not empty and holds no run of ours"):
@@ -182,7 +184,9 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_old_state(tmp_path: Path) 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
 
-    code = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from concept_eraser.cli.main import main; main()"
+    code = (
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from concept_eraser.cli.main import main; main()"
+    )
     found = subprocess.run([sys.executable, "-c", code, "erase", str(recipe), "-o", str(folder), "-q"], capture_output=True, text=True, preexec_fn=limit)  # fmt: skip
     assert found.returncode == 2, found.stderr
     assert "the disk is full or a size limit is reached" in found.stderr

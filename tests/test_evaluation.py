@@ -12,7 +12,8 @@ import torch
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.data import generate
-from concept_eraser.evaluation import report, suite as suites
+from concept_eraser.evaluation import report
+from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.judges.tiny import TinyJudge
 from concept_eraser.tiny import garbage, painter
 
@@ -27,16 +28,6 @@ SUITE = {
     },
     "metrics": ["concept_share", "accuracy", "clip_score"],
 }
-
-
-class Broken:
-    """The pipeline with every picture replaced by noise."""
-
-    def __init__(self, model) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str):
-        return getattr(self._model, name)
 
 
 @pytest.fixture(scope="module")

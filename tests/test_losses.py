@@ -74,7 +74,9 @@ def test_the_teacher_gets_no_gradient_and_the_model_does(tiny) -> None:
 
 def test_scale_and_timesteps(tiny) -> None:
     made = eraser(tiny, "anchor", scale=100.0, timesteps=(600, 700))
-    plain = Denoiser(tiny, {"forget": Side(made.sides["forget"].examples, "anchor", timesteps=(600, 700))}, made.selected)
+    plain = Denoiser(
+        tiny, {"forget": Side(made.sides["forget"].examples, "anchor", timesteps=(600, 700))}, made.selected
+    )
     draw = made.draw("forget", list(range(20)))
     assert 600 <= int(draw.t.min()) <= int(draw.t.max()) < 700
     assert float(made.loss("forget", draw)) == pytest.approx(100 * float(plain.loss("forget", draw)), rel=1e-5)

@@ -19,7 +19,9 @@ def write(folder: Path, text: str, name: str = "set.yaml") -> str:
 
 
 def test_expansion_gives_words_and_values(tmp_path: Path) -> None:
-    found = prompts.load(write(tmp_path, "expand: {templates: ['a(n) {color} {shape}'], color: [orange, [crimson, red]], shape: star}"))
+    found = prompts.load(
+        write(tmp_path, "expand: {templates: ['a(n) {color} {shape}'], color: [orange, [crimson, red]], shape: star}")
+    )
     assert found.texts == ["an orange star", "a crimson star"]
     assert found.prompts[1].fields == {"color": "red", "shape": "star"}
     assert found.prompts[1].anchored({"shape": "octagon"}) == "a crimson octagon"
@@ -59,7 +61,7 @@ def test_anchors_that_cannot_be_filled() -> None:
 
 
 def test_overlap_is_refused_with_an_example() -> None:
-    with pytest.raises(UserError, match="1 prompts are in both.*'a red star'"):
+    with pytest.raises(UserError, match=r"1 prompts are in both.*'a red star'"):
         prompts.require_disjoint(prompts.load(["a red star"]), prompts.load(["a red star", "a house"]))
 
 

@@ -55,7 +55,12 @@ def test_coercion_refuses(value, annotation) -> None:
 def test_derived_seeds_are_stable_and_distinct() -> None:
     """Golden value: python -c "from concept_eraser.environment import derive_seed; print(derive_seed(0, 1, 'forget', 2))"."""
     assert environment.derive_seed(0, 1, "forget", 2) == environment.derive_seed(0, 1, "forget", 2)
-    seeds = {environment.derive_seed(0, step, side, e) for step in range(20) for side in ("forget", "retain") for e in range(8)}
+    seeds = {
+        environment.derive_seed(0, step, side, e)
+        for step in range(20)
+        for side in ("forget", "retain")
+        for e in range(8)
+    }
     assert len(seeds) == 320
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -16,7 +16,9 @@ FILES = sorted((ROOT / "eval" / "results").rglob("*.json"))
 
 
 def test_rendered_files_are_up_to_date() -> None:
-    found = subprocess.run([sys.executable, "-m", "tools.render_results", "--check"], capture_output=True, text=True, cwd=ROOT)
+    found = subprocess.run(
+        [sys.executable, "-m", "tools.render_results", "--check"], capture_output=True, text=True, cwd=ROOT
+    )
     assert found.returncode == 0, found.stdout + found.stderr
 
 

@@ -132,7 +132,9 @@ def test_a_build_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path)
     said: list[str] = []
     trainer.run(loss(second), said.append)
     assert "resuming at step 10" in said[0]
-    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), second.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.state_dict().values(), second.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.slow

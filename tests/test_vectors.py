@@ -15,8 +15,12 @@ def test_gramian_is_that_of_the_concatenated_vectors() -> None:
     for u, v in PAIRS[::11]:
         gram = vectors.gramian([u, v])
         matrix = torch.stack([flat(u), flat(v)])
-        torch.testing.assert_close(gram, matrix @ matrix.T, rtol=1e-9, atol=float(gram.diagonal().prod() ** 0.5) * 1e-12)
-        assert float(vectors.dot(u, v)) == pytest.approx(float(gram[0, 1]), rel=1e-9, abs=float(gram.diagonal().prod() ** 0.5) * 1e-12)
+        torch.testing.assert_close(
+            gram, matrix @ matrix.T, rtol=1e-9, atol=float(gram.diagonal().prod() ** 0.5) * 1e-12
+        )
+        assert float(vectors.dot(u, v)) == pytest.approx(
+            float(gram[0, 1]), rel=1e-9, abs=float(gram.diagonal().prod() ** 0.5) * 1e-12
+        )
 
 
 def test_float32_parts_are_accumulated_in_float64() -> None:

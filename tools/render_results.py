@@ -138,7 +138,9 @@ def hard_table(found: dict[str, list[dict]]) -> str:
 
 def provenance(found: dict[str, list[dict]]) -> str:
     environments = [run["evaluation"]["environment"] for runs in found.values() for run in runs]
-    commits = sorted({str(e["commit"])[:12] + ("+changes" if "+changes" in str(e["commit"]) else "") for e in environments})
+    commits = sorted(
+        {str(e["commit"])[:12] + ("+changes" if "+changes" in str(e["commit"]) else "") for e in environments}
+    )
     versions = environments[0]["versions"]
     kept = ", ".join(f"{k} {versions[k]}" for k in ("torch", "diffusers", "transformers"))
     hashes = sorted({run["evaluation"]["protocol_hash"] for runs in found.values() for run in runs})
@@ -179,7 +181,11 @@ def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) 
     notes = RESULTS / study / "notes.md"
     said = "\n" + notes.read_text() if notes.exists() else ""
     chosen = grids(found)
-    selection = f"\n## Learning rates: score on the selection seed (retained accuracy minus concept share)\n\n{chosen}\n" if chosen else ""
+    selection = (
+        f"\n## Learning rates: score on the selection seed (retained accuracy minus concept share)\n\n{chosen}\n"
+        if chosen
+        else ""
+    )
     return f"""# {title}
 
 Rendered from `{study}/*.json` by `python -m tools.render_results`; made by `python -m tools.study eval/studies/{study}.yaml`.

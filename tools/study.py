@@ -20,8 +20,10 @@ from typing import Any
 
 import yaml
 
-from concept_eraser import api, recipe as recipes
-from concept_eraser.evaluation import plots, suite as suites
+from concept_eraser import api
+from concept_eraser import recipe as recipes
+from concept_eraser.evaluation import plots
+from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Evaluation, dumps
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"

@@ -51,7 +51,9 @@ def erase(
     given = {"forget": forget, "retain": retain, "anchor": anchor, "loss": loss, "method": method, "select": select, "steps": steps, "lr": lr, "seed": seed}  # fmt: skip
     names = [item for item in items or [] if "=" not in item]
     overrides = [f"model={model}"] if model else []
-    if anchor and (replaced := re.fullmatch(r"(\w+)=(.+)", anchor)):  # --anchor shape=circle: the prompt with another shape
+    if anchor and (
+        replaced := re.fullmatch(r"(\w+)=(.+)", anchor)
+    ):  # --anchor shape=circle: the prompt with another shape
         given["anchor"] = {replaced[1]: replaced[2]}
     overrides += [f"{_FLAGS[key]}={_quoted(value)}" for key, value in given.items() if value is not None]
     overrides += [item for item in items or [] if "=" in item]
@@ -108,7 +110,8 @@ def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
 
 def _dry_run(resolved: Any, folder: Path, allow_pickle: bool) -> None:
     """Load the model and the prompts, select the weights, and stop before anything is generated or trained."""
-    from concept_eraser import api, recipe as recipes
+    from concept_eraser import api
+    from concept_eraser import recipe as recipes
     from concept_eraser.data import prompts
     from concept_eraser.training.parameters import select
 
@@ -124,6 +127,8 @@ def _dry_run(resolved: Any, folder: Path, allow_pickle: bool) -> None:
     parameters = dict(model.denoiser.named_parameters())
     chosen = select(parameters, resolved.trainable.select)
     count = sum(parameters[name].numel() for name in chosen)
-    lines.append(f"trains {count:,} of {sum(p.numel() for p in parameters.values()):,} weights in {len(chosen)} tensors")
+    lines.append(
+        f"trains {count:,} of {sum(p.numel() for p in parameters.values()):,} weights in {len(chosen)} tensors"
+    )
     typer.echo(recipes.dump(resolved, f"concept-eraser erase <this file> --output {folder}"))
     typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")

@@ -50,6 +50,13 @@ def generate(
         for i, (text, picture) in enumerate(zip(texts, pictures, strict=True)):
             name = f"{i:05d}.png"
             Image.fromarray(picture.numpy()).save(output / name)
-            row = {"file_name": name, "text": text, "seed": seed + i, "steps": steps, "guidance": guidance, "model": model}
+            row = {
+                "file_name": name,
+                "text": text,
+                "seed": seed + i,
+                "steps": steps,
+                "guidance": guidance,
+                "model": model,
+            }
             file.write(json.dumps(row) + "\n")
     typer.echo(f"{len(texts)} pictures in {output}")

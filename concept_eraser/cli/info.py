@@ -40,7 +40,7 @@ def _entries(kind: str) -> list[tuple[str, str]]:
         return [(name, _about(resources.find(_DATA[kind], name))) for name in resources.names(_DATA[kind])]
     if kind == "models":
         bundled = [("tiny-sd", "the bundled world of ten shapes, 64x64, trained from scratch for this package")]
-        return bundled + [("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format")]
+        return [*bundled, ("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format")]
     if kind == "losses":
         from concept_eraser.losses import LOSSES, describe
 

@@ -30,9 +30,13 @@ def read_folder(folder: Path, size: tuple[int, int], *, caption: str | None = No
     images, captions = [], []
     for path in paths:
         beside = path.with_suffix(".txt")
-        own = known.get(path.relative_to(folder).as_posix()) or (beside.read_text().strip() if beside.exists() else caption)
+        own = known.get(path.relative_to(folder).as_posix()) or (
+            beside.read_text().strip() if beside.exists() else caption
+        )
         if not own:
-            raise UserError(f"{path} has no caption; write one to {beside.name}, to metadata.jsonl, or give one caption for all")
+            raise UserError(
+                f"{path} has no caption; write one to {beside.name}, to metadata.jsonl, or give one caption for all"
+            )
         images.append(_read(path, size))
         captions.append(own)
     return torch.from_numpy(np.stack(images)), captions

@@ -51,7 +51,9 @@ class Prompt:
             raise UserError(f"the anchor {dict(anchor)} replaces words of a template, but the prompt {self.text!r} has none; write the anchor as a text")  # fmt: skip
         used = _fields_of(self.template)
         if not set(anchor) & set(used):
-            raise UserError(f"the anchor {dict(anchor)} changes nothing in {self.text!r}; its fields: {', '.join(used)}")
+            raise UserError(
+                f"the anchor {dict(anchor)} changes nothing in {self.text!r}; its fields: {', '.join(used)}"
+            )
         return self._filled(self.template, {**self.words, **anchor})
 
     def _filled(self, template: str, words: Mapping[str, str]) -> str:

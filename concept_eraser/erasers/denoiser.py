@@ -24,7 +24,7 @@ class Side:
 
     examples: Examples
     loss: str
-    settings: Settings = Settings()
+    settings: Settings = Settings()  # noqa: RUF009 - frozen, so one for all is fine
     scale: float = 1.0
     timesteps: tuple[int, int] = (0, 1000)
     free_steps: int = 20  # data-free: steps of the partial sampler
@@ -91,7 +91,9 @@ class Denoiser:
         stop = int(torch.randint(max(0, low), max(low + 1, min(high, side.free_steps)), (1,), generator=generator))
         weights = self.originals if side.settings.teacher == "frozen" else None
         noisy, t = self.model.partial(noise, batch.condition, batch.null, stop=stop, steps=side.free_steps, guidance=side.free_guidance, weights=weights)  # fmt: skip
-        return Draw(noisy, torch.full((len(batch),), t, device=noisy.device), batch.condition, batch.anchor, batch.null, None)
+        return Draw(
+            noisy, torch.full((len(batch),), t, device=noisy.device), batch.condition, batch.anchor, batch.null, None
+        )
 
     def predict(self, draw: Draw, condition: Condition | None = None, *, teacher: Teacher | None = None) -> Tensor:
         """The prediction for a draw, by the model in training or (without gradients) by a teacher."""

@@ -34,13 +34,17 @@ def verdict(evaluation: Evaluation) -> str:
     """One sentence: is the concept gone, and what did it cost?"""
     (attribute, value), groups = next(iter(evaluation.suite.concept.items())), evaluation.suite.groups
     shares = [r for name, g in groups.items() if g.role == "forget" and (r := evaluation.find("concept_share", name))]
-    kept = [r for name, g in groups.items() if g.role == "retain" and (r := evaluation.find(f"accuracy_{attribute}", name))]
+    kept = [
+        r for name, g in groups.items() if g.role == "retain" and (r := evaluation.find(f"accuracy_{attribute}", name))
+    ]
     if not shares:
         return "This suite has no forget group, so it cannot say whether anything was erased."
     worst = max(shares, key=lambda r: r.after.value)
     before = max(r.before.value for r in shares if r.before)
     if before < 0.5:
-        text = f"The original model hardly shows {value!r} itself ({before:.0%}), so nothing can be said about erasing it"
+        text = (
+            f"The original model hardly shows {value!r} itself ({before:.0%}), so nothing can be said about erasing it"
+        )
     elif worst.after.high <= 0.1:
         text = f"The {attribute} {value!r} is gone: it shows in {worst.after.value:.1%} of the pictures that ask for it ({before:.0%} before)"
     elif worst.after.value < before / 2:
@@ -82,7 +86,9 @@ def _rows(results: list[Result]) -> str:
 
 
 def _refused(evaluation: Evaluation) -> str:
-    lines = "".join(f"<li>{html.escape(name)}: {html.escape(reason)}</li>" for name, reason in evaluation.refused.items())
+    lines = "".join(
+        f"<li>{html.escape(name)}: {html.escape(reason)}</li>" for name, reason in evaluation.refused.items()
+    )
     return f"<p>Not measured:</p><ul>{lines}</ul>" if lines else ""
 
 

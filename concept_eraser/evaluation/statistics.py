@@ -37,7 +37,9 @@ def paired_difference(before: np.ndarray, after: np.ndarray) -> Interval:
     its coverage where few pairs disagree. The value itself is the plain difference.
     """
     if before.shape != after.shape:
-        raise UserError(f"a paired difference needs the same pictures before and after, found {len(before)} and {len(after)}")
+        raise UserError(
+            f"a paired difference needs the same pictures before and after, found {len(before)} and {len(after)}"
+        )
     n = len(before)
     if n < 2:
         raise UserError(f"a difference over {n} pairs says nothing; at least 2 are needed")

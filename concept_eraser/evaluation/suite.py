@@ -71,7 +71,9 @@ def load(source: str | Path | dict | Suite) -> Suite:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise UserError(f"mistakes in {where}:" + "".join(f"\n  {line}" for line in lines)) from None
     if len(suite.concept) != 1:
-        raise UserError(f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; found {suite.concept}")
+        raise UserError(
+            f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; found {suite.concept}"
+        )
     for name in suite.metrics:
         registry.load("metric", name)
     return suite
@@ -152,7 +154,9 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
             results += registry.load("metric", name)().measure(evidence)
         except UserError as error:  # too few pictures for one number must not cost the others
             refused[name] = str(error)
-    models = {when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))}
+    models = {
+        when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))
+    }
     return Evaluation(suite, models, results, groups, environment.describe(), refused)
 
 

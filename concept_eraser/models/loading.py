@@ -58,7 +58,9 @@ def _single_file_problem(path: Path) -> str:
         return f"no such model: {path}"
     if path.suffix == ".safetensors":
         return f"{path}: single-file checkpoints are not read yet; convert it to a diffusers folder with StableDiffusionPipeline.from_single_file(...).save_pretrained(...)"  # fmt: skip
-    return f"{path} is a pickle, which can execute code when loaded; convert it to a diffusers folder of safetensors first"
+    return (
+        f"{path} is a pickle, which can execute code when loaded; convert it to a diffusers folder of safetensors first"
+    )
 
 
 def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:

@@ -44,7 +44,9 @@ class StableDiffusion(Model):
         self.timesteps = int(schedule.num_train_timesteps)
         self.prediction = schedule.prediction_type
         if self.prediction not in ("epsilon", "v_prediction"):
-            raise UserError(f"{source}: prediction type {self.prediction!r} is not supported; epsilon, v_prediction are")
+            raise UserError(
+                f"{source}: prediction type {self.prediction!r} is not supported; epsilon, v_prediction are"
+            )
         self._alphas: Tensor = pipeline.scheduler.alphas_cumprod.float()
         pipeline.set_progress_bar_config(disable=True)
 

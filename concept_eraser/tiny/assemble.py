@@ -84,7 +84,9 @@ def held_out_prompts(rng: np.random.Generator, n: int = PROMPTS_A_NOUN) -> list[
                     if scene.shape == shape:
                         break
                 words = f"{painter.STYLE_WORDS[scene.style][0]} {scene.color} {noun}"
-                rows.append((noun, scene, f"{painter.article(words)} {painter.BACKGROUND_PHRASES[scene.background][0]}"))
+                rows.append(
+                    (noun, scene, f"{painter.article(words)} {painter.BACKGROUND_PHRASES[scene.background][0]}")
+                )
     return rows
 
 

@@ -27,7 +27,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--only", default="", help="train just these parts, e.g. vae,judge, and assemble nothing")
-    parser.add_argument("--shrink", type=float, default=1.0, help="train every part for this share of its steps (tests)")
+    parser.add_argument(
+        "--shrink", type=float, default=1.0, help="train every part for this share of its steps (tests)"
+    )
     return parser.parse_args()
 
 
@@ -55,13 +57,23 @@ def train(names: tuple[str, ...], args: argparse.Namespace) -> None:
 def _side_by_side(args: argparse.Namespace) -> None:
     """Train independent chains of parts in one process each, the cores shared out evenly."""
     threads = max(1, args.threads // len(_TOGETHER))
-    common = ["--work", str(args.work), "--seed", str(args.seed), "--shrink", str(args.shrink), "--threads", str(threads)]
+    common = [
+        "--work",
+        str(args.work),
+        "--seed",
+        str(args.seed),
+        "--shrink",
+        str(args.shrink),
+        "--threads",
+        str(threads),
+    ]
     children = [
         subprocess.Popen([sys.executable, "-m", "concept_eraser.tiny.build", "--only", ",".join(chain), *common])
         for chain in _TOGETHER
     ]
     try:
-        if any([child.wait() for child in children]):
+        codes = [child.wait() for child in children]
+        if any(codes):
             raise SystemExit("a part failed to train; its error stands above. Run the same command again to continue.")
     finally:
         for child in children:

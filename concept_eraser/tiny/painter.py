@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -114,7 +114,7 @@ def _arc(cx: float, cy: float, rx: float, ry: float, start: float, end: float, n
     return np.stack([cx + rx * np.cos(t), cy + ry * np.sin(t)], 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def outline(shape: str) -> np.ndarray:
     """The outline of a shape, [points, 2] in [-1, 1]^2."""
     if shape == "star":
@@ -142,7 +142,19 @@ def outline(shape: str) -> np.ndarray:
         return np.concatenate([outer, inner])
     if shape == "house":
         return np.array(
-            [(0, -1), (0.98, -0.15), (0.72, -0.15), (0.72, 0.9), (0.22, 0.9), (0.22, 0.35), (-0.22, 0.35), (-0.22, 0.9), (-0.72, 0.9), (-0.72, -0.15), (-0.98, -0.15)]  # fmt: skip
+            [
+                (0, -1),
+                (0.98, -0.15),
+                (0.72, -0.15),
+                (0.72, 0.9),
+                (0.22, 0.9),
+                (0.22, 0.35),
+                (-0.22, 0.35),
+                (-0.22, 0.9),
+                (-0.72, 0.9),
+                (-0.72, -0.15),
+                (-0.98, -0.15),
+            ]
         )
     if shape == "tree":
         right = [(0, -1), (0.48, -0.42), (0.26, -0.42), (0.7, 0.12), (0.4, 0.12), (0.9, 0.62), (0.2, 0.62), (0.2, 1.0)]
@@ -153,16 +165,13 @@ def outline(shape: str) -> np.ndarray:
     raise KeyError(shape)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pattern(style: str) -> Image.Image:
     """The ink pattern of a style, as a mask twice the canvas so that it can be shifted."""
     side = 2 * SIZE * SCALE
     yy, xx = np.mgrid[0:side, 0:side]
-    if style == "striped":
-        ink = ((xx + yy) % 30) < 15
-    else:
-        ink = ((xx % 26 - 13) ** 2 + (yy % 26 - 13) ** 2) < 84
-    return Image.fromarray((ink * 255).astype(np.uint8))
+    stripes, dots = (xx + yy) % 30 < 15, (xx % 26 - 13) ** 2 + (yy % 26 - 13) ** 2 < 84
+    return Image.fromarray(((stripes if style == "striped" else dots) * 255).astype(np.uint8))
 
 
 def _background(scene: Scene, rng: np.random.Generator) -> Image.Image:
@@ -214,9 +223,7 @@ def paint(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(canvas.reduce(SCALE))
 
 
-def paint_batch(
-    n: int, rng: np.random.Generator, *, held_out: bool | None = None
-) -> tuple[list[Scene], np.ndarray]:
+def paint_batch(n: int, rng: np.random.Generator, *, held_out: bool | None = None) -> tuple[list[Scene], np.ndarray]:
     """`n` random scenes and their drawings, [n, 64, 64, 3] uint8."""
     scenes = [random_scene(rng, held_out=held_out) for _ in range(n)]
     return scenes, np.stack([paint(scene, rng) for scene in scenes])

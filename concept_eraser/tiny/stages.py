@@ -183,7 +183,8 @@ def build_tokenizer(folder: Path) -> None:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     path = Path(open_clip.__file__).parent / "bpe_simple_vocab_16e6.txt.gz"
-    lines = gzip.open(path, "rt", encoding="utf-8").read().split("\n")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        lines = file.read().split("\n")
     merges = [tuple(line.split()) for line in lines[1 : 49152 - 256 - 2 + 1]]
     characters = list(bytes_to_unicode().values())
     entries = [*characters, *(c + "</w>" for c in characters), *("".join(m) for m in merges)]
@@ -195,8 +196,8 @@ def build_tokenizer(folder: Path) -> None:
 def new_clip() -> nn.Module:
     from transformers import CLIPConfig, CLIPModel
 
-    text = dict(vocab_size=49408, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=2, num_attention_heads=4, projection_dim=WIDTH, bos_token_id=49406, eos_token_id=49407, pad_token_id=49407, max_position_embeddings=77)  # fmt: skip
-    vision = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, image_size=painter.SIZE, patch_size=8, projection_dim=WIDTH)  # fmt: skip
+    text = {"vocab_size": 49408, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": WIDTH, "bos_token_id": 49406, "eos_token_id": 49407, "pad_token_id": 49407, "max_position_embeddings": 77}  # fmt: skip
+    vision = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": painter.SIZE, "patch_size": 8, "projection_dim": WIDTH}  # fmt: skip
     clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH))
     with torch.no_grad():  # the default 0.02 is so small that the causal tower hardly sees the words at first
         clip.text_model.embeddings.token_embedding.weight.mul_(5)

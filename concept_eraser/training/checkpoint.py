@@ -55,4 +55,6 @@ def load(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UserError(f"the checkpoint {path} is damaged ({str(error).splitlines()[0][:120]}); delete it to start over") from error
+        raise UserError(
+            f"the checkpoint {path} is damaged ({str(error).splitlines()[0][:120]}); delete it to start over"
+        ) from error

@@ -161,13 +161,19 @@ class Engine:
             return 0
         state = checkpoint.load(self.checkpoint)
         if set(state["params"]) != set(self.params):
-            raise UserError(f"{self.checkpoint} belongs to a run that trained other tensors; start over in a new folder")
+            raise UserError(
+                f"{self.checkpoint} belongs to a run that trained other tensors; start over in a new folder"
+            )
         with torch.no_grad():
             for name, value in state["params"].items():
                 self.params[name].copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
         self.method.load_state_dict(state["method"])
-        self.skipped, self.skipped_in_a_row, self.seconds = state["skipped"], state["skipped_in_a_row"], state["seconds"]
+        self.skipped, self.skipped_in_a_row, self.seconds = (
+            state["skipped"],
+            state["skipped_in_a_row"],
+            state["seconds"],
+        )
         if self.skipped_in_a_row >= MAX_SKIPPED:
             self.skipped_in_a_row = 0  # the user asked to try on, perhaps with luck in the draw
         return int(state["step"])

@@ -40,5 +40,7 @@ def select(names: Iterable[str], selection: str) -> list[str]:
     rule = _RULES.get(selection) or (lambda name: re.search(selection[3:], name) is not None)
     chosen = [name for name in everything if rule(name)]
     if not chosen:
-        raise UserError(f"the selection {selection!r} matches none of the {len(everything)} tensors, e.g. {everything[0]!r}")
+        raise UserError(
+            f"the selection {selection!r} matches none of the {len(everything)} tensors, e.g. {everything[0]!r}"
+        )
     return chosen

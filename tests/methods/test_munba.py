@@ -96,7 +96,9 @@ def test_general_solver_against_closed_form_scipy_and_torchjd(players: int) -> N
         gram = jacobian @ jacobian.T
         weights, clamped = nash_weights(gram, 1e-9)
         assert not clamped
-        torch.testing.assert_close(residual(gram, weights), torch.ones(players, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            residual(gram, weights), torch.ones(players, dtype=torch.float64), rtol=1e-9, atol=1e-9
+        )
         if players == 2:
             torch.testing.assert_close(weights, exact_weights(gram, 1e-12)[0], rtol=1e-9, atol=0)
         g, scale = gram.numpy(), weights.numpy()

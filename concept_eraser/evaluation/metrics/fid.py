@@ -30,7 +30,10 @@ class FID(Metric):
             for when in ("before", "after"):
                 value = frechet_of_features(evidence.judge.features(group.pictures[when]), reference)
                 values[when] = Interval(value, float("nan"), float("nan"), len(reference))
-            settings = {"features": f"judge, {reference.shape[1]}-d", "reference": "painted pictures of the same prompts"}
+            settings = {
+                "features": f"judge, {reference.shape[1]}-d",
+                "reference": "painted pictures of the same prompts",
+            }
             results.append(Result("fid_judge", name, values["after"], "lower", values["before"], settings=settings))
         return results
 
