@@ -53,8 +53,12 @@ def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: boo
     if overwrite and folder.exists():
         for name in ("done.json", "state.ckpt", "log.jsonl"):
             (folder / name).unlink(missing_ok=True)
-    write_whole(path, lambda partial: partial.write_text(recipes.dump(recipe, command)) and None)
+    write_whole(path, lambda partial: _text(partial, recipes.dump(recipe, command)))
     return False
+
+
+def _text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _difference(a: Recipe, b: Recipe) -> str:
@@ -108,10 +112,8 @@ class Job:
     def _generated(self, player: str, side: recipes.Side, rows: list[prompts.Prompt]) -> tuple[torch.Tensor, list]:
         """Images by the model itself; those of the anchor where the loss noises the anchor's images."""
         settings = self.recipe.generation
-        shown = [
-            row.anchored(side.anchor) if LOSSES[side.loss].images == "anchor" and side.anchor else row.text
-            for row in rows
-        ]
+        of_anchor = (side.noised or LOSSES[side.loss].images) == "anchor"
+        shown = [row.anchored(side.anchor) if of_anchor and side.anchor else row.text for row in rows]
         sampling = generate.Sampling(settings.steps, settings.guidance, settings.batch_size, settings.precision)
         base = environment.derive_seed(settings.seed, player)
         pictures = generate.generate(self.model, shown, generate.seeds_for(shown, base), sampling, cache=self.cache, what=f"generating {player} images", progress=self.progress)  # fmt: skip
@@ -147,7 +149,7 @@ class Job:
         """The finished run: pipeline folder, changed tensors, environment, and done.json last of all."""
         describe = environment.describe()
         changed = {name: value.detach().cpu().contiguous() for name, value in eraser.trainable().items()}
-        self._write("environment.json", lambda p: p.write_text(json.dumps(describe, indent=1) + "\n") and None)
+        self._write("environment.json", lambda p: _text(p, json.dumps(describe, indent=1) + "\n"))
         self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": "unet"}))
         self._write("pipeline", self.model.save)
         done = {
@@ -158,7 +160,7 @@ class Job:
             "trained_tensors": len(changed),
             "trained_parameters": sum(value.numel() for value in changed.values()),
         }
-        self._write("done.json", lambda p: p.write_text(json.dumps(done, indent=1) + "\n") and None)
+        self._write("done.json", lambda p: _text(p, json.dumps(done, indent=1) + "\n"))
         engine.checkpoint.unlink(missing_ok=True)
         return done
 

@@ -37,6 +37,7 @@ class Side(_Strict):
     eta: float = Field(1.0, ge=0, description="negative guidance of the loss 'esd' (1.0: the paper)")
     scale: float = Field(1.0, gt=0, description="factor of this side's loss")
     images: str = Field("generate", description="generate (by the model itself), free (no images: latents sampled on the fly), or a folder of images with captions")  # fmt: skip
+    noised: Literal["own", "anchor"] | None = Field(None, description="whose images are noised to x_t: those of the prompt or of its anchor (default: the loss's; relabel: anchor, all others: own)")  # fmt: skip
     n: int = Field(400, ge=1, description="how many images to generate (MUNBa: about 400 a side)")
     timesteps: tuple[int, int] = Field((0, 1000), description="range of diffusion time steps this loss is asked at")
 
@@ -69,6 +70,8 @@ class Side(_Strict):
             raise ValueError(
                 f"the loss {self.loss!r} needs an anchor: what to show instead, e.g. anchor: 'a person' or anchor: {{shape: circle}}"
             )
+        if self.noised == "anchor" and not self.anchor:
+            raise ValueError("noised: anchor needs an anchor")
         if self.images == "free" and self.loss in WITH_TARGET:
             raise ValueError(f"the loss {self.loss!r} needs images, so images: free is not possible; use anchor, esd or distill")  # fmt: skip
         return self
@@ -216,7 +219,7 @@ def _override(content: dict[str, Any], text: str) -> None:
             inner = {{"method": "name", "trainable": "select"}.get(name, "prompts"): inner}
         if not isinstance(inner, dict):
             raise UserError(f"cannot set {key}: {name} is {inner!r}, not a mapping")
-        place[name] = place = dict(inner)  # type: ignore[assignment]
+        place[name] = place = dict(inner)
     place[last] = yaml.safe_load(value) if value else None
 
 

@@ -48,7 +48,7 @@ def erase(
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
-    given = {"forget": forget, "retain": retain, "anchor": anchor, "loss": loss, "method": method, "select": select, "steps": steps, "lr": lr, "seed": seed}  # fmt: skip
+    given: dict[str, Any] = {"forget": forget, "retain": retain, "anchor": anchor, "loss": loss, "method": method, "select": select, "steps": steps, "lr": lr, "seed": seed}  # fmt: skip
     names = [item for item in items or [] if "=" not in item]
     overrides = [f"model={model}"] if model else []
     if anchor and (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -84,7 +84,7 @@ def _show_method(name: str) -> None:
     import inspect
     import sys
 
-    method = registry.load("method", name)
+    method: Any = registry.load("method", name)
     typer.echo(f"{method.title}\nsource: {method.source}\n")
     typer.echo("options:")
     for option, (kind, default) in registry.options(method).items():

@@ -17,7 +17,9 @@ from concept_eraser import environment, resources
 from concept_eraser.models.sd import StableDiffusion
 from concept_eraser.tiny import painter
 from concept_eraser.tiny.judge import CLASSES, JudgeNet, load_judge
-from concept_eraser.tiny.stages import SCHEDULE, save_half, text_tower
+from concept_eraser.tiny.stages.base import save_half
+from concept_eraser.tiny.stages.clip import text_tower
+from concept_eraser.tiny.stages.unet import SCHEDULE
 
 PROMPTS_A_NOUN = 48  # pictures for each shape's own name and for each synonym
 

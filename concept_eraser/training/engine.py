@@ -106,7 +106,7 @@ class Engine:
             tuple(self.params.values()),
             {player: self._draws(player, step) for player in self.eraser.players},
             autocast=self.accelerator.autocast,
-            reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),  # type: ignore[return-value]
+            reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),
         )
         direction = self.method.direction(closure)
         row = {"losses": closure.losses, **describe_gram(closure.players, direction.gram, direction.weights), **direction.notes}  # fmt: skip
