@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
     """Versions, commit and machine, ready for JSON."""
     import torch
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in _PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -136,10 +136,11 @@ class Job:
         """Train to the end (or raise); the model then holds the erased weights."""
         training = self.recipe.training
         cpu = training.device == "cpu" or not torch.cuda.is_available()
-        accelerator = Accelerator(mixed_precision="bf16" if training.precision == "bf16" else "no", cpu=cpu)
+        # no mixed_precision here: accelerate keeps it for the whole process, and the next run may want another
+        accelerator = Accelerator(cpu=cpu)
         self.model.to(accelerator.device)
         eraser = self.eraser()
-        fields = {k: v for k, v in training.model_dump().items() if k not in ("precision", "device")}
+        fields = {k: v for k, v in training.model_dump().items() if k != "device"}
         method = registry.build("method", self.recipe.method.name, self.recipe.method.options)
         engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress)
         engine.run(resume=resume)

@@ -94,7 +94,7 @@ def coerce(value: Any, annotation: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        for option in arguments:
+        for option in (a for a in arguments if a is not type(None)):
             try:
                 return coerce(value, option)
             except ValueError:

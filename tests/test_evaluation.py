@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -22,7 +23,7 @@ SUITE = {
     "seed": 3,
     "sampling": {"steps": 12, "batch_size": 32, "precision": "bf16"},
     "groups": {
-        "direct": {"prompts": "tiny_star", "role": "forget", "n": 32},
+        "direct": {"prompts": "tiny_star", "role": "forget", "n": 64},
         "neighbours": {"prompts": "tiny_star_neighbours", "role": "neighbour", "n": 16},
         "retained": {"prompts": "tiny_rest", "role": "retain", "n": 32},
     },
@@ -37,7 +38,7 @@ def untouched(shared_tiny) -> suites.Evaluation:
 
 def test_the_untouched_model_loses_on_erasure(untouched) -> None:
     found = untouched.find("concept_share", "direct")
-    assert found.after.value > 0.9
+    assert found.after.value > 0.85  # 0.96 by the record
     assert found.difference.value == 0
     assert "was not erased" in report.verdict(untouched)
     assert untouched.find("accuracy_shape", "retained").after.value > 0.9
@@ -71,7 +72,10 @@ def test_results_travel_with_their_protocol(untouched, tmp_path: Path) -> None:
         assert row["after"]["n"] >= 2
         assert row["after"]["low"] <= row["after"]["value"] <= row["after"]["high"]
     other = suites.load({**SUITE, "seed": 4})
-    assert suites.Evaluation(other, {}, [], {}, {}, {}).as_dict()["protocol_hash"] != content["protocol_hash"]
+    assert (
+        suites.Evaluation(other, {}, [], {}, {}, untouched.judge, {}).as_dict()["protocol_hash"]
+        != content["protocol_hash"]
+    )
 
 
 def test_the_report_is_one_self_contained_file(untouched, tmp_path: Path) -> None:
@@ -82,7 +86,7 @@ def test_the_report_is_one_self_contained_file(untouched, tmp_path: Path) -> Non
     assert "https://" not in text
     assert 'name="viewport"' in text
     assert "@media print" in text
-    assert report.verdict(untouched).split(":")[0][:20] in text
+    assert html.escape(report.verdict(untouched)) in text
     assert text.count("alt=") == text.count("<img")
 
 

@@ -31,7 +31,7 @@ def test_paired_difference_covers_the_truth() -> None:
         after = np.where(rng.random(100) < 0.1, rng.random(100) < 0.5, before)  # truth: 0.1 * (0.5 - 0.9)
         found = statistics.paired_difference(before, after)
         covered += found.low <= -0.04 <= found.high
-    assert covered >= 930
+    assert covered >= 920  # 93.5 % over 4,000 repetitions; 94-95 % with more pairs that disagree
 
 
 def test_paired_difference_sees_what_an_unpaired_one_would_not() -> None:

@@ -77,7 +77,8 @@ def test_the_tokenizer_has_the_real_vocabulary(shared_tiny) -> None:
     tokenizer = shared_tiny.pipeline.tokenizer
     assert len(tokenizer) == 49408
     text = "a crimson five-pointed star, don't!"
-    assert tokenizer(text, padding="max_length", max_length=77).input_ids[:14] == open_clip.SimpleTokenizer()(text)[0].tolist()[:14]  # fmt: skip
+    theirs = open_clip.SimpleTokenizer()(text)[0].tolist()
+    assert tokenizer(text).input_ids == theirs[: theirs.index(49407) + 1]
 
 
 def test_the_small_clip_is_whole_and_scores_matches_higher(shared_tiny) -> None:

@@ -1,6 +1,6 @@
 """Run a study: several recipes under one protocol, each at its best setting of a stated grid, over several seeds.
 
-    python -m tools.study eval/studies/tiny_star.yaml [--entries munba,sum] [--work runs/studies]
+    python -m tools.study eval/studies/tiny_star.yaml [--entries munba,sum] [--seeds 0] [--work runs/studies]
 
 For each entry every point of its grid is trained on the selection seeds and scored on a small evaluation; the best
 one is trained on the reported seeds and evaluated in full. Score: retained accuracy of the concept's attribute
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors.torch import load_file
 
-from concept_eraser import api
+from concept_eraser import api, registry
 from concept_eraser import recipe as recipes
 from concept_eraser.evaluation import plots
 from concept_eraser.evaluation import suite as suites
@@ -29,20 +30,18 @@ from concept_eraser.evaluation.suite import Evaluation, dumps
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 
 
-def grid_points(grid: dict[str, list]) -> list[dict[str, Any]]:
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-
-
 def run_one(entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path) -> tuple[dict, Evaluation | None]:
     """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with pictures if just made)."""
     done = folder / f"result_{n}.json"
     if done.exists():
-        return json.loads(done.read_text()), None
+        kept = json.loads(done.read_text())
+        if kept["evaluation"].get("judge") == registry.load("judge", suite.judge)().fingerprint:
+            return kept, None  # a run seen by another judge is looked at again; its pictures are cached
     changes = [f"{k}={json.dumps(v)}" for k, v in {**entry.get("set", {}), **point, "training.seed": seed}.items()]
     recipe = recipes.load(entry["recipe"], changes)
     began = time.monotonic()
     run = api.erase(recipe, output=folder, resume=True)
-    found = api.evaluate(run.load(), suite, before=recipe.model, n=n)
+    found = api.evaluate(run.model or _again(run), suite, before=recipe.model, n=n)
     result = {
         "recipe": recipe.resolved(),
         "point": point,
@@ -56,6 +55,13 @@ def run_one(entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Pat
     return result, found
 
 
+def _again(run: api.Run) -> Any:
+    """The erased model, from the changed tensors of a finished run."""
+    model = api.load(run.recipe.model)
+    model.denoiser.load_state_dict(load_file(run.folder / "weights.safetensors"), strict=False)
+    return model
+
+
 def _after(result: dict, metric: str, group: str) -> float:
     return next(r["after"]["value"] for r in result["evaluation"]["results"] if (r["metric"], r["group"]) == (metric, group))  # fmt: skip
 
@@ -65,31 +71,68 @@ def score(result: dict) -> float:
     return _after(result, f"accuracy_{attribute}", "retained") - _after(result, "concept_share", "direct")
 
 
-def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path) -> None:
+def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, seeds: list[int]) -> None:
+    """Choose the entry's point, then train, evaluate and write the reported seeds that are not there yet."""
     suite = suites.load(entry.get("suite", study["suite"]))
-    points = grid_points(entry.get("grid", {}))
-    scores: list[dict] = []
-    if len(points) > 1:
-        for point in points:
-            label = "_".join(f"{v}" for v in point.values())
-            found = [run_one(entry, point, s, suite, study["select"]["n"], work / name / f"select_{label}_{s}")[0] for s in study["select"]["seeds"]]  # fmt: skip
-            scores.append({"point": point, "score": sum(map(score, found)) / len(found), "share": [_after(f, "concept_share", "direct") for f in found]})  # fmt: skip
-        best = max(scores, key=lambda row: row["score"])["point"]
-    else:
-        best = points[0]
-    for seed in entry.get("seeds", study["seeds"]):
-        n = entry.get("n", study["n"])
-        result, found = run_one(entry, best, seed, suite, n, work / name / f"report_{seed}")
-        log = [json.loads(line) for line in (work / name / f"report_{seed}" / "log.jsonl").read_text().splitlines()]
-        cosines = [row["cosine"] for row in log if row.get("cosine") is not None]
-        conflict = {"steps": len(log), "mean_cosine": sum(cosines) / len(cosines) if cosines else None, "share_negative": sum(c < 0 for c in cosines) / len(cosines) if cosines else None, "clamped": sum(row.get("clamped", 0) for row in log), "degenerate": sum(row.get("degenerate", 0) for row in log)}  # fmt: skip
-        content = {"entry": name, "label": entry.get("label", name), "task": entry.get("task", ""), "grid": scores, "conflict": conflict, **result}  # fmt: skip
+    judge = registry.load("judge", suite.judge)().fingerprint
+    paths = {seed: results / f"{name}_seed{seed}.json" for seed in seeds}
+    missing = [seed for seed, path in paths.items() if not _is_current(path, judge)]
+    if not missing:
+        return
+    scores = _known_scores(results, name, judge) or select(study, name, entry, suite, work)
+    best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
+    for seed in missing:
+        folder = work / name / f"report_{seed}"
+        result, found = run_one(entry, best, seed, suite, entry.get("n", study["n"]), folder)
+        content = {
+            "entry": name,
+            "label": entry.get("label", name),
+            "task": entry.get("task", ""),
+            "grid": scores,
+            "conflict": conflict(folder / "log.jsonl"),
+            **result,
+        }
         results.mkdir(parents=True, exist_ok=True)
-        (results / f"{name}_seed{seed}.json").write_text(dumps(content))
+        paths[seed].write_text(dumps(content))
         if found and seed == 0:
-            pairs = [found.groups[g] for g in ("direct", "synonyms", "retained")]
-            sheet = plots.grid(_rows(pairs, "before"), _rows(pairs, "after"), 16, zoom=1)
+            groups = [found.groups[g] for g in ("direct", "synonyms", "retained")]
+            sheet = plots.grid(_rows(groups, "before"), _rows(groups, "after"), 16, zoom=1)
             (results / f"{name}.png").write_bytes(sheet)
+
+
+def select(study: dict, name: str, entry: dict, suite: Any, work: Path) -> list[dict]:
+    """The score of every point of the grid on the selection seeds; [] where there is nothing to choose."""
+    points = [dict(zip(entry["grid"], v, strict=True)) for v in itertools.product(*entry["grid"].values())] if entry.get("grid") else []  # fmt: skip
+    scores = []
+    for point in points:
+        folder = work / name / ("select_" + "_".join(str(v) for v in point.values()))
+        runs = [run_one(entry, point, s, suite, study["select"]["n"], Path(f"{folder}_{s}"))[0] for s in study["select"]["seeds"]]  # fmt: skip
+        share = [_after(run, "concept_share", "direct") for run in runs]
+        scores.append({"point": point, "score": sum(map(score, runs)) / len(runs), "share": share})
+    return scores
+
+
+def _is_current(path: Path, judge: str) -> bool:
+    return path.exists() and json.loads(path.read_text())["evaluation"].get("judge") == judge
+
+
+def _known_scores(results: Path, name: str, judge: str) -> list[dict]:
+    """The grid of a result written earlier, perhaps on another machine."""
+    known = [p for p in sorted(results.glob(f"{name}_seed*.json")) if _is_current(p, judge)]
+    return json.loads(known[0].read_text())["grid"] if known else []
+
+
+def conflict(path: Path) -> dict:
+    """How the two gradients got on over a run, from its log."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    cosines = [row["cosine"] for row in rows if row.get("cosine") is not None]
+    return {
+        "steps": len(rows),
+        "mean_cosine": sum(cosines) / len(cosines) if cosines else None,
+        "share_negative": sum(c < 0 for c in cosines) / len(cosines) if cosines else None,
+        "clamped": sum(row.get("clamped", 0) for row in rows),
+        "degenerate": sum(row.get("degenerate", 0) for row in rows),
+    }
 
 
 def _rows(groups: list, when: str) -> Any:
@@ -103,11 +146,14 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--entries", default="", help="only these, by name, in this order")
     parser.add_argument("--work", type=Path, default=Path("runs/studies"))
+    parser.add_argument("--seeds", default="", help="only these of the reported seeds, e.g. 0 for a first look")
     args = parser.parse_args()
     study = yaml.safe_load(args.study.read_text())
     chosen = args.entries.split(",") if args.entries else list(study["entries"])
     for name in chosen:
-        run_entry(study, name, study["entries"][name], args.work / args.study.stem, RESULTS / args.study.stem)
+        entry = study["entries"][name]
+        seeds = [s for s in entry.get("seeds", study["seeds"]) if not args.seeds or str(s) in args.seeds.split(",")]
+        run_entry(study, name, entry, args.work / args.study.stem, RESULTS / args.study.stem, seeds)
 
 
 if __name__ == "__main__":

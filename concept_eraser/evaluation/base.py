@@ -18,6 +18,7 @@ class Judge(ABC):
     """Names what a picture shows. A file of judges/ holds one, named PLUGIN."""
 
     classes: Mapping[str, Sequence[str]]  # attribute -> names, e.g. {"shape": ("star", ..., "none")}
+    fingerprint: str  # of its weights: numbers of two judges are not compared
 
     @abstractmethod
     def look(self, pictures: Tensor) -> dict[str, np.ndarray]:

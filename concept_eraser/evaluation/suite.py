@@ -88,6 +88,7 @@ class Evaluation:
     results: list[Result]
     groups: dict[str, Group]
     environment: dict[str, Any]
+    judge: str  # fingerprint of the judge's weights
     refused: dict[str, str]  # metrics that could not be measured, with the reason
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,7 +96,8 @@ class Evaluation:
         hashes = {name: group_prompts(self.suite, name).hash for name in self.suite.groups}
         return {
             "protocol": protocol,
-            "protocol_hash": environment.fingerprint([protocol, hashes]),
+            "protocol_hash": environment.fingerprint([protocol, hashes, self.judge]),
+            "judge": self.judge,
             "prompt_hashes": hashes,
             "models": self.models,
             "environment": self.environment,
@@ -157,7 +159,7 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
     models = {
         when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))
     }
-    return Evaluation(suite, models, results, groups, environment.describe(), refused)
+    return Evaluation(suite, models, results, groups, environment.describe(), judge.fingerprint, refused)
 
 
 def _look(judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, pictures: dict[str, Tensor]) -> Group:

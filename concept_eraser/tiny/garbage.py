@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from concept_eraser.tiny.painter import SCALE, SHAPES, SIZE, Scene, _background, ink, outline, place, random_scene
 
-KINDS = ("empty", "blend", "polygon", "strokes", "crumpled", "fragment")
+KINDS = ("empty", "blend", "polygon", "strokes", "crumpled", "fragment", "noise", "texture")
 
 
 def resample(points: np.ndarray, n: int = 120) -> np.ndarray:
@@ -42,11 +42,38 @@ def blend(rng: np.random.Generator) -> np.ndarray:
     return share * a + (1 - share) * b
 
 
+def noise(rng: np.random.Generator) -> np.ndarray:
+    """Random fields of any grain, from single pixels to a few blobs: what a broken denoiser decodes to."""
+    grain = int(rng.choice([1, 1, 2, 4, 4, 8, 16]))
+    side = SIZE // grain
+    if rng.random() < 0.5:
+        field = rng.normal(rng.uniform(60, 200, 3), rng.uniform(10, 90), (side, side, 3))
+    else:
+        field = rng.uniform(0, 255, (side, side, 3))
+    how = Image.Resampling.BICUBIC if rng.random() < 0.7 else Image.Resampling.NEAREST
+    small = Image.fromarray(np.clip(field, 0, 255).astype(np.uint8))
+    return np.asarray(small.resize((SIZE, SIZE), how))
+
+
+def texture(background: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Stripes, checks or dots over the whole picture, or a background half covered by noise."""
+    yy, xx = np.mgrid[0:SIZE, 0:SIZE]
+    angle, period = rng.uniform(0, np.pi), rng.uniform(3, 24)
+    wave = np.sin((xx * np.cos(angle) + yy * np.sin(angle)) * 2 * np.pi / period + rng.uniform(0, 6))
+    if rng.random() < 0.5:
+        wave = wave * np.sin((yy * np.cos(angle) - xx * np.sin(angle)) * 2 * np.pi / period)
+    mask = np.clip(wave * rng.uniform(0.5, 8) + 0.5, 0, 1)[:, :, None]
+    over = noise(rng) if rng.random() < 0.5 else np.full((SIZE, SIZE, 3), rng.integers(0, 256, 3))
+    return (background * (1 - mask) + over * mask).astype(np.uint8)
+
+
 def garbage(kind: str, rng: np.random.Generator) -> tuple[Scene, np.ndarray]:
     """One picture that shows no shape, [64, 64, 3] uint8, and its scene with `shape=None`."""
     drawn = random_scene(rng)
     scene = Scene(None, drawn.color, drawn.style, drawn.background)
     canvas = _background(scene, rng)
+    if kind in ("noise", "texture"):
+        return scene, noise(rng) if kind == "noise" else texture(np.asarray(canvas.reduce(SCALE)), rng)
     if kind == "blend":
         ink(canvas, place(warp(blend(rng), 0.08, rng), rng), scene.color, scene.style, rng)
     elif kind == "polygon":

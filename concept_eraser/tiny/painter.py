@@ -241,7 +241,7 @@ class Caption:
 
 
 def _pick(rng: np.random.Generator, options: Sequence[str]) -> str:
-    return options[rng.integers(len(options))]
+    return options[int(rng.integers(len(options)))]
 
 
 def article(words: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -49,6 +50,7 @@ class Schedule:
     warmup: int = 0
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     weight_decay: float = 0.0
+    precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     save_every: int = 50
 
@@ -105,7 +107,7 @@ class Engine:
             self.eraser,
             tuple(self.params.values()),
             {player: self._draws(player, step) for player in self.eraser.players},
-            autocast=self.accelerator.autocast,
+            autocast=self._autocast,
             reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),
         )
         direction = self.method.direction(closure)
@@ -118,6 +120,10 @@ class Engine:
             self.skipped_in_a_row += 1
             row["skipped"] = 1
         return row
+
+    def _autocast(self) -> AbstractContextManager:
+        """bf16 for the forward pass; weights, gradients and inner products stay in fp32 or better."""
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.schedule.precision == "bf16")
 
     def _move(self, step: int, direction: Direction) -> None:
         factor = min(1.0, (step + 1) / self.schedule.warmup) if self.schedule.warmup else 1.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,10 +25,12 @@ from concept_eraser.tiny.judge import CLASSES, JudgeNet, load_judge
 class TinyJudge(Judge):
     """See concept_eraser/tiny/tiny.json for its accuracy on painted and on garbage pictures."""
 
-    classes: Mapping[str, Sequence[str]] = None  # type: ignore[assignment]
+    classes = CLASSES
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "classes", CLASSES)
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        weights = (resources.tiny_weights() / "judge" / "model.safetensors").read_bytes()
+        return hashlib.sha256(weights).hexdigest()[:16]
 
     @cached_property
     def net(self) -> JudgeNet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ def _judge_batch(n: int, rng: np.random.Generator) -> tuple[Tensor, dict[str, Te
 
 def train_judge(stage: Stage) -> dict:
     torch.manual_seed(stage.seed)
-    judge = JudgeNet().train().to(memory_format=torch.channels_last)
+    judge: Any = JudgeNet().train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(decay_groups(judge, 1e-2), lr=3e-3)
     trainer = Trainer("judge", judge, optimizer, stage.steps(1800), stage.seed, stage.folder, ema_decay=0.99)
 
