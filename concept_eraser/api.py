@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import jobs
+from concept_eraser import jobs, resources
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import plots
@@ -67,7 +67,7 @@ def erase(
     Raises UserError for bad input, Interrupted on Ctrl-C (after saving the state).
     """
     source = model if model is not None and not isinstance(model, str | Path) else None
-    job = _recipe(recipe, None if source is not None else model, overrides, settings)
+    job = _recipe(recipe, _name_of(source) if source is not None else model, overrides, settings)
     folder = Path(output) if output else Path("runs") / job.fingerprint
     if jobs.prepare_folder(folder, job, resume=resume, overwrite=overwrite, command=command or f"concept-eraser erase {folder / 'recipe.yaml'}"):  # fmt: skip
         done = json.loads((folder / "done.json").read_text())
@@ -93,9 +93,14 @@ def _recipe(recipe: Any, model: Any, overrides: Sequence[str], settings: dict[st
     return recipes.load(content, changes)
 
 
+def _name_of(source: Any) -> str:
+    """What the recipe of a run on an object in memory says instead of a name; it cannot be loaded again."""
+    return getattr(source, "source", None) or f"a {type(source).__name__} in memory"
+
+
 def evaluate(
     model: Any,
-    suite: str | Path | dict = "tiny_star",
+    suite: str | Path | dict | None = None,
     *,
     before: Any = None,
     n: int | None = None,
@@ -105,12 +110,13 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model against the one before it, on the same prompts and seeds.
 
-    model: what to measure; suite: an evaluation suite by name or path; before: the original (default: the model that
+    model: what to measure; suite: an evaluation suite by name or path (default: the one named like the prompt set
+    that the run forgot, else tiny_star); before: the original (default: the model that
     a run's recipe names, else tiny-sd); n: at most so many pictures a group.
 
     Raises UserError for an unknown suite, judge or metric, or a judge that cannot see the concept.
     """
-    protocol = suites.load(suite).scaled(n)
+    protocol = suites.load(suite if suite is not None else _suite_of(model)).scaled(n)
     original = before if before is not None else _original(model)
     found = suites.evaluate(loading.load(original), loading.load(model), protocol, cache=cache, progress=progress)
     if output:
@@ -118,9 +124,20 @@ def evaluate(
     return found
 
 
+def _recipe_of(model: Any) -> Recipe | None:
+    path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
+    return recipes.load(str(path)) if path is not None and path.is_file() else None
+
+
 def _original(model: Any) -> str:
-    path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else Path("-")
-    return recipes.load(str(path)).model if path.is_file() else "tiny-sd"
+    found = _recipe_of(model)
+    return found.model if found else "tiny-sd"
+
+
+def _suite_of(model: Any) -> str:
+    found = _recipe_of(model)
+    name = found.forget.prompts if found else None
+    return name if isinstance(name, str) and name in resources.names("eval") else "tiny_star"
 
 
 def report(evaluation: Evaluation, path: str | Path, *, run: str | Path | None = None) -> Path:

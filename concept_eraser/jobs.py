@@ -135,7 +135,10 @@ class Job:
     def train(self, *, resume: bool) -> tuple[Engine, Denoiser]:
         """Train to the end (or raise); the model then holds the erased weights."""
         training = self.recipe.training
-        cpu = training.device == "cpu" or not torch.cuda.is_available()
+        there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if not there.get(training.device, True):
+            raise UserError(f"training.device is {training.device}, which this machine does not have; found: {', '.join(k for k, v in there.items() if v)}. Use auto")  # fmt: skip
+        cpu = training.device == "cpu" or not (there["cuda"] or there["mps"])
         # no mixed_precision here: accelerate keeps it for the whole process, and the next run may want another
         accelerator = Accelerator(cpu=cpu)
         self.model.to(accelerator.device)

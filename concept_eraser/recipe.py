@@ -117,7 +117,7 @@ class Training(_Strict):
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights stay in fp32")
     seed: int = Field(0, ge=0)
     save_every: int = Field(50, ge=1, description="steps between states that --resume can go on from")
-    device: str = Field("auto", description="auto, cpu, cuda, mps")
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: a GPU if there is one")
 
 
 class Generation(_Strict):

@@ -170,6 +170,29 @@ def test_overwrite_replaces_a_run(tmp_path: Path) -> None:
     assert len(logs.read(tmp_path / "run" / "log.jsonl")) == 2
 
 
+def test_an_absent_device_is_named(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UserError, match=r"training\.device is cuda, which this machine does not have; found: cpu"):
+        concept_eraser.erase(short(training__device="cuda"), output=tmp_path / "run")
+
+
+def test_a_pipeline_in_memory(tiny, tmp_path: Path) -> None:
+    """The object is changed in place, and the recipe does not pretend that it had a name."""
+    before = {k: v.clone() for k, v in tiny.denoiser.state_dict().items()}
+    recipe = short(training__steps=1)
+    del recipe["model"]
+    run = concept_eraser.erase(**recipe, model=tiny.pipeline, output=tmp_path / "run")
+    assert run.recipe.model == "a StableDiffusionPipeline in memory"
+    assert any(not torch.equal(v, before[k]) for k, v in tiny.pipeline.unet.state_dict().items())
+
+
+def test_a_run_is_measured_with_the_suite_of_its_forget_set() -> None:
+    from concept_eraser import api
+
+    assert api._suite_of("nowhere") == "tiny_star"
+
+
 def test_overlapping_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in both the forget set"):
         concept_eraser.erase(short(retain__prompts="tiny_star"), output=tmp_path / "run")

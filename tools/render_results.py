@@ -176,6 +176,25 @@ def world_table() -> str:
     ])  # fmt: skip
 
 
+def quickstart_block() -> str:
+    """What `make quickstart` ended with, from the JSON it wrote."""
+    facts = json.loads((RESULTS / "quickstart.json").read_text())
+    shown = [("concept_share", "direct"), ("concept_share", "synonyms"), ("none_share", "direct"), ("accuracy_shape", "neighbours"), ("accuracy_shape", "retained"), ("accuracy_color", "retained")]  # fmt: skip
+    lines = ["metric            group         before                after                 n"]
+    for metric, group in shown:
+        row = results(facts, metric, group)
+        if row:
+            cells = (share(Interval(**row[when])) for when in ("before", "after"))
+            lines.append(
+                f"{metric:<17} {group:<13} " + "".join(f"{cell:<22}" for cell in cells) + str(row["after"]["n"])
+            )
+    s = facts["seconds"]
+    lines += ["...", facts["verdict"], "", f"erasing {s['erasing']:.0f} s (of which training {s['training']:.0f} s), measuring {s['measuring']:.0f} s"]  # fmt: skip
+    if "install" in s:
+        lines.append(f"(installing took {s['install']:.0f} s before that, all in all {s['total']:.0f} s)")
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
 def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) -> str:
     sheets = "\n".join(f"\n**{runs[0]['task'] + ', ' if runs[0]['task'] else ''}{runs[0]['label']}**\n\n![contact sheet]({study}/{name}.png)" for name, runs in found.items() if (RESULTS / study / f"{name}.png").exists())  # fmt: skip
     notes = RESULTS / study / "notes.md"
@@ -204,6 +223,8 @@ def pages() -> dict[Path, str]:
     """What every rendered file should contain."""
     made: dict[Path, str] = {}
     blocks = {"world": world_table()}
+    if (RESULTS / "quickstart.json").exists():
+        blocks["quickstart"] = quickstart_block()
     titles: dict[str, Any] = {"tiny_star": ("Erasing star from tiny-sd", star_table), "tiny_hard": ("Tasks on which the bargain should matter", hard_table)}  # fmt: skip
     for study, (title, render) in titles.items():
         found = load(study)

@@ -84,7 +84,7 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
 
     resolved = recipes.load(recipe, overrides)
     folder = output or Path("runs") / _default_name(recipe, overrides, resolved)
-    again = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
+    resume_command = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
     if dry_run:
         _dry_run(resolved, folder, allow_pickle)
         return
@@ -94,8 +94,9 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
         try:
             done = api.erase(resolved, output=folder, resume=resume, overwrite=overwrite, allow_pickle=allow_pickle, command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}", progress=progress)  # fmt: skip
         except Interrupted as stop:
-            raise Interrupted(f"{stop}\ncontinue with: {again}") from None
-    typer.echo(f"erased in {done.seconds:.0f} s of training; run folder: {folder}")
+            raise Interrupted(f"{stop}\ncontinue with: {resume_command}") from None
+    again = "" if done.model else " (finished before; --overwrite does it again)"
+    typer.echo(f"erased in {done.seconds:.0f} s of training{again}; run folder: {folder}")
     typer.echo(f"next: concept-eraser evaluate {folder}    (or load it: StableDiffusionPipeline.from_pretrained('{folder / 'pipeline'}'))")  # fmt: skip
 
 

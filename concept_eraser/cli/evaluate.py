@@ -10,7 +10,7 @@ import typer
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="what to measure: a run folder, a diffusers folder, a hub id")],
-    suite: Annotated[str, typer.Option(help="evaluation suite by name or file; see `concept-eraser list suites`")] = "tiny_star",
+    suite: Annotated[Optional[str], typer.Option(help="evaluation suite by name or file (default: the one named like the run's forget set); see `concept-eraser list suites`")] = None,
     before: Annotated[Optional[str], typer.Option(help="the model before (default: the one the run's recipe names)")] = None,
     n: Annotated[Optional[int], typer.Option("-n", min=2, help="at most so many pictures a group")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of evaluation.json and report.html (default: the run folder)")] = None,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+PAIRS = 12  # pictures of a row of before_after.png
+
 
 def quickstart(
     output: Annotated[Path, typer.Option("--output", "-o", help="run folder")] = Path("runs/quickstart"),
@@ -21,10 +23,14 @@ def quickstart(
     """
     import time
 
+    from torch import cat
+
     from concept_eraser import api
     from concept_eraser.cli.evaluate import summarise
     from concept_eraser.cli.show_progress import bars
     from concept_eraser.evaluation import plots
+    from concept_eraser.evaluation.report import verdict
+    from concept_eraser.evaluation.suite import dumps
 
     began = time.monotonic()
     with bars(quiet) as progress:
@@ -34,8 +40,13 @@ def quickstart(
     measured = time.monotonic()
     found.save(output / "evaluation.json")
     path = api.report(found, output / "report.html", run=output)
-    for group in found.groups.values():
-        plots.save(plots.grid(group.pictures["before"][:12], group.pictures["after"][:12], 12), output / f"grid_{group.name}.png")  # fmt: skip
+    groups = [found.groups[name] for name in ("direct", "retained")]
+    before, after = ([group.pictures[when][:PAIRS] for group in groups] for when in ("before", "after"))
+    plots.save(plots.grid(cat(before), cat(after), PAIRS), output / "before_after.png")
+    seconds = {"erasing": erased - began, "training": run.seconds, "measuring": measured - erased}
+    facts = {"verdict": verdict(found), "seconds": seconds, "evaluation": found.as_dict()}
+    (output / "quickstart.json").write_text(dumps(facts))
     summarise(found)
-    typer.echo(f"\nerasing {erased - began:.0f} s (training {run.seconds:.0f} s), measuring {measured - erased:.0f} s")
-    typer.echo(f"report: {path.resolve()}")
+    typer.echo(f"\nerasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s), measuring {seconds['measuring']:.0f} s")  # fmt: skip
+    typer.echo(f"pictures: {output / 'before_after.png'}")
+    typer.echo(f"report:   {path.resolve()}")
