@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -141,3 +142,21 @@ def test_pictures_come_from_the_cache_only_for_the_same_weights(tiny, tmp_path: 
         tiny.denoiser.conv_out.bias.add_(1e-3)
     generate.generate(tiny, texts, seeds, how, cache=tmp_path)
     assert calls == [2, 1, 1, 2, 1], "other weights, other pictures"
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "message"),
+    [
+        (0, 500, "'star' is gone"),
+        (0, 24, "seems gone: it shows in 0.0% .* up to 14% cannot be ruled out"),
+        (60, 500, "only partly erased"),
+        (400, 500, "was not erased"),
+    ],
+)
+def test_verdicts(hits: int, n: int, message: str) -> None:
+    from concept_eraser.evaluation.base import Result
+    from concept_eraser.evaluation.statistics import wilson
+
+    share = Result("concept_share", "direct", wilson(hits, n), "lower", wilson(n - 1, n))
+    found = suites.Evaluation(suites.load(SUITE), {}, [share], {}, {}, "judge", {})
+    assert re.search(message, report.verdict(found))

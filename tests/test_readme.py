@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from concept_eraser import recipe
@@ -58,3 +60,12 @@ def test_python_examples_run(tmp_path: Path, monkeypatch) -> None:
 def test_yaml_example_is_valid() -> None:
     for block in blocks("yaml"):
         assert recipe.load(yaml.safe_load(block))
+
+
+def test_a_second_make_does_not_install_again() -> None:
+    if not (ROOT / ".venv" / ".installed").exists():
+        pytest.skip("this environment was not made by make")
+    planned = subprocess.run(["make", "-n", "quickstart"], capture_output=True, text=True, cwd=ROOT)
+    assert planned.returncode == 0
+    assert "pip" not in planned.stdout
+    assert "concept-eraser quickstart" in planned.stdout

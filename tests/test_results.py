@@ -44,3 +44,40 @@ def test_selection_seeds_are_not_reported() -> None:
         assert not set(study["select"]["seeds"]) & set(study["seeds"])
         for entry in study["entries"].values():
             recipe.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in entry.get("set", {}).items()])
+
+
+@pytest.mark.slow
+def test_a_study_runs_resumes_and_looks_again(tmp_path, monkeypatch) -> None:
+    """Two entries at one step: the grid is scored, the better point reported, a second call trains nothing."""
+    from tools import study
+
+    monkeypatch.setattr(study, "RESULTS", tmp_path / "results")
+    tiny = {
+        "forget.n": 4,
+        "retain.n": 4,
+        "generation.steps": 2,
+        "training.steps": 1,
+        "trainable.select": "cross_attention",
+    }
+    content = {
+        "suite": "tiny_star",
+        "select": {"seeds": [100], "n": 4},
+        "seeds": [0],
+        "n": 4,
+        "entries": {"munba": {"recipe": "tiny_star_munba", "set": tiny, "grid": {"training.lr": [1e-9, 1e-3]}}},
+    }
+    path = tmp_path / "quick.yaml"
+    path.write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(sys, "argv", ["study", str(path), "--work", str(tmp_path / "work")])
+    study.main()
+    written = tmp_path / "results" / "quick" / "munba_seed0.json"
+    first = json.loads(written.read_text())
+    assert len(first["grid"]) == 2
+    stamp = written.stat().st_mtime
+    study.main()
+    assert written.stat().st_mtime == stamp
+    first["evaluation"]["judge"] = "another"
+    written.write_text(json.dumps(first))
+    monkeypatch.setattr(study.api, "erase", lambda *a, **k: pytest.fail("trained again") if not (k["output"] / "done.json").exists() else study.api.Run(k["output"], a[0], 0.0))  # fmt: skip
+    study.main()
+    assert json.loads(written.read_text())["evaluation"]["judge"] != "another"

@@ -47,6 +47,8 @@ def verdict(evaluation: Evaluation) -> str:
         )
     elif worst.after.high <= 0.1:
         text = f"The {attribute} {value!r} is gone: it shows in {worst.after.value:.1%} of the pictures that ask for it ({before:.0%} before)"
+    elif worst.after.value <= 0.05:
+        text = f"The {attribute} {value!r} seems gone: it shows in {worst.after.value:.1%} of {worst.group!r} ({before:.0%} before), but with {worst.after.n} pictures up to {worst.after.high:.0%} cannot be ruled out"
     elif worst.after.value < before / 2:
         text = f"The {attribute} {value!r} is only partly erased: it still shows in {worst.after.value:.1%} of {worst.group!r} ({before:.0%} before)"
     else:
@@ -75,13 +77,19 @@ def show(interval: Interval | None, percent: bool) -> str:
     return text
 
 
+_COLUMNS = ("metric", "group", "before", "after", "change", "n")
+
+
 def _rows(results: list[Result]) -> str:
     lines = []
     for r in results:
         percent = _percent(r.metric)
         change = r.difference or (Interval(r.after.value - r.before.value, float("nan"), float("nan"), r.after.n) if r.before else None)  # fmt: skip
         cells = [r.metric.replace("_", " ") + (" %" if percent else ""), r.group, show(r.before, percent), show(r.after, percent), show(change, percent), str(r.after.n)]  # fmt: skip
-        lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+        labelled = zip(_COLUMNS, cells, strict=True)
+        lines.append(
+            "<tr>" + "".join(f'<td data-label="{k}">{html.escape(cell)}</td>' for k, cell in labelled) + "</tr>"
+        )
     return "\n".join(lines)
 
 
@@ -127,7 +135,10 @@ td,th{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:left;w
 .gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:.8rem}
 figure{margin:0}figure div{display:flex;gap:3px}figure img{width:50%;image-rendering:pixelated;border:1px solid var(--line)}
 figcaption{font-size:.78rem}.wide{max-width:100%;background:#fff}pre{overflow-x:auto;background:var(--soft);padding:.8rem;font-size:.8rem}
-small{font-weight:normal;opacity:.75}h2{margin-top:2rem}@media print{figure,table{break-inside:avoid}.scroll{overflow:visible}}
+small{font-weight:normal;opacity:.75}h2{margin-top:2rem}@media(max-width:600px){tr:first-child{display:none}tr{display:block;padding:.4rem 0;border-bottom:1px solid var(--line)}
+td{display:flex;justify-content:space-between;border:0;padding:.05rem .3rem}td:first-child{font-weight:bold}
+td::before{content:attr(data-label);font-weight:normal;opacity:.7}}
+@media print{figure,table{break-inside:avoid}.scroll{overflow:visible}}
 """
 
 
@@ -135,7 +146,7 @@ def render(evaluation: Evaluation, facts: RunFacts) -> str:
     """The report as one HTML text."""
     overall = [r for r in evaluation.results if ":" not in r.group]
     detail = [r for r in evaluation.results if ":" in r.group]
-    head = "<tr><th>metric</th><th>group</th><th>before</th><th>after</th><th>change</th><th>n</th></tr>"
+    head = "<tr>" + "".join(f"<th>{name}</th>" for name in _COLUMNS) + "</tr>"
     value = next(iter(evaluation.suite.concept.values()))
     content = evaluation.as_dict()
     galleries = "".join(_gallery(group) for group in evaluation.groups.values())
