@@ -112,6 +112,9 @@ class Training(_Strict):
     micro_batches: int = Field(1, ge=1, description="micro-batches accumulated before the gradients are combined")
     lr: float = Field(1e-4, gt=0)
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    decay: Literal["none", "linear"] = Field(
+        "none", description="linear: the learning rate falls to 0 at the last step"
+    )
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     weight_decay: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights stay in fp32")

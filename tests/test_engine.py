@@ -170,6 +170,14 @@ def test_overwrite_replaces_a_run(tmp_path: Path) -> None:
     assert len(logs.read(tmp_path / "run" / "log.jsonl")) == 2
 
 
+def test_learning_rates() -> None:
+    from concept_eraser.training.engine import Schedule
+
+    rates = [Schedule(4, 1, lr=1.0, warmup=2, decay="linear").lr_at(step) for step in range(4)]
+    assert rates == pytest.approx([0.5, 0.75, 0.5, 0.25])
+    assert {Schedule(4, 1, lr=1.0).lr_at(step) for step in range(4)} == {1.0}
+
+
 def test_an_absent_device_is_named(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

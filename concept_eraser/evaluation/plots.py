@@ -39,7 +39,9 @@ def conflict(rows: Sequence[dict[str, Any]]) -> bytes | None:
     axes[0].axvline(0, color=_INK, lw=0.8)
     axes[0].set(title="Do the gradients conflict?", xlabel="cos(g_retain, g_forget)", ylabel="steps")
     _ratio(axes[1], [r["norms"] for r in both], "Gradient norms", "|g_forget| / |g_retain|")
-    weighted = [{k: r["norms"][k] * r["weights"][k] for k in ("retain", "forget")} for r in both if r.get("weights")]
+    weighted = [
+        {k: abs(r["norms"][k] * r["weights"][k]) for k in ("retain", "forget")} for r in both if r.get("weights")
+    ]
     _ratio(axes[2], weighted, "Contribution to the step", "weighted |g_forget| / |g_retain|")
     return png(figure)
 

@@ -48,11 +48,17 @@ class Schedule:
     micro_batches: int = 1
     lr: float = 1e-4
     warmup: int = 0
+    decay: Literal["none", "linear"] = "none"
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     weight_decay: float = 0.0
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     save_every: int = 50
+
+    def lr_at(self, step: int) -> float:
+        """Linear warm-up, then constant or falling linearly to 0 after the last step."""
+        up = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        return self.lr * up * ((1 - step / self.steps) if self.decay == "linear" else 1.0)
 
 
 @dataclass
@@ -126,9 +132,8 @@ class Engine:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.schedule.precision == "bf16")
 
     def _move(self, step: int, direction: Direction) -> None:
-        factor = min(1.0, (step + 1) / self.schedule.warmup) if self.schedule.warmup else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.lr * factor
+            group["lr"] = self.schedule.lr_at(step)
         for parameter, gradient in zip(self.params.values(), direction.vec, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
         self.optimizer.step()
