@@ -17,15 +17,17 @@ help:
 
 # torch first and then held, so that a CPU build which is at hand is not replaced by one with gigabytes of CUDA.
 $(STAMP): pyproject.toml tools/mend_torchvision.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): torch first, then the rest; this takes a minute or two"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@date +%s > $(VENV)/.began
 	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip freeze -q --disable-pip-version-check | grep -i '^torch==' > $(VENV)/torch.txt
+	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(VENV)/torch.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/torch.txt -e ".[dev]"
 	$(BIN)/python tools/mend_torchvision.py
-	touch $(STAMP)
+	@echo $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) > $(STAMP)
 
 quickstart: $(STAMP)
-	$(BIN)/concept-eraser quickstart
+	@INSTALL_SECONDS=$$(cat $(STAMP)) $(BIN)/concept-eraser quickstart
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -88,6 +88,23 @@ def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
     assert len((tmp_path / "pictures" / "metadata.jsonl").read_text().splitlines()) == 2
 
 
+def test_quickstart_erases_measures_and_reports(cli, tmp_path: Path) -> None:
+    """The first command a user runs, with fewer pictures: the verdict, the report, and a star that is gone."""
+    found = cli("quickstart", "-n", "16", "-q")
+    assert found.returncode == 0, found.stderr
+    folder = tmp_path / "runs" / "quickstart"
+    assert f"report:   {folder / 'report.html'}" in found.stdout
+    for name in ("report.html", "before_after.png", "conflict.png", "evaluation.json", "pipeline/model_index.json"):
+        assert (folder / name).is_file(), name
+    facts = json.loads((folder / "quickstart.json").read_text())
+    results = {(r["metric"], r["group"]): r for r in facts["evaluation"]["results"]}
+    assert results["concept_share", "direct"]["before"]["value"] > 0.8
+    assert results["concept_share", "direct"]["after"]["value"] < 0.2
+    assert results["accuracy_shape", "retained"]["after"]["value"] > 0.8
+    again = cli("quickstart", "-n", "16", "-q")
+    assert again.returncode == 0, "a second call is answered from the finished run and the cache"
+
+
 def test_flags_make_a_recipe(cli) -> None:
     found = cli("erase", "--forget", "tiny_star", "--anchor", "shape=circle", "--retain", "tiny_rest", "--select", "cross_attention", "--lr", "1e-5", "--dry-run")  # fmt: skip
     assert found.returncode == 0, found.stderr

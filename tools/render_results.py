@@ -189,9 +189,7 @@ def quickstart_block() -> str:
                 f"{metric:<17} {group:<13} " + "".join(f"{cell:<22}" for cell in cells) + str(row["after"]["n"])
             )
     s = facts["seconds"]
-    lines += ["...", facts["verdict"], "", f"erasing {s['erasing']:.0f} s (of which training {s['training']:.0f} s), measuring {s['measuring']:.0f} s"]  # fmt: skip
-    if "install" in s:
-        lines.append(f"(installing took {s['install']:.0f} s before that, all in all {s['total']:.0f} s)")
+    lines += ["...", facts["verdict"], "", f"erasing {s['erasing']:.0f} s (of which training {s['training']:.0f} s), measuring {s['measuring']:.0f} s" + (f"; installing took {s['installing']:.0f} s, once" if "installing" in s else "")]  # fmt: skip
     return "```text\n" + "\n".join(lines) + "\n```"
 
 

@@ -21,6 +21,7 @@ def quickstart(
 
       concept-eraser quickstart
     """
+    import os
     import time
 
     from torch import cat
@@ -44,9 +45,11 @@ def quickstart(
     before, after = ([group.pictures[when][:PAIRS] for group in groups] for when in ("before", "after"))
     plots.save(plots.grid(cat(before), cat(after), PAIRS), output / "before_after.png")
     seconds = {"erasing": erased - began, "training": run.seconds, "measuring": measured - erased}
+    if os.environ.get("INSTALL_SECONDS", "").isdigit():  # make tells
+        seconds["installing"] = float(os.environ["INSTALL_SECONDS"])
     facts = {"verdict": verdict(found), "seconds": seconds, "evaluation": found.as_dict()}
     (output / "quickstart.json").write_text(dumps(facts))
     summarise(found)
-    typer.echo(f"\nerasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s), measuring {seconds['measuring']:.0f} s")  # fmt: skip
+    typer.echo(f"\nerasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s), measuring {seconds['measuring']:.0f} s" + (f"; installing took {seconds['installing']:.0f} s, once" if "installing" in seconds else ""))  # fmt: skip
     typer.echo(f"pictures: {output / 'before_after.png'}")
     typer.echo(f"report:   {path.resolve()}")
