@@ -22,7 +22,9 @@ STEPS, KILLS = 40, 10
 
 def start(recipe: Path, folder: Path, *flags: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "concept_eraser.cli.main", "erase", str(recipe), "-o", str(folder), "-q", *flags]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # a test run in the background inherits an ignored SIGINT; a person at a terminal does not
+    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default)
 
 
 def steps_logged(folder: Path) -> int:
