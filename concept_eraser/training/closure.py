@@ -41,12 +41,6 @@ class StepClosure:
         self.losses: dict[str, float] = {}
         self._eraser, self._draws, self._autocast, self._reduce = eraser, draws, autocast, reduce
 
-    def loss(self, player: str) -> Tensor:
-        """The loss without gradients, averaged like the gradients."""
-        with torch.no_grad(), self._autocast():
-            values = [self._eraser.loss(player, draw) for draw in self._draws[player]]
-        return self._reduce(torch.stack(values).mean())
-
     def grad(self, player: str) -> Vec:
         """The gradient of a player's loss: one tensor per trainable parameter, in fp32."""
         total: list[Tensor] | None = None
