@@ -22,6 +22,12 @@ def test_rendered_files_are_up_to_date() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+def test_the_tables_stand_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    for line in ("| MUNBa (anchor: circle) |", "| forget loss x 0.01 | MUNBa |", "| worst synonym |", "erasing "):
+        assert line in text, line
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_result_carries_its_provenance(path) -> None:
     content = json.loads(path.read_text())

@@ -220,9 +220,7 @@ Shares with 95 % Wilson intervals over all seeds' pictures; "points" are after m
 def pages() -> dict[Path, str]:
     """What every rendered file should contain."""
     made: dict[Path, str] = {}
-    blocks = {"world": world_table()}
-    if (RESULTS / "quickstart.json").exists():
-        blocks["quickstart"] = quickstart_block()
+    blocks = {"world": world_table(), "quickstart": quickstart_block()}
     titles: dict[str, Any] = {"tiny_star": ("Erasing star from tiny-sd", star_table), "tiny_hard": ("Tasks on which the bargain should matter", hard_table)}  # fmt: skip
     for study, (title, render) in titles.items():
         found = load(study)
@@ -231,7 +229,9 @@ def pages() -> dict[Path, str]:
             made[RESULTS / f"{study}.md"] = study_page(study, title, blocks[study], found)
     readme = (ROOT / "README.md").read_text()
     for name, block in blocks.items():
-        readme = re.sub(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", lambda m, b=block: m[1] + b + m[2], readme, flags=re.S)  # fmt: skip
+        readme, places = re.subn(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", lambda m, b=block: m[1] + b + m[2], readme, flags=re.S)  # fmt: skip
+        if places != 1:
+            raise SystemExit(f"README.md has {places} places for the table {name!r}; it needs one")
     made[ROOT / "README.md"] = readme
     return made
 
