@@ -73,13 +73,13 @@ def score(result: dict) -> float:
 
 def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, seeds: list[int]) -> None:
     """Choose the entry's point, then train, evaluate and write the reported seeds that are not there yet."""
-    suite = suites.load(entry.get("suite", study["suite"]))
+    suite = _suite(study, entry, study.get("picture_seed"))
     judge = registry.load("judge", suite.judge)().fingerprint
     paths = {seed: results / f"{name}_seed{seed}.json" for seed in seeds}
     missing = [seed for seed, path in paths.items() if not _is_current(path, judge)]
     if not missing:
         return
-    scores = _known_scores(results, name, judge) or select(study, name, entry, suite, work)
+    scores = _known_scores(results, name, judge) or select(study, name, entry, work)
     best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
     for seed in missing:
         folder = work / name / f"report_{seed}"
@@ -94,14 +94,24 @@ def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, se
         }
         results.mkdir(parents=True, exist_ok=True)
         paths[seed].write_text(dumps(content))
-        if found and seed == 0:
+        if found and seed == seeds[0]:
             groups = [found.groups[g] for g in ("direct", "synonyms", "retained")]
             sheet = plots.grid(_rows(groups, "before"), _rows(groups, "after"), 16, zoom=1)
             (results / f"{name}.png").write_bytes(sheet)
 
 
-def select(study: dict, name: str, entry: dict, suite: Any, work: Path) -> list[dict]:
-    """The score of every point of the grid on the selection seeds; [] where there is nothing to choose."""
+def _suite(study: dict, entry: dict, picture_seed: int | None) -> Any:
+    """The entry's suite, drawing other prompts and pictures where a seed is given."""
+    suite = suites.load(entry.get("suite", study["suite"]))
+    return suite if picture_seed is None else suite.model_copy(update={"seed": picture_seed})
+
+
+def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:
+    """The score of every point of the grid on the selection seeds; [] where there is nothing to choose.
+
+    Selection has training seeds and picture seeds of its own, so that nothing reported was chosen by its own pictures.
+    """
+    suite = _suite(study, entry, study["select"]["picture_seed"])
     points = [dict(zip(entry["grid"], v, strict=True)) for v in itertools.product(*entry["grid"].values())] if entry.get("grid") else []  # fmt: skip
     scores = []
     for point in points:
