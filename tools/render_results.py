@@ -88,6 +88,7 @@ def star_row(runs: list[dict]) -> list[str]:
     fid = "-" if results(runs[0], "fid_judge", "retained") is None else f"{mean(runs, 'fid_judge', 'retained', 'before'):.1f} → {mean(runs, 'fid_judge', 'retained', 'after'):.1f}"  # fmt: skip
     return [
         runs[0]["label"],
+        runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
         f"{runs[0]['recipe']['training']['lr']:g}",
         share(pooled(runs, "concept_share", "direct")),
         share(pooled(runs, "concept_share", "synonyms")),
@@ -103,13 +104,13 @@ def star_row(runs: list[dict]) -> list[str]:
     ]
 
 
-STAR_HEAD = ["method", "lr", "star, direct %", "star, synonyms %", "none, direct %", "neighbours, points", "other shapes % (points)", "worst shape, points", "colours, points", "FID (judge)", "CLIP score", "training s", "seeds x n"]  # fmt: skip
+STAR_HEAD = ["method", "weights", "lr", "star, direct %", "star, synonyms %", "none, direct %", "neighbours, points", "other shapes % (points)", "worst shape, points", "colours, points", "FID (judge)", "CLIP score", "training s", "seeds x n"]  # fmt: skip
 
 
 def before_row(runs: list[dict]) -> list[str]:
     one = runs[:1]
     n = results(runs[0], "concept_share", "direct")["before"]["n"]  # type: ignore[index]
-    return ["before", "", share(pooled(one, "concept_share", "direct", "before")), share(pooled(one, "concept_share", "synonyms", "before")), share(pooled(one, "none_share", "direct", "before")), "", share(pooled(one, "accuracy_shape", "retained", "before")), "", "", "", "", "", f"1 x {n}"]  # fmt: skip
+    return ["before", "", "", share(pooled(one, "concept_share", "direct", "before")), share(pooled(one, "concept_share", "synonyms", "before")), share(pooled(one, "none_share", "direct", "before")), "", share(pooled(one, "accuracy_shape", "retained", "before")), "", "", "", "", "", f"1 x {n}"]  # fmt: skip
 
 
 def star_table(found: dict[str, list[dict]]) -> str:
@@ -147,11 +148,16 @@ def provenance(found: dict[str, list[dict]]) -> str:
     return f"Commits {', '.join(commits)}; {kept}; {environments[0]['device']}, {environments[0]['threads']} thread(s) a run; protocols {', '.join(hashes)}."  # fmt: skip
 
 
+def setting(point: dict[str, Any]) -> str:
+    """A point of a grid, e.g. "cross_attention 0.0005"."""
+    return " ".join(value if isinstance(value, str) else f"{value:g}" for value in point.values())
+
+
 def grids(found: dict[str, list[dict]]) -> str:
     lines = []
     for runs in found.values():
         if runs[0]["grid"]:
-            points = "; ".join(f"{next(iter(g['point'].values())):g}: {g['score']:.3f}" for g in runs[0]["grid"])
+            points = "; ".join(f"{setting(g['point'])}: {g['score']:.3f}" for g in runs[0]["grid"])
             lines.append(f"* {runs[0]['label']}: {points}")
     return "\n".join(lines)
 
@@ -199,7 +205,7 @@ def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) 
     said = "\n" + notes.read_text() if notes.exists() else ""
     chosen = grids(found)
     selection = (
-        f"\n## Learning rates: score on the selection seed (retained accuracy minus concept share)\n\n{chosen}\n"
+        f"\n## Weights and learning rates: score on the selection seeds (retained accuracy minus concept share)\n\n{chosen}\n"
         if chosen
         else ""
     )

@@ -11,7 +11,6 @@ One JSON a reported run goes to eval/results/<study>/; `python -m tools.render_r
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shutil
 import time
@@ -107,12 +106,12 @@ def _suite(study: dict, entry: dict, picture_seed: int | None) -> Any:
 
 
 def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:
-    """The score of every point of the grid on the selection seeds; [] where there is nothing to choose.
+    """The score of every point of the entry's grid on the selection seeds; [] where there is nothing to choose.
 
     Selection has training seeds and picture seeds of its own, so that nothing reported was chosen by its own pictures.
     """
     suite = _suite(study, entry, study["select"]["picture_seed"])
-    points = [dict(zip(entry["grid"], v, strict=True)) for v in itertools.product(*entry["grid"].values())] if entry.get("grid") else []  # fmt: skip
+    points = study["grids"][entry["grid"]] if entry.get("grid") else []
     scores = []
     for point in points:
         folder = work / name / ("select_" + "_".join(str(v) for v in point.values()))
