@@ -87,16 +87,11 @@ class Job:
 
     def sides(self) -> dict[str, Side]:
         """The players in the order the methods expect, with their data ready."""
-        recipe = self.recipe
-        forget = prompts.load(recipe.forget.prompts)
-        if recipe.retain is None:
-            return {"forget": self._side("forget", recipe.forget, forget)}
-        retain = prompts.load(recipe.retain.prompts)
-        prompts.require_disjoint(forget, retain)
-        return {
-            "retain": self._side("retain", recipe.retain, retain),
-            "forget": self._side("forget", recipe.forget, forget),
-        }
+        sides = {name: getattr(self.recipe, name) for name in self.recipe.players}
+        sets = {name: prompts.load(side.prompts) for name, side in sides.items()}
+        if "retain" in sets:
+            prompts.require_disjoint(sets["forget"], sets["retain"])
+        return {name: self._side(name, side, sets[name]) for name, side in sides.items()}
 
     def _side(self, player: str, side: recipes.Side, source: prompts.PromptSet) -> Side:
         rows = list(source.take(side.n, self.recipe.generation.seed).prompts)

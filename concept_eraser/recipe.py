@@ -21,6 +21,7 @@ from concept_eraser.errors import UserError, unknown_message
 LOSS_NAMES = ("anchor", "ascent", "data", "distill", "esd", "relabel")
 ANCHORED = ("anchor", "relabel")
 WITH_TARGET = ("data", "ascent", "relabel")
+PLAYERS = ("retain", "forget", "replace")
 
 
 class _Strict(BaseModel):
@@ -140,12 +141,13 @@ class Recipe(_Strict):
     target: Literal["denoiser"] = Field("denoiser", description="which part is trained")
     forget: Side
     retain: Side | None = None
+    replace: Side | None = Field(None, description="what the forgotten prompts should show instead, as a player of its own (UNO with its anchor term)")  # fmt: skip
     method: MethodSpec = MethodSpec()
     trainable: Trainable = Trainable()
     training: Training = Training()
     generation: Generation = Generation()
 
-    @field_validator("forget", "retain", "method", "trainable", mode="before")
+    @field_validator("forget", "retain", "replace", "method", "trainable", mode="before")
     @classmethod
     def _shorthand(cls, value: Any, info: Any) -> Any:
         """`method: munba`, `forget: tiny_star`, `trainable: all` stand for mappings with one entry."""
@@ -160,13 +162,23 @@ class Recipe(_Strict):
         wrong = registry.problems("method", value.name, value.options)
         if wrong:
             raise ValueError("; ".join(wrong))
-        return value
+        name, options = registry.resolve("method", value.name, value.options)
+        return MethodSpec(name=name, **options)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if self.retain is None and float(self.method.options.get("retain", 1)) != 0:
+        method = registry.build("method", self.method.name, self.method.options)
+        if self.retain is None and self.method.name != "weighted":
             raise ValueError(f"the method {self.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
+        method.check_players(self.players)
+        if method.needs_fp32 and self.training.precision != "fp32":
+            raise ValueError(f"the method {self.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
         return self
+
+    @property
+    def players(self) -> tuple[str, ...]:
+        """The sides in the order the methods expect."""
+        return tuple(name for name in PLAYERS if getattr(self, name) is not None)
 
     def resolved(self) -> dict[str, Any]:
         """Everything spelled out, defaults and method options included, ready for YAML."""

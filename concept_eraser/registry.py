@@ -1,11 +1,14 @@
 """Plug-ins by file name: `methods/munba.py` is the method "munba".
 
-A plug-in module defines PLUGIN, a frozen dataclass whose fields are its options. Listing is a folder listing, so
-that `list` and `--help` need not import torch; a module is imported when it is asked for.
+A plug-in module defines PLUGIN, a frozen dataclass whose fields are its options, and may define NAMED: settings of it
+that papers give a name of their own (`s` is `surgery` with rule: descent). Listing is a folder listing, so that `list`
+and `--help` need not import torch; a module is imported when it is asked for.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import types
 import typing
@@ -27,34 +30,62 @@ def names(kind: str) -> list[str]:
     return sorted(path.stem for path in (_ROOT / KINDS[kind]).glob("*.py") if path.stem not in _NOT_PLUGINS)
 
 
+def _tree(kind: str, name: str) -> ast.Module:
+    return ast.parse((_ROOT / KINDS[kind] / f"{name}.py").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def named(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Settings with a name of their own: that name -> (plug-in, its options); read without importing."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for plugin in names(kind):
+        for node in _tree(kind, plugin).body:
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "NAMED" for t in node.targets):
+                found |= {alias: (plugin, given) for alias, given in ast.literal_eval(node.value).items()}
+    return found
+
+
+def resolve(kind: str, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The plug-in behind a name and all options it is given. Raises ValueError where they contradict the name."""
+    plugin, fixed = named(kind).get(name, (name, {})) if kind in KINDS else (name, {})
+    for key in fixed.keys() & given.keys():
+        if given[key] != fixed[key]:
+            raise ValueError(f"{key}: the {kind} {name!r} is {plugin!r} with {key}: {fixed[key]!r}, found {given[key]!r}; use name: {plugin} to set it")  # fmt: skip
+    return plugin, {**fixed, **given}
+
+
 def load(kind: str, name: str) -> type:
-    """The class of a plug-in. Raises UserError with the closest name where there is none."""
+    """The class of a plug-in, by its name or that of a setting. Raises UserError with the closest name where there is none."""
     available = names(kind)
+    name = named(kind).get(name, (name, {}))[0]
     if name not in available:
-        raise unknown(kind, name, available, hint=f"see `concept-eraser list {kind}s`")
+        raise unknown(kind, name, [*available, *named(kind)], hint=f"see `concept-eraser list {kind}s`")
     module = importlib.import_module(f"concept_eraser.{KINDS[kind].replace('/', '.')}.{name}")
     return module.PLUGIN
 
 
 def summary(kind: str, name: str) -> str:
     """The first sentence of a plug-in's module docstring, read without importing it."""
-    import ast
-
-    tree = ast.parse((_ROOT / KINDS[kind] / f"{name}.py").read_text(encoding="utf-8"))
-    return (ast.get_docstring(tree) or "").split("\n")[0]
+    return (ast.get_docstring(_tree(kind, name)) or "").split("\n")[0]
 
 
 def options(plugin: type) -> dict[str, tuple[Any, Any]]:
     """The options of a plug-in: name -> (type, default; MISSING where there is none)."""
     hints = typing.get_type_hints(plugin)
-    return {f.name: (hints[f.name], f.default if f.default is not MISSING else MISSING) for f in fields(plugin)}
+    return {
+        f.name: (hints[f.name], f.default if f.default is not MISSING else MISSING) for f in fields(plugin) if f.init
+    }
 
 
 def problems(kind: str, name: str, given: dict[str, Any]) -> list[str]:
     """Everything that is wrong with a plug-in's name and options, one message each; [] where nothing is."""
     available = names(kind)
+    try:
+        name, given = resolve(kind, name, given)
+    except ValueError as error:
+        return [str(error)]
     if name not in available:
-        return [unknown_message(kind, name, available)]
+        return [unknown_message(kind, name, [*available, *named(kind)])]
     plugin = load(kind, name)
     known = options(plugin)
     found = [unknown_message(f"option of {kind} {name!r}", key, known) for key in given if key not in known]
@@ -79,6 +110,7 @@ def build(kind: str, name: str, given: dict[str, Any]) -> Any:
     wrong = problems(kind, name, given)
     if wrong:
         raise UserError("; ".join(wrong))
+    name, given = resolve(kind, name, given)
     plugin = load(kind, name)
     known = options(plugin)
     return plugin(**{key: coerce(value, known[key][0]) for key, value in given.items()})

@@ -111,7 +111,9 @@ def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:
     Selection has training seeds and picture seeds of its own, so that nothing reported was chosen by its own pictures.
     """
     suite = _suite(study, entry, study["select"]["picture_seed"])
-    asked = {name: group for name, group in suite.groups.items() if name in ("direct", "retained")}  # what a score needs
+    asked = {
+        name: group for name, group in suite.groups.items() if name in ("direct", "retained")
+    }  # what a score needs
     suite = suite.model_copy(update={"groups": asked})
     points = study["grids"][entry["grid"]] if entry.get("grid") else []
     scores = []

@@ -6,14 +6,17 @@ Methods see tensors only, never a model. The order of the players is the closure
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from concept_eraser.vectors import Vec, combine, gramian
+
+HessianProduct = Literal["difference", "exact"]
 
 
 class Closure(Protocol):
@@ -24,8 +27,27 @@ class Closure(Protocol):
     """
 
     players: tuple[str, ...]
+    step: int  # counted from 0; what alternates goes by it, so that a resumed run alternates alike
+    params: Vec
+    inner: tuple[int, ...]  # positions in params of the variable of a lower-level problem; () where there is none
+    seen: float  # the loss that was last asked for a gradient
 
-    def grad(self, player: str) -> Vec: ...
+    def grad(self, player: str, of: Sequence[int] | None = None) -> Vec:
+        """The gradient of a player's loss, or its parts for the parameters at the positions `of`."""
+        ...
+
+    def terms(self, player: str) -> int:
+        """How many numbers the mean in the player's loss is taken over: loss * terms is its sum-reduced form."""
+        ...
+
+    def at(self, offset: Vec) -> AbstractContextManager[None]:
+        """Inside, questions are answered at params + offset; afterwards the parameters are what they were, bit by bit."""
+        ...
+
+    def hvp(self, player: str, v: Vec, how: HessianProduct = "difference", size: float = 0.01) -> Vec:
+        """The Hessian of a player's loss times v: exactly by double backward, or by central differences of `grad`
+        at params +- size v / ||v||."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,10 +66,14 @@ class Method(ABC):
     title: ClassVar[str]
     source: ClassVar[str]  # arXiv id or other reference
     theorems: ClassVar[frozenset[str]] = frozenset()  # properties that one shared test proves
-    recommended_losses: ClassVar[tuple[str, ...]] = ()
+    needs_fp32: ClassVar[bool] = False  # differences of gradients drown in the rounding of bf16
 
     @abstractmethod
     def direction(self, closure: Closure) -> Direction: ...
+
+    def check_players(self, players: tuple[str, ...]) -> None:
+        """Raise ValueError, with the reason and the remedy, where the method cannot combine these players."""
+        return
 
     def state_dict(self) -> dict:
         return {}
@@ -78,3 +104,16 @@ def usable(gram: Tensor) -> Tensor:
     """Which players have a gradient one can divide by: finite and not zero. [m] bool."""
     squares = gram.diagonal()
     return torch.isfinite(squares) & (squares > 0) & torch.isfinite(gram).any(1)
+
+
+class Edit(ABC):
+    """A plug-in that changes a model in one go, without a loop of gradient steps: a frozen dataclass of its options."""
+
+    title: ClassVar[str]
+    source: ClassVar[str]
+    theorems: ClassVar[frozenset[str]] = frozenset()
+    needs_fp32: ClassVar[bool] = True
+    how: ClassVar[str]  # the Python call that applies it, for the error message of a recipe that names it
+
+    def check_players(self, players: tuple[str, ...]) -> None:
+        raise ValueError(f"{self.title!r} edits a model in one go and cannot be a recipe's training method; from Python: {self.how}")  # fmt: skip

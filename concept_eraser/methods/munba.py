@@ -20,6 +20,8 @@ Deliberate differences from the paper and its code:
 * The public code falls back to a fixed weighted sum where its formula cancels. Here nothing falls back silently:
   1 + c is clamped at `xi` when the gradients are opposed, a player without a usable gradient is left out, and
   both are counted in the log.
+* `every=k` bargains at every k-th step only and keeps the weights in between, as the paper offers; both gradients
+  are still needed at every step, so here it saves nothing but the solution of two equations.
 * More than two players (several concepts and retain) are solved by Newton's method on the strictly convex
   1/2 u^T C u - sum_i log u_i, whose stationarity condition is Eq. 6 for unit gradients.
 """
@@ -27,13 +29,14 @@ Deliberate differences from the paper and its code:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from concept_eraser.methods.base import GramMethod, usable
+from concept_eraser.methods.base import Closure, Direction, GramMethod, usable
+from concept_eraser.vectors import combine, gramian
 
 
 def exact_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
@@ -93,6 +96,7 @@ class Munba(GramMethod):
 
     formula: "exact" (the solution of Eq. 6) or "printed" (Eq. 8 as printed, two players only).
     xi: smallest value of 1 + cos that is used; below it the gradients are opposed and the weights would diverge.
+    every: bargain at every `every`-th step and keep the weights in between.
     """
 
     title: ClassVar[str] = "MUNBa: Machine Unlearning via Nash Bargaining"
@@ -101,10 +105,30 @@ class Munba(GramMethod):
 
     formula: Literal["exact", "printed"] = "exact"
     xi: float = 1e-6
+    every: int = 1
+    _kept: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every must be >= 1, found {self.every}")
         if not 0 < self.xi < 1:
             raise ValueError(f"xi must lie in (0, 1), found {self.xi}")
+
+    def direction(self, closure: Closure) -> Direction:
+        kept = self._kept.get("weights")
+        if self.every > 1 and closure.step % self.every and kept is not None:
+            grads = [closure.grad(player) for player in closure.players]
+            return Direction(combine(kept, grads), gramian(grads), kept, {"kept": 1})
+        found = super().direction(closure)
+        if self.every > 1 and found.weights is not None:
+            self._kept["weights"] = found.weights
+        return found
+
+    def state_dict(self) -> dict:
+        return dict(self._kept)
+
+    def load_state_dict(self, state: dict) -> None:
+        self._kept.update(state)
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         alive = usable(gram)
@@ -128,4 +152,5 @@ class Munba(GramMethod):
         return weights, {"degenerate": int(len(players) < len(gram)), "clamped": int(clamped)}
 
 
+NAMED = {"munba-printed": {"formula": "printed"}}
 PLUGIN = Munba

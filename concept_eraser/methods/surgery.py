@@ -33,9 +33,12 @@ class Surgery(GramMethod):
 
     rule: Literal["descent", "ascent", "pcgrad"] = "descent"
 
+    def check_players(self, players: tuple[str, ...]) -> None:
+        if len(players) != 2:
+            raise ValueError(f"surgery knows two players, retain and forget; found {', '.join(players)}. For more use torchjd with rule: PCGrad")  # fmt: skip
+
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
-        if len(gram) != 2:
-            raise ValueError(f"surgery knows two players, retain and forget; found {len(gram)}")
+        self.check_players(tuple(f"player {i}" for i in range(len(gram))))
         alive = usable(gram)
         kept = alive.double()
         if not bool(alive.all()):  # nothing to project on
@@ -52,4 +55,5 @@ class Surgery(GramMethod):
         return (off_forget + off_retain if conflict else kept), {"degenerate": 0, "projected": int(conflict)}
 
 
+NAMED = {"s": {"rule": "descent"}, "sa": {"rule": "ascent"}, "pcgrad": {"rule": "pcgrad"}}
 PLUGIN = Surgery

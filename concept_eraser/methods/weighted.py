@@ -2,9 +2,11 @@
 
     g = retain * g_r + forget * g_f
 
-Settings with a name of their own: fine-tuning on the retain set only (forget=0); gradient ascent, GA (retain=0
-with the loss `ascent`); gradient difference, GDiff (both 1 with the loss `ascent`, Liu et al., arXiv 2203.12817);
-ESD (retain=0 with the loss `esd`). A player of weight 0 costs no backward pass.
+Settings with a name of their own: fine-tuning on the retain set only (forget=0); gradient ascent, GA, called A in
+UNO's paper (retain=0 with the loss `ascent`); gradient difference, GDiff (both 1 with the loss `ascent`, Liu et al.,
+arXiv 2203.12817); A-D of UNO's paper (arXiv 2506.04712): `alternate`, ascent and descent in turn, one gradient a step;
+ESD (retain=0 with the loss `esd`). A player of weight 0 costs no backward pass. Players other than retain and forget
+are weighed like forget.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from concept_eraser.vectors import combine, gramian
 
 @dataclass(frozen=True)
 class Weighted(Method):
-    """retain, forget: the weights of the two gradients; both losses are minimised, so both are >= 0."""
+    """retain, forget: the weights of the two gradients; both losses are minimised, so both are >= 0.
+
+    alternate: forget alone at even steps (counted from 0), retain alone at odd ones.
+    """
 
     title: ClassVar[str] = "Weighted sum (fine-tune, GA, GDiff, ESD's objective)"
     source: ClassVar[str] = "folklore; GDiff: arXiv 2203.12817"
@@ -28,13 +33,23 @@ class Weighted(Method):
 
     retain: float = 1.0
     forget: float = 1.0
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         if self.retain < 0 or self.forget < 0 or self.retain + self.forget == 0:
             raise ValueError(f"the weights must be >= 0 and not both 0, found retain={self.retain}, forget={self.forget}; to climb a loss use the loss 'ascent'")  # fmt: skip
+        if self.alternate and self.retain * self.forget == 0:
+            raise ValueError("alternate needs both weights > 0; without it one weight of 0 leaves a player out")
+
+    def check_players(self, players: tuple[str, ...]) -> None:
+        if self.retain > 0 and "retain" not in players:
+            raise ValueError("the method 'weighted' needs a retain set; to forget without one use method: {name: weighted, retain: 0}")  # fmt: skip
 
     def direction(self, closure: Closure) -> Direction:
+        turn = closure.step % 2 == 1  # whose turn it is: retain's?
         each = [self.retain if player == "retain" else self.forget for player in closure.players]
+        if self.alternate:
+            each = [w if (p == "retain") == turn else 0.0 for p, w in zip(closure.players, each, strict=True)]
         used = [i for i, weight in enumerate(each) if weight > 0]
         grads = [closure.grad(closure.players[i]) for i in used]
         gram = torch.full((len(each), len(each)), float("nan"), dtype=torch.float64)
@@ -42,4 +57,11 @@ class Weighted(Method):
         return Direction(combine([each[i] for i in used], grads), gram, torch.tensor(each, dtype=torch.float64))
 
 
+NAMED = {
+    "finetune": {"forget": 0.0},
+    "ga": {"retain": 0.0},
+    "a": {"retain": 0.0},
+    "gdiff": {},
+    "a-d": {"alternate": True},
+}
 PLUGIN = Weighted

@@ -20,7 +20,7 @@ from concept_eraser.losses import Draw
 from concept_eraser.methods.base import Direction, Method
 from concept_eraser.progress import Progress, silent
 from concept_eraser.training import checkpoint
-from concept_eraser.training.closure import StepClosure
+from concept_eraser.training.closure import of_step
 from concept_eraser.training.log import Log, describe_gram, peak_memory
 from concept_eraser.vectors import is_finite
 
@@ -109,10 +109,11 @@ class Engine:
 
     def _step(self, step: int) -> dict:
         """One optimiser step, or none where a loss or the direction is not finite. Returns its log row."""
-        closure = StepClosure(
+        closure = of_step(
             self.eraser,
             tuple(self.params.values()),
             {player: self._draws(player, step) for player in self.eraser.players},
+            step=step,
             autocast=self._autocast,
             reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),
         )

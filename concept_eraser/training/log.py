@@ -57,11 +57,12 @@ def _finite(value: Any) -> Any:
 def describe_gram(players: tuple[str, ...], gram: Tensor | None, weights: Tensor | None) -> dict[str, Any]:
     """Gradient norms, the cosine of the first two players, and the weights, for the log."""
     row: dict[str, Any] = {}
+    known = len(gram) if gram is not None else 0  # a method may leave out players of its own (an attack, a judge)
     if gram is not None:
-        row["norms"] = {player: float(gram[i, i].sqrt()) for i, player in enumerate(players)}
-        row["cosine"] = cosine(gram) if len(players) > 1 else float("nan")
+        row["norms"] = {player: float(gram[i, i].sqrt()) for i, player in enumerate(players[:known])}
+        row["cosine"] = cosine(gram) if known > 1 else float("nan")
     if weights is not None:
-        row["weights"] = {player: float(weights[i]) for i, player in enumerate(players)}
+        row["weights"] = {player: float(weight) for player, weight in zip(players, weights, strict=False)}
     return row
 
 

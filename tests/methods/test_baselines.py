@@ -69,3 +69,18 @@ def test_ascent_surgery_is_the_papers_step_up() -> None:
 def test_surgery_refuses_three_players() -> None:
     with pytest.raises(ValueError, match="two players"):
         Surgery().weights(torch.eye(3, dtype=torch.float64))
+
+
+def test_a_d_takes_turns_and_asks_one_player_a_step() -> None:
+    method = Weighted(alternate=True)
+    for step, player in enumerate(("forget", "retain", "forget")):
+        given = closure(*pair(0.1, 1.0, 2.0))
+        given.step = step
+        found = method.direction(given)
+        assert given.asked == [player]
+        torch.testing.assert_close(flat(found.vec), flat(given.gradients[player]))
+
+
+def test_alternating_with_a_weight_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="alternate"):
+        Weighted(alternate=True, forget=0.0)

@@ -137,3 +137,21 @@ def test_printed_formula_knows_two_players_only() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="xi"):
         Munba(xi=0)
+
+
+def test_bargaining_rounds() -> None:
+    """every=3: the weights of steps 0 and 3 hold for the two steps after them, also across a resume."""
+    given = [pair(c, 1.0, 2.0, seed=i) for i, c in enumerate((0.1, -0.2, 0.5, 0.7, 0.0))]
+    method, found = Munba(every=3), []
+    for step, (retain, forget) in enumerate(given):
+        if step == 2:
+            state = method.state_dict()
+            method = Munba(every=3)
+            method.load_state_dict(state)
+        asked = closure(retain, forget)
+        asked.step = step
+        found.append(method.direction(asked).weights)
+    fresh = [Munba().direction(closure(*g)).weights for g in given]
+    for step, held in enumerate((0, 0, 0, 3, 3)):
+        torch.testing.assert_close(found[step], fresh[held])
+    assert not torch.allclose(fresh[0], fresh[1])

@@ -1,0 +1,310 @@
+"""FORUM: duality, the lemmas that can be measured, Eq. (24), memory, and the printed version's errors."""
+
+from __future__ import annotations
+
+import cvxpy
+import numpy as np
+import pytest
+import torch
+
+from concept_eraser.methods.forum import Forum, any_players, multipliers, two_players
+from concept_eraser.training.closure import LossClosure
+from concept_eraser.vectors import combine, gramian
+
+
+def problem(m: int, seed: int, d: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients [m, d] of unequal length and grad q [d]."""
+    rng = np.random.default_rng(seed)
+    g = torch.from_numpy(rng.normal(size=(m, d)) * rng.uniform(0.1, 3, (m, 1)))
+    return g, torch.from_numpy(rng.normal(size=d) * rng.uniform(0.1, 3))
+
+
+def gram_of(g: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    rows = torch.cat([g, q[None]])
+    return rows @ rows.T
+
+
+def direction(g: torch.Tensor, q: torch.Tensor, rho_e: float) -> tuple[torch.Tensor, torch.Tensor, float]:
+    lam, nu = multipliers(gram_of(g, q), rho_e)
+    return -(lam @ g + nu * q), lam, nu
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rho_e", [0.0, 0.25, 2.0])
+def test_t1_t2_duality_feasibility_slackness(m: int, seed: int, rho_e: float) -> None:
+    """The primal problem of Eq. 10, solved by cvxpy, has the value of our dual; the conditions of T1 and T2 hold."""
+    g, q = problem(m, seed)
+    d, lam, nu = direction(g, q, rho_e)
+    phi = rho_e * float(q @ q)
+    assert torch.all(lam >= 0)
+    assert float(lam.sum()) == pytest.approx(1)
+    assert nu >= 0
+    assert float(q @ d) <= -phi + 1e-9
+    assert abs(nu * (float(q @ d) + phi)) < 1e-8
+    assert float((g @ d).max()) == pytest.approx(-float(d @ d) - nu * float(q @ d), abs=1e-8)
+    dual = -0.5 * float(d @ d) + nu * phi
+    x, worst = cvxpy.Variable(g.shape[1]), cvxpy.Variable()
+    primal = cvxpy.Problem(cvxpy.Minimize(worst + 0.5 * cvxpy.sum_squares(x)), [g.numpy() @ x <= worst, q.numpy() @ x <= -phi])  # fmt: skip
+    assert primal.solve(solver="CLARABEL") == pytest.approx(dual, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_closed_form_is_the_general_solver(seed: int) -> None:
+    g, q = problem(2, seed)
+    gram, inner = g @ g.T, g @ (q / q.norm())
+    for tau in (-float("inf"), 0.0, 0.3, 5.0):
+        torch.testing.assert_close(two_players(gram, inner, tau), any_players(gram, inner, tau), atol=1e-8, rtol=0)
+
+
+def test_a_floor_is_kept_and_optimal_above_it() -> None:
+    g, q = problem(3, 1)
+    lam, _ = multipliers(gram_of(g, q), 0.1, floor=0.2)
+    assert float(lam.min()) >= 0.2 - 1e-12
+    assert float(lam.sum()) == pytest.approx(1)
+
+
+def test_no_constraint_leaves_mgda() -> None:
+    """grad q = 0: the min-norm point of the convex hull, as TorchJD's MGDA finds it."""
+    from torchjd.aggregation import MGDAWeighting
+
+    for seed in range(5):
+        g, q = problem(3, seed)
+        lam, nu = multipliers(gram_of(g, 0 * q), 0.5)
+        assert nu == 0
+        theirs = MGDAWeighting(epsilon=1e-9, max_iters=10000)(g @ g.T)
+        assert float((lam @ g).norm()) == pytest.approx(float((theirs @ g).norm()), rel=1e-3)
+
+
+def test_nu_stays_bounded_as_the_constraint_vanishes() -> None:
+    """E3: c = nu ||grad q|| is finite while nu itself would be 0/0."""
+    g, q = problem(2, 3)
+    for scale in (1e-6, 1e-12, 1e-100):
+        lam, nu = multipliers(gram_of(g, scale * q), 0.5)
+        assert nu * scale * float(q.norm()) < 10
+        assert torch.isfinite(lam).all()
+
+
+def test_t9_one_objective_is_bome() -> None:
+    """m = 1: d = -(g + nu q) with nu = max(rho_e - <q, g> / ||q||^2, 0)."""
+    for seed in range(5):
+        g, q = problem(1, seed)
+        d, lam, nu = direction(g, q, 0.3)
+        assert lam.tolist() == pytest.approx([1.0])
+        assert nu == pytest.approx(max(0.3 - float(q @ g[0]) / float(q @ q), 0.0))
+        torch.testing.assert_close(d, -(g[0] + nu * q))
+
+
+def test_e1_the_printed_multiplier_asks_for_twice_the_descent() -> None:
+    """With nu of Eqs. 9 and 17 (rho instead of rho/2) <q, d> is -2 phi, phi = rho/2 ||q||^2, where it is active."""
+    g, q = problem(2, 5)
+    rho = 4.0
+    d, _, nu = direction(g, q, rho)  # the printed nu is that of rho_e = rho
+    assert nu > 0
+    assert float(q @ d) / (rho / 2 * float(q @ q)) == pytest.approx(-2)
+
+
+# --- lemmas on a strongly convex lower level: f = 1/2 (w - B a)^T A (w - B a) ------------------------------------
+
+
+def quadratic(seed: int, d: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    basis, _ = np.linalg.qr(rng.normal(size=(d, d)))
+    a = torch.from_numpy(basis @ np.diag(np.linspace(0.5, 3, d)) @ basis.T)
+    b = torch.from_numpy(rng.normal(size=(d, d)))
+    return a, b, torch.from_numpy(rng.normal(size=d)), torch.from_numpy(rng.normal(size=d))
+
+
+def lower(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (w - b @ alpha) @ a @ (w - b @ alpha)
+
+
+def whole_lipschitz(a: torch.Tensor, b: torch.Tensor) -> float:
+    """L_f: the largest eigenvalue of f's Hessian in (alpha, w)."""
+    joined = torch.cat([-b, torch.eye(len(b), dtype=b.dtype)], 1)
+    return float(torch.linalg.eigvalsh(joined.T @ a @ joined).max())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("steps", [1, 5, 20])
+def test_t3_t4_t5_what_the_inner_steps_leave(seed: int, steps: int) -> None:
+    """T3 (Lemma A.1), T4 (B.1c) and T5 (B.1d, B.2b), each as an inequality on a quadratic with known constants."""
+    a, b, alpha, w0 = quadratic(seed)
+    c, lip = 0.5, whole_lipschitz(a, b)
+    eta = 1 / lip
+    best = b @ alpha
+    w = w0.clone()
+    for _ in range(steps):
+        w = w - eta * a @ (w - best)
+
+    def slope_alpha(at: torch.Tensor) -> torch.Tensor:
+        return -b.T @ a @ (at - best)
+
+    error = float((slope_alpha(w) - slope_alpha(best)).norm())
+    distance = float((w0 - best).norm())
+    assert error <= lip * (1 - c * eta / 2) ** steps * distance + 1e-12
+    assert error <= lip * (1 - c * eta) ** steps * distance + 1e-12
+    q0, q1 = float(lower(a, b, alpha, w0)), float(lower(a, b, alpha, w))
+    gamma = (1 - c * (2 * eta - lip * eta**2)) ** steps
+    assert q1 <= gamma * q0 + 1e-12
+    slope_q = torch.cat([slope_alpha(w0) - slope_alpha(best), a @ (w0 - best)])
+    lq = lip * (2 + lip / c)
+    assert float(slope_q @ slope_q) <= 2 * lq**2 / c * q0
+    assert error <= lip / c * gamma**0.5 * float(slope_q.norm()) + 1e-12
+
+
+# --- Eq. (24) ------------------------------------------------------------------------------------------------
+
+
+def eq24(start: tuple[float, tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor, LossClosure]:
+    alpha = torch.tensor(start[0], dtype=torch.float64, requires_grad=True)
+    omega = torch.tensor(start[1], dtype=torch.float64, requires_grad=True)
+
+    def to(first: float):
+        return lambda: (omega[0] - first) ** 2 + (omega[1] - alpha) ** 2
+
+    losses = {"first": [to(1.0)], "second": [to(2.0)], "attack": [lambda: ((omega - alpha) ** 2).sum()]}
+    return alpha, omega, LossClosure((alpha, omega), losses, inner=[1])
+
+
+def distance(alpha: torch.Tensor, omega: torch.Tensor) -> float:
+    """To the optimal set {alpha = omega_1 = omega_2 in [1, 2]}."""
+    z = torch.stack([alpha.detach(), *omega.detach()])
+    nearest = z.mean().clamp(1, 2)
+    return float((z - nearest).norm())
+
+
+def run_eq24(start: tuple, steps: int, **options) -> tuple[float, list[float]]:
+    alpha, omega, closure = eq24(start)
+    settings = {"rho_e": 0.15, "inner_steps": 50, "inner_lr": 0.05, "outer_lr": 0.3, "normalize": False}
+    method = Forum(**{**settings, **options})
+    gaps = []
+    for k in range(steps):
+        closure.step = k
+        found = method.direction(closure)
+        gaps.append(found.notes["q"])
+        with torch.no_grad():
+            alpha -= 0.3 * found.vec[0]
+            omega -= found.vec[1]  # scaled by outer_lr already
+    return distance(alpha, omega), gaps
+
+
+STARTS = [(0.0, (0.0, 3.0)), (2.0, (0.0, 3.0)), (2.0, (3.0, 3.0))]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_t7_eq24_is_solved(start: tuple) -> None:
+    """The paper's settings (mu .3, eta .05, T 50, rho .3): 1e-4 after 100 steps, and q~ >= 0 on the way."""
+    left, gaps = run_eq24(start, 100)
+    assert left < 1e-4
+    assert min(gaps) >= -1e-12
+
+
+def test_t7_a_cold_start_stalls() -> None:
+    """E4: with w~^0 = omega_0 a bias of order (1 - eta c)^T is left; the warm start has none."""
+    warm, _ = run_eq24(STARTS[1], 400)
+    cold, _ = run_eq24(STARTS[1], 400, warm=False)
+    assert warm < 1e-8
+    assert 1e-3 < cold < 3e-2
+
+
+def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
+    """The memory for backward is that of one gradient, whatever T; an unrolled hypergradient keeps T graphs."""
+
+    def saved(steps: int, unrolled: bool) -> int:
+        torch.manual_seed(0)
+        alpha = torch.randn(50, 50, requires_grad=True)
+        omega = torch.randn(50, requires_grad=True)
+
+        def f(w: torch.Tensor) -> torch.Tensor:
+            return ((alpha @ w).tanh() ** 2).mean() + (w**2).mean()
+
+        total = 0
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += x.numel() * x.element_size()
+            return x
+
+        peaks = []
+        if unrolled:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                w = omega
+                for _ in range(steps):
+                    w = w - 0.1 * torch.autograd.grad(f(w), w, create_graph=True)[0]
+                torch.autograd.grad(f(w), alpha)
+            return total
+
+        def watched() -> torch.Tensor:
+            nonlocal total
+            total = 0  # a new graph; the one before is free
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                value = f(omega)
+            peaks.append(total)
+            return value
+
+        losses = {"retain": [watched], "forget": [watched], "attack": [watched]}
+        Forum(inner_steps=steps).direction(LossClosure((alpha, omega), losses, inner=[1]))
+        return max(peaks)
+
+    assert saved(4, unrolled=False) == saved(16, unrolled=False)
+    assert saved(16, unrolled=True) > 3.5 * saved(4, unrolled=True)
+
+
+# --- the stall at a pretrained model -----------------------------------------------------------------------------
+
+
+def test_the_printed_version_stands_still_at_a_pretrained_model() -> None:
+    """grad F_retain = 0 there: min-norm puts all weight on it. Unit gradients or a floor move."""
+    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    delta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+
+    def moved(**options) -> float:
+        losses = {
+            "retain": [lambda: 1e-9 * theta[2] + (theta**2).sum()],
+            "forget": [lambda: ((theta[:2] - 1) ** 2).sum() + 0.1 * delta.sum() * theta[0]],
+            "attack": [lambda: ((delta - theta[:2]) ** 2).sum()],
+        }
+        found = Forum(**options).direction(LossClosure((theta, delta), losses, inner=[1]))
+        return float(found.vec[0].norm())
+
+    assert moved(normalize=False) < 1e-8
+    assert moved(normalize=True) > 0.1
+    assert moved(normalize=False, floor=0.2) > 0.1
+
+
+def test_a_resumed_run_goes_on_alike() -> None:
+    closure = eq24(STARTS[0])[2]
+    method = Forum(normalize=False)
+    vecs = []
+    for k in range(4):
+        closure.step = k
+        if k == 2:
+            state = method.state_dict()
+            method = Forum(normalize=False)
+            method.load_state_dict(state)
+        vecs.append(method.direction(closure).vec)
+    whole = Forum(normalize=False)
+    for k in range(4):
+        closure.step = k
+        again = whole.direction(closure).vec
+        assert all(torch.equal(a, b) for a, b in zip(vecs[k], again, strict=True))
+
+
+@pytest.mark.parametrize(("options", "words"), [({"rho_e": -1}, "rho_e"), ({"floor": 0.7}, "floor"), ({"inner_steps": 0}, "inner_steps")])  # fmt: skip
+def test_options_are_checked(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Forum(**options)
+
+
+def test_without_an_attack_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="lower-level problem"):
+        Forum().check_players(("retain", "forget"))
+
+
+def test_multipliers_work_on_a_gram_matrix_of_tensor_tuples() -> None:
+    g, q = problem(2, 9)
+    vecs = [tuple(v.split((2, 4))) for v in (*g, q)]
+    lam, nu = multipliers(gramian(vecs), 0.4)
+    step = combine([*lam.tolist(), nu], vecs)
+    torch.testing.assert_close(torch.cat(step), lam @ g + nu * q)

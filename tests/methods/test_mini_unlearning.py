@@ -1,0 +1,318 @@
+"""Mini-Unlearning against training again: exact on quadratics, second order elsewhere, and the paper's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from concept_eraser.methods import mini_unlearning as mini
+from concept_eraser.methods.mini_unlearning import History, MiniUnlearning, rewind
+from concept_eraser.vectors import Vec, norm
+
+
+class Training:
+    """SGD with recorded batches on a risk given sample by sample; can be repeated without some samples."""
+
+    def __init__(self, loss: Callable[[Tensor, Sequence[int]], Tensor], start: Tensor, n: int, *, steps: int, batch: int = 10, lr: float = 0.1, momentum: float = 0.0, seed: int = 0) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.loss, self.start, self.lr, self.momentum = loss, start, lr, momentum
+        self.batches = [rng.choice(n, batch, replace=False).tolist() for _ in range(steps)]
+        self.w = start.clone().requires_grad_()
+        self.params: Vec = (self.w,)
+
+    def mean_loss(self, indices: Sequence[int]) -> Tensor:
+        return self.loss(self.w, indices)
+
+    def run(self, gone: Sequence[int] = (), history: History | None = None) -> Tensor:
+        """Train from the start; the weights at the end."""
+        left = set(gone)
+        with torch.no_grad():
+            self.w.copy_(self.start)
+        velocity = torch.zeros_like(self.w)
+        for batch in self.batches:
+            if history:
+                history.record(batch, self.lr, self.momentum, (velocity,))
+            kept = [j for j in batch if j not in left]
+            gradient = torch.autograd.grad(self.mean_loss(kept), self.w)[0] if kept else torch.zeros_like(self.w)
+            velocity = self.momentum * velocity + gradient
+            with torch.no_grad():
+                self.w -= self.lr * velocity
+        return self.w.detach().clone()
+
+
+def ridge(n: int = 60, d: int = 5, seed: int = 0, **options) -> Training:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=g, dtype=torch.float64)
+    y = x @ torch.randn(d, generator=g, dtype=torch.float64) + 0.3 * torch.randn(n, generator=g, dtype=torch.float64)
+
+    def loss(w: Tensor, indices: Sequence[int]) -> Tensor:
+        return 0.5 * (x[list(indices)] @ w - y[list(indices)]).square().mean() + 0.05 * (w @ w)
+
+    return Training(loss, torch.zeros(d, dtype=torch.float64), n, **{"steps": 40, "lr": 0.2, **options})
+
+
+def remaining(training: Training, gone: Sequence[int], method: Callable[[History], object], k: int) -> tuple[float, object]:  # fmt: skip
+    """||w - w*|| / ||w_T - w*|| after unlearning, and the outcome."""
+    target = training.run(gone)
+    history = History(training.params, k)
+    final = training.run(history=history)
+    outcome = method(history)
+    return float((training.w.detach() - target).norm() / (final - target).norm()), outcome
+
+
+GONE = tuple(range(8))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_m1_exact_on_quadratics_from_the_whole_history(momentum: float) -> None:
+    training = ridge(momentum=momentum, lr=0.1)
+    left, _ = remaining(training, GONE, lambda h: MiniUnlearning(k=40).apply(h, training.mean_loss, GONE), 40)
+    assert left < 1e-12
+
+
+def test_m2_the_error_falls_at_the_contraction_rate() -> None:
+    training = ridge()
+    errors, rates = [], []
+    for k in (1, 2, 4, 8, 16):
+        left, outcome = remaining(training, GONE, lambda h, k=k: MiniUnlearning(k=k, estimate=200).apply(h, training.mean_loss, GONE), k)  # fmt: skip
+        # what was dropped is prod (I - eta H) D_{T-k}; D_{T-k} itself:
+        target, whole = training.run(GONE), training.run()
+        short = Training(training.loss, training.start, 60, steps=40 - k, lr=training.lr)
+        short.batches = training.batches[: 40 - k]
+        past = float((short.run(GONE) - short.run()).norm())
+        errors.append(left * float((target - whole).norm()))
+        rates.append(outcome.truncation)
+        assert errors[-1] <= outcome.truncation * past * (1 + 1e-6) + 1e-14
+    assert errors == sorted(errors, reverse=True)
+    assert rates[-1] < 0.5
+
+
+@pytest.mark.parametrize("k", [1, 3, 10, 40])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_m3_on_quadratics_it_is_rewind(k: int, momentum: float) -> None:
+    training = ridge(momentum=momentum, lr=0.1)
+    history = History(training.params, k)
+    training.run(history=history)
+    final = training.w.detach().clone()
+    MiniUnlearning(k=k).apply(history, training.mean_loss, GONE)
+    found = training.w.detach().clone()
+    with torch.no_grad():
+        training.w.copy_(final)
+    rewind(history, training.mean_loss, GONE, k)
+    torch.testing.assert_close(found, training.w.detach(), rtol=0, atol=1e-12)
+
+
+def softmax(n: int = 300, copies: int = 1, **options) -> Training:
+    """Softmax regression on digits; the first `copies` samples are one and the same."""
+    x, y = load_digits(n_class=4, return_X_y=True)
+    x, y = torch.from_numpy(x[:n] / 16), torch.from_numpy(y[:n])
+    x[:copies], y[:copies] = x[0].clone(), y[0].clone()
+
+    def loss(w: Tensor, indices: Sequence[int]) -> Tensor:
+        w = w.reshape(64, 4)
+        rows = list(indices)
+        return torch.nn.functional.cross_entropy(x[rows] @ w, y[rows]) + 0.1 * w.square().sum()
+
+    return Training(loss, torch.zeros(256, dtype=torch.float64), n, **{"steps": 30, "batch": 50, "lr": 0.3, **options})
+
+
+def test_m4_second_order_in_the_deletion_where_the_loss_is_no_quadratic() -> None:
+    training = softmax(copies=24)
+    moved, left = [], []
+    ms = (3, 6, 12, 24)
+    for m in ms:
+        gone = tuple(range(m))
+        target = training.run(gone)
+        history = History(training.params, 30)
+        final = training.run(history=history)
+        MiniUnlearning(k=30).apply(history, training.mean_loss, gone)
+        moved.append(float((final - target).norm()))
+        left.append(float((training.w.detach() - target).norm()))
+    slopes = [float(np.polyfit(np.log(ms), np.log(e), 1)[0]) for e in (moved, left)]
+    assert slopes[0] == pytest.approx(1, abs=0.25)
+    assert slopes[1] > slopes[0] + 0.7
+    assert all(a < 0.2 * b for a, b in zip(left, moved, strict=True))
+
+
+def test_m5_one_iteration_and_no_iteration_touched() -> None:
+    training = ridge()
+    history = History(training.params, 1)
+    final = training.run(history=history)
+    last = training.batches[-1]
+    gone = last[:3]
+    kept = [j for j in last if j not in gone]
+    step = history.last(1)[0]
+    with torch.no_grad():
+        training.w.copy_(step.weights[0])
+    change = [torch.autograd.grad(training.mean_loss(ids), training.w)[0] for ids in (last, kept)]
+    with torch.no_grad():
+        training.w.copy_(final)
+    MiniUnlearning(k=1).apply(history, training.mean_loss, gone)
+    torch.testing.assert_close(training.w.detach(), final + training.lr * (change[0] - change[1]))
+
+    untouched = [j for j in range(60) if j not in last]
+    training.run(history=history)
+    outcome = MiniUnlearning(k=1).apply(history, training.mean_loss, untouched)
+    assert torch.equal(training.w.detach(), final)
+    assert outcome.touched == 0
+
+
+def test_m6_a_batch_that_is_wholly_forgotten() -> None:
+    training = ridge(batch=4)
+    gone = training.batches[-2]
+    history = History(training.params, 5)
+    final = training.run(history=history)
+    MiniUnlearning(k=5).apply(history, training.mean_loss, gone)
+    found = training.w.detach().clone()
+    assert torch.isfinite(found).all()
+    with torch.no_grad():
+        training.w.copy_(final)
+    rewind(history, training.mean_loss, gone, 5)
+    torch.testing.assert_close(found, training.w.detach(), rtol=0, atol=1e-12)
+
+
+def recursive_bfgs(s: list[Tensor], y: list[Tensor], sigma: float) -> Tensor:
+    b = sigma * torch.eye(len(s[0]), dtype=s[0].dtype)
+    for a, c in zip(s, y, strict=True):
+        ba = b @ a
+        b = b - torch.outer(ba, ba) / (a @ ba) + torch.outer(c, c) / (c @ a)
+    return b
+
+
+def test_m7_compact_lbfgs_is_the_recursion_and_keeps_the_secant_equation() -> None:
+    g = torch.Generator().manual_seed(0)
+    root = torch.randn(6, 6, generator=g, dtype=torch.float64)
+    hessian = root @ root.T + torch.eye(6, dtype=torch.float64)
+    s = [torch.randn(6, generator=g, dtype=torch.float64) for _ in range(3)]
+    y = [hessian @ a for a in s]
+    sigma = float(y[-1] @ s[-1] / (s[-1] @ s[-1]))
+    v = torch.randn(6, generator=g, dtype=torch.float64)
+    found = mini.lbfgs_product([(a,) for a in s], [(b,) for b in y], (v,))[0]
+    torch.testing.assert_close(found, recursive_bfgs(s, y, sigma) @ v)
+    secant = mini.lbfgs_product([(a,) for a in s], [(b,) for b in y], (s[-1],))[0]
+    torch.testing.assert_close(secant, y[-1])
+
+
+def test_m7_the_printed_algorithm_4_violates_the_secant_equation() -> None:
+    """sigma over w^T w instead of s^T s, and L with its diagonal."""
+    g = torch.Generator().manual_seed(1)
+    root = torch.randn(5, 5, generator=g, dtype=torch.float64)
+    hessian = root @ root.T + torch.eye(5, dtype=torch.float64)
+    s = torch.randn(5, 2, generator=g, dtype=torch.float64)
+    y, w = hessian @ s, 3 * torch.randn(5, generator=g, dtype=torch.float64)
+    sigma = float(y[:, -1] @ s[:, -1] / (w @ w))
+    sy = s.T @ y
+    lower = sy.tril()
+    block = torch.cat([torch.cat([-torch.diag(sy.diagonal()), lower.T], 1), torch.cat([lower, sigma * s.T @ s], 1)])
+    u = s[:, -1]
+    printed = sigma * u - torch.cat([y, sigma * s], 1) @ torch.linalg.solve(
+        block, torch.cat([y.T @ u, sigma * s.T @ u])
+    )
+    assert float((printed - y[:, -1]).norm() / y[:, -1].norm()) > 0.3
+
+
+def test_pairs_without_positive_curvature_are_left_out() -> None:
+    s, y = torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0])
+    v = (torch.tensor([2.0, 3.0]),)
+    assert float(norm(mini.lbfgs_product([(s,)], [(y,)], v))) == 0
+    found = mini.lbfgs_product([(s,), (s,)], [(y,), (-y,)], v)[0]
+    assert float(found[0]) == pytest.approx(2.0)
+
+
+def test_m8_contraction_needs_a_step_below_two_over_l() -> None:
+    for lr, contracts in ((0.1, True), (2.0, False)):
+        training = ridge(steps=6, lr=lr)
+        history = History(training.params, 4)
+        training.run(history=history)
+        outcome = MiniUnlearning(k=4, estimate=100).apply(history, training.mean_loss, GONE)
+        assert (outcome.truncation < 1) == contracts
+
+
+def test_m9_cost_is_k_products_and_k_checkpoints(tmp_path: Path) -> None:
+    training = ridge(steps=25)
+    history = History(training.params, 4, folder=tmp_path / "history")
+    training.run(history=history)
+    assert len(list((tmp_path / "history").iterdir())) == 4
+    calls = []
+
+    def counted(indices: Sequence[int], v: Vec) -> Vec:
+        calls.append(indices)
+        return mini.hessian_product(training.mean_loss, indices, training.params, v)
+
+    MiniUnlearning(k=4, hvp="ggn").apply(history, training.mean_loss, GONE, curvature=counted)
+    assert len(calls) == 4
+
+
+def test_disk_and_memory_keep_the_same_history(tmp_path: Path) -> None:
+    training = ridge(momentum=0.5)
+    memory, disk = History(training.params, 5), History(training.params, 5, folder=tmp_path)
+    training.run(history=memory)
+    training.run(history=disk)
+    for a, b in zip(memory.last(5), disk.last(5), strict=True):
+        assert a.indices == b.indices
+        assert (a.lr, a.momentum) == (b.lr, b.momentum)
+        assert torch.equal(a.weights[0], b.weights[0])
+        assert torch.equal(a.velocity[0], b.velocity[0])
+
+
+def test_lbfgs_and_autograd_agree_where_the_path_spans_the_space() -> None:
+    training = ridge(d=2, lr=0.2)
+    target = training.run(GONE)
+    results = {}
+    for hvp in ("autograd", "lbfgs"):
+        history = History(training.params, 6)
+        final = training.run(history=history)
+        MiniUnlearning(k=6, hvp=hvp).apply(history, training.mean_loss, GONE)
+        results[hvp] = float((training.w.detach() - target).norm() / (final - target).norm())
+    assert results["lbfgs"] == pytest.approx(results["autograd"], abs=0.15)
+
+
+def test_b1_the_printed_sign_is_worse_than_nothing() -> None:
+    """Eqs. 6 and 13 with -: the error at k = T exceeds that of the original model."""
+    training = ridge()
+    target = training.run(GONE)
+    history = History(training.params, 40)
+    final = training.run(history=history)
+    MiniUnlearning(k=40).apply(history, training.mean_loss, GONE)
+    delta = training.w.detach() - final
+    assert float((final - delta - target).norm()) > float((final - target).norm())
+
+
+def test_b8_ten_iterations_with_the_papers_rate_close_almost_nothing() -> None:
+    """eta = .01, l2 = .005: what the paper recommends leaves over 90 % of the gap; a contracting setting does not."""
+
+    def setting(lr: float, ridge_strength: float) -> float:
+        base = softmax(steps=60)
+
+        def loss(w: Tensor, indices: Sequence[int]) -> Tensor:
+            return base.loss(w, indices) + (ridge_strength / 2 - 0.1) * w.square().sum()
+
+        training = Training(loss, base.start, 300, steps=60, batch=50, lr=lr)
+        return remaining(training, range(30), lambda h: MiniUnlearning(k=10).apply(h, training.mean_loss, range(30)), 10)[0]  # fmt: skip
+
+    assert setting(0.01, 0.005) > 0.8
+    assert setting(0.5, 0.2) < 0.5
+
+
+def test_bad_input_is_refused() -> None:
+    training = ridge()
+    history = History(training.params, 3)
+    with pytest.raises(ValueError, match="recorded history"):
+        MiniUnlearning(k=3).apply(history, training.mean_loss, GONE)
+    with pytest.raises(ValueError, match="recorded history"):
+        rewind(None, training.mean_loss, GONE, 3)
+    training.run(history=history)
+    with pytest.raises(ValueError, match="3 are recorded"):
+        MiniUnlearning(k=9).apply(history, training.mean_loss, GONE)
+    with pytest.raises(ValueError, match="curvature"):
+        MiniUnlearning(k=3, hvp="ggn").apply(history, training.mean_loss, GONE)
+    with pytest.raises(ValueError, match="k must be"):
+        MiniUnlearning(k=0)
+    with pytest.raises(ValueError, match="at least one"):
+        History(training.params, 0)

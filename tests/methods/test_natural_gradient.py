@@ -1,0 +1,308 @@
+"""The Fisher step on problems whose answer is known: ridge, softmax regression, lasso; its solvers and its errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+from concept_eraser.methods import natural_gradient as ng
+from concept_eraser.methods.natural_gradient import Fisher, NaturalGradient, Outcome, Risk
+
+
+def regression(seed: int = 0, n: int = 60, d: int = 5, outputs: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=g, dtype=torch.float64)
+    w = torch.randn(d, outputs, generator=g, dtype=torch.float64)
+    return x, x @ w + 0.5 * torch.randn(n, outputs, generator=g, dtype=torch.float64)
+
+
+def linear(d: int, outputs: int) -> nn.Module:
+    return nn.Linear(d, outputs, bias=False, dtype=torch.float64)
+
+
+def ridge_solution(x: torch.Tensor, y: torch.Tensor, ridge: float, divisor: int | None = None) -> torch.Tensor:
+    n = divisor or len(x)
+    return torch.linalg.solve(x.T @ x / n + ridge * torch.eye(x.shape[1], dtype=x.dtype), x.T @ y / n).T
+
+
+def fitted(x: torch.Tensor, y: torch.Tensor, ridge: float) -> nn.Module:
+    model = linear(x.shape[1], y.shape[1])
+    with torch.no_grad():
+        model.weight.copy_(ridge_solution(x, y, ridge))
+    return model
+
+
+@pytest.mark.parametrize("solver", ["cg", "exact"])
+@pytest.mark.parametrize("objective", ["retain_mean", "fixed_n"])
+def test_n1_ridge_is_exact(solver: str, objective: str) -> None:
+    x, y = regression()
+    model = fitted(x, y, 0.1)
+    m = 15
+    NaturalGradient(objective=objective, solver=solver).apply(Risk(model, "gaussian", 0.1), [(x[:m], y[:m])], [(x[m:], y[m:])])  # fmt: skip
+    expected = ridge_solution(x[m:], y[m:], 0.1, len(x) if objective == "fixed_n" else None)
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-10 if solver == "cg" else 1e-12)
+
+
+def test_a1_the_printed_factor_is_worse_than_doing_nothing() -> None:
+    """n/(n - m) with a mean over U instead of m/(n - m): the error grows several times over that of no step."""
+    x, y = regression()
+    m, n = 6, 60
+    start, target = ridge_solution(x, y, 0.1), ridge_solution(x[m:], y[m:], 0.1)
+    model = fitted(x, y, 0.1)
+    risk = Risk(model, "gaussian", 0.1)
+    mean_u = tuple(g / m for g in risk.sum_gradient([(x[:m], y[:m])]))
+    printed = ng.solve(Fisher(risk, [(x, y)], 0.1), tuple(n / (n - m) * g for g in mean_u), "exact")
+    nothing = float((start - target).norm())
+    assert float((start + printed[0] - target).norm()) > 4 * nothing
+
+
+def digits(classes: int = 4, n: int = 720) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = load_digits(n_class=classes, return_X_y=True)
+    x = torch.from_numpy(x[:n] / 16.0)
+    return torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1), torch.from_numpy(y[:n])
+
+
+def softmax_regression(x: torch.Tensor, y: torch.Tensor, ridge: float, classes: int = 4) -> nn.Module:
+    """scikit-learn's minimiser of the same risk: its C is 1 / (n ridge)."""
+    solved = LogisticRegression(C=1 / (len(x) * ridge), fit_intercept=False, tol=1e-12, max_iter=5000, solver="newton-cg").fit(x, y)  # fmt: skip
+    model = linear(x.shape[1], classes)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(solved.coef_))
+    return model
+
+
+def test_n2_the_fisher_of_a_linear_model_is_its_hessian() -> None:
+    x, y = digits()
+    model = linear(x.shape[1], 4)  # anywhere, not at the optimum
+    risk = Risk(model)
+    v = (torch.randn(4, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)),)
+    first = torch.autograd.grad(risk.mean_loss(model(x), y), risk.params, create_graph=True)
+    hessian = torch.autograd.grad((first[0] * v[0]).sum(), risk.params)[0]
+    found = Fisher(risk, [(x[:300], y[:300]), (x[300:], y[300:])]).product(v)[0]
+    assert float((found - hessian).norm() / hessian.norm()) < 1e-9
+
+
+def coherent_errors(ms: tuple[int, ...], **options) -> tuple[list[float], list[float]]:
+    """||theta^ - theta*|| and ||theta~ - theta*|| when m copies of one sample are deleted: no averaging in between."""
+    x, y = digits()
+    x, y = torch.cat([x[:1].expand(max(ms), -1), x]), torch.cat([y[:1].expand(max(ms)), y])
+    whole = softmax_regression(x, y, 0.02)
+    moved, left = [], []
+    for m in ms:
+        target = softmax_regression(x[m:], y[m:], 0.02).weight.detach()
+        model = linear(x.shape[1], 4)
+        model.load_state_dict(whole.state_dict())
+        moved.append(float((model.weight.detach() - target).norm()))
+        NaturalGradient(solver="exact", **options).apply(Risk(model, ridge=0.02), [(x[:m], y[:m])], [(x[m:], y[m:])])
+        left.append(float((model.weight.detach() - target).norm()))
+    return moved, left
+
+
+def slope(ms: tuple[int, ...], errors: list[float]) -> float:
+    return float(np.polyfit(np.log(ms), np.log(errors), 1)[0])
+
+
+@pytest.mark.parametrize("fisher_on", ["retain", "all"])
+def test_n3_the_error_is_of_second_order(fisher_on: str) -> None:
+    ms = (2, 4, 8, 16)
+    moved, left = coherent_errors(ms, fisher_on=fisher_on)
+    assert slope(ms, moved) == pytest.approx(1, abs=0.1)
+    assert slope(ms, left) == pytest.approx(2, abs=0.15)
+    assert left[2] < 0.1 * moved[2]
+
+
+def test_n4_certificate_bounds_the_error() -> None:
+    x, y = digits()
+    m, mu = 16, 0.02
+    model = softmax_regression(x, y, mu)
+    risk = Risk(model, ridge=mu)
+    target = softmax_regression(x[m:], y[m:], mu).weight
+    # C: gradients of softmax regression are (p - e_y) x^T, of length at most sqrt(2) ||x||, plus the ridge's
+    lipschitz = float(2**0.5 * x.norm(dim=1).max() + mu * model.weight.norm())
+    assert float((model.weight - target).norm()) <= m * lipschitz / (len(x) * mu)
+    NaturalGradient().apply(risk, [(x[:m], y[:m])], [(x[m:], y[m:])])
+    error = float((model.weight - target).norm())
+    assert 0 < error <= risk.certificate([(x[m:], y[m:])], mu)
+    with pytest.raises(ValueError, match="strongly convex"):
+        risk.certificate([(x, y)], 0.0)
+
+
+def test_n5_deleting_nothing_moves_nothing() -> None:
+    x, y = digits()
+    model = softmax_regression(x, y, 0.02)
+    before = model.weight.detach().clone()
+    found = NaturalGradient().apply(Risk(model, ridge=0.02), [], [(x, y)])
+    assert isinstance(found, Outcome)
+    assert found.length == 0
+    assert torch.equal(model.weight, before)
+
+
+def test_n5_the_proximal_step_on_a_lasso() -> None:
+    """Corrected: exact where the squared loss makes the metric exact, and a fixed point for m = 0. Printed: neither."""
+    x, y = regression(1, n=80, d=6, outputs=1)
+    y = x[:, :2].sum(1, keepdim=True) + 0.3 * (y - y.mean())  # mostly two of the six inputs
+    penalty, m = 0.3, 20
+
+    def lasso(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        metric = x.T @ x / len(x)
+        return ng.proximal(torch.linalg.solve(metric, x.T @ y / len(x))[:, 0], metric, penalty)
+
+    def step(theta: torch.Tensor, u: int, *, printed: bool) -> torch.Tensor:
+        kept_x, kept_y = x[u:], y[u:]
+        metric = kept_x.T @ kept_x / len(kept_x)
+        if printed:  # Eq. 11: the gradient on S is taken for 0
+            ascent = x[:u].T @ (x[:u] @ theta[:, None] - y[:u]) / max(u, 1) * len(x) / len(kept_x)
+            return ng.proximal(theta + torch.linalg.solve(metric, ascent)[:, 0], metric, penalty)
+        gradient = kept_x.T @ (kept_x @ theta[:, None] - kept_y) / len(kept_x)
+        return ng.proximal(theta - torch.linalg.solve(metric, gradient)[:, 0], metric, penalty)
+
+    theta = lasso(x, y)
+    assert int((theta == 0).sum()) > 0, "the penalty bites"
+    assert float((step(theta, 0, printed=False) - theta).norm()) < 1e-12
+    assert float((step(theta, 0, printed=True) - theta).norm()) > 0.05
+    target = lasso(x[m:], y[m:])
+    nothing = float((theta - target).norm())
+    assert float((step(theta, m, printed=False) - target).norm()) < 1e-10
+    assert float((step(theta, m, printed=True) - target).norm()) > nothing
+
+
+def test_n6_lissa_is_its_filter_and_the_printed_recursion_vanishes() -> None:
+    g = torch.Generator().manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(6, 6, generator=g, dtype=torch.float64))
+    values = torch.linspace(0.01, 4, 6, dtype=torch.float64)
+    a = basis @ torch.diag(values) @ basis.T
+    x = torch.randn(6, generator=g, dtype=torch.float64)
+    sigma, steps = 5.0, 200
+    found = ng.lissa(lambda v: (a @ v[0],), (x,), sigma, steps)[0]
+    filtered = (1 - (1 - values / sigma) ** (steps + 1)) / values
+    torch.testing.assert_close(found, basis @ (filtered * (basis.T @ x)))
+    printed = x
+    for _ in range(steps):
+        printed = printed - a @ printed / sigma
+    assert float((printed / sigma).norm()) < 0.2 * float(found.norm())
+    strong = (basis.T @ printed)[1:]  # (I - A/sigma)^T x: directions that are not nearly flat are gone
+    assert float(strong.abs().max()) < 1e-6
+
+
+def network(likelihood: str) -> tuple[Risk, list]:
+    g = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x = torch.randn(20, 4, generator=g, dtype=torch.float64)
+    y = torch.randint(0, 3, (20,), generator=g) if likelihood == "softmax" else torch.randn(20, 3, generator=g, dtype=torch.float64)  # fmt: skip
+    return Risk(model, likelihood), [(x[:13], y[:13]), (x[13:], y[13:])]
+
+
+@pytest.mark.parametrize("likelihood", ["softmax", "gaussian"])
+def test_n7_products_dense_and_diagonal_are_the_explicit_fisher(likelihood: str) -> None:
+    risk, batches = network(likelihood)
+    params = risk.params
+    x = torch.cat([b[0] for b in batches])
+    explicit = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64).diag()
+    for row in x:
+        output = risk.model(row[None])[0]
+        jacobian = torch.stack([ng.flatten(torch.autograd.grad(o, params, retain_graph=True)) for o in output])
+        p = output.detach().softmax(0)
+        middle = torch.diag(p) - torch.outer(p, p) if likelihood == "softmax" else torch.eye(3, dtype=torch.float64)
+        explicit += jacobian.T @ middle @ jacobian / len(x)
+    fisher = Fisher(risk, batches, 0.3)
+    shifted = explicit + 0.3 * torch.eye(len(explicit), dtype=torch.float64)
+    torch.testing.assert_close(fisher.dense(), shifted)
+    torch.testing.assert_close(fisher.diagonal(), shifted.diagonal())
+    assert float(torch.linalg.eigvalsh(explicit).min()) > -1e-12
+    v = ng.unflatten(torch.randn(len(explicit), dtype=torch.float64), params)
+    torch.testing.assert_close(ng.flatten(fisher.product(v)), shifted @ ng.flatten(v))
+    solved = ng.solve(fisher, v, "cg")
+    torch.testing.assert_close(ng.flatten(fisher.product(solved)), ng.flatten(v), rtol=0, atol=1e-7)
+    torch.testing.assert_close(ng.flatten(ng.solve(fisher, v, "lissa", sigma=10.0, iterations=600)), ng.flatten(solved), rtol=1e-4, atol=1e-6)  # fmt: skip
+
+
+def test_n7_kfac_is_exact_for_one_linear_layer_and_squared_error() -> None:
+    x, y = regression(3)
+    risk = Risk(fitted(x, y, 0.1), "gaussian", 0.1)
+    fisher = Fisher(risk, [(x, y)], 0.2)
+    v = (torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),)
+    torch.testing.assert_close(ng.solve(fisher, v, "kfac"), ng.solve(fisher, v, "exact"), rtol=1e-6, atol=1e-9)
+    with pytest.raises(ValueError, match="kfac needs damping"):
+        ng.solve(Fisher(risk, [(x, y)]), v, "kfac")
+
+
+def test_n10_an_interpolating_model_is_not_moved() -> None:
+    x, y = regression(4, n=4, d=6)
+    model = linear(6, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
+    found = NaturalGradient(damping=1e-3).apply(Risk(model, "gaussian"), [(x[:2], y[:2])], [(x[2:], y[2:])])
+    assert found.length < 1e-9
+
+
+def test_n11_the_softmax_covariance_is_at_most_one_half() -> None:
+    g = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for scale in (0.1, 1.0, 10.0):
+        for k in (2, 3, 10):
+            p = (scale * torch.randn(200, k, generator=g, dtype=torch.float64)).softmax(1)
+            sigma = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+            largest = max(largest, float(torch.linalg.eigvalsh(sigma).max()))
+    assert 0.4 < largest <= 0.5 + 1e-12
+
+
+def test_the_trust_region_bounds_the_divergence_of_the_retained_outputs() -> None:
+    x, y = digits()
+    model = softmax_regression(x, y, 0.001)
+    m, kl = 200, 1e-4
+    kept = x[m:]
+    before = model(kept).detach().log_softmax(1)
+    found = NaturalGradient(kl=kl).apply(Risk(model, ridge=0.001), [(x[:m], y[:m])], [(kept, y[m:])])
+    assert found.shrunk < 1
+    moved = nn.functional.kl_div(model(kept).log_softmax(1), before, log_target=True, reduction="batchmean")
+    assert float(moved) == pytest.approx(kl, rel=0.1)
+
+
+def test_a_deep_network_needs_damping_and_then_forgets() -> None:
+    """One class of the digits and a small network: a damped step lowers its accuracy more than the others'."""
+    torch.manual_seed(0)
+    x, y = load_digits(return_X_y=True)
+    x, y = torch.from_numpy(x / 16).float(), torch.from_numpy(y)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(150):
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+    gone = y == 3
+    batches = [(x[gone], y[gone])], [(x[~gone], y[~gone])]
+    NaturalGradient(damping=1e-3, solver="cg", iterations=50).apply(Risk(model), *batches)
+
+    def accuracy(which: torch.Tensor) -> float:
+        return float((model(x[which]).argmax(1) == y[which]).float().mean())
+
+    assert accuracy(gone) < 0.5
+    assert accuracy(~gone) > 0.9
+
+
+@pytest.mark.parametrize(("options", "words"), [({"damping": -1.0}, "damping"), ({"kl": -1.0}, "kl"), ({"iterations": 0}, "iterations")])  # fmt: skip
+def test_options_are_checked(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NaturalGradient(**options)
+
+
+def test_nothing_retained_is_refused() -> None:
+    x, y = regression()
+    with pytest.raises(ValueError, match="nothing is retained"):
+        NaturalGradient().apply(Risk(fitted(x, y, 0.1), "gaussian"), [(x, y)], [])
+
+
+def test_a_dense_matrix_of_a_large_model_is_refused() -> None:
+    risk = Risk(nn.Linear(200, 200))
+    with pytest.raises(ValueError, match="Use cg"):
+        Fisher(risk, [(torch.zeros(1, 200), torch.zeros(1, dtype=torch.long))]).dense()
+
+
+def test_it_cannot_be_a_recipes_training_method() -> None:
+    with pytest.raises(ValueError, match="from Python"):
+        NaturalGradient().check_players(("retain", "forget"))

@@ -1,0 +1,159 @@
+"""UNO against the joint double backward of cos^2, its settings, and its hat versions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from concept_eraser import registry
+from concept_eraser.methods.surgery import Surgery
+from concept_eraser.methods.uno import Uno
+from concept_eraser.training.closure import LossClosure
+from concept_eraser.vectors import Vec, dot, norm
+from tests.methods.zoo import flat
+
+
+def world(seed: int = 0, dtype: torch.dtype = torch.float64, **options) -> tuple[LossClosure, dict]:
+    """A small network with a retain, a forget, a replace and a histogram loss."""
+    g = torch.Generator().manual_seed(seed)
+    params = tuple((0.5 * torch.randn(*shape, generator=g, dtype=dtype)).requires_grad_() for shape in ((4, 6), (6,), (6, 2)))  # fmt: skip
+    data = {p: torch.randn(8, 4, generator=g, dtype=dtype) for p in ("retain", "forget", "replace", "histogram")}
+    wanted = {p: torch.randn(8, 2, generator=g, dtype=dtype) for p in data}
+
+    def loss(player: str) -> torch.Tensor:
+        return ((torch.tanh(data[player] @ params[0] + params[1]) @ params[2] - wanted[player]) ** 2).mean()
+
+    losses = dict.fromkeys(data, loss)
+    players = options.pop("players", ("retain", "forget"))
+    pieces = {p: [lambda p=p: loss(p)] for p in players}
+    return LossClosure(params, pieces, terms=dict.fromkeys(players, 16), **options), losses
+
+
+def joint(closure: LossClosure, losses: dict, histogram: float = 0.0) -> Vec:
+    """grad of cos^2(g_r, g_f) by one double backward through both graphs."""
+    extra = histogram * losses["histogram"]("histogram") if histogram else 0.0
+    r = torch.autograd.grad(losses["retain"]("retain") + extra, closure.params, create_graph=True)
+    f = torch.autograd.grad(losses["forget"]("forget") + extra, closure.params, create_graph=True)
+    a, b = flat(r), flat(f)
+    return torch.autograd.grad((a @ b) ** 2 / (a @ a) / (b @ b), closure.params)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("hvp", "size", "tolerance"), [("exact", 0.01, 1e-10), ("difference", 0.01, 1e-3), ("difference", 0.001, 1e-5)])  # fmt: skip
+def test_two_products_are_the_gradient_of_the_squared_cosine(seed: int, hvp: str, size: float, tolerance: float) -> None:  # fmt: skip
+    closure, losses = world(seed)
+    before = [p.detach().clone() for p in closure.params]
+    found = Uno(hvp=hvp, size=size, strength=1.0).direction(closure)
+    turn = flat(found.vec) - flat(closure.grad("retain"))
+    expected = flat(joint(closure, losses))
+    assert float((turn - expected).norm() / expected.norm()) < tolerance
+    assert all(torch.equal(p, q) for p, q in zip(closure.params, before, strict=True)), "parameters are put back"
+
+
+def test_descending_it_orthogonalises() -> None:
+    """The cosine goes to 0 under the turn alone (a law: cos^2 is what is descended)."""
+    closure, _ = world(1)
+    cosines = []
+    for _ in range(60):
+        found = Uno(strength=1.0, hvp="exact").direction(closure)
+        gram = found.gram
+        cosines.append(abs(float(gram[0, 1] / (gram[0, 0] * gram[1, 1]).sqrt())))
+        turn = [v - g for v, g in zip(found.vec, closure.grad("retain"), strict=True)]
+        with torch.no_grad():
+            for p, t in zip(closure.params, turn, strict=True):
+                p -= 0.05 * t
+    assert cosines[-1] < 0.1 * cosines[0]
+
+
+def test_auto_strength_is_a_fixed_multiple_of_the_retain_gradient() -> None:
+    for ratio in (0.5, 1.0, 3.0):
+        closure, _ = world(2)
+        found = Uno(strength="auto", ratio=ratio).direction(closure)
+        turn = flat(found.vec) - flat(closure.grad("retain"))
+        assert float(turn.norm()) == pytest.approx(ratio * float(norm(closure.grad("retain"))), rel=1e-6)
+
+
+def test_reduction_sum_weighs_the_loss_by_its_terms() -> None:
+    """beta = 1e3 with sum is beta = 1e3 / terms with mean, up to the length of the step."""
+    closure, _ = world(3)
+    summed = flat(Uno(strength=1e3, reduction="sum").direction(closure).vec)
+    mean = flat(Uno(strength=1e3 / 16).direction(closure).vec)
+    torch.testing.assert_close(summed, 16 * mean)
+
+
+def test_uno_s_takes_turns() -> None:
+    closure, _ = world(4)
+    plain, alternate = Uno(), registry.build("method", "uno-s", {})
+    torch.testing.assert_close(flat(alternate.direction(closure).vec), flat(plain.direction(closure).vec))
+    closure.step = 1
+    odd = alternate.direction(closure).vec
+    torch.testing.assert_close(flat(odd), flat(Surgery("descent").direction(closure).vec))
+    assert abs(float(dot(odd, closure.grad("forget")))) < 1e-12
+
+
+def test_the_anchor_term_is_added_and_not_turned() -> None:
+    closure, _ = world(5, players=("retain", "forget", "replace"))
+    without, _ = world(5)
+    found = flat(Uno(strength=2.0).direction(closure).vec)
+    expected = flat(Uno(strength=2.0).direction(without).vec) + flat(closure.grad("replace"))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("hvp", ["exact", "difference"])
+def test_hat_versions_add_the_histogram_to_both_gradients(hvp: str) -> None:
+    closure, losses = world(6, players=("retain", "forget", "histogram"))
+    beta = 0.7
+    found = flat(Uno(strength=1.5, histogram=beta, hvp=hvp, size=1e-3).direction(closure).vec)
+    hat = flat(closure.grad("retain")) + beta * flat(closure.grad("histogram"))
+    expected = hat + 1.5 * flat(joint(closure, losses, beta))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_h_and_s_hat() -> None:
+    closure, _ = world(7, players=("retain", "forget", "histogram"))
+    r, f, h = (flat(closure.grad(p)) for p in ("retain", "forget", "histogram"))
+    torch.testing.assert_close(flat(registry.build("method", "h", {}).direction(closure).vec), r + h)
+    rh, fh = r + h, f + h
+    surgery = rh - (rh @ fh) / (fh @ fh) * fh
+    torch.testing.assert_close(flat(registry.build("method", "s-hat", {}).direction(closure).vec), surgery)
+
+
+def test_no_forget_gradient_is_a_retain_step_and_counted() -> None:
+    closure, _ = world(8)
+    closure._pieces["forget"] = [lambda: 0.0 * closure.params[0].sum()]
+    found = Uno().direction(closure)
+    assert found.notes["degenerate"] == 1
+    torch.testing.assert_close(flat(found.vec), flat(closure.grad("retain")))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"strength": -1.0}, "strength"), ({"ratio": 0.0}, "ratio"), ({"size": 0.0}, "size"), ({"rule": "none", "alternate": True}, "alternate")],
+)  # fmt: skip
+def test_options_are_checked(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Uno(**options)
+
+
+def test_the_hat_version_without_a_judge_is_refused() -> None:
+    with pytest.raises(ValueError, match="asks a judge"):
+        registry.build("method", "uno-hat", {}).check_players(("retain", "forget"))
+    with pytest.raises(ValueError, match="does not know"):
+        Uno().check_players(("retain", "forget", "somebody"))
+
+
+def test_hessian_products_on_linear_losses_are_zero() -> None:
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    closure = LossClosure((w,), {"retain": [lambda: (2 * w).sum()]})
+    for how in ("exact", "difference"):
+        assert float(norm(closure.hvp("retain", (torch.ones(3, dtype=torch.float64),), how))) < 1e-12
+
+
+def test_products_add_up_over_micro_batches() -> None:
+    w = torch.arange(1.0, 4.0, dtype=torch.float64).requires_grad_()
+    v = (torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64),)
+    whole = LossClosure((w,), {"retain": [lambda: (w**3).sum()]})
+    parts = LossClosure((w,), {"retain": [lambda: 0.25 * (w**3).sum(), lambda: 0.75 * (w**3).sum()]})
+    for how in ("exact", "difference"):
+        torch.testing.assert_close(whole.hvp("retain", v, how)[0], parts.hvp("retain", v, how)[0])
+        torch.testing.assert_close(whole.hvp("retain", v, how)[0], 6 * w.detach() * v[0], rtol=1e-6, atol=0)
