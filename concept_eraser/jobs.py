@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,16 @@ class Job:
     def sides(self) -> dict[str, Side]:
         """The players in the order the methods expect, with their data ready."""
         sides = {name: getattr(self.recipe, name) for name in self.recipe.players}
+        if self.recipe.attack:  # it wants the forgotten prompts' own images back
+            attack = self.recipe.attack
+            sides["attack"] = recipes.Side(prompts=self.recipe.forget.prompts, loss="data", n=attack.n)
         sets = {name: prompts.load(side.prompts) for name, side in sides.items()}
         if "retain" in sets:
             prompts.require_disjoint(sets["forget"], sets["retain"])
-        return {name: self._side(name, side, sets[name]) for name, side in sides.items()}
+        made = {name: self._side(name, side, sets[name]) for name, side in sides.items()}
+        if self.recipe.attack:
+            made["attack"] = replace(made["attack"], decay=self.recipe.attack.decay)
+        return made
 
     def _side(self, player: str, side: recipes.Side, source: prompts.PromptSet) -> Side:
         rows = list(source.take(side.n, self.recipe.generation.seed).prompts)

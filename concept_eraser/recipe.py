@@ -21,7 +21,7 @@ from concept_eraser.errors import UserError, unknown_message
 LOSS_NAMES = ("anchor", "ascent", "data", "distill", "esd", "relabel")
 ANCHORED = ("anchor", "relabel")
 WITH_TARGET = ("data", "ascent", "relabel")
-PLAYERS = ("retain", "forget", "replace")
+PLAYERS = ("retain", "forget", "replace", "attack")
 
 
 class _Strict(BaseModel):
@@ -76,6 +76,13 @@ class Side(_Strict):
         if self.images == "free" and self.loss in WITH_TARGET:
             raise ValueError(f"the loss {self.loss!r} needs images, so images: free is not possible; use anchor, esd or distill")  # fmt: skip
         return self
+
+
+class Attack(_Strict):
+    """An adversary inside the training: an offset of the forgotten prompts' embedding that wants the concept back."""
+
+    decay: float = Field(0.01, ge=0, description="c in the attack's loss, the training loss on the forgotten images + c/2 ||offset||^2")  # fmt: skip
+    n: int = Field(400, ge=1, description="how many images of the forgotten prompts to generate for it")
 
 
 class MethodSpec(BaseModel):
@@ -142,6 +149,7 @@ class Recipe(_Strict):
     forget: Side
     retain: Side | None = None
     replace: Side | None = Field(None, description="what the forgotten prompts should show instead, as a player of its own (UNO with its anchor term)")  # fmt: skip
+    attack: Attack | None = Field(None, description="the lower-level problem of forum and adversarial")
     method: MethodSpec = MethodSpec()
     trainable: Trainable = Trainable()
     training: Training = Training()
@@ -171,6 +179,8 @@ class Recipe(_Strict):
         if self.retain is None and self.method.name != "weighted":
             raise ValueError(f"the method {self.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
         method.check_players(self.players)
+        if self.attack is not None and not method.needs_attack:
+            raise ValueError(f"the method {self.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
         if method.needs_fp32 and self.training.precision != "fp32":
             raise ValueError(f"the method {self.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
         return self

@@ -2,12 +2,16 @@
 
 The frozen teacher is not a second model: only the original values of the selected tensors are kept, and the
 teacher's prediction is a functional call of the same module with those values in place.
+
+With a side named `attack` there is an adversary: one offset delta of the text embedding [1, tokens, width], added to
+every forgotten prompt. The attack's loss is the training loss on the forgotten images under e_c + delta, plus
+c/2 ||delta||^2 (it wants the concept back); the forget loss is then asked at delta and at 0, and added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +20,8 @@ from concept_eraser.data.batches import Batch, Examples
 from concept_eraser.errors import UserError
 from concept_eraser.losses import LOSSES, Draw, Settings, Teacher, no_grad_prediction
 from concept_eraser.models.base import Condition, Model
+
+EMBEDDING = "states"  # the tensor of a condition that an attack may shift
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Side:
     timesteps: tuple[int, int] = (0, 1000)
     free_steps: int = 20  # data-free: steps of the partial sampler
     free_guidance: float = 3.0
+    decay: float = 0.0  # of an attack: the c in c/2 ||delta||^2
 
 
 @dataclass
@@ -39,6 +46,7 @@ class Denoiser:
     sides: Mapping[str, Side]  # in the order of the players
     selected: Sequence[str]
     originals: dict[str, Tensor] = field(init=False)
+    delta: nn.Parameter | None = field(init=False, default=None)  # of the attack
 
     def __post_init__(self) -> None:
         parameters = dict(self.module.named_parameters())
@@ -47,6 +55,9 @@ class Denoiser:
         for name in self.selected:
             parameters[name].requires_grad_(True)
         self.originals = {name: parameters[name].detach().clone() for name in self.selected}
+        if "attack" in self.sides:
+            one = self.model.encode([""]).tensors[EMBEDDING]
+            self.delta = nn.Parameter(torch.zeros_like(one, dtype=torch.float32))
         for name, side in self.sides.items():
             if side.examples.latents is None and LOSSES[side.loss].needs_target:
                 allowed = sorted(k for k, v in LOSSES.items() if not v.needs_target)
@@ -63,6 +74,10 @@ class Denoiser:
     def trainable(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.module.named_parameters())
         return {name: parameters[name] for name in self.selected}
+
+    def adversary(self) -> dict[str, nn.Parameter]:
+        """The variable of the lower-level problem, if there is one."""
+        return {} if self.delta is None else {"attack.delta": self.delta}
 
     def draw(self, player: str, seeds: Sequence[int]) -> Draw:
         """Choose examples, time steps and noise of one micro-batch, one seed an example.
@@ -105,4 +120,15 @@ class Denoiser:
 
     def loss(self, player: str, draw: Draw) -> Tensor:
         side = self.sides[player]
-        return side.scale * LOSSES[side.loss].compute(self, draw, side.settings)
+        compute = LOSSES[side.loss].compute
+        if self.delta is None or player not in ("attack", "forget"):
+            return side.scale * compute(self, draw, side.settings)
+        attacked = replace(draw, condition=self._attacked(draw.condition))
+        if player == "attack":
+            return compute(self, attacked, side.settings) + 0.5 * side.decay * self.delta.square().sum()
+        return side.scale * (compute(self, draw, side.settings) + compute(self, attacked, side.settings))
+
+    def _attacked(self, condition: Condition) -> Condition:
+        assert self.delta is not None
+        states = condition.tensors[EMBEDDING]
+        return Condition({**condition.tensors, EMBEDDING: states + self.delta.to(states.dtype)})

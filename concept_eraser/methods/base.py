@@ -67,6 +67,7 @@ class Method(ABC):
     source: ClassVar[str]  # arXiv id or other reference
     theorems: ClassVar[frozenset[str]] = frozenset()  # properties that one shared test proves
     needs_fp32: ClassVar[bool] = False  # differences of gradients drown in the rounding of bf16
+    needs_attack: ClassVar[bool] = False  # it solves a lower-level problem, the player `attack`
 
     @abstractmethod
     def direction(self, closure: Closure) -> Direction: ...
@@ -113,6 +114,7 @@ class Edit(ABC):
     source: ClassVar[str]
     theorems: ClassVar[frozenset[str]] = frozenset()
     needs_fp32: ClassVar[bool] = True
+    needs_attack: ClassVar[bool] = False
     how: ClassVar[str]  # the Python call that applies it, for the error message of a recipe that names it
 
     def check_players(self, players: tuple[str, ...]) -> None:

@@ -141,6 +141,7 @@ class Forum(Method):
     title: ClassVar[str] = "FORUM: a first-order multi-gradient algorithm for multi-objective bi-level optimization"
     source: ClassVar[str] = "arXiv 2401.09257"
     needs_fp32: ClassVar[bool] = True  # grad q~ is a difference of gradients
+    needs_attack: ClassVar[bool] = True
     theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation"})
 
     rho_e: float = 0.25
@@ -193,16 +194,11 @@ class Forum(Method):
 
     def _constraint(self, closure: Closure) -> tuple[Vec, float]:
         """grad q~ and q~."""
-        inner = closure.inner
-        offset = self._start(closure)
         here = closure.grad(ATTACK)
         value = closure.seen
-        for _ in range(self.inner_steps):
-            with closure.at(_only(closure.params, inner, offset)):
-                grads = closure.grad(ATTACK, of=inner)
-            offset = [o - self.inner_lr * g for o, g in zip(offset, grads, strict=True)]
-        outer = [i for i in range(len(closure.params)) if i not in inner]
-        with closure.at(_only(closure.params, inner, offset)):
+        offset = descend_inner(closure, self._start(closure), self.inner_steps, self.inner_lr)
+        outer = [i for i in range(len(closure.params)) if i not in closure.inner]
+        with closure.at(only(closure.params, closure.inner, offset)):
             there = dict(zip(outer, closure.grad(ATTACK, of=outer), strict=True))
         slope = tuple(part - there[i] if i in there else part for i, part in enumerate(here))
         return slope, value - closure.seen
@@ -231,7 +227,16 @@ class Forum(Method):
         self._kept.update(state)
 
 
-def _only(params: Vec, positions: Sequence[int], values: Sequence[Tensor]) -> Vec:
+def descend_inner(closure: Closure, offset: list[Tensor], steps: int, lr: float) -> list[Tensor]:
+    """Where `steps` gradient steps on f lead the lower-level variable from omega + offset, as an offset from omega."""
+    for _ in range(steps):
+        with closure.at(only(closure.params, closure.inner, offset)):
+            grads = closure.grad(ATTACK, of=closure.inner)
+        offset = [o - lr * g for o, g in zip(offset, grads, strict=True)]
+    return offset
+
+
+def only(params: Vec, positions: Sequence[int], values: Sequence[Tensor]) -> Vec:
     """A Vec that is zero but at some positions."""
     chosen = dict(zip(positions, values, strict=True))
     return tuple(chosen[i] if i in chosen else torch.zeros_like(p) for i, p in enumerate(params))

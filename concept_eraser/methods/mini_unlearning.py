@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -151,9 +152,10 @@ class MiniUnlearning(Edit):
             hit = len(kept) < len(step.indices)
             touched += hit
             _put(params, step.weights)
-            d, dv = _advance(step, kept, hit, d, dv, params, loss, lambda v, i=i, kept=kept: product(i, kept, v))
+            multiply = partial(product, i, kept)
+            d, dv = _advance(step, kept, hit, d, dv, params, loss, multiply)
             if self.estimate and kept:
-                rates.append(_contraction(lambda v, i=i, kept=kept: product(i, kept, v), step.lr, params, self.estimate))  # fmt: skip
+                rates.append(_contraction(multiply, step.lr, params, self.estimate))
             lengths.append(float(norm(d)))
         _put(params, tuple(w + part for w, part in zip(final, d, strict=True)))
         return Outcome(tuple(lengths), touched / len(steps), tuple(rates))

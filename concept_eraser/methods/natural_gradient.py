@@ -17,7 +17,7 @@ Deliberate differences from the paper:
   has it.
 * LiSSA's recursion lacks its "x +" (Eqs. 73, 76). What is left returns nearly 0. Even corrected it is a spectral
   filter (1 - (1 - a/sigma)^(T+1)) / a with an implicit damping of about sigma / (T + 1).
-* The Gaussian mechanism: see `noise` below and gaussian_mechanism.py.
+* The (epsilon, delta) noise is in gaussian_mechanism.py.
 * The Fisher products and K-FAC come from curvlinops; CG from scipy.
 """
 

@@ -29,7 +29,7 @@ class LossClosure:
     terms: how many numbers the mean in a player's loss is taken over.
     inner: which of `params`, by position, are the variable of a lower-level problem (an attack).
 
-    Losses seen at the parameters themselves (not at an offset) are kept in `losses`, the last one seen in `seen`.
+    The first loss seen of each player is kept in `losses`, for the log; the last one seen in `seen`.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class LossClosure:
         self.losses: dict[str, float] = {}
         self.seen = float("nan")
         self._pieces, self._terms, self._reduce = losses, terms or {}, reduce
-        self._moved = False
 
     def terms(self, player: str) -> int:
         return self._terms.get(player, 1)
@@ -66,15 +65,13 @@ class LossClosure:
             value = value + piece.detach()
         assert total is not None
         self.seen = float(self._reduce(value))
-        if not self._moved:
-            self.losses[player] = self.seen
+        self.losses.setdefault(player, self.seen)
         return tuple(self._reduce(part) for part in total)
 
     @contextmanager
     def at(self, offset: Vec) -> Iterator[None]:
         """Ask at params + offset."""
-        kept, moved = [p.detach().clone() for p in self.params], self._moved
-        self._moved = True
+        kept = [p.detach().clone() for p in self.params]
         try:
             with torch.no_grad():
                 for parameter, by in zip(self.params, offset, strict=True):
@@ -84,7 +81,6 @@ class LossClosure:
             with torch.no_grad():
                 for parameter, value in zip(self.params, kept, strict=True):
                     parameter.copy_(value)
-            self._moved = moved
 
     def hvp(self, player: str, v: Vec, how: HessianProduct = "difference", size: float = 0.01) -> Vec:
         """H v for the Hessian H of a player's loss.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -35,6 +37,7 @@ class Eraser(Protocol):
     @property
     def players(self) -> tuple[str, ...]: ...
     def trainable(self) -> dict[str, nn.Parameter]: ...
+    def adversary(self) -> dict[str, nn.Parameter]: ...
     def draw(self, player: str, seeds: Sequence[int]) -> Draw: ...
     def loss(self, player: str, draw: Draw) -> Tensor: ...
 
@@ -74,38 +77,42 @@ class Engine:
     folder: Path
     accelerator: Accelerator
     progress: Progress = silent
+    trained: int = field(init=False, default=0)
     skipped: int = 0
     skipped_in_a_row: int = 0
     seconds: float = 0.0
-    params: dict[str, nn.Parameter] = field(init=False)
+    params: dict[str, nn.Parameter] = field(init=False)  # what the method sees: trained tensors, then the adversary's
 
     def __post_init__(self) -> None:
         self.params = self.eraser.trainable()
+        self.trained = len(self.params)
         self.optimizer = _optimizer(list(self.params.values()), self.schedule)
+        self.params = {**self.params, **self.eraser.adversary()}
 
     @property
     def checkpoint(self) -> Path:
         return self.folder / "state.ckpt"
 
     def run(self, *, resume: bool = False) -> None:
-        first = self._restore() if resume else 0
-        log = Log(self.folder / "log.jsonl", keep=first) if self.accelerator.is_main_process else None
-        step = first
+        done = self._restore() if resume else 0
+        log = Log(self.folder / "log.jsonl", keep=done) if self.accelerator.is_main_process else None
         try:
-            for step in range(first, self.schedule.steps):
+            for step in range(done, self.schedule.steps):
                 began = time.monotonic()
-                row = self._step(step)
-                row["seconds"] = time.monotonic() - began
-                self.seconds += row["seconds"]
-                if log:
-                    log.write({"step": step + 1, **row, "memory_mb": round(peak_memory(), 1)})
-                self.progress("erasing", step + 1, self.schedule.steps, _note(row))
-                if (step + 1) % self.schedule.save_every == 0:
-                    self._save(step + 1)
-                self._give_up_if_hopeless(step + 1)
+                with whole_steps():
+                    row = self._step(step)
+                    done = step + 1
+                    row["seconds"] = time.monotonic() - began
+                    self.seconds += row["seconds"]
+                    if log:
+                        log.write({"step": done, **row, "memory_mb": round(peak_memory(), 1)})
+                self.progress("erasing", done, self.schedule.steps, _note(row))
+                if done % self.schedule.save_every == 0:
+                    self._save(done)
+                self._give_up_if_hopeless(done)
         except KeyboardInterrupt:
-            self._save(step)  # the step that was interrupted is done again
-            raise Interrupted(f"stopped after {step} of {self.schedule.steps} steps; the state is in {self.checkpoint}") from None  # fmt: skip
+            self._save(done)
+            raise Interrupted(f"stopped after {done} of {self.schedule.steps} steps; the state is in {self.checkpoint}") from None  # fmt: skip
 
     def _step(self, step: int) -> dict:
         """One optimiser step, or none where a loss or the direction is not finite. Returns its log row."""
@@ -114,6 +121,7 @@ class Engine:
             tuple(self.params.values()),
             {player: self._draws(player, step) for player in self.eraser.players},
             step=step,
+            inner=range(self.trained, len(self.params)),
             autocast=self._autocast,
             reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),
         )
@@ -135,8 +143,11 @@ class Engine:
     def _move(self, step: int, direction: Direction) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr_at(step)
-        for parameter, gradient in zip(self.params.values(), direction.vec, strict=True):
-            parameter.grad = gradient.to(parameter.dtype)
+        for i, (parameter, gradient) in enumerate(zip(self.params.values(), direction.vec, strict=True)):
+            if i < self.trained:
+                parameter.grad = gradient.to(parameter.dtype)
+            else:  # the method has given the adversary's step its length
+                parameter.data.sub_(gradient)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -189,6 +200,25 @@ class Engine:
         if self.skipped_in_a_row >= MAX_SKIPPED:
             self.skipped_in_a_row = 0  # the user asked to try on, perhaps with luck in the draw
         return int(state["step"])
+
+
+@contextmanager
+def whole_steps() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is done, so that a saved state lies between steps, never inside one.
+
+    Signals reach the main thread only; elsewhere nothing needs to be held back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _optimizer(params: list[nn.Parameter], schedule: Schedule) -> torch.optim.Optimizer:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from concept_eraser import registry
+from concept_eraser.methods.base import Edit, Method
+from concept_eraser.methods.mini_unlearning import History
+from concept_eraser.methods.natural_gradient import Risk
 from concept_eraser.vectors import dot, norm
+from tests.methods.test_mini_unlearning import ridge
+from tests.methods.test_natural_gradient import fitted, regression, ridge_solution
 from tests.methods.zoo import COSINES, PAIRS, Fixed, closure, flat, pair
 
 # every method once with its defaults, and the settings with other laws
-CASES = [(name, registry.load("method", name)()) for name in registry.names("method")]
+LOADED = {name: registry.load("method", name) for name in registry.names("method")}
+CASES = [(name, plugin()) for name, plugin in LOADED.items() if issubclass(plugin, Method)]
 CASES += [("sa", registry.build("method", "sa", {}))]
 
 
@@ -24,6 +33,9 @@ def test_every_theorem_is_known() -> None:
     known = {"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "orthogonality", "forget_sign"}
     claimed = set().union(*(method.theorems for _, method in CASES))
     assert claimed <= known, "a theorem nobody proves is claimed"
+    edits = {name: plugin for name, plugin in LOADED.items() if issubclass(plugin, Edit)}
+    assert set(edits) == set(EDITS), "every edit is tried on ridge regression"
+    assert set().union(*(plugin.theorems for plugin in edits.values())) <= {"fixed_point", "exact_on_quadratics"}
 
 
 @pytest.mark.parametrize("method", claiming("pareto_descent"))
@@ -88,11 +100,52 @@ def test_forget_sign(method) -> None:
 @pytest.mark.parametrize(("name", "method"), CASES)
 def test_nothing_to_combine_is_a_zero_step(name: str, method) -> None:
     retain, forget = pair(0.3, 0.0, 0.0)
+    method = replace(method)  # without what it keeps from the tests before
     assert float(norm(method.direction(closure(retain, forget, method)).vec)) == 0
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
 def test_directions_keep_shape_and_type(name: str, method) -> None:
     retain, forget = (tuple(p.float() for p in v) for v in pair(0.3, 1.0, 2.0))
+    method = replace(method)
     direction = method.direction(closure(retain, forget, method)).vec
     assert [(p.shape, p.dtype) for p in direction] == [(p.shape, p.dtype) for p in retain]
+
+
+# --- edits: what they claim, on ridge regression, where the answer is known ---------------------------------------
+
+
+def natural_gradient_on_ridge(gone: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, y = regression()
+    model = fitted(x, y, 0.1)
+    before = model.weight.detach().clone()
+    forget = [(x[:gone], y[:gone])] if gone else []
+    LOADED["natural_gradient"]().apply(Risk(model, "gaussian", 0.1), forget, [(x[gone:], y[gone:])])
+    return before, model.weight.detach(), ridge_solution(x[gone:], y[gone:], 0.1)
+
+
+def mini_unlearning_on_ridge(gone: int) -> tuple[Tensor, Tensor, Tensor]:
+    training = ridge()
+    target = training.run(range(gone))
+    history = History(training.params, 40)
+    before = training.run(history=history)
+    LOADED["mini_unlearning"](k=40).apply(history, training.mean_loss, range(gone))
+    return before, training.w.detach(), target
+
+
+EDITS = {"natural_gradient": natural_gradient_on_ridge, "mini_unlearning": mini_unlearning_on_ridge}
+
+
+@pytest.mark.parametrize("name", [name for name in EDITS if "fixed_point" in LOADED[name].theorems])
+def test_fixed_point(name: str) -> None:
+    """Nothing to forget: not a bit moves."""
+    before, after, _ = EDITS[name](0)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", [name for name in EDITS if "exact_on_quadratics" in LOADED[name].theorems])
+def test_exact_on_quadratics(name: str) -> None:
+    """Ridge regression: the edited weights are those of training again."""
+    before, after, target = EDITS[name](8)
+    assert float((before - target).norm()) > 1e-3
+    torch.testing.assert_close(after, target, rtol=0, atol=1e-9)

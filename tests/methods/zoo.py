@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Method
-from concept_eraser.methods.forum import Forum
 from concept_eraser.vectors import Vec
 
 SCALES = (1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e12)
@@ -73,7 +72,7 @@ class Fixed:
 def closure(retain: Vec, forget: Vec, method: Method | None = None) -> Fixed:
     """Two players; for a method with a lower-level problem also an attack that is solved already."""
     gradients = {"retain": retain, "forget": forget}
-    if isinstance(method, Forum):
+    if method is not None and method.needs_attack:
         gradients["attack"] = tuple(torch.zeros_like(part) for part in retain)
     return Fixed(gradients)
 

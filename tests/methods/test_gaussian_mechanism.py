@@ -1,0 +1,65 @@
+"""The Gaussian mechanism: exact delta, its range, and what the certified noise costs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from concept_eraser.methods.gaussian_mechanism import delta_of, expected_length, noise_scale, sensitivity
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.5, 1.0, 4.0, 12.0])
+@pytest.mark.parametrize("delta", [1e-6, 1e-5, 1e-2])
+def test_n8_the_analytic_scale_meets_delta_exactly(epsilon: float, delta: float) -> None:
+    sigma = noise_scale(2.0, epsilon, delta)
+    assert delta_of(sigma, 2.0, epsilon) == pytest.approx(delta, rel=1e-6)
+    assert delta_of(1.01 * sigma, 2.0, epsilon) < delta < delta_of(0.99 * sigma, 2.0, epsilon)
+
+
+def test_delta_by_monte_carlo() -> None:
+    """P(x in A) - e^eps P'(x in A) for the worst set A, the half-line where the likelihood ratio exceeds e^eps."""
+    gamma, sigma, epsilon = 1.0, 1.3, 0.6
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=2_000_000) * sigma
+    edge = sigma**2 * epsilon / gamma + gamma / 2
+    found = float((x + gamma > edge).mean() - math.exp(epsilon) * (x > edge).mean())
+    assert found == pytest.approx(delta_of(sigma, gamma, epsilon), abs=2e-3)
+
+
+def test_n8_the_classical_scale_is_safe_up_to_one_and_wrong_at_twelve() -> None:
+    for epsilon in (0.1, 0.5, 1.0):
+        classical = noise_scale(1.0, epsilon, 1e-5, how="classical")
+        assert delta_of(classical, 1.0, epsilon) < 1e-5
+        assert 0.6 < noise_scale(1.0, epsilon, 1e-5) / classical < 0.8
+    with pytest.raises(ValueError, match="epsilon <= 1"):
+        noise_scale(1.0, 12.0, 1e-5, how="classical")
+    as_printed = math.sqrt(2 * math.log(1.25e5)) / 12
+    assert delta_of(as_printed, 1.0, 12.0) == pytest.approx(5.9e-5, rel=0.02)
+
+
+def test_expected_length_of_the_noise() -> None:
+    """Monte Carlo: 9.15 for d = 50 and sigma = 1.3; the paper's formula lacks sqrt(2) and gives 6.47."""
+    sample = 1.3 * np.random.default_rng(0).normal(size=(20000, 50))
+    assert expected_length(1.3, 50) == pytest.approx(float(np.linalg.norm(sample, axis=1).mean()), rel=0.005)
+    assert expected_length(1.3, 50) == pytest.approx(9.15, abs=0.01)
+
+
+def test_the_printed_sensitivity_dominates_ours() -> None:
+    given = {"convexity": 0.02, "lipschitz": 6.0, "hessian_lipschitz": 3.0, "sigma_bound": 0.5, "jacobian_bound": 20.0}
+    n = 720
+    for m in (1, 16, 360):
+        printed = 3.0 * m**2 * 36 / (0.02**3 * n**2) + 2 * m**2 * 6 * 0.5 * 20 / (0.02**2 * n**2)
+        assert sensitivity(n, m, **given) <= sensitivity(n, m, fisher_on="all", **given) <= printed * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("bad", [(0.0, 1.0, 0.1), (1.0, 0.0, 0.1), (1.0, 1.0, 0.0), (1.0, 1.0, 1.0)])
+def test_values_out_of_range_are_refused(bad: tuple) -> None:
+    with pytest.raises(ValueError, match="expected gamma"):
+        noise_scale(*bad)
+
+
+def test_a_capacity_is_needed() -> None:
+    with pytest.raises(ValueError, match="0 < m < n"):
+        sensitivity(100, 0, convexity=1, lipschitz=1, hessian_lipschitz=1)

@@ -1,0 +1,90 @@
+"""Algorithm 2: turns, the pull's sign, and the axis-wise preconditioner against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from concept_eraser.methods.minmax_ngd import LONGEST, MinMaxNGD, axis_covariance, precondition_axis
+from concept_eraser.training.closure import LossClosure
+from tests.methods.zoo import closure, pair
+
+
+def test_one_player_a_step_in_turn() -> None:
+    method = MinMaxNGD(forget_steps=2, retain_steps=3)
+    asked = []
+    for step in range(7):
+        given = closure(*pair(0.2, 1.0, 1.0))
+        given.step = step
+        method.direction(given)
+        asked += given.asked
+    assert asked == ["forget", "forget", "retain", "retain", "retain", "forget", "forget"]
+
+
+def test_the_length_of_the_gradient_is_kept() -> None:
+    g = torch.Generator().manual_seed(0)
+    grad = torch.randn(5, 7, 3, generator=g, dtype=torch.float64)
+    for axis in range(3):
+        turned = precondition_axis(grad, axis_covariance(grad, axis), axis, 4.0)
+        assert turned.shape == grad.shape
+        assert float(turned.norm()) == pytest.approx(float(grad.norm()))
+        assert float((turned * grad).sum()) > 0, "a positive definite matrix keeps descent"
+
+
+def test_against_the_dense_definition() -> None:
+    """(F + 4 tr(F)/d I)^-1 X on the rows of a matrix, up to length."""
+    g = torch.Generator().manual_seed(1)
+    grad = torch.randn(4, 6, generator=g, dtype=torch.float64)
+    factor = grad @ grad.T / 6
+    expected = torch.linalg.inv(factor + 4 * factor.diagonal().mean() * torch.eye(4, dtype=torch.float64)) @ grad
+    found = precondition_axis(grad, axis_covariance(grad, 0), 0, 4.0)
+    assert float(torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0)) == pytest.approx(1)
+
+
+def test_much_smoothing_is_the_gradient() -> None:
+    g = torch.Generator().manual_seed(2)
+    grad = torch.randn(4, 6, generator=g, dtype=torch.float64)
+    torch.testing.assert_close(precondition_axis(grad, axis_covariance(grad, 0), 0, 1e12), grad)
+
+
+def test_the_pull_is_towards_the_smoothed_weights_in_both_phases() -> None:
+    """a13: the printed sign of the ascent drives away. After a jump the step leads back, whoever's turn it is."""
+    for player_turn in (0, 1):
+        w = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        method = MinMaxNGD(pull=1.0, average=0.1, retain_steps=1, smoothing=1e12)
+        flat = {"retain": [lambda w=w: 0.0 * w.sum()], "forget": [lambda w=w: 0.0 * w.sum()]}
+        given = LossClosure((w,), flat, step=player_turn)
+        method.direction(given)
+        with torch.no_grad():
+            w += 1.0
+        step = method.direction(given).vec[0]
+        assert torch.all(step > 0), "the optimiser subtracts: back towards 0"
+
+
+def test_long_axes_are_left_alone() -> None:
+    w = torch.zeros(LONGEST + 1, requires_grad=True)
+    losses = {"retain": [lambda: w.sum()], "forget": [lambda: (w * torch.arange(len(w))).sum()]}
+    found = MinMaxNGD().direction(LossClosure((w,), losses)).vec[0]
+    torch.testing.assert_close(found, torch.arange(len(w), dtype=torch.float32))
+
+
+def test_state_is_carried_over_a_resume() -> None:
+    def given(step: int):
+        asked = closure(*pair(0.1, 1.0, 2.0, seed=step))
+        asked.step = step
+        return asked
+
+    whole, first = MinMaxNGD(period=2), MinMaxNGD(period=2)
+    for step in range(3):
+        whole.direction(given(step))
+        first.direction(given(step))
+    second = MinMaxNGD(period=2)
+    second.load_state_dict(first.state_dict())
+    for a, b in zip(whole.direction(given(3)).vec, second.direction(given(3)).vec, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [{"forget_steps": 0}, {"pull": -1.0}, {"average": 0.0}, {"smoothing": 0.0}])
+def test_options_are_checked(bad: dict) -> None:
+    with pytest.raises(ValueError, match=r"must be|expected"):
+        MinMaxNGD(**bad)

@@ -1,0 +1,155 @@
+"""What methods ask of the real pipeline: Hessian products, an adversary on the embedding, more than two players."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import concept_eraser
+from concept_eraser import UserError, recipe
+from concept_eraser.jobs import Job
+from concept_eraser.methods.uno import Uno
+from concept_eraser.progress import silent
+from concept_eraser.training import log as logs
+from concept_eraser.training.closure import LossClosure, of_step
+from concept_eraser.training.engine import Engine
+from concept_eraser.vectors import Vec, dot
+from tests.conftest import short
+from tests.methods.zoo import flat
+
+
+def closure_of(tiny, tmp_path, **changes) -> LossClosure:
+    job = Job(recipe.load(short(**changes)), tiny, tmp_path, silent)
+    eraser = job.eraser()
+    params = (*eraser.trainable().values(), *eraser.adversary().values())
+    draws = {player: [eraser.draw(player, [1, 2, 3, 4])] for player in eraser.players}
+    return of_step(eraser, params, draws, inner=range(len(eraser.trainable()), len(params)))
+
+
+def relative(found: Vec, expected: Vec) -> float:
+    difference = tuple(a - b for a, b in zip(found, expected, strict=True))
+    return float((dot(difference, difference) / dot(expected, expected)).sqrt())
+
+
+@pytest.mark.parametrize("select", ["cross_attention", "all"])
+def test_two_products_are_the_joint_double_backward_on_the_unet(tiny, tmp_path, select: str) -> None:
+    """grad cos^2 on the bundled UNet: by differences through fused attention, exactly loss by loss, and jointly."""
+    asked = closure_of(tiny, tmp_path, forget__loss="data", trainable__select=select)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        grads = [torch.autograd.grad(asked._pieces[p][0](), asked.params, create_graph=True) for p in ("retain", "forget")]  # fmt: skip
+        a, b = flat(grads[0]), flat(grads[1])
+        expected = torch.autograd.grad((a @ b) ** 2 / (a @ a) / (b @ b), asked.params)
+    retain = asked.grad("retain")
+    for hvp in ("exact", "difference"):
+        found = Uno(hvp=hvp, strength=1.0).direction(asked).vec
+        turn = tuple(f - r for f, r in zip(found, retain, strict=True))
+        assert relative(turn, expected) < 1e-3, hvp
+
+
+def test_exact_products_through_an_operator_without_a_second_derivative_are_refused() -> None:
+    """The fused attention kernel of the CPU, called past the choice of kernels."""
+    w = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    asked = LossClosure((w,), {"retain": [lambda: fused(w, w, w)[0].square().sum()]})
+    with pytest.raises(UserError, match="use hvp: difference"):
+        asked.hvp("retain", (torch.ones_like(w),), "exact")
+    plain = LossClosure((w,), {"retain": [lambda: torch.nn.functional.scaled_dot_product_attention(w, w, w).square().sum()]})  # fmt: skip
+    exact = plain.hvp("retain", (torch.ones_like(w),), "exact")
+    assert relative(asked.hvp("retain", (torch.ones_like(w),)), exact) < 1e-3
+
+
+def test_the_adversary_shifts_the_forgotten_prompts_and_nothing_else(tiny, tmp_path) -> None:
+    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8})
+    assert asked.players == ("retain", "forget", "attack")
+    delta = asked.params[-1]
+    assert asked.inner == (len(asked.params) - 1,)
+    quiet = {player: float(asked._pieces[player][0]()) for player in asked.players}
+    with torch.no_grad():
+        delta.normal_(generator=torch.Generator().manual_seed(0))
+    loud = {player: float(asked._pieces[player][0]()) for player in asked.players}
+    assert loud["retain"] == quiet["retain"]
+    assert loud["forget"] != quiet["forget"]
+    assert loud["attack"] > quiet["attack"], "noise on the embedding makes the star's images less likely"
+    assert float(asked.grad("attack", of=asked.inner)[0].norm()) > 0
+
+
+def test_the_attack_finds_the_concept_again(tiny, tmp_path) -> None:
+    """Its loss falls along its own gradient."""
+    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8})
+    before = float(asked._pieces["attack"][0]())
+    for _ in range(5):
+        (slope,) = asked.grad("attack", of=asked.inner)
+        with torch.no_grad():
+            asked.params[-1].sub_(0.3 * slope / slope.norm())
+    assert float(asked._pieces["attack"][0]()) < before
+
+
+@pytest.mark.parametrize("method", ["forum", "adversarial"])
+def test_bilevel_methods_run_resume_and_leave_the_adversary_out_of_the_weights(method: str, tmp_path) -> None:
+    given = short(method={"name": method, "inner_steps": 1}, attack={"n": 8}, training__steps=3, training__save_every=2)
+    whole = concept_eraser.erase(given, output=tmp_path / "whole")
+    rows = logs.read(whole.folder / "log.jsonl")
+    assert rows[0]["losses"].keys() >= {"retain", "forget"}
+    kept = load_file(whole.folder / "weights.safetensors")
+    assert not [name for name in kept if name.startswith("attack")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": {"name": "forum"}}, "lower-level problem"),
+        ({"attack": {}}, "no lower-level problem to give"),
+        ({"method": {"name": "uno"}, "training__precision": "bf16"}, "rounding of bf16"),
+        ({"method": {"name": "uno-hat"}}, "asks a judge"),
+        ({"method": {"name": "s"}, "replace": {"prompts": "tiny_star", "loss": "relabel", "anchor": "a circle"}}, "two players"),
+        ({"method": {"name": "natural_gradient"}}, "from Python"),
+        ({"method": {"name": "mini_unlearning"}}, "from Python"),
+        ({"method": {"name": "s", "rule": "ascent"}}, "is 'surgery' with rule"),
+    ],
+)  # fmt: skip
+def test_what_a_method_cannot_do_is_refused(changes: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        recipe.load(short(**changes))
+
+
+@pytest.mark.parametrize("method", [{"name": "uno"}, {"name": "munba"}, {"name": "torchjd", "rule": "MGDA"}])
+def test_a_third_player_says_what_to_show_instead(method: dict, tmp_path) -> None:
+    third = {"prompts": "tiny_star", "loss": "relabel", "anchor": {"shape": "circle"}, "n": 8}
+    run = concept_eraser.erase(short(method=method, forget__loss="data", replace=third, training__steps=2), output=tmp_path / "run")  # fmt: skip
+    rows = logs.read(run.folder / "log.jsonl")
+    assert set(rows[0]["losses"]) == {"retain", "forget", "replace"}
+
+
+@pytest.mark.parametrize("method", ["uno-s", "a-d", "minmax_ngd"])
+@pytest.mark.parametrize("inside", [False, True], ids=["between steps", "inside a step"])
+def test_methods_that_alternate_resume_bit_by_bit(method: str, inside: bool, tmp_path, monkeypatch) -> None:
+    """Ctrl-C, between two steps or in the middle of one, leaves a state from which the same weights come out."""
+    given = short(method=method, forget__loss="ascent", training__steps=4)
+    whole = concept_eraser.erase(given, output=tmp_path / "whole")
+
+    def stop(what: str, done: int, total: int, note: str = "") -> None:
+        if what == "erasing" and done == 3 and not inside:
+            raise KeyboardInterrupt
+
+    move, calls = Engine._move, []
+
+    def interrupted(self, step, direction) -> None:
+        calls.append(step)
+        if inside and step == 2:
+            signal.raise_signal(signal.SIGINT)
+        move(self, step, direction)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_move", interrupted)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background run inherits an ignored one
+        with pytest.raises(concept_eraser.errors.Interrupted, match="after 3 of 4"):
+            concept_eraser.erase(given, output=tmp_path / "parts", progress=stop)
+        signal.signal(signal.SIGINT, before)
+    assert calls == [0, 1, 2]
+    assert [row["step"] for row in logs.read(tmp_path / "parts" / "log.jsonl")] == [1, 2, 3]
+    parts = concept_eraser.erase(given, output=tmp_path / "parts", resume=True)
+    a, b = (load_file(run.folder / "weights.safetensors") for run in (whole, parts))
+    assert all(torch.equal(a[name], b[name]) for name in a)
