@@ -1,0 +1,1 @@
+"""The problems that the five papers used themselves, small enough for a CPU: python -m tools.paper_problems"""
