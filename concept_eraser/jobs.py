@@ -88,6 +88,8 @@ class Job:
     def sides(self) -> dict[str, Side]:
         """The players in the order the methods expect, with their data ready."""
         sides = {name: getattr(self.recipe, name) for name in self.recipe.players}
+        if self.recipe.histogram:  # asked on the forgotten prompts, where the concept would show
+            sides["histogram"] = self.recipe.forget.model_copy(update={"loss": "histogram", "timesteps": self.recipe.histogram.timesteps})  # fmt: skip
         if self.recipe.attack:  # it wants the forgotten prompts' own images back
             attack = self.recipe.attack
             sides["attack"] = recipes.Side(prompts=self.recipe.forget.prompts, loss="data", n=attack.n)
@@ -95,9 +97,16 @@ class Job:
         if "retain" in sets:
             prompts.require_disjoint(sets["forget"], sets["retain"])
         made = {name: self._side(name, side, sets[name]) for name, side in sides.items()}
+        if self.recipe.histogram:
+            made["histogram"] = replace(made["histogram"], settings=self._judged(self.recipe.histogram))
         if self.recipe.attack:
             made["attack"] = replace(made["attack"], decay=self.recipe.attack.decay)
         return made
+
+    def _judged(self, histogram: recipes.Histogram) -> Settings:
+        judge = registry.build("judge", histogram.judge, {})
+        ((attribute, value),) = histogram.concept.items()
+        return Settings(shows=lambda images: judge.probability(images, attribute, value), alpha=histogram.alpha)
 
     def _side(self, player: str, side: recipes.Side, source: prompts.PromptSet) -> Side:
         rows = list(source.take(side.n, self.recipe.generation.seed).prompts)

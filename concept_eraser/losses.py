@@ -9,6 +9,8 @@ by default), x_t a noised latent of an example, c its prompt, a its anchor promp
 * esd      ||eps(x_t, c) - (eps*(x_t, "") - eta (eps*(x_t, c) - eps*(x_t, "")))||^2      ESD (arXiv 2303.07345, Eq. 7)
 * distill  ||eps(x_t, c) - eps*(x_t, c)||^2                     keep what the model says
 * relabel  ||eps(x_t^a, c) - target||^2                         x_t^a from images of the anchor: UNO's L_1, SalUn
+* histogram  d_KL(p || 1 - alpha) with p the mean probability, by a judge, that x_0 decoded from eps(x_t, c) does not
+            show the concept: UNO's hat versions (arXiv 2506.04712)
 
 For a v- or flow-prediction model "eps" is whatever it predicts. Differences from the papers: ESD noises x_t from the
 model by partial sampling, which is what data-free training does here too; with images, x_t is a noised image.
@@ -42,6 +44,7 @@ class Draw:
 
 class Predictor(Protocol):
     def predict(self, draw: Draw, condition: Condition | None = None, *, teacher: Teacher | None = None) -> Tensor: ...
+    def picture(self, draw: Draw) -> Tensor: ...
 
 
 def _mse(prediction: Tensor, target: Tensor) -> Tensor:
@@ -71,12 +74,27 @@ def distill(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
     return _mse(model.predict(draw), model.predict(draw, teacher=settings.teacher))
 
 
+def histogram(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
+    assert settings.shows is not None  # the recipe's section of this name brings a judge
+    retained = 1 - settings.shows(model.picture(draw)).mean()
+    return bernoulli_divergence(retained.float(), settings.alpha)
+
+
+def bernoulli_divergence(p: Tensor, alpha: float) -> Tensor:
+    """p log(p / (1 - alpha)) + (1 - p) log((1 - p) / alpha): how far a share p of retained samples is from 1 - alpha."""
+    p = p.clamp(1e-6, 1 - 1e-6)  # the logarithms, not the wish
+    return p * (p / (1 - alpha)).log() + (1 - p) * ((1 - p) / alpha).log()
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Options that some losses take: whose prediction is the target, and ESD's negative guidance eta."""
+    """Options that some losses take: whose prediction is the target, ESD's negative guidance eta, and for `histogram`
+    the judge's probability that images [b, 3, h, w] show the concept, and alpha."""
 
     teacher: Teacher = "frozen"
     eta: float = 1.0
+    shows: Callable[[Tensor], Tensor] | None = None
+    alpha: float = 1e-8
 
 
 @dataclass(frozen=True)
@@ -96,6 +114,7 @@ LOSSES: dict[str, Loss] = {
     "esd": Loss(esd),
     "distill": Loss(distill),
     "relabel": Loss(data, images="anchor", needs_anchor=True, needs_target=True),
+    "histogram": Loss(histogram),
 }
 
 

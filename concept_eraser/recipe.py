@@ -21,7 +21,7 @@ from concept_eraser.errors import UserError, unknown_message
 LOSS_NAMES = ("anchor", "ascent", "data", "distill", "esd", "relabel")
 ANCHORED = ("anchor", "relabel")
 WITH_TARGET = ("data", "ascent", "relabel")
-PLAYERS = ("retain", "forget", "replace", "attack")
+PLAYERS = ("retain", "forget", "replace", "histogram", "attack")
 
 
 class _Strict(BaseModel):
@@ -83,6 +83,22 @@ class Attack(_Strict):
 
     decay: float = Field(0.01, ge=0, description="c in the attack's loss, the training loss on the forgotten images + c/2 ||offset||^2")  # fmt: skip
     n: int = Field(400, ge=1, description="how many images of the forgotten prompts to generate for it")
+
+
+class Histogram(_Strict):
+    """A judge inside the training: the share of samples in which it sees the concept, as a loss (UNO's hat versions)."""
+
+    concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
+    judge: str = "tiny"
+    alpha: float = Field(1e-8, gt=0, lt=0.5, description="share of samples that may show the concept (UNO: 1e-8)")
+    timesteps: tuple[int, int] = Field((0, 500), description="range of diffusion time steps; one-step samples from pure noise show nothing")  # fmt: skip
+
+    @field_validator("concept")
+    @classmethod
+    def _one(cls, value: dict[str, str]) -> dict[str, str]:
+        if len(value) != 1:
+            raise ValueError(f"expected one attribute and its value, e.g. {{shape: star}}, found {value}")
+        return value
 
 
 class MethodSpec(BaseModel):
@@ -150,6 +166,7 @@ class Recipe(_Strict):
     retain: Side | None = None
     replace: Side | None = Field(None, description="what the forgotten prompts should show instead, as a player of its own (UNO with its anchor term)")  # fmt: skip
     attack: Attack | None = Field(None, description="the lower-level problem of forum and adversarial")
+    histogram: Histogram | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
     method: MethodSpec = MethodSpec()
     trainable: Trainable = Trainable()
     training: Training = Training()

@@ -153,3 +153,30 @@ def test_methods_that_alternate_resume_bit_by_bit(method: str, inside: bool, tmp
     parts = concept_eraser.erase(given, output=tmp_path / "parts", resume=True)
     a, b = (load_file(run.folder / "weights.safetensors") for run in (whole, parts))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_histogram_loss_asks_the_judge_and_falls_as_the_concept_goes(tiny, tmp_path) -> None:
+    """UNO^: a judge on decoded one-step samples. Its gradient reaches the weights; steps along it lower the loss."""
+    asked = closure_of(tiny, tmp_path, method="h", forget__loss="data", histogram={"concept": {"shape": "star"}}, trainable__select="all")  # fmt: skip
+    assert asked.players == ("retain", "forget", "histogram")
+    before = float(asked._pieces["histogram"][0]())
+    assert before > 0.5, "the untouched model draws stars, and the judge sees them"
+    for _ in range(3):
+        slope = asked.grad("histogram")
+        with torch.no_grad():
+            for parameter, part in zip(asked.params, slope, strict=True):
+                parameter.sub_(0.02 * part / dot(slope, slope).sqrt().float())
+    assert float(asked._pieces["histogram"][0]()) < before
+
+
+@pytest.mark.parametrize("method", ["uno-hat", "uno-s-hat", "s-hat", "h"])
+def test_every_hat_version_runs(method: str, tmp_path) -> None:
+    given = short(method=method, forget__loss="data", histogram={"concept": {"shape": "star"}}, training__steps=2)
+    run = concept_eraser.erase(given, output=tmp_path / "run")
+    assert "histogram" in logs.read(run.folder / "log.jsonl")[0]["losses"]
+
+
+def test_a_concept_the_judge_cannot_see_is_named(tmp_path) -> None:
+    given = short(method="h", forget__loss="data", histogram={"concept": {"shape": "dragon"}}, training__steps=1)
+    with pytest.raises(UserError, match="cannot see shape 'dragon'"):
+        concept_eraser.erase(given, output=tmp_path / "run")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,6 +37,11 @@ def mse(a: Tensor, b: Tensor) -> float:
     return float((a - b).square().mean())
 
 
+def a_quarter(images: Tensor) -> Tensor:
+    """A judge to whom everything shows the concept with probability 1/4, and the gradient goes on."""
+    return 0.25 + 0 * images.flatten(1).mean(1)
+
+
 def test_losses_are_their_formulas(tiny) -> None:
     made = eraser(tiny, "data")
     draw = made.draw("forget", [1, 2, 3])
@@ -48,10 +55,11 @@ def test_losses_are_their_formulas(tiny) -> None:
         "distill": mse(now, before["own"]),
         "esd": mse(now, before["null"] - 2.0 * (before["own"] - before["null"])),
         "relabel": mse(now, draw.target),
+        "histogram": 0.75 * math.log(0.75 / 0.9) + 0.25 * math.log(0.25 / 0.1),
     }
     assert expected.keys() == LOSSES.keys()
     for name, value in expected.items():
-        found = LOSSES[name].compute(made, draw, Settings(eta=2.0))
+        found = LOSSES[name].compute(made, draw, Settings(eta=2.0, shows=a_quarter, alpha=0.1))
         assert float(found) == pytest.approx(value, rel=1e-5), name
         assert found.requires_grad
 

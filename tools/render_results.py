@@ -182,6 +182,45 @@ def world_table() -> str:
     ])  # fmt: skip
 
 
+def methods_table() -> str:
+    """Every method of the registry, with its named settings, source and proved theorems."""
+    from concept_eraser import registry
+
+    rows = [["method", "settings with a name", "paper", "theorems tested"]]
+    for name in registry.names("method"):
+        plugin: Any = registry.load("method", name)
+        aliases = [f"`{alias}`" for alias, (owner, _) in registry.named("method").items() if owner == name]
+        theorems = ", ".join(sorted(plugin.theorems)).replace("_", " ")
+        rows.append([f"`{name}`", ", ".join(aliases), f"{plugin.title} ({plugin.source})", theorems])
+    return table(rows)
+
+
+def paper_problems() -> str:
+    """eval/results/papers.md: what the papers' own small problems gave."""
+    parts = ["# The papers' own problems", "", "Rendered from `papers/*.json` by `python -m tools.render_results`; made by `python -m tools.paper_problems`.", "Means over the seeds; [mean, standard deviation] where two numbers stand together."]  # fmt: skip
+    for path in sorted((RESULTS / "papers").glob("*.json")):
+        content = json.loads(path.read_text())
+        environment = content["environment"]
+        head = list(content["table"][0])
+        body = [[_cell(row[key]) for key in head] for row in content["table"]]
+        parts += ["", f"## {content['problem']}", "", content["about"], "", table([head, *body]), ""]
+        for extra in ("log-log slopes",):
+            if extra in content:
+                parts += [f"{extra}: " + ", ".join(f"{k} {v:.2f}" for k, v in content[extra].items()), ""]
+        notes = path.with_suffix(".md")
+        if notes.exists():
+            parts += [notes.read_text().rstrip(), ""]
+        settings = ", ".join(f"{k} {v}" for k, v in content["settings"].items())
+        parts += [f"![{content['problem']}](papers/{path.stem}.png)", "", f"Settings: {settings}. Seeds {content['seeds']}; commit {str(environment['commit'])[:12]}; torch {environment['versions']['torch']}."]  # fmt: skip
+    return "\n".join(parts) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_cell(v) for v in value) + "]"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 def quickstart_block() -> str:
     """What `make quickstart` ended with, from the JSON it wrote."""
     facts = json.loads((RESULTS / "quickstart.json").read_text())
@@ -226,13 +265,20 @@ Shares with 95 % Wilson intervals over all seeds' pictures; "points" are after m
 def pages() -> dict[Path, str]:
     """What every rendered file should contain."""
     made: dict[Path, str] = {}
-    blocks = {"world": world_table(), "quickstart": quickstart_block()}
-    titles: dict[str, Any] = {"tiny_star": ("Erasing star from tiny-sd", star_table), "tiny_hard": ("Tasks on which the bargain should matter", hard_table)}  # fmt: skip
+    blocks = {"world": world_table(), "quickstart": quickstart_block(), "methods": methods_table()}
+    titles: dict[str, Any] = {
+        "tiny_star": ("Erasing star from tiny-sd", star_table),
+        "tiny_hard": ("Tasks on which the bargain should matter", hard_table),
+        "tiny_star_recipe": ("Which recipe for MUNBa? Candidates on seeds that are reported nowhere else", star_table),
+    }
     for study, (title, render) in titles.items():
         found = load(study)
         if found:
-            blocks[study] = render(found)
-            made[RESULTS / f"{study}.md"] = study_page(study, title, blocks[study], found)
+            body = render(found)
+            made[RESULTS / f"{study}.md"] = study_page(study, title, body, found)
+            if study in ("tiny_star", "tiny_hard"):
+                blocks[study] = body
+    made[RESULTS / "papers.md"] = paper_problems()
     readme = (ROOT / "README.md").read_text()
     for name, block in blocks.items():
         readme, places = re.subn(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", lambda m, b=block: m[1] + b + m[2], readme, flags=re.S)  # fmt: skip

@@ -35,7 +35,9 @@ def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, sel
 
 def _entries(kind: str) -> list[tuple[str, str]]:
     if kind in _PLUGINS:
-        return [(name, registry.summary(_PLUGINS[kind], name)) for name in registry.names(_PLUGINS[kind])]
+        plugins = [(name, registry.summary(_PLUGINS[kind], name)) for name in registry.names(_PLUGINS[kind])]
+        settings = registry.named(_PLUGINS[kind]).items()
+        return plugins + [(alias, f"= {owner} with {', '.join(f'{k}: {v}' for k, v in given.items()) or 'its defaults'}") for alias, (owner, given) in settings]  # fmt: skip
     if kind in _DATA:
         return [(name, _about(resources.find(_DATA[kind], name))) for name in resources.names(_DATA[kind])]
     if kind == "models":
@@ -69,14 +71,16 @@ def show(name: Annotated[str, typer.Argument(help="a method, recipe, prompt set 
 
       concept-eraser show tiny_star_munba
     """
-    if name in registry.names("method"):
+    if name in registry.names("method") or name in registry.named("method"):
         _show_method(name)
         return
     for kind in _DATA.values():
         if name in resources.names(kind):
             typer.echo(resources.find(kind, name).read_text(encoding="utf-8"), nl=False)
             return
-    known = registry.names("method") + [n for kind in _DATA.values() for n in resources.names(kind)]
+    known = [*registry.names("method"), *registry.named("method")] + [
+        n for kind in _DATA.values() for n in resources.names(kind)
+    ]
     raise unknown("name", name, known)
 
 
@@ -85,10 +89,18 @@ def _show_method(name: str) -> None:
     import sys
 
     method: Any = registry.load("method", name)
+    plugin, fixed = registry.resolve("method", name, {})
+    if plugin != name:
+        typer.echo(f"{name} is the method {plugin} with {', '.join(f'{k}: {v}' for k, v in fixed.items()) or 'its defaults'}\n")  # fmt: skip
     typer.echo(f"{method.title}\nsource: {method.source}\n")
     typer.echo("options:")
     for option, (kind, default) in registry.options(method).items():
-        typer.echo(f"  {option} = {default!r}    ({str(kind).replace('typing.', '')})")
+        spelled = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+        typer.echo(f"  {option} = {fixed.get(option, default)!r}    ({spelled})")
+    typer.echo(f"\n{inspect.getdoc(method)}\n")
+    others = [alias for alias, (owner, _) in registry.named("method").items() if owner == plugin and alias != name]
+    if others:
+        typer.echo(f"settings with a name of their own: {', '.join(others)}")
     typer.echo(f"theorems tested: {', '.join(sorted(method.theorems)) or 'none'}\n")
     typer.echo(inspect.getdoc(sys.modules[method.__module__]) or "")
 

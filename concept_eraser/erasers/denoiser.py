@@ -118,6 +118,10 @@ class Denoiser:
         weights = self.originals if teacher == "frozen" else None
         return no_grad_prediction(lambda: self.model.denoise(draw.noisy, draw.t, given, weights))
 
+    def picture(self, draw: Draw) -> Tensor:
+        """The images that the prediction for a draw amounts to, decoded from one-step x_0: [b, 3, h, w]."""
+        return self.model.decode(self.model.clean(draw.noisy, draw.t, self.predict(draw)))
+
     def loss(self, player: str, draw: Draw) -> Tensor:
         side = self.sides[player]
         compute = LOSSES[side.loss].compute

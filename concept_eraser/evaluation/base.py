@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from concept_eraser.data.prompts import Prompt
+from concept_eraser.errors import UserError
 from concept_eraser.evaluation.statistics import Interval
 
 
@@ -19,6 +20,10 @@ class Judge(ABC):
 
     classes: Mapping[str, Sequence[str]]  # attribute -> names, e.g. {"shape": ("star", ..., "none")}
     fingerprint: str  # of its weights: numbers of two judges are not compared
+
+    def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
+        """[n, 3, h, w] in [-1, 1] -> [n] probabilities that they show a value, differentiable. Not every judge can."""
+        raise UserError(f"the judge {type(self).__name__} is not differentiable, so no loss can be built on it")
 
     @abstractmethod
     def look(self, pictures: Tensor) -> dict[str, np.ndarray]:

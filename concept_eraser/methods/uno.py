@@ -88,7 +88,7 @@ class Uno(Method):
         known = {"retain", "forget", "replace", *(["histogram"] if self.histogram else [])}
         missing = sorted(known - {"replace"} - set(players))
         if missing:
-            hint = "the hat versions need a side `histogram` with the loss `histogram`, which asks a judge" if "histogram" in missing else "give the recipe these sides"  # fmt: skip
+            hint = "the hat versions need the recipe's section `histogram`, which asks a judge" if "histogram" in missing else "give the recipe these sides"  # fmt: skip
             raise ValueError(f"UNO with these options needs {', '.join(missing)} beside {', '.join(players)}: {hint}")
         if set(players) - known:
             raise ValueError(f"UNO does not know what to do with {', '.join(sorted(set(players) - known))}" + ("; set histogram > 0 to use it" if "histogram" in players else ""))  # fmt: skip

@@ -75,6 +75,14 @@ class Model(ABC):
         """What a perfect denoiser predicts for that x_t: epsilon, v or velocity."""
 
     @abstractmethod
+    def clean(self, noisy: Tensor, t: Tensor, prediction: Tensor) -> Tensor:
+        """The clean latents that a prediction for x_t amounts to (one-step x_0), differentiable."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents -> images [n, 3, h, w], about [-1, 1] and not clipped, differentiable."""
+
+    @abstractmethod
     def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
         """The denoiser's prediction, with some of its parameters replaced if `weights` is given."""
 

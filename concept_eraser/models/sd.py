@@ -99,6 +99,16 @@ class StableDiffusion(Model):
         signal, sigma = self._signal(t)
         return signal * noise - sigma * latents
 
+    def clean(self, noisy: Tensor, t: Tensor, prediction: Tensor) -> Tensor:
+        signal, sigma = self._signal(t)
+        if self.prediction == "epsilon":
+            return (noisy - sigma * prediction) / signal
+        return signal * noisy - sigma * prediction
+
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        return vae.decode(latents / vae.config.scaling_factor).sample
+
     def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
         unet: nn.Module = self.pipeline.unet
         inputs = (noisy, t, condition.tensors["states"])

@@ -10,7 +10,13 @@ from concept_eraser.methods.forum import Forum
 from concept_eraser.training.closure import LossClosure
 
 STARTS = {"(0, (0, 3))": (0.0, (0.0, 3.0)), "(2, (0, 3))": (2.0, (0.0, 3.0)), "(2, (3, 3))": (2.0, (3.0, 3.0))}
-SETTINGS = {"rho_e": 0.15, "inner_steps": 50, "inner_lr": 0.05, "outer_lr": 0.3, "normalize": False}  # the paper's mu .3, eta .05, T 50, rho .3
+SETTINGS = {
+    "rho_e": 0.15,
+    "inner_steps": 50,
+    "inner_lr": 0.05,
+    "outer_lr": 0.3,
+    "normalize": False,
+}  # the paper's mu .3, eta .05, T 50, rho .3
 STEPS = 1000
 
 
@@ -43,7 +49,7 @@ def run(seeds: list[int]) -> dict[str, Any]:
     runs = {f"{kind}, start {name}": trajectory(start, warm=kind == "warm") for kind in ("warm", "cold") for name, start in STARTS.items()}  # fmt: skip
     at = (64, 256, 1000)
     rate = {name: [min(r["kkt"][:k]) * k**0.25 for k in at] for name, r in runs.items()}  # T6: not to grow
-    kept = [*range(0, 100), *range(100, STEPS, 20)]
+    kept = [*range(100), *range(100, STEPS, 20)]
     return {
         "settings": {**SETTINGS, "outer": "SGD 0.3", "steps": STEPS},
         "table": [

@@ -48,6 +48,11 @@ class TinyJudge(Judge):
             raise UserError(f"the tiny judge looks at pictures of 64x64 pixels of the bundled world, found {tuple(pictures.shape[1:3])}")  # fmt: skip
         return pictures.permute(0, 3, 1, 2).float().div(127.5).sub(1)
 
+    def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
+        if value not in CLASSES.get(attribute, ()):
+            raise UserError(f"the tiny judge cannot see {attribute} {value!r}; it knows {', '.join(CLASSES)}")
+        return self.net(images)[attribute].softmax(1)[:, CLASSES[attribute].index(value)]
+
     @torch.no_grad()
     def look(self, pictures: Tensor) -> dict[str, np.ndarray]:
         parts = [self.net(part) for part in self._scaled(pictures).split(256)]
