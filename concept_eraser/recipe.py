@@ -81,7 +81,7 @@ class Side(_Strict):
 class Attack(_Strict):
     """An adversary inside the training: an offset of the forgotten prompts' embedding that wants the concept back."""
 
-    decay: float = Field(0.01, ge=0, description="c in the attack's loss, the training loss on the forgotten images + c/2 ||offset||^2")  # fmt: skip
+    decay: float = Field(1e-4, ge=0, description="c in the attack's loss, the training loss on the forgotten images + c/2 ||offset||^2")  # fmt: skip
     n: int = Field(400, ge=1, description="how many images of the forgotten prompts to generate for it")
 
 
