@@ -269,6 +269,7 @@ def pages() -> dict[Path, str]:
     titles: dict[str, Any] = {
         "tiny_star": ("Erasing star from tiny-sd", star_table),
         "tiny_hard": ("Tasks on which the bargain should matter", hard_table),
+        "tiny_methods": ("The methods of the five papers on the star: a first look", star_table),
         "tiny_star_recipe": ("Which recipe for MUNBa? Candidates on seeds that are reported nowhere else", star_table),
     }
     for study, (title, render) in titles.items():

@@ -23,7 +23,8 @@ Deliberate differences from the paper and its code (Baijiong-Lin/FORUM):
 * With u = grad q~ / ||grad q~|| the unknown is c = nu ||grad q~||, which stays bounded as grad q~ -> 0. At
   grad q~ = 0 the constraint is dropped, which leaves MGDA.
 * `normalize`: every g_i is divided by its length. The code does so without saying; at a pretrained model, where
-  grad F_retain is nearly 0, the printed version gives all weight to it and stands still. The default is true.
+  grad F_retain is nearly 0, the printed version gives all weight to it and stands still. The default is true, and a
+  player whose gradient is exactly 0 is left out.
 * The warm start is the default: from a fixed omega_0 the iterates stop at a bias (the theory needs the warm start).
 * FORUM is the optimistic bi-level problem: omega also descends F. `move_inner: false` leaves that part out.
 """
@@ -38,7 +39,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from concept_eraser.methods.base import Closure, Direction, Method
+from concept_eraser.methods.base import Closure, Direction, Method, usable
 from concept_eraser.vectors import Vec, combine, gramian
 
 ATTACK = "attack"  # the player whose loss is f
@@ -176,7 +177,7 @@ class Forum(Method):
         if self.normalize:
             scale[:-1] = torch.where(lengths[:-1] > 0, 1 / lengths[:-1], 1.0)
         gram = raw * torch.outer(scale, scale)
-        lam = self._smooth(closure.step, multipliers(gram, self.rho_e, self.floor)[0])
+        lam = self._smooth(closure.step, self._weigh(gram))
         length = float(lengths[-1])
         nu = slack_multiplier(lam, gram[:-1, -1] / length, self.rho_e * length) / length if length > 0 else 0.0
         weights = torch.cat([lam * scale[:-1], torch.tensor([nu], dtype=lam.dtype)])
@@ -184,6 +185,15 @@ class Forum(Method):
         vec = tuple(part * self.outer_lr if i in closure.inner else part for i, part in enumerate(step))
         kkt = float((weights @ raw @ weights).clamp(min=0).sqrt())
         return Direction(vec, raw[:-1, :-1], weights[:-1], {"q": gap, "kkt": kkt, "nu": nu})
+
+    def _weigh(self, gram: Tensor) -> Tensor:
+        """lam over the players that have a gradient; one whose loss is at its minimum asks for nothing."""
+        alive = usable(gram[:-1, :-1]).nonzero().flatten()
+        lam = torch.zeros(len(gram) - 1, dtype=gram.dtype)
+        if len(alive):
+            chosen = torch.cat([alive, torch.tensor([len(gram) - 1])])
+            lam[alive] = multipliers(gram[chosen][:, chosen], self.rho_e, self.floor)[0]
+        return lam
 
     def _upper(self, closure: Closure, player: str) -> Vec:
         """grad_z F_i, without its lower-level part if that is not to move."""

@@ -273,6 +273,16 @@ def test_the_printed_version_stands_still_at_a_pretrained_model() -> None:
     assert moved(normalize=False, floor=0.2) > 0.1
 
 
+def test_a_player_at_its_minimum_does_not_stop_the_others() -> None:
+    """Distillation at the untouched model has a gradient of exactly 0."""
+    theta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    delta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    losses = {"retain": [lambda: (theta**2).sum()], "forget": [lambda: ((theta - 1) ** 2).sum()], "attack": [lambda: (delta**2).sum()]}  # fmt: skip
+    found = Forum().direction(LossClosure((theta, delta), losses, inner=[1]))
+    assert found.weights.tolist() == pytest.approx([0.0, 1 / 8**0.5])
+    assert torch.all(found.vec[0] < 0)
+
+
 def test_a_resumed_run_goes_on_alike() -> None:
     closure = eq24(STARTS[0])[2]
     method = Forum(normalize=False)
