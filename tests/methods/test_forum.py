@@ -200,6 +200,25 @@ def test_t7_eq24_is_solved(start: tuple) -> None:
     assert min(gaps) >= -1e-12
 
 
+def test_t6_the_rate_of_the_theorem() -> None:
+    """mu ~ K^-1/2: min kkt * K^1/4 does not grow over K = 16, 64, 256."""
+    ratios = []
+    for steps in (16, 64, 256):
+        alpha, omega, closure = eq24(STARTS[1])
+        mu = 2.4 / steps**0.5
+        method = Forum(rho_e=0.15, inner_steps=50, inner_lr=0.05, outer_lr=mu, normalize=False)
+        lowest = float("inf")
+        for k in range(steps):
+            closure.step = k
+            found = method.direction(closure)
+            lowest = min(lowest, found.notes["kkt"])
+            with torch.no_grad():
+                alpha -= mu * found.vec[0]
+                omega -= found.vec[1]
+        ratios.append(lowest * steps**0.25)
+    assert ratios == sorted(ratios, reverse=True)
+
+
 def test_t7_a_cold_start_stalls() -> None:
     """E4: with w~^0 = omega_0 a bias of order (1 - eta c)^T is left; the warm start has none."""
     warm, _ = run_eq24(STARTS[1], 400)

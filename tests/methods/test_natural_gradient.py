@@ -10,6 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import nn
 
 from concept_eraser.methods import natural_gradient as ng
+from concept_eraser.methods.gaussian_mechanism import sensitivity
 from concept_eraser.methods.natural_gradient import Fisher, NaturalGradient, Outcome, Risk
 
 
@@ -126,7 +127,11 @@ def test_n4_certificate_bounds_the_error() -> None:
     assert float((model.weight - target).norm()) <= m * lipschitz / (len(x) * mu)
     NaturalGradient().apply(risk, [(x[:m], y[:m])], [(x[m:], y[m:])])
     error = float((model.weight - target).norm())
-    assert 0 < error <= risk.certificate([(x[m:], y[m:])], mu)
+    certificate = risk.certificate([(x[m:], y[m:])], mu)
+    assert 0 < error <= certificate
+    gamma = sensitivity(len(x), m, convexity=mu, lipschitz=lipschitz, hessian_lipschitz=float(x.norm(dim=1).max()) ** 3)
+    assert certificate < gamma, "the bound before the fact is looser than the certificate after it"
+    assert gamma > 10 * float(model.weight.norm()), "... so loose that its noise would drown the weights"
     with pytest.raises(ValueError, match="strongly convex"):
         risk.certificate([(x, y)], 0.0)
 
