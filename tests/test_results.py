@@ -10,9 +10,13 @@ import pytest
 import yaml
 
 from concept_eraser import recipe
+from concept_eraser.evaluation import suite as suites
 from tests.conftest import ROOT
 
-FILES = sorted((ROOT / "eval" / "results").glob("*/*.json"))
+RESULTS = ROOT / "eval" / "results"
+STUDIES = [path.stem for path in (ROOT / "eval" / "studies").glob("*.yaml")]
+FILES = sorted(path for study in STUDIES for path in (RESULTS / study).glob("*.json"))
+OTHERS = sorted(path for path in RESULTS.glob("*/*.json") if path not in FILES)
 
 
 def test_rendered_files_are_up_to_date() -> None:
@@ -45,10 +49,21 @@ def test_every_result_carries_its_provenance(path) -> None:
             assert row["after"]["low"] <= row["after"]["value"] <= row["after"]["high"]
 
 
+@pytest.mark.parametrize("path", OTHERS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_other_results_say_where_they_come_from(path) -> None:
+    content = json.loads(path.read_text())
+    assert content["environment"]["commit"]
+    assert content["environment"]["versions"]["torch"]
+    assert "seeds" in content or "seed" in content
+    assert content["settings"]
+
+
 def test_selection_seeds_are_not_reported() -> None:
     for path in (ROOT / "eval" / "studies").glob("*.yaml"):
         study = yaml.safe_load(path.read_text())
         assert not set(study["select"]["seeds"]) & set(study["seeds"])
+        pictures = study.get("picture_seed", suites.load(study["suite"]).seed)
+        assert study["select"]["picture_seed"] != pictures, "nothing is chosen by the pictures that are reported"
         for entry in study["entries"].values():
             recipe.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in entry.get("set", {}).items()])
 
@@ -68,10 +83,11 @@ def test_a_study_runs_resumes_and_looks_again(tmp_path, monkeypatch) -> None:
     }
     content = {
         "suite": "tiny_star",
-        "select": {"seeds": [100], "n": 4},
+        "select": {"seeds": [100], "n": 4, "picture_seed": 7101},
         "seeds": [0],
         "n": 4,
-        "entries": {"munba": {"recipe": "tiny_star_munba", "set": tiny, "grid": {"training.lr": [1e-9, 1e-3]}}},
+        "grids": {"rates": [{"training.lr": 1e-9}, {"training.lr": 1e-3}]},
+        "entries": {"munba": {"recipe": "tiny_star_munba", "set": tiny, "grid": "rates"}},
     }
     path = tmp_path / "quick.yaml"
     path.write_text(yaml.safe_dump(content))

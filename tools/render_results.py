@@ -215,6 +215,39 @@ def paper_problems() -> str:
     return "\n".join(parts) + "\n"
 
 
+def robustness() -> str:
+    """eval/results/robustness.md: what an offset of the embedding brings back, by model and radius."""
+    files = [json.loads(path.read_text()) for path in sorted((RESULTS / "robustness").glob("*.json"))]
+    rows = [["model", "radius", "star, trained offset %", "star, random offset of the same length %", "none, trained offset %", "seeds x n"]]  # fmt: skip
+    keys = list(dict.fromkeys((row["model"], row["radius"]) for content in files for row in content["rows"]))
+    for model, radius in keys:
+        found = [
+            row for content in files for row in content["rows"] if (row["model"], row["radius"]) == (model, radius)
+        ]
+
+        def pool(kinds: tuple[str, ...], what: str, found: list[dict] = found) -> str:
+            chosen = [row[what] for row in found if row["offset"] in kinds]
+            if not chosen:
+                return "-"
+            return share(wilson(sum(round(c["value"] * c["n"]) for c in chosen), sum(c["n"] for c in chosen)))
+
+        seeds = len({content["seed"] for content in files if any((r["model"], r["radius"]) == (model, radius) for r in content["rows"])})  # fmt: skip
+        rows.append([model, f"{radius:g}", pool(("trained", "none"), "concept"), pool(("random",), "concept"), pool(("trained", "none"), "none"), f"{seeds} x {found[0]['concept']['n']}"])  # fmt: skip
+    environment, settings = files[0]["environment"], files[0]["settings"]
+    notes = RESULTS / "robustness" / "notes.md"
+    return f"""# What a soft prompt brings back
+
+Rendered from `robustness/*.json` by `python -m tools.render_results`; made by `python -m tools.soft_prompt`. One offset
+of the prompt's embedding a model, trained for {settings["steps"]} steps on the original model's pictures of the concept,
+at most `radius` x the mean length of an embedding. Star shares with 95 % Wilson intervals.
+
+{table(rows)}
+
+{notes.read_text() if notes.exists() else ""}
+Commit {str(environment["commit"])[:12]}; torch {environment["versions"]["torch"]}; judge {files[0]["judge"]}.
+"""
+
+
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_cell(v) for v in value) + "]"
@@ -280,6 +313,8 @@ def pages() -> dict[Path, str]:
             if study in ("tiny_star", "tiny_hard"):
                 blocks[study] = body
     made[RESULTS / "papers.md"] = paper_problems()
+    if list((RESULTS / "robustness").glob("*.json")):
+        made[RESULTS / "robustness.md"] = robustness()
     readme = (ROOT / "README.md").read_text()
     for name, block in blocks.items():
         readme, places = re.subn(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", lambda m, b=block: m[1] + b + m[2], readme, flags=re.S)  # fmt: skip
