@@ -89,7 +89,7 @@ class Job:
         """The players in the order the methods expect, with their data ready."""
         sides = {name: getattr(self.recipe, name) for name in self.recipe.players}
         if self.recipe.histogram:  # asked on the forgotten prompts, where the concept would show
-            sides["histogram"] = self.recipe.forget.model_copy(update={"loss": "histogram", "timesteps": self.recipe.histogram.timesteps})  # fmt: skip
+            sides["histogram"] = self.recipe.forget.model_copy(update={"loss": "histogram", "scale": 1.0, "timesteps": self.recipe.histogram.timesteps})  # fmt: skip
         if self.recipe.attack:  # it wants the forgotten prompts' own images back
             attack = self.recipe.attack
             sides["attack"] = recipes.Side(prompts=self.recipe.forget.prompts, loss="data", n=attack.n)

@@ -40,6 +40,7 @@ class Draw:
     anchor: Condition | None
     null: Condition
     target: Tensor | None  # None when there are no clean latents (data-free)
+    attacked: bool = False  # whether the model in training (not its teacher) sees the prompt with an adversary's offset
 
 
 class Predictor(Protocol):

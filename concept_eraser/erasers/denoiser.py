@@ -4,7 +4,7 @@ The frozen teacher is not a second model: only the original values of the select
 teacher's prediction is a functional call of the same module with those values in place.
 
 With a side named `attack` there is an adversary: one offset delta of the text embedding [1, tokens, width], added to
-every forgotten prompt. The attack's loss is the training loss on the forgotten images under e_c + delta, plus
+the forgotten prompts where the model in training (never its teacher) sees them. The attack's loss is the training loss on the forgotten images under e_c + delta, plus
 c/2 ||delta||^2 (it wants the concept back); the forget loss is then asked at delta and at 0, and added.
 """
 
@@ -114,7 +114,8 @@ class Denoiser:
         """The prediction for a draw, by the model in training or (without gradients) by a teacher."""
         given = draw.condition if condition is None else condition
         if teacher is None:
-            return self.model.denoise(draw.noisy, draw.t, given)
+            seen = self._attacked(given) if draw.attacked and condition is None else given
+            return self.model.denoise(draw.noisy, draw.t, seen)
         weights = self.originals if teacher == "frozen" else None
         return no_grad_prediction(lambda: self.model.denoise(draw.noisy, draw.t, given, weights))
 
@@ -127,7 +128,7 @@ class Denoiser:
         compute = LOSSES[side.loss].compute
         if self.delta is None or player not in ("attack", "forget"):
             return side.scale * compute(self, draw, side.settings)
-        attacked = replace(draw, condition=self._attacked(draw.condition))
+        attacked = replace(draw, attacked=True)
         if player == "attack":
             return compute(self, attacked, side.settings) + 0.5 * side.decay * self.delta.square().sum()
         return side.scale * (compute(self, draw, side.settings) + compute(self, attacked, side.settings))

@@ -1,6 +1,6 @@
 """What a method is: a rule that turns the gradients of the forget and the retain loss into one step.
 
-Methods see tensors only, never a model. The order of the players is the closure's: ("retain", "forget").
+Methods see tensors only, never a model. Players and their order are the closure's: "retain", "forget", perhaps others.
 """
 
 from __future__ import annotations
@@ -76,12 +76,18 @@ class Method(ABC):
         """Raise ValueError, with the reason and the remedy, where the method cannot combine these players."""
         return
 
-    def state_dict(self) -> dict:
-        return {}
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it keeps between steps. Its tensors are replaced, never changed in place, so a reference is a copy."""
+        return dict(getattr(self, "_kept", {}))
 
-    def load_state_dict(self, state: dict) -> None:
-        if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        kept: dict[str, Tensor] | None = getattr(self, "_kept", None)
+        if kept is None:
+            if state:
+                raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
+            return
+        kept.clear()
+        kept.update(state)
 
 
 class GramMethod(Method):

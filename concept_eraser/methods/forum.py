@@ -32,6 +32,7 @@ Deliberate differences from the paper and its code (Baijiong-Lin/FORUM):
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -40,7 +41,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Closure, Direction, Method, usable
-from concept_eraser.vectors import Vec, combine, gramian
+from concept_eraser.vectors import Vec, combine, gramian, is_finite
 
 ATTACK = "attack"  # the player whose loss is f
 
@@ -130,7 +131,7 @@ class Forum(Method):
     """Retain and forget under the best attack: the attack is a lower-level problem, not a fixed recipe.
 
     rho_e: how strongly a step must lower q~: <grad q~, d> <= -rho_e ||grad q~||^2.
-    inner_steps, inner_lr: T and eta of the lower level.
+    inner_steps, inner_lr: T and eta of the lower level. Where they diverge the step is skipped and counted.
     outer_lr: what the attack's variable moves by along d (the weights move by the optimiser).
     normalize: divide every g_i by its length.
     floor: least weight of a player, 0 to 1/m.
@@ -143,7 +144,7 @@ class Forum(Method):
     source: ClassVar[str] = "arXiv 2401.09257"
     needs_fp32: ClassVar[bool] = True  # grad q~ is a difference of gradients
     needs_attack: ClassVar[bool] = True
-    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation"})
+    theorems: ClassVar[frozenset[str]] = frozenset({"scale_invariance", "permutation"})
 
     rho_e: float = 0.25
     inner_steps: int = 5
@@ -165,11 +166,19 @@ class Forum(Method):
     def check_players(self, players: tuple[str, ...]) -> None:
         if ATTACK not in players:
             raise ValueError(f"FORUM needs a lower-level problem, the player {ATTACK!r}; found {', '.join(players)}. Give the recipe an `attack:` section")  # fmt: skip
+        if self.floor * (len(players) - 1) > 1:
+            raise ValueError(
+                f"floor must be at most 1/{len(players) - 1} for {len(players) - 1} losses, found {self.floor}"
+            )
 
     def direction(self, closure: Closure) -> Direction:
         self.check_players(closure.players)
         uppers = [player for player in closure.players if player != ATTACK]
         slope, gap = self._constraint(closure)
+        if not (
+            is_finite(slope) and math.isfinite(gap)
+        ):  # T steps of eta were too long: no step rather than no constraint
+            return Direction(tuple(torch.full_like(p, float("nan")) for p in slope), notes={"inner_diverged": 1})
         grads = [self._upper(closure, player) for player in uppers]
         raw = gramian([*grads, slope])
         lengths = raw.diagonal().sqrt()
@@ -184,7 +193,9 @@ class Forum(Method):
         step = combine(weights, [*grads, slope])
         vec = tuple(part * self.outer_lr if i in closure.inner else part for i, part in enumerate(step))
         kkt = float((weights @ raw @ weights).clamp(min=0).sqrt())
-        return Direction(vec, raw[:-1, :-1], weights[:-1], {"q": gap, "kkt": kkt, "nu": nu})
+        return Direction(
+            vec, raw[:-1, :-1], weights[:-1], {"q": gap, "kkt": kkt, "nu": nu, "q_negative": int(self.warm and gap < 0)}
+        )
 
     def _weigh(self, gram: Tensor) -> Tensor:
         """lam over the players that have a gradient; one whose loss is at its minimum asks for nothing."""
@@ -220,7 +231,7 @@ class Forum(Method):
             return [torch.zeros_like(v) for v in values]
         for position, value in enumerate(values):
             self._kept.setdefault(f"start_{position}", value.clone())
-        return [self._kept[f"start_{position}"] - value for position, value in enumerate(values)]
+        return [self._kept[f"start_{position}"].to(value) - value for position, value in enumerate(values)]
 
     def _smooth(self, step: int, lam: Tensor) -> Tensor:
         """lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k."""
@@ -229,12 +240,6 @@ class Forum(Method):
         smoothed = (1 - beta) * before + beta * lam
         self._kept["lam"] = smoothed
         return smoothed
-
-    def state_dict(self) -> dict:
-        return dict(self._kept)
-
-    def load_state_dict(self, state: dict) -> None:
-        self._kept.update(state)
 
 
 def descend_inner(closure: Closure, offset: list[Tensor], steps: int, lr: float) -> list[Tensor]:

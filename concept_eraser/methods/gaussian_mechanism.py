@@ -6,7 +6,7 @@ arXiv 2407.08169, with its factor of 2 and its Fisher made precise):
 
     F(R):  M m^2 C^2 / (2 mu^3 n^2)           F(S):  the same + m^2 C Q K / (mu^2 n (n - m))
 
-M: Lipschitz constant of the Hessian, C: of the loss, mu: strong convexity, Q: bound of Sigma (1/2 softmax, 1/4 binary,
+M: Lipschitz constant of the Hessian, C: of the loss with its ridge, mu: strong convexity, Q: bound of Sigma (1/2 softmax, 1/4 binary,
 1 squared error), K: bound of ||grad f||^2, n samples, m the most that will ever be deleted.
 
 Deliberate differences from the paper:
@@ -22,13 +22,13 @@ import math
 from typing import Literal
 
 
-def sensitivity(n: int, m: int, *, convexity: float, lipschitz: float, hessian_lipschitz: float, sigma_bound: float = 0.5, jacobian_bound: float = 1.0, fisher_on: Literal["retain", "all"] = "retain") -> float:  # fmt: skip
+def sensitivity(n: int, m: int, *, convexity: float, lipschitz: float, hessian_lipschitz: float, covariance_bound: float = 0.5, jacobian_square_bound: float = 1.0, fisher_on: Literal["retain", "all"] = "retain") -> float:  # fmt: skip
     """gamma, the most by which the corrected step can miss the retrained parameters."""
     if not 0 < m < n or min(convexity, lipschitz, hessian_lipschitz) <= 0:
         raise ValueError(f"expected 0 < m < n and constants > 0, found n={n}, m={m}, convexity={convexity}, lipschitz={lipschitz}, hessian_lipschitz={hessian_lipschitz}")  # fmt: skip
     gamma = hessian_lipschitz * m**2 * lipschitz**2 / (2 * convexity**3 * n**2)
     if fisher_on == "all":
-        gamma += m**2 * lipschitz * sigma_bound * jacobian_bound / (convexity**2 * n * (n - m))
+        gamma += m**2 * lipschitz * covariance_bound * jacobian_square_bound / (convexity**2 * n * (n - m))
     return gamma
 
 
@@ -50,12 +50,15 @@ def noise_scale(gamma: float, epsilon: float, delta: float, how: Literal["analyt
         return gamma / epsilon * math.sqrt(2 * math.log(1.25 / delta))
     from scipy.optimize import brentq
 
-    low = high = gamma
-    while delta_of(low, gamma, epsilon) < delta:
+    low = high = 1.0  # in units of gamma
+    while delta_of(low, 1.0, epsilon) < delta:
         low /= 2
-    while delta_of(high, gamma, epsilon) > delta:
+    while delta_of(high, 1.0, epsilon) > delta:
         high *= 2
-    return float(brentq(lambda s: delta_of(s, gamma, epsilon) - delta, low, high, rtol=1e-12)) if low < high else low
+    found = (
+        brentq(lambda s: delta_of(s, 1.0, epsilon) - delta, low, high, rtol=1e-12, xtol=1e-14) if low < high else low
+    )
+    return float(gamma * found) * (1 + 1e-9)  # rounded to the safe side
 
 
 def expected_length(sigma: float, d: int) -> float:

@@ -20,7 +20,8 @@ Deliberate differences from the paper:
   leaves the retrained path where it is (no division by zero).
 * Hessian products by double backward, or Gauss-Newton products, or Algorithm 4's compact L-BFGS with its four errors
   corrected (sigma's denominator, the Cholesky factor, the signs of the blocks, the strictly lower L).
-* Heavy ball: v_i = beta v_{i-1} + g, w_i = w_{i-1} - eta v_i is carried along (ours); Adam is refused, use rewind.
+* Heavy ball: v_i = beta v_{i-1} + g, w_i = w_{i-1} - eta v_i is carried along (ours; a wholly forgotten batch then
+  counts as a gradient of 0, the path coasts on). Other optimisers are not covered: record SGD runs only.
 """
 
 from __future__ import annotations
@@ -79,6 +80,17 @@ class History:
         else:
             self._kept = [*self._kept, step][-self.k :]
         self.seen += 1
+        if self.folder is not None:
+            (self.folder / "seen.txt").write_text(f"{self.seen} of {self.k}")
+
+    @classmethod
+    def open(cls, params: Vec, folder: Path) -> History:
+        """The history that an earlier process left in a folder. Raises ValueError where there is none."""
+        note = folder / "seen.txt"
+        if not note.exists():
+            raise ValueError(f"{folder} holds no recorded history; train with History(..., folder=...) first")
+        seen, k = (int(part) for part in note.read_text().split(" of "))
+        return cls(params, k, folder, seen)
 
     def last(self, k: int) -> list[Iteration]:
         """The last `k` iterations, oldest first. Raises ValueError where fewer are recorded."""
@@ -94,8 +106,8 @@ class History:
 @dataclass(frozen=True)
 class Outcome:
     """What unlearning did. lengths: ||D_i|| after each iteration; touched: share of iterations with forgotten samples;
-    contraction: estimated ||I - eta H|| of each iteration (nan if not asked for); truncation: their product, the
-    factor by which the dropped past still weighs."""
+    contraction: estimated ||I - eta H|| of each iteration (empty if not asked for); truncation: their product, a bound of
+    the factor by which the dropped past still weighs (nan with momentum, whose map is another)."""
 
     lengths: tuple[float, ...]
     touched: float
@@ -140,12 +152,13 @@ class MiniUnlearning(Edit):
         """
         steps = _require(history).last(self.k)
         if self.hvp == "ggn" and curvature is None:
-            raise ValueError("hvp: ggn needs the argument `curvature`, e.g. natural_gradient.Fisher(...).product; or use hvp: autograd")  # fmt: skip
+            raise ValueError("hvp: ggn needs the argument `curvature`, (samples, v) -> Gauss-Newton product, e.g. lambda rows, v: Fisher(risk, [(x[rows], y[rows])]).product(v); or use hvp: autograd")  # fmt: skip
         assert history is not None
-        params, gone = history.params, set(forget)
+        params, gone = history.params, {int(j) for j in forget}
         final = tuple(p.detach().clone() for p in params)
         d = dv = tuple(torch.zeros_like(p) for p in params)
         lengths, rates, touched = [], [], 0
+        plain = not any(step.momentum for step in steps)
         product = self._product(steps, params, loss, curvature)
         for i, step in enumerate(steps):
             kept = [j for j in step.indices if j not in gone]
@@ -154,7 +167,7 @@ class MiniUnlearning(Edit):
             _put(params, step.weights)
             multiply = partial(product, i, kept)
             d, dv = _advance(step, kept, hit, d, dv, params, loss, multiply)
-            if self.estimate and kept:
+            if self.estimate and plain and kept:
                 rates.append(_contraction(multiply, step.lr, params, self.estimate))
             lengths.append(float(norm(d)))
         _put(params, tuple(w + part for w, part in zip(final, d, strict=True)))
@@ -199,14 +212,16 @@ def mean_gradient(loss: MeanLoss, indices: Sequence[int], params: Vec) -> Vec:
 
 
 def hessian_product(loss: MeanLoss, indices: Sequence[int], params: Vec, v: Vec) -> Vec:
-    first = torch.autograd.grad(loss(indices), params, create_graph=True)
+    first = torch.autograd.grad(loss(indices), params, create_graph=True, allow_unused=True, materialize_grads=True)
     along = torch.stack([(g * part).sum() for g, part in zip(first, v, strict=True)]).sum()
+    if not along.requires_grad:  # a loss that is linear in the parameters
+        return tuple(torch.zeros_like(p) for p in params)
     return torch.autograd.grad(along, params, allow_unused=True, materialize_grads=True)
 
 
 def _advance(step: Iteration, kept: list[int], hit: bool, d: Vec, dv: Vec, params: Vec, loss: MeanLoss, product: Callable[[Vec], Vec]) -> tuple[Vec, Vec]:  # fmt: skip
     """One iteration of the recursion, with heavy ball: dv_i = beta dv_{i-1} + change of the gradient,
-    d_i = d_{i-1} - lr dv_i. The gradient of a batch that is wholly forgotten changes to 0: that step is not taken."""
+    d_i = d_{i-1} - lr dv_i. The gradient of a batch that is wholly forgotten changes to 0."""
     if not kept:
         change = tuple(-g for g in mean_gradient(loss, step.indices, params))
     else:
@@ -233,7 +248,7 @@ def rewind(history: History | None, loss: MeanLoss, forget: Sequence[int], k: in
     """The baseline: load w_{T-k} and train the last k iterations again without the forgotten samples."""
     steps = _require(history).last(k)
     assert history is not None
-    params, gone = history.params, set(forget)
+    params, gone = history.params, {int(j) for j in forget}
     final = tuple(p.detach().clone() for p in params)
     _put(params, steps[0].weights)
     velocity = steps[0].velocity or tuple(torch.zeros_like(p) for p in params)

@@ -74,7 +74,7 @@ class MinMaxNGD(Method):
         index = closure.players.index(player)
         gram = torch.full((2, 2), float("nan"), dtype=torch.float64)
         gram[index, index] = raw[0, 0]
-        return Direction(vec, gram, None, {"turn": float(player == "forget")})
+        return Direction(vec, gram, None, {"forget_turn": float(player == "forget")})
 
     def _pulled(self, grad: Vec, params: Vec) -> Vec:
         """grad + 2 gamma (theta - theta_sm); moves theta_sm to where the weights have come."""
@@ -82,8 +82,9 @@ class MinMaxNGD(Method):
             return grad
         pulled = []
         for i, (g, p) in enumerate(zip(grad, params, strict=True)):
-            smooth = self._kept.setdefault(f"smooth_{i}", p.detach().clone())
-            smooth += self.average * (p.detach() - smooth)
+            smooth = self._kept.get(f"smooth_{i}", p.detach()).to(p)
+            smooth = smooth + self.average * (p.detach() - smooth)
+            self._kept[f"smooth_{i}"] = smooth
             pulled.append(g + 2 * self.pull * (p.detach() - smooth))
         return tuple(pulled)
 
@@ -91,24 +92,20 @@ class MinMaxNGD(Method):
         found = grad
         for axis, size in enumerate(grad.shape):
             if 1 < size <= LONGEST:
-                factor = self._factor(f"{index}_{axis}", found, axis, step)
+                factor = self._factor(f"{index}_{axis}", found, axis, step).to(found)
                 found = precondition_axis(found, factor, axis, self.smoothing)
         return found
 
     def _factor(self, name: str, grad: Tensor, axis: int, step: int) -> Tensor:
-        """The running Fisher of one axis [d, d], updated every `period` steps."""
+        """The running Fisher of one axis [d, d], updated every `period` steps, at another phase in every round: a
+        period that divides the round would see one player only."""
         key = f"fisher_{name}"
+        turns = step // (self.forget_steps + self.retain_steps)
         if key not in self._kept:
             self._kept[key] = axis_covariance(grad, axis)
-        elif step % self.period == 0:
-            self._kept[key] = (1 - self.memory) * self._kept[key] + self.memory * axis_covariance(grad, axis)
+        elif (step + turns) % self.period == 0:
+            self._kept[key] = (1 - self.memory) * self._kept[key].to(grad) + self.memory * axis_covariance(grad, axis)
         return self._kept[key]
-
-    def state_dict(self) -> dict:
-        return dict(self._kept)
-
-    def load_state_dict(self, state: dict) -> None:
-        self._kept.update(state)
 
 
 def axis_covariance(grad: Tensor, axis: int) -> Tensor:

@@ -114,21 +114,19 @@ class Munba(GramMethod):
         if not 0 < self.xi < 1:
             raise ValueError(f"xi must lie in (0, 1), found {self.xi}")
 
+    def check_players(self, players: tuple[str, ...]) -> None:
+        if self.formula == "printed" and len(players) != 2:
+            raise ValueError(f"formula='printed' is Eq. 8 of the paper, which knows two players only; found {', '.join(players)}. Use 'exact'")  # fmt: skip
+
     def direction(self, closure: Closure) -> Direction:
         kept = self._kept.get("weights")
         if self.every > 1 and closure.step % self.every and kept is not None:
             grads = [closure.grad(player) for player in closure.players]
             return Direction(combine(kept, grads), gramian(grads), kept, {"kept": 1})
         found = super().direction(closure)
-        if self.every > 1 and found.weights is not None:
+        if self.every > 1 and found.weights is not None and not found.notes["degenerate"]:
             self._kept["weights"] = found.weights
         return found
-
-    def state_dict(self) -> dict:
-        return dict(self._kept)
-
-    def load_state_dict(self, state: dict) -> None:
-        self._kept.update(state)
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         alive = usable(gram)

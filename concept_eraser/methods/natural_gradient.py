@@ -13,8 +13,8 @@ Deliberate differences from the paper:
 * Its normalisation. With L(U) a mean the factor is m/(n - m), not n/(n - m) (Alg. 1); the ridge term does not drop
   out unless the target is the one with 1/n kept (`objective: fixed_n`). On ridge regression ours is exact; the
   printed step is 9.6 times as far off as doing nothing.
-* The proximal form (Eq. 11) lacks F^-1 grad L(S, theta^, 0), so that deleting nothing moves the model. `proximal`
-  has it.
+* The proximal form (Eq. 11) lacks F^-1 grad L(S, theta^, 0), so that deleting nothing moves the model.
+  `proximal_step` has it.
 * LiSSA's recursion lacks its "x +" (Eqs. 73, 76). What is left returns nearly 0. Even corrected it is a spectral
   filter (1 - (1 - a/sigma)^(T+1)) / a with an implicit damping of about sigma / (T + 1).
 * The (epsilon, delta) noise is in gaussian_mechanism.py.
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.methods.base import Edit
-from concept_eraser.vectors import Vec, dot, norm
+from concept_eraser.vectors import Vec, dot, is_finite, norm
 
 Batches = Sequence[tuple[Tensor, Tensor]]  # inputs [b, ...], labels [b] (softmax) or targets [b, d] (gaussian)
 Solver = Literal["cg", "exact", "diagonal", "kfac", "lissa"]
@@ -123,13 +123,13 @@ class Fisher:
         size = sum(p.numel() for p in self.risk.params)
         if size > EXACT_LIMIT:
             raise ValueError(f"solver: exact builds a {size} x {size} matrix; it is meant for at most {EXACT_LIMIT} parameters. Use cg")  # fmt: skip
-        eye = torch.eye(size, dtype=self.risk.params[0].dtype)
+        eye = torch.eye(size, dtype=self.risk.params[0].dtype, device=self.risk.params[0].device)
         return (self._operator @ eye).detach() + self.shift * eye
 
     def diagonal(self) -> Tensor:
         """[p], exactly: sum over outputs of the squares of sqrt(Sigma) J, sample by sample."""
         params = self.risk.params
-        total = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype)
+        total = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
         for x, _ in self.batches:
             for i in range(len(x)):
                 output = self.risk.model(x[i : i + 1])[0].reshape(-1)
@@ -141,23 +141,26 @@ class Fisher:
 
 def _root(output: Tensor, likelihood: str) -> Tensor:
     """Rows r_k with sum_k r_k r_k^T = Sigma. Softmax: r_k = sqrt(p_k) (e_k - p)."""
-    eye = torch.eye(len(output), dtype=output.dtype)
+    eye = torch.eye(len(output), dtype=output.dtype, device=output.device)
     if likelihood == "gaussian":
         return eye
     p = output.softmax(0)
     return p.sqrt()[:, None] * (eye - p)
 
 
-def solve(fisher: Fisher, v: Vec, solver: Solver, *, iterations: int = 200, tolerance: float = 1e-10, sigma: float = 1.0) -> Vec:  # fmt: skip
-    """(F + shift I)^-1 v."""
+def solve(fisher: Fisher, v: Vec, solver: Solver, *, iterations: int = 200, tolerance: float = 1e-10, sigma: float = 0.0) -> Vec:  # fmt: skip
+    """(F + shift I)^-1 v. Raises ValueError where the matrix is singular. sigma of lissa: 0 for 1.1 lambda_max."""
     if solver == "exact":
-        return unflatten(torch.linalg.solve(fisher.dense(), flatten(v)), v)
+        try:
+            return unflatten(torch.linalg.solve(fisher.dense(), flatten(v)), v)
+        except torch.linalg.LinAlgError:
+            raise ValueError("the Fisher matrix is singular (a softmax model's always is); give the risk a ridge or damping > 0") from None  # fmt: skip
     if solver == "diagonal":
         return unflatten(flatten(v) / fisher.diagonal(), v)
     if solver == "kfac":
         return _kfac(fisher, v)
     if solver == "lissa":
-        return lissa(fisher.product, v, sigma, iterations)
+        return lissa(fisher.product, v, sigma or 1.1 * largest_eigenvalue(fisher.product, v), iterations)
     return _cg(fisher, v, iterations, tolerance)
 
 
@@ -168,9 +171,9 @@ def _cg(fisher: Fisher, v: Vec, iterations: int, tolerance: float) -> Vec:
     size = sum(p.numel() for p in v)
 
     def multiply(x: Any) -> Any:
-        return flatten(fisher.product(unflatten(torch.from_numpy(np.asarray(x).reshape(-1)), v))).double().numpy()
+        return flatten(fisher.product(unflatten(torch.from_numpy(np.asarray(x).reshape(-1)), v))).double().cpu().numpy()
 
-    found, _ = cg(LinearOperator((size, size), matvec=multiply, dtype=np.float64), flatten(v).double().numpy(), rtol=tolerance, maxiter=iterations)  # fmt: skip
+    found, _ = cg(LinearOperator((size, size), matvec=multiply, dtype=np.float64), flatten(v).double().cpu().numpy(), rtol=tolerance, maxiter=iterations)  # fmt: skip
     return unflatten(torch.from_numpy(found), v)
 
 
@@ -187,6 +190,18 @@ def _kfac(fisher: Fisher, v: Vec) -> Vec:
     factors = KFACLinearOperator(fisher.risk.model, loss, list(fisher.risk.params), fisher.batches, fisher_type="type-2", check_deterministic=False, separate_weight_and_bias=False)  # fmt: skip
     inverse = KFACInverseLinearOperator(factors, damping=fisher.shift / scale, use_exact_damping=True)
     return tuple(part.detach() / scale for part in inverse @ list(v))
+
+
+def largest_eigenvalue(multiply: Callable[[Vec], Vec], like: Vec, iterations: int = 50) -> float:
+    """Of a positive semi-definite matrix, by power iteration from a fixed start."""
+    generator = torch.Generator().manual_seed(0)
+    v = tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in like)
+    value = 0.0
+    for _ in range(iterations):
+        v = tuple(part / float(norm(v)) for part in v)
+        v = multiply(v)
+        value = float(norm(v))
+    return value
 
 
 def lissa(multiply: Callable[[Vec], Vec], x: Vec, sigma: float, iterations: int) -> Vec:
@@ -216,13 +231,24 @@ def proximal(center: Tensor, metric: Tensor, penalty: float, iterations: int = 2
     return theta
 
 
+def proximal_step(theta: Tensor, metric: Tensor, retained_gradient: Tensor, penalty: float) -> Tensor:
+    """The corrected Eq. 11 for an L1 penalty: prox(theta - F(R)^-1 grad L(R, theta, 0)), [p].
+
+    retained_gradient: that of the smooth part on the retained samples, n/(n - m) grad L(S) - 1/(n - m) sum_U grad l.
+    Deleting nothing is a fixed point, since theta minimises the penalised risk.
+    """
+    return proximal(theta - torch.linalg.solve(metric, retained_gradient), metric, penalty)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What a step did: its direction and length, ||grad L(R)|| before and after, and the trust region's factor."""
+    """What a step did: its direction and length, ||grad L(R)|| before and after (of the retain_mean target), how far
+    the linear system was solved (||A x - b|| / ||b||), and the trust region's factor."""
 
     step: Vec
     before: float
     after: float
+    residual: float
     shrunk: float
 
     @property
@@ -236,7 +262,7 @@ class NaturalGradient(Edit):
 
     objective: retain_mean (retrain on R with 1/(n - m); ours and the paper's definition) or fixed_n (1/n is kept).
     fisher_on: retain, or all: the cheaper F(S), cached while training, at the price of an O((m/n)^2) error.
-    solver: cg, exact (dense), diagonal, kfac or lissa; iterations, tolerance for cg; sigma for lissa.
+    solver: cg, exact (dense), diagonal, kfac or lissa; iterations, tolerance for cg; sigma for lissa (0: chosen).
     damping: added to the ridge in the matrix; needed for deep networks.
     kl: the step is shortened so that the retained outputs move by at most this KL divergence (nats a sample,
         second order); 0 for no limit.
@@ -252,13 +278,13 @@ class NaturalGradient(Edit):
     solver: Solver = "cg"
     iterations: int = 200
     tolerance: float = 1e-10
-    sigma: float = 1.0
+    sigma: float = 0.0
     damping: float = 0.0
     kl: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.damping < 0 or self.kl < 0 or self.iterations < 1 or self.sigma <= 0:
-            raise ValueError(f"damping and kl must be >= 0, iterations >= 1, sigma > 0; found {self.damping}, {self.kl}, {self.iterations}, {self.sigma}")  # fmt: skip
+        if self.damping < 0 or self.kl < 0 or self.iterations < 1 or self.sigma < 0:
+            raise ValueError(f"damping and kl must be >= 0, iterations >= 1, sigma >= 0; found {self.damping}, {self.kl}, {self.iterations}, {self.sigma}")  # fmt: skip
 
     def apply(self, risk: Risk, forget: Batches, retain: Batches) -> Outcome:
         """Move the model of `risk` in place. forget, retain: batches (inputs, targets) that together are its data."""
@@ -273,14 +299,19 @@ class NaturalGradient(Edit):
         # fixed_n divides F_sum(R) by n: F + shift = kept/n (F(R) + n/kept shift)
         scale = kept / n if self.objective == "fixed_n" and self.fisher_on == "retain" else 1.0
         fisher = Fisher(risk, basis, (risk.ridge + self.damping) / scale)
-        step = solve(fisher, tuple(p / scale for p in push), self.solver, iterations=self.iterations, tolerance=self.tolerance, sigma=self.sigma)  # fmt: skip
+        wanted = tuple(p / scale for p in push)
+        step = solve(fisher, wanted, self.solver, iterations=self.iterations, tolerance=self.tolerance, sigma=self.sigma)  # fmt: skip
+        if not is_finite(step):
+            raise ValueError(f"the step of solver {self.solver!r} is not finite, so nothing was changed; give the risk a ridge or damping > 0 (lissa: a larger sigma)")  # fmt: skip
+        missed = tuple(a - b for a, b in zip(fisher.product(step), wanted, strict=True))
+        residual = float(norm(missed) / norm(wanted)) if float(norm(wanted)) > 0 else 0.0
         shrunk = self._shrink(Fisher(risk, retain), step)
         step = tuple(shrunk * part for part in step)
         before = float(norm(risk.gradient(retain)))
         with torch.no_grad():
             for parameter, part in zip(risk.params, step, strict=True):
                 parameter.add_(part)
-        return Outcome(step, before, float(norm(risk.gradient(retain))), shrunk)
+        return Outcome(step, before, float(norm(risk.gradient(retain))), residual, shrunk)
 
     def _shrink(self, fisher: Fisher, step: Vec) -> float:
         """s = min(1, sqrt(2 kl / d^T F(R) d)), since KL(theta, theta + s d) = s^2/2 d^T F d to second order."""

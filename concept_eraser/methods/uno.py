@@ -19,7 +19,7 @@ and S^; H is L_r + beta_h d_KL alone.
 
 Deliberate differences from the paper and its code:
 * beta. The paper writes mean losses, its MNIST code sums over 128 x 784 terms with beta = 1e3; a beta without its
-  reduction means nothing, so both are options (`reduction: sum` weighs L_r by its number of terms). Published values
+  reduction means nothing, so both are options (`reduction: sum` multiplies every mean loss by its number of terms). Published values
   span 0.02 to 1e5; `strength: auto` sets ||beta grad c^2|| = ratio ||g_r|| anew at every step.
 * The forget loss enters through c^2 only, which does not notice its sign: give it the loss `data`.
 * An unconditional model that forgets is done; a prompted one must draw something else instead. The authors'
@@ -98,26 +98,31 @@ class Uno(Method):
         retain = self._gradients(closure, "retain")
         forget = tuple(map(torch.zeros_like, retain)) if self.rule == "none" else self._gradients(closure, "forget")
         gram = gramian([retain, forget])
-        notes: dict[str, float] = {"degenerate": int(not bool(usable(gram).all()))}
+        notes: dict[str, float] = {"degenerate": int(self.rule != "none" and not bool(usable(gram).all()))}
         if self.rule == "surgery" or (self.alternate and closure.step % 2 == 1):
             step = combine(Surgery("descent").weights(gram), [retain, forget])
         else:
-            main = closure.terms("retain") if self.reduction == "sum" else 1.0
-            step = tuple(main * part for part in retain)
+            step = retain
             if self.rule == "uno" and not notes["degenerate"]:
                 turn = self._slope(closure, retain, forget, gram)
                 beta = self._beta(turn, step)
                 step = combine([1.0, beta], [step, turn])
-                notes |= {"beta": beta, "turn": float(norm(turn))}
+                notes |= {"beta": beta, "slope_norm": float(norm(turn))}
         if "replace" in closure.players:
-            scale = closure.terms("replace") if self.reduction == "sum" else 1.0
-            step = combine([1.0, scale], [step, closure.grad("replace")])
+            step = combine([1.0, self._scale(closure, "replace")], [step, closure.grad("replace")])
         return Direction(step, gram, None, notes)
 
     def _gradients(self, closure: Closure, player: str) -> Vec:
         """The player's gradient; for the hat versions with beta_h times that of the histogram loss."""
-        own = closure.grad(player)
-        return combine([1.0, self.histogram], [own, closure.grad("histogram")]) if self.histogram else own
+        parts, weights = [closure.grad(player)], [self._scale(closure, player)]
+        if self.histogram:
+            parts.append(closure.grad("histogram"))
+            weights.append(self.histogram)
+        return combine(weights, parts)
+
+    def _scale(self, closure: Closure, player: str) -> float:
+        """What makes a mean-reduced loss the sum it is the mean of; d_KL is no mean and stays as it is."""
+        return float(closure.terms(player)) if self.reduction == "sum" else 1.0
 
     def _slope(self, closure: Closure, retain: Vec, forget: Vec, gram: torch.Tensor) -> Vec:
         """grad c^2 = 2 c (H_r a + H_f b)."""
@@ -127,7 +132,7 @@ class Uno(Method):
         a = combine([both, -c / float(gram[0, 0])], [forget, retain])
         b = combine([both, -c / float(gram[1, 1])], [retain, forget])
         parts = [closure.hvp("retain", a, self.hvp, self.size), closure.hvp("forget", b, self.hvp, self.size)]
-        weights = [2 * c, 2 * c]
+        weights = [2 * c * self._scale(closure, "retain"), 2 * c * self._scale(closure, "forget")]
         if self.histogram:  # its Hessian stands in both
             parts.append(closure.hvp("histogram", combine([1.0, 1.0], [a, b]), self.hvp, self.size))
             weights.append(2 * c * self.histogram)

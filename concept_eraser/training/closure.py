@@ -61,7 +61,10 @@ class LossClosure:
         for compute in self._pieces[player]:
             piece = compute()
             parts = torch.autograd.grad(piece, wanted, allow_unused=True, materialize_grads=True)
-            total = list(parts) if total is None else [a.add_(b) for a, b in zip(total, parts, strict=True)]
+            if total is None:  # autograd may hand out one tensor twice, or a view: copy what is to be added to
+                total = [p.clone() for p in parts] if len(self._pieces[player]) > 1 else list(parts)
+            else:
+                total = [a.add_(b) for a, b in zip(total, parts, strict=True)]
             value = value + piece.detach()
         assert total is not None
         self.seen = float(self._reduce(value))
@@ -133,15 +136,16 @@ def of_step(
     *,
     step: int = 0,
     inner: Sequence[int] = (),
+    ranks: int = 1,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     reduce: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> LossClosure:
-    """The losses of one training step: the mean over a player's micro-batches, on fixed draws."""
+    """The losses of one training step: the mean over a player's micro-batches (and ranks), on fixed draws."""
 
     def piece(player: str, draw: Draw) -> Tensor:
         with autocast():
             return eraser.loss(player, draw) / len(draws[player])
 
     losses = {player: [partial(piece, player, draw) for draw in some] for player, some in draws.items()}
-    terms = {player: sum(draw.noisy.numel() for draw in some) for player, some in draws.items()}
+    terms = {player: ranks * sum(draw.noisy.numel() for draw in some) for player, some in draws.items()}
     return LossClosure(params, losses, terms=terms, step=step, inner=inner, reduce=reduce)

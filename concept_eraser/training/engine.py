@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -122,15 +122,19 @@ class Engine:
             {player: self._draws(player, step) for player in self.eraser.players},
             step=step,
             inner=range(self.trained, len(self.params)),
+            ranks=self.accelerator.num_processes,
             autocast=self._autocast,
             reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),
         )
-        direction = self.method.direction(closure)
+        kept = self.method.state_dict()
+        with self._full_precision():
+            direction = self.method.direction(closure)
         row = {"losses": closure.losses, **describe_gram(closure.players, direction.gram, direction.weights), **direction.notes}  # fmt: skip
         if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(direction.vec):
             self._move(step, direction)
             self.skipped_in_a_row = 0
         else:
+            self.method.load_state_dict(kept)  # what it learned from this step is as good as the step
             self.skipped += 1
             self.skipped_in_a_row += 1
             row["skipped"] = 1
@@ -139,6 +143,13 @@ class Engine:
     def _autocast(self) -> AbstractContextManager:
         """bf16 for the forward pass; weights, gradients and inner products stay in fp32 or better."""
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.schedule.precision == "bf16")
+
+    def _full_precision(self) -> AbstractContextManager:
+        """No TF32 in convolutions for methods that take differences of gradients (it is cuDNN's default)."""
+        cudnn = torch.backends.cudnn
+        if not self.method.needs_fp32 or not torch.cuda.is_available():
+            return nullcontext()
+        return cudnn.flags(enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False)  # fmt: skip
 
     def _move(self, step: int, direction: Direction) -> None:
         for group in self.optimizer.param_groups:

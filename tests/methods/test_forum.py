@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from concept_eraser.methods.forum import Forum, any_players, multipliers, two_players
+from concept_eraser.methods.forum import Forum, any_players, descend_inner, multipliers, two_players
 from concept_eraser.training.closure import LossClosure
 from concept_eraser.vectors import combine, gramian
 
@@ -62,6 +62,12 @@ def test_a_floor_is_kept_and_optimal_above_it() -> None:
     lam, _ = multipliers(gram_of(g, q), 0.1, floor=0.2)
     assert float(lam.min()) >= 0.2 - 1e-12
     assert float(lam.sum()) == pytest.approx(1)
+    x, c = cvxpy.Variable(3), cvxpy.Variable()
+    length = float(q.norm())
+    u = (q / length).numpy()
+    value = 0.5 * cvxpy.sum_squares(g.numpy().T @ x + c * u) - c * 0.1 * length
+    cvxpy.Problem(cvxpy.Minimize(value), [x >= 0.2, cvxpy.sum(x) == 1, c >= 0]).solve(solver="CLARABEL")
+    np.testing.assert_allclose(lam.numpy(), x.value, atol=1e-4)
 
 
 def test_no_constraint_leaves_mgda() -> None:
@@ -133,9 +139,9 @@ def test_t3_t4_t5_what_the_inner_steps_leave(seed: int, steps: int) -> None:
     c, lip = 0.5, whole_lipschitz(a, b)
     eta = 1 / lip
     best = b @ alpha
-    w = w0.clone()
-    for _ in range(steps):
-        w = w - eta * a @ (w - best)
+    omega = w0.clone().requires_grad_()
+    closure = LossClosure((omega,), {"attack": [lambda: lower(a, b, alpha, omega)]}, inner=[0])
+    w = w0 + descend_inner(closure, [torch.zeros_like(w0)], steps, eta)[0]
 
     def slope_alpha(at: torch.Tensor) -> torch.Tensor:
         return -b.T @ a @ (at - best)
@@ -245,7 +251,21 @@ def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
             total += x.numel() * x.element_size()
             return x
 
-        peaks = []
+        class Held:
+            """A saved tensor that is counted while the graph holds it."""
+
+            def __init__(self, tensor: torch.Tensor) -> None:
+                nonlocal total
+                self.tensor = tensor
+                total += tensor.numel() * tensor.element_size()
+                peaks.append(total)
+
+            def __del__(self) -> None:
+                nonlocal total
+                total -= self.tensor.numel() * self.tensor.element_size()
+
+        peaks: list[int] = []
+        held = Held
         if unrolled:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 w = omega
@@ -255,12 +275,8 @@ def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
             return total
 
         def watched() -> torch.Tensor:
-            nonlocal total
-            total = 0  # a new graph; the one before is free
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                value = f(omega)
-            peaks.append(total)
-            return value
+            with torch.autograd.graph.saved_tensors_hooks(held, lambda h: h.tensor):
+                return f(omega)
 
         losses = {"retain": [watched], "forget": [watched], "attack": [watched]}
         Forum(inner_steps=steps).direction(LossClosure((alpha, omega), losses, inner=[1]))
@@ -300,6 +316,20 @@ def test_a_player_at_its_minimum_does_not_stop_the_others() -> None:
     found = Forum().direction(LossClosure((theta, delta), losses, inner=[1]))
     assert found.weights.tolist() == pytest.approx([0.0, 1 / 8**0.5])
     assert torch.all(found.vec[0] < 0)
+
+
+def test_a_lower_level_that_diverges_is_a_step_not_taken() -> None:
+    """It must not be read as "no constraint"."""
+    closure = eq24(STARTS[0])[2]
+    found = Forum(inner_lr=100.0, inner_steps=200).direction(closure)
+    assert found.notes == {"inner_diverged": 1}
+    assert all(torch.isnan(part).all() for part in found.vec)
+
+
+def test_a_floor_that_does_not_fit_the_players_is_refused() -> None:
+    Forum(floor=0.5).check_players(("retain", "forget", "attack"))
+    with pytest.raises(ValueError, match="at most 1/3"):
+        Forum(floor=0.5).check_players(("retain", "forget", "replace", "attack"))
 
 
 def test_a_resumed_run_goes_on_alike() -> None:

@@ -47,7 +47,13 @@ def test_expected_length_of_the_noise() -> None:
 
 
 def test_the_printed_sensitivity_dominates_ours() -> None:
-    given = {"convexity": 0.02, "lipschitz": 6.0, "hessian_lipschitz": 3.0, "sigma_bound": 0.5, "jacobian_bound": 20.0}
+    given = {
+        "convexity": 0.02,
+        "lipschitz": 6.0,
+        "hessian_lipschitz": 3.0,
+        "covariance_bound": 0.5,
+        "jacobian_square_bound": 20.0,
+    }
     n = 720
     for m in (1, 16, 360):
         printed = 3.0 * m**2 * 36 / (0.02**3 * n**2) + 2 * m**2 * 6 * 0.5 * 20 / (0.02**2 * n**2)

@@ -238,7 +238,7 @@ def test_m9_cost_is_k_products_and_k_checkpoints(tmp_path: Path) -> None:
     training = ridge(steps=25)
     history = History(training.params, 4, folder=tmp_path / "history")
     training.run(history=history)
-    assert len(list((tmp_path / "history").iterdir())) == 4
+    assert len(list((tmp_path / "history").glob("*.pt"))) == 4
     calls = []
 
     def counted(indices: Sequence[int], v: Vec) -> Vec:
@@ -298,6 +298,29 @@ def test_b8_ten_iterations_with_the_papers_rate_close_almost_nothing() -> None:
 
     assert setting(0.01, 0.005) > 0.8
     assert setting(0.5, 0.2) < 0.5
+
+
+def test_a_history_on_disk_is_opened_by_another_process(tmp_path: Path) -> None:
+    training = ridge()
+    history = History(training.params, 5, folder=tmp_path)
+    final = training.run(history=history)
+    MiniUnlearning(k=5).apply(history, training.mean_loss, GONE)
+    expected = training.w.detach().clone()
+    with torch.no_grad():
+        training.w.copy_(final)
+    MiniUnlearning(k=5).apply(History.open(training.params, tmp_path), training.mean_loss, GONE)
+    assert torch.equal(training.w.detach(), expected)
+    with pytest.raises(ValueError, match="no recorded history"):
+        History.open(training.params, tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, np.array, torch.tensor])
+def test_the_forget_set_may_be_any_collection_of_indices(kind) -> None:
+    training = ridge()
+    history = History(training.params, 5)
+    training.run(history=history)
+    outcome = MiniUnlearning(k=5).apply(history, training.mean_loss, kind(list(GONE)))
+    assert outcome.touched > 0
 
 
 def test_bad_input_is_refused() -> None:

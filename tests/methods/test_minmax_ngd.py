@@ -74,14 +74,28 @@ def test_state_is_carried_over_a_resume() -> None:
         asked.step = step
         return asked
 
-    whole, first = MinMaxNGD(period=2), MinMaxNGD(period=2)
+    whole, first = MinMaxNGD(period=2, pull=0.5), MinMaxNGD(period=2, pull=0.5)
     for step in range(3):
         whole.direction(given(step))
         first.direction(given(step))
-    second = MinMaxNGD(period=2)
+    second = MinMaxNGD(period=2, pull=0.5)
     second.load_state_dict(first.state_dict())
     for a, b in zip(whole.direction(given(3)).vec, second.direction(given(3)).vec, strict=True):
         assert torch.equal(a, b)
+
+
+def test_every_player_reaches_the_running_fisher() -> None:
+    """Also where the period divides the round."""
+    method = MinMaxNGD(period=4, forget_steps=1, retain_steps=3)
+    updated = set()
+    for step in range(20):
+        given = closure(*pair(0.1, 1.0, 2.0, seed=step))
+        given.step = step
+        before = method.state_dict()
+        method.direction(given)
+        if any(not torch.equal(before[k], v) for k, v in method.state_dict().items() if k in before):
+            updated.add(given.asked[0])
+    assert updated == {"retain", "forget"}
 
 
 @pytest.mark.parametrize("bad", [{"forget_steps": 0}, {"pull": -1.0}, {"average": 0.0}, {"smoothing": 0.0}])

@@ -163,7 +163,7 @@ def test_n5_the_proximal_step_on_a_lasso() -> None:
             ascent = x[:u].T @ (x[:u] @ theta[:, None] - y[:u]) / max(u, 1) * len(x) / len(kept_x)
             return ng.proximal(theta + torch.linalg.solve(metric, ascent)[:, 0], metric, penalty)
         gradient = kept_x.T @ (kept_x @ theta[:, None] - kept_y) / len(kept_x)
-        return ng.proximal(theta - torch.linalg.solve(metric, gradient)[:, 0], metric, penalty)
+        return ng.proximal_step(theta, metric, gradient[:, 0], penalty)
 
     theta = lasso(x, y)
     assert int((theta == 0).sum()) > 0, "the penalty bites"
@@ -294,6 +294,29 @@ def test_a_deep_network_needs_damping_and_then_forgets() -> None:
 def test_options_are_checked(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         NaturalGradient(**options)
+
+
+@pytest.mark.parametrize("solver", ["diagonal", "exact"])
+def test_a_singular_fisher_is_refused_and_nothing_is_changed(solver: str) -> None:
+    """Softmax without a ridge, and pixels that are always 0."""
+    x, y = digits()
+    model = softmax_regression(x, y, 0.02)
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match="damping > 0"):
+        NaturalGradient(solver=solver).apply(Risk(model), [(x[:9], y[:9])], [(x[9:], y[9:])])
+    assert torch.equal(model.weight, before)
+
+
+def test_lissa_chooses_a_sigma_that_converges_and_the_residual_says_how_far() -> None:
+    x, y = digits()
+    residuals = {}
+    for solver, iterations in (("cg", 200), ("cg", 3), ("lissa", 400)):
+        model = softmax_regression(x, y, 0.02)
+        found = NaturalGradient(solver=solver, iterations=iterations).apply(Risk(model, ridge=0.02), [(x[:9], y[:9])], [(x[9:], y[9:])])  # fmt: skip
+        residuals[solver, iterations] = found.residual
+    assert residuals["cg", 200] < 1e-8
+    assert residuals["cg", 3] > 1e-3
+    assert residuals["lissa", 400] < 0.05
 
 
 def test_nothing_retained_is_refused() -> None:

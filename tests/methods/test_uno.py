@@ -81,6 +81,29 @@ def test_reduction_sum_weighs_the_loss_by_its_terms() -> None:
     torch.testing.assert_close(summed, 16 * mean)
 
 
+def test_reduction_sum_scales_every_mean_and_leaves_the_divergence_alone() -> None:
+    closure, _ = world(3, players=("retain", "forget", "replace", "histogram"))
+    grads = {p: flat(closure.grad(p)) for p in closure.players}
+    found = flat(Uno(rule="none", histogram=0.7, reduction="sum").direction(closure).vec)
+    torch.testing.assert_close(found, 16 * grads["retain"] + 0.7 * grads["histogram"] + 16 * grads["replace"])
+    closure, _ = world(3)
+    closure.step = 1
+    odd = flat(Uno(alternate=True, reduction="sum").direction(closure).vec)
+    even_means = flat(Uno(alternate=True).direction(closure).vec)
+    torch.testing.assert_close(odd, 16 * even_means)
+
+
+@pytest.mark.parametrize("hvp", ["exact", "difference"])
+def test_the_sign_of_the_forget_loss_does_not_matter(hvp: str) -> None:
+    closure, losses = world(9)
+    one = flat(Uno(strength=2.0, hvp=hvp).direction(closure).vec)
+    closure._pieces["forget"] = [lambda: -losses["forget"]("forget")]
+    torch.testing.assert_close(flat(Uno(strength=2.0, hvp=hvp).direction(closure).vec), one)
+    closure._pieces["forget"] = [lambda: 5 * losses["forget"]("forget")]
+    scaled = flat(Uno(strength=2.0, hvp=hvp).direction(closure).vec)
+    torch.testing.assert_close(scaled, one)
+
+
 def test_uno_s_takes_turns() -> None:
     closure, _ = world(4)
     plain, alternate = Uno(), registry.build("method", "uno-s", {})
@@ -147,6 +170,14 @@ def test_hessian_products_on_linear_losses_are_zero() -> None:
     closure = LossClosure((w,), {"retain": [lambda: (2 * w).sum()]})
     for how in ("exact", "difference"):
         assert float(norm(closure.hvp("retain", (torch.ones(3, dtype=torch.float64),), how))) < 1e-12
+
+
+def test_gradients_add_up_where_autograd_hands_out_one_tensor_twice() -> None:
+    """(p + q)^2: both gradients are the same tensor; p.sum(): an expanded one."""
+    p, q = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    closure = LossClosure((p, q), {"both": [lambda: ((p + q) ** 2).sum()] * 2, "sum": [lambda: p.sum()] * 2})
+    assert [g.tolist() for g in closure.grad("both")] == [[8.0, 8.0], [8.0, 8.0]]
+    assert closure.grad("sum")[0].tolist() == [2.0, 2.0]
 
 
 def test_products_add_up_over_micro_batches() -> None:

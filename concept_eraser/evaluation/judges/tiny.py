@@ -51,7 +51,7 @@ class TinyJudge(Judge):
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         if value not in CLASSES.get(attribute, ()):
             raise UserError(f"the tiny judge cannot see {attribute} {value!r}; it knows {', '.join(CLASSES)}")
-        return self.net(images)[attribute].softmax(1)[:, CLASSES[attribute].index(value)]
+        return self.net.to(images.device)(images)[attribute].softmax(1)[:, CLASSES[attribute].index(value)]
 
     @torch.no_grad()
     def look(self, pictures: Tensor) -> dict[str, np.ndarray]:
