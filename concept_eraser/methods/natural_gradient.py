@@ -1,4 +1,4 @@
-"""Faster Machine Unlearning via Natural Gradient Descent (Lev & Wilson): the one-shot Fisher step, corrected.
+"""Faster Machine Unlearning via Natural Gradient Descent (Lev & Wilson, arXiv 2407.08169): one Fisher step.
 
 For the risk L(S, theta) = 1/n sum_{z in S} l(z, theta) + ridge/2 ||theta||^2 with l a negative log-likelihood, theta^
 its minimiser on S (n samples), U the m samples to delete, F(R) the Fisher matrix of the retained samples R = S \\ U:
