@@ -20,7 +20,7 @@ from concept_eraser.errors import UserError, unknown, unknown_message
 
 _ROOT = Path(__file__).parent
 KINDS = {"method": "methods", "model": "models", "metric": "evaluation/metrics", "judge": "evaluation/judges"}
-_NOT_PLUGINS = {"__init__", "base", "loading", "gaussian_mechanism"}
+_NOT_PLUGINS = {"__init__", "base", "loading", "fisher", "gaussian_mechanism"}
 
 
 def names(kind: str) -> list[str]:

@@ -81,7 +81,7 @@ def test_heavy_libraries_stay_where_they_belong(path: Path) -> None:
 def test_methods_know_torch_and_vectors_only() -> None:
     for path in (ROOT / "methods").glob("*.py"):
         outside = {i.split(".")[0] for i in imports(path)} - {"concept_eraser", "torch", "__future__"}
-        adapted = {"torchjd": {"torchjd"}, "natural_gradient": {"curvlinops", "scipy", "numpy"}, "gaussian_mechanism": {"scipy"}}.get(path.stem, set())  # fmt: skip
+        adapted = {"torchjd": {"torchjd"}, "fisher": {"curvlinops", "scipy", "numpy"}, "gaussian_mechanism": {"scipy"}}.get(path.stem, set())  # fmt: skip
         plain = {
             "abc",
             "collections",

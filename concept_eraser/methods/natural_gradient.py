@@ -18,201 +18,20 @@ Deliberate differences from the paper:
 * LiSSA's recursion lacks its "x +" (Eqs. 73, 76). What is left returns nearly 0. Even corrected it is a spectral
   filter (1 - (1 - a/sigma)^(T+1)) / a with an implicit damping of about sigma / (T + 1).
 * The (epsilon, delta) noise is in gaussian_mechanism.py.
-* The Fisher products and K-FAC come from curvlinops; CG from scipy.
+* Fisher products and solvers are in fisher.py (curvlinops', scipy's).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from concept_eraser.methods.base import Edit
+from concept_eraser.methods.fisher import Batches, Fisher, Risk, Solver, count, solve
 from concept_eraser.vectors import Vec, dot, is_finite, norm
-
-Batches = Sequence[tuple[Tensor, Tensor]]  # inputs [b, ...], labels [b] (softmax) or targets [b, d] (gaussian)
-Solver = Literal["cg", "exact", "diagonal", "kfac", "lissa"]
-EXACT_LIMIT = 5000  # parameters; beyond, a dense matrix is the wrong tool
-
-
-@dataclass(frozen=True)
-class Risk:
-    """L(S, theta) = 1/n sum_z -log P(y | f(x; theta)) + ridge/2 ||theta||^2 over the parameters of a model.
-
-    likelihood: softmax (f are logits, cross-entropy) or gaussian (1/2 ||y - f||^2).
-    """
-
-    model: nn.Module
-    likelihood: Literal["softmax", "gaussian"] = "softmax"
-    ridge: float = 0.0
-
-    @property
-    def params(self) -> tuple[nn.Parameter, ...]:
-        return tuple(p for p in self.model.parameters() if p.requires_grad)
-
-    def mean_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        if self.likelihood == "softmax":
-            return nn.functional.cross_entropy(output, target)
-        return 0.5 * (output - target).square().flatten(1).sum(1).mean()
-
-    def sum_gradient(self, batches: Batches) -> Vec:
-        """sum_z grad l(z, theta), without the ridge."""
-        total = tuple(torch.zeros_like(p) for p in self.params)
-        for x, y in batches:
-            loss = self.mean_loss(self.model(x), y) * len(x)
-            parts = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
-            total = tuple(a + b for a, b in zip(total, parts, strict=True))
-        return total
-
-    def gradient(self, batches: Batches) -> Vec:
-        """grad L(S, theta), with the ridge."""
-        n = count(batches)
-        return tuple(g / n + self.ridge * p.detach() for g, p in zip(self.sum_gradient(batches), self.params, strict=True))  # fmt: skip
-
-    def certificate(self, batches: Batches, convexity: float) -> float:
-        """||theta - argmin L(S)|| <= ||grad L(S, theta)|| / mu for a mu-strongly convex L: no constant but mu."""
-        if convexity <= 0:
-            raise ValueError(f"the certificate needs a risk that is strongly convex, with its constant > 0; found {convexity}")  # fmt: skip
-        return float(norm(self.gradient(batches))) / convexity
-
-
-def count(batches: Batches) -> int:
-    return sum(len(x) for x, _ in batches)
-
-
-def flatten(v: Vec) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in v])
-
-
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Vec:
-    parts = flat.split([p.numel() for p in like])
-    return tuple(part.reshape(p.shape).to(p) for part, p in zip(parts, like, strict=True))
-
-
-@dataclass(frozen=True)
-class Fisher:
-    """F(S, theta) + shift I, the Fisher being the mean over the samples of J^T Sigma J."""
-
-    risk: Risk
-    batches: Batches
-    shift: float = 0.0
-
-    @cached_property
-    def _operator(self) -> Any:
-        from curvlinops import GGNLinearOperator
-
-        class MeanLoss(nn.Module):
-            reduction = "mean"  # curvlinops asks
-
-            def forward(_self, output: Tensor, target: Tensor) -> Tensor:  # noqa: N805
-                return self.risk.mean_loss(output, target)
-
-        return GGNLinearOperator(self.risk.model, MeanLoss(), list(self.risk.params), self.batches, check_deterministic=False)  # fmt: skip
-
-    def product(self, v: Vec) -> Vec:
-        """(F + shift I) v by one jvp and one vjp a batch."""
-        found = self._operator @ list(v)
-        return tuple(f.detach() + self.shift * part for f, part in zip(found, v, strict=True))
-
-    def dense(self) -> Tensor:
-        """[p, p]; refused beyond EXACT_LIMIT parameters."""
-        size = sum(p.numel() for p in self.risk.params)
-        if size > EXACT_LIMIT:
-            raise ValueError(f"solver: exact builds a {size} x {size} matrix; it is meant for at most {EXACT_LIMIT} parameters. Use cg")  # fmt: skip
-        eye = torch.eye(size, dtype=self.risk.params[0].dtype, device=self.risk.params[0].device)
-        return (self._operator @ eye).detach() + self.shift * eye
-
-    def diagonal(self) -> Tensor:
-        """[p], exactly: sum over outputs of the squares of sqrt(Sigma) J, sample by sample."""
-        params = self.risk.params
-        total = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
-        for x, _ in self.batches:
-            for i in range(len(x)):
-                output = self.risk.model(x[i : i + 1])[0].reshape(-1)
-                for row in _root(output.detach(), self.risk.likelihood):
-                    parts = torch.autograd.grad(output @ row, params, retain_graph=True, allow_unused=True, materialize_grads=True)  # fmt: skip
-                    total += flatten(parts) ** 2
-        return total / count(self.batches) + self.shift
-
-
-def _root(output: Tensor, likelihood: str) -> Tensor:
-    """Rows r_k with sum_k r_k r_k^T = Sigma. Softmax: r_k = sqrt(p_k) (e_k - p)."""
-    eye = torch.eye(len(output), dtype=output.dtype, device=output.device)
-    if likelihood == "gaussian":
-        return eye
-    p = output.softmax(0)
-    return p.sqrt()[:, None] * (eye - p)
-
-
-def solve(fisher: Fisher, v: Vec, solver: Solver, *, iterations: int = 200, tolerance: float = 1e-10, sigma: float = 0.0) -> Vec:  # fmt: skip
-    """(F + shift I)^-1 v. Raises ValueError where the matrix is singular. sigma of lissa: 0 for 1.1 lambda_max."""
-    if solver == "exact":
-        try:
-            return unflatten(torch.linalg.solve(fisher.dense(), flatten(v)), v)
-        except torch.linalg.LinAlgError:
-            raise ValueError("the Fisher matrix is singular (a softmax model's always is); give the risk a ridge or damping > 0") from None  # fmt: skip
-    if solver == "diagonal":
-        return unflatten(flatten(v) / fisher.diagonal(), v)
-    if solver == "kfac":
-        return _kfac(fisher, v)
-    if solver == "lissa":
-        return lissa(fisher.product, v, sigma or 1.1 * largest_eigenvalue(fisher.product, v), iterations)
-    return _cg(fisher, v, iterations, tolerance)
-
-
-def _cg(fisher: Fisher, v: Vec, iterations: int, tolerance: float) -> Vec:
-    import numpy as np
-    from scipy.sparse.linalg import LinearOperator, cg
-
-    size = sum(p.numel() for p in v)
-
-    def multiply(x: Any) -> Any:
-        return flatten(fisher.product(unflatten(torch.from_numpy(np.asarray(x).reshape(-1)), v))).double().cpu().numpy()
-
-    found, _ = cg(LinearOperator((size, size), matvec=multiply, dtype=np.float64), flatten(v).double().cpu().numpy(), rtol=tolerance, maxiter=iterations)  # fmt: skip
-    return unflatten(torch.from_numpy(found), v)
-
-
-def _kfac(fisher: Fisher, v: Vec) -> Vec:
-    """One Kronecker product a layer; exact for one linear layer without weight sharing and squared error."""
-    from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
-
-    if fisher.shift <= 0:
-        raise ValueError("solver: kfac needs damping (or a ridge) > 0: a Kronecker factor of few samples is singular")
-    gaussian = fisher.risk.likelihood == "gaussian"
-    outputs = fisher.risk.model(fisher.batches[0][0][:1]).numel()
-    scale = outputs / 2 if gaussian else 1.0  # torch's MSE is the mean over outputs, without our 1/2
-    loss = nn.MSELoss() if gaussian else nn.CrossEntropyLoss()
-    factors = KFACLinearOperator(fisher.risk.model, loss, list(fisher.risk.params), fisher.batches, fisher_type="type-2", check_deterministic=False, separate_weight_and_bias=False)  # fmt: skip
-    inverse = KFACInverseLinearOperator(factors, damping=fisher.shift / scale, use_exact_damping=True)
-    return tuple(part.detach() / scale for part in inverse @ list(v))
-
-
-def largest_eigenvalue(multiply: Callable[[Vec], Vec], like: Vec, iterations: int = 50) -> float:
-    """Of a positive semi-definite matrix, by power iteration from a fixed start."""
-    generator = torch.Generator().manual_seed(0)
-    v = tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in like)
-    value = 0.0
-    for _ in range(iterations):
-        v = tuple(part / float(norm(v)) for part in v)
-        v = multiply(v)
-        value = float(norm(v))
-    return value
-
-
-def lissa(multiply: Callable[[Vec], Vec], x: Vec, sigma: float, iterations: int) -> Vec:
-    """A^-1 x by v_t = x + v_{t-1} - A v_{t-1} / sigma, v_0 = x; returns v_T / sigma = (1 - (1 - A/sigma)^(T+1)) / A x.
-
-    Needs sigma > lambda_max(A) / 2 to converge; directions with eigenvalue a << sigma / T stay damped.
-    """
-    v = x
-    for _ in range(iterations):
-        v = tuple(a + b - c / sigma for a, b, c in zip(x, v, multiply(v), strict=True))
-    return tuple(part / sigma for part in v)
 
 
 def proximal(center: Tensor, metric: Tensor, penalty: float, iterations: int = 20000) -> Tensor:

@@ -6,9 +6,9 @@ With g_r, g_f the gradients of the retain and the forget loss:
 * ascent  (SA, Bae et al. 2023, arXiv 2311.15040): g = g_f - (<g_r, g_f> / ||g_r||^2) g_r
 * pcgrad  (Yu et al., arXiv 2001.06782):        on conflict (<g_r, g_f> < 0) both projections, summed; else g_r + g_f
 
-S and SA always project, PCGrad only on conflict. A difference of sign: the papers write S and SA with g_f the gradient of the training
-loss on forget data and step *up* along it in SA. Our forget loss is minimised, so both are to be used with the
-loss `ascent`, whose gradient is -g_f: S does not notice the sign, and SA's step up becomes our step down.
+S and SA always project, PCGrad only on conflict. A difference of sign: the papers write S and SA with g_f the gradient
+of the training loss on forget data and step *up* along it in SA. Our forget loss is minimised, so both are to be used
+with the loss `ascent`, whose gradient is -g_f: S does not notice the sign, and SA's step up becomes our step down.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.methods.base import Edit, Method
+from concept_eraser.methods.fisher import Risk
 from concept_eraser.methods.mini_unlearning import History
-from concept_eraser.methods.natural_gradient import Risk
 from concept_eraser.vectors import dot, norm
 from tests.methods.test_mini_unlearning import ridge
 from tests.methods.test_natural_gradient import fitted, regression, ridge_solution

@@ -9,9 +9,11 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
+from concept_eraser.methods import fisher as algebra
 from concept_eraser.methods import natural_gradient as ng
+from concept_eraser.methods.fisher import Fisher, Risk
 from concept_eraser.methods.gaussian_mechanism import sensitivity
-from concept_eraser.methods.natural_gradient import Fisher, NaturalGradient, Outcome, Risk
+from concept_eraser.methods.natural_gradient import NaturalGradient, Outcome
 
 
 def regression(seed: int = 0, n: int = 60, d: int = 5, outputs: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +58,7 @@ def test_a1_the_printed_factor_is_worse_than_doing_nothing() -> None:
     model = fitted(x, y, 0.1)
     risk = Risk(model, "gaussian", 0.1)
     mean_u = tuple(g / m for g in risk.sum_gradient([(x[:m], y[:m])]))
-    printed = ng.solve(Fisher(risk, [(x, y)], 0.1), tuple(n / (n - m) * g for g in mean_u), "exact")
+    printed = algebra.solve(Fisher(risk, [(x, y)], 0.1), tuple(n / (n - m) * g for g in mean_u), "exact")
     nothing = float((start - target).norm())
     assert float((start + printed[0] - target).norm()) > 4 * nothing
 
@@ -182,7 +184,7 @@ def test_n6_lissa_is_its_filter_and_the_printed_recursion_vanishes() -> None:
     a = basis @ torch.diag(values) @ basis.T
     x = torch.randn(6, generator=g, dtype=torch.float64)
     sigma, steps = 5.0, 200
-    found = ng.lissa(lambda v: (a @ v[0],), (x,), sigma, steps)[0]
+    found = algebra.lissa(lambda v: (a @ v[0],), (x,), sigma, steps)[0]
     filtered = (1 - (1 - values / sigma) ** (steps + 1)) / values
     torch.testing.assert_close(found, basis @ (filtered * (basis.T @ x)))
     printed = x
@@ -210,7 +212,7 @@ def test_n7_products_dense_and_diagonal_are_the_explicit_fisher(likelihood: str)
     explicit = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64).diag()
     for row in x:
         output = risk.model(row[None])[0]
-        jacobian = torch.stack([ng.flatten(torch.autograd.grad(o, params, retain_graph=True)) for o in output])
+        jacobian = torch.stack([algebra.flatten(torch.autograd.grad(o, params, retain_graph=True)) for o in output])
         p = output.detach().softmax(0)
         middle = torch.diag(p) - torch.outer(p, p) if likelihood == "softmax" else torch.eye(3, dtype=torch.float64)
         explicit += jacobian.T @ middle @ jacobian / len(x)
@@ -219,11 +221,11 @@ def test_n7_products_dense_and_diagonal_are_the_explicit_fisher(likelihood: str)
     torch.testing.assert_close(fisher.dense(), shifted)
     torch.testing.assert_close(fisher.diagonal(), shifted.diagonal())
     assert float(torch.linalg.eigvalsh(explicit).min()) > -1e-12
-    v = ng.unflatten(torch.randn(len(explicit), dtype=torch.float64), params)
-    torch.testing.assert_close(ng.flatten(fisher.product(v)), shifted @ ng.flatten(v))
-    solved = ng.solve(fisher, v, "cg")
-    torch.testing.assert_close(ng.flatten(fisher.product(solved)), ng.flatten(v), rtol=0, atol=1e-7)
-    torch.testing.assert_close(ng.flatten(ng.solve(fisher, v, "lissa", sigma=10.0, iterations=600)), ng.flatten(solved), rtol=1e-4, atol=1e-6)  # fmt: skip
+    v = algebra.unflatten(torch.randn(len(explicit), dtype=torch.float64), params)
+    torch.testing.assert_close(algebra.flatten(fisher.product(v)), shifted @ algebra.flatten(v))
+    solved = algebra.solve(fisher, v, "cg")
+    torch.testing.assert_close(algebra.flatten(fisher.product(solved)), algebra.flatten(v), rtol=0, atol=1e-7)
+    torch.testing.assert_close(algebra.flatten(algebra.solve(fisher, v, "lissa", sigma=10.0, iterations=600)), algebra.flatten(solved), rtol=1e-4, atol=1e-6)  # fmt: skip
 
 
 def test_n7_kfac_is_exact_for_one_linear_layer_and_squared_error() -> None:
@@ -231,9 +233,11 @@ def test_n7_kfac_is_exact_for_one_linear_layer_and_squared_error() -> None:
     risk = Risk(fitted(x, y, 0.1), "gaussian", 0.1)
     fisher = Fisher(risk, [(x, y)], 0.2)
     v = (torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),)
-    torch.testing.assert_close(ng.solve(fisher, v, "kfac"), ng.solve(fisher, v, "exact"), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        algebra.solve(fisher, v, "kfac"), algebra.solve(fisher, v, "exact"), rtol=1e-6, atol=1e-9
+    )
     with pytest.raises(ValueError, match="kfac needs damping"):
-        ng.solve(Fisher(risk, [(x, y)]), v, "kfac")
+        algebra.solve(Fisher(risk, [(x, y)]), v, "kfac")
 
 
 def test_n10_an_interpolating_model_is_not_moved() -> None:

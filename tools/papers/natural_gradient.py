@@ -11,8 +11,9 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
+from concept_eraser.methods.fisher import Risk
 from concept_eraser.methods.gaussian_mechanism import expected_length, noise_scale, sensitivity
-from concept_eraser.methods.natural_gradient import NaturalGradient, Risk
+from concept_eraser.methods.natural_gradient import NaturalGradient
 from concept_eraser.vectors import norm
 
 RIDGE = 0.02
