@@ -1,11 +1,11 @@
 """Attack erased weights with an offset of the prompt's embedding, at several radii, and count what comes back.
 
-    python -m tools.soft_prompt NAME=weights.safetensors ... [--seed 0] [--n 100]
+    python -m tools.soft_prompt NAME=weights.safetensors ... [--seed 0] [--n 100] [--name more]
 
 For each model one offset delta [1, tokens, width] is trained on the original model's pictures of the concept (the
 training loss under e + delta, Adam, ||delta|| <= radius x mean ||e||, Frobenius norms), then added to held-out prompts
 of the concept. The original model and a random offset of the same length are the controls. Writes
-eval/results/robustness/seed<seed>.json; `python -m tools.render_results` makes the table.
+eval/results/robustness/[<name>_]seed<seed>.json; `python -m tools.render_results` makes the table.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="NAME=weights.safetensors of an erased UNet")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--n", type=int, default=100)
+    parser.add_argument("--name", default="", help="of the JSON, for further models beside those measured before: the original model is then not measured again")  # fmt: skip
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     judge = registry.build("judge", "tiny", {})
@@ -96,7 +97,7 @@ def main() -> None:
     asked = prompts.load("tiny_star").take(args.n, 902 + args.seed).texts
     asked_seeds = generate.seeds_for(asked, environment.derive_seed(args.seed, "attacked pictures"))
     rows = []
-    for name, path in [("original", ""), *(m.split("=", 1) for m in args.models)]:
+    for name, path in [*([] if args.name else [("original", "")]), *(m.split("=", 1) for m in args.models)]:
         model = load("tiny-sd")
         if path:
             model.denoiser.load_state_dict(load_file(path), strict=False)
@@ -112,7 +113,7 @@ def main() -> None:
             print(f"{name} radius {radius}: {[round(100 * r['concept']['value']) for r in rows if r['model'] == name and r['radius'] == radius]} % ({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip
     FOLDER.mkdir(parents=True, exist_ok=True)
     settings = {"steps": STEPS, "batch": BATCH, "rate": RATE, "sampling": vars(SAMPLING), "concept": dict([CONCEPT])}
-    (FOLDER / f"seed{args.seed}.json").write_text(dumps({"seed": args.seed, "settings": settings, "rows": rows, "judge": judge.fingerprint, "environment": environment.describe()}))  # fmt: skip
+    (FOLDER / f"{args.name + '_' if args.name else ''}seed{args.seed}.json").write_text(dumps({"seed": args.seed, "settings": settings, "rows": rows, "judge": judge.fingerprint, "environment": environment.describe()}))  # fmt: skip
 
 
 if __name__ == "__main__":
