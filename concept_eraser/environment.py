@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,22 @@ def describe() -> dict[str, Any]:
         "device": device,
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(sys.argv),
     }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """A command line without the folders of the machine it ran on: absolute paths become relative ones, or names."""
+
+    def short(part: str) -> str:
+        path = Path(part)
+        if not path.is_absolute():
+            return part
+        inside = path.is_relative_to(Path.cwd())
+        return str(path.relative_to(Path.cwd())) if inside else path.name
+
+    rest = ("=".join(short(part) for part in argument.split("=")) for argument in arguments[1:])
+    return " ".join([Path(arguments[0]).name, *rest])
 
 
 def fingerprint(content: Any) -> str:

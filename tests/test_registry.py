@@ -65,6 +65,12 @@ def test_derived_seeds_are_stable_and_distinct() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_a_recorded_command_names_no_folder_of_the_machine(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["/somewhere/bin/study.py", "eval/x.yaml", "--work", str(tmp_path / "runs" / "a"), "plain=/elsewhere/w.safetensors"]  # fmt: skip
+    assert environment.command(given) == "study.py eval/x.yaml --work runs/a plain=w.safetensors"
+
+
 def test_resources_name_what_is_missing(tmp_path) -> None:
     with pytest.raises(UserError, match="unknown recipe 'nothing'"):
         resources.find("pipelines", "nothing")
