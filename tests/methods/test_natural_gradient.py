@@ -125,7 +125,7 @@ def test_n4_certificate_bounds_the_error() -> None:
     risk = Risk(model, ridge=mu)
     target = softmax_regression(x[m:], y[m:], mu).weight
     # C: gradients of softmax regression are (p - e_y) x^T, of length at most sqrt(2) ||x||, plus the ridge's
-    lipschitz = float(2**0.5 * x.norm(dim=1).max() + mu * model.weight.norm())
+    lipschitz = float(2**0.5 * x.norm(dim=1).max() + mu * model.weight.detach().norm())
     assert float((model.weight - target).norm()) <= m * lipschitz / (len(x) * mu)
     NaturalGradient().apply(risk, [(x[:m], y[:m])], [(x[m:], y[m:])])
     error = float((model.weight - target).norm())
@@ -133,7 +133,7 @@ def test_n4_certificate_bounds_the_error() -> None:
     assert 0 < error <= certificate
     gamma = sensitivity(len(x), m, convexity=mu, lipschitz=lipschitz, hessian_lipschitz=float(x.norm(dim=1).max()) ** 3)
     assert certificate < gamma, "the bound before the fact is looser than the certificate after it"
-    assert gamma > 10 * float(model.weight.norm()), "... so loose that its noise would drown the weights"
+    assert gamma > 10 * float(model.weight.detach().norm()), "... so loose that its noise would drown the weights"
     with pytest.raises(ValueError, match="strongly convex"):
         risk.certificate([(x, y)], 0.0)
 
