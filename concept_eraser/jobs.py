@@ -88,8 +88,7 @@ class Job:
     def sides(self) -> dict[str, Side]:
         """The players in the order the methods expect, with their data ready."""
         sides = {name: getattr(self.recipe, name) for name in self.recipe.players}
-        if self.recipe.histogram:  # asked on the forgotten prompts, where the concept would show
-            sides["histogram"] = self.recipe.forget.model_copy(update={"loss": "histogram", "scale": 1.0, "timesteps": self.recipe.histogram.timesteps})  # fmt: skip
+        asked = sides.pop("histogram", None)  # of the forget side's own examples, where the concept would show
         if self.recipe.attack:  # it wants the forgotten prompts' own images back
             attack = self.recipe.attack
             sides["attack"] = recipes.Side(prompts=self.recipe.forget.prompts, loss="data", n=attack.n)
@@ -97,11 +96,11 @@ class Job:
         if "retain" in sets:
             prompts.require_disjoint(sets["forget"], sets["retain"])
         made = {name: self._side(name, side, sets[name]) for name, side in sides.items()}
-        if self.recipe.histogram:
-            made["histogram"] = replace(made["histogram"], settings=self._judged(self.recipe.histogram))
+        if asked:
+            made["histogram"] = replace(made["forget"], loss="histogram", scale=1.0, timesteps=asked.timesteps, settings=self._judged(asked))  # fmt: skip
         if self.recipe.attack:
             made["attack"] = replace(made["attack"], decay=self.recipe.attack.decay)
-        return made
+        return {name: made[name] for name in self.recipe.players}
 
     def _judged(self, histogram: recipes.Histogram) -> Settings:
         judge = registry.build("judge", histogram.judge, {})

@@ -7,7 +7,7 @@ entries is meaningless in half precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,19 @@ def combine(weights: Tensor | Sequence[float], vectors: Sequence[Vec]) -> Vec:
 
 def is_finite(u: Vec) -> bool:
     return all(bool(torch.isfinite(part).all()) for part in u)
+
+
+def spectral_norm(multiply: Callable[[Vec], Vec], like: Vec, iterations: int) -> float:
+    """||A|| of a symmetric matrix given by its products, by power iteration from a fixed start; 0 for A = 0."""
+    generator = torch.Generator().manual_seed(0)
+    v = tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in like)
+    length = float(norm(v))
+    for _ in range(iterations):
+        if length == 0:
+            return 0.0
+        v = multiply(tuple(part / length for part in v))
+        length = float(norm(v))
+    return length
 
 
 def cosine(gram: Tensor, i: int = 0, j: int = 1) -> float:

@@ -4,8 +4,9 @@ The frozen teacher is not a second model: only the original values of the select
 teacher's prediction is a functional call of the same module with those values in place.
 
 With a side named `attack` there is an adversary: one offset delta of the text embedding [1, tokens, width], added to
-the forgotten prompts where the model in training (never its teacher) sees them. The attack's loss is the training loss on the forgotten images under e_c + delta, plus
-c/2 ||delta||^2 (it wants the concept back); the forget loss is then asked at delta and at 0, and added.
+the forgotten prompts where the model in training (never its teacher) sees them. The attack's loss is the training loss
+on the forgotten images under e_c + delta, plus c/2 ||delta||^2 (it wants the concept back); the forget loss is then
+asked at delta and at 0, and added.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.vectors import Vec, norm
+from concept_eraser.vectors import Vec, norm, spectral_norm
 
 Batches = Sequence[tuple[Tensor, Tensor]]  # inputs [b, ...], labels [b] (softmax) or targets [b, d] (gaussian)
 Solver = Literal["cg", "exact", "diagonal", "kfac", "lissa"]
@@ -143,7 +143,7 @@ def solve(fisher: Fisher, v: Vec, solver: Solver, *, iterations: int = 200, tole
     if solver == "kfac":
         return _kfac(fisher, v)
     if solver == "lissa":
-        return lissa(fisher.product, v, sigma or 1.1 * largest_eigenvalue(fisher.product, v), iterations)
+        return lissa(fisher.product, v, sigma or 1.1 * spectral_norm(fisher.product, v, 50), iterations)
     return _cg(fisher, v, iterations, tolerance)
 
 
@@ -173,18 +173,6 @@ def _kfac(fisher: Fisher, v: Vec) -> Vec:
     factors = KFACLinearOperator(fisher.risk.model, loss, list(fisher.risk.params), fisher.batches, fisher_type="type-2", check_deterministic=False, separate_weight_and_bias=False)  # fmt: skip
     inverse = KFACInverseLinearOperator(factors, damping=fisher.shift / scale, use_exact_damping=True)
     return tuple(part.detach() / scale for part in inverse @ list(v))
-
-
-def largest_eigenvalue(multiply: Callable[[Vec], Vec], like: Vec, iterations: int = 50) -> float:
-    """Of a positive semi-definite matrix, by power iteration from a fixed start."""
-    generator = torch.Generator().manual_seed(0)
-    v = tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in like)
-    value = 0.0
-    for _ in range(iterations):
-        v = tuple(part / float(norm(v)) for part in v)
-        v = multiply(v)
-        value = float(norm(v))
-    return value
 
 
 def lissa(multiply: Callable[[Vec], Vec], x: Vec, sigma: float, iterations: int) -> Vec:

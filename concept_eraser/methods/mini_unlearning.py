@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Edit
-from concept_eraser.vectors import Vec, combine, dot, norm
+from concept_eraser.vectors import Vec, combine, dot, norm, spectral_norm
 
 MeanLoss = Callable[[Sequence[int]], Tensor]  # mean loss of some samples, by index, at the parameters as they stand
 
@@ -233,15 +233,8 @@ def _advance(step: Iteration, kept: list[int], hit: bool, d: Vec, dv: Vec, param
 
 
 def _contraction(product: Callable[[Vec], Vec], lr: float, like: Vec, iterations: int) -> float:
-    """||I - lr H|| by power iteration from a fixed start."""
-    generator = torch.Generator().manual_seed(0)
-    v = tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in like)
-    rate = 0.0
-    for _ in range(iterations):
-        v = tuple(part / float(norm(v)) for part in v)
-        v = combine([1.0, -lr], [v, product(v)])
-        rate = float(norm(v))
-    return rate
+    """||I - lr H||."""
+    return spectral_norm(lambda v: combine([1.0, -lr], [v, product(v)]), like, iterations)
 
 
 def rewind(history: History | None, loss: MeanLoss, forget: Sequence[int], k: int) -> Outcome:

@@ -217,9 +217,10 @@ class Engine:
 def whole_steps() -> Iterator[None]:
     """Hold back Ctrl-C until the block is done, so that a saved state lies between steps, never inside one.
 
-    Signals reach the main thread only; elsewhere nothing needs to be held back.
+    Signals reach the main thread only; elsewhere, and where somebody ignores Ctrl-C, nothing is to be held back.
     """
-    if threading.current_thread() is not threading.main_thread():
+    ours = signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None)
+    if not ours or threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
