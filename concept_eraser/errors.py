@@ -20,7 +20,7 @@ def unknown(what: str, found: str, allowed: Iterable[str], *, hint: str = "") ->
 
 
 def unknown_message(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> str:
-    options = sorted(allowed)
+    options = sorted(set(allowed))
     close = difflib.get_close_matches(str(found), options, n=1, cutoff=0.5)
     guess = f"; did you mean {close[0]!r}?" if close else ";"
     return f"unknown {what} {found!r}{guess} available: {', '.join(options) or '(none)'}{'. ' + hint if hint else ''}"

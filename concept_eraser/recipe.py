@@ -278,7 +278,8 @@ def _explain(item: Any) -> str:
         if isinstance(item["input"], dict | BaseModel) or item["type"] == "value_error"
         else f", found {item['input']!r}"
     )
-    return f"{path + ': ' if path else ''}{message[0].lower()}{message[1:]}{shown}"
+    plain = message if message[:2].isupper() else message[0].lower() + message[1:]  # FORUM stays FORUM
+    return f"{path + ': ' if path else ''}{plain}{shown}"
 
 
 def _fields(location: tuple) -> list[str]:

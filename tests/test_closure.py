@@ -137,7 +137,7 @@ def test_bilevel_methods_run_and_leave_the_adversary_out_of_the_weights(method: 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"method": {"name": "forum"}}, "lower-level problem"),
+        ({"method": {"name": "forum"}}, "FORUM needs a lower-level problem"),
         ({"attack": {}}, "no lower-level problem to give"),
         ({"method": {"name": "uno"}, "training__precision": "bf16"}, "rounding of bf16"),
         ({"method": {"name": "uno-hat"}}, "asks a judge"),

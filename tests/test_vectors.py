@@ -53,5 +53,5 @@ def test_cosine_of_zero_is_nan() -> None:
 def test_spectral_norm_is_the_largest_eigenvalue_in_size() -> None:
     matrix = torch.diag(torch.tensor([1.0, -3.0, 2.0], dtype=torch.float64))
     like = (torch.zeros(3, dtype=torch.float64),)
-    assert float(spectral_norm(lambda v: (matrix @ v[0],), like, 100)) == pytest.approx(3)
-    assert spectral_norm(lambda v: (0 * v[0],), like, 5) == 0
+    assert float(vectors.spectral_norm(lambda v: (matrix @ v[0],), like, 100)) == pytest.approx(3)
+    assert vectors.spectral_norm(lambda v: (0 * v[0],), like, 5) == 0
