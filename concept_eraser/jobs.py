@@ -16,7 +16,9 @@ from concept_eraser import environment, registry
 from concept_eraser import recipe as recipes
 from concept_eraser.data import batches, generate, images, prompts
 from concept_eraser.erasers.denoiser import Denoiser, Side
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, unknown
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.watch import Watch, share_of
 from concept_eraser.losses import LOSSES, Settings
 from concept_eraser.models.base import Model
 from concept_eraser.progress import Progress
@@ -51,7 +53,7 @@ def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: boo
                 f"{folder} holds this run, unfinished; continue with --resume, or start over with --overwrite"
             )
     if overwrite and folder.exists():
-        for name in ("done.json", "state.ckpt", "log.jsonl"):
+        for name in ("done.json", "state.ckpt", "log.jsonl", "watch.jsonl"):
             (folder / name).unlink(missing_ok=True)
     write_whole(path, lambda partial: _text(partial, recipes.dump(recipe, command)))
     return False
@@ -154,9 +156,19 @@ class Job:
         eraser = self.eraser()
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
         method = registry.build("method", self.recipe.method.name, self.recipe.method.options)
-        engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress)
+        engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch())
         engine.run(resume=resume)
         return engine, eraser
+
+    def watch(self) -> Watch | None:
+        asked = self.recipe.watch
+        if asked is None:
+            return None
+        suite = suites.load(asked.suite)
+        if asked.group not in suite.groups:
+            raise unknown("group of the suite to watch", asked.group, suite.groups)
+        share = share_of(self.model, suite, asked.group, asked.n, progress=self.progress)
+        return Watch(share, self.folder / "watch.jsonl", asked.every, asked.below)
 
     def write(self, engine: Engine, eraser: Denoiser) -> dict[str, Any]:
         """The finished run: pipeline folder, changed tensors, environment, and done.json last of all."""
@@ -173,6 +185,8 @@ class Job:
             "trained_tensors": len(changed),
             "trained_parameters": sum(value.numel() for value in changed.values()),
         }
+        if isinstance(engine.watch, Watch):
+            done["forgotten"] = engine.watch.summary()
         self._write("done.json", lambda p: _text(p, json.dumps(done, indent=1) + "\n"))
         engine.checkpoint.unlink(missing_ok=True)
         return done

@@ -101,6 +101,22 @@ class Histogram(_Strict):
         return value
 
 
+class Watch(_Strict):
+    """Look at the concept's share while training: after how many steps and seconds is it gone?"""
+
+    suite: str = Field(description="the evaluation suite whose concept, judge, sampler and prompts are used")
+    group: str = "direct"
+    every: int = Field(10, ge=1, description="steps between two looks")
+    n: int = Field(50, ge=2, description="pictures a look")
+    below: float = Field(0.02, gt=0, lt=1, description="gone means a share below this (UNO: 0.02); the looks then end")
+
+    @field_validator("suite")
+    @classmethod
+    def _known_suite(cls, value: str) -> str:
+        resources.find("eval", value)
+        return value
+
+
 class MethodSpec(BaseModel):
     """A method of methods/ by name, with its options."""
 
@@ -167,6 +183,7 @@ class Recipe(_Strict):
     replace: Side | None = Field(None, description="what the forgotten prompts should show instead, as a player of its own (UNO with its anchor term)")  # fmt: skip
     attack: Attack | None = Field(None, description="the lower-level problem of forum and adversarial")
     histogram: Histogram | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
+    watch: Watch | None = Field(None, description="look at the concept's share while training")
     method: MethodSpec = MethodSpec()
     trainable: Trainable = Trainable()
     training: Training = Training()

@@ -25,7 +25,7 @@ ALLOWED = {
     "tiny": {"environment", "resources", "models", "tiny"},
     "evaluation": {*BASE - {"vectors"}, "models", "data", "tiny", "evaluation"},
     "recipe": {"errors", "registry", "resources", "environment", "training.parameters"},
-    "jobs": {*BASE, "recipe", "data", "losses", "erasers", "models", "training"},
+    "jobs": {*BASE, "recipe", "data", "losses", "erasers", "models", "training", "evaluation"},
     "api": {*BASE, "recipe", "jobs", "models", "training", "evaluation"},
     "cli": {*BASE, "api", "recipe", "data", "losses", "training.parameters", "evaluation", "cli"},
 }

@@ -29,14 +29,15 @@ from concept_eraser.evaluation.suite import Evaluation, dumps
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 
 
-def run_one(entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path) -> tuple[dict, Evaluation | None]:
+def run_one(entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path, watch: dict | None = None) -> tuple[dict, Evaluation | None]:
     """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with pictures if just made)."""
     done = folder / f"result_{n}.json"
     if done.exists():
         kept = json.loads(done.read_text())
         if kept["evaluation"].get("judge") == registry.load("judge", suite.judge)().fingerprint:
             return kept, None  # a run seen by another judge is looked at again; its pictures are cached
-    changes = [f"{k}={json.dumps(v)}" for k, v in {**entry.get("set", {}), **point, "training.seed": seed}.items()]
+    asked = {**entry.get("set", {}), **point, "training.seed": seed} | ({"watch": watch} if watch else {})
+    changes = [f"{k}={json.dumps(v)}" for k, v in asked.items()]
     recipe = recipes.load(entry["recipe"], changes)
     began = time.monotonic()
     run = api.erase(recipe, output=folder, resume=True)
@@ -78,11 +79,13 @@ def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, se
     missing = [seed for seed, path in paths.items() if not _is_current(path, judge)]
     if not missing:
         return
-    scores = _known_scores(results, name, judge) or select(study, name, entry, work)
+    scores = _known_scores(results, name, judge) or chosen_elsewhere(study, entry, work, results, judge)
+    scores = scores or select(study, name, entry, work)
     best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
     for seed in missing:
         folder = work / name / f"report_{seed}"
-        result, found = run_one(entry, best, seed, suite, entry.get("n", study["n"]), folder)
+        watch = {"suite": _suite_name(study, entry), **study["watch"]} if "watch" in study else None
+        result, found = run_one(entry, best, seed, suite, entry.get("n", study["n"]), folder, watch)
         content = {
             "entry": name,
             "label": entry.get("label", name),
@@ -99,10 +102,30 @@ def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, se
             (results / f"{name}.png").write_bytes(sheet)
 
 
+def _suite_name(study: dict, entry: dict) -> str:
+    return entry.get("suite", study["suite"])
+
+
 def _suite(study: dict, entry: dict, picture_seed: int | None) -> Any:
-    """The entry's suite, drawing other prompts and pictures where a seed is given."""
-    suite = suites.load(entry.get("suite", study["suite"]))
+    """The entry's suite, with the study's numbers of pictures, drawing others where a seed is given."""
+    suite = suites.load(_suite_name(study, entry))
+    asked = study.get("pictures", {})
+    sizes = {name: group.model_copy(update={"n": asked.get(name, group.n)}) for name, group in suite.groups.items()}
+    suite = suite.model_copy(update={"groups": sizes})
     return suite if picture_seed is None else suite.model_copy(update={"seed": picture_seed})
+
+
+def chosen_elsewhere(study: dict, entry: dict, work: Path, results: Path, judge: str) -> list[dict]:
+    """The grid of the entry that this one takes its setting from: `like: entry`, or `like: study/entry`; [] if none."""
+    if "like" not in entry:
+        return []
+    *other, name = entry["like"].split("/")
+    if other:
+        scores = _known_scores(RESULTS / other[0], name, judge)
+        if not scores:
+            raise SystemExit(f"like: {entry['like']}: eval/results holds no grid of it; run that study first")
+        return scores
+    return _known_scores(results, name, judge) or select(study, name, study["entries"][name], work)
 
 
 def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:

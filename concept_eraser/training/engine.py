@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +77,7 @@ class Engine:
     folder: Path
     accelerator: Accelerator
     progress: Progress = silent
+    watch: Callable[[int, float], None] | None = None  # asked between steps: steps done, seconds of training so far
     trained: int = field(init=False, default=0)
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -97,6 +98,7 @@ class Engine:
         done = self._restore() if resume else 0
         log = Log(self.folder / "log.jsonl", keep=done) if self.accelerator.is_main_process else None
         try:
+            self._look(done)
             for step in range(done, self.schedule.steps):
                 began = time.monotonic()
                 with whole_steps():
@@ -109,10 +111,15 @@ class Engine:
                 self.progress("erasing", done, self.schedule.steps, _note(row))
                 if done % self.schedule.save_every == 0:
                     self._save(done)
+                self._look(done)
                 self._give_up_if_hopeless(done)
         except KeyboardInterrupt:
             self._save(done)
             raise Interrupted(f"stopped after {done} of {self.schedule.steps} steps; the state is in {self.checkpoint}") from None  # fmt: skip
+
+    def _look(self, done: int) -> None:
+        if self.watch and self.accelerator.is_main_process:
+            self.watch(done, self.seconds)
 
     def _step(self, step: int) -> dict:
         """One optimiser step, or none where a loss or the direction is not finite. Returns its log row."""
