@@ -16,7 +16,7 @@ from concept_eraser.evaluation import report as reports
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Evaluation
 from concept_eraser.models import loading
-from concept_eraser.models.base import Model
+from concept_eraser.models.base import Loaded, Model
 from concept_eraser.progress import Progress, silent
 from concept_eraser.recipe import Recipe
 from concept_eraser.training import log as logs
@@ -29,10 +29,10 @@ class Run:
     folder: Path
     recipe: Recipe
     seconds: float
-    model: Model | None = None  # None when the run had been finished before
+    model: Loaded | None = None  # None when the run had been finished before
 
-    def load(self) -> Model:
-        return self.model or loading.load(self.folder)
+    def load(self) -> Loaded:
+        return self.model or loading.load_part(self.folder, self.recipe.target)
 
 
 def load(source: Any, *, allow_pickle: bool = False) -> Model:
@@ -59,23 +59,25 @@ def erase(
     recipe: a recipe by name or path, or a mapping; or leave it out and give its keys as keywords, e.g.
         erase(model="tiny-sd", forget={"prompts": "tiny_star", "loss": "anchor", "anchor": "a {color} circle"},
               retain="tiny_rest", method="munba", training={"steps": 100})
-    model: overrides the recipe's; a name, folder, hub id, or an object in memory (a pipeline, a Model). An object
-        in memory is changed in place.
+    model: overrides the recipe's; a name, folder, hub id, or an object in memory (a pipeline, a torch module, a CLIP
+        model with its tokenizer). An object in memory is changed in place.
+    forget, retain: for a classifier, VAE or CLIP model their `data` may be an object in memory too: a torch Dataset or
+        a pair of arrays (inputs, labels).
     output: the run folder; default runs/<fingerprint of the recipe>.
     resume: go on with an unfinished run. overwrite: replace what the folder holds.
 
     Raises UserError for bad input, Interrupted on Ctrl-C (after saving the state).
     """
     source = model if model is not None and not isinstance(model, str | Path) else None
+    settings, objects = _without_objects(settings)
     job = _recipe(recipe, _name_of(source) if source is not None else model, overrides, settings)
     folder = Path(output) if output else Path("runs") / job.fingerprint
     if jobs.prepare_folder(folder, job, resume=resume, overwrite=overwrite, command=command or f"concept-eraser erase {folder / 'recipe.yaml'}"):  # fmt: skip
         done = json.loads((folder / "done.json").read_text())
         return Run(folder, job, done["seconds"])
-    loaded = loading.load(source if source is not None else job.model, allow_pickle=allow_pickle)
-    work = jobs.Job(job, loaded, folder, progress, cache)
-    engine, eraser = work.train(resume=resume)
-    done = work.write(engine, eraser)
+    loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle)
+    work = jobs.Job(job, loaded, folder, progress, cache, objects)
+    done = work.write(work.train(resume=resume))
     plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
     return Run(folder, job, done["seconds"], loaded)
 
@@ -91,6 +93,17 @@ def _recipe(recipe: Any, model: Any, overrides: Sequence[str], settings: dict[st
         content = recipe
     changes = list(overrides) + ([f"model={json.dumps(str(model))}"] if model is not None else [])
     return recipes.load(content, changes)
+
+
+def _without_objects(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings with data sets and judges in memory replaced by what to call them, and these objects by player."""
+    named, objects = dict(settings), {}
+    for player, key in (("forget", "data"), ("retain", "data"), ("replace", "data"), ("histogram", "judge")):
+        side = named.get(player)
+        if isinstance(side, dict) and key in side and not isinstance(side[key], str | Path):
+            objects["judge" if key == "judge" else player] = side[key]
+            named[player] = {**side, key: f"a {type(side[key]).__name__} in memory"}
+    return named, objects
 
 
 def _name_of(source: Any) -> str:

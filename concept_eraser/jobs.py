@@ -1,10 +1,10 @@
-"""The steps of one erasing job: data, eraser, engine, output folder. `api.erase` calls them in order."""
+"""The steps of one erasing job: eraser, engine, output folder. `api.erase` calls them in order."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,18 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from concept_eraser import environment, registry
+from concept_eraser import environment, registry, resources
 from concept_eraser import recipe as recipes
-from concept_eraser.data import batches, generate, images, prompts
-from concept_eraser.erasers.denoiser import Denoiser, Side
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.watch import Watch, share_of
-from concept_eraser.losses import LOSSES, Settings
-from concept_eraser.models.base import Model
+from concept_eraser.models.base import Loaded, Model
 from concept_eraser.progress import Progress
 from concept_eraser.recipe import Recipe
+from concept_eraser.targets import labelled, prompted
+from concept_eraser.targets.base import Request
 from concept_eraser.training.checkpoint import write_whole
-from concept_eraser.training.engine import Engine, Schedule
-from concept_eraser.training.parameters import select
+from concept_eraser.training.engine import Engine, Eraser, Schedule
 
 
 def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, command: str) -> bool:
@@ -79,71 +77,20 @@ def _difference(a: Recipe, b: Recipe) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its model loaded."""
+    """A recipe with its model loaded. objects: data sets and judges in memory that the recipe can only name."""
 
     recipe: Recipe
-    model: Model
+    model: Loaded
     folder: Path
     progress: Progress
     cache: Path | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
 
-    def sides(self) -> dict[str, Side]:
-        """The players in the order the methods expect, with their data ready."""
-        sides = {name: getattr(self.recipe, name) for name in self.recipe.players}
-        asked = sides.pop("histogram", None)  # of the forget side's own examples, where the concept would show
-        if self.recipe.attack:  # it wants the forgotten prompts' own images back
-            attack = self.recipe.attack
-            sides["attack"] = recipes.Side(prompts=self.recipe.forget.prompts, loss="data", n=attack.n)
-        sets = {name: prompts.load(side.prompts) for name, side in sides.items()}
-        if "retain" in sets:
-            prompts.require_disjoint(sets["forget"], sets["retain"])
-        made = {name: self._side(name, side, sets[name]) for name, side in sides.items()}
-        if asked:
-            made["histogram"] = replace(made["forget"], loss="histogram", scale=1.0, timesteps=asked.timesteps, settings=self._judged(asked))  # fmt: skip
-        if self.recipe.attack:
-            made["attack"] = replace(made["attack"], decay=self.recipe.attack.decay)
-        return {name: made[name] for name in self.recipe.players}
+    def eraser(self) -> Eraser:
+        request = Request(self.recipe, self.model, self.progress, self.cache, self.objects)
+        return (prompted if self.recipe.target in recipes.PROMPTED else labelled).build(request)
 
-    def _judged(self, histogram: recipes.Histogram) -> Settings:
-        judge = registry.build("judge", histogram.judge, {})
-        ((attribute, value),) = histogram.concept.items()
-        return Settings(shows=lambda images: judge.probability(images, attribute, value), alpha=histogram.alpha)
-
-    def _side(self, player: str, side: recipes.Side, source: prompts.PromptSet) -> Side:
-        rows = list(source.take(side.n, self.recipe.generation.seed).prompts)
-        latents = None
-        if side.images == "generate":
-            latents, rows = self._generated(player, side, rows)
-        elif side.images != "free":
-            latents, rows = self._from_folder(side, source)
-        anchors = [row.anchored(side.anchor) for row in rows] if side.anchor else None
-        examples = batches.make_examples(self.model, [row.text for row in rows], latents=latents, anchors=anchors)
-        return Side(examples, side.loss, Settings(side.teacher, side.eta), side.scale, side.timesteps)
-
-    def _generated(self, player: str, side: recipes.Side, rows: list[prompts.Prompt]) -> tuple[torch.Tensor, list]:
-        """Images by the model itself; those of the anchor where the loss noises the anchor's images."""
-        settings = self.recipe.generation
-        of_anchor = (side.noised or LOSSES[side.loss].images) == "anchor"
-        shown = [row.anchored(side.anchor) if of_anchor and side.anchor else row.text for row in rows]
-        sampling = generate.Sampling(settings.steps, settings.guidance, settings.batch_size, settings.precision)
-        base = environment.derive_seed(settings.seed, player)
-        pictures = generate.generate(self.model, shown, generate.seeds_for(shown, base), sampling, cache=self.cache, what=f"generating {player} images", progress=self.progress)  # fmt: skip
-        return batches.encode_pictures(self.model, pictures), rows
-
-    def _from_folder(self, side: recipes.Side, source: prompts.PromptSet) -> tuple[torch.Tensor, list]:
-        """A folder's images; its captions, or the set's only prompt for images without one."""
-        _channels, height, width = self.model.latent_shape()
-        scale = 2 ** (len(self.model.parts["vae"].config.block_out_channels) - 1)  # type: ignore[union-attr, arg-type]
-        only = source.texts[0] if len(source) == 1 else None
-        pictures, captions = images.read_folder(Path(side.images), (height * scale, width * scale), caption=only)
-        known = {prompt.text: prompt for prompt in source.prompts}
-        return batches.encode_pictures(self.model, pictures), [known.get(c, prompts.Prompt(c)) for c in captions]
-
-    def eraser(self) -> Denoiser:
-        names = [name for name, _ in self.model.denoiser.named_parameters()]
-        return Denoiser(self.model, self.sides(), select(names, self.recipe.trainable.select))
-
-    def train(self, *, resume: bool) -> tuple[Engine, Denoiser]:
+    def train(self, *, resume: bool) -> Engine:
         """Train to the end (or raise); the model then holds the erased weights."""
         training = self.recipe.training
         there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -153,16 +100,15 @@ class Job:
         # no mixed_precision here: accelerate keeps it for the whole process, and the next run may want another
         accelerator = Accelerator(cpu=cpu)
         self.model.to(accelerator.device)
-        eraser = self.eraser()
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
         method = registry.build("method", self.recipe.method.name, self.recipe.method.options)
-        engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch())
+        engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch())  # fmt: skip
         engine.run(resume=resume)
-        return engine, eraser
+        return engine
 
     def watch(self) -> Watch | None:
         asked = self.recipe.watch
-        if asked is None:
+        if asked is None or not isinstance(self.model, Model):
             return None
         suite = suites.load(asked.suite)
         if asked.group not in suite.groups:
@@ -170,13 +116,14 @@ class Job:
         share = share_of(self.model, suite, asked.group, asked.n, progress=self.progress)
         return Watch(share, self.folder / "watch.jsonl", asked.every, asked.below)
 
-    def write(self, engine: Engine, eraser: Denoiser) -> dict[str, Any]:
-        """The finished run: pipeline folder, changed tensors, environment, and done.json last of all."""
+    def write(self, engine: Engine) -> dict[str, Any]:
+        """The finished run: whole model, changed tensors, environment, and done.json last of all."""
         describe = environment.describe()
-        changed = {name: value.detach().cpu().contiguous() for name, value in eraser.trainable().items()}
+        changed = {name: value.detach().cpu().contiguous() for name, value in engine.eraser.trainable().items()}
+        part = {"denoiser": "unet"}.get(self.recipe.target, self.recipe.target)
         self._write("environment.json", lambda p: _text(p, json.dumps(describe, indent=1) + "\n"))
-        self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": "unet"}))
-        self._write("pipeline", self.model.save)
+        self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": part}))
+        self._write(resources.whole_model(self.model.family), self.model.save)
         done = {
             "recipe": self.recipe.fingerprint,
             "steps": self.recipe.training.steps,

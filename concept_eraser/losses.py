@@ -42,6 +42,11 @@ class Draw:
     target: Tensor | None  # None when there are no clean latents (data-free)
     attacked: bool = False  # whether the model in training (not its teacher) sees the prompt with an adversary's offset
 
+    @property
+    def terms(self) -> int:
+        """How many numbers a loss on it is the mean of."""
+        return self.noisy.numel()
+
 
 class Predictor(Protocol):
     def predict(self, draw: Draw, condition: Condition | None = None, *, teacher: Teacher | None = None) -> Tensor: ...

@@ -17,8 +17,15 @@ from concept_eraser import registry, resources
 from concept_eraser.environment import fingerprint
 from concept_eraser.errors import UserError, unknown_message
 
-# Names of the losses and selections, repeated here because importing them imports torch; a test compares them.
-LOSS_NAMES = ("anchor", "ascent", "data", "distill", "esd", "relabel")
+# Names of the losses, repeated here because importing them imports torch; a test compares them.
+LOSS_NAMES = {
+    "denoiser": ("anchor", "ascent", "data", "distill", "esd", "relabel"),
+    "text_encoder": ("anchor", "ascent", "data", "distill", "relabel"),
+    "clip": ("anchor", "ascent", "data", "distill", "relabel"),
+    "vae": ("anchor", "ascent", "data", "distill"),
+    "classifier": ("anchor", "ascent", "data", "distill", "relabel"),
+}
+PROMPTED = ("denoiser", "text_encoder")  # targets whose sides are prompts; those of the others are labelled data
 ANCHORED = ("anchor", "relabel")
 WITH_TARGET = ("data", "ascent", "relabel")
 PLAYERS = ("retain", "forget", "replace", "histogram", "attack")
@@ -29,9 +36,15 @@ class _Strict(BaseModel):
 
 
 class Side(_Strict):
-    """One player: which prompts, which loss, and where the images come from."""
+    """One player: which prompts (or which labelled data), which loss, and where the images come from."""
 
-    prompts: str | list[str] = Field(description="a prompt set by name or path, or a list of prompts")
+    prompts: str | list[str] | None = Field(None, description="a prompt set by name or path, or a list of prompts")
+    data: str | None = Field(None, description="labelled data: a set of datasets/ by name, a folder with one subfolder a class, an .npz with x and y; or rest: what the forget side leaves of its data")  # fmt: skip
+    options: dict[str, Any] = Field({}, description="options of a named data set")
+    classes: list[str | int] | None = Field(None, description="labelled data: all examples of these classes, by name or number")  # fmt: skip
+    share: float | None = Field(None, gt=0, le=1, description="labelled data: a random share of the examples, drawn with generation.seed")  # fmt: skip
+    indices: list[int] | str | None = Field(None, description="labelled data: these examples, by position: a list, or a file with one a line")  # fmt: skip
+    kl: float = Field(1.0, ge=0, description="target vae: weight of the KL term (1: the evidence bound)")
     loss: str = Field("data", description="data, ascent, anchor, esd, distill or relabel")
     anchor: str | dict[str, str] | None = Field(None, description="what to show instead: a text that may use the prompt's fields, e.g. 'a {color} square', or the fields to replace in it, e.g. {shape: square}")  # fmt: skip
     teacher: Literal["frozen", "current"] = Field("frozen", description="whose prediction is the target: the model before training (ours) or the current one (MUNBa's public code)")  # fmt: skip
@@ -45,16 +58,22 @@ class Side(_Strict):
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, value: str) -> str:
-        if value not in LOSS_NAMES:
-            raise ValueError(unknown_message("loss", value, LOSS_NAMES))
+        allowed = {name for names in LOSS_NAMES.values() for name in names}
+        if value not in allowed:
+            raise ValueError(unknown_message("loss", value, allowed))
         return value
+
+    @field_validator("anchor", mode="before")
+    @classmethod
+    def _class_by_number(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("prompts")
     @classmethod
-    def _known_prompts(cls, value: str | list[str]) -> str | list[str]:
+    def _known_prompts(cls, value: str | list[str] | None) -> str | list[str] | None:
         if isinstance(value, str):
             resources.find("prompts", value)
-        elif not value:
+        elif value is not None and not value:
             raise ValueError("the list of prompts is empty; give it at least one prompt")
         return value
 
@@ -67,6 +86,12 @@ class Side(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Side:
+        if (self.prompts is None) == (self.data is None):
+            raise ValueError("give either prompts (for a text-to-image model) or data (labelled examples)" + (", not both" if self.prompts else ""))  # fmt: skip
+        if self.data is not None:
+            return self
+        if self.classes is not None or self.share is not None or self.indices is not None or self.options:
+            raise ValueError("classes, share, indices and options belong to labelled data; give `data`, not prompts")
         if self.loss in ANCHORED and not self.anchor:
             raise ValueError(
                 f"the loss {self.loss!r} needs an anchor: what to show instead, e.g. anchor: 'a person' or anchor: {{shape: circle}}"
@@ -89,7 +114,7 @@ class Histogram(_Strict):
     """A judge inside the training: the share of samples in which it sees the concept, as a loss (UNO's hat versions)."""
 
     concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
-    judge: str = "tiny"
+    judge: str = Field("tiny", description="a judge by name; for a VAE the folder of a saved classifier")
     alpha: float = Field(1e-8, gt=0, lt=0.5, description="share of samples that may show the concept (UNO: 1e-8)")
     timesteps: tuple[int, int] = Field((0, 500), description="range of diffusion time steps; one-step samples from pure noise show nothing")  # fmt: skip
 
@@ -131,7 +156,8 @@ class MethodSpec(BaseModel):
 class Trainable(_Strict):
     """Which weights may move."""
 
-    select: str = Field("all", description="all, cross_attention, cross_attention_kv, self_attention, all_but_cross_attention, or re:<regular expression>")  # fmt: skip
+    select: str = Field("all", description="see `concept-eraser list selections`, or re:<regular expression>")
+    batchnorm: Literal["frozen", "train"] = Field("frozen", description="classifier, vae: keep the running statistics (ours), or use and update the batch's")  # fmt: skip
 
     @field_validator("select")
     @classmethod
@@ -176,8 +202,9 @@ class Generation(_Strict):
 class Recipe(_Strict):
     """One erasing job."""
 
-    model: str = Field("tiny-sd", description="tiny-sd, a diffusers folder, a run folder or a hub id")
-    target: Literal["denoiser"] = Field("denoiser", description="which part is trained")
+    model: str = Field("tiny-sd", description="tiny-sd, a diffusers folder, a run folder or a hub id; for a classifier or a VAE the folder of a saved one")  # fmt: skip
+    target: Literal["denoiser", "text_encoder", "clip", "vae", "classifier"] = Field("denoiser", description="which part is trained")  # fmt: skip
+    templates: list[str] = Field(["a photo of a {}"], description="target clip: prompts of the classes, {} stands for the name")  # fmt: skip
     forget: Side
     retain: Side | None = None
     replace: Side | None = Field(None, description="what the forgotten prompts should show instead, as a player of its own (UNO with its anchor term)")  # fmt: skip
@@ -194,6 +221,8 @@ class Recipe(_Strict):
     def _shorthand(cls, value: Any, info: Any) -> Any:
         """`method: munba`, `forget: tiny_star`, `trainable: all` stand for mappings with one entry."""
         key = {"method": "name", "trainable": "select"}.get(info.field_name, "prompts")
+        if key == "prompts" and value == "rest":
+            return {"data": "rest"}
         if isinstance(value, str) or (key == "prompts" and isinstance(value, list)):
             return {key: value}
         return value
@@ -213,11 +242,35 @@ class Recipe(_Strict):
         if self.retain is None and self.method.name != "weighted":
             raise ValueError(f"the method {self.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
         method.check_players(self.players)
+        self._check_sides()
         if self.attack is not None and not method.needs_attack:
             raise ValueError(f"the method {self.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
         if method.needs_fp32 and self.training.precision != "fp32":
             raise ValueError(f"the method {self.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
         return self
+
+    def _check_sides(self) -> None:
+        """Raise ValueError where a side does not fit the target."""
+        allowed = LOSS_NAMES[self.target]
+        for name in ("forget", "retain", "replace"):
+            side: Side | None = getattr(self, name)
+            if side is None:
+                continue
+            prompted = self.target in PROMPTED
+            if prompted != (side.prompts is not None):
+                raise ValueError(f"{name}: the target {self.target!r} needs {'prompts' if prompted else 'data, labelled examples'}")  # fmt: skip
+            if side.loss not in allowed:
+                raise ValueError(f"{name}.loss: {unknown_message(f'loss of target {self.target!r}', side.loss, allowed)}")  # fmt: skip
+            if self.target in ("clip", "classifier") and side.loss == "anchor" and not isinstance(side.anchor, str):
+                raise ValueError(f"{name}: the loss 'anchor' needs an anchor: the class to say instead, by name or number")  # fmt: skip
+        if self.forget.data == "rest":
+            raise ValueError("forget: data: rest is for the retain side; say what is to be forgotten")
+        if self.attack is not None and self.target != "denoiser":
+            raise ValueError(f"attack: the target {self.target!r} has no prompt embedding to attack; use the target 'denoiser'")  # fmt: skip
+        if self.histogram is not None and self.target not in ("denoiser", "vae"):
+            raise ValueError(f"histogram: the target {self.target!r} draws no samples that a judge could look at; use denoiser or vae")  # fmt: skip
+        if self.watch is not None and self.target not in PROMPTED:
+            raise ValueError(f"watch: the suites of prompts do not apply to the target {self.target!r}")
 
     @property
     def players(self) -> tuple[str, ...]:
@@ -226,10 +279,22 @@ class Recipe(_Strict):
 
     def resolved(self) -> dict[str, Any]:
         """Everything spelled out, defaults and method options included, ready for YAML."""
-        content = self.model_dump(mode="json", exclude_none=True)
+        content = self.model_dump(mode="json", exclude_none=True, exclude=self._irrelevant())
         known = registry.options(registry.load("method", self.method.name))
         content["method"] = {"name": self.method.name, **{k: default for k, (_, default) in known.items()}, **self.method.options}  # fmt: skip
         return content
+
+    def _irrelevant(self) -> dict[str, Any]:
+        """Settings that say nothing about this target, so that they are not spelled out."""
+        of_prompts = {"eta", "images", "noised", "n", "timesteps"}
+        kl = set() if self.target == "vae" else {"kl"}
+        per_side = {"options", "kl"} if self.target in PROMPTED else of_prompts | kl
+        left_out: dict[str, Any] = dict.fromkeys(("forget", "retain", "replace"), per_side)
+        if self.target != "clip":
+            left_out["templates"] = True
+        if self.target in PROMPTED:
+            left_out["trainable"] = {"batchnorm"}
+        return left_out
 
     @property
     def fingerprint(self) -> str:

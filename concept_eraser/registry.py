@@ -19,8 +19,15 @@ from typing import Any
 from concept_eraser.errors import UserError, unknown, unknown_message
 
 _ROOT = Path(__file__).parent
-KINDS = {"method": "methods", "model": "models", "metric": "evaluation/metrics", "judge": "evaluation/judges"}
-_NOT_PLUGINS = {"__init__", "base", "loading", "fisher", "gaussian_mechanism"}
+KINDS = {
+    "method": "methods",
+    "model": "models",
+    "metric": "evaluation/metrics",
+    "judge": "evaluation/judges",
+    "dataset": "datasets",
+    "architecture": "architectures",
+}
+_NOT_PLUGINS = {"__init__", "base", "loading", "module", "fisher", "gaussian_mechanism"}
 
 
 def names(kind: str) -> list[str]:

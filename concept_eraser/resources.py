@@ -45,3 +45,8 @@ def cache() -> Path:
 
 def tiny_weights() -> Path:
     return _PACKAGE / "tiny" / "weights"
+
+
+def whole_model(family: str) -> str:
+    """The subfolder of a run that holds the whole model: a diffusers pipeline, or one module."""
+    return "model" if family in ("module", "clip") else "pipeline"

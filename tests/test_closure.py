@@ -108,7 +108,7 @@ def test_a_skipped_step_leaves_the_method_as_it_was(tiny, tmp_path, monkeypatch)
 
     monkeypatch.setattr(Denoiser, "loss", poisoned)
     job = Job(given, tiny, tmp_path, silent)
-    engine, _ = job.train(resume=False)
+    engine = job.train(resume=False)
     assert engine.skipped == 1
     assert all(torch.isfinite(v).all() for v in engine.method.state_dict().values())
 

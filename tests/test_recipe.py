@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from concept_eraser import losses, recipe, resources
+from concept_eraser.erasers import classifier, text_encoder, vae
 from concept_eraser.errors import UserError
 from tests.conftest import short
 
@@ -41,7 +42,11 @@ def test_five_mistakes_are_five_lines() -> None:
         ({"forget__timesteps": [500, 100]}, "low < high"),
         ({"retain": None}, "needs a retain set"),
         ({"trainable__select": "re:["}, "no regular expression"),
-        ({"target": "vae"}, "denoiser"),
+        ({"target": "vaee"}, "'denoiser', 'text_encoder'"),
+        ({"target": "vae"}, "forget: the target 'vae' needs data"),
+        ({"target": "text_encoder", "forget__loss": "esd"}, "forget.loss: unknown loss of target 'text_encoder' 'esd'"),
+        ({"forget__data": "digits"}, "not both"),
+        ({"forget__classes": [1]}, "belong to labelled data"),
         ({"forgett": 1}, "did you mean 'forget'"),
     ],
 )
@@ -102,7 +107,10 @@ def test_not_yaml(tmp_path: Path) -> None:
 
 
 def test_names_repeated_in_the_recipe_are_those_of_the_losses() -> None:
-    assert sorted(losses.LOSSES) == sorted({*recipe.LOSS_NAMES, "histogram"}), "which has a section of its own"
+    known = {"denoiser": losses, "text_encoder": text_encoder, "classifier": classifier, "clip": classifier, "vae": vae}
+    for target, module in known.items():
+        own = {"histogram"} & set(module.LOSSES)  # which has a section of its own
+        assert set(module.LOSSES) == {*recipe.LOSS_NAMES[target], *own}, target
     assert {k for k, v in losses.LOSSES.items() if v.needs_anchor} == set(recipe.ANCHORED)
     assert {k for k, v in losses.LOSSES.items() if v.needs_target} == set(recipe.WITH_TARGET)
 

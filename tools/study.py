@@ -29,7 +29,9 @@ from concept_eraser.evaluation.suite import Evaluation, dumps
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 
 
-def run_one(entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path, watch: dict | None = None) -> tuple[dict, Evaluation | None]:
+def run_one(
+    entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path, watch: dict | None = None
+) -> tuple[dict, Evaluation | None]:
     """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with pictures if just made)."""
     done = folder / f"result_{n}.json"
     if done.exists():

@@ -37,7 +37,7 @@ def read_folder(folder: Path, size: tuple[int, int], *, caption: str | None = No
             raise UserError(
                 f"{path} has no caption; write one to {beside.name}, to metadata.jsonl, or give one caption for all"
             )
-        images.append(_read(path, size))
+        images.append(read(path, size))
         captions.append(own)
     return torch.from_numpy(np.stack(images)), captions
 
@@ -50,7 +50,7 @@ def _metadata(folder: Path) -> dict[str, str]:
     return {row["file_name"]: row.get("text") or row.get("caption") or "" for row in rows}
 
 
-def _read(path: Path, size: tuple[int, int]) -> np.ndarray:
+def read(path: Path, size: tuple[int, int]) -> np.ndarray:
     try:
         with Image.open(path) as opened:
             image = opened.convert("RGB")

@@ -1,8 +1,5 @@
 """Training the denoiser (UNet or transformer) of a text-to-image model.
 
-The frozen teacher is not a second model: only the original values of the selected tensors are kept, and the
-teacher's prediction is a functional call of the same module with those values in place.
-
 With a side named `attack` there is an adversary: one offset delta of the text embedding [1, tokens, width], added to
 the forgotten prompts where the model in training (never its teacher) sees them. The attack's loss is the training loss
 on the forgotten images under e_c + delta, plus c/2 ||delta||^2 (it wants the concept back); the forget loss is then
@@ -12,12 +9,13 @@ asked at delta and at 0, and added.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from concept_eraser.data.batches import Batch, Examples
+from concept_eraser.erasers.base import Part
 from concept_eraser.errors import UserError
 from concept_eraser.losses import LOSSES, Draw, Settings, Teacher, no_grad_prediction
 from concept_eraser.models.base import Condition, Model
@@ -39,42 +37,20 @@ class Side:
     decay: float = 0.0  # of an attack: the c in c/2 ||delta||^2
 
 
-@dataclass
-class Denoiser:
-    """The denoiser of `model`, of which the tensors named in `selected` are trained."""
+class Denoiser(Part):
+    """The denoiser of `model`, of which the tensors named in `selected` are trained. sides: in the players' order."""
 
-    model: Model
-    sides: Mapping[str, Side]  # in the order of the players
-    selected: Sequence[str]
-    originals: dict[str, Tensor] = field(init=False)
-    delta: nn.Parameter | None = field(init=False, default=None)  # of the attack
-
-    def __post_init__(self) -> None:
-        parameters = dict(self.module.named_parameters())
-        for parameter in parameters.values():
-            parameter.requires_grad_(False)
-        for name in self.selected:
-            parameters[name].requires_grad_(True)
-        self.originals = {name: parameters[name].detach().clone() for name in self.selected}
-        if "attack" in self.sides:
-            one = self.model.encode([""]).tensors[EMBEDDING]
+    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str]) -> None:
+        super().__init__(model.denoiser, selected, list(sides))
+        self.model, self.sides = model, sides
+        self.delta: nn.Parameter | None = None  # of the attack
+        if "attack" in sides:
+            one = model.encode([""]).tensors[EMBEDDING]
             self.delta = nn.Parameter(torch.zeros_like(one, dtype=torch.float32))
-        for name, side in self.sides.items():
+        for name, side in sides.items():
             if side.examples.latents is None and LOSSES[side.loss].needs_target:
                 allowed = sorted(k for k, v in LOSSES.items() if not v.needs_target)
                 raise UserError(f"{name}: the loss {side.loss!r} needs images, so it cannot be data-free; data-free losses: {', '.join(allowed)}")  # fmt: skip
-
-    @property
-    def module(self) -> nn.Module:
-        return self.model.denoiser
-
-    @property
-    def players(self) -> tuple[str, ...]:
-        return tuple(self.sides)
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        parameters = dict(self.module.named_parameters())
-        return {name: parameters[name] for name in self.selected}
 
     def adversary(self) -> dict[str, nn.Parameter]:
         """The variable of the lower-level problem, if there is one."""

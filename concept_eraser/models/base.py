@@ -36,28 +36,51 @@ class Condition:
 Weights = Mapping[str, Tensor]  # values that stand in for some parameters of the denoiser, by name
 
 
-class Model(ABC):
-    """A loaded pipeline of one family. Latents are those the denoiser sees (scaled)."""
+class Loaded(ABC):
+    """Anything that can be trained and saved: named parts, of which a job trains one."""
 
     family: ClassVar[str]
     source: str  # name, folder or hub id it came from
-    parts: Mapping[str, nn.Module]  # "denoiser", "text_encoder", "vae"
+    parts: Mapping[str, nn.Module]
+
+    @property
+    def device(self) -> torch.device:
+        return next(next(iter(self.parts.values())).parameters()).device
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Loaded: ...
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the whole model, safetensors only, so that the library it comes from can load it."""
+
+
+class Model(Loaded):
+    """A text-to-image pipeline of one family: parts "denoiser", "text_encoder", "vae". Latents are those the denoiser
+    sees (scaled)."""
+
     timesteps: int  # of the training schedule
 
     @property
     def denoiser(self) -> nn.Module:
         return self.parts["denoiser"]
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.denoiser.parameters()).device
-
     @abstractmethod
     def to(self, device: torch.device) -> Model: ...
 
     @abstractmethod
+    def tokenize(self, prompts: Sequence[str]) -> Condition:
+        """Prompts to token ids (and masks): integer tensors [n, length]."""
+
+    @abstractmethod
+    def embed(self, tokens: Condition, weights: Weights | None = None) -> Condition:
+        """Tokens to what the denoiser is conditioned on, differentiable in the text encoder's parameters, of which
+        some are replaced if `weights` is given."""
+
+    @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
         """Prompts to a condition, without gradients."""
+        return self.embed(self.tokenize(prompts))
 
     @abstractmethod
     def encode_images(self, images: Tensor) -> Tensor:
@@ -93,10 +116,6 @@ class Model(ABC):
     @abstractmethod
     def sample(self, prompts: Sequence[str], *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
         """Images of some prompts, one seed each: [n, h, w, 3] uint8 on the CPU."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """A plain diffusers folder, safetensors only."""
 
     def precision(self, autocast: torch.dtype | None) -> AbstractContextManager:
         return torch.autocast(self.device.type, autocast) if autocast else nullcontext()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from concept_eraser import registry, resources
 from concept_eraser.errors import UserError, unknown
-from concept_eraser.models.base import Model
+from concept_eraser.models.base import Loaded, Model
+from concept_eraser.models.module import CONFIG, Module, open_folder
 
 BUNDLED = {"tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"}
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
@@ -17,8 +21,88 @@ _FAMILIES = {"StableDiffusionPipeline": "sd"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+def load_part(source: Any, target: str, *, allow_pickle: bool = False) -> Loaded:
+    """Load what a job with some target trains.
+
+    A denoiser or text encoder: see `load`. A classifier, VAE or CLIP model: a torch module in memory (for CLIP also the
+    pair of a transformers CLIPModel and its tokenizer), the folder of a saved one, a run folder, "tiny-sd" (its VAE or
+    its small CLIP), or "package.module:function", called without arguments to make the module.
+
+    Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
+    """
+    if isinstance(source, Loaded):
+        return source
+    if target in ("denoiser", "text_encoder"):
+        return load(source, allow_pickle=allow_pickle)
+    if target == "clip":
+        return _clip(source)
+    if isinstance(source, nn.Module):
+        return Module(source, target, f"a {type(source).__name__} in memory")
+    if isinstance(source, str) and ":" in source and not Path(source).exists():
+        return Module(_made_by(source), target, source)
+    path = Path(str(source))
+    for folder in (path / resources.whole_model("module"), path):
+        if (folder / CONFIG).is_file():
+            return _autoencoder(folder) if target == "vae" and "_class_name" in (folder / CONFIG).read_text() else open_folder(folder, target)  # fmt: skip
+    if target == "vae":
+        return load(source, allow_pickle=allow_pickle)
+    raise UserError(f"no such {target}: {source!r}; give the folder of a saved one, a run folder, package.module:function, or in Python the module itself")  # fmt: skip
+
+
+def _made_by(source: str) -> nn.Module:
+    """The module that a function named on the command line makes."""
+    name, _, attribute = source.partition(":")
+    try:
+        made = getattr(importlib.import_module(name), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"cannot call {source}: {error}") from None
+    if not isinstance(made, nn.Module):
+        raise UserError(f"{source} returned a {type(made).__name__}, not a torch module")
+    return made
+
+
+def _autoencoder(folder: Path) -> Module:
+    """A folder of diffusers' AutoencoderKL."""
+    from diffusers import AutoencoderKL
+
+    try:
+        return Module(AutoencoderKL.from_pretrained(folder, use_safetensors=True), "vae", str(folder))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"cannot load the VAE {folder}: {str(error).splitlines()[0][:200]}") from error
+
+
+def _clip(source: Any) -> Loaded:
+    family: Any = registry.load("model", "clip")
+    if isinstance(source, tuple):
+        return family.from_object(*source)
+    if isinstance(source, nn.Module):
+        return family.from_object(source)
+    if str(source) in BUNDLED:
+        return _bundled_clip(family, str(source))
+    path = Path(str(source))
+    for folder in (path / resources.whole_model("clip"), path):
+        if (folder / CONFIG).is_file():
+            return family.from_folder(folder, str(source))
+    raise UserError(f"no such CLIP model: {source!r}; give a folder that CLIPModel.save_pretrained wrote, a run folder, 'tiny-sd', or in Python (model, tokenizer) or an open_clip model")  # fmt: skip
+
+
+def _bundled_clip(family: Any, name: str) -> Loaded:
+    """The small CLIP of the bundled world, whose text tower is the pipeline's text encoder."""
+    from transformers import CLIPTokenizer
+
+    from concept_eraser.tiny.clip import load_clip
+
+    weights = resources.tiny_weights()
+    tokenizer = CLIPTokenizer.from_pretrained(weights / name / "tokenizer")
+    found = family.from_object(load_clip(weights), tokenizer, name)
+    found.keep = [tokenizer]
+    found.mean = found.std = (0.5, 0.5, 0.5)
+    found.preprocessing = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    return found
+
+
 def load(source: Any, *, allow_pickle: bool = False) -> Model:
-    """Load a model.
+    """Load a text-to-image model.
 
     source: "tiny-sd", a diffusers folder, a run folder of ours, a hub id ("owner/name"), a diffusers pipeline
         object, or a Model (returned as it is).

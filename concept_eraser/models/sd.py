@@ -63,17 +63,24 @@ class StableDiffusion(Model):
         self.pipeline.to(device)
         return self
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Condition:
+    def tokenize(self, prompts: Sequence[str]) -> Condition:
         tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
         length = tokenizer.model_max_length
         tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
         over = [p for p in prompts if len(p) > length and len(tokenizer(p).input_ids) > length]
         if over:
             log.warning("%d prompts are longer than the model's %d tokens and were cut, e.g. %r", len(over), length, over[0])  # fmt: skip
-        ids = tokens.input_ids.to(self.device)
-        mask = tokens.attention_mask.to(self.device) if getattr(encoder.config, "use_attention_mask", False) else None
-        return Condition({"states": encoder(ids, attention_mask=mask)[0]})
+        found = {"ids": tokens.input_ids.to(self.device)}
+        if getattr(encoder.config, "use_attention_mask", False):
+            found["mask"] = tokens.attention_mask.to(self.device)
+        return Condition(found)
+
+    def embed(self, tokens: Condition, weights: Weights | None = None) -> Condition:
+        encoder: nn.Module = self.pipeline.text_encoder
+        given = {"attention_mask": tokens.tensors.get("mask")}
+        if weights is None:
+            return Condition({"states": encoder(tokens.tensors["ids"], **given)[0]})
+        return Condition({"states": torch.func.functional_call(encoder, dict(weights), (tokens.tensors["ids"],), given)[0]})  # fmt: skip
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:

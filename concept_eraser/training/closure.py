@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from concept_eraser.errors import UserError
-from concept_eraser.losses import Draw
 from concept_eraser.methods.base import HessianProduct
 from concept_eraser.vectors import Vec, norm
 
@@ -123,10 +122,17 @@ class LossClosure:
         return tuple(self._reduce(part.detach()) for part in total)
 
 
+class Draw(Protocol):
+    """One micro-batch with everything random already drawn; what is in it is the eraser's business."""
+
+    @property
+    def terms(self) -> int: ...
+
+
 class Asked(Protocol):
     """What a step's closure needs of an eraser."""
 
-    def loss(self, player: str, draw: Draw) -> Tensor: ...
+    def loss(self, player: str, draw: Any) -> Tensor: ...
 
 
 def of_step(
@@ -147,5 +153,5 @@ def of_step(
             return eraser.loss(player, draw) / len(draws[player])
 
     losses = {player: [partial(piece, player, draw) for draw in some] for player, some in draws.items()}
-    terms = {player: ranks * sum(draw.noisy.numel() for draw in some) for player, some in draws.items()}
+    terms = {player: ranks * sum(draw.terms for draw in some) for player, some in draws.items()}
     return LossClosure(params, losses, terms=terms, step=step, inner=inner, reduce=reduce)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from concept_eraser.environment import derive_seed
 from concept_eraser.errors import Interrupted, UserError
-from concept_eraser.losses import Draw
 from concept_eraser.methods.base import Direction, Method
 from concept_eraser.progress import Progress, silent
 from concept_eraser.training import checkpoint
-from concept_eraser.training.closure import of_step
+from concept_eraser.training.closure import Draw, of_step
 from concept_eraser.training.log import Log, describe_gram, peak_memory
 from concept_eraser.vectors import is_finite
 
@@ -38,8 +37,8 @@ class Eraser(Protocol):
     def players(self) -> tuple[str, ...]: ...
     def trainable(self) -> dict[str, nn.Parameter]: ...
     def adversary(self) -> dict[str, nn.Parameter]: ...
-    def draw(self, player: str, seeds: Sequence[int]) -> Draw: ...
-    def loss(self, player: str, draw: Draw) -> Tensor: ...
+    def draw(self, player: str, seeds: Sequence[int]) -> Any: ...
+    def loss(self, player: str, draw: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from concept_eraser.errors import UserError, unknown_message
 
+
+def _is_text(name: str) -> bool:
+    """Of a CLIP model: transformers' names, then open_clip's."""
+    return "visual" not in name and "vision" not in name and name != "logit_scale"
+
+
+def _is_attention(name: str) -> bool:
+    return ".self_attn." in name or ".attn." in name
+
+
 # diffusers' names: attn1 is self-attention, attn2 cross-attention with the text
-_RULES = {
+_RULES: dict[str, Callable[[str], bool]] = {
     "all": lambda name: True,
     "cross_attention": lambda name: ".attn2." in name,
     "cross_attention_kv": lambda name: ".attn2.to_k." in name or ".attn2.to_v." in name,
     "self_attention": lambda name: ".attn1." in name,
     "all_but_cross_attention": lambda name: ".attn2." not in name,
+    "text": _is_text,
+    "text_attention": lambda name: _is_text(name) and _is_attention(name),
+    "image": lambda name: "visual" in name or "vision" in name,
+    "image_attention": lambda name: ("visual" in name or "vision" in name) and _is_attention(name),
+    "attention": _is_attention,
 }
 SELECTIONS = tuple(_RULES)
 

@@ -1,0 +1,134 @@
+"""Training a classifier, or anything with one logit a class (a CLIP model with its class names): [n, ...] -> [n, classes].
+
+Losses of a side's examples (x, y), with f the model in training, f* its teacher, all to be minimised:
+
+* data     cross-entropy of f(x) to y
+* ascent   the negative of it
+* relabel  cross-entropy to a random other class, drawn anew at every step (random labels: MUNBa section 4.2, SalUn)
+* anchor   cross-entropy to one given class
+* distill  KL(softmax f*(x) || softmax f(x)): keep what the model says
+
+Batch norm layers keep their running statistics (`batchnorm: frozen`), so that a loss is a sum over its examples and
+Hessian products are exact; `batchnorm: train` uses and updates the batch's, as most public code does. Each player's
+batch passes through separately either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.erasers.base import Part, Teacher, one_each
+from concept_eraser.errors import UserError
+
+
+@dataclass(frozen=True)
+class Side:
+    """One player: which examples of which data, and its loss."""
+
+    data: Labelled
+    rows: Tensor  # positions in the data
+    loss: str
+    scale: float = 1.0
+    anchor: int | None = None
+    teacher: Teacher = "frozen"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One micro-batch: inputs [b, ...], labels [b], other labels [b]."""
+
+    inputs: Tensor
+    labels: Tensor
+    others: Tensor
+
+    @property
+    def terms(self) -> int:
+        """How many numbers the loss is the mean of."""
+        return len(self.labels)
+
+
+class Classifier(Part):
+    """See the module's docstring. Raises UserError where the model's outputs do not fit the labels."""
+
+    def __init__(self, module: nn.Module, sides: Mapping[str, Side], selected: Sequence[str], *, batchnorm: Literal["frozen", "train"] = "frozen", batch_size: int = 2) -> None:  # fmt: skip
+        super().__init__(module, selected, list(sides))
+        self.sides, self.batchnorm = sides, batchnorm
+        normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        if batchnorm == "train" and normed and batch_size < 2:
+            raise UserError("batchnorm: train needs at least 2 examples a batch, found training.batch_size 1; use batchnorm: frozen or larger batches")  # fmt: skip
+        for name, side in sides.items():
+            self._fits(name, side)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def _fits(self, name: str, side: Side) -> None:
+        with torch.no_grad():
+            self.module.eval()
+            try:
+                found = self.module(side.data.inputs(side.rows[:1].tolist()).to(self.device))
+            except RuntimeError as error:
+                raise UserError(f"{name}: the model cannot take an example of {side.data.about} ({str(error).splitlines()[0][:150]})") from error  # fmt: skip
+        classes = len(side.data.names)
+        if not isinstance(found, Tensor) or found.ndim != 2 or found.shape[1] < classes:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise UserError(f"{name}: expected logits of shape [n, {classes}] for the {classes} classes of {side.data.about}, found {shape}")  # fmt: skip
+
+    def draw(self, player: str, seeds: Sequence[int]) -> Draw:
+        side = self.sides[player]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        rows = one_each(side.rows, generators)
+        labels = side.data.labels[rows]
+        step = torch.cat([torch.randint(1, max(2, len(side.data.names)), (1,), generator=g) for g in generators])
+        others = (labels + step) % len(side.data.names)
+        device = self.device
+        return Draw(side.data.inputs(rows.tolist()).to(device), labels.to(device), others.to(device))
+
+    def logits(self, draw: Draw, *, teacher: Teacher | None = None) -> Tensor:
+        self.module.train(self.batchnorm == "train" and teacher is None)
+        found = self.ask("forward", draw.inputs, teacher=teacher)
+        self.module.eval()
+        return found.float()
+
+    def loss(self, player: str, draw: Draw) -> Tensor:
+        side = self.sides[player]
+        return side.scale * LOSSES[side.loss](self, draw, side)
+
+
+def _data(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    return F.cross_entropy(model.logits(draw), draw.labels)
+
+
+def _ascent(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    return -_data(model, draw, side)
+
+
+def _relabel(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    return F.cross_entropy(model.logits(draw), draw.others)
+
+
+def _anchor(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    assert side.anchor is not None  # the recipe asks for it
+    return F.cross_entropy(model.logits(draw), torch.full_like(draw.labels, side.anchor))
+
+
+def _distill(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    before = model.logits(draw, teacher=side.teacher).log_softmax(1)
+    return F.kl_div(model.logits(draw).log_softmax(1), before, log_target=True, reduction="batchmean")
+
+
+LOSSES: dict[str, Callable[[Classifier, Draw, Side], Tensor]] = {
+    "data": _data,
+    "ascent": _ascent,
+    "relabel": _relabel,
+    "anchor": _anchor,
+    "distill": _distill,
+}

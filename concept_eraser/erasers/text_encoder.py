@@ -1,0 +1,129 @@
+"""Training the text encoder of a text-to-image model; the denoiser stays as it is.
+
+With E(c) what the denoiser is conditioned on for a prompt c [tokens, width], E* that of the teacher, a the anchor prompt:
+
+* anchor   ||E(c) - E*(a)||^2          no images and no denoiser needed: seconds instead of minutes
+* distill  ||E(c) - E*(c)||^2
+* data     ||eps(x_t, E(c)) - target||^2, the training loss through the frozen denoiser
+* ascent   the negative of it
+* relabel  data on images of the anchor, as the target of the prompt
+
+The result is a drop-in `text_encoder/` folder for every pipeline with the same encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from concept_eraser.erasers.base import Part, Teacher
+from concept_eraser.errors import UserError
+from concept_eraser.models.base import Condition, Model
+
+
+@dataclass(frozen=True)
+class Side:
+    """One player. tokens, anchors: one row an example; latents [n, c, h, w] where the loss goes through the denoiser."""
+
+    tokens: Condition
+    loss: str
+    anchors: Condition | None = None
+    latents: Tensor | None = None
+    scale: float = 1.0
+    teacher: Teacher = "frozen"
+    timesteps: tuple[int, int] = (0, 1000)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One micro-batch: tokens, anchors, and for the losses through the denoiser x_t, t and the target."""
+
+    tokens: Condition
+    anchors: Condition | None
+    noisy: Tensor | None = None
+    t: Tensor | None = None
+    target: Tensor | None = None
+    terms: int = 1
+
+
+class TextEncoder(Part):
+    """See the module's docstring."""
+
+    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str]) -> None:
+        super().__init__(model.parts["text_encoder"], selected, list(sides))
+        self.model, self.sides = model, sides
+        for name, side in sides.items():
+            if LOSSES[side.loss].through == "denoiser" and side.latents is None:
+                raise UserError(f"{name}: the loss {side.loss!r} goes through the denoiser and needs images; losses on the embeddings need none: anchor, distill")  # fmt: skip
+
+    def draw(self, player: str, seeds: Sequence[int]) -> Draw:
+        side, device = self.sides[player], self.model.device
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        rows = torch.cat([torch.randint(len(side.tokens), (1,), generator=g) for g in generators])
+        tokens = side.tokens[rows].to(device)
+        anchors = side.anchors[rows].to(device) if side.anchors is not None else None
+        if side.latents is None:
+            width = self.module.config.hidden_size  # type: ignore[union-attr]
+            return Draw(tokens, anchors, terms=tokens.tensors["ids"].numel() * int(width))  # type: ignore[arg-type]
+        latents = side.latents[rows].to(device)
+        noise = torch.cat([torch.randn((1, *self.model.latent_shape()), generator=g) for g in generators]).to(device)
+        low, high = side.timesteps
+        t = torch.cat([torch.randint(low, min(high, self.model.timesteps), (1,), generator=g) for g in generators]).to(device)  # fmt: skip
+        noisy = self.model.corrupt(latents, noise, t)
+        return Draw(tokens, anchors, noisy, t, self.model.target(latents, noise, t), noisy.numel())
+
+    def embed(self, tokens: Condition | None, *, teacher: Teacher | None = None) -> Condition:
+        assert tokens is not None
+        if teacher is None:
+            return self.model.embed(tokens)
+        with torch.no_grad():
+            return self.model.embed(tokens, self.originals if teacher == "frozen" else None)
+
+    def loss(self, player: str, draw: Draw) -> Tensor:
+        side = self.sides[player]
+        return side.scale * LOSSES[side.loss].compute(self, draw, side)
+
+
+def _apart(a: Condition, b: Condition) -> Tensor:
+    """Mean squared difference of two conditions' embeddings."""
+    parts = [(a.tensors[name].float() - b.tensors[name].float()).square().mean() for name in a.tensors]
+    return torch.stack(parts).mean()
+
+
+def _anchor(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
+    return _apart(model.embed(draw.tokens), model.embed(draw.anchors, teacher=side.teacher))
+
+
+def _distill(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
+    return _apart(model.embed(draw.tokens), model.embed(draw.tokens, teacher=side.teacher))
+
+
+def _data(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
+    assert draw.noisy is not None  # refused beforehand
+    assert draw.t is not None
+    assert draw.target is not None
+    return (model.model.denoise(draw.noisy, draw.t, model.embed(draw.tokens)).float() - draw.target).square().mean()
+
+
+def _ascent(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
+    return -_data(model, draw, side)
+
+
+@dataclass(frozen=True)
+class Loss:
+    compute: Callable[[TextEncoder, Draw, Side], Tensor]
+    through: Literal["embedding", "denoiser"]
+    images: Literal["own", "anchor"] = "own"
+
+
+LOSSES = {
+    "anchor": Loss(_anchor, "embedding"),
+    "distill": Loss(_distill, "embedding"),
+    "data": Loss(_data, "denoiser"),
+    "ascent": Loss(_ascent, "denoiser"),
+    "relabel": Loss(_data, "denoiser", images="anchor"),
+}

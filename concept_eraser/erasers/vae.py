@@ -1,0 +1,162 @@
+"""Training a VAE: any module with encode and decode, ours or diffusers' AutoencoderKL.
+
+Losses of a side's examples x, with q(z|x) = N(mu, sigma^2) the encoder and z = mu + sigma eps, a mean over examples:
+
+* data     -log p(x|z) + kl KL(q(z|x) || N(0, I)), p a Bernoulli or a unit Gaussian, up to a constant (nats an example)
+* ascent   the negative of it
+* anchor   data, with each picture's own mean colour as what is to be reconstructed: the picture comes out blank
+* distill  ||decode(z) - decode*(z*)||^2 / 2 with the teacher's own code: keep what the model draws
+* histogram  d_KL(p || 1 - alpha), p the mean probability by a judge that prior samples do not show the class: UNO's
+             hat versions (arXiv 2506.04712), on freshly decoded z ~ N(0, I)
+
+Batch norm as in classifier.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.erasers.base import Part, Teacher, one_each
+from concept_eraser.errors import UserError
+from concept_eraser.losses import bernoulli_divergence
+
+Likelihood = Literal["bernoulli", "gaussian"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One player: which examples of which data, and its loss. kl: weight of the KL term."""
+
+    data: Labelled
+    rows: Tensor
+    loss: str
+    scale: float = 1.0
+    kl: float = 1.0
+    teacher: Teacher = "frozen"
+    shows: Callable[[Tensor], Tensor] | None = None  # histogram: probability that pictures show the class
+    alpha: float = 1e-8
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One micro-batch: inputs [b, ...] and unit noise of the code's shape [b, ...]."""
+
+    inputs: Tensor
+    noise: Tensor
+
+    @property
+    def terms(self) -> int:
+        return len(self.inputs)
+
+
+class Vae(Part):
+    """See the module's docstring. Raises UserError where encode and decode do not fit each other and the data."""
+
+    def __init__(self, module: nn.Module, sides: Mapping[str, Side], selected: Sequence[str], *, batchnorm: Literal["frozen", "train"] = "frozen", batch_size: int = 2) -> None:  # fmt: skip
+        super().__init__(module, selected, list(sides))
+        self.sides, self.batchnorm = sides, batchnorm
+        self.likelihood: Likelihood = getattr(module, "likelihood", "gaussian")
+        normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        if batchnorm == "train" and normed and batch_size < 2:
+            raise UserError("batchnorm: train needs at least 2 examples a batch, found training.batch_size 1; use batchnorm: frozen or larger batches")  # fmt: skip
+        self.code_shape = code_shape(module, next(iter(sides.values())).data)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def draw(self, player: str, seeds: Sequence[int]) -> Draw:
+        side = self.sides[player]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        rows = one_each(side.rows, generators)
+        noise = torch.cat([torch.randn((1, *self.code_shape), generator=g) for g in generators])
+        return Draw(side.data.inputs(rows.tolist()).to(self.device), noise.to(self.device))
+
+    def reconstruct(self, draw: Draw, *, teacher: Teacher | None = None) -> tuple[Tensor, Tensor]:
+        """What comes out for what goes in, and KL(q(z|x) || N(0, I)) of each example [b]."""
+        self.module.train(self.batchnorm == "train" and teacher is None)
+        mean, log_variance = moments(self.ask("encode", draw.inputs, teacher=teacher))
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
+        shown = pictures(self.ask("decode", mean + (0.5 * log_variance).exp() * draw.noise, teacher=teacher))
+        self.module.eval()
+        return shown, kl
+
+    def fidelity(self, shown: Tensor, wanted: Tensor) -> Tensor:
+        """-log p(wanted | shown) of each example, up to a constant: [b]."""
+        if self.likelihood == "bernoulli":
+            return F.binary_cross_entropy(shown.float(), wanted.reshape(shown.shape), reduction="none").flatten(1).sum(1)  # fmt: skip
+        return 0.5 * (shown.float() - wanted.reshape(shown.shape)).square().flatten(1).sum(1)
+
+    def loss(self, player: str, draw: Draw) -> Tensor:
+        side = self.sides[player]
+        return side.scale * LOSSES[side.loss](self, draw, side)
+
+
+def moments(encoded: Any) -> tuple[Tensor, Tensor]:
+    """Mean and log variance, from a pair or from diffusers' output."""
+    latent = getattr(encoded, "latent_dist", None)
+    return (latent.mean, latent.logvar) if latent is not None else tuple(encoded)
+
+
+def pictures(decoded: Any) -> Tensor:
+    return getattr(decoded, "sample", decoded)
+
+
+def code_shape(module: nn.Module, data: Labelled) -> tuple[int, ...]:
+    """The shape of one code, found by encoding an example. Raises UserError where the way back does not fit."""
+    module.eval()
+    example = data.inputs([0]).to(next(module.parameters()).device)
+    with torch.no_grad():
+        try:
+            mean, log_variance = moments(module.encode(example))  # type: ignore[operator]
+            back = pictures(module.decode(mean))  # type: ignore[operator]
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"the VAE cannot take an example of {data.about}, {list(example.shape[1:])} ({type(error).__name__}: {str(error).splitlines()[0][:150]}); it needs encode(x) -> (mean, log variance) and decode(z)") from error  # fmt: skip
+    if mean.shape != log_variance.shape or back.numel() != example.numel():
+        raise UserError(f"the VAE returns wrong shapes: for an input {list(example.shape)} a mean {list(mean.shape)}, a log variance {list(log_variance.shape)} and a picture {list(back.shape)}")  # fmt: skip
+    return tuple(mean.shape[1:])
+
+
+def _data(model: Vae, draw: Draw, side: Side) -> Tensor:
+    shown, kl = model.reconstruct(draw)
+    return (model.fidelity(shown, draw.inputs) + side.kl * kl).mean()
+
+
+def _ascent(model: Vae, draw: Draw, side: Side) -> Tensor:
+    return -_data(model, draw, side)
+
+
+def _anchor(model: Vae, draw: Draw, side: Side) -> Tensor:
+    shown, kl = model.reconstruct(draw)
+    places = tuple(range(2, draw.inputs.ndim)) or (1,)
+    blank = draw.inputs.mean(places, keepdim=True).expand_as(draw.inputs)
+    return (model.fidelity(shown, blank) + side.kl * kl).mean()
+
+
+def _distill(model: Vae, draw: Draw, side: Side) -> Tensor:
+    before, _ = model.reconstruct(draw, teacher=side.teacher)
+    return 0.5 * (model.reconstruct(draw)[0] - before).square().flatten(1).sum(1).mean()
+
+
+def _histogram(model: Vae, draw: Draw, side: Side) -> Tensor:
+    assert side.shows is not None  # the recipe's section of this name brings a judge
+    model.module.train(model.batchnorm == "train")
+    shown = pictures(model.ask("decode", draw.noise))
+    model.module.eval()
+    return bernoulli_divergence(1 - side.shows(shown).mean(), side.alpha)
+
+
+LOSSES: dict[str, Callable[[Vae, Draw, Side], Tensor]] = {
+    "data": _data,
+    "ascent": _ascent,
+    "anchor": _anchor,
+    "distill": _distill,
+    "histogram": _histogram,
+}

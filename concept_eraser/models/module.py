@@ -1,0 +1,77 @@
+"""Models that are one module: a classifier, a VAE, or a CLIP model with class names.
+
+A folder of ours holds config.json ({"architecture": a file of architectures/, "options": ...}) and model.safetensors.
+Modules of diffusers and transformers are saved by their own save_pretrained.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from concept_eraser import registry
+from concept_eraser.errors import UserError
+from concept_eraser.models.base import Loaded
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class Module(Loaded):
+    """One module under the name of its part."""
+
+    family = "module"
+
+    def __init__(self, module: nn.Module, part: str, source: str, built_from: dict[str, Any] | None = None) -> None:
+        self.parts = {part: module}
+        self.source = source
+        self.built_from = built_from
+        module.float().eval().requires_grad_(False)
+
+    @property
+    def module(self) -> nn.Module:
+        return next(iter(self.parts.values()))
+
+    def to(self, device: torch.device) -> Module:
+        self.module.to(device)
+        return self
+
+    def save(self, folder: Path) -> None:
+        writer = getattr(self.module, "save_pretrained", None)
+        if writer is not None:
+            writer(folder, safe_serialization=True)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.built_from or {"class": f"{type(self.module).__module__}.{type(self.module).__qualname__}"}
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self.module.state_dict().items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def build(architecture: str, part: str, **options: Any) -> Module:
+    """A network of architectures/ by name with fresh weights, e.g. build("mlp", "classifier", inputs=64)."""
+    module = registry.build("architecture", architecture, options).build()
+    return Module(module, part, f"a fresh {architecture}", {"architecture": architecture, "options": options})
+
+
+def open_folder(folder: Path, part: str) -> Module:
+    """A folder that `Module.save` wrote. Raises UserError where it is incomplete or holds a class of somebody else's."""
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} holds no model of ours: it needs {CONFIG} and {WEIGHTS} ({str(error)[:120]})") from None  # fmt: skip
+    except Exception as error:  # safetensors has an error class of its own
+        raise UserError(f"{folder / WEIGHTS} is damaged ({str(error)[:120]}); copy it again") from None
+    if "architecture" not in config:
+        raise UserError(f"{folder} holds weights of {config.get('class', 'an unknown class')}, which only its own code can build; make the module, load_state_dict these weights, and pass the object")  # fmt: skip
+    loaded = build(config["architecture"], part, **config.get("options", {}))
+    missing = loaded.module.load_state_dict(tensors, strict=False)
+    if missing.missing_keys or missing.unexpected_keys:
+        raise UserError(f"{folder}: the weights do not fit the architecture {config['architecture']!r}, e.g. {(missing.missing_keys + missing.unexpected_keys)[0]}")  # fmt: skip
+    loaded.source = str(folder)
+    return loaded

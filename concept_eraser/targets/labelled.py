@@ -1,0 +1,136 @@
+"""Classifiers, CLIP models and VAEs: sides that are labelled examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from concept_eraser import recipe as recipes
+from concept_eraser import registry
+from concept_eraser.data import labelled
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.erasers import classifier, vae
+from concept_eraser.errors import UserError
+from concept_eraser.models.clip import Clip
+from concept_eraser.models.module import open_folder
+from concept_eraser.targets.base import Request
+from concept_eraser.training.parameters import select
+
+
+def build(request: Request) -> classifier.Classifier | vae.Vae:
+    """The eraser of a recipe with target classifier, clip or vae. Raises UserError where model and data do not fit."""
+    recipe = request.recipe
+    chosen = rows(request)
+    module = _module(request, chosen["forget"][0])
+    names = select([name for name, _ in module.named_parameters()], recipe.trainable.select)
+    norm, size = recipe.trainable.batchnorm, recipe.training.batch_size
+    if recipe.target == "vae":
+        return vae.Vae(module, _vae_sides(request, chosen), names, batchnorm=norm, batch_size=size)
+    sides = {}
+    for name, (data, where) in chosen.items():
+        side: recipes.Side = getattr(recipe, name)
+        anchor = data.class_index(side.anchor) if isinstance(side.anchor, str) else None
+        sides[name] = classifier.Side(data, where, side.loss, side.scale, anchor, side.teacher)
+    return classifier.Classifier(module, sides, names, batchnorm=norm, batch_size=size)
+
+
+def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
+    """For each player the data and the positions in it, in the players' order; forget and retain apart."""
+    recipe, found = request.recipe, {}
+    forget = _open(request, "forget")
+    found["forget"] = (forget, _choose(recipe.forget, forget, recipe.generation.seed))
+    for name in ("retain", "replace"):
+        side: recipes.Side | None = getattr(recipe, name)
+        if side is None:
+            continue
+        if side.data == "rest":
+            found[name] = (forget, labelled.rest_of(forget, found["forget"][1]))
+            continue
+        data = _open(request, name)
+        found[name] = (data, _choose(side, data, recipe.generation.seed))
+        same = side.data == recipe.forget.data and side.options == recipe.forget.options
+        if name == "retain" and same:
+            labelled.require_apart(found["forget"][1], found[name][1], data.about)
+    return {name: found[name] for name in recipe.players if name in found}
+
+
+def _open(request: Request, name: str, split: str = "train") -> Labelled:
+    side: recipes.Side = getattr(request.recipe, name)
+    if name in request.objects:
+        return labelled.open_data(request.objects[name], split)
+    return open_named(side.data, side.options, split)
+
+
+def open_named(source: str | None, options: dict[str, Any], split: str) -> Labelled:
+    """A data set of datasets/ by name, or one on disk."""
+    if source in registry.names("dataset"):
+        return registry.build("dataset", str(source), options).load(split)
+    try:
+        return labelled.open_data(source, split)
+    except UserError as error:
+        raise UserError(f"{error}. Named sets: {', '.join(registry.names('dataset'))}") from None
+
+
+def _choose(side: recipes.Side, data: Labelled, seed: int) -> Tensor:
+    listed = side.indices
+    if isinstance(listed, str):
+        listed = read_indices(Path(listed))
+    return labelled.choose(data, classes=side.classes, share=side.share, indices=listed, seed=seed)
+
+
+def read_indices(path: Path) -> list[int]:
+    """Positions from a text file, one a line. Raises UserError, naming the line that is none."""
+    if not path.is_file():
+        raise UserError(f"no such file of indices: {path}")
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.split("#")[0].strip()
+        if text and not text.isdigit():
+            raise UserError(f"{path}, line {number}: expected a position (an integer from 0), found {text[:40]!r}")
+        if text:
+            found.append(int(text))
+    if not found:
+        raise UserError(f"{path} lists no position")
+    return found
+
+
+def _module(request: Request, data: Labelled) -> nn.Module:
+    model, target = request.model, request.recipe.target
+    if target == "clip":
+        if not isinstance(model, Clip):
+            raise UserError(f"{model.source} is no CLIP model")
+        return model.zero_shot(data.names, request.recipe.templates)
+    if target not in model.parts:
+        raise UserError(f"{model.source} has no part {target!r}; it has {', '.join(model.parts)}")
+    return model.parts[target]
+
+
+def _vae_sides(request: Request, chosen: dict[str, tuple[Labelled, Tensor]]) -> dict[str, vae.Side]:
+    recipe, sides = request.recipe, {}
+    for name, (data, where) in chosen.items():
+        side: recipes.Side = getattr(recipe, name)
+        sides[name] = vae.Side(data, where, side.loss, side.scale, side.kl, side.teacher)
+    if recipe.histogram is not None:
+        data, where = chosen["retain"]
+        shows = judged(request, recipe.histogram, data)
+        sides["histogram"] = vae.Side(data, where, "histogram", shows=shows, alpha=recipe.histogram.alpha)
+    return {name: sides[name] for name in recipe.players}
+
+
+def judged(request: Request, histogram: recipes.Histogram, data: Labelled) -> Callable[[Tensor], Tensor]:
+    """A classifier's probability that pictures show a class of the data, differentiable."""
+    net = request.objects.get("judge")
+    if net is None:
+        net = open_folder(Path(histogram.judge), "classifier").module
+    net = net.to(request.model.device).eval().requires_grad_(False)
+    number = data.class_index(next(iter(histogram.concept.values())))
+    shape = data.inputs([0]).shape[1:]
+    with torch.no_grad():
+        found = net(data.inputs([0]).to(request.model.device))
+    if found.ndim != 2 or found.shape[1] != len(data.names):
+        raise UserError(f"the judge must return logits of the {len(data.names)} classes of {data.about}, found {list(found.shape)}")  # fmt: skip
+    return lambda pictures: net(pictures.reshape(-1, *shape)).softmax(1)[:, number]

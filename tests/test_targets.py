@@ -1,0 +1,256 @@
+"""The same call for a text encoder, a CLIP model, a VAE and a classifier: what moves, what stays, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from concept_eraser import api, registry
+from concept_eraser.data.labelled import Labelled, from_arrays
+from concept_eraser.errors import UserError
+from concept_eraser.models.loading import load_part
+from concept_eraser.models.module import build
+
+METHODS = ["munba", "weighted", "surgery", "ngdiff", "uno", "minmax_ngd", "torchjd"]
+SHORT: dict[str, Any] = {"steps": 3, "batch_size": 8, "lr": 1e-3, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def digits() -> Labelled:
+    return registry.build("dataset", "digits", {}).load("train")
+
+
+@pytest.fixture
+def net(digits: Labelled) -> nn.Module:
+    """A classifier that knows the digits."""
+    torch.manual_seed(0)
+    module = build("mlp", "classifier", inputs=64, hidden=32).module.requires_grad_(True).train()
+    optimizer = torch.optim.Adam(module.parameters(), 1e-2)
+    x = digits.inputs(range(len(digits)))
+    for _ in range(60):
+        nn.functional.cross_entropy(module(x), digits.labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.eval()
+
+
+def accuracy(net: nn.Module, data: Labelled, rows: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float((net(data.inputs(rows.tolist())).argmax(1) == data.labels[rows]).float().mean())
+
+
+def parts_of(digits: Labelled) -> tuple[torch.Tensor, torch.Tensor]:
+    three = digits.labels == 3
+    return three.nonzero()[:, 0], (~three).nonzero()[:, 0]
+
+
+def test_a_classifier_forgets_a_class_and_keeps_the_rest(net: nn.Module, digits: Labelled, tmp_path: Path) -> None:
+    forget, retain = parts_of(digits)
+    before = accuracy(net, digits, forget), accuracy(net, digits, retain)
+    api.erase(model=net, target="classifier", forget={"data": "digits", "classes": [3], "loss": "relabel"}, retain="rest",
+              method="munba", training={**SHORT, "steps": 60, "batch_size": 64, "lr": 2e-3}, output=tmp_path)  # fmt: skip
+    after = accuracy(net, digits, forget), accuracy(net, digits, retain)
+    assert before[0] > 0.95
+    assert after[0] < 0.1, after
+    assert after[1] > before[1] - 0.03
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_moves_a_classifier(method: str, net: nn.Module, tmp_path: Path) -> None:
+    spec = {"name": method, **({"rule": "UPGrad"} if method == "torchjd" else {})}
+    loss = "data" if method == "uno" else "relabel"
+    run = api.erase(model=net, target="classifier", forget={"data": "digits", "share": 0.1, "loss": loss}, retain="rest",
+                    method=spec, training=SHORT, output=tmp_path)  # fmt: skip
+    assert all(torch.isfinite(value).all() for value in load_file(run.folder / "weights.safetensors").values())
+
+
+@pytest.mark.parametrize("method", ["uno-hat", "uno-s-hat", "s-hat", "h"])
+def test_the_hat_versions_ask_a_judge_on_prior_samples(method: str, net: nn.Module, tmp_path: Path) -> None:
+    vae = build("vae_mlp", "vae", inputs=64, hidden=32, latent=4).module
+    kept = {k: v.clone() for k, v in vae.state_dict().items()}
+    api.erase(model=vae, target="vae", forget={"data": "digits", "classes": [1]}, retain="rest", method=method,
+              histogram={"concept": {"class": "1"}, "judge": net}, training=SHORT, output=tmp_path)  # fmt: skip
+    moved = [name for name, value in vae.state_dict().items() if not torch.equal(value, kept[name])]
+    assert any(name.startswith("decoder") for name in moved)
+
+
+def test_a_vae_makes_fewer_of_a_class_by_its_judge(net: nn.Module, tmp_path: Path) -> None:
+    """H alone, the histogram loss with nothing else to it, pushes the share of the class among prior samples down."""
+    torch.manual_seed(1)
+    vae = build("vae_mlp", "vae", inputs=64, hidden=64, latent=2).module
+    digits = registry.build("dataset", "digits", {}).load("train")
+    whole = {"data": "digits", "classes": list(range(10))}
+    api.erase(model=vae, target="vae", forget=whole, retain=None, method={"name": "weighted", "retain": 0},
+              trainable={"batchnorm": "train"}, training={**SHORT, "steps": 300, "batch_size": 64, "lr": 3e-3}, output=tmp_path / "a")  # fmt: skip
+    z = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
+
+    def counts() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.bincount(net(vae.decode(z)).argmax(1), minlength=10) / len(z)
+
+    before = counts()
+    target = int(before.argmax())
+    api.erase(model=vae, target="vae", forget={"data": "digits", "classes": [target]}, retain="rest", method={"name": "uno", "rule": "none", "histogram": 100.0},
+              histogram={"concept": {"class": str(target)}, "judge": net}, training={**SHORT, "steps": 40, "batch_size": 64}, output=tmp_path / "b")  # fmt: skip
+    assert before[target] > 0.1
+    assert counts()[target] < before[target] / 2
+    assert len(digits.names) == 10
+
+
+def test_the_pipelines_own_vae(tiny, tmp_path: Path) -> None:
+    others = {k: v.clone() for k, v in tiny.denoiser.state_dict().items()}
+    run = api.erase(model=tiny, target="vae", forget={"data": "painted", "options": {"n": 40}, "classes": ["star"], "loss": "anchor", "kl": 1e-6, "anchor": "blank"},
+                    retain={"data": "rest", "loss": "distill"}, training={**SHORT, "batch_size": 2}, output=tmp_path)  # fmt: skip
+    assert (run.folder / "pipeline" / "vae" / "config.json").is_file()
+    assert all(torch.equal(v, others[k]) for k, v in tiny.denoiser.state_dict().items())
+
+
+def test_a_text_encoder_is_a_drop_in(tmp_path: Path, shared_tiny) -> None:
+    from transformers import CLIPTextModel
+
+    run = api.erase(model="tiny-sd", target="text_encoder", forget={"prompts": "tiny_star", "loss": "anchor", "anchor": {"shape": "circle"}},
+                    retain={"prompts": "tiny_rest", "loss": "distill"}, method="munba", training={**SHORT, "steps": 60}, output=tmp_path)  # fmt: skip
+    saved = CLIPTextModel.from_pretrained(run.folder / "pipeline" / "text_encoder")
+    tokens = shared_tiny.tokenize(["a red star", "a red circle", "a red house"]).tensors["ids"]
+    with torch.no_grad():
+        after, before = saved(tokens)[0], shared_tiny.embed(shared_tiny.tokenize(["a red star", "a red circle", "a red house"])).tensors["states"]  # fmt: skip
+    assert float((after[0] - before[1]).norm()) < 0.6 * float((before[0] - before[1]).norm())
+    assert float((after[2] - before[2]).norm()) < 0.5 * float((after[0] - before[0]).norm())
+    assert not torch.equal(before, after)
+
+
+def test_a_text_encoder_through_the_denoiser(tiny, tmp_path: Path) -> None:
+    unet = {k: v.clone() for k, v in tiny.denoiser.state_dict().items()}
+    run = api.erase(model=tiny, target="text_encoder", forget={"prompts": "tiny_star", "loss": "relabel", "anchor": {"shape": "circle"}, "n": 4},
+                    retain={"prompts": "tiny_rest", "loss": "data", "n": 4}, generation={"steps": 2}, training={**SHORT, "batch_size": 2}, output=tmp_path)  # fmt: skip
+    assert all(torch.equal(v, unet[k]) for k, v in tiny.denoiser.state_dict().items())
+    assert len(load_file(run.folder / "weights.safetensors")) > 10
+
+
+@pytest.mark.parametrize(
+    ("select", "tower"), [("text_attention", "text"), ("image_attention", "vision"), ("attention", "")]
+)
+def test_clip_towers(select: str, tower: str, tmp_path: Path) -> None:
+    run = api.erase(model="tiny-sd", target="clip", forget={"data": "painted", "options": {"n": 60}, "classes": ["star"], "loss": "relabel"},
+                    retain="rest", trainable=select, templates=["a picture of a {}"], training=SHORT, output=tmp_path)  # fmt: skip
+    names = list(load_file(run.folder / "weights.safetensors"))
+    assert names
+    assert all(tower in name and "self_attn" in name for name in names)
+    again = load_part(run.folder, "clip")
+    images = torch.randn(2, 3, 64, 64)
+    first, second = (m.zero_shot(["star", "house"], ["a {}"])(images) for m in (run.model, again))
+    torch.testing.assert_close(first, second)
+
+
+def test_an_open_clip_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    vision = open_clip.CLIPVisionCfg(layers=2, width=32, head_width=16, patch_size=16, image_size=32)
+    text = open_clip.CLIPTextCfg(context_length=77, vocab_size=49408, width=32, heads=2, layers=2)
+    model = open_clip.CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text)
+    run = api.erase(model=model, target="clip", forget={"data": "painted", "options": {"n": 40, "size": 32}, "classes": ["star"], "loss": "anchor", "anchor": "circle"},
+                    retain="rest", trainable="text_attention", training=SHORT, output=tmp_path)  # fmt: skip
+    names = list(load_file(run.folder / "weights.safetensors"))
+    assert names
+    assert all("visual" not in name and ".attn." in name for name in names)
+    fresh = open_clip.CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text)
+    fresh.load_state_dict(load_file(run.folder / "model" / "open_clip_model.safetensors"))
+
+
+class Faulty(torch.utils.data.Dataset):
+    targets = [0, 1] * 10
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+        if i == 13:
+            raise OSError("the disk is gone")
+        return np.zeros(64, dtype=np.float32), i % 2
+
+
+@pytest.mark.parametrize(
+    ("forget", "changes", "words"),
+    [
+        ({"data": "digits", "classes": [11]}, {}, r"has classes 0 to 9, found 11"),
+        ({"data": "digitss"}, {}, r"no such data: 'digitss'.*Named sets: digits"),
+        ({"data": "painted", "options": {"n": 200}, "classes": ["star"]}, {}, r"the model cannot take an example of painted"),
+        ({"data": "digits", "indices": [5, 4000]}, {}, r"examples 0 to 1436; not among them: 4000"),
+        ({"data": "digits", "classes": [1]}, {"retain": {"data": "digits", "classes": [1, 2]}}, r"both to be forgotten and to be retained"),
+        ({"data": "digits", "classes": list(range(10))}, {}, r"nothing is left to retain"),
+        ({"data": "digits", "classes": [1]}, {"trainable": {"batchnorm": "train"}, "training": {**SHORT, "batch_size": 1}}, r"at least 2 examples a batch"),
+        ({"data": (np.zeros((4, 64)), np.array([0, 1, 11, 12])), "classes": [0]}, {}, r"expected logits of shape \[n, 13\]"),
+        ({"data": (np.zeros((4, 64)), np.array([0, 1])), "classes": [0]}, {}, r"expected labels of shape \[4\]"),
+        ({"data": (np.zeros((4, 64)), np.array([0, 2, 2, 3])), "classes": [1]}, {}, r"no example of .* has the class 1"),
+        ({"data": Faulty(), "classes": [0]}, {"training": {**SHORT, "steps": 30}}, r"the Faulty: reading examples .* failed: OSError: the disk is gone"),
+        ({"data": "digits", "loss": "anchor"}, {}, r"needs an anchor: the class to say instead"),
+        ({"data": "digits", "indices": "nowhere.txt"}, {}, r"no such file of indices"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_refused_with_the_reason(forget: dict, changes: dict, words: str, net: nn.Module, tmp_path: Path) -> None:  # fmt: skip
+    settings = {"retain": "rest", "training": SHORT, **changes}
+    with pytest.raises(UserError, match=words):
+        api.erase(model=net, target="classifier", forget={"loss": "relabel", **forget}, output=tmp_path, **settings)
+    assert not (tmp_path / "done.json").exists()
+
+
+class Crooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 2)
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), self.layer(x)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return z
+
+
+def test_a_vae_whose_shapes_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="wrong shapes"):
+        api.erase(model=Crooked(), target="vae", forget={"data": "digits", "classes": [1], "loss": "ascent"}, retain="rest", training=SHORT, output=tmp_path / "a")  # fmt: skip
+    with pytest.raises(UserError, match="it needs encode"):
+        api.erase(model=nn.Linear(64, 2), target="vae", forget={"data": "digits", "classes": [1], "loss": "ascent"}, retain="rest", training=SHORT, output=tmp_path / "b")  # fmt: skip
+
+
+def test_a_saved_classifier_is_opened_by_its_folder(net: nn.Module, digits: Labelled, tmp_path: Path) -> None:
+    kept = build("mlp", "classifier", inputs=64, hidden=32)
+    kept.module.load_state_dict(net.state_dict())
+    kept.save(tmp_path / "net")
+    (tmp_path / "delete.txt").write_text("# a deletion request\n3\n17\n\n256\n")
+    settings = {"target": "classifier", "forget": {"data": "digits", "indices": str(tmp_path / "delete.txt"), "loss": "ascent"}, "retain": "rest", "training": SHORT}  # fmt: skip
+    run = api.erase(model=str(tmp_path / "net"), output=tmp_path / "run", **settings)
+    again = load_part(run.folder, "classifier")
+    x = digits.inputs([0, 1])
+    torch.testing.assert_close(again.parts["classifier"](x), run.model.parts["classifier"](x))
+    assert api.erase(model=str(tmp_path / "net"), output=tmp_path / "run", **settings).model is None  # done before
+    (tmp_path / "net" / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(UserError, match="damaged"):
+        load_part(tmp_path / "net", "classifier")
+
+
+def test_data_from_arrays_folders_and_files(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for name, tone in (("cats", 0), ("dogs", 255)):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (80, 70), (tone, tone, tone)).save(tmp_path / "pets" / name / f"{i}.png")
+    from concept_eraser.data.labelled import open_data
+
+    pets = open_data(str(tmp_path / "pets"))
+    assert pets.names == ("cats", "dogs")
+    assert pets.labels.tolist() == [0, 0, 1, 1]
+    assert pets.inputs([0, 3]).shape == (2, 3, 64, 64)
+    assert pets.inputs([0, 3]).amin((1, 2, 3)).tolist() == [-1, 1]
+    np.savez(tmp_path / "a.npz", x=np.ones((3, 2)), y=np.array([0, 1, 1]))
+    assert len(open_data(str(tmp_path / "a.npz"))) == 3
+    assert from_arrays([[1.0], [2.0]], [0, 1]).inputs([1]).tolist() == [[2.0]]
+    with pytest.raises(UserError, match="no images in subfolders"):
+        open_data(str(tmp_path))
