@@ -77,7 +77,7 @@ def erase(
         return Run(folder, job, done["seconds"])
     loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle)
     work = jobs.Job(job, loaded, folder, progress, cache, objects)
-    done = work.write(work.train(resume=resume))
+    done = work.write(work.run(resume=resume))
     plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
     return Run(folder, job, done["seconds"], loaded)
 

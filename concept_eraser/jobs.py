@@ -17,10 +17,11 @@ from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.watch import Watch, share_of
+from concept_eraser.methods.base import Method
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.progress import Progress
 from concept_eraser.recipe import Recipe
-from concept_eraser.targets import labelled, prompted
+from concept_eraser.targets import edits, labelled, prompted
 from concept_eraser.targets.base import Request
 from concept_eraser.training.checkpoint import write_whole
 from concept_eraser.training.engine import Engine, Eraser, Schedule
@@ -76,6 +77,15 @@ def _difference(a: Recipe, b: Recipe) -> str:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What training or editing left behind; notes go into done.json."""
+
+    eraser: Eraser
+    seconds: float
+    notes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Job:
     """A recipe with its model loaded. objects: data sets and judges in memory that the recipe can only name."""
 
@@ -87,11 +97,25 @@ class Job:
     objects: Mapping[str, Any] = field(default_factory=dict)
 
     def eraser(self) -> Eraser:
-        request = Request(self.recipe, self.model, self.progress, self.cache, self.objects)
-        return (prompted if self.recipe.target in recipes.PROMPTED else labelled).build(request)
+        return (prompted if self.recipe.target in recipes.PROMPTED else labelled).build(self.request)
 
-    def train(self, *, resume: bool) -> Engine:
-        """Train to the end (or raise); the model then holds the erased weights."""
+    @property
+    def request(self) -> Request:
+        return Request(self.recipe, self.model, self.progress, self.cache, self.objects)
+
+    def run(self, *, resume: bool) -> Outcome:
+        """Train to the end, or edit (or raise); the model then holds the erased weights."""
+        method: Any = registry.build("method", self.recipe.method.name, self.recipe.method.options)
+        if hasattr(method, "edit"):
+            eraser, told, seconds = edits.apply(method, self.request)
+            return Outcome(eraser, seconds, {"edit": dict(told)})
+        engine = self.train(method, resume=resume)
+        notes: dict[str, Any] = {"steps": self.recipe.training.steps, "skipped_steps": engine.skipped}
+        if isinstance(engine.watch, Watch):
+            notes["forgotten"] = engine.watch.summary()
+        return Outcome(engine.eraser, engine.seconds, notes)
+
+    def train(self, method: Method, *, resume: bool) -> Engine:
         training = self.recipe.training
         there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         if not there.get(training.device, True):
@@ -101,8 +125,7 @@ class Job:
         accelerator = Accelerator(cpu=cpu)
         self.model.to(accelerator.device)
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
-        method = registry.build("method", self.recipe.method.name, self.recipe.method.options)
-        engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch())  # fmt: skip
+        engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch(), self.recipe.trainable.saliency)  # fmt: skip
         engine.run(resume=resume)
         return engine
 
@@ -116,26 +139,23 @@ class Job:
         share = share_of(self.model, suite, asked.group, asked.n, progress=self.progress)
         return Watch(share, self.folder / "watch.jsonl", asked.every, asked.below)
 
-    def write(self, engine: Engine) -> dict[str, Any]:
+    def write(self, outcome: Outcome) -> dict[str, Any]:
         """The finished run: whole model, changed tensors, environment, and done.json last of all."""
         describe = environment.describe()
-        changed = {name: value.detach().cpu().contiguous() for name, value in engine.eraser.trainable().items()}
+        changed = {name: value.detach().cpu().contiguous() for name, value in outcome.eraser.trainable().items()}
         part = {"denoiser": "unet"}.get(self.recipe.target, self.recipe.target)
         self._write("environment.json", lambda p: _text(p, json.dumps(describe, indent=1) + "\n"))
         self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": part}))
         self._write(resources.whole_model(self.model.family), self.model.save)
         done = {
             "recipe": self.recipe.fingerprint,
-            "steps": self.recipe.training.steps,
-            "seconds": round(engine.seconds, 2),
-            "skipped_steps": engine.skipped,
+            "seconds": round(outcome.seconds, 2),
             "trained_tensors": len(changed),
             "trained_parameters": sum(value.numel() for value in changed.values()),
+            **outcome.notes,
         }
-        if isinstance(engine.watch, Watch):
-            done["forgotten"] = engine.watch.summary()
         self._write("done.json", lambda p: _text(p, json.dumps(done, indent=1) + "\n"))
-        engine.checkpoint.unlink(missing_ok=True)
+        (self.folder / "state.ckpt").unlink(missing_ok=True)
         return done
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:

@@ -21,9 +21,9 @@ from concept_eraser.errors import UserError, unknown_message
 LOSS_NAMES = {
     "denoiser": ("anchor", "ascent", "data", "distill", "esd", "relabel"),
     "text_encoder": ("anchor", "ascent", "data", "distill", "relabel"),
-    "clip": ("anchor", "ascent", "data", "distill", "relabel"),
+    "clip": ("anchor", "ascent", "boundary", "data", "distill", "relabel"),
     "vae": ("anchor", "ascent", "data", "distill"),
-    "classifier": ("anchor", "ascent", "data", "distill", "relabel"),
+    "classifier": ("anchor", "ascent", "boundary", "data", "distill", "relabel"),
 }
 PROMPTED = ("denoiser", "text_encoder")  # targets whose sides are prompts; those of the others are labelled data
 ANCHORED = ("anchor", "relabel")
@@ -44,6 +44,7 @@ class Side(_Strict):
     classes: list[str | int] | None = Field(None, description="labelled data: all examples of these classes, by name or number")  # fmt: skip
     share: float | None = Field(None, gt=0, le=1, description="labelled data: a random share of the examples, drawn with generation.seed")  # fmt: skip
     indices: list[int] | str | None = Field(None, description="labelled data: these examples, by position: a list, or a file with one a line")  # fmt: skip
+    l1: float = Field(0.0, ge=0, description="target classifier or clip: adds l1 x sum |weights| to the loss (l1-sparse: 1e-5 to 1e-3)")  # fmt: skip
     kl: float = Field(1.0, ge=0, description="target vae: weight of the KL term (1: the evidence bound)")
     loss: str = Field("data", description="data, ascent, anchor, esd, distill or relabel")
     anchor: str | dict[str, str] | None = Field(None, description="what to show instead: a text that may use the prompt's fields, e.g. 'a {color} square', or the fields to replace in it, e.g. {shape: square}")  # fmt: skip
@@ -159,6 +160,8 @@ class Trainable(_Strict):
     select: str = Field("all", description="see `concept-eraser list selections`, or re:<regular expression>")
     batchnorm: Literal["frozen", "train"] = Field("frozen", description="classifier, vae: keep the running statistics (ours), or use and update the batch's")  # fmt: skip
 
+    saliency: float | None = Field(None, gt=0, lt=1, description="only this share of the selected weights moves: those with the largest |gradient| of the forget loss (SalUn: 0.5)")  # fmt: skip
+
     @field_validator("select")
     @classmethod
     def _known_selection(cls, value: str) -> str:
@@ -241,6 +244,8 @@ class Recipe(_Strict):
         method = registry.build("method", self.method.name, self.method.options)
         if self.retain is None and self.method.name != "weighted":
             raise ValueError(f"the method {self.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
+        if method.targets is not None and self.target not in method.targets:
+            raise ValueError(f"the method {self.method.name!r} works on {', '.join(method.targets)} only, since it needs a likelihood of labels; found target {self.target!r}")  # fmt: skip
         method.check_players(self.players)
         self._check_sides()
         if self.attack is not None and not method.needs_attack:
@@ -287,8 +292,8 @@ class Recipe(_Strict):
     def _irrelevant(self) -> dict[str, Any]:
         """Settings that say nothing about this target, so that they are not spelled out."""
         of_prompts = {"eta", "images", "noised", "n", "timesteps"}
-        kl = set() if self.target == "vae" else {"kl"}
-        per_side = {"options", "kl"} if self.target in PROMPTED else of_prompts | kl
+        numbers = {"vae": {"l1"}, "classifier": {"kl"}, "clip": {"kl"}}.get(self.target, {"kl", "l1"})
+        per_side = {"options", *numbers} if self.target in PROMPTED else of_prompts | numbers
         left_out: dict[str, Any] = dict.fromkeys(("forget", "retain", "replace"), per_side)
         if self.target != "clip":
             left_out["templates"] = True

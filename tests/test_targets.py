@@ -254,3 +254,117 @@ def test_data_from_arrays_folders_and_files(tmp_path: Path) -> None:
     assert from_arrays([[1.0], [2.0]], [0, 1]).inputs([1]).tolist() == [[2.0]]
     with pytest.raises(UserError, match="no images in subfolders"):
         open_data(str(tmp_path))
+
+
+@pytest.mark.parametrize("loss", ["boundary", "ascent", "distill"])
+def test_other_losses_of_a_classifier(loss: str, net: nn.Module, tmp_path: Path) -> None:
+    api.erase(
+        model=net,
+        target="classifier",
+        forget={"data": "digits", "classes": [3], "loss": loss},
+        retain="rest",
+        training=SHORT,
+        output=tmp_path,
+    )
+
+
+def test_boundary_is_the_nearest_other_class() -> None:
+    """Of a linear model in the plane whose classes are sectors: from class 0 near its border to 1 the answer is 1."""
+    from concept_eraser.erasers import classifier
+
+    linear = nn.Linear(2, 3, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]))
+    data = from_arrays(np.array([[1.0, 0.95]]), [0], ["a", "b", "c"])
+    side = classifier.Side(data, torch.tensor([0]), "boundary")
+    eraser = classifier.Classifier(linear, {"forget": side}, ["weight"])
+    draw = eraser.draw("forget", [0])
+    expected = nn.functional.cross_entropy(linear(draw.inputs), torch.tensor([1]))
+    torch.testing.assert_close(eraser.loss("forget", draw), expected)
+
+
+def test_saliency_moves_only_the_weights_that_matter(net: nn.Module, tmp_path: Path) -> None:
+    kept = {k: v.clone() for k, v in net.state_dict().items()}
+    run = api.erase(model=net, target="classifier", forget={"data": "digits", "classes": [3], "loss": "relabel"}, retain="rest",
+                    trainable={"saliency": 0.25}, training={**SHORT, "optimizer": "sgd"}, output=tmp_path)  # fmt: skip
+    weights = load_file(run.folder / "weights.safetensors")
+    moved = sum(int((value != kept[name]).sum()) for name, value in weights.items())
+    total = sum(value.numel() for value in weights.values())
+    assert 0.1 * total < moved <= 0.26 * total
+
+
+def test_an_l1_penalty_shrinks_the_weights(net: nn.Module, tmp_path: Path) -> None:
+    def size(module: nn.Module) -> float:
+        return float(sum(p.abs().sum() for p in module.parameters()))
+
+    before = size(net)
+    api.erase(model=net, target="classifier", forget={"data": "digits", "classes": [3]}, retain={"data": "rest", "l1": 1e-2},
+              method={"name": "weighted", "forget": 0.0}, training={**SHORT, "steps": 20}, output=tmp_path)  # fmt: skip
+    assert size(net) < 0.97 * before
+
+
+def softmax(digits: Labelled, ridge: float) -> nn.Module:
+    """The minimiser of cross-entropy + ridge/2 ||theta||^2 on all digits, by L-BFGS."""
+    module = build("mlp", "classifier", inputs=64, hidden=8, norm=False).module
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(True)
+    x = digits.inputs(range(len(digits)))
+    optimizer = torch.optim.LBFGS(linear.parameters(), max_iter=300, tolerance_grad=1e-8, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(linear(x), digits.labels) + ridge / 2 * sum(p.square().sum() for p in linear.parameters())  # fmt: skip
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert module is not None
+    return linear
+
+
+def test_a_fisher_step_from_a_recipe(digits: Labelled, tmp_path: Path) -> None:
+    """It lands nearer to the model trained without the samples than where it started."""
+    import json
+
+    ridge, module = 1e-2, softmax(digits, 1e-2)
+    rows = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
+    gone, left = rows[:70].sort().values, rows[70:].sort().values
+    wanted = softmax(from_arrays(digits.inputs(left.tolist()), digits.labels[left]), ridge)
+    start = {k: v.clone() for k, v in module.state_dict().items()}
+    run = api.erase(model=module, target="classifier", forget={"data": "digits", "indices": gone.tolist()}, retain="rest",
+                    method={"name": "natural_gradient", "solver": "cg", "tolerance": 1e-6}, training={"weight_decay": ridge, "batch_size": 500, "device": "cpu"}, output=tmp_path)  # fmt: skip
+
+    def apart(state: dict[str, torch.Tensor]) -> float:
+        return float(sum((state[k] - v).square().sum() for k, v in wanted.state_dict().items()) ** 0.5)
+
+    assert apart(module.state_dict()) < 0.2 * apart(start)
+    assert json.loads((run.folder / "done.json").read_text())["edit"]["gradient_after"] < 1e-2
+
+
+@pytest.mark.parametrize("method", ["mini_unlearning", "rewind"])
+def test_mini_unlearning_from_a_recorded_training(method: str, digits: Labelled, tmp_path: Path) -> None:
+    from concept_eraser.methods.mini_unlearning import History
+    from concept_eraser.training.fit import Plan, fit
+
+    torch.manual_seed(0)
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def loss(rows: list[int]) -> torch.Tensor:
+        return nn.functional.cross_entropy(linear(digits.inputs(rows)), digits.labels[rows])
+
+    history = History(tuple(linear.parameters()), 10, tmp_path / "history")
+    plan = Plan(epochs=2, lr=0.5, momentum=0.0)
+    fit(linear, loss, torch.arange(len(digits)), plan, record=history.record)
+    gone = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:140].tolist()
+    asked = {"forget": {"data": "digits", "indices": gone}, "retain": "rest", "target": "classifier", "training": {"device": "cpu"}}  # fmt: skip
+    with pytest.raises(UserError, match=r"give method\.history"):
+        api.erase(model=linear, method={"name": method, "k": 10}, output=tmp_path / "a", **asked)
+    before = [p.clone() for p in linear.parameters()]
+    api.erase(model=linear, method={"name": method, "k": 10, "history": str(tmp_path / "history")}, output=tmp_path / "b", **asked)  # fmt: skip
+    assert any(not torch.equal(a, b) for a, b in zip(before, linear.parameters(), strict=True))
+    with pytest.raises(UserError, match="10 are recorded"):
+        api.erase(model=linear, method={"name": method, "k": 11, "history": str(tmp_path / "history")}, output=tmp_path / "c", **asked)  # fmt: skip
+
+
+def test_edits_are_for_classifiers(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="works on classifier only, since it needs a likelihood"):
+        api.erase(forget="tiny_star", retain="tiny_rest", method="natural_gradient", output=tmp_path)

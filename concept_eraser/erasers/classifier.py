@@ -6,6 +6,8 @@ Losses of a side's examples (x, y), with f the model in training, f* its teacher
 * ascent   the negative of it
 * relabel  cross-entropy to a random other class, drawn anew at every step (random labels: MUNBa section 4.2, SalUn)
 * anchor   cross-entropy to one given class
+* boundary cross-entropy to the class that the teacher says after one FGSM step of 0.1 away from y: the nearest other
+             class (boundary shrink, arXiv 2303.11570; nearest among the others where the step does not cross)
 * distill  KL(softmax f*(x) || softmax f(x)): keep what the model says
 
 Batch norm layers keep their running statistics (`batchnorm: frozen`), so that a loss is a sum over its examples and
@@ -38,6 +40,7 @@ class Side:
     scale: float = 1.0
     anchor: int | None = None
     teacher: Teacher = "frozen"
+    l1: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,10 @@ class Classifier(Part):
 
     def loss(self, player: str, draw: Draw) -> Tensor:
         side = self.sides[player]
-        return side.scale * LOSSES[side.loss](self, draw, side)
+        found = side.scale * LOSSES[side.loss](self, draw, side)
+        if side.l1:  # l1-sparse (arXiv 2304.04934)
+            found = found + side.l1 * torch.stack([p.abs().sum() for p in self.trainable().values()]).sum()
+        return found
 
 
 def _data(model: Classifier, draw: Draw, side: Side) -> Tensor:
@@ -120,6 +126,16 @@ def _anchor(model: Classifier, draw: Draw, side: Side) -> Tensor:
     return F.cross_entropy(model.logits(draw), torch.full_like(draw.labels, side.anchor))
 
 
+def _boundary(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    inputs = draw.inputs.detach().clone().requires_grad_(True)
+    before = model.ask("forward", inputs)
+    (slope,) = torch.autograd.grad(F.cross_entropy(before.float(), draw.labels), [inputs])
+    across = Draw((inputs + 0.1 * slope.sign()).detach(), draw.labels, draw.others)
+    seen = model.logits(across, teacher=side.teacher).clone()
+    seen.scatter_(1, draw.labels[:, None], -torch.inf)
+    return F.cross_entropy(model.logits(draw), seen.argmax(1))
+
+
 def _distill(model: Classifier, draw: Draw, side: Side) -> Tensor:
     before = model.logits(draw, teacher=side.teacher).log_softmax(1)
     return F.kl_div(model.logits(draw).log_softmax(1), before, log_target=True, reduction="batchmean")
@@ -130,5 +146,6 @@ LOSSES: dict[str, Callable[[Classifier, Draw, Side], Tensor]] = {
     "ascent": _ascent,
     "relabel": _relabel,
     "anchor": _anchor,
+    "boundary": _boundary,
     "distill": _distill,
 }

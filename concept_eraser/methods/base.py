@@ -6,13 +6,13 @@ Methods see tensors only, never a model. Players and their order are the closure
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from concept_eraser.vectors import Vec, combine, gramian
 
@@ -68,6 +68,7 @@ class Method(ABC):
     theorems: ClassVar[frozenset[str]] = frozenset()  # properties that one shared test proves
     needs_fp32: ClassVar[bool] = False  # differences of gradients drown in the rounding of bf16
     needs_attack: ClassVar[bool] = False  # it solves a lower-level problem, the player `attack`
+    targets: ClassVar[tuple[str, ...] | None] = None  # what it can train; None for everything with two losses
 
     @abstractmethod
     def direction(self, closure: Closure) -> Direction: ...
@@ -121,7 +122,29 @@ class Edit(ABC):
     theorems: ClassVar[frozenset[str]] = frozenset()
     needs_fp32: ClassVar[bool] = True
     needs_attack: ClassVar[bool] = False
-    how: ClassVar[str]  # the Python call that applies it, for the error message of a recipe that names it
+    targets: ClassVar[tuple[str, ...] | None] = ("classifier",)  # models with a likelihood of labels
 
     def check_players(self, players: tuple[str, ...]) -> None:
-        raise ValueError(f"{self.title!r} edits a model in one go and cannot be a recipe's training method; from Python: {self.how}")  # fmt: skip
+        if set(players) != {"forget", "retain"}:
+            raise ValueError(f"{self.title!r} needs the sides forget and retain and no other, found {', '.join(players)}")  # fmt: skip
+
+    @abstractmethod
+    def edit(self, request: EditRequest) -> Mapping[str, float]:
+        """Change the model in place; what it did, for done.json. Raises ValueError where it cannot, with the remedy."""
+
+
+@dataclass(frozen=True)
+class EditRequest:
+    """A classifier and its data, in the form that edits ask for.
+
+    model: logits [n, classes]; trained parameters require gradients. loss: mean cross-entropy of some samples by
+    position, plus ridge/2 ||theta||^2. batches: (inputs, labels) of some positions, in the order given.
+    """
+
+    model: nn.Module
+    forget: tuple[int, ...]
+    retain: tuple[int, ...]
+    ridge: float
+    batches: Callable[[Sequence[int]], Sequence[tuple[Tensor, Tensor]]]
+    loss: Callable[[Sequence[int]], Tensor]
+    params: Vec = ()

@@ -26,7 +26,7 @@ Deliberate differences from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from concept_eraser.methods.base import Edit
+from concept_eraser.methods.base import Edit, EditRequest
+from concept_eraser.methods.fisher import Fisher, Risk
 from concept_eraser.vectors import Vec, combine, dot, norm, spectral_norm
+
+NAMED = {"rewind": {"rewind": True}}
 
 MeanLoss = Callable[[Sequence[int]], Tensor]  # mean loss of some samples, by index, at the parameters as they stand
 
@@ -126,6 +129,8 @@ class MiniUnlearning(Edit):
     """Remove samples from a model trained by SGD, from its last k iterations.
 
     k: iterations that are looked at; more is closer to training again, always.
+    history: in a recipe, the folder that a History recorded while the model was trained.
+    rewind: the baseline instead: the last k iterations again from their checkpoint, without the forgotten samples.
     hvp: autograd (double backward), ggn (Gauss-Newton: needs the `curvature` product) or lbfgs (Algorithm 4, from
         differences along the path; poor with few pairs, see the tests).
     estimate: also estimate each iteration's contraction by that many power iterations (0: none).
@@ -134,9 +139,10 @@ class MiniUnlearning(Edit):
     title: ClassVar[str] = "Machine Unlearning with Minimal Gradient Dependence for High Unlearning Ratios"
     source: ClassVar[str] = "arXiv 2406.16986"
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point", "exact_on_quadratics"})
-    how: ClassVar[str] = "MiniUnlearning(k=...).apply(history, loss, forget)"
 
     k: int = 10
+    history: str = ""
+    rewind: bool = False
     hvp: Literal["autograd", "ggn", "lbfgs"] = "autograd"
     estimate: int = 0
 
@@ -172,6 +178,20 @@ class MiniUnlearning(Edit):
             lengths.append(float(norm(d)))
         _put(params, tuple(w + part for w, part in zip(final, d, strict=True)))
         return Outcome(tuple(lengths), touched / len(steps), tuple(rates))
+
+    def edit(self, request: EditRequest) -> Mapping[str, float]:
+        if not self.history:
+            raise ValueError("Mini-Unlearning needs the recorded history of the training: give method.history, the folder of a History(..., folder=...)")  # fmt: skip
+        history = History.open(request.params, Path(self.history))
+        if self.rewind:
+            done = rewind(history, request.loss, request.forget, self.k)
+        else:
+            done = self.apply(history, request.loss, request.forget, curvature=self._curvature(request))
+        return {"step": done.lengths[-1], "touched": done.touched, "truncation": done.truncation}
+
+    def _curvature(self, request: EditRequest) -> Callable[[Sequence[int], Vec], Vec]:
+        risk = Risk(request.model, "softmax", request.ridge)
+        return lambda rows, v: Fisher(risk, request.batches(rows), request.ridge).product(v)
 
     def _product(self, steps: list[Iteration], params: Vec, loss: MeanLoss, curvature: Callable | None) -> Callable:
         """(i, samples, v) -> mean Hessian of the samples at w_{i-1} times v."""

@@ -23,13 +23,14 @@ Deliberate differences from the paper:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from concept_eraser.methods.base import Edit
+from concept_eraser.methods.base import Edit, EditRequest
 from concept_eraser.methods.fisher import Batches, Fisher, Risk, Solver, count, solve
 from concept_eraser.vectors import Vec, dot, is_finite, norm
 
@@ -90,7 +91,6 @@ class NaturalGradient(Edit):
     title: ClassVar[str] = "Faster Machine Unlearning via Natural Gradient Descent"
     source: ClassVar[str] = "Lev & Wilson, arXiv 2407.08169"
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point", "exact_on_quadratics"})
-    how: ClassVar[str] = "NaturalGradient(...).apply(Risk(model), forget=batches, retain=batches)"
 
     objective: Literal["retain_mean", "fixed_n"] = "retain_mean"
     fisher_on: Literal["retain", "all"] = "retain"
@@ -131,6 +131,11 @@ class NaturalGradient(Edit):
             for parameter, part in zip(risk.params, step, strict=True):
                 parameter.add_(part)
         return Outcome(step, before, float(norm(risk.gradient(retain))), residual, shrunk)
+
+    def edit(self, request: EditRequest) -> Mapping[str, float]:
+        risk = Risk(request.model, "softmax", request.ridge)
+        done = self.apply(risk, request.batches(request.forget), request.batches(request.retain))
+        return {"step": done.length, "gradient_before": done.before, "gradient_after": done.after, "residual": done.residual, "shrunk": done.shrunk}  # fmt: skip
 
     def _shrink(self, fisher: Fisher, step: Vec) -> float:
         """s = min(1, sqrt(2 kl / d^T F(R) d)), since KL(theta, theta + s d) = s^2/2 d^T F d to second order."""

@@ -34,7 +34,7 @@ def build(request: Request) -> classifier.Classifier | vae.Vae:
     for name, (data, where) in chosen.items():
         side: recipes.Side = getattr(recipe, name)
         anchor = data.class_index(side.anchor) if isinstance(side.anchor, str) else None
-        sides[name] = classifier.Side(data, where, side.loss, side.scale, anchor, side.teacher)
+        sides[name] = classifier.Side(data, where, side.loss, side.scale, anchor, side.teacher, side.l1)
     return classifier.Classifier(module, sides, names, batchnorm=norm, batch_size=size)
 
 

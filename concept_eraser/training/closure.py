@@ -27,6 +27,8 @@ class LossClosure:
         (`reduce`; `torch.autograd.grad` does not pass through DDP's reducer), before a method sees it.
     terms: how many numbers the mean in a player's loss is taken over.
     inner: which of `params`, by position, are the variable of a lower-level problem (an attack).
+    mask: for each parameter 1 where it may move and 0 elsewhere, or None. Methods see gradients that are masked already,
+        so every inner product is one of the weights that can move.
 
     The first loss seen of each player is kept in `losses`, for the log; the last one seen in `seen`.
     """
@@ -39,8 +41,10 @@ class LossClosure:
         terms: Mapping[str, int] | None = None,
         step: int = 0,
         inner: Sequence[int] = (),
+        mask: Sequence[Tensor | None] | None = None,
         reduce: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
+        self.mask = mask if mask is not None else [None] * len(params)
         self.players = tuple(losses)
         self.params = params
         self.step = step
@@ -68,7 +72,12 @@ class LossClosure:
         assert total is not None
         self.seen = float(self._reduce(value))
         self.losses.setdefault(player, self.seen)
-        return tuple(self._reduce(part) for part in total)
+        return self._masked(total, range(len(self.params)) if of is None else of)
+
+    def _masked(self, parts: Sequence[Tensor], places: Sequence[int]) -> Vec:
+        """Averaged over ranks, and 0 where nothing may move."""
+        masks = [self.mask[i] for i in places]
+        return tuple(self._reduce(part if m is None else part * m) for part, m in zip(parts, masks, strict=True))
 
     @contextmanager
     def at(self, offset: Vec) -> Iterator[None]:
@@ -119,7 +128,7 @@ class LossClosure:
                     raise UserError(f"hvp: exact needs a second derivative that a layer of this model does not have ({str(error).splitlines()[0][:100]}); use hvp: difference") from error  # fmt: skip
                 total = parts if total is None else tuple(a + b for a, b in zip(total, parts, strict=True))
         assert total is not None
-        return tuple(self._reduce(part.detach()) for part in total)
+        return self._masked([part.detach() for part in total], range(len(self.params)))
 
 
 class Draw(Protocol):
@@ -142,6 +151,7 @@ def of_step(
     *,
     step: int = 0,
     inner: Sequence[int] = (),
+    mask: Sequence[Tensor | None] | None = None,
     ranks: int = 1,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     reduce: Callable[[Tensor], Tensor] = lambda x: x,
@@ -154,4 +164,4 @@ def of_step(
 
     losses = {player: [partial(piece, player, draw) for draw in some] for player, some in draws.items()}
     terms = {player: ranks * sum(draw.terms for draw in some) for player, some in draws.items()}
-    return LossClosure(params, losses, terms=terms, step=step, inner=inner, reduce=reduce)
+    return LossClosure(params, losses, terms=terms, step=step, inner=inner, mask=mask, reduce=reduce)

@@ -25,6 +25,7 @@ from concept_eraser.training.closure import Draw, of_step
 from concept_eraser.training.log import Log, describe_gram, peak_memory
 from concept_eraser.vectors import is_finite
 
+SALIENCY_BATCHES = 8  # ours; SalUn takes the whole forget set
 MAX_SKIPPED = 10  # steps in a row without a finite loss before the run is given up
 
 
@@ -77,6 +78,7 @@ class Engine:
     accelerator: Accelerator
     progress: Progress = silent
     watch: Callable[[int, float], None] | None = None  # asked between steps: steps done, seconds of training so far
+    saliency: float | None = None  # the share of the trained weights that may move; None for all
     trained: int = field(init=False, default=0)
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -88,6 +90,7 @@ class Engine:
         self.trained = len(self.params)
         self.optimizer = _optimizer(list(self.params.values()), self.schedule)
         self.params = {**self.params, **self.eraser.adversary()}
+        self.mask = self._salient(self.saliency) if self.saliency is not None else None
 
     @property
     def checkpoint(self) -> Path:
@@ -128,6 +131,7 @@ class Engine:
             {player: self._draws(player, step) for player in self.eraser.players},
             step=step,
             inner=range(self.trained, len(self.params)),
+            mask=self.mask,
             ranks=self.accelerator.num_processes,
             autocast=self._autocast,
             reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),
@@ -145,6 +149,18 @@ class Engine:
             self.skipped_in_a_row += 1
             row["skipped"] = 1
         return row
+
+    def _salient(self, share: float) -> list[Tensor | None]:
+        """SalUn (arXiv 2310.12508, Eq. 3-4): 1 for the share of weights with the largest |gradient| of the forget loss at
+        the original weights, over SALIENCY_BATCHES draws; the same for a resumed run. An adversary is not masked."""
+        draws = [self.eraser.draw("forget", [derive_seed(self.schedule.seed, "saliency", i, e) for e in range(self.schedule.batch_size)]) for i in range(SALIENCY_BATCHES)]  # fmt: skip
+        params = tuple(self.params.values())[: self.trained]
+        found = of_step(self.eraser, params, {"forget": draws}, reduce=lambda x: self.accelerator.reduce(x, reduction="mean")).grad("forget")  # fmt: skip
+        sizes = torch.cat([part.abs().flatten() for part in found])
+        kept = max(1, round(share * len(sizes)))
+        least = sizes.kthvalue(len(sizes) - kept + 1).values
+        masks: list[Tensor | None] = [(part.abs() >= least).to(part.dtype) for part in found]
+        return masks + [None] * (len(self.params) - self.trained)
 
     def _autocast(self) -> AbstractContextManager:
         """bf16 for the forward pass; weights, gradients and inner products stay in fp32 or better."""

@@ -1,0 +1,47 @@
+"""Methods that edit a classifier in one go instead of training it: the natural-gradient step, Mini-Unlearning, rewind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from concept_eraser.erasers.classifier import Classifier
+from concept_eraser.errors import UserError
+from concept_eraser.methods.base import Edit, EditRequest
+from concept_eraser.targets import labelled
+from concept_eraser.targets.base import Request
+
+
+def apply(method: Edit, request: Request) -> tuple[Classifier, Mapping[str, float], float]:
+    """Edit the model of a recipe in place: its eraser, what was done, and the seconds it took.
+
+    The ridge of the risk is training.weight_decay, which should be the one the model was trained with. Positions in a
+    recorded history are those of the forget side's data.
+    """
+    eraser = labelled.build(request)
+    assert isinstance(eraser, Classifier)  # the recipe allows edits on classifiers only
+    forget, retain = eraser.sides["forget"], eraser.sides["retain"]
+    if retain.data is not forget.data:
+        raise UserError("an edit needs forget and retain from one data set, the one the model was trained on; give retain: rest")  # fmt: skip
+    data, size, ridge = forget.data, request.recipe.training.batch_size, request.recipe.training.weight_decay
+    params = tuple(eraser.trainable().values())
+
+    def batches(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        parts = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return [(data.inputs(part).to(eraser.device), data.labels[part].to(eraser.device)) for part in parts]
+
+    def loss(rows: Sequence[int]) -> Tensor:
+        fit = F.cross_entropy(eraser.module(data.inputs(rows).to(eraser.device)), data.labels[list(rows)].to(eraser.device))  # fmt: skip
+        return fit + 0.5 * ridge * sum(p.square().sum() for p in params)
+
+    asked = EditRequest(eraser.module, tuple(forget.rows.tolist()), tuple(retain.rows.tolist()), ridge, batches, loss, params)  # fmt: skip
+    eraser.module.eval()
+    began = time.monotonic()
+    try:
+        notes = method.edit(asked)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return eraser, notes, time.monotonic() - began
