@@ -1,0 +1,176 @@
+"""Forgetting from a classifier: every method at the best setting of a stated grid, beside retraining, over several seeds.
+
+    python -m tools.classify eval/studies/classification.yaml [--tasks class] [--methods munba,finetune]
+
+For each seed a model is trained on all examples ("original") and one without the forgotten ones ("Retrain", same start
+and order of epochs); every method starts from the original through `concept_eraser.erase`. The grid is searched on the
+selection seeds, by the average gap to their own Retrain. One JSON a task goes to eval/results/<study>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import nn
+
+from concept_eraser import api, environment, registry
+from concept_eraser.data.labelled import Labelled, choose, rest_of
+from concept_eraser.evaluation.classification import Table, likelihood_ratio, look, measure
+from concept_eraser.evaluation.suite import dumps
+from concept_eraser.methods.mini_unlearning import History
+from concept_eraser.models.module import build
+from concept_eraser.training.fit import Plan, fit
+
+RESULTS = Path(__file__).parent.parent / "eval" / "results"
+
+
+@dataclass
+class World:
+    """One seed's models, from which every method starts and to which it is compared."""
+
+    seed: int
+    original: nn.Module
+    retrained: nn.Module
+    seconds: dict[str, float]  # of training each
+
+
+@dataclass
+class Bench:
+    study: dict
+    task: dict
+    work: Path
+
+    def __post_init__(self) -> None:
+        plugin = registry.build("dataset", self.study["data"], {})
+        self.train: Labelled = plugin.load("train")
+        self.test: Labelled = plugin.load("test")
+        self.forget = choose(self.train, **self.task["forget"])
+        self.retain = rest_of(self.train, self.forget)
+        gone = self.task["forget"].get("classes", [])
+        numbers = torch.tensor([self.train.class_index(c) for c in gone], dtype=torch.long)
+        self.test_rows = (~torch.isin(self.test.labels, numbers)).nonzero()[:, 0]
+
+    def world(self, seed: int) -> World:
+        plan = Plan(seed=seed, decay=False, **self.study["training"])
+        made, seconds = {}, {}
+        for name, rows in (("original", torch.arange(len(self.train))), ("retrained", self.retain)):
+            torch.manual_seed(seed)
+            module = build(self.study["model"]["architecture"], "classifier", **self.study["model"]["options"]).module
+            history = None
+            if name == "original":
+                history = History(tuple(module.parameters()), self.study["history"], self.work / f"history_{seed}")
+            seconds[name] = fit(module, self.loss(module), rows, plan, record=history.record if history else None)
+            made[name] = module
+        return World(seed, made["original"], made["retrained"], seconds)
+
+    def loss(self, module: nn.Module) -> Any:
+        return lambda rows: F.cross_entropy(module(self.train.inputs(rows)), self.train.labels[list(rows)])
+
+    def table(self, module: nn.Module, seed: int) -> Table:
+        return measure(module, self.train, self.forget, self.retain, self.test, test_rows=self.test_rows, seed=seed)
+
+    def erase(self, spec: dict, point: dict, world: World) -> tuple[nn.Module, float]:
+        """The original after a method at a point of its grid, and the seconds that took."""
+        module = copy.deepcopy(world.original)
+        training = {"steps": spec.get("steps", 1), "batch_size": 64, "optimizer": spec.get("optimizer", "adam"), "seed": world.seed, "device": "cpu", "save_every": 10**6}  # fmt: skip
+        method = dict(spec["method"])
+        if spec.get("recorded"):
+            method["history"] = str(self.work / f"history_{world.seed}")
+        if method["name"] in ("natural_gradient", "mini_unlearning", "rewind"):
+            training["weight_decay"] = self.study["training"]["weight_decay"]
+        settings: dict[str, Any] = {
+            "target": "classifier",
+            "forget": {"data": (self.train.inputs(range(len(self.train))), self.train.labels), "loss": spec["forget"], "indices": self.forget.tolist()},
+            "retain": {"data": "rest", "loss": spec["retain"]} if "retain" in spec else None,
+            "method": method,
+            "training": training,
+            "trainable": {"saliency": spec.get("saliency")},
+        }  # fmt: skip
+        for key, value in point.items():
+            section, name = key.split(".")
+            settings[section] = {**settings[section], name: value}
+        with tempfile.TemporaryDirectory(dir=self.work) as folder:
+            run = api.erase(model=module, output=Path(folder) / "run", **settings)
+        return module, run.seconds
+
+
+def choose_point(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, list[dict]]:
+    """The point with the least mean gap over the selection worlds, and all of them with their gaps."""
+    points = spec.get("grid", [{}])
+    if len(points) == 1:
+        return points[0], []
+    scored = []
+    for point in points:
+        gaps = [bench.table(bench.erase(spec, point, w)[0], w.seed).gap(bench.table(w.retrained, w.seed)) for w in worlds]  # fmt: skip
+        scored.append({"point": point, "gap": sum(gaps) / len(gaps)})
+    return min(scored, key=lambda s: s["gap"])["point"], scored
+
+
+def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
+    bench = Bench(study, study["tasks"][name], work)
+    worlds = {seed: bench.world(seed) for seed in (*study["select"]["seeds"], *study["seeds"])}
+    selection, reported = [worlds[s] for s in study["select"]["seeds"]], [worlds[s] for s in study["seeds"]]
+    shadows = {k: [look(getattr(w, k), bench.train, bench.forget) for w in worlds.values()] for k in ("original", "retrained")}  # fmt: skip
+
+    def row(module: nn.Module, world: World, seconds: float) -> dict[str, Any]:
+        own = list(worlds).index(world.seed)  # a model is no shadow of itself
+        outside = [s for i, s in enumerate(shadows["retrained"]) if i != own]
+        inside = [s for i, s in enumerate(shadows["original"]) if i != own]
+        ratio = likelihood_ratio(look(module, bench.train, bench.forget), inside, outside)
+        found = bench.table(module, world.seed)
+        return {"seed": world.seed, **asdict(found), "gap": found.gap(bench.table(world.retrained, world.seed)), "lira": 100 * float((ratio > 0).mean()), "rte": seconds / world.seconds["retrained"]}  # fmt: skip
+
+    rows = [
+        {"method": "original", "label": "original", "runs": [row(w.original, w, w.seconds["original"]) for w in reported]},
+        {"method": "retrain", "label": "Retrain", "runs": [row(w.retrained, w, w.seconds["retrained"]) for w in reported]},
+    ]  # fmt: skip
+    for method in methods:
+        spec, began = study["methods"][method], time.monotonic()
+        point, scored = choose_point(bench, spec, selection)
+        runs = [row(*_swap(bench.erase(spec, point, w), w)) for w in reported]
+        rows.append({"method": method, "label": spec["label"], "point": point, "grid": scored, "runs": runs})
+        print(f"{name} {method}: gap {sum(r['gap'] for r in runs) / len(runs):.2f} ({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip
+    return {
+        "task": name,
+        "label": bench.task["label"],
+        "n": {"forget": len(bench.forget), "retain": len(bench.retain), "test": len(bench.test_rows)},
+        "study": {k: study[k] for k in ("data", "model", "training", "history", "select", "seeds")},
+        "shadows": len(worlds) - 1,
+        "rows": rows,
+        "environment": environment.describe(),
+    }
+
+
+def _swap(done: tuple[nn.Module, float], world: World) -> tuple[nn.Module, World, float]:
+    return done[0], world, done[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--tasks", default="", help="only these, by name")
+    parser.add_argument("--methods", default="", help="only these, by name")
+    args = parser.parse_args()
+    study = yaml.safe_load(args.study.read_text())
+    methods = args.methods.split(",") if args.methods else list(study["methods"])
+    folder = RESULTS / args.study.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in args.tasks.split(",") if args.tasks else study["tasks"]:
+        with tempfile.TemporaryDirectory() as work:
+            found = run_task(study, name, methods, Path(work))
+        (folder / f"{name}.json").write_text(dumps(found))
+        print(json.dumps({r["label"]: round(sum(x["gap"] for x in r["runs"]) / len(r["runs"]), 2) for r in found["rows"]}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
