@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def erase(
     command: str = "",
     progress: Progress = silent,
     cache: Path | None = None,
+    look: Callable[[int, float], None] | None = None,
     **settings: Any,
 ) -> Run:
     """Erase a concept and write a run folder.
@@ -64,6 +65,8 @@ def erase(
     forget, retain: for a classifier, VAE or CLIP model their `data` may be an object in memory too: a torch Dataset or
         a pair of arrays (inputs, labels).
     output: the run folder; default runs/<fingerprint of the recipe>.
+    look: called before the first step and after each with (steps done, seconds of training so far); the time it takes is
+        not counted. The model in memory is the one in training: sample it, measure it, leave its weights alone.
     resume: go on with an unfinished run. overwrite: replace what the folder holds.
 
     Raises UserError for bad input, Interrupted on Ctrl-C (after saving the state).
@@ -76,7 +79,7 @@ def erase(
         done = json.loads((folder / "done.json").read_text())
         return Run(folder, job, done["seconds"])
     loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle)
-    work = jobs.Job(job, loaded, folder, progress, cache, objects)
+    work = jobs.Job(job, loaded, folder, progress, cache, objects, look)
     done = work.write(work.run(resume=resume))
     plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
     return Run(folder, job, done["seconds"], loaded)

@@ -95,6 +95,7 @@ class Job:
     progress: Progress
     cache: Path | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
+    look: Callable[[int, float], None] | None = None  # asked between steps, unless the recipe watches
 
     def eraser(self) -> Eraser:
         return (prompted if self.recipe.target in recipes.PROMPTED else labelled).build(self.request)
@@ -125,7 +126,7 @@ class Job:
         accelerator = Accelerator(cpu=cpu)
         self.model.to(accelerator.device)
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
-        engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch(), self.recipe.trainable.saliency)  # fmt: skip
+        engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency)  # fmt: skip
         engine.run(resume=resume)
         return engine
 

@@ -1,0 +1,217 @@
+"""UNO's benchmark (arXiv 2506.04712, Tables 1 and 2): how long until a VAE makes no more of a class, by nine algorithms
+and a control that only trains on what is retained.
+
+    python -m tools.vae_unlearn [--data fonts|digits] [--runs 10] [--algorithms uno,s]
+
+A VAE and a classifier are trained on all classes; each algorithm then unlearns the class that the VAE draws most `runs`
+times through `concept_eraser.erase`, every run with another seed, at the paper's settings (Adam 1e-3, batch 128, sum-reduced losses,
+beta_o = beta_h = 1e3, alpha = 1e-8). Time to unlearn: training time until the class's share among prior samples is
+first below 2 %, interpolated, looks not counted. Each algorithm runs in a process of its own, whose peak memory is its
+own. Writes eval/results/vae/<data>.json and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from concept_eraser import api, environment, registry
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.erasers import vae as erasers
+from concept_eraser.evaluation.statistics import frechet_of_features
+from concept_eraser.evaluation.suite import dumps
+from concept_eraser.evaluation.watch import crossing
+from concept_eraser.models.module import build
+from concept_eraser.training.fit import Plan, fit
+from concept_eraser.training.log import peak_memory
+
+FOLDER = Path(__file__).parent.parent / "eval" / "results" / "vae"
+BELOW, SAMPLES, FID_SAMPLES = 0.02, 1000, 5000
+LOOKS = (*range(21), *range(25, 101, 5), *range(120, 1001, 20))  # steps at which the share is asked
+DEAR = (0, 1, 2, 5, 10, 20, 50, 100, 200, 300, 400, 530)  # ... and the FID
+DATA: dict[str, dict[str, Any]] = {
+    "fonts": {"options": {}, "inputs": 784, "hidden": 400, "latent": 2, "vae_epochs": 60, "judge_epochs": 3, "steps": 530},
+    "digits": {"options": {}, "inputs": 64, "hidden": 400, "latent": 2, "vae_epochs": 200, "judge_epochs": 30, "steps": 530},
+}  # fmt: skip
+UNO = {"strength": 1000.0, "reduction": "sum"}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "retain only": {"forget": "data", "retain": "data", "method": {"name": "finetune"}},  # control
+    "A": {"forget": "ascent", "method": {"name": "a"}},
+    "A-D": {"forget": "ascent", "retain": "data", "method": {"name": "a-d"}},
+    "S": {"forget": "ascent", "retain": "data", "method": {"name": "s"}},
+    "UNO": {"forget": "data", "retain": "data", "method": {"name": "uno", **UNO}},
+    "UNO-S": {"forget": "data", "retain": "data", "method": {"name": "uno-s", **UNO}},
+    "H": {"forget": "data", "retain": "data", "method": {"name": "uno", "rule": "none", "histogram": 1000.0, "reduction": "sum"}},
+    "S^": {"forget": "data", "retain": "data", "method": {"name": "uno", "rule": "surgery", "histogram": 1000.0, "reduction": "sum"}},
+    "UNO^": {"forget": "data", "retain": "data", "method": {"name": "uno", "histogram": 1000.0, **UNO}},
+    "UNO^-S^": {"forget": "data", "retain": "data", "method": {"name": "uno", "alternate": True, "histogram": 1000.0, **UNO}},
+}  # fmt: skip
+
+
+@dataclass
+class World:
+    """The data, the trained VAE and the classifier. gone: the class to forget, of all the one that the VAE draws most;
+    reference: features of real pictures of the other classes."""
+
+    name: str
+    gone: int
+    data: Labelled
+    vae: nn.Module
+    judge: nn.Module
+    reference: np.ndarray
+    accuracy: float
+
+    @torch.no_grad()
+    def samples(self, module: nn.Module, n: int, seed: int) -> Tensor:
+        z = torch.randn(n, *module.latent_shape, generator=torch.Generator().manual_seed(seed))  # type: ignore[misc, arg-type]
+        return module.eval().decode(z)  # type: ignore[operator]
+
+    @torch.no_grad()
+    def shares(self, module: nn.Module) -> Tensor:
+        """The share of each class among prior samples: [classes]."""
+        seen = self.judge(self.samples(module, SAMPLES, 1)).argmax(1)
+        return torch.bincount(seen, minlength=10) / SAMPLES
+
+    def share(self, module: nn.Module) -> float:
+        return float(self.shares(module)[self.gone])
+
+    @torch.no_grad()
+    def fid(self, module: nn.Module) -> float:
+        return frechet_of_features(
+            self.judge.features(self.samples(module, FID_SAMPLES, 2)).double().numpy(), self.reference
+        )  # type: ignore[operator]
+
+
+def make_world(name: str, seed: int = 0) -> World:
+    settings = DATA[name]
+    plugin = registry.build("dataset", name, settings["options"])
+    data, test = plugin.load("train"), plugin.load("test")
+    torch.manual_seed(seed)
+    judge = build("mlp", "classifier", inputs=settings["inputs"]).module
+    everything = torch.arange(len(data))
+    fit(judge, lambda rows: F.cross_entropy(judge(data.inputs(rows)), data.labels[list(rows)]), everything, Plan(settings["judge_epochs"], 128, 1e-3, "adam"))  # fmt: skip
+    with torch.no_grad():
+        accuracy = float((judge(test.inputs(range(len(test)))).argmax(1) == test.labels).float().mean())
+    vae = build("vae_mlp", "vae", **{k: settings[k] for k in ("inputs", "hidden", "latent")}).module
+    side = erasers.Side(data, everything, "data")
+    eraser = erasers.Vae(vae, {"retain": side}, [n for n, _ in vae.named_parameters()], batchnorm="train", batch_size=128)  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+
+    def loss(rows: Any) -> Tensor:
+        vae.train()
+        noise = torch.randn(len(rows), *eraser.code_shape, generator=generator)
+        return erasers.LOSSES["data"](eraser, erasers.Draw(data.inputs(rows), noise), side)
+
+    fit(vae, loss, everything, Plan(settings["vae_epochs"], 128, 1e-3, "adam"), what="VAE")
+    world = World(name, -1, data, vae, judge, np.zeros(0), accuracy)
+    world.gone = int(world.shares(vae).argmax())
+    others = (data.labels != world.gone).nonzero()[:, 0][:FID_SAMPLES]
+    with torch.no_grad():
+        world.reference = judge.features(data.inputs(others.tolist())).double().numpy()  # type: ignore[operator]
+    return world
+
+
+def unlearn(world: World, algorithm: str, seed: int, steps: int, dear: bool) -> dict[str, Any]:
+    """One run: the looks, when the share crossed the bound, and the FID there and at the end."""
+    spec, module, looks = ALGORITHMS[algorithm], copy.deepcopy(world.vae), []
+
+    def look(step: int, seconds: float) -> None:
+        if step in LOOKS or step == steps:
+            row = {"step": step, "seconds": seconds, "share": world.share(module)}
+            crossed = row["share"] < BELOW and all(r["share"] >= BELOW for r in looks)
+            if crossed or step == steps or (dear and step in DEAR):
+                row["fid"] = world.fid(module)
+            looks.append(row)
+
+    x = world.data.inputs(range(len(world.data)))
+    settings: dict[str, Any] = {
+        "forget": {"data": (x, world.data.labels), "classes": [world.gone], "loss": spec["forget"]},
+        "retain": {"data": "rest", "loss": spec["retain"]} if "retain" in spec else None,
+        "method": spec["method"],
+        "trainable": {"batchnorm": "train"},
+        "training": {"steps": steps, "batch_size": 128, "lr": 1e-3, "seed": seed, "device": "cpu", "save_every": 10**6},
+    }
+    if spec["method"].get("histogram"):
+        settings["histogram"] = {"concept": {"class": str(world.gone)}, "judge": world.judge}
+    with tempfile.TemporaryDirectory() as folder:
+        run = api.erase(model=module, target="vae", output=Path(folder) / "run", look=look, **settings)
+    end = crossing(looks, BELOW)
+    at = next((row["fid"] for row in looks if row["share"] < BELOW), None)
+    return {"seed": seed, "steps": end["steps"], "seconds": end["seconds"], "fid_there": at, "fid": looks[-1]["fid"], "share": looks[-1]["share"], "per_step": run.seconds / steps, "looks": looks if dear else []}  # fmt: skip
+
+
+def _work(path: str, algorithm: str, runs: int, steps: int, queue: Any) -> None:
+    """In a process of its own: all runs of one algorithm, and the process's peak memory."""
+    world = torch.load(path, weights_only=False)  # written by this program a moment ago
+    world.data = registry.build("dataset", world.name, DATA[world.name]["options"]).load("train")
+    before = peak_memory()
+    found = [unlearn(world, algorithm, seed, steps, seed == 0) for seed in range(runs)]
+    queue.put({"runs": found, "memory_mb": peak_memory(), "memory_before_mb": before})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", choices=sorted(DATA), default="fonts")
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    args = parser.parse_args()
+    settings, began = DATA[args.data], time.monotonic()
+    world = make_world(args.data)
+    share, fid, trained = world.share(world.vae), world.fid(world.vae), time.monotonic() - began
+    print(f"world in {trained:.0f} s: judge {world.accuracy:.3f}, share {share:.3f}, FID {fid:.1f}", flush=True)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/world.pt"
+        kept, world.data = world.data, None  # type: ignore[assignment]
+        torch.save(world, path)
+        world.data = kept
+        context = multiprocessing.get_context("spawn")
+        for algorithm in args.algorithms.split(","):
+            queue = context.Queue()
+            process = context.Process(target=_work, args=(path, algorithm, args.runs, settings["steps"], queue))
+            process.start()
+            found[algorithm] = queue.get()
+            process.join()
+            reached = [r["steps"] for r in found[algorithm]["runs"] if r["steps"] is not None]
+            print(f"{algorithm}: reached in {len(reached)} of {args.runs}, steps {np.round(reached, 1).tolist()}", flush=True)  # fmt: skip
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    content = {"data": args.data, "settings": {**settings, "class": world.gone, "below": BELOW, "samples": SAMPLES, "fid_samples": FID_SAMPLES}, "original": {"share": share, "fid": fid, "judge_accuracy": world.accuracy, "seconds": trained}, "algorithms": found, "environment": environment.describe()}  # fmt: skip
+    (FOLDER / f"{args.data}.json").write_text(dumps(content))
+    plot(content, FOLDER / f"{args.data}.png")
+
+
+def plot(content: dict[str, Any], path: Path) -> None:
+    """Share and FID of the first run of each algorithm, against steps and against seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for name, found in content["algorithms"].items():
+        looks = found["runs"][0]["looks"]
+        for column, key in enumerate(("step", "seconds")):
+            axes[0, column].plot([max(r[key], 1e-3) for r in looks], [100 * r["share"] for r in looks], label=name)
+            dear = [r for r in looks if "fid" in r]
+            axes[1, column].plot([max(r[key], 1e-3) for r in dear], [r["fid"] for r in dear], marker=".", label=name)
+    for column, key in enumerate(("steps", "seconds of training")):
+        axes[0, column].set(xscale="symlog" if column == 0 else "log", ylabel="share of the class, %")
+        axes[0, column].axhline(100 * BELOW, color="0.7", lw=0.8)
+        axes[1, column].set(xscale="symlog" if column == 0 else "log", yscale="log", xlabel=key, ylabel="FID (classifier features)")  # fmt: skip
+    axes[0, 0].legend(fontsize=8, ncol=2)
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    main()
