@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import jobs, resources
+from concept_eraser import jobs, measuring, resources
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import plots
@@ -17,6 +17,7 @@ from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Evaluation
 from concept_eraser.models import loading
 from concept_eraser.models.base import Loaded, Model
+from concept_eraser.models.clip import Clip
 from concept_eraser.progress import Progress, silent
 from concept_eraser.recipe import Recipe
 from concept_eraser.training import log as logs
@@ -114,6 +115,23 @@ def _name_of(source: Any) -> str:
     return getattr(source, "source", None) or f"a {type(source).__name__} in memory"
 
 
+def plug(pipeline: Any, clip: Any, *, output: str | Path | None = None) -> Model:
+    """A text-to-image pipeline with the text tower of a (scrubbed) CLIP model in place of its text encoder's weights.
+
+    pipeline: see `load`; clip: a run with target clip, a folder, or a CLIP model in memory with its tokenizer.
+    output: also save the whole pipeline there.
+
+    Raises UserError where the two are not the same architecture.
+    """
+    model, tower = loading.load(pipeline), loading.load_part(clip, "clip")
+    if not isinstance(tower, Clip):
+        raise UserError(f"{tower.source} is no CLIP model")
+    model.take_text_tower(tower.text_tower())
+    if output is not None:
+        model.save(Path(output))
+    return model
+
+
 def evaluate(
     model: Any,
     suite: str | Path | dict | None = None,
@@ -138,6 +156,14 @@ def evaluate(
     if output:
         found.save(Path(output))
     return found
+
+
+def measure(run: str | Path, *, before: Any = None, data: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Measure a run on a classifier or CLIP model: accuracies with intervals, and membership attacks, before and after.
+
+    before: the model it started from, if that was in memory; data: likewise its data sets, by "forget", "retain", "test".
+    """
+    return measuring.measure(Path(run), before=before, objects=data)
 
 
 def _recipe_of(model: Any) -> Recipe | None:

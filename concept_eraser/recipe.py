@@ -299,6 +299,8 @@ class Recipe(_Strict):
             left_out["templates"] = True
         if self.target in PROMPTED:
             left_out["trainable"] = {"batchnorm"}
+        else:
+            left_out["generation"] = {"steps", "guidance", "batch_size", "precision"}
         return left_out
 
     @property

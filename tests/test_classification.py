@@ -80,3 +80,49 @@ def test_the_row_of_a_known_classifier() -> None:
     assert intervals(linear, {"retain": (data, torch.arange(6))})["retain"]["value"] == 1.0
     with pytest.raises(UserError, match="no examples"):
         look(linear, data, torch.arange(0))
+
+
+def test_a_run_is_measured_before_and_after(tmp_path, cli) -> None:
+    """From the command line and from Python; the forgotten class is missed in the test set, the others are kept."""
+    import json
+
+    from concept_eraser import api, registry
+    from concept_eraser.models.module import build
+    from concept_eraser.training.fit import Plan, fit
+
+    digits = registry.build("dataset", "digits", {}).load("train")
+    torch.manual_seed(0)
+    made = build("mlp", "classifier", inputs=64, norm=False)
+
+    def loss(rows):
+        return nn.functional.cross_entropy(made.module(digits.inputs(rows)), digits.labels[list(rows)])
+
+    fit(made.module, loss, torch.arange(len(digits)), Plan(epochs=10))
+    made.save(tmp_path / "net")
+    run = tmp_path / "run"
+    dry = cli("erase", "digits_three_munba", f"model={tmp_path / 'net'}", "-o", str(run), "--dry-run").stdout
+    assert "forget: 146 of 1437 examples of digits" in dry
+    assert "trains 15,010 of 15,010 weights" in dry
+    cli("erase", "digits_three_munba", f"model={tmp_path / 'net'}", "-o", str(run), "-q")
+    assert "MIA AUC" in cli("evaluate", str(run)).stdout
+    found = json.loads((run / "evaluation.json").read_text())["results"]
+    gone = "test, forgotten classes"
+    assert found["before"]["accuracy"][gone]["value"] > 0.9
+    assert found["after"]["accuracy"][gone]["value"] < 0.3
+    assert found["after"]["accuracy"]["test"]["value"] > found["before"]["accuracy"]["test"]["value"] - 0.05
+    assert api.measure(run)["results"]["after"] == found["after"]
+    refused = cli("evaluate", str(run), "--suite", "tiny_star")
+    assert refused.returncode == 2
+    assert "leave out --suite" in refused.stderr
+
+
+def test_a_run_from_memory_is_measured_with_its_objects(tmp_path) -> None:
+    from concept_eraser import api
+
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((40, 5)).astype(np.float32), np.arange(40) % 3
+    net = nn.Linear(5, 3)
+    run = api.erase(model=net, target="classifier", forget={"data": (x, y), "indices": [1, 2], "loss": "relabel"}, retain="rest",
+                    training={"steps": 2, "device": "cpu"}, output=tmp_path)  # fmt: skip
+    with pytest.raises(UserError, match="which only its own code can build"):
+        api.measure(run.folder)

@@ -39,8 +39,21 @@ ALLOWED = {
         "targets",
     },
     "jobs": {*BASE, "recipe", "targets", "models", "training", "methods.base", "evaluation"},
-    "api": {*BASE, "recipe", "jobs", "models", "training", "evaluation"},
-    "cli": {*BASE, "api", "recipe", "data", "losses", "training.parameters", "evaluation", "cli"},
+    "measuring": {*BASE, "recipe", "targets", "data", "models", "evaluation"},
+    "api": {*BASE, "recipe", "jobs", "measuring", "models", "training", "evaluation"},
+    "cli": {
+        *BASE,
+        "api",
+        "measure",
+        "recipe",
+        "targets",
+        "models.loading",
+        "data",
+        "losses",
+        "training.parameters",
+        "evaluation",
+        "cli",
+    },
 }
 FOREIGN = {  # only these may import the heavy libraries
     "diffusers": {"models", "tiny"},

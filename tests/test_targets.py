@@ -368,3 +368,27 @@ def test_mini_unlearning_from_a_recorded_training(method: str, digits: Labelled,
 def test_edits_are_for_classifiers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="works on classifier only, since it needs a likelihood"):
         api.erase(forget="tiny_star", retain="tiny_rest", method="natural_gradient", output=tmp_path)
+
+
+def test_a_scrubbed_text_tower_is_plugged_into_the_pipeline(tmp_path: Path, shared_tiny) -> None:
+    run = api.erase(model="tiny-sd", target="clip", forget={"data": "painted", "options": {"n": 60}, "classes": ["star"], "loss": "relabel"},
+                    retain="rest", trainable="text", templates=["a picture of a {}"], training=SHORT, output=tmp_path / "clip")  # fmt: skip
+    plugged = api.plug("tiny-sd", run.folder, output=tmp_path / "pipeline")
+    expected = run.model.text_tower()
+    found = plugged.parts["text_encoder"].state_dict()
+    assert all(torch.equal(value, expected[name.removeprefix("text_model.")]) for name, value in found.items())
+    assert not torch.equal(
+        plugged.encode(["a star"]).tensors["states"], shared_tiny.encode(["a star"]).tensors["states"]
+    )
+    again = api.load(tmp_path / "pipeline")
+    torch.testing.assert_close(again.encode(["a star"]).tensors["states"], plugged.encode(["a star"]).tensors["states"])
+
+
+def test_an_untouched_tower_changes_nothing_and_a_strange_one_is_refused(shared_tiny) -> None:
+    clip = load_part("tiny-sd", "clip")
+    plugged = api.plug("tiny-sd", clip)
+    torch.testing.assert_close(
+        plugged.encode(["a star"]).tensors["states"], shared_tiny.encode(["a star"]).tensors["states"]
+    )
+    with pytest.raises(UserError, match="does not fit the text encoder"):
+        plugged.take_text_tower({k: v[..., :1] for k, v in clip.text_tower().items()})

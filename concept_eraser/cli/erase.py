@@ -97,7 +97,9 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
             raise Interrupted(f"{stop}\ncontinue with: {resume_command}") from None
     again = "" if done.model else " (finished before; --overwrite does it again)"
     typer.echo(f"erased in {done.seconds:.0f} s of training{again}; run folder: {folder}")
-    typer.echo(f"next: concept-eraser evaluate {folder}    (or load it: StableDiffusionPipeline.from_pretrained('{folder / 'pipeline'}'))")  # fmt: skip
+    loads = f"    (or load it: StableDiffusionPipeline.from_pretrained('{folder / 'pipeline'}'))"
+    whole = loads if resolved.target in recipes.PROMPTED else f"    (the whole model: {folder / 'model'})"
+    typer.echo(f"next: concept-eraser evaluate {folder}{whole}")
 
 
 def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
@@ -110,9 +112,29 @@ def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
 
 
 def _dry_run(resolved: Any, folder: Path, allow_pickle: bool) -> None:
-    """Load the model and the prompts, select the weights, and stop before anything is generated or trained."""
-    from concept_eraser import api
+    """Load the model and the data, select the weights, and stop before anything is generated or trained."""
     from concept_eraser import recipe as recipes
+
+    lines = (_about_prompts if resolved.target in recipes.PROMPTED else _about_labels)(resolved, allow_pickle)
+    typer.echo(recipes.dump(resolved, f"concept-eraser erase <this file> --output {folder}"))
+    typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")
+
+
+def _about_labels(resolved: Any, allow_pickle: bool) -> list[str]:
+    """How many examples each side has, and how many weights would move."""
+    from concept_eraser.models.loading import load_part
+    from concept_eraser.targets import labelled
+    from concept_eraser.targets.base import Request
+
+    request = Request(resolved, load_part(resolved.model, resolved.target, allow_pickle=allow_pickle))
+    lines = [f"{name}: {len(rows)} of {len(data)} examples of {data.about}" for name, (data, rows) in labelled.rows(request).items()]  # fmt: skip
+    eraser = labelled.build(request)
+    counts = sum(p.numel() for p in eraser.trainable().values()), sum(p.numel() for p in eraser.module.parameters())
+    return [*lines, f"trains {counts[0]:,} of {counts[1]:,} weights in {len(eraser.trainable())} tensors"]
+
+
+def _about_prompts(resolved: Any, allow_pickle: bool) -> list[str]:
+    from concept_eraser import api
     from concept_eraser.data import prompts
     from concept_eraser.training.parameters import select
 
@@ -125,11 +147,10 @@ def _dry_run(resolved: Any, folder: Path, allow_pickle: bool) -> None:
         prompts.require_disjoint(forget, retain)
         lines.append(f"retain: {len(retain)} prompts, e.g. {retain.texts[0]!r}")
     model = api.load(resolved.model, allow_pickle=allow_pickle)
-    parameters = dict(model.denoiser.named_parameters())
+    parameters = dict(model.parts[resolved.target].named_parameters())
     chosen = select(parameters, resolved.trainable.select)
     count = sum(parameters[name].numel() for name in chosen)
     lines.append(
         f"trains {count:,} of {sum(p.numel() for p in parameters.values()):,} weights in {len(chosen)} tensors"
     )
-    typer.echo(recipes.dump(resolved, f"concept-eraser erase <this file> --output {folder}"))
-    typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")
+    return lines

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from concept_eraser.errors import UserError
+
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="what to measure: a run folder, a diffusers folder, a hub id")],
@@ -28,6 +30,11 @@ def evaluate(
     from concept_eraser.cli.show_progress import bars
 
     folder = output or (Path(model) if Path(model).is_dir() else Path("evaluation"))
+    if _is_labelled(Path(model)):
+        if suite or n:
+            raise UserError(f"{model} erased from labelled data, which no suite of prompts measures; leave out --suite and -n")  # fmt: skip
+        _measure(Path(model), before, folder)
+        return
     with bars(quiet) as progress:
         found = api.evaluate(model, suite, before=before, n=n, progress=progress)
     run = Path(model) if (Path(model) / "recipe.yaml").is_file() else None
@@ -35,6 +42,39 @@ def evaluate(
     path = api.report(found, folder / "report.html", run=run)
     summarise(found)
     typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {path}")
+
+
+def _is_labelled(run: Path) -> bool:
+    """Whether a folder is a run on labelled data, which no suite of prompts can measure."""
+    from concept_eraser import recipe as recipes
+
+    path = run / "recipe.yaml"
+    return path.is_file() and recipes.load(str(path)).target not in recipes.PROMPTED
+
+
+def _measure(run: Path, before: str | None, folder: Path) -> None:
+    """Accuracies and membership attack of a run on a classifier or CLIP model."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from concept_eraser import measuring
+
+    found = measuring.measure(run, before=before)
+    table = Table(box=None, header_style="bold")
+    for column in ("measure", "set", *found["results"], "n"):
+        table.add_column(column)
+    shown = found["results"]["after"]
+    for name, one in shown["accuracy"].items():
+        cells = [when["accuracy"][name] for when in found["results"].values()]
+        table.add_row("accuracy %", name, *(f"{100 * c['value']:.1f} [{100 * c['low']:.1f}, {100 * c['high']:.1f}]" for c in cells), str(one["n"]))  # fmt: skip
+    for key, text in (("mia", "MIA %"), ("auc", "MIA AUC"), ("attack", "attack %")):  # fmt: skip
+        if "table" in shown:
+            table.add_row(text, "", *(f"{when['table'][key]:.2f}" for when in found["results"].values()), "")
+    Console().print(table)
+    if "table" in shown:
+        typer.echo("MIA: share of forgotten examples that a membership attack calls non-members; attack: its own accuracy on\nmembers and test examples (50: it knows nothing); AUC: forgotten against test examples of their classes, 0.5: no trace.")  # fmt: skip
+    measuring.save(found, folder / "evaluation.json")
+    typer.echo(f"numbers: {folder / 'evaluation.json'}")
 
 
 def summarise(found: Any) -> None:
@@ -73,7 +113,6 @@ def report(
 
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
-    from concept_eraser.errors import UserError
 
     path = run / "evaluation.json"
     if suite is None and not path.is_file():

@@ -11,11 +11,17 @@ from concept_eraser import registry, resources
 from concept_eraser.errors import UserError, unknown
 
 _DATA = {"recipes": "pipelines", "prompts": "prompts", "suites": "eval"}
-_PLUGINS = {"methods": "method", "metrics": "metric", "judges": "judge"}
-_ALL = ("models", "methods", "losses", "selections", "metrics", "judges", *_DATA)
+_PLUGINS = {
+    "methods": "method",
+    "metrics": "metric",
+    "judges": "judge",
+    "datasets": "dataset",
+    "architectures": "architecture",
+}
+_ALL = ("models", "methods", "losses", "selections", "metrics", "judges", "datasets", "architectures", *_DATA)
 
 
-def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, judges, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
+def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, judges, datasets, architectures, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
     """List what there is, with one line each.
 
     [bold]Examples[/bold]

@@ -141,8 +141,8 @@ def measure(module: nn.Module, data: Labelled, forget: Tensor, retain: Tensor, t
     alike = everything[torch.isin(test.labels, data.labels[forget])]
     mia, attack = membership(seen["retain"], held, seen["forget"], signal, seed=seed)
     trace = auc(seen["forget"], look(module, test, alike)) if len(alike) else float("nan")
-    shares = [100 * float(o.correct.mean()) for o in (seen["forget"], seen["retain"], held)]
-    return Table(*shares, 100 * mia, trace, 100 * attack)
+    forgotten, retained, tested = (100 * float(o.correct.mean()) for o in (seen["forget"], seen["retain"], held))
+    return Table(forgotten, retained, tested, 100 * mia, trace, 100 * attack)
 
 
 def intervals(module: nn.Module, sets: Mapping[str, tuple[Labelled, Tensor]]) -> dict[str, dict[str, float]]:

@@ -117,5 +117,9 @@ class Model(Loaded):
     def sample(self, prompts: Sequence[str], *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
         """Images of some prompts, one seed each: [n, h, w, 3] uint8 on the CPU."""
 
+    @abstractmethod
+    def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the text encoder's weights by a CLIP text tower's, in place. Raises UserError where they do not fit."""
+
     def precision(self, autocast: torch.dtype | None) -> AbstractContextManager:
         return torch.autocast(self.device.type, autocast) if autocast else nullcontext()

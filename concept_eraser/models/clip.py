@@ -124,6 +124,16 @@ class Clip(Module):
             found.preprocessing = config
         return found
 
+    def text_tower(self) -> dict[str, Tensor]:
+        """The tensors of a transformers text tower, named from its root ("encoder.layers.0...").
+
+        Raises UserError for an open_clip model, whose tensors are shaped and named otherwise.
+        """
+        if is_open_clip(self.module):
+            raise UserError("an open_clip text tower has other tensors than a pipeline's CLIPTextModel; convert the model to transformers' CLIPModel first")  # fmt: skip
+        tower: nn.Module = self.module.text_model  # type: ignore[assignment]
+        return dict(tower.state_dict())
+
     keep: Sequence[Any] = ()
     preprocessing: dict[str, Any] | None = None
 

@@ -7,7 +7,7 @@ alphas (the forward process is the same for every sampler); sampling is diffuser
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,18 @@ class StableDiffusion(Model):
         with self.precision(autocast):
             images = self.pipeline(list(prompts), generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", callback_on_step_end=report).images  # fmt: skip
         return images.float().mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
+
+    def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the text encoder's weights by those of a CLIP text tower, named from its root, in place.
+
+        Raises UserError where the two are not the same architecture; then nothing was changed.
+        """
+        own = self.pipeline.text_encoder.state_dict()
+        given = {name: tensors.get(name.removeprefix("text_model.")) for name in own}
+        wrong = [k for k, v in given.items() if v is None or v.shape != own[k].shape]
+        if wrong:
+            raise UserError(f"the text tower does not fit the text encoder of {self.source}, e.g. {wrong[0]}: {list(own[wrong[0]].shape)} is needed")  # fmt: skip
+        self.pipeline.text_encoder.load_state_dict(given)
 
     def save(self, folder: Path) -> None:
         self.pipeline.save_pretrained(folder, safe_serialization=True)

@@ -1,0 +1,101 @@
+"""Measure a finished run on labelled data: what the classifier (or CLIP model) says about forgotten, retained and test
+examples, before and after. `api.measure` and `concept-eraser evaluate` call it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from concept_eraser import environment
+from concept_eraser import recipe as recipes
+from concept_eraser.data.labelled import Labelled, rest_of
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation import classification
+from concept_eraser.models.base import Loaded
+from concept_eraser.models.clip import Clip
+from concept_eraser.models.loading import load_part
+from concept_eraser.targets import labelled
+from concept_eraser.targets.base import Request
+
+MEASURED = ("classifier", "clip")
+
+
+def measure(run: Path, *, before: Any = None, objects: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The numbers of a run, as JSON: per set the accuracy with its interval, and the membership attack.
+
+    before: the model it started from, where the recipe's name of it cannot be loaded; objects: the data sets in memory by
+    side ("forget", "retain", "test"), where the run had them from Python.
+
+    Raises UserError where the run is of another target, or its data or model are not at hand.
+    """
+    path = run / "recipe.yaml"
+    if not path.is_file():
+        raise UserError(f"{run} is no run folder (it has no recipe.yaml)")
+    recipe = recipes.load(str(path))
+    if recipe.target not in MEASURED:
+        raise UserError(f"{run} erased from a {recipe.target}; labelled data measures {' and '.join(MEASURED)} only")
+    given = dict(objects or {})
+    after = load_part(run, recipe.target)
+    request = Request(recipe, after, objects={k: v for k, v in given.items() if k != "test"})
+    chosen = labelled.rows(request)
+    (data, forget), (other, retain) = chosen["forget"], chosen["retain"] if "retain" in chosen else _rest(chosen)
+    test = given.get("test") or _test(recipe)
+    sets = {"forget": (data, forget), "retain": (other, retain)}
+    if test is not None:
+        sets["test"] = (test, torch.arange(len(test)))
+    test_rows = None
+    if test is not None and recipe.forget.classes:  # a forgotten class is to be missed in the test set too
+        gone = torch.isin(test.labels, data.labels[forget])
+        test_rows = (~gone).nonzero()[:, 0]
+        sets |= {"test": (test, test_rows), "test, forgotten classes": (test, gone.nonzero()[:, 0])}
+    found: dict[str, Any] = {}
+    for when, model in (("before", _before(recipe, before)), ("after", after)):
+        if model is None:
+            continue
+        module = _module(model, data, recipe)
+        found[when] = {"accuracy": classification.intervals(module, sets)}
+        if test is not None and other is data:
+            found[when]["table"] = asdict(
+                classification.measure(module, data, forget, retain, test, test_rows=test_rows)
+            )
+    return {"recipe": recipe.fingerprint, "target": recipe.target, "results": found, "environment": environment.describe()}  # fmt: skip
+
+
+def save(found: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _before(recipe: recipes.Recipe, given: Any) -> Loaded | None:
+    """The original; None where the recipe names an object that was in memory and none is given."""
+    if given is not None:
+        return load_part(given, recipe.target)
+    return None if recipe.model.endswith("in memory") else load_part(recipe.model, recipe.target)
+
+
+def _rest(chosen: dict[str, tuple[Labelled, torch.Tensor]]) -> tuple[Labelled, torch.Tensor]:
+    data, forget = chosen["forget"]
+    return data, rest_of(data, forget)
+
+
+def _test(recipe: recipes.Recipe) -> Labelled | None:
+    """The test split of the forget side's data: of a named set, or the subfolder `test`; None where there is none."""
+    side = recipe.forget
+    try:
+        named = labelled.open_named(side.data, side.options, "test")
+    except UserError:
+        return None
+    own = Path(str(side.data))
+    return None if own.exists() and not (own / "test").is_dir() else named
+
+
+def _module(model: Loaded, data: Labelled, recipe: recipes.Recipe) -> nn.Module:
+    if isinstance(model, Clip):
+        return model.zero_shot(data.names, recipe.templates)
+    return model.parts[recipe.target]
