@@ -44,7 +44,7 @@ ALLOWED = {
     "cli": {
         *BASE,
         "api",
-        "measure",
+        "measuring",
         "recipe",
         "targets",
         "models.loading",
