@@ -19,7 +19,7 @@ ALLOWED = {
     "methods": {"vectors", "methods"},
     "models": {"errors", "registry", "resources", "models", "tiny.clip"},
     "architectures": set(),
-    "datasets": {"errors", "resources", "environment", "data", "tiny.painter"},
+    "datasets": {"errors", "resources", "environment", "data", "tiny.painter", "datasets.base"},
     "data": {"errors", "progress", "resources", "environment", "models.base", "data"},
     "losses": {"models.base"},
     "erasers": {"errors", "losses", "data", "models.base", "erasers.base"},

@@ -1,0 +1,28 @@
+"""Sets that torchvision knows how to read: pictures to tensors in [-1, 1], and one clear line where the files are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.data.labelled import Labelled, from_dataset
+from concept_eraser.errors import UserError
+
+
+def to_tensor(size: int | None) -> Any:
+    """A picture to [3, h, w] in [-1, 1], resized and centre-cropped to a square if `size` is given."""
+    from torchvision import transforms
+
+    shaped = [] if size is None else [transforms.Resize(size), transforms.CenterCrop(size)]
+    return transforms.Compose([transforms.Lambda(lambda picture: picture.convert("RGB")), *shaped, transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)])  # fmt: skip
+
+
+def from_torchvision(make: Callable[[], Any], name: str, root: str, *, names: Any = None) -> Labelled:
+    """A torchvision set as labelled data. Raises UserError where its files are not under `root`."""
+    try:
+        made = make()
+    except (RuntimeError, FileNotFoundError, OSError) as error:
+        raise UserError(f"{name} is not at {Path(root).resolve()} ({str(error).splitlines()[0][:120]}); give options: {{root: <its folder>}}, or download: true where there is a network") from error  # fmt: skip
+    found = from_dataset(made, name)
+    return found if names is None else Labelled(found.labels, tuple(names), found.fetch, name)

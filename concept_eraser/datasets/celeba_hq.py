@@ -1,0 +1,32 @@
+"""CelebA-HQ by identity, as in MUNBa's Table 9: a folder with one subfolder a person under train/ and test/.
+
+The pictures (Karras et al. 2018, non-commercial research use) are not shipped and not downloaded; the 307 identities
+with at least 15 pictures are the field's usual choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from concept_eraser.data.labelled import Labelled, from_folder
+from concept_eraser.errors import UserError
+
+
+@dataclass(frozen=True)
+class CelebAHQ:
+    """root: holds train/<identity>/*.jpg and test/<identity>/*.jpg; size: side of the square pictures."""
+
+    title: ClassVar[str] = "CelebA-HQ identities"
+    root: str = "data/celeba_hq"
+    size: int = 224
+
+    def load(self, split: str) -> Labelled:
+        folder = Path(self.root) / ("test" if split == "test" else "train")
+        if not folder.is_dir():
+            raise UserError(f"CelebA-HQ is not at {folder.resolve()}; give options: {{root: <folder with train/ and test/>}}")  # fmt: skip
+        return from_folder(folder, self.size)
+
+
+PLUGIN = CelebAHQ

@@ -1,0 +1,37 @@
+"""Oxford-IIIT Pets: 7,349 pictures of 37 breeds, in [-1, 1], read by torchvision (Parkhi et al. 2012, CC BY-SA 4.0).
+
+Nothing of it is shipped. `download: true` fetches it to `root`; without a network put `oxford-iiit-pet` there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.datasets.base import from_torchvision, to_tensor
+
+
+@dataclass(frozen=True)
+class OxfordPets:
+    """size: side of the square pictures; CLIP's ViT-B/32 takes 224."""
+
+    title: ClassVar[str] = "Oxford-IIIT Pets"
+    root: str = "data"
+    size: int = 224
+    download: bool = False
+
+    def load(self, split: str) -> Labelled:
+        from torchvision import datasets
+
+        name = "test" if split == "test" else "trainval"
+        return from_torchvision(lambda: _labelled(datasets.OxfordIIITPet(self.root, split=name, transform=to_tensor(self.size), download=self.download)), "Oxford Pets", self.root)  # fmt: skip
+
+
+def _labelled(made: object) -> object:
+    """torchvision keeps the labels to itself; without them every picture would be opened to count the classes."""
+    made.targets = made._labels  # type: ignore[attr-defined]
+    return made
+
+
+PLUGIN = OxfordPets

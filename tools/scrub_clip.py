@@ -1,0 +1,132 @@
+"""Scrub shapes from the small CLIP: zero-shot accuracies, and what the pipeline draws with the scrubbed text tower.
+
+    python -m tools.scrub_clip eval/studies/clip.yaml [--tasks one] [--methods munba]
+
+Accuracy on forgotten, retained and test pictures, and on labels that the training never used (colour, style): what the
+field measures with ImageNet. For methods with `plug: true` the text tower goes into tiny-sd, which draws `pictures` of
+each shape. One JSON a task goes to eval/results/<study>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from concept_eraser import api, environment, registry
+from concept_eraser.data import generate
+from concept_eraser.data.labelled import Labelled, choose, rest_of
+from concept_eraser.evaluation.classification import look
+from concept_eraser.evaluation.statistics import frechet_of_features
+from concept_eraser.evaluation.suite import dumps
+from concept_eraser.models.clip import Clip
+from concept_eraser.models.loading import load_part
+from concept_eraser.tiny.painter import SHAPES
+
+RESULTS = Path(__file__).parent.parent / "eval" / "results"
+OTHER = ("color", "style")  # labels for generalisation
+SAMPLING = generate.Sampling(8, 5.0, 64, "bf16")
+
+
+def painted(study: dict, split: str, label: str = "shape") -> Labelled:
+    return _painted(study["data"]["n"], split, label)
+
+
+@cache
+def _painted(n: int, split: str, label: str) -> Labelled:
+    return registry.build("dataset", "painted", {"n": n, "label": label}).load(split)
+
+
+def accuracies(clip: Clip, study: dict, classes: list[str]) -> dict[str, dict[str, float]]:
+    """Share correct and n on forgotten, retained and test pictures (of the other classes), and on other labels."""
+    train, test = painted(study, "train"), painted(study, "test")
+    forget = choose(train, classes=classes)
+    net = clip.zero_shot(train.names, study["templates"])
+    sets = {"forget": (train, forget), "retain": (train, rest_of(train, forget)), "test": (test, rest_of(test, choose(test, classes=classes)))}  # fmt: skip
+    found = {name: look(net, data, rows).correct for name, (data, rows) in sets.items()}
+    templates = {"color": ["a {} star", "a {} circle", "a {} house"], "style": ["a {} circle", "a {} square"]}
+    for label in OTHER:
+        data = painted(study, "test", label)
+        found[label] = look(clip.zero_shot(data.names, templates[label]), data, torch.arange(len(data))).correct
+    return {name: {"value": float(correct.mean()), "n": len(correct)} for name, correct in found.items()}
+
+
+def drawn(clip_run: Any, study: dict) -> dict[str, Any]:
+    """What tiny-sd draws with a CLIP's text tower: for each shape the share that shows it, and the FID of them all."""
+    model = api.plug("tiny-sd", clip_run)
+    judge = registry.load("judge", "tiny")()
+    shares, features = {}, []
+    for i, shape in enumerate(SHAPES):
+        prompts = [f"a picture of a {shape}"] * study["pictures"]
+        pictures = generate.generate(model, prompts, generate.seeds_for(prompts, 9000 + i), SAMPLING)
+        seen = judge.look(pictures)["shape"]
+        shares[shape] = {"shown": float((seen == shape).mean()), "none": float((seen == "none").mean()), "n": len(seen)}
+        features.append(torch.from_numpy(judge.features(pictures)))
+    return {"shares": shares, "features": torch.stack(features)}
+
+
+def scrub(spec: dict, study: dict, classes: list[str], lr: float, seed: int, folder: Path) -> api.Run:
+    return api.erase(
+        model="tiny-sd",
+        target="clip",
+        templates=study["templates"],
+        forget={"data": "painted", "options": study["data"], "classes": classes, "loss": spec["forget"]},
+        retain={"data": "rest", "loss": "data"},
+        method=spec["method"],
+        trainable={"select": "text_attention", "saliency": spec.get("saliency")},
+        training={"steps": study["steps"], "batch_size": study["batch_size"], "lr": lr, "seed": seed, "device": "cpu", "save_every": 10**6},
+        output=folder,
+    )  # fmt: skip
+
+
+def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
+    classes = study["tasks"][name]["classes"]
+    original = load_part("tiny-sd", "clip")
+    assert isinstance(original, Clip)
+    before = drawn(original, study)
+    kept = [i for i, shape in enumerate(SHAPES) if shape not in classes]
+    rows: list[dict[str, Any]] = [{"method": "original", "label": "original", "runs": [{"accuracy": accuracies(original, study, classes), "drawn": before["shares"]}]}]  # fmt: skip
+    for method in methods:
+        spec, began, scored = study["methods"][method], time.monotonic(), []
+        for lr in spec["grid"]:
+            run = scrub(spec, study, classes, lr, study["select"]["seeds"][0], work / f"{method}_{lr}")
+            found = accuracies(run.model, study, classes)  # type: ignore[arg-type]
+            scored.append({"lr": lr, "score": found["test"]["value"] - found["forget"]["value"]})
+        best, runs = max(scored, key=lambda s: s["score"])["lr"], []
+        for seed in study["seeds"]:
+            run = scrub(spec, study, classes, best, seed, work / f"{method}_report_{seed}")
+            row: dict[str, Any] = {"seed": seed, "seconds": run.seconds, "accuracy": accuracies(run.model, study, classes)}  # type: ignore[arg-type]  # fmt: skip
+            if spec.get("plug"):
+                after = drawn(run.model, study)
+                one, two = (f["features"][kept].flatten(0, 1).double().numpy() for f in (after, before))
+                row |= {"drawn": after["shares"], "fid_to_original": frechet_of_features(one, two)}
+            runs.append(row)
+        rows.append({"method": method, "label": spec["label"], "lr": best, "grid": scored, "runs": runs})
+        print(f"{name} {method}: {[round(r['accuracy']['forget']['value'], 3) for r in runs]} ({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip
+    return {"task": name, "label": study["tasks"][name]["label"], "classes": classes, "study": {k: study[k] for k in ("data", "templates", "select", "seeds", "steps", "batch_size", "pictures")}, "rows": rows, "environment": environment.describe()}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--tasks", default="", help="only these, by name")
+    parser.add_argument("--methods", default="", help="only these, by name")
+    args = parser.parse_args()
+    study = yaml.safe_load(args.study.read_text())
+    methods = args.methods.split(",") if args.methods else list(study["methods"])
+    folder = RESULTS / args.study.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in args.tasks.split(",") if args.tasks else study["tasks"]:
+        with tempfile.TemporaryDirectory() as work:
+            found = run_task(study, name, methods, Path(work))
+        (folder / f"{name}.json").write_text(dumps(found))
+
+
+if __name__ == "__main__":
+    main()
