@@ -14,7 +14,7 @@ from concept_eraser.evaluation import suite as suites
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "eval" / "results"
-STUDIES = [path.stem for path in (ROOT / "eval" / "studies").glob("*.yaml")]
+STUDIES = [path.stem for path in (ROOT / "eval" / "studies").glob("*.yaml") if "\nentries:" in path.read_text()]
 FILES = sorted(path for study in STUDIES for path in (RESULTS / study).glob("*.json"))
 OTHERS = sorted(path for path in RESULTS.glob("*/*.json") if path not in FILES)
 

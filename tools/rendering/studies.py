@@ -1,0 +1,158 @@
+"""Pages of the studies on the bundled pipeline: eval/results/tiny_*.md"""
+
+from __future__ import annotations
+
+from tools.rendering.common import (  # fmt: skip
+    RESULTS,
+    change,
+    mean,
+    pooled,
+    provenance,
+    ratio,
+    results,
+    setting,
+    share,
+    table,
+    worst_value,
+)
+
+
+def _concept(runs: list[dict]) -> tuple[str, str]:
+    return next(iter(runs[0]["evaluation"]["protocol"]["concept"].items()))
+
+
+def star_row(runs: list[dict]) -> list[str]:
+    attribute, _ = _concept(runs)
+    n = results(runs[0], "concept_share", "direct")["after"]["n"]  # type: ignore[index]
+    name, lost = worst_value(runs, f"accuracy_{attribute}")
+    fid = "-" if results(runs[0], "fid_judge", "retained") is None else f"{mean(runs, 'fid_judge', 'retained', 'before'):.1f} → {mean(runs, 'fid_judge', 'retained', 'after'):.1f}"  # fmt: skip
+    return [
+        runs[0]["label"],
+        runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
+        f"{runs[0]['recipe']['training']['lr']:g}",
+        share(pooled(runs, "concept_share", "direct")),
+        share(pooled(runs, "concept_share", "synonyms")),
+        share(pooled(runs, "none_share", "direct")),
+        f"{change(runs, f'accuracy_{attribute}', 'neighbours'):+.1f}",
+        f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} ({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})",
+        f"{name} {lost:+.1f}",
+        f"{change(runs, 'accuracy_color', 'retained'):+.1f}",
+        fid,
+        f"{ratio(runs, 'clip_score', 'retained'):+.1f} %",
+        f"{sum(run['run']['seconds'] for run in runs) / len(runs):.0f}",
+        f"{len(runs)} x {n}",
+    ]
+
+
+STAR_HEAD = ["method", "weights", "lr", "star, direct %", "star, synonyms %", "none, direct %", "neighbours, points", "other shapes % (points)", "worst shape, points", "colours, points", "FID (judge)", "CLIP score", "training s", "seeds x n"]  # fmt: skip
+
+
+def before_row(runs: list[dict]) -> list[str]:
+    one = runs[:1]
+    n = results(runs[0], "concept_share", "direct")["before"]["n"]  # type: ignore[index]
+    return ["before", "", "", share(pooled(one, "concept_share", "direct", "before")), share(pooled(one, "concept_share", "synonyms", "before")), share(pooled(one, "none_share", "direct", "before")), "", share(pooled(one, "accuracy_shape", "retained", "before")), "", "", "", "", "", f"1 x {n}"]  # fmt: skip
+
+
+def star_table(found: dict[str, list[dict]]) -> str:
+    first = next(iter(found.values()))
+    return table([STAR_HEAD, before_row(first), *(star_row(runs) for runs in found.values())])
+
+
+def hard_table(found: dict[str, list[dict]]) -> str:
+    head = ["task", "rule", "concept, direct %", "concept, synonyms %", "none, direct %", "retained % (points)", "colours, points", "cos (mean; share < 0)", "training s", "n"]  # fmt: skip
+    rows = [head]
+    for runs in found.values():
+        attribute, _ = _concept(runs)
+        conflict = runs[0]["conflict"]
+        colours = "-" if attribute == "color" else f"{change(runs, 'accuracy_color', 'retained'):+.1f}"
+        n = results(runs[0], "concept_share", "direct")["after"]["n"]  # type: ignore[index]
+        rows.append([
+            runs[0]["task"], runs[0]["label"],
+            share(pooled(runs, "concept_share", "direct")), share(pooled(runs, "concept_share", "synonyms")),
+            share(pooled(runs, "none_share", "direct")),
+            f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} ({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})",
+            colours, f"{conflict['mean_cosine']:+.2f}; {100 * conflict['share_negative']:.0f} %",
+            f"{runs[0]['run']['seconds']:.0f}", f"{len(runs)} x {n}",
+        ])  # fmt: skip
+    return table(rows)
+
+
+def rules_table(found: dict[str, list[dict]]) -> str:
+    """One table a task: how much is forgotten and kept, and after how many steps and seconds the share is below 2 %."""
+    tasks: dict[str, list[list[dict]]] = {}
+    for runs in found.values():
+        tasks.setdefault(runs[0]["task"], []).append(runs)
+    parts = []
+    for task, entries in tasks.items():
+        head = ["method", "weights", "lr", "direct %", "each seed", "synonyms %", "none, direct %", "retained % (points)", "FID (judge)", "CLIP score", "steps to < 2 %", "seconds to < 2 %", "training s", "seeds x n"]  # fmt: skip
+        rows = [head, *(rules_row(runs) for runs in entries)]
+        before = before_row(entries[0])
+        attribute, _ = _concept(entries[0])
+        kept = share(pooled(entries[0][:1], f"accuracy_{attribute}", "retained", "before"))
+        rows.insert(1, ["before", "", "", before[3], "", before[4], before[5], kept, "", "", "", "", "", before[-1]])
+        parts.append(f"### {task[0].upper()}{task[1:]}\n\n{table(rows)}")
+    return "\n\n".join(parts)
+
+
+def rules_row(runs: list[dict]) -> list[str]:
+    attribute, _ = _concept(runs)
+    shares = [100 * row["after"]["value"] for run in runs if (row := results(run, "concept_share", "direct"))]
+    n = results(runs[0], "concept_share", "direct")["after"]["n"]  # type: ignore[index]
+    fid = [results(run, "fid_judge", "retained") for run in runs]
+    looks = [run["run"]["forgotten"] for run in runs]
+
+    def reached(key: str) -> str:
+        found = [look[key] for look in looks if look[key] is not None]
+        if not found:
+            return "never"
+        return f"{sum(found) / len(found):.0f}" + (f" ({len(found)} of {len(looks)} seeds)" if len(found) < len(looks) else "")  # fmt: skip
+
+    return [
+        runs[0]["label"],
+        runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
+        f"{runs[0]['recipe']['training']['lr']:g}",
+        share(pooled(runs, "concept_share", "direct")),
+        ", ".join(f"{value:.0f}" for value in shares),
+        share(pooled(runs, "concept_share", "synonyms")),
+        share(pooled(runs, "none_share", "direct")),
+        f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} ({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})",
+        "-" if None in fid else f"{mean(runs, 'fid_judge', 'retained', 'before'):.1f} → {mean(runs, 'fid_judge', 'retained', 'after'):.1f}",
+        f"{ratio(runs, 'clip_score', 'retained'):+.1f} %",
+        reached("steps"),
+        reached("seconds"),
+        f"{sum(run['run']['seconds'] for run in runs) / len(runs):.0f}",
+        f"{len(runs)} x {n}",
+    ]  # fmt: skip
+
+
+def grids(found: dict[str, list[dict]]) -> str:
+    lines = []
+    for runs in found.values():
+        if runs[0]["grid"]:
+            points = "; ".join(f"{setting(g['point'])}: {g['score']:.3f}" for g in runs[0]["grid"])
+            lines.append(f"* {runs[0]['label']}: {points}")
+    return "\n".join(lines)
+
+
+def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) -> str:
+    sheets = "\n".join(f"\n**{runs[0]['task'] + ', ' if runs[0]['task'] else ''}{runs[0]['label']}**\n\n![contact sheet]({study}/{name}.png)" for name, runs in found.items() if (RESULTS / study / f"{name}.png").exists())  # fmt: skip
+    notes = RESULTS / study / "notes.md"
+    said = "\n" + notes.read_text() if notes.exists() else ""
+    chosen = grids(found)
+    selection = (
+        f"\n## Weights and learning rates: score on the selection seeds (retained accuracy minus concept share)\n\n{chosen}\n"
+        if chosen
+        else ""
+    )
+    return f"""# {title}
+
+Rendered from `{study}/*.json` by `python -m tools.render_results`; made by `python -m tools.study eval/studies/{study}.yaml`.
+Shares with 95 % Wilson intervals over all seeds' pictures; "points" are after minus before on the same prompts and seeds.
+"none" is the share of pictures in which the judge sees no clear shape.
+{provenance(found)}
+
+{body}
+{said}{selection}
+## Contact sheets (seed 0; pairs of rows before / after: direct, synonyms, retained)
+{sheets}
+"""
