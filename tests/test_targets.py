@@ -392,3 +392,40 @@ def test_an_untouched_tower_changes_nothing_and_a_strange_one_is_refused(shared_
     )
     with pytest.raises(UserError, match="does not fit the text encoder"):
         plugged.take_text_tower({k: v[..., :1] for k, v in clip.text_tower().items()})
+
+
+def trained(net: nn.Module, folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    training = {**SHORT, "steps": 6, "save_every": 2, "optimizer": "adam", **changes.pop("training", {})}
+    run = api.erase(model=net, target="classifier", forget={"data": "digits", "classes": [3], "loss": "relabel"}, retain={"data": "rest", "loss": "distill"},
+                    training=training, output=folder, **changes)  # fmt: skip
+    return load_file(run.folder / "weights.safetensors")
+
+
+def test_four_micro_batches_of_two_are_one_of_eight(net: nn.Module, tmp_path: Path) -> None:
+    import copy
+
+    plain = {"optimizer": "sgd", "lr": 1e-2}  # Adam's first steps go by the sign, also that of a rounding
+    one = trained(copy.deepcopy(net), tmp_path / "a", training=plain)
+    four = trained(copy.deepcopy(net), tmp_path / "b", training={**plain, "batch_size": 2, "micro_batches": 4})
+    for name, value in one.items():
+        torch.testing.assert_close(four[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_and_wants_the_original(net: nn.Module, tmp_path: Path) -> None:
+    import copy
+
+    from concept_eraser.errors import Interrupted
+
+    class Stop:
+        def __call__(self, step: int, seconds: float) -> None:
+            if step == 3:
+                raise KeyboardInterrupt
+
+    whole = trained(copy.deepcopy(net), tmp_path / "whole", trainable={"saliency": 0.5})
+    moved = copy.deepcopy(net)
+    with pytest.raises(Interrupted, match="after 3 of 6 steps"):
+        trained(moved, tmp_path / "parts", look=Stop(), trainable={"saliency": 0.5})
+    with pytest.raises(UserError, match="started from other weights"):
+        trained(moved, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
+    again = trained(copy.deepcopy(net), tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,6 +30,14 @@ class Part:
     def trainable(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.module.named_parameters())
         return {name: parameters[name] for name in self.selected}
+
+    def origin(self) -> str:
+        """A fingerprint of the values that training started from: two sums a tensor, cheap even for large models."""
+        digest = hashlib.sha256()
+        for name, value in self.originals.items():
+            wide = value.double()
+            digest.update(f"{name} {float(wide.sum()):.12e} {float(wide.square().sum()):.12e}\n".encode())
+        return digest.hexdigest()[:16]
 
     def adversary(self) -> dict[str, nn.Parameter]:
         """The variable of a lower-level problem; there is none here."""

@@ -37,6 +37,7 @@ class Eraser(Protocol):
     @property
     def players(self) -> tuple[str, ...]: ...
     def trainable(self) -> dict[str, nn.Parameter]: ...
+    def origin(self) -> str: ...
     def adversary(self) -> dict[str, nn.Parameter]: ...
     def draw(self, player: str, seeds: Sequence[int]) -> Any: ...
     def loss(self, player: str, draw: Any) -> Tensor: ...
@@ -205,6 +206,7 @@ class Engine:
             "params": {name: value.detach().cpu() for name, value in self.params.items()},
             "optimizer": self.optimizer.state_dict(),
             "method": self.method.state_dict(),
+            "origin": self.eraser.origin(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "seconds": self.seconds,
@@ -220,6 +222,10 @@ class Engine:
             raise UserError(
                 f"{self.checkpoint} belongs to a run that trained other tensors; start over in a new folder"
             )
+        if (
+            state.get("origin", self.eraser.origin()) != self.eraser.origin()
+        ):  # the teacher and the mask would be others
+            raise UserError(f"{self.checkpoint} belongs to a run that started from other weights; give the original model again (an object in memory has been trained already)")  # fmt: skip
         with torch.no_grad():
             for name, value in state["params"].items():
                 self.params[name].copy_(value)
