@@ -1,0 +1,84 @@
+"""The influence step against dense algebra, leave-one-out of a small problem, and its fixed point."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from concept_eraser.methods.base import EditRequest
+from concept_eraser.methods.fisher import flatten
+from concept_eraser.methods.influence import Influence, woodbury
+
+
+def problem(n: int = 80) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, generator=g, dtype=torch.float64)
+    y = (x[:, 0] + 0.8 * torch.randn(n, generator=g, dtype=torch.float64) > 0).long()
+    model = nn.Linear(4, 2, dtype=torch.float64)
+    fit(model, x, y)
+    return model, x, y
+
+
+def fit(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) + 0.005 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def request(model: nn.Module, x: torch.Tensor, y: torch.Tensor, forget: list[int]) -> EditRequest:
+    retain = tuple(i for i in range(len(x)) if i not in forget)
+    return EditRequest(model, tuple(forget), retain, 0.0, lambda rows: [(x[list(rows)], y[list(rows)])], lambda rows: F.cross_entropy(model(x[list(rows)]), y[list(rows)]), tuple(model.parameters()))  # fmt: skip
+
+
+def test_woodbury_is_the_dense_solution() -> None:
+    g = torch.Generator().manual_seed(1)
+    gradients, v = torch.randn(12, 5, generator=g, dtype=torch.float64), torch.randn(12, generator=g, dtype=torch.float64)  # fmt: skip
+    dense = 0.3 * torch.eye(12, dtype=torch.float64) + gradients @ gradients.T / 5
+    torch.testing.assert_close(woodbury(gradients, v, 0.3), torch.linalg.solve(dense, v))
+
+
+def test_the_step_is_that_of_the_formula() -> None:
+    model, x, y = problem()
+    forget = [3, 8, 21]
+    kept = [i for i in range(len(x)) if i not in forget]
+    params = tuple(model.parameters())
+    columns = torch.stack([flatten(torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), params)) for i in kept], 1)  # fmt: skip
+    push = flatten(torch.autograd.grad(F.cross_entropy(model(x[forget]), y[forget], reduction="sum"), params))
+    matrix = columns @ columns.T / len(kept) + 0.05 * torch.eye(len(push), dtype=push.dtype)
+    expected = flatten(tuple(p.detach() for p in params)) + torch.linalg.solve(matrix, push) / len(kept)
+    Influence(damping=0.05, samples=1000).edit(request(model, x, y, forget))
+    torch.testing.assert_close(flatten(tuple(p.detach() for p in params)), expected)
+
+
+def test_it_moves_towards_the_model_trained_without_the_samples() -> None:
+    model, x, y = problem()
+    start = flatten(tuple(p.detach().clone() for p in model.parameters()))
+    forget = [i for i in range(len(x)) if int(y[i]) != int(x[i, 0] > 0)][:5]  # those that pull hardest
+    kept = [i for i in range(len(x)) if i not in forget]
+    other = nn.Linear(4, 2, dtype=torch.float64)
+    fit(other, x[kept], y[kept])
+    wanted = flatten(tuple(p.detach() for p in other.parameters()))
+    Influence(damping=0.05, samples=1000).edit(request(model, x, y, forget))
+    moved = flatten(tuple(p.detach() for p in model.parameters()))
+    assert float((moved - wanted).norm()) < 0.8 * float((start - wanted).norm())
+
+
+def test_nothing_to_forget_moves_nothing() -> None:
+    model, x, y = problem()
+    before = [p.detach().clone() for p in model.parameters()]
+    assert Influence().edit(request(model, x, y, []))["step"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"damping": 0.0}, {"samples": 0}])
+def test_options_are_checked(options: dict) -> None:
+    with pytest.raises(ValueError, match="damping must be > 0"):
+        Influence(**options)
