@@ -76,7 +76,7 @@ def erase(
     settings, objects = _without_objects(settings)
     job = _recipe(recipe, _name_of(source) if source is not None else model, overrides, settings)
     folder = Path(output) if output else Path("runs") / job.fingerprint
-    if jobs.prepare_folder(folder, job, resume=resume, overwrite=overwrite, command=command or f"concept-eraser erase {folder / 'recipe.yaml'}"):  # fmt: skip
+    if jobs.prepare_folder(folder, job, resume=resume, overwrite=overwrite, command=command or f"concept-eraser erase {folder / 'recipe.yaml'}", in_memory=source is not None or bool(objects)):  # fmt: skip
         done = json.loads((folder / "done.json").read_text())
         return Run(folder, job, done["seconds"])
     loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle)
@@ -159,7 +159,8 @@ def evaluate(
 
 
 def measure(run: str | Path, *, before: Any = None, data: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Measure a run on a classifier or CLIP model: accuracies with intervals, and membership attacks, before and after.
+    """Measure a run on labelled data, before and after: accuracies with intervals and membership attacks of a classifier
+    or CLIP model, or the PSNR of what a VAE reconstructs.
 
     before: the model it started from, if that was in memory; data: likewise its data sets, by "forget", "retain", "test".
     """

@@ -27,8 +27,10 @@ from concept_eraser.training.checkpoint import write_whole
 from concept_eraser.training.engine import Engine, Eraser, Schedule
 
 
-def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, command: str) -> bool:
+def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, command: str, in_memory: bool = False) -> bool:  # fmt: skip
     """Claim the output folder for this recipe; True if a finished run of it is already there.
+
+    in_memory: the model or its data is an object that the recipe only names, so that a finished run may be another's.
 
     Raises UserError where the folder holds another run, or this one unfinished without `resume`.
     """
@@ -46,6 +48,8 @@ def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: boo
         if other.fingerprint != recipe.fingerprint:
             raise UserError(f"{folder} holds another run (differs in {_difference(other, recipe)}); give a new folder with --output, or pass --overwrite")  # fmt: skip
         if (folder / "done.json").exists():
+            if in_memory:
+                raise UserError(f"{folder} holds a finished run on an object in memory, which may not have been this one; give another output, or overwrite=True")  # fmt: skip
             return True
         if not resume and (folder / "state.ckpt").exists():
             raise UserError(

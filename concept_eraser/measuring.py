@@ -1,5 +1,5 @@
 """Measure a finished run on labelled data: what the classifier (or CLIP model) says about forgotten, retained and test
-examples, before and after. `api.measure` and `concept-eraser evaluate` call it."""
+examples, or how well the VAE reconstructs them, before and after. `api.measure` and `concept-eraser evaluate` call it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from concept_eraser import environment
 from concept_eraser import recipe as recipes
 from concept_eraser.data.labelled import Labelled, rest_of
 from concept_eraser.errors import UserError
-from concept_eraser.evaluation import classification
+from concept_eraser.evaluation import classification, reconstruction
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.clip import Clip
 from concept_eraser.models.loading import load_part
 from concept_eraser.targets import labelled
 from concept_eraser.targets.base import Request
 
-MEASURED = ("classifier", "clip")
+MEASURED = ("classifier", "clip", "vae")
 
 
 def measure(run: Path, *, before: Any = None, objects: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def measure(run: Path, *, before: Any = None, objects: Mapping[str, Any] | None 
         raise UserError(f"{run} is no run folder (it has no recipe.yaml)")
     recipe = recipes.load(str(path))
     if recipe.target not in MEASURED:
-        raise UserError(f"{run} erased from a {recipe.target}; labelled data measures {' and '.join(MEASURED)} only")
+        raise UserError(f"{run} erased from a {recipe.target}; labelled data measures {', '.join(MEASURED)} only")
     given = dict(objects or {})
     after = load_part(run, recipe.target)
     request = Request(recipe, after, objects={k: v for k, v in given.items() if k != "test"})
@@ -59,6 +59,9 @@ def measure(run: Path, *, before: Any = None, objects: Mapping[str, Any] | None 
         if model is None:
             continue
         module = _module(model, data, recipe)
+        if recipe.target == "vae":
+            found[when] = {"psnr": reconstruction.intervals(module, sets)}
+            continue
         found[when] = {"accuracy": classification.intervals(module, sets)}
         if test is not None and other is data:
             found[when]["table"] = asdict(

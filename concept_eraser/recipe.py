@@ -89,6 +89,10 @@ class Side(_Strict):
     def _consistent(self) -> Side:
         if (self.prompts is None) == (self.data is None):
             raise ValueError("give either prompts (for a text-to-image model) or data (labelled examples)" + (", not both" if self.prompts else ""))  # fmt: skip
+        if self.data == "rest" and (self.classes or self.share or self.indices or self.options):
+            raise ValueError(
+                "data: rest is all that the forget side leaves; it takes no classes, share, indices or options"
+            )
         if self.data is not None:
             return self
         if self.classes is not None or self.share is not None or self.indices is not None or self.options:

@@ -429,3 +429,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_wants_the_original(net: nn.M
         trained(moved, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
     again = trained(copy.deepcopy(net), tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
+def test_what_a_vae_can_still_reconstruct(tiny, tmp_path: Path, cli) -> None:
+    """Its PSNR falls on the forgotten class and holds on the rest; the command says so."""
+    import json
+
+    data = {"data": "painted", "options": {"n": 120}}
+    api.erase(model="tiny-sd", target="vae", forget={**data, "classes": ["star"], "loss": "anchor", "anchor": "blank", "kl": 1e-6}, retain={"data": "rest", "loss": "distill"},
+              training={**SHORT, "steps": 12, "batch_size": 4, "lr": 3e-4}, output=tmp_path / "run")  # fmt: skip
+    assert "PSNR dB" in cli("evaluate", str(tmp_path / "run")).stdout
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["results"]
+    lost = {name: found["before"]["psnr"][name]["value"] - found["after"]["psnr"][name]["value"] for name in ("forget", "retain")}  # fmt: skip
+    assert found["before"]["psnr"]["retain"]["value"] > 22
+    assert lost["forget"] > lost["retain"]

@@ -53,7 +53,7 @@ def _is_labelled(run: Path) -> bool:
 
 
 def _measure(run: Path, before: str | None, folder: Path) -> None:
-    """Accuracies and membership attack of a run on a classifier or CLIP model."""
+    """Accuracies and membership attack of a run on a classifier or CLIP model, or what a VAE still reconstructs."""
     from rich.console import Console
     from rich.table import Table
 
@@ -64,9 +64,10 @@ def _measure(run: Path, before: str | None, folder: Path) -> None:
     for column in ("measure", "set", *found["results"], "n"):
         table.add_column(column)
     shown = found["results"]["after"]
-    for name, one in shown["accuracy"].items():
-        cells = [when["accuracy"][name] for when in found["results"].values()]
-        table.add_row("accuracy %", name, *(f"{100 * c['value']:.1f} [{100 * c['low']:.1f}, {100 * c['high']:.1f}]" for c in cells), str(one["n"]))  # fmt: skip
+    key, title, factor = ("psnr", "PSNR dB", 1) if "psnr" in shown else ("accuracy", "accuracy %", 100)
+    for name, one in shown[key].items():
+        cells = [when[key][name] for when in found["results"].values()]
+        table.add_row(title, name, *(f"{factor * c['value']:.1f} [{factor * c['low']:.1f}, {factor * c['high']:.1f}]" for c in cells), str(one["n"]))  # fmt: skip
     for key, text in (("mia", "MIA %"), ("auc", "MIA AUC"), ("attack", "attack %")):  # fmt: skip
         if "table" in shown:
             table.add_row(text, "", *(f"{when['table'][key]:.2f}" for when in found["results"].values()), "")
