@@ -62,7 +62,8 @@ def erase(
         erase(model="tiny-sd", forget={"prompts": "tiny_star", "loss": "anchor", "anchor": "a {color} circle"},
               retain="tiny_rest", method="munba", training={"steps": 100})
     model: overrides the recipe's; a name, folder, hub id, or an object in memory (a pipeline, a torch module, a CLIP
-        model with its tokenizer). An object in memory is changed in place.
+        model with its tokenizer). An object in memory is changed in place, and left in eval mode, in fp32, on the device
+        of the training, with no parameter requiring a gradient but the trained ones.
     forget, retain: for a classifier, VAE or CLIP model their `data` may be an object in memory too: a torch Dataset or
         a pair of arrays (inputs, labels).
     output: the run folder; default runs/<fingerprint of the recipe>.
@@ -74,6 +75,8 @@ def erase(
     """
     source = model if model is not None and not isinstance(model, str | Path) else None
     settings, objects = _without_objects(settings)
+    if isinstance(recipe, dict):
+        recipe, objects = _without_objects(recipe)
     job = _recipe(recipe, _name_of(source) if source is not None else model, overrides, settings)
     folder = Path(output) if output else Path("runs") / job.fingerprint
     if jobs.prepare_folder(folder, job, resume=resume, overwrite=overwrite, command=command or f"concept-eraser erase {folder / 'recipe.yaml'}", in_memory=source is not None or bool(objects)):  # fmt: skip
@@ -158,13 +161,14 @@ def evaluate(
     return found
 
 
-def measure(run: str | Path, *, before: Any = None, data: dict[str, Any] | None = None) -> dict[str, Any]:
+def measure(run: str | Path, *, before: Any = None, after: Any = None, data: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
     """Measure a run on labelled data, before and after: accuracies with intervals and membership attacks of a classifier
     or CLIP model, or the PSNR of what a VAE reconstructs.
 
-    before: the model it started from, if that was in memory; data: likewise its data sets, by "forget", "retain", "test".
+    before, after: the model it started from and the erased one, if they were in memory; data: likewise its data sets, by
+        "forget", "retain", "test".
     """
-    return measuring.measure(Path(run), before=before, objects=data)
+    return measuring.measure(Path(run), before=before, after=after, objects=data)
 
 
 def _recipe_of(model: Any) -> Recipe | None:

@@ -112,6 +112,7 @@ class Job:
         """Train to the end, or edit (or raise); the model then holds the erased weights."""
         method: Any = registry.build("method", self.recipe.method.name, self.recipe.method.options)
         if hasattr(method, "edit"):
+            self.model.to(self.accelerator().device)
             eraser, told, seconds = edits.apply(method, self.request)
             return Outcome(eraser, seconds, {"edit": dict(told)})
         engine = self.train(method, resume=resume)
@@ -120,14 +121,18 @@ class Job:
             notes["forgotten"] = engine.watch.summary()
         return Outcome(engine.eraser, engine.seconds, notes)
 
-    def train(self, method: Method, *, resume: bool) -> Engine:
+    def accelerator(self) -> Accelerator:
+        """Where and with how many others this runs. Raises UserError for a device that is not there."""
         training = self.recipe.training
         there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         if not there.get(training.device, True):
             raise UserError(f"training.device is {training.device}, which this machine does not have; found: {', '.join(k for k, v in there.items() if v)}. Use auto")  # fmt: skip
         cpu = training.device == "cpu" or not (there["cuda"] or there["mps"])
         # no mixed_precision here: accelerate keeps it for the whole process, and the next run may want another
-        accelerator = Accelerator(cpu=cpu)
+        return Accelerator(cpu=cpu)
+
+    def train(self, method: Method, *, resume: bool) -> Engine:
+        training, accelerator = self.recipe.training, self.accelerator()
         self.model.to(accelerator.device)
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
         engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency)  # fmt: skip
@@ -147,7 +152,8 @@ class Job:
     def write(self, outcome: Outcome) -> dict[str, Any]:
         """The finished run: whole model, changed tensors, environment, and done.json last of all."""
         describe = environment.describe()
-        changed = {name: value.detach().cpu().contiguous() for name, value in outcome.eraser.trainable().items()}
+        moved = {**outcome.eraser.trainable(), **outcome.eraser.buffers()}
+        changed = {name: value.detach().cpu().contiguous() for name, value in moved.items()}
         part = {"denoiser": "unet"}.get(self.recipe.target, self.recipe.target)
         self._write("environment.json", lambda p: _text(p, json.dumps(describe, indent=1) + "\n"))
         self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": part}))

@@ -10,27 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from concept_eraser import environment
+from concept_eraser import environment, resources
 from concept_eraser import recipe as recipes
-from concept_eraser.data.labelled import Labelled, rest_of
+from concept_eraser.data.labelled import Labelled, open_data, rest_of
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import classification, reconstruction
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.clip import Clip
 from concept_eraser.models.loading import load_part
+from concept_eraser.models.module import WEIGHTS
 from concept_eraser.targets import labelled
 from concept_eraser.targets.base import Request
 
 MEASURED = ("classifier", "clip", "vae")
 
 
-def measure(run: Path, *, before: Any = None, objects: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The numbers of a run, as JSON: per set the accuracy with its interval, and the membership attack.
+def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mapping[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+    """The numbers of a run, as JSON: per set of at least two examples the accuracy with its interval, and the membership
+    attack.
 
-    before: the model it started from, where the recipe's name of it cannot be loaded; objects: the data sets in memory by
-    side ("forget", "retain", "test"), where the run had them from Python.
+    before, after: the model it started from and the erased one, where they cannot be loaded because they were in memory;
+    objects: the data sets in memory by side ("forget", "retain", "test"), where the run had them from Python.
 
     Raises UserError where the run is of another target, or its data or model are not at hand.
     """
@@ -41,19 +44,22 @@ def measure(run: Path, *, before: Any = None, objects: Mapping[str, Any] | None 
     if recipe.target not in MEASURED:
         raise UserError(f"{run} erased from a {recipe.target}; labelled data measures {', '.join(MEASURED)} only")
     given = dict(objects or {})
-    after = load_part(run, recipe.target)
+    after = _after(run, recipe, after)
     request = Request(recipe, after, objects={k: v for k, v in given.items() if k != "test"})
     chosen = labelled.rows(request)
     (data, forget), (other, retain) = chosen["forget"], chosen["retain"] if "retain" in chosen else _rest(chosen)
-    test = given.get("test") or _test(recipe)
+    test = open_data(given["test"]).aligned(data.names) if "test" in given else _test(recipe, data.names)
     sets = {"forget": (data, forget), "retain": (other, retain)}
     if test is not None:
         sets["test"] = (test, torch.arange(len(test)))
     test_rows = None
-    if test is not None and recipe.forget.classes:  # a forgotten class is to be missed in the test set too
+    whole = recipe.forget.classes and recipe.forget.share is None and recipe.forget.indices is None
+    if test is not None and whole:  # a forgotten class is to be missed in the test set too
         gone = torch.isin(test.labels, data.labels[forget])
         test_rows = (~gone).nonzero()[:, 0]
         sets |= {"test": (test, test_rows), "test, forgotten classes": (test, gone.nonzero()[:, 0])}
+    few = sorted(name for name, (_, rows) in sets.items() if len(rows) < 2)  # they have no interval
+    sets = {name: value for name, value in sets.items() if name not in few}
     found: dict[str, Any] = {}
     for when, model in (("before", _before(recipe, before)), ("after", after)):
         if model is None:
@@ -63,11 +69,11 @@ def measure(run: Path, *, before: Any = None, objects: Mapping[str, Any] | None 
             found[when] = {"psnr": reconstruction.intervals(module, sets)}
             continue
         found[when] = {"accuracy": classification.intervals(module, sets)}
-        if test is not None and other is data:
+        if test is not None and other is data and not few:
             found[when]["table"] = asdict(
                 classification.measure(module, data, forget, retain, test, test_rows=test_rows)
             )
-    return {"recipe": recipe.fingerprint, "target": recipe.target, "results": found, "environment": environment.describe()}  # fmt: skip
+    return {"recipe": recipe.fingerprint, "target": recipe.target, "results": found, "too_few": few, "environment": environment.describe()}  # fmt: skip
 
 
 def save(found: Mapping[str, Any], path: Path) -> None:
@@ -79,7 +85,24 @@ def _before(recipe: recipes.Recipe, given: Any) -> Loaded | None:
     """The original; None where the recipe names an object that was in memory and none is given."""
     if given is not None:
         return load_part(given, recipe.target)
-    return None if recipe.model.endswith("in memory") else load_part(recipe.model, recipe.target)
+    if recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "):
+        return None
+    return load_part(recipe.model, recipe.target)
+
+
+def _after(run: Path, recipe: recipes.Recipe, given: Any) -> Loaded:
+    """The erased model: the given one, the saved one, or the one that the recipe's function makes with saved weights."""
+    if given is not None:
+        return load_part(given, recipe.target)
+    if ":" in recipe.model and not Path(recipe.model).exists():
+        made = load_part(recipe.model, recipe.target)
+        tensors = load_file(run / resources.whole_model(made.family) / WEIGHTS)
+        next(iter(made.parts.values())).load_state_dict(tensors)
+        return made
+    try:
+        return load_part(run, recipe.target)
+    except UserError as error:
+        raise UserError(f"{error}. In Python: measure(run, after=<the erased model>)") from None
 
 
 def _rest(chosen: dict[str, tuple[Labelled, torch.Tensor]]) -> tuple[Labelled, torch.Tensor]:
@@ -87,7 +110,7 @@ def _rest(chosen: dict[str, tuple[Labelled, torch.Tensor]]) -> tuple[Labelled, t
     return data, rest_of(data, forget)
 
 
-def _test(recipe: recipes.Recipe) -> Labelled | None:
+def _test(recipe: recipes.Recipe, names: tuple[str, ...]) -> Labelled | None:
     """The test split of the forget side's data: of a named set, or the subfolder `test`; None where there is none."""
     side = recipe.forget
     try:
@@ -95,7 +118,7 @@ def _test(recipe: recipes.Recipe) -> Labelled | None:
     except UserError:
         return None
     own = Path(str(side.data))
-    return None if own.exists() and not (own / "test").is_dir() else named
+    return None if own.exists() and not (own / "test").is_dir() else named.aligned(names)
 
 
 def _module(model: Loaded, data: Labelled, recipe: recipes.Recipe) -> nn.Module:

@@ -270,6 +270,7 @@ class Recipe(_Strict):
                 raise ValueError(f"{name}: the target {self.target!r} needs {'prompts' if prompted else 'data, labelled examples'}")  # fmt: skip
             if side.loss not in allowed:
                 raise ValueError(f"{name}.loss: {unknown_message(f'loss of target {self.target!r}', side.loss, allowed)}")  # fmt: skip
+            self._check_settings(name, side)
             if self.target in ("clip", "classifier") and side.loss == "anchor" and not isinstance(side.anchor, str):
                 raise ValueError(f"{name}: the loss 'anchor' needs an anchor: the class to say instead, by name or number")  # fmt: skip
         if self.forget.data == "rest":
@@ -292,6 +293,15 @@ class Recipe(_Strict):
         known = registry.options(registry.load("method", self.method.name))
         content["method"] = {"name": self.method.name, **{k: default for k, (_, default) in known.items()}, **self.method.options}  # fmt: skip
         return content
+
+    def _check_settings(self, name: str, side: Side) -> None:
+        """Raise ValueError where a side is given a setting that says nothing about the target."""
+        idle = self._irrelevant()[name] & side.model_fields_set
+        if self.target == "vae" and side.anchor is not None:
+            idle = {*idle, "anchor"}
+        changed = [key for key in sorted(idle) if getattr(side, key) != Side.model_fields[key].get_default(call_default_factory=True)]  # fmt: skip
+        if changed:
+            raise ValueError(f"{name}: {', '.join(changed)} says nothing about the target {self.target!r}")
 
     def _irrelevant(self) -> dict[str, Any]:
         """Settings that say nothing about this target, so that they are not spelled out."""
@@ -350,6 +360,8 @@ def _override(content: dict[str, Any], text: str) -> None:
         inner = place.get(name)
         if inner is None:
             inner = {}
+        elif inner == "rest":
+            inner = {"data": "rest"}
         elif isinstance(inner, str):  # the shorthand `method: munba`
             inner = {{"method": "name", "trainable": "select"}.get(name, "prompts"): inner}
         if not isinstance(inner, dict):

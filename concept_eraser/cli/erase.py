@@ -98,7 +98,7 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
     again = "" if done.model else " (finished before; --overwrite does it again)"
     typer.echo(f"erased in {done.seconds:.0f} s of training{again}; run folder: {folder}")
     loads = f"    (or load it: StableDiffusionPipeline.from_pretrained('{folder / 'pipeline'}'))"
-    whole = loads if resolved.target in recipes.PROMPTED else f"    (the whole model: {folder / 'model'})"
+    whole = loads if (folder / "pipeline").is_dir() else f"    (the whole model: {folder / 'model'})"
     typer.echo(f"next: concept-eraser evaluate {folder}{whole}")
 
 

@@ -72,6 +72,8 @@ def _measure(run: Path, before: str | None, folder: Path) -> None:
         if "table" in shown:
             table.add_row(text, "", *(f"{when['table'][key]:.2f}" for when in found["results"].values()), "")
     Console().print(table)
+    if found["too_few"]:
+        typer.echo(f"fewer than two examples, so left out: {', '.join(found['too_few'])}")
     if "table" in shown:
         typer.echo("MIA: share of forgotten examples that a membership attack calls non-members; attack: its own accuracy on\nmembers and test examples (50: it knows nothing); AUC: forgotten against test examples of their classes, 0.5: no trace.")  # fmt: skip
     measuring.save(found, folder / "evaluation.json")
@@ -115,6 +117,8 @@ def report(
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
 
+    if _is_labelled(run):
+        raise UserError(f"{run} erased from labelled data, which has no report of pictures; its numbers: concept-eraser evaluate {run}")  # fmt: skip
     path = run / "evaluation.json"
     if suite is None and not path.is_file():
         raise UserError(f"{run} was not evaluated yet; run `concept-eraser evaluate {run}` first, or give --suite")

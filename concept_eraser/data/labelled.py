@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -41,26 +42,57 @@ class Labelled:
             raise UserError(f"{self.about}: reading examples {shown} failed: {type(error).__name__}: {error}") from error  # fmt: skip
 
     def class_index(self, name: str | int) -> int:
-        """The number of a class given by name or number. Raises UserError where there is no such class."""
-        if isinstance(name, int) or (str(name).isdigit() and str(name) not in self.names):
+        """The number of a class given by name, or by number where no class has that name. Raises UserError for others."""
+        if str(name) in self.names:
+            return self.names.index(str(name))
+        if str(name).isdigit():
             number = int(name)
             if 0 <= number < len(self.names):
                 return number
             raise UserError(f"{self.about} has classes 0 to {len(self.names) - 1}, found {number}")
-        if name not in self.names:
-            raise unknown(f"class of {self.about}", str(name), self.names)
-        return self.names.index(name)
+        raise unknown(f"class of {self.about}", str(name), self.names)
+
+    def aligned(self, names: tuple[str, ...]) -> Labelled:
+        """The same examples with labels that are positions in `names`. Raises UserError where a class has no place there."""
+        if self.names == names:
+            return self
+        used = [self.names[int(i)] for i in self.labels.unique()]
+        strange = [name for name in used if name not in names]
+        if strange:
+            raise UserError(f"{self.about} has a class {strange[0]!r} that the other data do not have: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}")  # fmt: skip
+        place = torch.tensor([names.index(name) if name in names else -1 for name in self.names])
+        return Labelled(place[self.labels], names, self.fetch, self.about)
 
 
 def from_arrays(x: Any, y: Any, names: Sequence[str] | None = None, about: str = "the arrays") -> Labelled:
     """Arrays or tensors: x [n, ...], y [n] integers from 0."""
-    inputs, labels = torch.as_tensor(np.asarray(x)).float(), torch.as_tensor(np.asarray(y)).long()
-    if labels.ndim != 1 or len(labels) != len(inputs):
-        raise UserError(f"{about}: expected labels of shape [{len(inputs)}], one an example, found {list(labels.shape)}")  # fmt: skip
-    if len(labels) == 0 or int(labels.min()) < 0:
-        raise UserError(f"{about}: labels must be integers from 0, and there must be some; found {labels.tolist()[:5]}")
-    known = tuple(names) if names is not None else tuple(str(i) for i in range(int(labels.max()) + 1))
+    try:
+        inputs = _tensor(x).float()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{about}: the inputs are no numbers ({str(error)[:100]})") from error
+    labels = checked(y, len(inputs), names, about)
+    known = tuple(map(str, names)) if names is not None else tuple(str(i) for i in range(int(labels.max()) + 1))
     return Labelled(labels, known, lambda rows: inputs[torch.as_tensor(rows)], about)
+
+
+def _tensor(values: Any) -> Tensor:
+    return values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+
+
+def checked(labels: Any, n: int, names: Sequence[Any] | None, about: str) -> Tensor:
+    """Labels as integers [n] from 0 into the names. Raises UserError where they are something else."""
+    try:
+        found = _tensor(labels)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{about}: labels must be integers from 0 ({str(error)[:100]}); give the names of the classes apart") from error  # fmt: skip
+    if found.ndim != 1 or len(found) != n:
+        raise UserError(f"{about}: expected labels of shape [{n}], one an example, found {list(found.shape)}")
+    whole = found.long()
+    if n == 0 or bool((whole.double() != found.double()).any()) or int(whole.min()) < 0:
+        raise UserError(f"{about}: labels must be integers from 0, and there must be some; found {found.tolist()[:5]}")
+    if names is not None and int(whole.max()) >= len(names):
+        raise UserError(f"{about}: a label is {int(whole.max())}, but there are {len(names)} classes, numbered from 0")
+    return whole
 
 
 def from_dataset(dataset: Any, about: str = "the dataset") -> Labelled:
@@ -73,11 +105,12 @@ def from_dataset(dataset: Any, about: str = "the dataset") -> Labelled:
                 known.append(int(dataset[i][1]))
             except Exception as error:
                 raise UserError(f"{about}: reading example {i} failed: {type(error).__name__}: {error}") from error
-    labels = torch.as_tensor(np.asarray(known)).long()
-    names = tuple(map(str, getattr(dataset, "classes", range(int(labels.max()) + 1 if len(labels) else 0))))
+    given = getattr(dataset, "classes", None)
+    labels = checked(known, len(dataset), given, about)
+    names = tuple(map(str, given if given is not None else range(int(labels.max()) + 1)))
 
     def fetch(rows: Sequence[int]) -> Tensor:
-        return torch.stack([torch.as_tensor(np.asarray(dataset[int(i)][0])).float() for i in rows])
+        return torch.stack([_tensor(dataset[int(i)][0]).float() for i in rows])
 
     return Labelled(labels, names, fetch, about)
 
@@ -98,8 +131,9 @@ def from_folder(folder: Path, size: int = 64) -> Labelled:
     return Labelled(torch.tensor([k for _, k in paths]), tuple(names), fetch, str(folder))
 
 
-def open_data(source: Any, split: str = "train") -> Labelled:
-    """A set in memory (Labelled, torch Dataset, or a pair of arrays) or on disk (.npz with x and y, folder of images)."""
+def open_data(source: Any, split: str = "train", size: int = 64) -> Labelled:
+    """A set in memory (Labelled, torch Dataset, or a pair of arrays) or on disk (.npz with x and y, folder of images of
+    which `size` is the side they are brought to)."""
     if isinstance(source, Labelled):
         return source
     if isinstance(source, tuple | list) and len(source) == 2 and hasattr(source[0], "shape"):
@@ -108,12 +142,15 @@ def open_data(source: Any, split: str = "train") -> Labelled:
         return from_dataset(source, f"the {type(source).__name__}")
     path = Path(str(source))
     if path.suffix == ".npz" and path.is_file():
-        with np.load(path) as content:  # no pickles: np.load refuses them by default
-            if not {"x", "y"} <= set(content.files):
-                raise UserError(f"{path}: expected arrays named x and y, found {', '.join(content.files) or 'none'}")
-            return from_arrays(content["x"], content["y"], about=str(path))
+        try:
+            with np.load(path) as content:  # no pickles: np.load refuses them by default
+                if not {"x", "y"} <= set(content.files):
+                    raise UserError(f"{path}: expected arrays named x and y, found {', '.join(content.files) or 'none'}")  # fmt: skip
+                return from_arrays(content["x"], content["y"], about=str(path))
+        except (OSError, ValueError, BadZipFile) as error:
+            raise UserError(f"{path} is damaged or holds no plain arrays ({str(error)[:100]})") from error
     if path.is_dir():
-        return from_folder(path / split if (path / split).is_dir() else path)
+        return from_folder(path / split if (path / split).is_dir() else path, size)
     raise UserError(f"no such data: {source!r}; give a named set, a folder with one subfolder a class, or an .npz with x and y")  # fmt: skip
 
 

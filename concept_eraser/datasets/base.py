@@ -18,11 +18,10 @@ def to_tensor(size: int | None) -> Any:
     return transforms.Compose([transforms.Lambda(lambda picture: picture.convert("RGB")), *shaped, transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)])  # fmt: skip
 
 
-def from_torchvision(make: Callable[[], Any], name: str, root: str, *, names: Any = None) -> Labelled:
+def from_torchvision(make: Callable[[], Any], name: str, root: str) -> Labelled:
     """A torchvision set as labelled data. Raises UserError where its files are not under `root`."""
     try:
         made = make()
     except (RuntimeError, FileNotFoundError, OSError) as error:
         raise UserError(f"{name} is not at {Path(root).resolve()} ({str(error).splitlines()[0][:120]}); give options: {{root: <its folder>}}, or download: true where there is a network") from error  # fmt: skip
-    found = from_dataset(made, name)
-    return found if names is None else Labelled(found.labels, tuple(names), found.fetch, name)
+    return from_dataset(made, name)

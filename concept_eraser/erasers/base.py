@@ -3,52 +3,99 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from concept_eraser.errors import UserError
+
 Teacher = Literal["frozen", "current"]
+BatchNorm = Literal["frozen", "train"]
 
 
 class Part:
     """A module of which the tensors named in `selected` are trained.
 
     The frozen teacher is not a second model: only the selected tensors' original values are kept.
+
+    batchnorm: frozen keeps the running statistics of batch-norm layers, so that a loss is a sum over its examples. train
+    computes losses with the batch's statistics, and moves the running ones once a player and step, after the step
+    (`settle`): however often a method asks, and wherever it asks, a question changes nothing. No other layer is ever put
+    into training mode.
     """
 
-    def __init__(self, module: nn.Module, selected: Sequence[str], players: Sequence[str]) -> None:
-        self.module, self.selected, self.players = module, tuple(selected), tuple(players)
+    def __init__(self, module: nn.Module, selected: Sequence[str], players: Sequence[str], *, batchnorm: BatchNorm = "frozen", batch_size: int = 2) -> None:  # fmt: skip
+        self.module, self.selected, self.players, self.batchnorm = module, tuple(selected), tuple(players), batchnorm
+        self.norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if batchnorm == "train" and self.norms and batch_size < 2:
+            raise UserError("batchnorm: train needs at least 2 examples a batch, found training.batch_size 1; use batchnorm: frozen or larger batches")  # fmt: skip
         parameters = dict(module.named_parameters())
         for parameter in parameters.values():
             parameter.requires_grad_(False)
         for name in self.selected:
             parameters[name].requires_grad_(True)
+        module.eval()
         self.originals = {name: parameters[name].detach().clone() for name in self.selected}
+        self.original_buffers = {name: value.detach().clone() for name, value in self.buffers().items()}
 
     def trainable(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.module.named_parameters())
         return {name: parameters[name] for name in self.selected}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """The running statistics that training moves; none where they are frozen."""
+        if self.batchnorm == "frozen":
+            return {}
+        ours = {id(value) for norm in self.norms for value in norm.buffers()}
+        return {name: value for name, value in self.module.named_buffers() if id(value) in ours}
+
+    @cached_property
     def origin(self) -> str:
-        """A fingerprint of the values that training started from: two sums a tensor, cheap even for large models."""
+        """A fingerprint of the values that training started from."""
         digest = hashlib.sha256()
-        for name, value in self.originals.items():
-            wide = value.double()
-            digest.update(f"{name} {float(wide.sum()):.12e} {float(wide.square().sum()):.12e}\n".encode())
+        for name, value in (self.originals | self.original_buffers).items():
+            digest.update(name.encode())
+            digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()[:16]
 
     def adversary(self) -> dict[str, nn.Parameter]:
         """The variable of a lower-level problem; there is none here."""
         return {}
 
-    def ask(self, method: str, *inputs: Tensor, teacher: Teacher | None = None) -> Any:
-        """Call a method of the module; by a teacher without gradients, the frozen one with the original values."""
+    def settle(self, player: str, draw: Any) -> None:
+        """Move the running statistics by one batch; nothing to do where they are frozen."""
+
+    @contextmanager
+    def batch_statistics(self, *, moving: bool = False) -> Iterator[None]:
+        """Inside, batch-norm layers use the batch's statistics (`batchnorm: train`) and keep theirs, unless `moving`."""
+        if self.batchnorm == "frozen":
+            yield
+            return
+        momenta = [norm.momentum for norm in self.norms]
+        counts = [None if n.num_batches_tracked is None else n.num_batches_tracked.clone() for n in self.norms]
+        try:
+            for norm in self.norms:
+                norm.train()
+                norm.momentum = norm.momentum if moving else 0.0
+            yield
+        finally:
+            for norm, momentum, count in zip(self.norms, momenta, counts, strict=True):
+                norm.eval()
+                norm.momentum = momentum
+                if count is not None and not moving and norm.num_batches_tracked is not None:
+                    norm.num_batches_tracked.copy_(count)
+
+    def ask(self, method: str, *inputs: Tensor, teacher: Teacher | None = None, gradients: bool = False) -> Any:
+        """Call a method of the module; by a teacher, the frozen one with the original values, without gradients (unless
+        they are asked for, with respect to the inputs)."""
         if teacher is None:
             return getattr(self.module, method)(*inputs)
-        values: Mapping[str, Tensor] = self.originals if teacher == "frozen" else {}
-        with torch.no_grad():
+        values: Mapping[str, Tensor] = {**self.originals, **self.original_buffers} if teacher == "frozen" else {}
+        with nullcontext() if gradients else torch.no_grad():
             return torch.func.functional_call(_Caller(self.module), {f"module.{k}": v for k, v in values.items()}, (method, *inputs))  # fmt: skip
 
 

@@ -6,27 +6,24 @@ Losses of a side's examples (x, y), with f the model in training, f* its teacher
 * ascent   the negative of it
 * relabel  cross-entropy to a random other class, drawn anew at every step (random labels: MUNBa section 4.2, SalUn)
 * anchor   cross-entropy to one given class
-* boundary cross-entropy to the class that the teacher says after one FGSM step of 0.1 away from y: the nearest other
-             class (boundary shrink, arXiv 2303.11570; nearest among the others where the step does not cross)
+* boundary cross-entropy to the class that the teacher says after one FGSM step of 0.1 on it away from y: the nearest
+             other class (boundary shrink, arXiv 2303.11570; the likeliest other one where the step does not cross)
 * distill  KL(softmax f*(x) || softmax f(x)): keep what the model says
 
-Batch norm layers keep their running statistics (`batchnorm: frozen`), so that a loss is a sum over its examples and
-Hessian products are exact; `batchnorm: train` uses and updates the batch's, as most public code does. Each player's
-batch passes through separately either way.
+Batch norm: see erasers/base.py. Each player's batch passes through separately.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from concept_eraser.data.labelled import Labelled
-from concept_eraser.erasers.base import Part, Teacher, one_each
+from concept_eraser.erasers.base import BatchNorm, Part, Teacher, one_each
 from concept_eraser.errors import UserError
 
 
@@ -60,22 +57,18 @@ class Draw:
 class Classifier(Part):
     """See the module's docstring. Raises UserError where the model's outputs do not fit the labels."""
 
-    def __init__(self, module: nn.Module, sides: Mapping[str, Side], selected: Sequence[str], *, batchnorm: Literal["frozen", "train"] = "frozen", batch_size: int = 2) -> None:  # fmt: skip
-        super().__init__(module, selected, list(sides))
-        self.sides, self.batchnorm = sides, batchnorm
-        normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
-        if batchnorm == "train" and normed and batch_size < 2:
-            raise UserError("batchnorm: train needs at least 2 examples a batch, found training.batch_size 1; use batchnorm: frozen or larger batches")  # fmt: skip
-        for name, side in sides.items():
-            self._fits(name, side)
+    def __init__(self, module: nn.Module, sides: Mapping[str, Side], selected: Sequence[str], *, batchnorm: BatchNorm = "frozen", batch_size: int = 2) -> None:  # fmt: skip
+        super().__init__(module, selected, list(sides), batchnorm=batchnorm, batch_size=batch_size)
+        self.sides = sides
+        self.classes = min(self._fits(name, side) for name, side in sides.items())  # as many as the model tells apart
 
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
-    def _fits(self, name: str, side: Side) -> None:
+    def _fits(self, name: str, side: Side) -> int:
+        """The number of logits for an example of a side. Raises UserError where they are no logits of its classes."""
         with torch.no_grad():
-            self.module.eval()
             try:
                 found = self.module(side.data.inputs(side.rows[:1].tolist()).to(self.device))
             except RuntimeError as error:
@@ -84,22 +77,32 @@ class Classifier(Part):
         if not isinstance(found, Tensor) or found.ndim != 2 or found.shape[1] < classes:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise UserError(f"{name}: expected logits of shape [n, {classes}] for the {classes} classes of {side.data.about}, found {shape}")  # fmt: skip
+        if side.anchor is not None and side.anchor >= found.shape[1]:
+            raise UserError(f"{name}: the anchor is class {side.anchor}, the model has {found.shape[1]}")
+        if side.loss in ("relabel", "boundary") and found.shape[1] < 2:
+            raise UserError(f"{name}: the loss {side.loss!r} needs another class to give, the model has one")
+        return int(found.shape[1])
 
     def draw(self, player: str, seeds: Sequence[int]) -> Draw:
         side = self.sides[player]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         rows = one_each(side.rows, generators)
         labels = side.data.labels[rows]
-        step = torch.cat([torch.randint(1, max(2, len(side.data.names)), (1,), generator=g) for g in generators])
-        others = (labels + step) % len(side.data.names)
+        step = torch.cat([torch.randint(1, max(2, self.classes), (1,), generator=g) for g in generators])
+        others = (labels + step) % self.classes
         device = self.device
         return Draw(side.data.inputs(rows.tolist()).to(device), labels.to(device), others.to(device))
 
     def logits(self, draw: Draw, *, teacher: Teacher | None = None) -> Tensor:
-        self.module.train(self.batchnorm == "train" and teacher is None)
-        found = self.ask("forward", draw.inputs, teacher=teacher)
-        self.module.eval()
-        return found.float()
+        if teacher is not None:
+            return self.ask("forward", draw.inputs, teacher=teacher).float()
+        with self.batch_statistics():
+            return self.ask("forward", draw.inputs).float()
+
+    def settle(self, player: str, draw: Draw) -> None:
+        if self.batchnorm == "train":
+            with torch.no_grad(), self.batch_statistics(moving=True):
+                self.ask("forward", draw.inputs)
 
     def loss(self, player: str, draw: Draw) -> Tensor:
         side = self.sides[player]
@@ -128,8 +131,9 @@ def _anchor(model: Classifier, draw: Draw, side: Side) -> Tensor:
 
 def _boundary(model: Classifier, draw: Draw, side: Side) -> Tensor:
     inputs = draw.inputs.detach().clone().requires_grad_(True)
-    before = model.ask("forward", inputs)
-    (slope,) = torch.autograd.grad(F.cross_entropy(before.float(), draw.labels), [inputs])
+    with torch.enable_grad():
+        before = model.ask("forward", inputs, teacher=side.teacher, gradients=True)
+        (slope,) = torch.autograd.grad(F.cross_entropy(before.float(), draw.labels), [inputs])
     across = Draw((inputs + 0.1 * slope.sign()).detach(), draw.labels, draw.others)
     seen = model.logits(across, teacher=side.teacher).clone()
     seen.scatter_(1, draw.labels[:, None], -torch.inf)

@@ -9,12 +9,13 @@ Losses of a side's examples x, with q(z|x) = N(mu, sigma^2) the encoder and z = 
 * histogram  d_KL(p || 1 - alpha), p the mean probability by a judge that prior samples do not show the class: UNO's
              hat versions (arXiv 2506.04712), on freshly decoded z ~ N(0, I)
 
-Batch norm as in classifier.py.
+Batch norm: see erasers/base.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from concept_eraser.data.labelled import Labelled
-from concept_eraser.erasers.base import Part, Teacher, one_each
+from concept_eraser.erasers.base import BatchNorm, Part, Teacher, one_each
 from concept_eraser.errors import UserError
 from concept_eraser.losses import bernoulli_divergence
 
@@ -59,14 +60,11 @@ class Draw:
 class Vae(Part):
     """See the module's docstring. Raises UserError where encode and decode do not fit each other and the data."""
 
-    def __init__(self, module: nn.Module, sides: Mapping[str, Side], selected: Sequence[str], *, batchnorm: Literal["frozen", "train"] = "frozen", batch_size: int = 2) -> None:  # fmt: skip
-        super().__init__(module, selected, list(sides))
-        self.sides, self.batchnorm = sides, batchnorm
+    def __init__(self, module: nn.Module, sides: Mapping[str, Side], selected: Sequence[str], *, batchnorm: BatchNorm = "frozen", batch_size: int = 2) -> None:  # fmt: skip
+        super().__init__(module, selected, list(sides), batchnorm=batchnorm, batch_size=batch_size)
+        self.sides = sides
         self.likelihood: Likelihood = getattr(module, "likelihood", "gaussian")
-        normed = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
-        if batchnorm == "train" and normed and batch_size < 2:
-            raise UserError("batchnorm: train needs at least 2 examples a batch, found training.batch_size 1; use batchnorm: frozen or larger batches")  # fmt: skip
-        self.code_shape = code_shape(module, next(iter(sides.values())).data)
+        self.code_shape = {code_shape(module, side.data, self.likelihood) for side in sides.values()}.pop()
 
     @property
     def device(self) -> torch.device:
@@ -81,17 +79,22 @@ class Vae(Part):
 
     def reconstruct(self, draw: Draw, *, teacher: Teacher | None = None) -> tuple[Tensor, Tensor]:
         """What comes out for what goes in, and KL(q(z|x) || N(0, I)) of each example [b]."""
-        self.module.train(self.batchnorm == "train" and teacher is None)
-        mean, log_variance = moments(self.ask("encode", draw.inputs, teacher=teacher))
-        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
-        shown = pictures(self.ask("decode", mean + (0.5 * log_variance).exp() * draw.noise, teacher=teacher))
-        self.module.eval()
-        return shown, kl
+        with self.batch_statistics() if teacher is None else nullcontext():
+            mean, log_variance = moments(self.ask("encode", draw.inputs, teacher=teacher))
+            kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
+            return pictures(self.ask("decode", mean + (0.5 * log_variance).exp() * draw.noise, teacher=teacher)), kl
+
+    def settle(self, player: str, draw: Draw) -> None:
+        if self.batchnorm == "train" and self.sides[player].loss != "histogram":  # prior samples are no data
+            with torch.no_grad(), self.batch_statistics(moving=True):
+                mean, log_variance = moments(self.ask("encode", draw.inputs))
+                self.ask("decode", mean + (0.5 * log_variance).exp() * draw.noise)
 
     def fidelity(self, shown: Tensor, wanted: Tensor) -> Tensor:
         """-log p(wanted | shown) of each example, up to a constant: [b]."""
         if self.likelihood == "bernoulli":
-            return F.binary_cross_entropy(shown.float(), wanted.reshape(shown.shape), reduction="none").flatten(1).sum(1)  # fmt: skip
+            with torch.autocast(shown.device.type, enabled=False):  # which refuses this loss
+                return F.binary_cross_entropy(shown.float(), wanted.reshape(shown.shape).float(), reduction="none").flatten(1).sum(1)  # fmt: skip
         return 0.5 * (shown.float() - wanted.reshape(shown.shape)).square().flatten(1).sum(1)
 
     def loss(self, player: str, draw: Draw) -> Tensor:
@@ -109,9 +112,8 @@ def pictures(decoded: Any) -> Tensor:
     return getattr(decoded, "sample", decoded)
 
 
-def code_shape(module: nn.Module, data: Labelled) -> tuple[int, ...]:
-    """The shape of one code, found by encoding an example. Raises UserError where the way back does not fit."""
-    module.eval()
+def code_shape(module: nn.Module, data: Labelled, likelihood: Likelihood) -> tuple[int, ...]:
+    """The shape of one code, found by encoding an example. Raises UserError where the way back or the values do not fit."""
     example = data.inputs([0]).to(next(module.parameters()).device)
     with torch.no_grad():
         try:
@@ -121,6 +123,8 @@ def code_shape(module: nn.Module, data: Labelled) -> tuple[int, ...]:
             raise UserError(f"the VAE cannot take an example of {data.about}, {list(example.shape[1:])} ({type(error).__name__}: {str(error).splitlines()[0][:150]}); it needs encode(x) -> (mean, log variance) and decode(z)") from error  # fmt: skip
     if mean.shape != log_variance.shape or back.numel() != example.numel():
         raise UserError(f"the VAE returns wrong shapes: for an input {list(example.shape)} a mean {list(mean.shape)}, a log variance {list(log_variance.shape)} and a picture {list(back.shape)}")  # fmt: skip
+    if likelihood == "bernoulli" and not 0 <= float(example.min()) <= float(example.max()) <= 1:
+        raise UserError(f"a VAE with Bernoulli outputs needs data in [0, 1]; {data.about} has values from {float(example.min()):.3g} to {float(example.max()):.3g}")  # fmt: skip
     return tuple(mean.shape[1:])
 
 
@@ -147,9 +151,8 @@ def _distill(model: Vae, draw: Draw, side: Side) -> Tensor:
 
 def _histogram(model: Vae, draw: Draw, side: Side) -> Tensor:
     assert side.shows is not None  # the recipe's section of this name brings a judge
-    model.module.train(model.batchnorm == "train")
-    shown = pictures(model.ask("decode", draw.noise))
-    model.module.eval()
+    with model.batch_statistics():
+        shown = pictures(model.ask("decode", draw.noise))
     return bernoulli_divergence(1 - side.shows(shown).mean(), side.alpha)
 
 

@@ -7,7 +7,7 @@ output, and MIA is the share of forgotten examples that it calls non-members. Hi
 retrained model's is.
 
 A number beside it that needs no retrained model: the AUC with which the same number tells forgotten from test examples,
-0.5 being no trace. Differences from the public code: logistic regression instead of an SVC where asked, balanced
+0.5 being no trace. Differences from the public code: logistic regression by default (`attack="svc"` for theirs), balanced
 classes, and the attack's own accuracy is reported, since an attack that cannot tell members at all says nothing.
 """
 
@@ -61,7 +61,7 @@ def look(module: nn.Module, data: Labelled, rows: Tensor, batch_size: int = 256)
     device = next(module.parameters()).device
     module.eval()
     found = [module(data.inputs(part.tolist()).to(device)).double().softmax(1).cpu() for part in rows.split(batch_size)]
-    return Outputs(torch.cat(found)[:, : len(data.names)].numpy(), data.labels[rows].numpy())
+    return Outputs(torch.cat(found).numpy(), data.labels[rows].numpy())
 
 
 def membership(members: Outputs, others: Outputs, asked: Outputs, signal: Signal = "confidence", attack: Literal["svc", "logistic"] = "logistic", seed: int = 0) -> tuple[float, float]:  # fmt: skip

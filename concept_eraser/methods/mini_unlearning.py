@@ -183,6 +183,9 @@ class MiniUnlearning(Edit):
         if not self.history:
             raise ValueError("Mini-Unlearning needs the recorded history of the training: give method.history, the folder of a History(..., folder=...)")  # fmt: skip
         history = History.open(request.params, Path(self.history))
+        shapes = [tuple(w.shape) for w in history.last(1)[0].weights]
+        if shapes != [tuple(p.shape) for p in request.params]:
+            raise ValueError(f"the history {self.history} is of {len(shapes)} tensors, of which the first are {shapes[:2]}; the selected ones are {len(request.params)}. Give the model it was recorded of, and trainable: all")  # fmt: skip
         if self.rewind:
             done = rewind(history, request.loss, request.forget, self.k)
         else:

@@ -84,7 +84,7 @@ class Clip(Module):
             raise UserError(f"a template needs {{}} where the class name goes, found {wrong[0] if wrong else 'none'!r}; e.g. 'a photo of a {{}}'")  # fmt: skip
         texts = [template.replace("{}", name) for name in names for template in templates]
         tokens = self.tokenize(texts).unflatten(0, (len(names), len(templates)))
-        return ZeroShot(self.module, tokens.to(self.device), self.mean, self.std)
+        return ZeroShot(self.module, tokens, self.mean, self.std).to(self.device)
 
     @classmethod
     def from_object(cls, model: nn.Module, tokenizer: Any = None, source: str = "a CLIP model in memory") -> Clip:
@@ -154,6 +154,7 @@ class Clip(Module):
 
 
 def _padded(tokenizer: Any) -> Callable[[Sequence[str]], Tensor]:
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a CLIPProcessor
     length = min(int(tokenizer.model_max_length), 77)
     return lambda texts: tokenizer(list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,15 @@ def load_part(source: Any, target: str, *, allow_pickle: bool = False) -> Loaded
         return load(source, allow_pickle=allow_pickle)
     if target == "clip":
         return _clip(source)
+    if type(source).__name__ in _FAMILIES:
+        return load(source)  # a pipeline, of which the VAE is a part
     if isinstance(source, nn.Module):
         return Module(source, target, f"a {type(source).__name__} in memory")
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return Module(_made_by(source), target, source)
-    path = Path(str(source))
+    if not isinstance(source, str | Path):
+        raise UserError(f"a {type(source).__name__} cannot be trained as a {target}; give a torch module, or the folder of a saved one")  # fmt: skip
+    path = Path(source)
     for folder in (path / resources.whole_model("module"), path):
         if (folder / CONFIG).is_file():
             return _autoencoder(folder) if target == "vae" and "_class_name" in (folder / CONFIG).read_text() else open_folder(folder, target)  # fmt: skip
@@ -52,10 +57,12 @@ def load_part(source: Any, target: str, *, allow_pickle: bool = False) -> Loaded
 def _made_by(source: str) -> nn.Module:
     """The module that a function named on the command line makes."""
     name, _, attribute = source.partition(":")
+    if str(Path.cwd()) not in sys.path:  # as `python -m` does; the console script does not
+        sys.path.insert(0, str(Path.cwd()))
     try:
         made = getattr(importlib.import_module(name), attribute)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"cannot call {source}: {error}") from None
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise UserError(f"cannot call {source} without arguments: {error}") from error
     if not isinstance(made, nn.Module):
         raise UserError(f"{source} returned a {type(made).__name__}, not a torch module")
     return made
@@ -77,9 +84,11 @@ def _clip(source: Any) -> Loaded:
         return family.from_object(*source)
     if isinstance(source, nn.Module):
         return family.from_object(source)
+    if not isinstance(source, str | Path):
+        raise UserError(f"a {type(source).__name__} is no CLIP model; give (CLIPModel, tokenizer) or an open_clip model")  # fmt: skip
     if str(source) in BUNDLED:
         return _bundled_clip(family, str(source))
-    path = Path(str(source))
+    path = Path(source)
     for folder in (path / resources.whole_model("clip"), path):
         if (folder / CONFIG).is_file():
             return family.from_folder(folder, str(source))

@@ -70,7 +70,10 @@ def open_folder(folder: Path, part: str) -> Module:
     if "architecture" not in config:
         raise UserError(f"{folder} holds weights of {config.get('class', 'an unknown class')}, which only its own code can build; make the module, load_state_dict these weights, and pass the object")  # fmt: skip
     loaded = build(config["architecture"], part, **config.get("options", {}))
-    missing = loaded.module.load_state_dict(tensors, strict=False)
+    try:
+        missing = loaded.module.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:  # sizes
+        raise UserError(f"{folder}: the weights do not fit the architecture {config['architecture']!r} ({str(error).splitlines()[-1].strip()[:150]})") from None  # fmt: skip
     if missing.missing_keys or missing.unexpected_keys:
         raise UserError(f"{folder}: the weights do not fit the architecture {config['architecture']!r}, e.g. {(missing.missing_keys + missing.unexpected_keys)[0]}")  # fmt: skip
     loaded.source = str(folder)

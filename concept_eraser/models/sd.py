@@ -161,8 +161,9 @@ class StableDiffusion(Model):
         own = self.pipeline.text_encoder.state_dict()
         given = {name: tensors.get(name.removeprefix("text_model.")) for name in own}
         wrong = [k for k, v in given.items() if v is None or v.shape != own[k].shape]
+        wrong += [k for k in tensors if k.startswith("encoder.layers.") and k not in {n.removeprefix("text_model.") for n in own}]  # fmt: skip
         if wrong:
-            raise UserError(f"the text tower does not fit the text encoder of {self.source}, e.g. {wrong[0]}: {list(own[wrong[0]].shape)} is needed")  # fmt: skip
+            raise UserError(f"the text tower does not fit the text encoder of {self.source}, e.g. {wrong[0]}" + (f": {list(own[wrong[0]].shape)} is needed" if wrong[0] in own else " has no place there"))  # fmt: skip
         self.pipeline.text_encoder.load_state_dict(given)
 
     def save(self, folder: Path) -> None:

@@ -21,6 +21,7 @@ def apply(method: Edit, request: Request) -> tuple[Classifier, Mapping[str, floa
     The ridge of the risk is training.weight_decay, which should be the one the model was trained with. Positions in a
     recorded history are those of the forget side's data.
     """
+    _refuse_what_is_ignored(request)
     eraser = labelled.build(request)
     assert isinstance(eraser, Classifier)  # the recipe allows edits on classifiers only
     forget, retain = eraser.sides["forget"], eraser.sides["retain"]
@@ -45,3 +46,15 @@ def apply(method: Edit, request: Request) -> tuple[Classifier, Mapping[str, floa
     except ValueError as error:
         raise UserError(str(error)) from error
     return eraser, notes, time.monotonic() - began
+
+
+def _refuse_what_is_ignored(request: Request) -> None:
+    """An edit has no loop: settings of one must not be taken for heard. Raises UserError."""
+    recipe = request.recipe
+    sides = {"forget": recipe.forget, "retain": recipe.retain}
+    idle = [f"{name}.{key}" for name, side in sides.items() if side for key, plain in (("loss", "data"), ("scale", 1.0), ("l1", 0.0)) if getattr(side, key) != plain]  # fmt: skip
+    idle += ["trainable.saliency"] if recipe.trainable.saliency is not None else []
+    idle += ["trainable.batchnorm"] if recipe.trainable.batchnorm != "frozen" else []
+    idle += ["training.precision"] if recipe.training.precision != "fp32" else []
+    if idle:
+        raise UserError(f"the method {recipe.method.name!r} edits in one go and does not hear {', '.join(idle)}; leave them out")  # fmt: skip

@@ -15,6 +15,7 @@ from concept_eraser.data import labelled
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers import classifier, vae
 from concept_eraser.errors import UserError
+from concept_eraser.models.base import Loaded
 from concept_eraser.models.clip import Clip
 from concept_eraser.models.module import open_folder
 from concept_eraser.targets.base import Request
@@ -33,9 +34,15 @@ def build(request: Request) -> classifier.Classifier | vae.Vae:
     sides = {}
     for name, (data, where) in chosen.items():
         side: recipes.Side = getattr(recipe, name)
-        anchor = data.class_index(side.anchor) if isinstance(side.anchor, str) else None
+        anchor = _anchor(side, data) if isinstance(side.anchor, str) else None
         sides[name] = classifier.Side(data, where, side.loss, side.scale, anchor, side.teacher, side.l1)
     return classifier.Classifier(module, sides, names, batchnorm=norm, batch_size=size)
+
+
+def _anchor(side: recipes.Side, data: Labelled) -> int:
+    """The class to say instead, by name; by number also one of which these data have no example."""
+    name = str(side.anchor)
+    return int(name) if name.isdigit() and name not in data.names else data.class_index(name)
 
 
 def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
@@ -51,9 +58,11 @@ def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
             found[name] = (forget, labelled.rest_of(forget, found["forget"][1]))
             continue
         data = _open(request, name)
+        if recipe.target == "clip" or (set(data.names) & set(forget.names)):  # one output, one meaning
+            data = data.aligned(forget.names) if len(data.names) <= len(forget.names) else data
         found[name] = (data, _choose(side, data, recipe.generation.seed))
         same = side.data == recipe.forget.data and side.options == recipe.forget.options
-        if name == "retain" and same:
+        if name == "retain" and same and request.objects.get(name) is request.objects.get("forget"):
             labelled.require_apart(found["forget"][1], found[name][1], data.about)
     return {name: found[name] for name in recipe.players if name in found}
 
@@ -66,11 +75,13 @@ def _open(request: Request, name: str, split: str = "train") -> Labelled:
 
 
 def open_named(source: str | None, options: dict[str, Any], split: str) -> Labelled:
-    """A data set of datasets/ by name, or one on disk."""
+    """A data set of datasets/ by name, or one on disk (a folder of images takes the option `size`)."""
     if source in registry.names("dataset"):
         return registry.build("dataset", str(source), options).load(split)
+    if set(options) - {"size"}:
+        raise UserError(f"data {source!r} is no named set; a folder of images takes the option size only, found {', '.join(options)}")  # fmt: skip
     try:
-        return labelled.open_data(source, split)
+        return labelled.open_data(source, split, int(options.get("size", 64)))
     except UserError as error:
         raise UserError(f"{error}. Named sets: {', '.join(registry.names('dataset'))}") from None
 
@@ -115,7 +126,7 @@ def _vae_sides(request: Request, chosen: dict[str, tuple[Labelled, Tensor]]) -> 
         side: recipes.Side = getattr(recipe, name)
         sides[name] = vae.Side(data, where, side.loss, side.scale, side.kl, side.teacher)
     if recipe.histogram is not None:
-        data, where = chosen["retain"]
+        data, where = chosen.get("retain", chosen["forget"])
         shows = judged(request, recipe.histogram, data)
         sides["histogram"] = vae.Side(data, where, "histogram", shows=shows, alpha=recipe.histogram.alpha)
     return {name: sides[name] for name in recipe.players}
@@ -126,11 +137,17 @@ def judged(request: Request, histogram: recipes.Histogram, data: Labelled) -> Ca
     net = request.objects.get("judge")
     if net is None:
         net = open_folder(Path(histogram.judge), "classifier").module
+    net = next(iter(net.parts.values())) if isinstance(net, Loaded) else net
+    if not isinstance(net, nn.Module):
+        raise UserError(f"a judge is a classifier (a torch module with logits), found a {type(net).__name__}")
     net = net.to(request.model.device).eval().requires_grad_(False)
     number = data.class_index(next(iter(histogram.concept.values())))
     shape = data.inputs([0]).shape[1:]
     with torch.no_grad():
-        found = net(data.inputs([0]).to(request.model.device))
+        try:
+            found = net(data.inputs([0]).to(request.model.device))
+        except RuntimeError as error:
+            raise UserError(f"the judge cannot take an example of {data.about} ({str(error).splitlines()[0][:150]})") from error  # fmt: skip
     if found.ndim != 2 or found.shape[1] != len(data.names):
         raise UserError(f"the judge must return logits of the {len(data.names)} classes of {data.about}, found {list(found.shape)}")  # fmt: skip
     return lambda pictures: net(pictures.reshape(-1, *shape)).softmax(1)[:, number]

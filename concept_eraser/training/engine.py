@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,10 @@ class Eraser(Protocol):
     @property
     def players(self) -> tuple[str, ...]: ...
     def trainable(self) -> dict[str, nn.Parameter]: ...
+    @property
     def origin(self) -> str: ...
+    def buffers(self) -> dict[str, Tensor]: ...
+    def settle(self, player: str, draw: Any) -> None: ...
     def adversary(self) -> dict[str, nn.Parameter]: ...
     def draw(self, player: str, seeds: Sequence[int]) -> Any: ...
     def loss(self, player: str, draw: Any) -> Tensor: ...
@@ -91,7 +94,9 @@ class Engine:
         self.trained = len(self.params)
         self.optimizer = _optimizer(list(self.params.values()), self.schedule)
         self.params = {**self.params, **self.eraser.adversary()}
+        began = time.monotonic()
         self.mask = self._salient(self.saliency) if self.saliency is not None else None
+        self.seconds += time.monotonic() - began
 
     @property
     def checkpoint(self) -> Path:
@@ -126,10 +131,11 @@ class Engine:
 
     def _step(self, step: int) -> dict:
         """One optimiser step, or none where a loss or the direction is not finite. Returns its log row."""
+        draws = {player: self._draws(player, step) for player in self.eraser.players}
         closure = of_step(
             self.eraser,
             tuple(self.params.values()),
-            {player: self._draws(player, step) for player in self.eraser.players},
+            draws,
             step=step,
             inner=range(self.trained, len(self.params)),
             mask=self.mask,
@@ -143,6 +149,7 @@ class Engine:
         row = {"losses": closure.losses, **describe_gram(closure.players, direction.gram, direction.weights), **direction.notes}  # fmt: skip
         if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(direction.vec):
             self._move(step, direction)
+            self._settle(draws)
             self.skipped_in_a_row = 0
         else:
             self.method.load_state_dict(kept)  # what it learned from this step is as good as the step
@@ -160,7 +167,7 @@ class Engine:
         sizes = torch.cat([part.abs().flatten() for part in found])
         kept = max(1, round(share * len(sizes)))
         least = sizes.kthvalue(len(sizes) - kept + 1).values
-        masks: list[Tensor | None] = [(part.abs() >= least).to(part.dtype) for part in found]
+        masks: list[Tensor | None] = [((part.abs() >= least) & (part != 0)).to(part.dtype) for part in found]
         return masks + [None] * (len(self.params) - self.trained)
 
     def _autocast(self) -> AbstractContextManager:
@@ -182,8 +189,23 @@ class Engine:
                 parameter.grad = gradient.to(parameter.dtype)
             else:  # the method has given the adversary's step its length
                 parameter.data.sub_(gradient)
+        trained = list(self.params.values())[: self.trained]
+        before = [p.detach().clone() for p in trained] if self.mask else []
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():  # weight decay and preconditioners know no mask
+            for parameter, old, mask in zip(trained, before, self.mask or [], strict=False):
+                parameter.copy_(torch.where(mask.bool(), parameter, old))  # type: ignore[union-attr]
+
+    def _settle(self, draws: Mapping[str, list[Draw]]) -> None:
+        """Running statistics of batch-norm layers, where they are trained: once a micro-batch, the mean over ranks."""
+        for player, some in draws.items():
+            for draw in some:
+                self.eraser.settle(player, draw)
+        if self.accelerator.num_processes > 1:
+            for value in self.eraser.buffers().values():
+                if value.is_floating_point():
+                    value.copy_(self.accelerator.reduce(value, reduction="mean"))
 
     def _draws(self, player: str, step: int) -> list[Draw]:
         """This rank's micro-batches of a step. Example e of the global batch draws from (seed, step, player, e)."""
@@ -206,7 +228,8 @@ class Engine:
             "params": {name: value.detach().cpu() for name, value in self.params.items()},
             "optimizer": self.optimizer.state_dict(),
             "method": self.method.state_dict(),
-            "origin": self.eraser.origin(),
+            "origin": self.eraser.origin,
+            "buffers": {name: value.detach().cpu().clone() for name, value in self.eraser.buffers().items()},
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "seconds": self.seconds,
@@ -222,13 +245,13 @@ class Engine:
             raise UserError(
                 f"{self.checkpoint} belongs to a run that trained other tensors; start over in a new folder"
             )
-        if (
-            state.get("origin", self.eraser.origin()) != self.eraser.origin()
-        ):  # the teacher and the mask would be others
+        if state.get("origin", self.eraser.origin) != self.eraser.origin:  # the teacher and the mask would be others
             raise UserError(f"{self.checkpoint} belongs to a run that started from other weights; give the original model again (an object in memory has been trained already)")  # fmt: skip
         with torch.no_grad():
             for name, value in state["params"].items():
                 self.params[name].copy_(value)
+            for name, value in state.get("buffers", {}).items():
+                self.eraser.buffers()[name].copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
         self.method.load_state_dict(state["method"])
         self.skipped, self.skipped_in_a_row, self.seconds = (

@@ -10,7 +10,7 @@ from concept_eraser.errors import UserError, unknown_message
 
 def _is_text(name: str) -> bool:
     """Of a CLIP model: transformers' names, then open_clip's."""
-    return "visual" not in name and "vision" not in name and name != "logit_scale"
+    return "visual" not in name and "vision" not in name and not name.endswith(("logit_scale", "logit_bias"))
 
 
 def _is_attention(name: str) -> bool:
