@@ -114,15 +114,3 @@ def test_a_run_is_measured_before_and_after(tmp_path, cli) -> None:
     refused = cli("evaluate", str(run), "--suite", "tiny_star")
     assert refused.returncode == 2
     assert "leave out --suite" in refused.stderr
-
-
-def test_a_run_from_memory_is_measured_with_its_objects(tmp_path) -> None:
-    from concept_eraser import api
-
-    rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((40, 5)).astype(np.float32), np.arange(40) % 3
-    net = nn.Linear(5, 3)
-    run = api.erase(model=net, target="classifier", forget={"data": (x, y), "indices": [1, 2], "loss": "relabel"}, retain="rest",
-                    training={"steps": 2, "device": "cpu"}, output=tmp_path)  # fmt: skip
-    with pytest.raises(UserError, match="which only its own code can build"):
-        api.measure(run.folder)
