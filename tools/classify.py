@@ -2,9 +2,10 @@
 
     python -m tools.classify eval/studies/classification.yaml [--tasks class] [--methods munba,finetune]
 
-For each seed a model is trained on all examples ("original") and one without the forgotten ones ("Retrain", same start
-and order of epochs); every method starts from the original through `concept_eraser.erase`. The grid is searched on the
-selection seeds, by the average gap to their own Retrain. One JSON a task goes to eval/results/<study>/.
+For each seed a model is trained on all examples ("original") and one without the forgotten ones ("Retrain", same
+start); every method starts from the original through `concept_eraser.erase`. The grid is searched on the selection seeds
+and one half of the test set, by the average gap to their own Retrain; the other half is reported. One JSON a task goes to
+eval/results/<study>/; methods that are not asked for keep the rows they have there.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ class Bench:
     def __post_init__(self) -> None:
         plugin = registry.build("dataset", self.study["data"], {})
         self.train: Labelled = plugin.load("train")
-        self.test: Labelled = plugin.load("test")
+        held: Labelled = plugin.load("test")
+        odd = torch.arange(len(held)) % 2 == 1
+        self.tests = {use: _part(held, rows.nonzero()[:, 0]) for use, rows in (("select", odd), ("report", ~odd))}
         self.forget = choose(self.train, **self.task["forget"])
         self.retain = rest_of(self.train, self.forget)
         gone = self.task["forget"].get("classes", [])
         numbers = torch.tensor([self.train.class_index(c) for c in gone], dtype=torch.long)
-        self.test_rows = (~torch.isin(self.test.labels, numbers)).nonzero()[:, 0]
+        self.test_rows = {use: (~torch.isin(t.labels, numbers)).nonzero()[:, 0] for use, t in self.tests.items()}
 
     def world(self, seed: int) -> World:
         plan = Plan(seed=seed, decay=False, **self.study["training"])
@@ -67,7 +70,7 @@ class Bench:
             torch.manual_seed(seed)
             module = build(self.study["model"]["architecture"], "classifier", **self.study["model"]["options"]).module
             history = None
-            if name == "original":
+            if name == "original" and self.study.get("history"):  # frozen batch norm: for models without
                 history = History(tuple(module.parameters()), self.study["history"], self.work / f"history_{seed}")
             seconds[name] = fit(module, self.loss(module), rows, plan, record=history.record if history else None)
             made[name] = module
@@ -76,8 +79,8 @@ class Bench:
     def loss(self, module: nn.Module) -> Any:
         return lambda rows: F.cross_entropy(module(self.train.inputs(rows)), self.train.labels[list(rows)])
 
-    def table(self, module: nn.Module, seed: int) -> Table:
-        return measure(module, self.train, self.forget, self.retain, self.test, test_rows=self.test_rows, seed=seed)
+    def table(self, module: nn.Module, seed: int, use: str = "report") -> Table:
+        return measure(module, self.train, self.forget, self.retain, self.tests[use], test_rows=self.test_rows[use], seed=seed)  # fmt: skip
 
     def erase(self, spec: dict, point: dict, world: World) -> tuple[nn.Module, float]:
         """The original after a method at a point of its grid, and the seconds that took."""
@@ -111,7 +114,7 @@ def choose_point(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, l
         return points[0], []
     scored = []
     for point in points:
-        gaps = [bench.table(bench.erase(spec, point, w)[0], w.seed).gap(bench.table(w.retrained, w.seed)) for w in worlds]  # fmt: skip
+        gaps = [bench.table(bench.erase(spec, point, w)[0], w.seed, "select").gap(bench.table(w.retrained, w.seed, "select")) for w in worlds]  # fmt: skip
         scored.append({"point": point, "gap": sum(gaps) / len(gaps)})
     return min(scored, key=lambda s: s["gap"])["point"], scored
 
@@ -143,12 +146,17 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
     return {
         "task": name,
         "label": bench.task["label"],
-        "n": {"forget": len(bench.forget), "retain": len(bench.retain), "test": len(bench.test_rows)},
-        "study": {k: study[k] for k in ("data", "model", "training", "history", "select", "seeds")},
+        "n": {"forget": len(bench.forget), "retain": len(bench.retain), "test": len(bench.test_rows["report"])},
+        "seeds": study["seeds"],
+        "settings": {k: study[k] for k in ("data", "model", "training", "history", "select", "seeds")},
         "shadows": len(worlds) - 1,
         "rows": rows,
         "environment": environment.describe(),
     }
+
+
+def _part(data: Labelled, rows: torch.Tensor) -> Labelled:
+    return Labelled(data.labels[rows], data.names, lambda wanted: data.inputs(rows[list(wanted)].tolist()), data.about)
 
 
 def _swap(done: tuple[nn.Module, float], world: World) -> tuple[nn.Module, World, float]:
@@ -168,6 +176,11 @@ def main() -> None:
     for name in args.tasks.split(",") if args.tasks else study["tasks"]:
         with tempfile.TemporaryDirectory() as work:
             found = run_task(study, name, methods, Path(work))
+        if (folder / f"{name}.json").exists():
+            kept = {row["method"]: row for row in json.loads((folder / f"{name}.json").read_text())["rows"]}
+            new = {row["method"]: row for row in found["rows"]}
+            order = ["original", "retrain", *study["methods"]]
+            found["rows"] = [{**kept, **new}[method] for method in order if method in {**kept, **new}]
         (folder / f"{name}.json").write_text(dumps(found))
         print(json.dumps({r["label"]: round(sum(x["gap"] for x in r["runs"]) / len(r["runs"]), 2) for r in found["rows"]}))  # fmt: skip
 

@@ -1,13 +1,14 @@
 """UNO's benchmark (arXiv 2506.04712, Tables 1 and 2): how long until a VAE makes no more of a class, by nine algorithms
 and a control that only trains on what is retained.
 
-    python -m tools.vae_unlearn [--data fonts|digits] [--runs 10] [--algorithms uno,s]
+    python -m tools.vae_unlearn [--data fonts|digits] [--runs 10] [--algorithms UNO,S]
 
 A VAE and a classifier are trained on all classes; each algorithm then unlearns the class that the VAE draws most `runs`
 times through `concept_eraser.erase`, every run with another seed, at the paper's settings (Adam 1e-3, batch 128, sum-reduced losses,
 beta_o = beta_h = 1e3, alpha = 1e-8). Time to unlearn: training time until the class's share among prior samples is
-first below 2 %, interpolated, looks not counted. Each algorithm runs in a process of its own, whose peak memory is its
-own. Writes eval/results/vae/<data>.json and .png.
+first below 2 %, interpolated, looks not counted; by a second classifier that no algorithm trains against. Each algorithm
+runs in a process of its own; its peak memory includes the data and the looks. Writes eval/results/vae/<data>.json and
+.png after each algorithm.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class World:
     gone: int
     data: Labelled
     vae: nn.Module
-    judge: nn.Module
+    judge: nn.Module  # the hat versions train against it
+    witness: nn.Module  # says how much is left, and makes the features
     reference: np.ndarray
     accuracy: float
 
@@ -80,7 +82,7 @@ class World:
     @torch.no_grad()
     def shares(self, module: nn.Module) -> Tensor:
         """The share of each class among prior samples: [classes]."""
-        seen = self.judge(self.samples(module, SAMPLES, 1)).argmax(1)
+        seen = self.witness(self.samples(module, SAMPLES, 1)).argmax(1)
         return torch.bincount(seen, minlength=10) / SAMPLES
 
     def share(self, module: nn.Module) -> float:
@@ -88,21 +90,28 @@ class World:
 
     @torch.no_grad()
     def fid(self, module: nn.Module) -> float:
-        return frechet_of_features(
-            self.judge.features(self.samples(module, FID_SAMPLES, 2)).double().numpy(), self.reference
-        )  # type: ignore[operator]
+        witness: Any = self.witness
+        drawn = witness.features(self.samples(module, FID_SAMPLES, 2)).double().numpy()
+        return frechet_of_features(drawn, self.reference)
+
+
+def make_judge(data: Labelled, settings: dict[str, Any], seed: int) -> nn.Module:
+    """UNO's classifier, trained on all classes."""
+    torch.manual_seed(seed)
+    net = build("mlp", "classifier", inputs=settings["inputs"]).module
+    fit(net, lambda rows: F.cross_entropy(net(data.inputs(rows)), data.labels[list(rows)]), torch.arange(len(data)), Plan(settings["judge_epochs"], 128, 1e-3, "adam", seed=seed))  # fmt: skip
+    return net
 
 
 def make_world(name: str, seed: int = 0) -> World:
     settings = DATA[name]
     plugin = registry.build("dataset", name, settings["options"])
     data, test = plugin.load("train"), plugin.load("test")
-    torch.manual_seed(seed)
-    judge = build("mlp", "classifier", inputs=settings["inputs"]).module
     everything = torch.arange(len(data))
-    fit(judge, lambda rows: F.cross_entropy(judge(data.inputs(rows)), data.labels[list(rows)]), everything, Plan(settings["judge_epochs"], 128, 1e-3, "adam"))  # fmt: skip
+    judge, witness = (make_judge(data, settings, seed + i) for i in range(2))
     with torch.no_grad():
-        accuracy = float((judge(test.inputs(range(len(test)))).argmax(1) == test.labels).float().mean())
+        accuracy = float((witness(test.inputs(range(len(test)))).argmax(1) == test.labels).float().mean())
+    torch.manual_seed(seed)
     vae = build("vae_mlp", "vae", **{k: settings[k] for k in ("inputs", "hidden", "latent")}).module
     side = erasers.Side(data, everything, "data")
     eraser = erasers.Vae(vae, {"retain": side}, [n for n, _ in vae.named_parameters()], batchnorm="train", batch_size=128)  # fmt: skip
@@ -114,11 +123,11 @@ def make_world(name: str, seed: int = 0) -> World:
         return erasers.LOSSES["data"](eraser, erasers.Draw(data.inputs(rows), noise), side)
 
     fit(vae, loss, everything, Plan(settings["vae_epochs"], 128, 1e-3, "adam"), what="VAE")
-    world = World(name, -1, data, vae, judge, np.zeros(0), accuracy)
+    world = World(name, -1, data, vae, judge, witness, np.zeros(0), accuracy)
     world.gone = int(world.shares(vae).argmax())
     others = (data.labels != world.gone).nonzero()[:, 0][:FID_SAMPLES]
     with torch.no_grad():
-        world.reference = judge.features(data.inputs(others.tolist())).double().numpy()  # type: ignore[operator]
+        world.reference = witness.features(data.inputs(others.tolist())).double().numpy()  # type: ignore[operator]
     return world
 
 
@@ -153,11 +162,14 @@ def unlearn(world: World, algorithm: str, seed: int, steps: int, dear: bool) -> 
 
 def _work(path: str, algorithm: str, runs: int, steps: int, queue: Any) -> None:
     """In a process of its own: all runs of one algorithm, and the process's peak memory."""
-    world = torch.load(path, weights_only=False)  # written by this program a moment ago
-    world.data = registry.build("dataset", world.name, DATA[world.name]["options"]).load("train")
-    before = peak_memory()
-    found = [unlearn(world, algorithm, seed, steps, seed == 0) for seed in range(runs)]
-    queue.put({"runs": found, "memory_mb": peak_memory(), "memory_before_mb": before})
+    try:
+        world = torch.load(path, weights_only=False)  # written by this program a moment ago
+        world.data = registry.build("dataset", world.name, DATA[world.name]["options"]).load("train")
+        before = peak_memory()
+        found = [unlearn(world, algorithm, seed, steps, seed == 0) for seed in range(runs)]
+        queue.put({"runs": found, "memory_mb": peak_memory(), "memory_before_mb": before})
+    except Exception as error:  # else the parent would wait for ever
+        queue.put({"error": f"{type(error).__name__}: {error}"})
 
 
 def main() -> None:
@@ -166,6 +178,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     args = parser.parse_args()
+    strange = set(args.algorithms.split(",")) - set(ALGORITHMS)
+    if strange:
+        parser.error(f"unknown algorithm {strange.pop()!r}; available: {', '.join(ALGORITHMS)}")
     settings, began = DATA[args.data], time.monotonic()
     world = make_world(args.data)
     share, fid, trained = world.share(world.vae), world.fid(world.vae), time.monotonic() - began
@@ -183,10 +198,18 @@ def main() -> None:
             process.start()
             found[algorithm] = queue.get()
             process.join()
+            if "error" in found[algorithm]:
+                print(f"{algorithm}: {found.pop(algorithm)['error']}", flush=True)
+                continue
             reached = [r["steps"] for r in found[algorithm]["runs"] if r["steps"] is not None]
             print(f"{algorithm}: reached in {len(reached)} of {args.runs}, steps {np.round(reached, 1).tolist()}", flush=True)  # fmt: skip
+            write(args, world, share, fid, trained, found)
+
+
+def write(args: argparse.Namespace, world: World, share: float, fid: float, trained: float, found: dict[str, Any]) -> None:  # fmt: skip
     FOLDER.mkdir(parents=True, exist_ok=True)
-    content = {"data": args.data, "settings": {**settings, "class": world.gone, "below": BELOW, "samples": SAMPLES, "fid_samples": FID_SAMPLES}, "original": {"share": share, "fid": fid, "judge_accuracy": world.accuracy, "seconds": trained}, "algorithms": found, "environment": environment.describe()}  # fmt: skip
+    settings = DATA[args.data]
+    content = {"data": args.data, "seeds": list(range(args.runs)), "settings": {**settings, "class": world.gone, "below": BELOW, "samples": SAMPLES, "fid_samples": FID_SAMPLES}, "original": {"share": share, "fid": fid, "judge_accuracy": world.accuracy, "seconds": trained}, "algorithms": found, "environment": environment.describe()}  # fmt: skip
     (FOLDER / f"{args.data}.json").write_text(dumps(content))
     plot(content, FOLDER / f"{args.data}.png")
 

@@ -43,7 +43,7 @@ def classification() -> str:
         for row in content["rows"]:
             column = {k: [run[k] for run in row["runs"]] for k in row["runs"][0]}
             rows.append([row["label"], *(spread(column[k]) for k in ("forget", "retain", "test", "mia")), spread(column["gap"], 2), spread(column["attack"]), spread(column["auc"], 2), spread(column["lira"], 0), spread(column["rte"], 2), setting(row["point"]) if row.get("point") else ""])  # fmt: skip
-        seeds = content["study"]["seeds"]
+        seeds = content["seeds"]
         parts += [f"## {content['label']}", "", f"{n['forget']} forgotten, {n['retain']} retained, {n['test']} test examples; {len(seeds)} seeds; {content['shadows']} shadow models a side.", "", table(rows), "", _foot(content), ""]  # fmt: skip
     return "\n".join(parts) + "\n" + _notes("classification")
 
@@ -60,7 +60,7 @@ def clip() -> str:
             kept = [100 * sum(v["shown"] for k, v in d.items() if k not in content["classes"]) / (len(d) - len(content["classes"])) for d in drawn]  # fmt: skip
             rows.append([row["label"], f"{row['lr']:g}" if "lr" in row else "", *(spread(a) for a in accuracy), spread(gone), spread(kept), spread([run.get("fid_to_original") for run in row["runs"]]), spread([run.get("seconds") for run in row["runs"]], 0)])  # fmt: skip
         n = content["rows"][0]["runs"][0]["accuracy"]
-        parts += [f"## {content['label'][0].upper()}{content['label'][1:]}: {', '.join(content['classes'])}", "", f"{n['forget']['n']} forgotten, {n['retain']['n']} retained, {n['test']['n']} test pictures; {content['study']['pictures']} drawn a shape; seeds {content['study']['seeds']}.", "", table(rows), "", _foot(content), ""]  # fmt: skip
+        parts += [f"## {content['label'][0].upper()}{content['label'][1:]}: {', '.join(content['classes'])}", "", f"{n['forget']['n']} forgotten, {n['retain']['n']} retained, {n['test']['n']} test pictures; {content['settings']['pictures']} drawn a shape; seeds {content['seeds']}.", "", table(rows), "", _foot(content), ""]  # fmt: skip
     return "\n".join(parts) + "\n" + _notes("clip")
 
 
