@@ -16,7 +16,7 @@ from pathlib import Path
 from concept_eraser import environment
 from concept_eraser.evaluation.suite import dumps
 
-PROBLEMS = ("eq24", "hyper_cleaning", "natural_gradient", "mini_unlearning")
+PROBLEMS = ("eq24", "hyper_cleaning", "natural_gradient", "mini_unlearning", "curvature_cost")
 FOLDER = Path(__file__).parent.parent / "eval" / "results" / "papers"
 
 
