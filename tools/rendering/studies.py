@@ -135,7 +135,12 @@ def grids(found: dict[str, list[dict]]) -> str:
 
 
 def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) -> str:
-    sheets = "\n".join(f"\n**{runs[0]['task'] + ', ' if runs[0]['task'] else ''}{runs[0]['label']}**\n\n![contact sheet]({study}/{name}.png)" for name, runs in found.items() if (RESULTS / study / f"{name}.png").exists())  # fmt: skip
+    parts = []
+    for name, runs in found.items():
+        pictures = [p for p in (RESULTS / study / f"{name}.{kind}" for kind in ("jpg", "png")) if p.exists()]
+        task = f"{runs[0]['task']}, " if runs[0]["task"] else ""
+        parts += [f"\n**{task}{runs[0]['label']}**\n\n![contact sheet]({study}/{p.name})" for p in pictures]
+    sheets = "\n".join(parts)
     notes = RESULTS / study / "notes.md"
     said = "\n" + notes.read_text() if notes.exists() else ""
     chosen = grids(found)
