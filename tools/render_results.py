@@ -24,7 +24,7 @@ def pages() -> dict[Path, str]:
         "tiny_star": ("Erasing star from tiny-sd", studies.star_table),
         "tiny_hard": ("Tasks on which the bargain should matter", studies.hard_table),
         "tiny_rules": ("The rules of the papers on a shape, a colour and a style", studies.rules_table),
-        "tiny_methods": ("The methods of the five papers on the star: a first look", studies.star_table),
+        "tiny_methods": ("FORUM and adversarial training on the star", studies.star_table),
         "tiny_star_recipe": (
             "Which recipe for MUNBa? Candidates on seeds that are reported nowhere else",
             studies.star_table,

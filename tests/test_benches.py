@@ -1,0 +1,65 @@
+"""The benches on labelled data run end to end at a toy's size, keep earlier rows, and render."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    study = yaml.safe_load((ROOT / "eval" / "studies" / "classification.yaml").read_text())
+    study["training"]["epochs"], study["history"] = 2, 5
+    study["select"]["seeds"], study["seeds"] = [100], [0, 1]
+    for method in study["methods"].values():
+        method["steps"] = min(method.get("steps", 5), 5)
+    study["methods"]["rewind"]["method"]["k"] = 5
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(study, sort_keys=False))
+    return path
+
+
+def test_classify(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tools import classify
+    from tools.rendering import labelled
+
+    monkeypatch.setattr(classify, "RESULTS", tmp_path)
+    for methods in ("munba,rewind", "iu"):
+        monkeypatch.setattr(sys, "argv", ["classify", str(small), "--tasks", "class", "--methods", methods])
+        classify.main()
+    found = json.loads((tmp_path / "toy" / "class.json").read_text())
+    assert [row["method"] for row in found["rows"]] == ["original", "retrain", "munba", "iu", "rewind"]
+    retrained = found["rows"][1]["runs"]
+    assert all(run["gap"] == 0 and run["forget"] < 5 for run in retrained)  # a class never seen is never said
+    assert found["n"] == {"forget": 146, "retain": 1291, "test": 164}
+    (tmp_path / "classification").mkdir()
+    (tmp_path / "classification" / "class.json").write_text(json.dumps(found))
+    monkeypatch.setattr(labelled, "RESULTS", tmp_path)
+    assert "| Retrain | 0.0 ± 0.0 |" in labelled.classification()
+
+
+def test_vae_unlearn_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from tools import vae_unlearn
+
+    monkeypatch.setattr(sys, "argv", ["vae_unlearn", "--algorithms", "uno"])
+    with pytest.raises(SystemExit):
+        vae_unlearn.main()
+    assert "unknown algorithm 'uno'; available: retain only, A" in capsys.readouterr().err
+
+
+def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tools import vae_unlearn as bench
+
+    monkeypatch.setitem(bench.DATA, "digits", {**bench.DATA["digits"], "vae_epochs": 3, "judge_epochs": 3})
+    monkeypatch.setattr(bench, "FID_SAMPLES", 300)
+    world = bench.make_world("digits")
+    for algorithm in bench.ALGORITHMS:
+        found = bench.unlearn(world, algorithm, seed=0, steps=2, dear=True)
+        assert [look["step"] for look in found["looks"]] == [0, 1, 2], algorithm
+        assert found["fid"] > 0
