@@ -11,202 +11,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from concept_eraser import registry, resources
 from concept_eraser.environment import fingerprint
 from concept_eraser.errors import UserError, unknown_message
-
-# Names of the losses, repeated here because importing them imports torch; a test compares them.
-LOSS_NAMES = {
-    "denoiser": ("anchor", "ascent", "data", "distill", "esd", "relabel"),
-    "text_encoder": ("anchor", "ascent", "data", "distill", "relabel"),
-    "clip": ("anchor", "ascent", "boundary", "data", "distill", "relabel"),
-    "vae": ("anchor", "ascent", "data", "distill"),
-    "classifier": ("anchor", "ascent", "boundary", "data", "distill", "relabel"),
-}
-PROMPTED = ("denoiser", "text_encoder")  # targets whose sides are prompts; those of the others are labelled data
-ANCHORED = ("anchor", "relabel")
-WITH_TARGET = ("data", "ascent", "relabel")
-PLAYERS = ("retain", "forget", "replace", "histogram", "attack")
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+from concept_eraser.sections import (
+    LOSS_NAMES,
+    PLAYERS,
+    PROMPTED,
+    Attack,
+    Generation,
+    Histogram,
+    MethodSpec,
+    Side,
+    Strict,
+    Trainable,
+    Training,
+    Watch,
+)
 
 
-class Side(_Strict):
-    """One player: which prompts (or which labelled data), which loss, and where the images come from."""
-
-    prompts: str | list[str] | None = Field(None, description="a prompt set by name or path, or a list of prompts")
-    data: str | None = Field(None, description="labelled data: a set of datasets/ by name, a folder with one subfolder a class, an .npz with x and y; or rest: what the forget side leaves of its data")  # fmt: skip
-    options: dict[str, Any] = Field({}, description="options of a named data set")
-    classes: list[str | int] | None = Field(None, description="labelled data: all examples of these classes, by name or number")  # fmt: skip
-    share: float | None = Field(None, gt=0, le=1, description="labelled data: a random share of the examples, drawn with generation.seed")  # fmt: skip
-    indices: list[int] | str | None = Field(None, description="labelled data: these examples, by position: a list, or a file with one a line")  # fmt: skip
-    l1: float = Field(0.0, ge=0, description="target classifier or clip: adds l1 x sum |weights| to the loss (l1-sparse: 1e-5 to 1e-3)")  # fmt: skip
-    kl: float = Field(1.0, ge=0, description="target vae: weight of the KL term (1: the evidence bound)")
-    loss: str = Field("data", description="data, ascent, anchor, esd, distill or relabel")
-    anchor: str | dict[str, str] | None = Field(None, description="what to show instead: a text that may use the prompt's fields, e.g. 'a {color} square', or the fields to replace in it, e.g. {shape: square}")  # fmt: skip
-    teacher: Literal["frozen", "current"] = Field("frozen", description="whose prediction is the target: the model before training (ours) or the current one (MUNBa's public code)")  # fmt: skip
-    eta: float = Field(1.0, ge=0, description="negative guidance of the loss 'esd' (1.0: the paper)")
-    scale: float = Field(1.0, gt=0, description="factor of this side's loss")
-    images: str = Field("generate", description="generate (by the model itself), free (no images: latents sampled on the fly), or a folder of images with captions")  # fmt: skip
-    noised: Literal["own", "anchor"] | None = Field(None, description="whose images are noised to x_t: those of the prompt or of its anchor (default: the loss's; relabel: anchor, all others: own)")  # fmt: skip
-    n: int = Field(400, ge=1, description="how many images to generate (MUNBa: about 400 a side)")
-    timesteps: tuple[int, int] = Field((0, 1000), description="range of diffusion time steps this loss is asked at")
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, value: str) -> str:
-        allowed = {name for names in LOSS_NAMES.values() for name in names}
-        if value not in allowed:
-            raise ValueError(unknown_message("loss", value, allowed))
-        return value
-
-    @field_validator("anchor", mode="before")
-    @classmethod
-    def _class_by_number(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("prompts")
-    @classmethod
-    def _known_prompts(cls, value: str | list[str] | None) -> str | list[str] | None:
-        if isinstance(value, str):
-            resources.find("prompts", value)
-        elif value is not None and not value:
-            raise ValueError("the list of prompts is empty; give it at least one prompt")
-        return value
-
-    @field_validator("timesteps")
-    @classmethod
-    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
-        if not 0 <= value[0] < value[1] <= 1000:
-            raise ValueError(f"expected [low, high] with 0 <= low < high <= 1000, found {list(value)}")
-        return value
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Side:
-        if (self.prompts is None) == (self.data is None):
-            raise ValueError("give either prompts (for a text-to-image model) or data (labelled examples)" + (", not both" if self.prompts else ""))  # fmt: skip
-        if self.data == "rest" and (self.classes or self.share or self.indices or self.options):
-            raise ValueError(
-                "data: rest is all that the forget side leaves; it takes no classes, share, indices or options"
-            )
-        if self.data is not None:
-            return self
-        if self.classes is not None or self.share is not None or self.indices is not None or self.options:
-            raise ValueError("classes, share, indices and options belong to labelled data; give `data`, not prompts")
-        if self.loss in ANCHORED and not self.anchor:
-            raise ValueError(
-                f"the loss {self.loss!r} needs an anchor: what to show instead, e.g. anchor: 'a person' or anchor: {{shape: circle}}"
-            )
-        if self.noised == "anchor" and not self.anchor:
-            raise ValueError("noised: anchor needs an anchor")
-        if self.images == "free" and self.loss in WITH_TARGET:
-            raise ValueError(f"the loss {self.loss!r} needs images, so images: free is not possible; use anchor, esd or distill")  # fmt: skip
-        return self
-
-
-class Attack(_Strict):
-    """An adversary inside the training: an offset of the forgotten prompts' embedding that wants the concept back."""
-
-    decay: float = Field(1e-4, ge=0, description="c in the attack's loss, the training loss on the forgotten images + c/2 ||offset||^2")  # fmt: skip
-    n: int = Field(400, ge=1, description="how many images of the forgotten prompts to generate for it")
-
-
-class Histogram(_Strict):
-    """A judge inside the training: the share of samples in which it sees the concept, as a loss (UNO's hat versions)."""
-
-    concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
-    judge: str = Field("tiny", description="a judge by name; for a VAE the folder of a saved classifier")
-    alpha: float = Field(1e-8, gt=0, lt=0.5, description="share of samples that may show the concept (UNO: 1e-8)")
-    timesteps: tuple[int, int] = Field((0, 500), description="range of diffusion time steps; one-step samples from pure noise show nothing")  # fmt: skip
-
-    @field_validator("concept")
-    @classmethod
-    def _one(cls, value: dict[str, str]) -> dict[str, str]:
-        if len(value) != 1:
-            raise ValueError(f"expected one attribute and its value, e.g. {{shape: star}}, found {value}")
-        return value
-
-
-class Watch(_Strict):
-    """Look at the concept's share while training: after how many steps and seconds is it gone?"""
-
-    suite: str = Field(description="the evaluation suite whose concept, judge, sampler and prompts are used")
-    group: str = "direct"
-    every: int = Field(10, ge=1, description="steps between two looks")
-    n: int = Field(50, ge=2, description="pictures a look")
-    below: float = Field(0.02, gt=0, lt=1, description="gone means a share below this (UNO: 0.02); the looks then end")
-
-    @field_validator("suite")
-    @classmethod
-    def _known_suite(cls, value: str) -> str:
-        resources.find("eval", value)
-        return value
-
-
-class MethodSpec(BaseModel):
-    """A method of methods/ by name, with its options."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str = "munba"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
-
-
-class Trainable(_Strict):
-    """Which weights may move."""
-
-    select: str = Field("all", description="see `concept-eraser list selections`, or re:<regular expression>")
-    batchnorm: Literal["frozen", "train"] = Field("frozen", description="classifier, vae: keep the running statistics (ours), or use and update the batch's")  # fmt: skip
-
-    saliency: float | None = Field(None, gt=0, lt=1, description="only this share of the selected weights moves: those with the largest |gradient| of the forget loss (SalUn: 0.5)")  # fmt: skip
-
-    @field_validator("select")
-    @classmethod
-    def _known_selection(cls, value: str) -> str:
-        from concept_eraser.training.parameters import problem
-
-        wrong = problem(value)
-        if wrong:
-            raise ValueError(wrong)
-        return value
-
-
-class Training(_Strict):
-    """How long, how fast, how exact."""
-
-    steps: int = Field(200, ge=1)
-    batch_size: int = Field(16, ge=1, description="examples of each side in a micro-batch")
-    micro_batches: int = Field(1, ge=1, description="micro-batches accumulated before the gradients are combined")
-    lr: float = Field(1e-4, gt=0)
-    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
-    decay: Literal["none", "linear"] = Field(
-        "none", description="linear: the learning rate falls to 0 at the last step"
-    )
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    weight_decay: float = Field(0.0, ge=0)
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights stay in fp32")
-    seed: int = Field(0, ge=0)
-    save_every: int = Field(50, ge=1, description="steps between states that --resume can go on from")
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: a GPU if there is one")
-
-
-class Generation(_Strict):
-    """How training images are generated from the prompts."""
-
-    steps: int = Field(25, ge=1)
-    guidance: float = Field(5.0, ge=0)
-    batch_size: int = Field(32, ge=1)
-    precision: Literal["fp32", "bf16"] = "fp32"
-    seed: int = Field(0, ge=0)
-
-
-class Recipe(_Strict):
+class Recipe(Strict):
     """One erasing job."""
 
     model: str = Field("tiny-sd", description="tiny-sd, a diffusers folder, a run folder or a hub id; for a classifier or a VAE the folder of a saved one")  # fmt: skip

@@ -26,10 +26,12 @@ ALLOWED = {
     "training": {"errors", "progress", "methods.base", "losses", "vectors", "environment", "training"},
     "tiny": {"environment", "resources", "models", "tiny"},
     "evaluation": {*BASE - {"vectors"}, "models", "data", "tiny", "evaluation"},
-    "recipe": {"errors", "registry", "resources", "environment", "training.parameters"},
+    "sections": {"errors", "resources", "training.parameters"},
+    "recipe": {"errors", "registry", "resources", "environment", "sections"},
     "targets": {
         *BASE,
         "recipe",
+        "sections",
         "data",
         "losses",
         "erasers",
@@ -61,7 +63,7 @@ FOREIGN = {  # only these may import the heavy libraries
     "accelerate": {"training", "jobs"},
     "typer": {"cli"},
     "matplotlib": {"evaluation", "datasets"},
-    "pydantic": {"recipe", "evaluation"},
+    "pydantic": {"recipe", "sections", "evaluation"},
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

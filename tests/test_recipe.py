@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from concept_eraser import losses, recipe, resources
+from concept_eraser import losses, recipe, resources, sections
 from concept_eraser.erasers import classifier, text_encoder, vae
 from concept_eraser.errors import UserError
 from tests.conftest import short
@@ -110,9 +110,9 @@ def test_names_repeated_in_the_recipe_are_those_of_the_losses() -> None:
     known = {"denoiser": losses, "text_encoder": text_encoder, "classifier": classifier, "clip": classifier, "vae": vae}
     for target, module in known.items():
         own = {"histogram"} & set(module.LOSSES)  # which has a section of its own
-        assert set(module.LOSSES) == {*recipe.LOSS_NAMES[target], *own}, target
-    assert {k for k, v in losses.LOSSES.items() if v.needs_anchor} == set(recipe.ANCHORED)
-    assert {k for k, v in losses.LOSSES.items() if v.needs_target} == set(recipe.WITH_TARGET)
+        assert set(module.LOSSES) == {*sections.LOSS_NAMES[target], *own}, target
+    assert {k for k, v in losses.LOSSES.items() if v.needs_anchor} == set(sections.ANCHORED)
+    assert {k for k, v in losses.LOSSES.items() if v.needs_target} == set(sections.WITH_TARGET)
 
 
 def test_every_shipped_recipe_is_valid_and_opens_with_its_command() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from concept_eraser import recipe as recipes
 from concept_eraser import registry
 from concept_eraser.data import labelled
 from concept_eraser.data.labelled import Labelled
@@ -18,6 +17,7 @@ from concept_eraser.errors import UserError
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.clip import Clip
 from concept_eraser.models.module import open_folder
+from concept_eraser.sections import Histogram, Side
 from concept_eraser.targets.base import Request
 from concept_eraser.training.parameters import select
 
@@ -33,13 +33,13 @@ def build(request: Request) -> classifier.Classifier | vae.Vae:
         return vae.Vae(module, _vae_sides(request, chosen), names, batchnorm=norm, batch_size=size)
     sides = {}
     for name, (data, where) in chosen.items():
-        side: recipes.Side = getattr(recipe, name)
+        side: Side = getattr(recipe, name)
         anchor = _anchor(side, data) if isinstance(side.anchor, str) else None
         sides[name] = classifier.Side(data, where, side.loss, side.scale, anchor, side.teacher, side.l1)
     return classifier.Classifier(module, sides, names, batchnorm=norm, batch_size=size)
 
 
-def _anchor(side: recipes.Side, data: Labelled) -> int:
+def _anchor(side: Side, data: Labelled) -> int:
     """The class to say instead, by name; by number also one of which these data have no example."""
     name = str(side.anchor)
     return int(name) if name.isdigit() and name not in data.names else data.class_index(name)
@@ -51,7 +51,7 @@ def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
     forget = _open(request, "forget")
     found["forget"] = (forget, _choose(recipe.forget, forget, recipe.generation.seed))
     for name in ("retain", "replace"):
-        side: recipes.Side | None = getattr(recipe, name)
+        side: Side | None = getattr(recipe, name)
         if side is None:
             continue
         if side.data == "rest":
@@ -68,7 +68,7 @@ def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
 
 
 def _open(request: Request, name: str, split: str = "train") -> Labelled:
-    side: recipes.Side = getattr(request.recipe, name)
+    side: Side = getattr(request.recipe, name)
     if name in request.objects:
         return labelled.open_data(request.objects[name], split)
     return open_named(side.data, side.options, split)
@@ -86,7 +86,7 @@ def open_named(source: str | None, options: dict[str, Any], split: str) -> Label
         raise UserError(f"{error}. Named sets: {', '.join(registry.names('dataset'))}") from None
 
 
-def _choose(side: recipes.Side, data: Labelled, seed: int) -> Tensor:
+def _choose(side: Side, data: Labelled, seed: int) -> Tensor:
     listed = side.indices
     if isinstance(listed, str):
         listed = read_indices(Path(listed))
@@ -123,7 +123,7 @@ def _module(request: Request, data: Labelled) -> nn.Module:
 def _vae_sides(request: Request, chosen: dict[str, tuple[Labelled, Tensor]]) -> dict[str, vae.Side]:
     recipe, sides = request.recipe, {}
     for name, (data, where) in chosen.items():
-        side: recipes.Side = getattr(recipe, name)
+        side: Side = getattr(recipe, name)
         sides[name] = vae.Side(data, where, side.loss, side.scale, side.kl, side.teacher)
     if recipe.histogram is not None:
         data, where = chosen.get("retain", chosen["forget"])
@@ -132,7 +132,7 @@ def _vae_sides(request: Request, chosen: dict[str, tuple[Labelled, Tensor]]) -> 
     return {name: sides[name] for name in recipe.players}
 
 
-def judged(request: Request, histogram: recipes.Histogram, data: Labelled) -> Callable[[Tensor], Tensor]:
+def judged(request: Request, histogram: Histogram, data: Labelled) -> Callable[[Tensor], Tensor]:
     """A classifier's probability that pictures show a class of the data, differentiable."""
     net = request.objects.get("judge")
     if net is None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from concept_eraser import environment, registry
-from concept_eraser import recipe as recipes
 from concept_eraser.data import batches, generate, images, prompts
 from concept_eraser.erasers import denoiser, text_encoder
 from concept_eraser.errors import UserError
 from concept_eraser.losses import LOSSES, Settings
 from concept_eraser.models.base import Condition, Model
+from concept_eraser.sections import Histogram, Side
 from concept_eraser.targets.base import Request
 from concept_eraser.training.parameters import select
 
@@ -33,12 +33,12 @@ def text_to_image(request: Request) -> Model:
     return request.model
 
 
-def _sets(request: Request) -> dict[str, tuple[recipes.Side, prompts.PromptSet]]:
+def _sets(request: Request) -> dict[str, tuple[Side, prompts.PromptSet]]:
     """The sides that are prompts with their sets, forget and retain disjoint."""
     recipe = request.recipe
     asked = {name: getattr(recipe, name) for name in recipe.players if name not in ("histogram", "attack")}
     if recipe.attack:  # it wants the forgotten prompts' own images back
-        asked["attack"] = recipes.Side(prompts=recipe.forget.prompts, loss="data", n=recipe.attack.n)
+        asked["attack"] = Side(prompts=recipe.forget.prompts, loss="data", n=recipe.attack.n)
     found = {name: (side, prompts.load(side.prompts)) for name, side in asked.items()}
     if "retain" in found:
         prompts.require_disjoint(found["forget"][1], found["retain"][1])
@@ -56,13 +56,13 @@ def sides(request: Request) -> dict[str, denoiser.Side]:
     return {name: made[name] for name in recipe.players}
 
 
-def _judged(histogram: recipes.Histogram) -> Settings:
+def _judged(histogram: Histogram) -> Settings:
     judge = registry.build("judge", histogram.judge, {})
     ((attribute, value),) = histogram.concept.items()
     return Settings(shows=lambda images: judge.probability(images, attribute, value), alpha=histogram.alpha)
 
 
-def _side(request: Request, player: str, side: recipes.Side, source: prompts.PromptSet) -> denoiser.Side:
+def _side(request: Request, player: str, side: Side, source: prompts.PromptSet) -> denoiser.Side:
     rows, latents = _examples(request, player, side, source, LOSSES[side.loss].images)
     anchors = [row.anchored(side.anchor) for row in rows] if side.anchor else None
     examples = batches.make_examples(text_to_image(request), [row.text for row in rows], latents=latents, anchors=anchors)  # fmt: skip
@@ -86,7 +86,7 @@ def _on_cpu(tokens: Condition) -> Condition:
     return tokens.to(torch.device("cpu"))
 
 
-def _examples(request: Request, player: str, side: recipes.Side, source: prompts.PromptSet, whose: str) -> tuple[list[prompts.Prompt], torch.Tensor | None]:  # fmt: skip
+def _examples(request: Request, player: str, side: Side, source: prompts.PromptSet, whose: str) -> tuple[list[prompts.Prompt], torch.Tensor | None]:  # fmt: skip
     """The prompts of a side, one an example, and the latents of their images; None where x_t is sampled on the fly."""
     rows = list(source.take(side.n, request.recipe.generation.seed).prompts)
     if side.images == "free":
@@ -96,7 +96,7 @@ def _examples(request: Request, player: str, side: recipes.Side, source: prompts
     return rows, _generated(request, player, side, rows, whose)
 
 
-def _generated(request: Request, player: str, side: recipes.Side, rows: list[prompts.Prompt], whose: str) -> torch.Tensor:  # fmt: skip
+def _generated(request: Request, player: str, side: Side, rows: list[prompts.Prompt], whose: str) -> torch.Tensor:  # fmt: skip
     """Images by the model itself; those of the anchor where the loss noises the anchor's images."""
     settings, model = request.recipe.generation, text_to_image(request)
     of_anchor = (side.noised or whose) == "anchor"
@@ -107,7 +107,7 @@ def _generated(request: Request, player: str, side: recipes.Side, rows: list[pro
     return batches.encode_pictures(model, pictures)
 
 
-def _from_folder(request: Request, side: recipes.Side, source: prompts.PromptSet) -> tuple[list[prompts.Prompt], torch.Tensor]:  # fmt: skip
+def _from_folder(request: Request, side: Side, source: prompts.PromptSet) -> tuple[list[prompts.Prompt], torch.Tensor]:  # fmt: skip
     """A folder's images; its captions, or the set's only prompt for images without one."""
     model = text_to_image(request)
     _channels, height, width = model.latent_shape()

@@ -48,7 +48,7 @@ class Eraser(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast: see recipe.Training for the meaning and the defaults of each."""
+    """How long and how fast: see sections.Training for the meaning and the defaults of each."""
 
     steps: int
     batch_size: int
