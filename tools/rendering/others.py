@@ -91,7 +91,7 @@ at most `radius` x the mean length of an embedding. Star shares with 95 % Wilson
 {table(rows)}
 
 {notes.read_text() if notes.exists() else ""}
-Commit {str(environment["commit"])[:12]}; torch {environment["versions"]["torch"]}; judge {files[0]["judge"]}.
+Commits {", ".join(sorted({str(f["environment"]["commit"])[:12] for f in files}))}; torch {environment["versions"]["torch"]}; judge {files[0]["judge"]}.
 """
 
 
