@@ -135,7 +135,7 @@ class Job:
         training, accelerator = self.recipe.training, self.accelerator()
         self.model.to(accelerator.device)
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
-        engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency)  # fmt: skip
+        engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise)  # fmt: skip
         engine.run(resume=resume)
         return engine
 

@@ -15,7 +15,7 @@ LOSS_NAMES = {
     "text_encoder": ("anchor", "ascent", "data", "distill", "relabel"),
     "clip": ("anchor", "ascent", "boundary", "data", "distill", "relabel"),
     "vae": ("anchor", "ascent", "data", "distill"),
-    "classifier": ("anchor", "ascent", "boundary", "data", "distill", "relabel"),
+    "classifier": ("anchor", "ascent", "boundary", "data", "distill", "expand", "relabel"),
 }
 PROMPTED = ("denoiser", "text_encoder")  # targets whose sides are prompts; those of the others are labelled data
 ANCHORED = ("anchor", "relabel")
@@ -159,6 +159,7 @@ class Trainable(Strict):
     batchnorm: Literal["frozen", "train"] = Field("frozen", description="classifier, vae: keep the running statistics (ours), or use and update the batch's")  # fmt: skip
 
     saliency: float | None = Field(None, gt=0, lt=1, description="only this share of the selected weights moves: those with the largest |gradient| of the forget loss (SalUn: 0.5)")  # fmt: skip
+    reinitialise: float | None = Field(None, gt=0, lt=1, description="before training, this share of the selected weights is drawn anew: those with the largest |gradient x weight| of the forget loss (Scissorhands: 0.1 or 0.9)")  # fmt: skip
 
     @field_validator("select")
     @classmethod

@@ -196,6 +196,7 @@ def test_a_function_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.Mon
         ({"forget": {"data": "digits", "classes": [3], "loss": "relabel", "n": 5}}, "forget: n says nothing about the target 'classifier'"),
         ({"retain": {"data": "rest", "classes": [1]}}, "data: rest is all that the forget side leaves"),
         ({"method": "natural_gradient"}, r"does not hear forget\.loss"),
+        ({"method": "influence", "forget": {"data": "digits", "classes": [3]}, "trainable": {"reinitialise": 0.5}}, r"does not hear trainable\.reinitialise"),
         ({"method": "influence", "forget": {"data": "digits", "classes": [3]}, "trainable": {"saliency": 0.5}}, r"does not hear trainable\.saliency"),
         ({"forget": {"data": "digits", "classes": [3], "loss": "anchor", "anchor": 12}}, "the anchor is class 12, the model has 10"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from concept_eraser import api, registry
 from concept_eraser.data.labelled import Labelled, from_arrays
-from concept_eraser.errors import UserError
+from concept_eraser.errors import Interrupted, UserError
 from concept_eraser.models.loading import load_part
 from concept_eraser.models.module import build
 
@@ -293,9 +294,88 @@ def test_saliency_moves_only_the_weights_that_matter(net: nn.Module, tmp_path: P
     assert 0.1 * total < moved <= 0.26 * total
 
 
+def test_expanding_sends_a_class_to_an_output_that_is_then_gone(net: nn.Module, digits: Labelled, tmp_path: Path) -> None:  # fmt: skip
+    """Boundary expanding: threes fall to other classes, the model has no output and no tensor more than before."""
+    forget, _ = parts_of(digits)
+    names, before = set(net.state_dict()), accuracy(net, digits, forget)
+    run = api.erase(model=net, target="classifier", forget={"data": "digits", "classes": [3], "loss": "expand"},
+                    method={"name": "weighted", "retain": 0.0}, training={**SHORT, "steps": 60, "lr": 3e-3}, output=tmp_path)  # fmt: skip
+    assert before > 0.9
+    assert accuracy(net, digits, forget) < 0.5
+    assert set(net.state_dict()) == names
+    assert net(digits.inputs([0])).shape == (1, 10)
+    assert set(load_file(run.folder / "weights.safetensors")) <= names
+
+
+def test_the_expanded_output_is_one_more_logit_of_the_last_layer(net: nn.Module, digits: Labelled) -> None:
+    from concept_eraser.erasers import classifier
+
+    side = classifier.Side(digits, torch.arange(20), "expand")
+    eraser = classifier.Classifier(net, {"forget": side}, [name for name, _ in net.named_parameters()])
+    draw = eraser.draw("forget", [0, 1, 2])
+    assert eraser.expansion is not None
+    wide = nn.Linear(eraser.expansion.head.in_features, 11)
+    with torch.no_grad():
+        wide.weight.copy_(torch.cat([eraser.expansion.head.weight, eraser.expansion.extra.weight]))
+        wide.bias.copy_(torch.cat([eraser.expansion.head.bias, eraser.expansion.extra.bias]))
+    seen: list[torch.Tensor] = []
+    eraser.expansion.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    net(draw.inputs)
+    expected = nn.functional.cross_entropy(wide(seen[0]), torch.full((3,), 10))
+    torch.testing.assert_close(eraser.loss("forget", draw), expected)
+
+
+def test_a_model_without_a_linear_last_layer_has_nothing_to_expand(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 10), nn.Softmax(1))
+    with pytest.raises(UserError, match="has to be linear"):
+        api.erase(model=net, target="classifier", forget={"data": "digits", "classes": [3], "loss": "expand"}, retain="rest",
+                  training=SHORT, output=tmp_path)  # fmt: skip
+
+
+def test_the_most_sensitive_weights_start_anew(net: nn.Module, digits: Labelled) -> None:
+    """Scissorhands: the share asked for, those with the largest |g theta|, about as large as before; repeatable."""
+    from concept_eraser.erasers import classifier
+    from concept_eraser.training import saliency
+
+    def anew() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
+        module = copy.deepcopy(net)
+        side = classifier.Side(digits, parts_of(digits)[0], "data")
+        eraser = classifier.Classifier(module, {"forget": side}, [name for name, _ in module.named_parameters()])
+        kept = {name: value.detach().clone() for name, value in eraser.trainable().items()}
+        gradient = saliency.sensitivity(eraser, eraser.trainable(), 0, 32, lambda x: x)
+        saliency.start_anew(eraser.trainable(), gradient, 0.1, 0)
+        return kept, {n: v.detach() for n, v in eraser.trainable().items()}, gradient
+
+    kept, fresh, gradient = anew()
+    moved = torch.cat([(fresh[name] != kept[name]).flatten() for name in kept])
+    scores = torch.cat([(g * kept[name]).abs().flatten() for name, g in zip(kept, gradient, strict=True)])
+    assert float(moved.float().mean()) == pytest.approx(0.1, abs=0.002)
+    assert scores[moved].min() >= scores[~moved].max()
+    for name in kept:
+        assert fresh[name].std() < 2 * kept[name].std()
+    assert all(torch.equal(value, fresh[name]) for name, value in anew()[1].items())
+
+
+def test_a_fresh_start_is_repaired_and_resumed(net: nn.Module, tmp_path: Path) -> None:
+    """A run stopped in the middle goes on from its own weights and does not draw anew again."""
+
+    class Stop:
+        def __call__(self, step: int, seconds: float) -> None:
+            if step == 3:
+                raise KeyboardInterrupt
+
+    whole = trained(copy.deepcopy(net), tmp_path / "whole", trainable={"reinitialise": 0.2})
+    with pytest.raises(Interrupted, match="after 3 of 6 steps"):
+        trained(copy.deepcopy(net), tmp_path / "parts", look=Stop(), trainable={"reinitialise": 0.2})
+    again = trained(copy.deepcopy(net), tmp_path / "parts", resume=True, trainable={"reinitialise": 0.2})
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    plain = trained(copy.deepcopy(net), tmp_path / "plain")
+    assert not all(torch.equal(value, whole[name]) for name, value in plain.items())
+
+
 def test_an_l1_penalty_shrinks_the_weights(net: nn.Module, tmp_path: Path) -> None:
     def size(module: nn.Module) -> float:
-        return float(sum(p.abs().sum() for p in module.parameters()))
+        return sum(float(p.detach().abs().sum()) for p in module.parameters())
 
     before = size(net)
     api.erase(model=net, target="classifier", forget={"data": "digits", "classes": [3]}, retain={"data": "rest", "l1": 1e-2},
@@ -402,8 +482,6 @@ def trained(net: nn.Module, folder: Path, **changes: Any) -> dict[str, torch.Ten
 
 
 def test_four_micro_batches_of_two_are_one_of_eight(net: nn.Module, tmp_path: Path) -> None:
-    import copy
-
     plain = {"optimizer": "sgd", "lr": 1e-2}  # Adam's first steps go by the sign, also that of a rounding
     one = trained(copy.deepcopy(net), tmp_path / "a", training=plain)
     four = trained(copy.deepcopy(net), tmp_path / "b", training={**plain, "batch_size": 2, "micro_batches": 4})
@@ -412,10 +490,6 @@ def test_four_micro_batches_of_two_are_one_of_eight(net: nn.Module, tmp_path: Pa
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_wants_the_original(net: nn.Module, tmp_path: Path) -> None:
-    import copy
-
-    from concept_eraser.errors import Interrupted
-
     class Stop:
         def __call__(self, step: int, seconds: float) -> None:
             if step == 3:

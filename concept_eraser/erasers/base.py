@@ -46,6 +46,10 @@ class Part:
         parameters = dict(self.module.named_parameters())
         return {name: parameters[name] for name in self.selected}
 
+    def scratch(self) -> dict[str, nn.Parameter]:
+        """What a loss needs trained along and throws away at the end; nothing here."""
+        return {}
+
     def buffers(self) -> dict[str, Tensor]:
         """The running statistics that training moves; none where they are frozen."""
         if self.batchnorm == "frozen":

@@ -8,6 +8,8 @@ Losses of a side's examples (x, y), with f the model in training, f* its teacher
 * anchor   cross-entropy to one given class
 * boundary cross-entropy to the class that the teacher says after one FGSM step of 0.1 on it away from y: the nearest
              other class (boundary shrink, arXiv 2303.11570; the likeliest other one where the step does not cross)
+* expand   cross-entropy to one more class, whose output is trained along and thrown away at the end (boundary
+             expanding, arXiv 2303.11570); for models whose last layer is linear
 * distill  KL(softmax f*(x) || softmax f(x)): keep what the model says
 
 Batch norm: see erasers/base.py. Each player's batch passes through separately.
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers.base import BatchNorm, Part, Teacher, one_each
+from concept_eraser.erasers.expansion import Expansion
 from concept_eraser.errors import UserError
 
 
@@ -61,6 +64,11 @@ class Classifier(Part):
         super().__init__(module, selected, list(sides), batchnorm=batchnorm, batch_size=batch_size)
         self.sides = sides
         self.classes = min(self._fits(name, side) for name, side in sides.items())  # as many as the model tells apart
+        wanting = [side for side in sides.values() if side.loss == "expand"]
+        self.expansion = Expansion(module, self._example(wanting[0])) if wanting else None
+
+    def _example(self, side: Side) -> Tensor:
+        return side.data.inputs(side.rows[:1].tolist()).to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +78,7 @@ class Classifier(Part):
         """The number of logits for an example of a side. Raises UserError where they are no logits of its classes."""
         with torch.no_grad():
             try:
-                found = self.module(side.data.inputs(side.rows[:1].tolist()).to(self.device))
+                found = self.module(self._example(side))
             except RuntimeError as error:
                 raise UserError(f"{name}: the model cannot take an example of {side.data.about} ({str(error).splitlines()[0][:150]})") from error  # fmt: skip
         classes = len(side.data.names)
@@ -82,6 +90,9 @@ class Classifier(Part):
         if side.loss in ("relabel", "boundary") and found.shape[1] < 2:
             raise UserError(f"{name}: the loss {side.loss!r} needs another class to give, the model has one")
         return int(found.shape[1])
+
+    def scratch(self) -> dict[str, nn.Parameter]:
+        return self.expansion.parameters() if self.expansion else {}
 
     def draw(self, player: str, seeds: Sequence[int]) -> Draw:
         side = self.sides[player]
@@ -140,6 +151,12 @@ def _boundary(model: Classifier, draw: Draw, side: Side) -> Tensor:
     return F.cross_entropy(model.logits(draw), seen.argmax(1))
 
 
+def _expand(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    assert model.expansion is not None  # made where a side asks for this loss
+    logits = model.expansion.logits(lambda: model.logits(draw))
+    return F.cross_entropy(logits, torch.full_like(draw.labels, logits.shape[1] - 1))
+
+
 def _distill(model: Classifier, draw: Draw, side: Side) -> Tensor:
     before = model.logits(draw, teacher=side.teacher).log_softmax(1)
     return F.kl_div(model.logits(draw).log_softmax(1), before, log_target=True, reduction="batchmean")
@@ -151,5 +168,6 @@ LOSSES: dict[str, Callable[[Classifier, Draw, Side], Tensor]] = {
     "relabel": _relabel,
     "anchor": _anchor,
     "boundary": _boundary,
+    "expand": _expand,
     "distill": _distill,
 }

@@ -53,7 +53,7 @@ def _refuse_what_is_ignored(request: Request) -> None:
     recipe = request.recipe
     sides = {"forget": recipe.forget, "retain": recipe.retain}
     idle = [f"{name}.{key}" for name, side in sides.items() if side for key, plain in (("loss", "data"), ("scale", 1.0), ("l1", 0.0)) if getattr(side, key) != plain]  # fmt: skip
-    idle += ["trainable.saliency"] if recipe.trainable.saliency is not None else []
+    idle += [f"trainable.{key}" for key in ("saliency", "reinitialise") if getattr(recipe.trainable, key) is not None]
     idle += ["trainable.batchnorm"] if recipe.trainable.batchnorm != "frozen" else []
     idle += ["training.precision"] if recipe.training.precision != "fp32" else []
     if idle:

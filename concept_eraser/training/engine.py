@@ -20,12 +20,11 @@ from concept_eraser.environment import derive_seed
 from concept_eraser.errors import Interrupted, UserError
 from concept_eraser.methods.base import Direction, Method
 from concept_eraser.progress import Progress, silent
-from concept_eraser.training import checkpoint
+from concept_eraser.training import checkpoint, saliency
 from concept_eraser.training.closure import Draw, of_step
 from concept_eraser.training.log import Log, describe_gram, peak_memory
 from concept_eraser.vectors import is_finite
 
-SALIENCY_BATCHES = 8  # ours; SalUn takes the whole forget set
 MAX_SKIPPED = 10  # steps in a row without a finite loss before the run is given up
 
 
@@ -37,6 +36,7 @@ class Eraser(Protocol):
     @property
     def players(self) -> tuple[str, ...]: ...
     def trainable(self) -> dict[str, nn.Parameter]: ...
+    def scratch(self) -> dict[str, nn.Parameter]: ...
     @property
     def origin(self) -> str: ...
     def buffers(self) -> dict[str, Tensor]: ...
@@ -83,6 +83,7 @@ class Engine:
     progress: Progress = silent
     watch: Callable[[int, float], None] | None = None  # asked between steps: steps done, seconds of training so far
     saliency: float | None = None  # the share of the trained weights that may move; None for all
+    reinitialise: float | None = None  # the share of them that is drawn anew before training; None for none
     trained: int = field(init=False, default=0)
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -90,12 +91,12 @@ class Engine:
     params: dict[str, nn.Parameter] = field(init=False)  # what the method sees: trained tensors, then the adversary's
 
     def __post_init__(self) -> None:
-        self.params = self.eraser.trainable()
+        self.params = {**self.eraser.trainable(), **self.eraser.scratch()}
         self.trained = len(self.params)
         self.optimizer = _optimizer(list(self.params.values()), self.schedule)
         self.params = {**self.params, **self.eraser.adversary()}
         began = time.monotonic()
-        self.mask = self._salient(self.saliency) if self.saliency is not None else None
+        self.mask = self._prepare()
         self.seconds += time.monotonic() - began
 
     @property
@@ -141,7 +142,7 @@ class Engine:
             mask=self.mask,
             ranks=self.accelerator.num_processes,
             autocast=self._autocast,
-            reduce=lambda x: self.accelerator.reduce(x, reduction="mean"),
+            reduce=self._mean,
         )
         kept = self.method.state_dict()
         with self._full_precision():
@@ -158,17 +159,22 @@ class Engine:
             row["skipped"] = 1
         return row
 
-    def _salient(self, share: float) -> list[Tensor | None]:
-        """SalUn (arXiv 2310.12508, Eq. 3-4): 1 for the share of weights with the largest |gradient| of the forget loss at
-        the original weights, over SALIENCY_BATCHES draws; the same for a resumed run. An adversary is not masked."""
-        draws = [self.eraser.draw("forget", [derive_seed(self.schedule.seed, "saliency", i, e) for e in range(self.schedule.batch_size)]) for i in range(SALIENCY_BATCHES)]  # fmt: skip
-        params = tuple(self.params.values())[: self.trained]
-        found = of_step(self.eraser, params, {"forget": draws}, reduce=lambda x: self.accelerator.reduce(x, reduction="mean")).grad("forget")  # fmt: skip
-        sizes = torch.cat([part.abs().flatten() for part in found])
-        kept = max(1, round(share * len(sizes)))
-        least = sizes.kthvalue(len(sizes) - kept + 1).values
-        masks: list[Tensor | None] = [((part.abs() >= least) & (part != 0)).to(part.dtype) for part in found]
-        return masks + [None] * (len(self.params) - self.trained)
+    def _prepare(self) -> list[Tensor | None] | None:
+        """Choose the weights that may move, and draw anew those that shall; an adversary is neither."""
+        if self.saliency is None and self.reinitialise is None:
+            return None
+        params = dict(list(self.params.items())[: self.trained])
+        seed, size = self.schedule.seed, self.schedule.batch_size
+        gradient = saliency.sensitivity(self.eraser, params, seed, size, self._mean)
+        if self.reinitialise is not None:
+            saliency.start_anew(params, gradient, self.reinitialise, seed)
+        if self.saliency is None:
+            return None
+        return [*saliency.salient(gradient, self.saliency), *[None] * (len(self.params) - self.trained)]
+
+    def _mean(self, value: Tensor) -> Tensor:
+        """Over the ranks."""
+        return self.accelerator.reduce(value, reduction="mean")
 
     def _autocast(self) -> AbstractContextManager:
         """bf16 for the forward pass; weights, gradients and inner products stay in fp32 or better."""
@@ -205,7 +211,7 @@ class Engine:
         if self.accelerator.num_processes > 1:
             for value in self.eraser.buffers().values():
                 if value.is_floating_point():
-                    value.copy_(self.accelerator.reduce(value, reduction="mean"))
+                    value.copy_(self._mean(value))
 
     def _draws(self, player: str, step: int) -> list[Draw]:
         """This rank's micro-batches of a step. Example e of the global batch draws from (seed, step, player, e)."""
