@@ -30,11 +30,11 @@ def test_classify(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from tools.rendering import labelled
 
     monkeypatch.setattr(classify, "RESULTS", tmp_path)
-    for methods in ("munba,rewind", "iu"):
+    for methods in ("munba,rewind,shs", "iu,be"):
         monkeypatch.setattr(sys, "argv", ["classify", str(small), "--tasks", "class", "--methods", methods])
         classify.main()
     found = json.loads((tmp_path / "toy" / "class.json").read_text())
-    assert [row["method"] for row in found["rows"]] == ["original", "retrain", "munba", "iu", "rewind"]
+    assert [row["method"] for row in found["rows"]] == ["original", "retrain", "be", "shs", "munba", "iu", "rewind"]
     retrained = found["rows"][1]["runs"]
     assert all(run["gap"] == 0 and run["forget"] < 5 for run in retrained)  # a class never seen is never said
     assert found["n"] == {"forget": 146, "retain": 1291, "test": 164}
@@ -42,6 +42,32 @@ def test_classify(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "classification" / "class.json").write_text(json.dumps(found))
     monkeypatch.setattr(labelled, "RESULTS", tmp_path)
     assert "| Retrain | 0.0 ± 0.0 |" in labelled.classification()
+
+
+def test_a_study_of_pictures_and_names_it_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The ResNet's study at a toy's size: options of the data, another plan of training."""
+    from tools import classify
+
+    study = yaml.safe_load((ROOT / "eval" / "studies" / "classification_painted.yaml").read_text())
+    study |= {
+        "options": {"n": 60, "size": 8},
+        "model": {"architecture": "resnet18", "options": {"width": 2}},
+        "seeds": [0, 1],
+    }
+    study["training"]["epochs"] = 1
+    study["methods"] = {"be": {**study["methods"]["be"], "steps": 2, "grid": [{}]}}
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(study))
+    monkeypatch.setattr(classify, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["classify", str(path), "--tasks", "random_10"])
+    classify.main()
+    assert json.loads((tmp_path / "toy" / "random_10.json").read_text())["settings"]["options"] == {"n": 60, "size": 8}
+    monkeypatch.setattr(sys, "argv", ["classify", str(path), "--methods", "bee"])
+    with pytest.raises(SystemExit):
+        classify.main()
+    assert "--methods: the study has no 'bee'; it has be" in capsys.readouterr().err
 
 
 def test_vae_unlearn_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -22,7 +22,7 @@ ALLOWED = {
     "datasets": {"errors", "resources", "environment", "data", "tiny.painter", "datasets.base"},
     "data": {"errors", "progress", "resources", "environment", "models.base", "data"},
     "losses": {"models.base"},
-    "erasers": {"errors", "losses", "data", "models.base", "erasers.base"},
+    "erasers": {"errors", "losses", "data", "models.base", "erasers.base", "erasers.expansion"},
     "training": {"errors", "progress", "methods.base", "losses", "vectors", "environment", "training"},
     "tiny": {"environment", "resources", "models", "tiny"},
     "evaluation": {*BASE - {"vectors"}, "models", "data", "tiny", "evaluation"},

@@ -10,9 +10,7 @@ eval/results/<study>/; methods that are not asked for keep the rows they have th
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -21,16 +19,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import nn
 
 from concept_eraser import api, environment, registry
 from concept_eraser.data.labelled import Labelled, choose, rest_of
 from concept_eraser.evaluation.classification import Table, likelihood_ratio, look, measure
-from concept_eraser.evaluation.suite import dumps
 from concept_eraser.methods.mini_unlearning import History
 from concept_eraser.models.module import build
 from concept_eraser.training.fit import Plan, fit
+from tools import tasks
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 
@@ -52,7 +49,7 @@ class Bench:
     work: Path
 
     def __post_init__(self) -> None:
-        plugin = registry.build("dataset", self.study["data"], {})
+        plugin = registry.build("dataset", self.study["data"], self.study.get("options", {}))
         self.train: Labelled = plugin.load("train")
         held: Labelled = plugin.load("test")
         odd = torch.arange(len(held)) % 2 == 1
@@ -64,7 +61,7 @@ class Bench:
         self.test_rows = {use: (~torch.isin(t.labels, numbers)).nonzero()[:, 0] for use, t in self.tests.items()}
 
     def world(self, seed: int) -> World:
-        plan = Plan(seed=seed, decay=False, **self.study["training"])
+        plan = Plan(seed=seed, **{"decay": False, **self.study["training"]})
         made, seconds = {}, {}
         for name, rows in (("original", torch.arange(len(self.train))), ("retrained", self.retain)):
             torch.manual_seed(seed)
@@ -148,7 +145,9 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
         "label": bench.task["label"],
         "n": {"forget": len(bench.forget), "retain": len(bench.retain), "test": len(bench.test_rows["report"])},
         "seeds": study["seeds"],
-        "settings": {k: study[k] for k in ("data", "model", "training", "history", "select", "seeds")},
+        "settings": {
+            k: study[k] for k in ("data", "options", "model", "training", "history", "select", "seeds") if k in study
+        },
         "shadows": len(worlds) - 1,
         "rows": rows,
         "environment": environment.describe(),
@@ -164,25 +163,7 @@ def _swap(done: tuple[nn.Module, float], world: World) -> tuple[nn.Module, World
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path)
-    parser.add_argument("--tasks", default="", help="only these, by name")
-    parser.add_argument("--methods", default="", help="only these, by name")
-    args = parser.parse_args()
-    study = yaml.safe_load(args.study.read_text())
-    methods = args.methods.split(",") if args.methods else list(study["methods"])
-    folder = RESULTS / args.study.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in args.tasks.split(",") if args.tasks else study["tasks"]:
-        with tempfile.TemporaryDirectory() as work:
-            found = run_task(study, name, methods, Path(work))
-        if (folder / f"{name}.json").exists():
-            kept = {row["method"]: row for row in json.loads((folder / f"{name}.json").read_text())["rows"]}
-            new = {row["method"]: row for row in found["rows"]}
-            order = ["original", "retrain", *study["methods"]]
-            found["rows"] = [{**kept, **new}[method] for method in order if method in {**kept, **new}]
-        (folder / f"{name}.json").write_text(dumps(found))
-        print(json.dumps({r["label"]: round(sum(x["gap"] for x in r["runs"]) / len(r["runs"]), 2) for r in found["rows"]}))  # fmt: skip
+    tasks.main(__doc__, RESULTS, run_task)
 
 
 if __name__ == "__main__":

@@ -9,25 +9,22 @@ each shape. One JSON a task goes to eval/results/<study>/.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from concept_eraser import api, environment, registry
 from concept_eraser.data import generate
 from concept_eraser.data.labelled import Labelled, choose, rest_of
 from concept_eraser.evaluation.classification import look
 from concept_eraser.evaluation.statistics import frechet_of_features
-from concept_eraser.evaluation.suite import dumps
 from concept_eraser.models.clip import Clip
 from concept_eraser.models.loading import load_part
 from concept_eraser.tiny.painter import SHAPES
+from tools import tasks
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 OTHER = ("color", "style")  # labels for generalisation
@@ -115,19 +112,7 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path)
-    parser.add_argument("--tasks", default="", help="only these, by name")
-    parser.add_argument("--methods", default="", help="only these, by name")
-    args = parser.parse_args()
-    study = yaml.safe_load(args.study.read_text())
-    methods = args.methods.split(",") if args.methods else list(study["methods"])
-    folder = RESULTS / args.study.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in args.tasks.split(",") if args.tasks else study["tasks"]:
-        with tempfile.TemporaryDirectory() as work:
-            found = run_task(study, name, methods, Path(work))
-        (folder / f"{name}.json").write_text(dumps(found))
+    tasks.main(__doc__, RESULTS, run_task)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers.base import BatchNorm, Part, Teacher, one_each
 from concept_eraser.errors import UserError
 from concept_eraser.losses import bernoulli_divergence
+from concept_eraser.models.base import moments, pictures
 
 Likelihood = Literal["bernoulli", "gaussian"]
 
@@ -100,16 +101,6 @@ class Vae(Part):
     def loss(self, player: str, draw: Draw) -> Tensor:
         side = self.sides[player]
         return side.scale * LOSSES[side.loss](self, draw, side)
-
-
-def moments(encoded: Any) -> tuple[Tensor, Tensor]:
-    """Mean and log variance, from a pair or from diffusers' output."""
-    latent = getattr(encoded, "latent_dist", None)
-    return (latent.mean, latent.logvar) if latent is not None else tuple(encoded)
-
-
-def pictures(decoded: Any) -> Tensor:
-    return getattr(decoded, "sample", decoded)
 
 
 def code_shape(module: nn.Module, data: Labelled, likelihood: Likelihood) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation.statistics import mean_interval
+from concept_eraser.models.base import moments, pictures
 
 
 @torch.no_grad()
@@ -27,10 +28,8 @@ def psnr(module: nn.Module, data: Labelled, rows: Tensor, *, limit: int = 500, b
     found, low = [], 0.0
     for part in chosen.split(batch_size):
         x = data.inputs(part.tolist()).to(device)
-        code = vae.encode(x)
-        latent = getattr(code, "latent_dist", None)
-        back = vae.decode(latent.mean if latent is not None else code[0])
-        shown = getattr(back, "sample", back).reshape(x.shape).float()
+        mean, _ = moments(vae.encode(x))
+        shown = pictures(vae.decode(mean)).reshape(x.shape).float()
         found.append((shown - x).square().flatten(1).mean(1).cpu())
         low = min(low, float(x.min()))
     span = 2.0 if low < 0 else 1.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -123,3 +123,14 @@ class Model(Loaded):
 
     def precision(self, autocast: torch.dtype | None) -> AbstractContextManager:
         return torch.autocast(self.device.type, autocast) if autocast else nullcontext()
+
+
+def moments(encoded: Any) -> tuple[Tensor, Tensor]:
+    """Mean and log variance of a code, from what a VAE's encode gives: a pair, or diffusers' output."""
+    latent = getattr(encoded, "latent_dist", None)
+    return (latent.mean, latent.logvar) if latent is not None else tuple(encoded)
+
+
+def pictures(decoded: Any) -> Tensor:
+    """What a VAE's decode gives, a tensor or diffusers' output."""
+    return getattr(decoded, "sample", decoded)

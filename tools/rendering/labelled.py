@@ -33,11 +33,17 @@ def _notes(study: str) -> str:
     return path.read_text().rstrip() + "\n\n" if path.exists() else ""
 
 
-def classification() -> str:
+COLUMNS = """Mean ± standard deviation over the seeds, in percent. MIA: share of forgotten examples that a membership attack (logistic on
+the confidence) calls non-members; attack: its own balanced accuracy, 50 being no attack at all. AUC: forgotten against test
+examples of the same classes by the loss, 0.5 being no trace. LiRA: share of forgotten examples that shadow models call
+trained on. Gap: mean absolute difference of the first four columns to Retrain of the same seed. RTE: time over Retrain's."""
+
+
+def classification(study: str = "classification", what: str = "a classifier of handwritten digits") -> str:
     """The field's table: a task a table, mean and standard deviation over the seeds."""
-    parts = ["# Forgetting from a classifier", "", "Rendered from `classification/*.json` by `python -m tools.render_results`; made by `python -m tools.classify eval/studies/classification.yaml`.", "Mean ± standard deviation over the seeds, in percent. MIA: share of forgotten examples that a membership attack (logistic on", "the confidence) calls non-members; attack: its own balanced accuracy, 50 being no attack at all. AUC: forgotten against test", "examples of the same classes by the loss, 0.5 being no trace. LiRA: share of forgotten examples that shadow models call", "trained on. Gap: mean absolute difference of the first four columns to Retrain of the same seed. RTE: time over Retrain's.", ""]  # fmt: skip
+    parts = [f"# Forgetting from {what}", "", f"Rendered from `{study}/*.json` by `python -m tools.render_results`; made by `python -m tools.classify eval/studies/{study}.yaml`.", COLUMNS, ""]  # fmt: skip
     order = {"class": 0, "random_10": 1, "random_50": 2}
-    for content in sorted(_files("classification"), key=lambda c: order.get(c["task"], 9)):
+    for content in sorted(_files(study), key=lambda c: order.get(c["task"], 9)):
         n = content["n"]
         rows = [["method", "Acc_Df", "Acc_Dr", "Acc_Dt", "MIA", "avg. gap", "attack", "AUC", "LiRA", "RTE", "setting"]]
         for row in content["rows"]:
@@ -45,7 +51,11 @@ def classification() -> str:
             rows.append([row["label"], *(spread(column[k]) for k in ("forget", "retain", "test", "mia")), spread(column["gap"], 2), spread(column["attack"]), spread(column["auc"], 2), spread(column["lira"], 0), spread(column["rte"], 2), setting(row["point"]) if row.get("point") else ""])  # fmt: skip
         seeds = content["seeds"]
         parts += [f"## {content['label']}", "", f"{n['forget']} forgotten, {n['retain']} retained, {n['test']} test examples; {len(seeds)} seeds; {content['shadows']} shadow models a side.", "", table(rows), "", _foot(content), ""]  # fmt: skip
-    return "\n".join(parts) + "\n" + _notes("classification")
+    return "\n".join(parts) + "\n" + _notes(study)
+
+
+def classification_painted() -> str:
+    return classification("classification_painted", "a ResNet of painted shapes")
 
 
 def clip() -> str:
@@ -78,4 +88,4 @@ def vae() -> str:
     return "\n".join(parts) + "\n" + _notes("vae")
 
 
-PAGES = {"classification": classification, "clip": clip, "vae": vae}
+PAGES = {"classification": classification, "classification_painted": classification_painted, "clip": clip, "vae": vae}

@@ -1,0 +1,51 @@
+"""The command line of a study with tasks and methods: one JSON a task; rows of methods that are not asked for are kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from concept_eraser.evaluation.suite import dumps
+
+RunTask = Callable[[dict, str, list[str], Path], dict[str, Any]]  # study, task, methods, work folder -> its content
+
+
+def main(doc: str | None, results: Path, run_task: RunTask) -> None:
+    """Read the command line and run the tasks. The rows of a task come in the study's order, those without a method first."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--tasks", default="", help="only these, by name")
+    parser.add_argument("--methods", default="", help="only these, by name")
+    args = parser.parse_args()
+    study = yaml.safe_load(args.study.read_text())
+    chosen = {key: _listed(parser, key, getattr(args, key), study[key]) for key in ("tasks", "methods")}
+    folder = results / args.study.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in chosen["tasks"]:
+        with tempfile.TemporaryDirectory() as work:
+            found = run_task(study, name, chosen["methods"], Path(work))
+        path = folder / f"{name}.json"
+        if path.exists():
+            found["rows"] = merged(json.loads(path.read_text())["rows"], found["rows"], list(study["methods"]))
+        path.write_text(dumps(found))
+
+
+def merged(old: list[dict], new: list[dict], methods: list[str]) -> list[dict]:
+    """New rows in place of old ones of the same method, in the order of the study."""
+    rows = {row["method"]: row for row in [*old, *new]}
+    first = [name for name in rows if name not in methods]  # original, retrain
+    return [rows[name] for name in [*first, *methods] if name in rows]
+
+
+def _listed(parser: argparse.ArgumentParser, key: str, asked: str, known: dict) -> list[str]:
+    names = asked.split(",") if asked else list(known)
+    strange = [name for name in names if name not in known]
+    if strange:
+        parser.error(f"--{key}: the study has no {strange[0]!r}; it has {', '.join(known)}")
+    return names
