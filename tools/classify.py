@@ -23,6 +23,7 @@ from torch import nn
 
 from concept_eraser import api, environment, registry
 from concept_eraser.data.labelled import Labelled, choose, rest_of
+from concept_eraser.errors import UserError
 from concept_eraser.evaluation.classification import Table, likelihood_ratio, look, measure
 from concept_eraser.methods.mini_unlearning import History
 from concept_eraser.models.module import build
@@ -111,9 +112,16 @@ def choose_point(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, l
         return points[0], []
     scored = []
     for point in points:
-        gaps = [bench.table(bench.erase(spec, point, w)[0], w.seed, "select").gap(bench.table(w.retrained, w.seed, "select")) for w in worlds]  # fmt: skip
+        try:
+            gaps = [bench.table(bench.erase(spec, point, w)[0], w.seed, "select").gap(bench.table(w.retrained, w.seed, "select")) for w in worlds]  # fmt: skip
+        except UserError as error:  # the loss ran away: a setting not to choose
+            scored.append({"point": point, "gap": None, "failed": str(error).split(";")[0]})
+            continue
         scored.append({"point": point, "gap": sum(gaps) / len(gaps)})
-    return min(scored, key=lambda s: s["gap"])["point"], scored
+    ended = [s for s in scored if s["gap"] is not None]
+    if not ended:
+        raise UserError(f"no setting ended: {scored[-1]['failed']}")
+    return min(ended, key=lambda s: s["gap"])["point"], scored
 
 
 def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
@@ -134,10 +142,16 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
         {"method": "original", "label": "original", "runs": [row(w.original, w, w.seconds["original"]) for w in reported]},
         {"method": "retrain", "label": "Retrain", "runs": [row(w.retrained, w, w.seconds["retrained"]) for w in reported]},
     ]  # fmt: skip
+    failed: dict[str, str] = {}
     for method in methods:
         spec, began = study["methods"][method], time.monotonic()
-        point, scored = choose_point(bench, spec, selection)
-        runs = [row(*_swap(bench.erase(spec, point, w), w)) for w in reported]
+        try:
+            point, scored = choose_point(bench, spec, selection)
+            runs = [row(*_swap(bench.erase(spec, point, w), w)) for w in reported]
+        except UserError as error:
+            failed[spec["label"]] = str(error)
+            print(f"{name} {method}: {error}", flush=True)
+            continue
         rows.append({"method": method, "label": spec["label"], "point": point, "grid": scored, "runs": runs})
         print(f"{name} {method}: gap {sum(r['gap'] for r in runs) / len(runs):.2f} ({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip
     return {
@@ -150,6 +164,7 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
         },
         "shadows": len(worlds) - 1,
         "rows": rows,
+        "failed": failed,
         "environment": environment.describe(),
     }
 

@@ -50,7 +50,9 @@ def classification(study: str = "classification", what: str = "a classifier of h
             column = {k: [run[k] for run in row["runs"]] for k in row["runs"][0]}
             rows.append([row["label"], *(spread(column[k]) for k in ("forget", "retain", "test", "mia")), spread(column["gap"], 2), spread(column["attack"]), spread(column["auc"], 2), spread(column["lira"], 0), spread(column["rte"], 2), setting(row["point"]) if row.get("point") else ""])  # fmt: skip
         seeds = content["seeds"]
-        parts += [f"## {content['label']}", "", f"{n['forget']} forgotten, {n['retain']} retained, {n['test']} test examples; {len(seeds)} seeds; {content['shadows']} shadow models a side.", "", table(rows), "", _foot(content), ""]  # fmt: skip
+        parts += [f"## {content['label']}", "", f"{n['forget']} forgotten, {n['retain']} retained, {n['test']} test examples; {len(seeds)} seeds; {content['shadows']} shadow models a side.", "", table(rows), ""]  # fmt: skip
+        parts += [f"{label} did not end: {reason}" for label, reason in content.get("failed", {}).items()]
+        parts += [_foot(content), ""]
     return "\n".join(parts) + "\n" + _notes(study)
 
 
