@@ -1,12 +1,13 @@
 """UNO's benchmark (arXiv 2506.04712, Tables 1 and 2): how long until a VAE makes no more of a class, by nine algorithms
 and a control that only trains on what is retained.
 
-    python -m tools.vae_unlearn [--data fonts|digits] [--runs 10] [--algorithms UNO,S]
+    python -m tools.vae_unlearn [--data fonts|digits] [--runs 10] [--algorithms UNO,S] [--batchnorm frozen]
 
 A VAE and a classifier are trained on all classes; each algorithm then unlearns the class that the VAE draws most `runs`
 times through `concept_eraser.erase`, every run with another seed, at the paper's settings (Adam 1e-3, batch 128, sum-reduced losses,
 beta_o = beta_h = 1e3, alpha = 1e-8). Time to unlearn: training time until the class's share among prior samples is
-first below 2 %, interpolated, looks not counted; by a second classifier that no algorithm trains against. Each algorithm
+first below 2 %, interpolated, looks not counted; by a second classifier that no algorithm trains against. With `--batchnorm frozen` the
+running statistics stay as they are (the paper's move); that goes to <data>_frozen.json. Each algorithm
 runs in a process of its own; its peak memory includes the data and the looks. Writes eval/results/vae/<data>.json and
 .png after each algorithm.
 """
@@ -131,7 +132,7 @@ def make_world(name: str, seed: int = 0) -> World:
     return world
 
 
-def unlearn(world: World, algorithm: str, seed: int, steps: int, dear: bool) -> dict[str, Any]:
+def unlearn(world: World, algorithm: str, seed: int, steps: int, dear: bool, batchnorm: str = "train") -> dict[str, Any]:  # fmt: skip
     """One run: the looks, when the share crossed the bound, and the FID there and at the end."""
     spec, module, looks = ALGORITHMS[algorithm], copy.deepcopy(world.vae), []
 
@@ -148,7 +149,7 @@ def unlearn(world: World, algorithm: str, seed: int, steps: int, dear: bool) -> 
         "forget": {"data": (x, world.data.labels), "classes": [world.gone], "loss": spec["forget"]},
         "retain": {"data": "rest", "loss": spec["retain"]} if "retain" in spec else None,
         "method": spec["method"],
-        "trainable": {"batchnorm": "train"},
+        "trainable": {"batchnorm": batchnorm},
         "training": {"steps": steps, "batch_size": 128, "lr": 1e-3, "seed": seed, "device": "cpu", "save_every": 10**6},
     }
     if spec["method"].get("histogram"):
@@ -160,13 +161,13 @@ def unlearn(world: World, algorithm: str, seed: int, steps: int, dear: bool) -> 
     return {"seed": seed, "steps": end["steps"], "seconds": end["seconds"], "fid_there": at, "fid": looks[-1]["fid"], "share": looks[-1]["share"], "per_step": run.seconds / steps, "looks": looks if dear else []}  # fmt: skip
 
 
-def _work(path: str, algorithm: str, runs: int, steps: int, queue: Any) -> None:
+def _work(path: str, algorithm: str, runs: int, steps: int, batchnorm: str, queue: Any) -> None:
     """In a process of its own: all runs of one algorithm, and the process's peak memory."""
     try:
         world = torch.load(path, weights_only=False)  # written by this program a moment ago
         world.data = registry.build("dataset", world.name, DATA[world.name]["options"]).load("train")
         before = peak_memory()
-        found = [unlearn(world, algorithm, seed, steps, seed == 0) for seed in range(runs)]
+        found = [unlearn(world, algorithm, seed, steps, seed == 0, batchnorm) for seed in range(runs)]
         queue.put({"runs": found, "memory_mb": peak_memory(), "memory_before_mb": before})
     except Exception as error:  # else the parent would wait for ever
         queue.put({"error": f"{type(error).__name__}: {error}"})
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--data", choices=sorted(DATA), default="fonts")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    parser.add_argument("--batchnorm", choices=("train", "frozen"), default="train")
     args = parser.parse_args()
     strange = set(args.algorithms.split(",")) - set(ALGORITHMS)
     if strange:
@@ -194,7 +196,9 @@ def main() -> None:
         context = multiprocessing.get_context("spawn")
         for algorithm in args.algorithms.split(","):
             queue = context.Queue()
-            process = context.Process(target=_work, args=(path, algorithm, args.runs, settings["steps"], queue))
+            process = context.Process(
+                target=_work, args=(path, algorithm, args.runs, settings["steps"], args.batchnorm, queue)
+            )
             process.start()
             found[algorithm] = queue.get()
             process.join()
@@ -209,9 +213,10 @@ def main() -> None:
 def write(args: argparse.Namespace, world: World, share: float, fid: float, trained: float, found: dict[str, Any]) -> None:  # fmt: skip
     FOLDER.mkdir(parents=True, exist_ok=True)
     settings = DATA[args.data]
-    content = {"data": args.data, "seeds": list(range(args.runs)), "settings": {**settings, "class": world.gone, "below": BELOW, "samples": SAMPLES, "fid_samples": FID_SAMPLES}, "original": {"share": share, "fid": fid, "judge_accuracy": world.accuracy, "seconds": trained}, "algorithms": found, "environment": environment.describe()}  # fmt: skip
-    (FOLDER / f"{args.data}.json").write_text(dumps(content))
-    plot(content, FOLDER / f"{args.data}.png")
+    content = {"data": args.data, "seeds": list(range(args.runs)), "settings": {**settings, "batchnorm": args.batchnorm, "class": world.gone, "below": BELOW, "samples": SAMPLES, "fid_samples": FID_SAMPLES}, "original": {"share": share, "fid": fid, "judge_accuracy": world.accuracy, "seconds": trained}, "algorithms": found, "environment": environment.describe()}  # fmt: skip
+    name = args.data + ("" if args.batchnorm == "train" else "_frozen")
+    (FOLDER / f"{name}.json").write_text(dumps(content))
+    plot(content, FOLDER / f"{name}.png")
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
