@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import jobs, measuring, resources
+from concept_eraser import jobs, measuring, registry, resources
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
-from concept_eraser.evaluation import plots
+from concept_eraser.evaluation import attacking, plots
 from concept_eraser.evaluation import report as reports
 from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacking import Campaign
 from concept_eraser.evaluation.suite import Evaluation
 from concept_eraser.models import loading
 from concept_eraser.models.base import Loaded, Model
@@ -158,6 +159,42 @@ def evaluate(
     found = suites.evaluate(loading.load(original), loading.load(model), protocol, cache=cache, progress=progress)
     if output:
         found.save(Path(output))
+    return found
+
+
+def attack(
+    model: Any,
+    name: str = "unlearn_diff",
+    suite: str | Path | dict | None = None,
+    *,
+    group: str = "direct",
+    before: Any = None,
+    n: int = 20,
+    batch: int = 16,
+    seed: int = 0,
+    hide: str | None = None,
+    options: dict[str, Any] | None = None,
+    output: str | Path | None = None,
+    progress: Progress = silent,
+    cache: Path | None = None,
+) -> Campaign:
+    """Attack a model with adversarial prompts and count how often the concept comes back.
+
+    model: the victim; name: an attack of evaluation/attacks/ with its `options`; suite, before: as in `evaluate`;
+    group: the suite's prompts that are attacked, n of them, `batch` at once; hide: the word that replaces the concept's
+    in them (to prove an attack on an unprotected model); output: folder of attack.json; an interrupted attack goes on there.
+
+    Raises UserError for an unknown attack, option, suite or group, and where the folder holds another attack.
+    """
+    wrong = registry.problems("attack", name, options or {})
+    if wrong:
+        raise UserError("; ".join(wrong))
+    protocol = attacking.Protocol(suites.load(suite if suite is not None else _suite_of(model)), name, options or {}, group, n, batch, seed, hide)  # fmt: skip
+    original = before if before is not None else _original(model)
+    folder = Path(output) if output is not None else None
+    found = attacking.run(protocol, loading.load(model), loading.load(original), folder=folder, cache=cache, progress=progress)  # fmt: skip
+    if folder is not None:
+        found.save(folder / "attack.json")
     return found
 
 

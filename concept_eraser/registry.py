@@ -24,10 +24,11 @@ KINDS = {
     "model": "models",
     "metric": "evaluation/metrics",
     "judge": "evaluation/judges",
+    "attack": "evaluation/attacks",
     "dataset": "datasets",
     "architecture": "architectures",
 }
-_NOT_PLUGINS = {"__init__", "base", "loading", "module", "fisher", "gaussian_mechanism"}
+_NOT_PLUGINS = {"__init__", "base", "loading", "module", "fisher", "gaussian_mechanism", "words"}
 
 
 def names(kind: str) -> list[str]:

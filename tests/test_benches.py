@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.conftest import ROOT
@@ -85,7 +86,41 @@ def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(bench.DATA, "digits", {**bench.DATA["digits"], "vae_epochs": 3, "judge_epochs": 3})
     monkeypatch.setattr(bench, "FID_SAMPLES", 300)
     world = bench.make_world("digits")
+    norms = [m for m in world.vae.modules() if isinstance(m, torch.nn.BatchNorm1d)]
+    assert norms
+    assert all(int(norm.num_batches_tracked) > 0 for norm in norms)  # the VAE was trained with its statistics
     for algorithm in bench.ALGORITHMS:
         found = bench.unlearn(world, algorithm, seed=0, steps=2, dear=True)
         assert [look["step"] for look in found["looks"]] == [0, 1, 2], algorithm
         assert found["fid"] > 0
+
+
+def test_a_process_that_dies_says_so_and_peaks_are_its_own() -> None:
+    from multiprocessing import get_context
+
+    from concept_eraser.training.log import peak_memory
+    from tools import vae_unlearn as bench
+
+    hog = bytearray(300 * 2**20)
+    assert peak_memory() > 300
+    context = get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_peak, args=(queue,))
+    process.start()
+    assert bench._answer(process, queue)["peak"] < peak_memory() - 150
+    del hog
+    process = context.Process(target=_die, args=(queue,))
+    process.start()
+    assert "ended with 7" in bench._answer(process, queue)["error"]
+
+
+def _peak(queue) -> None:  # type: ignore[no-untyped-def]
+    from concept_eraser.training.log import peak_memory
+
+    queue.put({"peak": peak_memory()})
+
+
+def _die(queue) -> None:  # type: ignore[no-untyped-def]
+    import os
+
+    os._exit(7)

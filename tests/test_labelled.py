@@ -149,6 +149,19 @@ def test_running_statistics_belong_to_the_state_of_a_run(normed: nn.Module, tmp_
     assert not torch.equal(whole.state_dict()["body.2.running_mean"], normed.state_dict()["body.2.running_mean"])
 
 
+def test_a_side_that_is_never_asked_moves_no_statistics(normed: nn.Module, digits: Labelled, tmp_path: Path) -> None:
+    """Fine-tuning on the retained alone: the running statistics are the same whatever is to be forgotten."""
+    found = []
+    for name in ("3", "8"):
+        net = copy.deepcopy(normed)
+        rows = {"forget": {"data": "digits", "classes": [name]}, "retain": {"data": "digits", "classes": ["0", "1"]}}
+        api.erase(model=net, target="classifier", **rows, method="finetune", trainable={"batchnorm": "train"},
+                  training=SHORT, output=tmp_path / name)  # fmt: skip
+        found.append(net.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert not torch.equal(found[0]["body.2.running_mean"], normed.state_dict()["body.2.running_mean"])
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_masked_weights_do_not_decay(optimizer: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

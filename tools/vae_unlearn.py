@@ -8,7 +8,7 @@ times through `concept_eraser.erase`, every run with another seed, at the paper'
 beta_o = beta_h = 1e3, alpha = 1e-8). Time to unlearn: training time until the class's share among prior samples is
 first below 2 %, interpolated, looks not counted; by a second classifier that no algorithm trains against. With `--batchnorm frozen` the
 running statistics stay as they are (the paper's move); that goes to <data>_frozen.json. Each algorithm
-runs in a process of its own; its peak memory includes the data and the looks. Writes eval/results/vae/<data>.json and
+runs in a process of its own; its peak memory is that over its start, with the data and the world, and includes the looks. Writes eval/results/vae/<data>.json and
 .png after each algorithm.
 """
 
@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from concept_eraser.evaluation.suite import dumps
 from concept_eraser.evaluation.watch import crossing
 from concept_eraser.models.module import build
 from concept_eraser.training.fit import Plan, fit
-from concept_eraser.training.log import peak_memory
+from concept_eraser.training.log import peak_memory, reset_peak_memory
 
 FOLDER = Path(__file__).parent.parent / "eval" / "results" / "vae"
 BELOW, SAMPLES, FID_SAMPLES = 0.02, 1000, 5000
@@ -121,7 +122,10 @@ def make_world(name: str, seed: int = 0) -> World:
     def loss(rows: Any) -> Tensor:
         vae.train()
         noise = torch.randn(len(rows), *eraser.code_shape, generator=generator)
-        return erasers.LOSSES["data"](eraser, erasers.Draw(data.inputs(rows), noise), side)
+        draw = erasers.Draw(data.inputs(rows), noise)
+        found = erasers.LOSSES["data"](eraser, draw, side)
+        eraser.settle("retain", draw)  # a loss alone moves no running statistics
+        return found
 
     fit(vae, loss, everything, Plan(settings["vae_epochs"], 128, 1e-3, "adam"), what="VAE")
     world = World(name, -1, data, vae, judge, witness, np.zeros(0), accuracy)
@@ -166,11 +170,25 @@ def _work(path: str, algorithm: str, runs: int, steps: int, batchnorm: str, queu
     try:
         world = torch.load(path, weights_only=False)  # written by this program a moment ago
         world.data = registry.build("dataset", world.name, DATA[world.name]["options"]).load("train")
-        before = peak_memory()
+        before = reset_peak_memory()
         found = [unlearn(world, algorithm, seed, steps, seed == 0, batchnorm) for seed in range(runs)]
         queue.put({"runs": found, "memory_mb": peak_memory(), "memory_before_mb": before})
     except Exception as error:  # else the parent would wait for ever
         queue.put({"error": f"{type(error).__name__}: {error}"})
+
+
+def _answer(process: Any, queue: Any) -> dict[str, Any]:
+    """What a process puts into the queue, or an error where it ends without a word (killed for memory, say)."""
+    while True:
+        alive = process.is_alive()
+        try:
+            found = queue.get(timeout=1)
+        except Empty:
+            if alive:
+                continue
+            return {"error": f"its process ended with {process.exitcode} and said nothing"}
+        process.join()
+        return found
 
 
 def main() -> None:
@@ -200,8 +218,7 @@ def main() -> None:
                 target=_work, args=(path, algorithm, args.runs, settings["steps"], args.batchnorm, queue)
             )
             process.start()
-            found[algorithm] = queue.get()
-            process.join()
+            found[algorithm] = _answer(process, queue)
             if "error" in found[algorithm]:
                 print(f"{algorithm}: {found.pop(algorithm)['error']}", flush=True)
                 continue

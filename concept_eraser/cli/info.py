@@ -15,13 +15,25 @@ _PLUGINS = {
     "methods": "method",
     "metrics": "metric",
     "judges": "judge",
+    "attacks": "attack",
     "datasets": "dataset",
     "architectures": "architecture",
 }
-_ALL = ("models", "methods", "losses", "selections", "metrics", "judges", "datasets", "architectures", *_DATA)
+_ALL = (
+    "models",
+    "methods",
+    "losses",
+    "selections",
+    "metrics",
+    "judges",
+    "attacks",
+    "datasets",
+    "architectures",
+    *_DATA,
+)
 
 
-def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, judges, datasets, architectures, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
+def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, judges, attacks, datasets, architectures, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
     """List what there is, with one line each.
 
     [bold]Examples[/bold]
@@ -68,8 +80,8 @@ def _about(path: Path) -> str:
     return ""
 
 
-def show(name: Annotated[str, typer.Argument(help="a method, recipe, prompt set or suite")]) -> None:
-    """Show one thing: a method with its options and source, or a recipe, prompt set or suite as it stands.
+def show(name: Annotated[str, typer.Argument(help="a method, attack, recipe, prompt set or suite")]) -> None:
+    """Show one thing: a method or an attack with its options and source, or a recipe, prompt set or suite as it stands.
 
     [bold]Examples[/bold]
 
@@ -77,37 +89,40 @@ def show(name: Annotated[str, typer.Argument(help="a method, recipe, prompt set 
 
       concept-eraser show tiny_star_munba
     """
-    if name in registry.names("method") or name in registry.named("method"):
-        _show_method(name)
-        return
+    for kind in ("method", "attack"):
+        if name in registry.names(kind) or name in registry.named(kind):
+            _show_plugin(kind, name)
+            return
     for kind in _DATA.values():
         if name in resources.names(kind):
             typer.echo(resources.find(kind, name).read_text(encoding="utf-8"), nl=False)
             return
-    known = [*registry.names("method"), *registry.named("method")] + [
-        n for kind in _DATA.values() for n in resources.names(kind)
-    ]
+    known = [n for kind in ("method", "attack") for n in (*registry.names(kind), *registry.named(kind))]
+    known += [n for kind in _DATA.values() for n in resources.names(kind)]
     raise unknown("name", name, known)
 
 
-def _show_method(name: str) -> None:
+def _show_plugin(kind: str, name: str) -> None:
     import inspect
     import sys
 
-    method: Any = registry.load("method", name)
-    plugin, fixed = registry.resolve("method", name, {})
+    method: Any = registry.load(kind, name)
+    plugin, fixed = registry.resolve(kind, name, {})
     if plugin != name:
-        typer.echo(f"{name} is the method {plugin} with {', '.join(f'{k}: {v}' for k, v in fixed.items()) or 'its defaults'}\n")  # fmt: skip
+        typer.echo(f"{name} is the {kind} {plugin} with {', '.join(f'{k}: {v}' for k, v in fixed.items()) or 'its defaults'}\n")  # fmt: skip
     typer.echo(f"{method.title}\nsource: {method.source}\n")
     typer.echo("options:")
-    for option, (kind, default) in registry.options(method).items():
-        spelled = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    for option, (hint, default) in registry.options(method).items():
+        spelled = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         typer.echo(f"  {option} = {fixed.get(option, default)!r}    ({spelled})")
     typer.echo(f"\n{inspect.getdoc(method)}\n")
-    others = [alias for alias, (owner, _) in registry.named("method").items() if owner == plugin and alias != name]
+    others = [alias for alias, (owner, _) in registry.named(kind).items() if owner == plugin and alias != name]
     if others:
         typer.echo(f"settings with a name of their own: {', '.join(others)}")
-    typer.echo(f"theorems tested: {', '.join(sorted(method.theorems)) or 'none'}\n")
+    if kind == "method":
+        typer.echo(f"theorems tested: {', '.join(sorted(method.theorems)) or 'none'}\n")
+    else:
+        typer.echo(f"needs of the victim: {method.access}\n")
     typer.echo(inspect.getdoc(sys.modules[method.__module__]) or "")
 
 

@@ -79,19 +79,21 @@ class Part:
         if self.batchnorm == "frozen":
             yield
             return
-        momenta = [norm.momentum for norm in self.norms]
-        counts = [None if n.num_batches_tracked is None else n.num_batches_tracked.clone() for n in self.norms]
+        # a question moves copies: with momentum 0 an infinite activation would still leave nan, 0 x inf, behind
+        kept = [] if moving else [(norm, dict(norm.named_buffers(recurse=False))) for norm in self.norms]
         try:
+            for norm, statistics in kept:
+                for name, value in statistics.items():
+                    setattr(norm, name, value.clone())
             for norm in self.norms:
                 norm.train()
-                norm.momentum = norm.momentum if moving else 0.0
             yield
         finally:
-            for norm, momentum, count in zip(self.norms, momenta, counts, strict=True):
+            for norm in self.norms:
                 norm.eval()
-                norm.momentum = momentum
-                if count is not None and not moving and norm.num_batches_tracked is not None:
-                    norm.num_batches_tracked.copy_(count)
+            for norm, statistics in kept:
+                for name, value in statistics.items():
+                    setattr(norm, name, value)
 
     def ask(self, method: str, *inputs: Tensor, teacher: Teacher | None = None, gradients: bool = False) -> Any:
         """Call a method of the module; by a teacher, the frozen one with the original values, without gradients (unless

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from concept_eraser.models.words import Words
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -73,9 +75,19 @@ class Model(Loaded):
         """Prompts to token ids (and masks): integer tensors [n, length]."""
 
     @abstractmethod
-    def embed(self, tokens: Condition, weights: Weights | None = None) -> Condition:
+    def embed(self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None) -> Condition:
         """Tokens to what the denoiser is conditioned on, differentiable in the text encoder's parameters, of which
-        some are replaced if `weights` is given."""
+        some are replaced if `weights` is given, and in `rows`, the tokens' embeddings [n, length, width] if given."""
+
+    @property
+    @abstractmethod
+    def words(self) -> Words:
+        """The vocabulary that prompts are written in."""
+
+    @property
+    @abstractmethod
+    def table(self) -> Tensor:
+        """The text encoder's embedding of each token, [vocabulary, width]."""
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
@@ -114,8 +126,8 @@ class Model(Loaded):
         """Sample from unit noise for `stop` of `steps` steps: (x_t, the time step t it stands at)."""
 
     @abstractmethod
-    def sample(self, prompts: Sequence[str], *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
-        """Images of some prompts, one seed each: [n, h, w, 3] uint8 on the CPU."""
+    def sample(self, prompts: Sequence[str] | Condition, *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
+        """Images of some prompts (or of what they were encoded to), one seed each: [n, h, w, 3] uint8 on the CPU."""
 
     @abstractmethod
     def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,9 @@ alphas (the forward process is the same for every sampler); sampling is diffuser
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from concept_eraser.errors import UserError
 from concept_eraser.models.base import Condition, Model, Weights
+from concept_eraser.models.words import Words
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,16 @@ def quiet_libraries() -> None:
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def _in_place_of(encoder: Any, rows: Tensor) -> Iterator[None]:
+    """Inside, the encoder's tokens have these embeddings; positions, masks and pooling go by the ids it is given."""
+    hook = encoder.get_input_embeddings().register_forward_hook(lambda layer, inputs, output: rows)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class StableDiffusion(Model):
@@ -75,12 +88,21 @@ class StableDiffusion(Model):
             found["mask"] = tokens.attention_mask.to(self.device)
         return Condition(found)
 
-    def embed(self, tokens: Condition, weights: Weights | None = None) -> Condition:
+    def embed(self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None) -> Condition:
         encoder: nn.Module = self.pipeline.text_encoder
         given = {"attention_mask": tokens.tensors.get("mask")}
-        if weights is None:
-            return Condition({"states": encoder(tokens.tensors["ids"], **given)[0]})
-        return Condition({"states": torch.func.functional_call(encoder, dict(weights), (tokens.tensors["ids"],), given)[0]})  # fmt: skip
+        with _in_place_of(encoder, rows) if rows is not None else nullcontext():
+            if weights is None:
+                return Condition({"states": encoder(tokens.tensors["ids"], **given)[0]})
+            return Condition({"states": torch.func.functional_call(encoder, dict(weights), (tokens.tensors["ids"],), given)[0]})  # fmt: skip
+
+    @cached_property
+    def words(self) -> Words:
+        return Words(self.pipeline.tokenizer)
+
+    @property
+    def table(self) -> Tensor:
+        return self.pipeline.text_encoder.get_input_embeddings().weight
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
@@ -138,7 +160,7 @@ class StableDiffusion(Model):
         return x, int(scheduler.timesteps[stop])
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[str], *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
+    def sample(self, prompts: Sequence[str] | Condition, *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
         if len(prompts) != len(seeds):
             raise ValueError(f"one seed per prompt is needed, found {len(prompts)} prompts and {len(seeds)} seeds")
         # noise is drawn on the CPU, one generator an image: a picture depends on its own seed, not on its batch
@@ -149,8 +171,9 @@ class StableDiffusion(Model):
                 progress(step + 1)
             return values
 
+        asked: dict[str, Any] = {"prompt": list(prompts)} if not isinstance(prompts, Condition) else {"prompt_embeds": prompts.tensors["states"], "negative_prompt_embeds": self.encode([""]).repeat(len(prompts)).tensors["states"]}  # fmt: skip
         with self.precision(autocast):
-            images = self.pipeline(list(prompts), generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", callback_on_step_end=report).images  # fmt: skip
+            images = self.pipeline(**asked, generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", callback_on_step_end=report).images  # fmt: skip
         return images.float().mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
     def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:

@@ -150,7 +150,7 @@ class Engine:
         row = {"losses": closure.losses, **describe_gram(closure.players, direction.gram, direction.weights), **direction.notes}  # fmt: skip
         if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(direction.vec):
             self._move(step, direction)
-            self._settle(draws)
+            self._settle({player: draws[player] for player in closure.losses})  # a player never asked moves nothing
             self.skipped_in_a_row = 0
         else:
             self.method.load_state_dict(kept)  # what it learned from this step is as good as the step

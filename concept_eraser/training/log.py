@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import sys
 from pathlib import Path
@@ -70,5 +71,17 @@ def peak_memory() -> float:
     """Peak memory so far in MB: of the GPU where there is one, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss of a child starts at its parent's peak
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) / 2**10
     scale = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+
+
+def reset_peak_memory() -> float:
+    """Count the peak from now on, where the system can (CUDA, Linux); the memory in use now, in MB."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory()

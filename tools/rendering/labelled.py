@@ -82,11 +82,11 @@ def vae() -> str:
     for path in sorted((RESULTS / "vae").glob("*.json")):
         content = json.loads(path.read_text())
         settings, original = content["settings"], content["original"]
-        rows = [["algorithm", "reached", "steps to < 2 %", "seconds to < 2 %", "FID there", "FID at the end", "share at the end %", "ms a step", "peak memory MB"]]  # fmt: skip
+        rows = [["algorithm", "reached", "steps to < 2 %", "seconds to < 2 %", "FID there", "FID at the end", "share at the end %", "ms a step", "peak memory over the start, MB"]]  # fmt: skip
         for name, found in content["algorithms"].items():
             column = {k: [run[k] for run in found["runs"]] for k in found["runs"][0] if k != "looks"}
             reached = sum(s is not None for s in column["steps"])
-            rows.append([name.replace("^", "\\^"), f"{reached} of {len(found['runs'])}", spread(column["steps"]), spread(column["seconds"], 3), spread(column["fid_there"]), spread(column["fid"]), spread([100 * s for s in column["share"]]), spread([1000 * s for s in column["per_step"]]), f"{found['memory_mb']:.0f}"])  # fmt: skip
+            rows.append([name.replace("^", "\\^"), f"{reached} of {len(found['runs'])}", spread(column["steps"]), spread(column["seconds"], 3), spread(column["fid_there"]), spread(column["fid"]), spread([100 * s for s in column["share"]]), spread([1000 * s for s in column["per_step"]]), f"{found['memory_mb'] - found['memory_before_mb']:.0f}"])  # fmt: skip
         parts += [f"## {content['data']}: class {settings['class']}" + (", running statistics frozen" if settings["batchnorm"] == "frozen" else ""), "", f"Original: {100 * original['share']:.1f} % of prior samples show it, FID {original['fid']:.1f}; the classifier is right on {100 * original['judge_accuracy']:.1f} % of test pictures.", "", table(rows), "", f"![trajectories](vae/{path.stem}.png)", "", _foot(content), ""]  # fmt: skip
     return "\n".join(parts) + "\n" + _notes("vae")
 

@@ -1,0 +1,70 @@
+"""concept-eraser attack"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from concept_eraser.errors import UserError
+
+
+def attack(
+    model: Annotated[str, typer.Argument(help="what to attack: a run folder, a diffusers folder, a hub id")],
+    name: Annotated[str, typer.Option("--attack", "-a", help="see `concept-eraser list attacks`")] = "unlearn_diff",
+    suite: Annotated[Optional[str], typer.Option(help="evaluation suite: its concept, judge, sampler and prompts (default: the one named like the run's forget set)")] = None,
+    group: Annotated[str, typer.Option(help="the suite's group of prompts to attack")] = "direct",
+    before: Annotated[Optional[str], typer.Option(help="the model before, which draws the concept (default: the one the run's recipe names)")] = None,
+    n: Annotated[int, typer.Option("-n", min=2, help="how many prompts")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="prompts attacked at once")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="of the attack's own randomness")] = 0,
+    hide: Annotated[Optional[str], typer.Option(help="attack prompts in which this word stands for the concept's; proves an attack on an unprotected model")] = None,
+    settings: Annotated[Optional[list[str]], typer.Option("--set", help="an option of the attack, key=value; may be given several times")] = None,
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of attack.json and attempts.jsonl (default: attacks/<attack> in the run folder, or here)")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
+) -> None:  # fmt: skip
+    """Attack a model with adversarial prompts (or by relearning) and count how often the concept comes back.
+
+    An attack that was interrupted goes on where it stopped when the command is given again.
+
+    [bold]Examples[/bold]
+
+      concept-eraser attack runs/tiny_star_munba
+
+      concept-eraser attack ./somebodys-erased-sd --before tiny-sd --suite tiny_star -a p4d-k --set steps=300 -n 40
+
+      concept-eraser attack tiny-sd --suite tiny_star --hide shape   (is the attack any good? the model is unprotected)
+    """
+    from concept_eraser import api
+    from concept_eraser.cli.show_progress import bars
+
+    here = Path(model) if Path(model).is_dir() else Path()
+    folder = output or here / "attacks" / name
+    with bars(quiet) as progress:
+        found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, options=_options(settings or []), output=folder, progress=progress)  # fmt: skip
+    summarise(found)
+    typer.echo(f"numbers: {folder / 'attack.json'}")
+
+
+def _options(settings: list[str]) -> dict[str, Any]:
+    found = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"cannot read --set {text!r}; write key=value, e.g. k=3")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def summarise(found: Any) -> None:
+    """Rates with their intervals, the cost, and the prompts that fell."""
+    rates = found.rates()
+    meaning = {"pre": "clean prompts that show the concept", "attacked": "of the others, broken by the attack", "asr": "attack success rate (both)"}  # fmt: skip
+    for key in ("pre", "attacked", "asr"):
+        if key in rates:
+            rate = rates[key]
+            typer.echo(f"{meaning[key]:<38} {100 * rate['value']:5.1f} % [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]  n = {rate['n']}")  # fmt: skip
+    typer.echo("cost: " + (", ".join(f"{value:g} {what}" for what, value in found.cost.items()) or "none") + f"; {found.seconds:.0f} s")  # fmt: skip
+    for attempt in [a for a in found.attempts if a.success and not a.pre][:5]:
+        typer.echo(f"  fell in round {attempt.round}: {attempt.text if attempt.text is not None else '(an embedding)'}")

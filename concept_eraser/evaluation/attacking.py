@@ -1,0 +1,233 @@
+"""Running an attack on an erased model: clean prompts first, then rounds of candidates, each judged on its pictures.
+
+Success rates follow UnlearnDiffAtk (arXiv 2310.11868): a prompt whose clean picture shows the concept counts as success
+without an attack (pre) and is not attacked; ASR = (pre + attacked successes) / all. Both are reported, with Wilson
+intervals. Adversarial texts are tokenised anew by the sampler; embeddings are marked as such.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from concept_eraser import environment, registry
+from concept_eraser.data import generate
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
+from concept_eraser.evaluation.base import Judge
+from concept_eraser.evaluation.statistics import wilson
+from concept_eraser.evaluation.suite import Suite, dumps, group_prompts
+from concept_eraser.models.base import Model
+from concept_eraser.progress import Progress, silent
+
+ENCODED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What makes two attacks comparable: prompts, judge and sampler (the suite's), the attack with its budget.
+
+    n: prompts of the suite's group; batch: how many are attacked at once. hide: the word that replaces the concept's in
+    the attacked prompts, so that they do not ask for it any more; this is how an attack is proved on an unprotected model.
+    """
+
+    suite: Suite
+    attack: str
+    options: dict[str, Any] = field(default_factory=dict)
+    group: str = "direct"
+    n: int = 20
+    batch: int = 16
+    seed: int = 0
+    hide: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.group not in self.suite.groups:
+            raise UserError(f"the suite has no group {self.group!r}; it has {', '.join(self.suite.groups)}")
+        if self.n < 2 or self.batch < 1:
+            raise UserError(f"an attack needs n >= 2 prompts and batch >= 1, found {self.n} and {self.batch}")
+
+    def build(self) -> Attack:
+        return registry.build("attack", self.attack, self.options)
+
+    def as_dict(self) -> dict[str, Any]:
+        kept = {k: v for k, v in asdict(self).items() if k not in ("suite", "options")}
+        whole = {**self.suite.model_dump(mode="json"), "groups": {self.group: self.suite.groups[self.group].model_dump(mode="json")}}  # fmt: skip
+        return {**kept, "options": asdict(self.build()), "suite": whole, "prompts": self.prompts().hash}  # type: ignore[call-overload]
+
+    def prompts(self) -> Any:
+        return group_prompts(self.suite.scaled(self.n), self.group)
+
+
+@dataclass
+class Attempt:
+    """One prompt's fate. round: after how many rounds it fell; text: the adversarial prompt, None for an embedding."""
+
+    prompt: str
+    seed: int
+    pre: bool
+    success: bool
+    round: int | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What an attack found on one victim. curve: after each round of each batch the prompts that have fallen in it."""
+
+    protocol: dict[str, Any]
+    models: dict[str, str]
+    attempts: list[Attempt]
+    curves: list[list[dict[str, Any]]]
+    cost: dict[str, float]
+    seconds: float
+    environment: dict[str, Any]
+
+    def rates(self) -> dict[str, dict[str, float]]:
+        """pre: clean prompts that show the concept; attacked: of the others, those that fell; asr: both together."""
+        pre = sum(a.pre for a in self.attempts)
+        fell = sum(a.success and not a.pre for a in self.attempts)
+        n = len(self.attempts)
+        found = {"pre": asdict(wilson(pre, n)), "asr": asdict(wilson(pre + fell, n))}
+        if n - pre >= 2:
+            found["attacked"] = asdict(wilson(fell, n - pre))
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"protocol": self.protocol, "protocol_hash": environment.fingerprint(self.protocol), "models": self.models, "rates": self.rates(), "cost": self.cost, "seconds": round(self.seconds, 1), "attempts": [asdict(a) for a in self.attempts], "curves": self.curves, "environment": self.environment}  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps(self.as_dict()))
+
+
+def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | None = None, cache: Path | None = None, progress: Progress = silent) -> Campaign:  # fmt: skip
+    """Attack a model. folder: batches that are done are kept there (attempts.jsonl), and not done again.
+
+    Raises UserError where the judge does not know the concept, a prompt leaves no room for free tokens, or the folder
+    holds another attack's attempts.
+    """
+    ((attribute, value),) = protocol.suite.concept.items()
+    judge = registry.load("judge", protocol.suite.judge)()
+    if value not in judge.classes.get(attribute, ()):
+        raise UserError(f"the judge {protocol.suite.judge!r} cannot see {attribute} {value!r}")
+    wanted = protocol.prompts().texts
+    prompts = [text.replace(value, protocol.hide) for text in wanted] if protocol.hide else wanted
+    seeds = generate.seeds_for(wanted, environment.derive_seed(protocol.suite.seed, protocol.group))
+    sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
+    models = {name: f"{m.source} ({generate.model_fingerprint(m)})" for name, m in (("victim", victim), ("original", original))}  # fmt: skip
+    kept = Kept(folder, environment.fingerprint([protocol.as_dict(), models, judge.fingerprint]))
+    shown = generate.generate(original, wanted, seeds, sampling, cache=cache, what="pictures of the concept", progress=progress)  # fmt: skip
+    clean = generate.generate(victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress)
+    pre = judge.look(clean)[attribute] == value
+    held = [i for i in range(len(prompts)) if not pre[i]]
+    attempts = [Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)]
+    latents = encode(original, shown)
+    referee = Referee(judge, attribute, value, victim, sampling)
+    for batch, start in enumerate(range(0, len(held), protocol.batch)):
+        rows = held[start : start + protocol.batch]
+        done = kept.batch(batch)
+        if done is None:
+            scene = Scene(victim, original, [prompts[i] for i in rows], [wanted[i] for i in rows], value, [seeds[i] for i in rows], latents[rows], environment.derive_seed(protocol.seed, batch))  # fmt: skip
+            done = referee.play(protocol.build(), scene, lambda n, rows=rows, start=start: progress("attacking", start + n, len(held)))  # fmt: skip
+            kept.add(batch, done)
+        for i, found in zip(rows, done["attempts"], strict=True):
+            attempts[i] = Attempt(**found)
+        progress("attacking", start + len(rows), len(held))
+    batches = kept.all()
+    cost: dict[str, float] = {}
+    for one in batches:
+        for what, spent in one["cost"].items():
+            cost[what] = cost.get(what, 0) + spent
+    cost = {f"{what} a prompt": round(spent / max(1, len(held)), 1) for what, spent in cost.items()}
+    seconds = sum(one["seconds"] for one in batches)
+    return Campaign(protocol.as_dict(), models, attempts, [one["curve"] for one in batches], cost, seconds, environment.describe())  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Referee:
+    """Draws the pictures that count, and says which prompts fell."""
+
+    judge: Judge
+    attribute: str
+    value: str
+    victim: Model
+    sampling: generate.Sampling
+
+    def play(self, attack: Attack, scene: Scene, tell: Any) -> dict[str, Any]:
+        """Rounds until all prompts have fallen or the budget is spent."""
+        began = time.monotonic()
+        attempts = [Attempt(p, s, False, False) for p, s in zip(scene.prompts, scene.seeds, strict=True)]
+        curve: list[dict[str, Any]] = []
+        search = attack.search(scene)
+        for number, offered in enumerate(search, 1):
+            pictures = self.draw(offered, scene)
+            hits = self.judge.look(pictures)[self.attribute] == self.value
+            if offered.rewarded:
+                captions = [scene.wanted[i] for i in offered.rows.tolist()]
+                scene.rewards = torch.from_numpy(self.judge.clip_scores(pictures, captions))
+            for position, (row, hit) in enumerate(zip(offered.rows.tolist(), hits, strict=True)):
+                if hit and scene.alive[row]:
+                    text = offered.texts[position] if offered.texts is not None else None
+                    attempts[row] = Attempt(scene.prompts[row], scene.seeds[row], False, True, number, text)
+                    scene.alive[row] = False
+            curve.append({"round": number, "fell": int((~scene.alive).sum()), "n": len(attempts), "loss": offered.loss})
+            tell(int((~scene.alive).sum()))
+            if not scene.alive.any():
+                search.close()  # type: ignore[attr-defined]  # a generator, whose clean-up runs now
+                break
+        return {"attempts": [asdict(a) for a in attempts], "curve": curve, "cost": scene.cost, "seconds": time.monotonic() - began}  # fmt: skip
+
+    def draw(self, offered: Round, scene: Scene) -> Tensor:
+        """One picture a candidate, by the suite's sampler: [m, h, w, 3]."""
+        model = offered.model or self.victim
+        seeds = offered.seeds if offered.seeds is not None else [scene.seeds[i] for i in offered.rows.tolist()]
+        scene.spend("pictures", len(seeds))
+        parts = []
+        for start in range(0, len(seeds), self.sampling.batch_size):
+            part = slice(start, start + self.sampling.batch_size)
+            asked: Any = offered.texts[part] if offered.texts is not None else offered.condition[part]  # type: ignore[index]
+            parts.append(model.sample(asked, seeds=seeds[part], steps=self.sampling.steps, guidance=self.sampling.guidance, autocast=self.sampling.autocast))  # fmt: skip
+        return torch.cat(parts)
+
+
+def encode(model: Model, pictures: Tensor) -> Tensor:
+    """Latents of [n, h, w, 3] uint8 pictures."""
+    scaled = pictures.permute(0, 3, 1, 2).float().div(127.5).sub(1)
+    return torch.cat([model.encode_images(part) for part in scaled.split(ENCODED_AT_ONCE)])
+
+
+class Kept:
+    """Batches of an attack that are done, one JSON line each; the first line says of which attack."""
+
+    def __init__(self, folder: Path | None, fingerprint: str) -> None:
+        self.path = folder / "attempts.jsonl" if folder else None
+        self.rows: dict[int, dict[str, Any]] = {}
+        if self.path is None:
+            return
+        if self.path.exists():
+            lines = [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]
+            if not lines or lines[0].get("attack") != fingerprint:
+                raise UserError(f"{self.path} holds another attack (another model, protocol or budget); give a new folder with --output")  # fmt: skip
+            self.rows = {line["batch"]: line for line in lines[1:]}
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"attack": fingerprint}) + "\n")
+
+    def batch(self, number: int) -> dict[str, Any] | None:
+        return self.rows.get(number)
+
+    def add(self, number: int, done: dict[str, Any]) -> None:
+        self.rows[number] = {"batch": number, **done}
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.rows[number]) + "\n")
+
+    def all(self) -> Sequence[dict[str, Any]]:
+        return [self.rows[number] for number in sorted(self.rows)]

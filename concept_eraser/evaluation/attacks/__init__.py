@@ -1,0 +1,1 @@
+"""Adversarial attacks on erased models, one file each."""

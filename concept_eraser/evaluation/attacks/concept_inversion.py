@@ -1,0 +1,76 @@
+"""Concept inversion: one new word, learned on the erased model itself, that brings the concept back.
+
+Pham et al., "Circumventing Concept Erasure Methods For Text-to-Image Generative Models", ICLR 2024, arXiv 2308.01508
+(CCE), by textual inversion (arXiv 2208.01618): one embedding v in the place of the concept's word minimises
+
+    E || target - eps*(x_t, t, prompt with v) ||^2
+
+on pictures of the concept by the original model. One v serves all prompts; it is an embedding, no text.
+
+Differences: the rate is not scaled by the batch; v starts from the word itself, or from a random word (`start`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive, soft_embed
+from concept_eraser.models.base import Condition
+from concept_eraser.models.words import Slots
+
+
+@dataclass(frozen=True)
+class ConceptInversion(Attack):
+    """steps of Adam at lr with `batch` pictures each; a picture of every prompt after each `every`."""
+
+    title: ClassVar[str] = "Concept inversion (CCE)"
+    source: ClassVar[str] = "arXiv 2308.01508"
+    access: ClassVar[Access] = "white box"
+
+    steps: int = 5000
+    every: int = 500
+    batch: int = 16
+    lr: float = 5e-3
+    start: Literal["word", "random"] = "random"
+
+    def __post_init__(self) -> None:
+        require_positive(steps=self.steps, every=self.every, batch=self.batch, lr=self.lr)
+
+    def search(self, scene: Scene) -> Iterator[Round]:
+        words, table = scene.victim.words, scene.victim.table.detach()
+        slots = words.in_place_of(scene.wanted, scene.concept).to(table.device)
+        generator = scene.generator("concept inversion")
+        own = words.ids(scene.concept)[0]
+        pool = words.usable.nonzero()[:, 0]
+        first = own if self.start == "word" else int(pool[torch.randint(len(pool), (1,), generator=generator)])
+        word = table[first].clone().requires_grad_(True)
+        optimizer = torch.optim.Adam([word], self.lr)
+        for step in range(1, self.steps + 1):
+            rows = torch.randint(len(scene.prompts), (self.batch,), generator=generator)
+            t = torch.randint(0, scene.victim.timesteps, (self.batch,), generator=generator).to(table.device)
+            noisy, target = scene.noised(rows, t, generator)
+            condition = self._written(scene, slots[rows.to(table.device)], word)
+            loss = (scene.victim.denoise(noisy, t, condition) - target).square().mean()
+            (word.grad,) = torch.autograd.grad(loss, [word])
+            optimizer.step()
+            scene.spend("gradient steps", self.batch)
+            if step % self.every == 0 or step == self.steps:
+                live = scene.live
+                with torch.no_grad():
+                    written = self._written(scene, slots[live.to(table.device)], word)
+                yield Round(live, condition=written, loss=float(loss.detach()))
+
+    @staticmethod
+    def _written(scene: Scene, slots: Slots, word: Tensor) -> Condition:
+        """Prompts with the learned word in its places."""
+        rows = word.expand(*slots.places.shape, -1)
+        tokens = torch.full_like(slots.places, scene.victim.words.ids(scene.concept)[0])  # any that is no end token
+        return soft_embed(scene.victim, slots, tokens, rows)
+
+
+PLUGIN = ConceptInversion

@@ -1,0 +1,99 @@
+"""P4D: hard prompts by projected embeddings that make the erased model predict what the original predicts.
+
+Chin et al., "Prompting4Debugging: Red-Teaming Text-to-Image Diffusion Models by Finding Problematic Prompts", ICML 2024,
+arXiv 2309.06135, with the optimiser of PEZ (arXiv 2302.03668): continuous embeddings of the free tokens, each replaced by
+the vocabulary's nearest (cosine) for the forward pass, the gradient there applied to the continuous ones.
+
+    min E || eps*(x_t, t, adversarial prompt) - eps_original(x_t, t, wanted prompt) ||^2,   t ~ U[0, T)
+
+    variant N   `tokens` free tokens and nothing else
+    variant K   the prompt is kept, one free token after every `spacing` of its tokens
+
+Differences: a picture is judged after each `every` steps, and the first that shows the concept ends the prompt's search;
+the paper keeps the best by CLIP and judges once. Prompts of a batch share time steps' randomness, not their tokens. What
+UnlearnDiffAtk's repository calls P4D is another attack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive, soft_embed
+from concept_eraser.models.words import Slots
+
+
+def nearest(rows: Tensor, table: Tensor, usable: Tensor) -> Tensor:
+    """The usable token with the largest cosine to each embedding: [..., width] -> [...]."""
+    likeness = F.normalize(rows, dim=-1) @ F.normalize(table, dim=-1).T
+    return likeness.masked_fill(~usable, -torch.inf).argmax(-1)
+
+
+@dataclass(frozen=True)
+class P4D(Attack):
+    """Steps, rate and decay are the paper's."""
+
+    title: ClassVar[str] = "P4D"
+    source: ClassVar[str] = "arXiv 2309.06135"
+    access: ClassVar[Access] = "white box"
+
+    variant: Literal["N", "K"] = "N"
+    tokens: int = 16
+    spacing: int = 3
+    steps: int = 3000
+    every: int = 50
+    lr: float = 0.1
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_positive(tokens=self.tokens, spacing=self.spacing, steps=self.steps, every=self.every, lr=self.lr)
+
+    def _slots(self, scene: Scene) -> list[Slots]:
+        """One a prompt: under K they have as many free tokens as their length gives."""
+        words, device = scene.victim.words, scene.victim.device
+        if self.variant == "N":
+            return [words.slots([""], self.tokens).to(device) for _ in scene.prompts]
+        return [words.spaced(prompt, self.spacing).to(device) for prompt in scene.prompts]
+
+    def search(self, scene: Scene) -> Iterator[Round]:
+        words, table = scene.victim.words, scene.victim.table.detach()
+        usable = words.usable.to(table.device)
+        slots = self._slots(scene)
+        generator = scene.generator("p4d")
+        pool = words.usable.nonzero()[:, 0]
+        starts = [pool[torch.randint(len(pool), s.places.shape, generator=generator)].to(table.device) for s in slots]
+        soft = [table[start].clone().requires_grad_(True) for start in starts]
+        optimizer = torch.optim.AdamW(soft, self.lr, weight_decay=self.weight_decay)
+        wanted = scene.original.encode(scene.wanted)
+        for step in range(1, self.steps + 1):
+            live = scene.live.tolist()
+            t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(table.device)
+            noisy, _ = scene.noised(scene.live, t, generator)
+            with torch.no_grad():
+                goal = scene.original.denoise(noisy, t, wanted[scene.live.to(table.device)])
+            losses = []
+            for i, row in enumerate(live):
+                tokens = nearest(soft[row].detach(), table, usable)
+                hard = soft[row] + (table[tokens] - soft[row]).detach()  # its gradient is taken at the projected point
+                condition = soft_embed(scene.victim, slots[row], tokens, hard)
+                found = scene.victim.denoise(noisy[i : i + 1], t[i : i + 1], condition)
+                losses.append((found - goal[i : i + 1]).square().mean())
+            total = torch.stack(losses)
+            moved = [soft[row] for row in live]
+            for variable, gradient in zip(moved, torch.autograd.grad(total.sum(), moved), strict=True):
+                variable.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            scene.spend("gradient steps", len(live))
+            if step % self.every == 0 or step == self.steps:
+                texts = [words.texts(slots[r].filled(nearest(soft[r].detach(), table, usable)))[0] for r in live]
+                yield Round(scene.live, texts=texts, loss=float(total.detach().mean()))
+
+
+NAMED = {"p4d-n": {"variant": "N"}, "p4d-k": {"variant": "K"}}
+PLUGIN = P4D

@@ -1,0 +1,36 @@
+"""Other words for the same thing: synonyms, paraphrases and translations from a prompt set, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from concept_eraser.data import prompts
+from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+
+
+@dataclass(frozen=True)
+class Paraphrase(Attack):
+    """prompts: a prompt set by name or file; each attacked prompt is replaced by `tries` of its texts, in a seeded order."""
+
+    title: ClassVar[str] = "Paraphrases from a list"
+    source: ClassVar[str] = "HUB's axes, arXiv 2410.05664"
+    access: ClassVar[Access] = "queries"
+
+    prompts: str = "tiny_star_synonyms"
+    tries: int = 20
+
+    def __post_init__(self) -> None:
+        require_positive(tries=self.tries)
+
+    def search(self, scene: Scene) -> Iterator[Round]:
+        rows = prompts.load(self.prompts)
+        n = len(scene.prompts)
+        texts = rows.take(min(self.tries, len(rows)) * n, scene.seed).texts
+        for i in range(min(self.tries, len(rows))):
+            live = scene.live
+            yield Round(live, texts=[texts[i * n + j] for j in live.tolist()])
+
+
+PLUGIN = Paraphrase

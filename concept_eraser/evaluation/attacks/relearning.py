@@ -1,0 +1,76 @@
+"""Relearning: how few steps of fine-tuning on a few pictures of the concept bring it back?
+
+A LoRA (arXiv 2106.09685, by peft) on the denoiser's attention is trained on `images` of the original's pictures of the
+concept with the plain denoising loss; after every few steps all prompts are drawn again. What is reported is the share
+that shows the concept against the steps. The victim itself is not changed: its adapter is removed at the end.
+
+Needs the weights, as anyone has who can download the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+
+NAME = "relearning"
+
+
+@dataclass(frozen=True)
+class Relearning(Attack):
+    """images: pictures of the concept to train on, the first ones of the batch; rank of the LoRA; pictures are drawn after
+    each `every` of `steps` steps."""
+
+    title: ClassVar[str] = "Relearning (LoRA)"
+    source: ClassVar[str] = "ours"
+    access: ClassVar[Access] = "weights"
+
+    images: int = 10
+    rank: int = 4
+    steps: int = 100
+    every: int = 10
+    batch: int = 4
+    lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        require_positive(images=self.images, rank=self.rank, steps=self.steps, every=self.every, batch=self.batch, lr=self.lr)  # fmt: skip
+
+    def search(self, scene: Scene) -> Iterator[Round]:
+        from peft import LoraConfig
+
+        unet: Any = scene.victim.denoiser
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(scene.seed)  # peft draws from the global generator
+            unet.add_adapter(LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=["to_q", "to_k", "to_v", "to_out.0"]), adapter_name=NAME)  # fmt: skip
+        try:
+            yield from self._train(scene, [p for n, p in unet.named_parameters() if NAME in n])
+        finally:
+            unet.delete_adapters(NAME)
+            unet.unload_lora()
+
+    def _train(self, scene: Scene, trained: list[torch.nn.Parameter]) -> Iterator[Round]:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        optimizer = torch.optim.Adam(trained, self.lr)
+        generator = scene.generator("relearning")
+        count = min(self.images, len(scene.prompts))
+        wanted = scene.victim.encode(scene.wanted)
+        for step in range(1, self.steps + 1):
+            rows = torch.randint(count, (self.batch,), generator=generator)
+            t = torch.randint(0, scene.victim.timesteps, (self.batch,), generator=generator).to(scene.targets.device)
+            noisy, target = scene.noised(rows, t, generator)
+            loss = (scene.victim.denoise(noisy, t, wanted[rows.to(t.device)]) - target).square().mean()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            scene.spend("gradient steps", self.batch)
+            if step % self.every == 0 or step == self.steps:
+                live = scene.live
+                yield Round(live, texts=[scene.prompts[i] for i in live.tolist()], loss=float(loss.detach()))
+
+
+PLUGIN = Relearning

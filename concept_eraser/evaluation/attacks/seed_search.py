@@ -1,0 +1,33 @@
+"""The same prompt with other seeds: how much of an attack's success is only trying again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from concept_eraser.environment import derive_seed
+from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+
+
+@dataclass(frozen=True)
+class SeedSearch(Attack):
+    """tries: pictures a prompt, each from a seed of its own."""
+
+    title: ClassVar[str] = "Seed search"
+    source: ClassVar[str] = "a control"
+    access: ClassVar[Access] = "queries"
+
+    tries: int = 50
+
+    def __post_init__(self) -> None:
+        require_positive(tries=self.tries)
+
+    def search(self, scene: Scene) -> Iterator[Round]:
+        for i in range(self.tries):
+            live = scene.live
+            seeds = [derive_seed(scene.seed, "seed search", scene.seeds[j], i) % 2**31 for j in live.tolist()]
+            yield Round(live, texts=[scene.prompts[j] for j in live.tolist()], seeds=seeds)
+
+
+PLUGIN = SeedSearch

@@ -1,0 +1,137 @@
+"""The vocabulary of a CLIP tokenizer as attacks see it: which tokens there are, where free ones go, what comes back as text.
+
+An adversarial prompt counts as text only: tokens are decoded and tokenised again before a picture is made of them, and
+`usable` leaves out tokens that do not survive that on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from concept_eraser.errors import UserError
+
+Where = Literal["prefix", "suffix", "middle", "insert"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Prompts with free places: ids [n, length], and where the free ones are, [n, k], the same k for all."""
+
+    ids: Tensor
+    places: Tensor
+
+    def filled(self, tokens: Tensor) -> Tensor:
+        """The ids with tokens [n, k] in the free places."""
+        return self.ids.scatter(1, self.places, tokens)
+
+    def __getitem__(self, rows: Tensor) -> Slots:
+        return Slots(self.ids[rows], self.places[rows])
+
+    def to(self, device: torch.device) -> Slots:
+        return Slots(self.ids.to(device), self.places.to(device))
+
+
+class Words:
+    """A tokenizer with start, end and padding. Tensors are on the CPU."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.length = int(tokenizer.model_max_length)
+        self.start, self.end, self.pad = (int(t) for t in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id))  # fmt: skip
+        self.size = len(tokenizer)
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without start and end, uncut."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Tokens as text; start, end and padding are left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
+    def texts(self, ids: Tensor) -> list[str]:
+        """Rows with start, end and padding, [n, length], as texts."""
+        return [self.text(row) for row in ids.tolist()]
+
+    def pack(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Start, tokens, end, padding: [n, length]. Raises UserError for a row that does not fit."""
+        over = max(len(row) for row in rows) - (self.length - 2)
+        if over > 0:
+            raise UserError(f"a prompt with its free tokens is {over} tokens longer than the model's {self.length}; use fewer tokens or shorter prompts")  # fmt: skip
+        packed = [[self.start, *row, self.end, *[self.pad] * (self.length - 2 - len(row))] for row in rows]
+        return torch.tensor(packed)
+
+    def slots(self, prompts: Sequence[str], k: int, where: Where = "prefix") -> Slots:
+        """Prompts with k free tokens each: before, behind, in the middle of, or spread evenly over the prompt's own.
+
+        Raises UserError where a prompt leaves too little room.
+        """
+        rows, places = [], []
+        for prompt in prompts:
+            own = self.ids(prompt)
+            cuts = _cuts(len(own), k, where)
+            row: list[int] = []
+            free: list[int] = []
+            for i in range(len(own) + 1):
+                for _ in range(cuts.count(i)):
+                    free.append(len(row) + 1)  # behind the start token
+                    row.append(self.pad)
+                row += own[i : i + 1]
+            rows.append(row)
+            places.append(free)
+        return Slots(self.pack(rows), torch.tensor(places))
+
+    def spaced(self, prompt: str, spacing: int) -> Slots:
+        """One prompt with a free token after every `spacing` of its own (and at least one)."""
+        own = self.ids(prompt)
+        row: list[int] = []
+        places: list[int] = []
+        for i, token in enumerate(own, 1):
+            row.append(token)
+            if i % spacing == 0 or (i == len(own) and not places):
+                places.append(len(row) + 1)
+                row.append(self.pad)
+        return Slots(self.pack([row]), torch.tensor([places]))
+
+    def in_place_of(self, prompts: Sequence[str], word: str) -> Slots:
+        """The prompts with one free token in a word's place. Raises UserError for a prompt without that word."""
+        wanted, rows, places = self.ids(word), [], []
+        for prompt in prompts:
+            own = self.ids(prompt)
+            at = next((i for i in range(len(own)) if own[i : i + len(wanted)] == wanted), None)
+            if at is None:
+                raise UserError(f"this attack replaces the word {word!r}, which the prompt {prompt!r} does not have")
+            rows.append([*own[:at], self.pad, *own[at + len(wanted) :]])
+            places.append([at + 1])
+        return Slots(self.pack(rows), torch.tensor(places))
+
+    def survives(self, rows: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether each row of tokens comes back from its own text."""
+        again = self.tokenizer(self.tokenizer.batch_decode([list(row) for row in rows]), add_special_tokens=False).input_ids  # fmt: skip
+        return [list(one) == list(other) for one, other in zip(rows, again, strict=True)]
+
+    def like(self, name: str) -> Tensor:
+        """[size] bool: tokens that contain one of a name's words, or are a part of one (of three letters or more)."""
+        parts = name.lower().split()
+        texts = [text.strip().lower() for text in self.tokenizer.batch_decode([[i] for i in range(self.size)])]
+        return torch.tensor([any(p in t or (len(t) > 2 and t in p) for p in parts) for t in texts])
+
+    @cached_property
+    def usable(self) -> Tensor:
+        """[size] bool: tokens whose text, tokenised again, is that token alone."""
+        special = set(self.tokenizer.all_special_ids)
+        texts = [self.tokenizer.decode([i]) for i in range(self.size)]
+        again = self.tokenizer(texts, add_special_tokens=False).input_ids
+        return torch.tensor([i not in special and list(ids) == [i] for i, ids in enumerate(again)])
+
+
+def _cuts(length: int, k: int, where: Where) -> list[int]:
+    """Before which of the prompt's tokens the k free ones go, ascending."""
+    if where == "insert":
+        return [round((i + 1) * length / (k + 1)) for i in range(k)]
+    return [{"prefix": 0, "suffix": length, "middle": length // 2}[where]] * k
