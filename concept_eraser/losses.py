@@ -88,8 +88,8 @@ def histogram(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
 
 def bernoulli_divergence(p: Tensor, alpha: float) -> Tensor:
     """p log(p / (1 - alpha)) + (1 - p) log((1 - p) / alpha): how far a share p of retained samples is from 1 - alpha."""
-    p = p.clamp(1e-6, 1 - 1e-6)  # the logarithms, not the wish
-    return p * (p / (1 - alpha)).log() + (1 - p) * ((1 - p) / alpha).log()
+    tiny = 1e-6  # inside the logarithms only: at p = 0, where every sample shows the class, the slope must not vanish
+    return p * (p.clamp(min=tiny) / (1 - alpha)).log() + (1 - p) * ((1 - p).clamp(min=tiny) / alpha).log()
 
 
 @dataclass(frozen=True)

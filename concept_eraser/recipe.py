@@ -31,6 +31,8 @@ from concept_eraser.sections import (
     Watch,
 )
 
+CLIMBING = ("a", "ga", "a-d", "gdiff", "sa")  # names that promise ascent; the rules behind them take any loss
+
 
 class Recipe(Strict):
     """One erasing job."""
@@ -62,10 +64,13 @@ class Recipe(Strict):
 
     @field_validator("method")
     @classmethod
-    def _known_method(cls, value: MethodSpec) -> MethodSpec:
+    def _known_method(cls, value: MethodSpec, info: Any) -> MethodSpec:
         wrong = registry.problems("method", value.name, value.options)
         if wrong:
             raise ValueError("; ".join(wrong))
+        forget = info.data.get("forget")
+        if value.name in CLIMBING and forget is not None and forget.loss == "data":
+            raise ValueError(f"the method {value.name!r} climbs the forget loss, so as it stands it would train on what is to be forgotten; set forget.loss: ascent")  # fmt: skip
         name, options = registry.resolve("method", value.name, value.options)
         return MethodSpec(name=name, **options)
 

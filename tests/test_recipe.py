@@ -124,3 +124,12 @@ def test_every_shipped_recipe_is_valid_and_opens_with_its_command() -> None:
         assert recipe.load(name).model
         text = resources.find("pipelines", name).read_text()
         assert text.startswith(f"# concept-eraser erase {name}\n"), name
+
+
+@pytest.mark.parametrize("name", ["a", "ga", "a-d", "sa"])
+def test_a_method_that_promises_ascent_does_not_train_on_the_forgotten(name: str) -> None:
+    content = {"target": "classifier", "forget": {"data": "digits", "classes": [3]}, "retain": "rest", "method": name}
+    with pytest.raises(UserError, match=rf"the method '{name}' climbs the forget loss.*set forget.loss: ascent"):
+        recipe.load(content)
+    content["forget"] = {"data": "digits", "classes": [3], "loss": "ascent"}
+    assert recipe.load(content).forget.loss == "ascent"

@@ -76,3 +76,20 @@ def test_resources_name_what_is_missing(tmp_path) -> None:
         resources.find("pipelines", "nothing")
     with pytest.raises(UserError, match="no such recipe file"):
         resources.find("pipelines", str(tmp_path / "x.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("munba", {"formula": "prnted"}, "formula must be 'exact' or 'printed', found 'prnted'"),
+        ("natural_gradient", {"objective": "retain-mean"}, "objective must be 'retain_mean' or 'fixed_n'"),
+        ("natural_gradient", {"damping": float("nan")}, "damping must be a finite number"),
+        ("natural_gradient", {"tolerance": -1.0}, "tolerance > 0"),
+        ("mini_unlearning", {"hvp": "auto"}, "hvp must be"),
+        ("uno", {"strength": "atuo"}, "strength must be 'auto'"),
+        ("uno", {"ratio": float("inf")}, "ratio must be a finite number"),
+    ],
+)
+def test_options_are_checked_in_python_too(name: str, given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        registry.load("method", name)(**given)

@@ -120,7 +120,7 @@ def _show_plugin(kind: str, name: str) -> None:
     if others:
         typer.echo(f"settings with a name of their own: {', '.join(others)}")
     if kind == "method":
-        typer.echo(f"theorems tested: {', '.join(sorted(method.theorems)) or 'none'}\n")
+        typer.echo(f"theorems tested: {', '.join(sorted(registry.build(kind, name, {}).laws())) or 'none'}\n")
     else:
         typer.echo(f"needs of the victim: {method.access}\n")
     typer.echo(inspect.getdoc(sys.modules[method.__module__]) or "")

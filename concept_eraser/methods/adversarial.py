@@ -34,6 +34,7 @@ class Adversarial(Method):
     forget: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.inner_steps < 0 or self.inner_lr <= 0 or min(self.retain, self.forget) < 0:
             raise ValueError(f"inner_steps, retain and forget must be >= 0 and inner_lr > 0, found {self.inner_steps}, {self.retain}, {self.forget}, {self.inner_lr}")  # fmt: skip
 

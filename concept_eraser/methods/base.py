@@ -5,16 +5,18 @@ Methods see tensors only, never a model. Players and their order are the closure
 
 from __future__ import annotations
 
+import math
+import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.vectors import Vec, combine, gramian
+from concept_eraser.vectors import Vec, combine, gramian, is_finite
 
 HessianProduct = Literal["difference", "exact"]
 
@@ -60,12 +62,37 @@ class Direction:
     notes: Mapping[str, float] = field(default_factory=dict)  # e.g. {"clamped": 1}
 
 
-class Method(ABC):
+class Options:
+    """Options that are checked however a plug-in is made: from a recipe, or by hand in Python."""
+
+    theorems: ClassVar[frozenset[str]] = frozenset()  # properties that one shared test proves
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is none of a Literal's, and for a number that is not finite."""
+        hints = typing.get_type_hints(type(self))
+        for option in fields(self):  # type: ignore[arg-type]  # every plug-in is a dataclass
+            if option.init:
+                _require_allowed(option.name, getattr(self, option.name), hints[option.name])
+
+    def laws(self) -> frozenset[str]:
+        """The theorems that hold with these options: all of the class's, unless a method says otherwise."""
+        return self.theorems
+
+
+def _require_allowed(name: str, value: Any, hint: Any) -> None:
+    choices = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is not Literal else [hint]
+    allowed = [value for choice in choices if typing.get_origin(choice) is Literal for value in typing.get_args(choice)]
+    if isinstance(value, str) and allowed and value not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, found {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, found {value}")
+
+
+class Method(Options, ABC):
     """A plug-in: a frozen dataclass whose fields are its options. A file of methods/ holds one, named PLUGIN."""
 
     title: ClassVar[str]
     source: ClassVar[str]  # arXiv id or other reference
-    theorems: ClassVar[frozenset[str]] = frozenset()  # properties that one shared test proves
     needs_fp32: ClassVar[bool] = False  # differences of gradients drown in the rounding of bf16
     needs_attack: ClassVar[bool] = False  # it solves a lower-level problem, the player `attack`
     targets: ClassVar[tuple[str, ...] | None] = None  # what it can train; None for everything with two losses
@@ -114,12 +141,27 @@ def usable(gram: Tensor) -> Tensor:
     return torch.isfinite(squares) & (squares > 0) & torch.isfinite(gram).any(1)
 
 
-class Edit(ABC):
+@contextmanager
+def all_or_nothing(params: Vec, remedy: str) -> Iterator[Vec]:
+    """Inside, the parameters may move; the values they had are given. An error puts them back, and so do weights that are
+    not finite at the end: ValueError, with the remedy."""
+    before = tuple(p.detach().clone() for p in params)
+    try:
+        yield before
+        if not is_finite(params):
+            raise ValueError(f"the edit ran away (weights that are not finite), so nothing was changed; {remedy}")
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in zip(params, before, strict=True):
+                parameter.copy_(value)
+        raise
+
+
+class Edit(Options, ABC):
     """A plug-in that changes a model in one go, without a loop of gradient steps: a frozen dataclass of its options."""
 
     title: ClassVar[str]
     source: ClassVar[str]
-    theorems: ClassVar[frozenset[str]] = frozenset()
     needs_fp32: ClassVar[bool] = True
     needs_attack: ClassVar[bool] = False
     targets: ClassVar[tuple[str, ...] | None] = ("classifier",)  # models with a likelihood of labels

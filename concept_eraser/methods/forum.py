@@ -97,12 +97,16 @@ def any_players(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
     m = len(gram)
     if m > 10:
         raise ValueError(f"FORUM solves its quadratic program by trying all supports, for at most 10 players; found {m}")  # fmt: skip
+    # The minimiser does not depend on the gradients' common length, but the linear systems' rank decisions would.
+    size = float(gram.diagonal().max())
+    if size > 0:
+        gram, inner, tau = gram / size, inner / size**0.5, tau / size**0.5
     bowls = [(gram, torch.zeros(m, dtype=gram.dtype))]
     if tau > -float("inf"):  # where c > 0: 1/2 ||G lam||^2 - 1/2 (tau - <u, G lam>)^2
         bowls.append((gram - torch.outer(inner, inner), tau * inner))
     best, lowest = None, float("inf")
-    for (bowl, slope), size in itertools.product(bowls, range(1, m + 1)):
-        for support in itertools.combinations(range(m), size):
+    for (bowl, slope), n in itertools.product(bowls, range(1, m + 1)):
+        for support in itertools.combinations(range(m), n):
             lam = _stationary(bowl, slope, list(support))
             if lam is not None and (value := dual_value(lam, gram, inner, tau)) < lowest:
                 best, lowest = lam, value
@@ -112,13 +116,19 @@ def any_players(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
 
 
 def _stationary(bowl: Tensor, slope: Tensor, support: list[int]) -> Tensor | None:
-    """The stationary point of 1/2 x^T bowl x + slope^T x on sum x = 1 within a support; None where x < 0."""
+    """The stationary point of 1/2 x^T bowl x + slope^T x on sum x = 1 within a support; None where x < 0.
+
+    Solved for y_i = x_i sqrt(bowl_ii), the players' own lengths taken out."""
     n = len(support)
-    system = torch.ones(n + 1, n + 1, dtype=bowl.dtype)
-    system[:n, :n] = bowl[support][:, support]
-    system[n, n] = 0
-    right = torch.cat([-slope[support], torch.ones(1, dtype=bowl.dtype)])
-    found = torch.linalg.lstsq(system, right[:, None], driver="gelsd").solution[:n, 0]
+    inside = bowl[support][:, support]
+    lengths = inside.diagonal().abs().sqrt()
+    lengths = torch.where(lengths > 0, lengths, torch.ones_like(lengths))
+    system = torch.zeros(n + 1, n + 1, dtype=bowl.dtype)
+    system[:n, :n] = inside / torch.outer(lengths, lengths)
+    level = float(lengths.min())  # sum x = 1 as sum y_i level / length_i = level, so that its row is of order one
+    system[n, :n] = system[:n, n] = level / lengths
+    right = torch.cat([-slope[support] / lengths, torch.full((1,), level, dtype=bowl.dtype)])
+    found = torch.linalg.lstsq(system, right[:, None], driver="gelsd").solution[:n, 0] / lengths
     if float(found.min()) < -1e-12 or abs(float(found.sum()) - 1) > 1e-9:
         return None
     lam = torch.zeros(len(bowl), dtype=bowl.dtype)
@@ -158,6 +168,7 @@ class Forum(Method):
     _kept: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rho_e < 0 or self.inner_steps < 1 or self.inner_lr <= 0 or self.outer_lr <= 0:
             raise ValueError(f"rho_e must be >= 0, inner_steps >= 1, inner_lr and outer_lr > 0; found {self.rho_e}, {self.inner_steps}, {self.inner_lr}, {self.outer_lr}")  # fmt: skip
         if not 0 <= self.floor <= 0.5 or not 0 <= self.momentum <= 1:

@@ -54,6 +54,7 @@ class Influence(Edit):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.damping <= 0 or self.samples < 1:
             raise ValueError(f"damping must be > 0 and samples >= 1, found {self.damping}, {self.samples}")
 

@@ -26,6 +26,7 @@ Deliberate differences from the paper:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,10 +36,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from concept_eraser.methods.base import Edit, EditRequest
+from concept_eraser.methods.base import Edit, EditRequest, all_or_nothing
 from concept_eraser.methods.fisher import Fisher, Risk
 from concept_eraser.vectors import Vec, combine, dot, norm, spectral_norm
 
+REMEDY = "take fewer iterations k, or record a training whose learning rate contracts"
 NAMED = {"rewind": {"rewind": True}}
 
 MeanLoss = Callable[[Sequence[int]], Tensor]  # mean loss of some samples, by index, at the parameters as they stand
@@ -147,6 +149,7 @@ class MiniUnlearning(Edit):
     estimate: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.k < 1 or self.estimate < 0:
             raise ValueError(f"k must be >= 1 and estimate >= 0, found {self.k}, {self.estimate}")
 
@@ -160,8 +163,11 @@ class MiniUnlearning(Edit):
         if self.hvp == "ggn" and curvature is None:
             raise ValueError("hvp: ggn needs the argument `curvature`, (samples, v) -> Gauss-Newton product, e.g. lambda rows, v: Fisher(risk, [(x[rows], y[rows])]).product(v); or use hvp: autograd")  # fmt: skip
         assert history is not None
-        params, gone = history.params, {int(j) for j in forget}
-        final = tuple(p.detach().clone() for p in params)
+        with all_or_nothing(history.params, REMEDY) as final:
+            return self._recursion(steps, history.params, final, {int(j) for j in forget}, loss, curvature)
+
+    def _recursion(self, steps: list[Iteration], params: Vec, final: Vec, gone: set[int], loss: MeanLoss, curvature: Callable | None) -> Outcome:  # fmt: skip
+        """D over the recorded iterations, oldest first, added to the weights of the last."""
         d = dv = tuple(torch.zeros_like(p) for p in params)
         lengths, rates, touched = [], [], 0
         plain = not any(step.momentum for step in steps)
@@ -190,7 +196,8 @@ class MiniUnlearning(Edit):
             done = rewind(history, request.loss, request.forget, self.k)
         else:
             done = self.apply(history, request.loss, request.forget, curvature=self._curvature(request))
-        return {"step": done.lengths[-1], "touched": done.touched, "truncation": done.truncation}
+        known = {"truncation": done.truncation} if math.isfinite(done.truncation) else {}
+        return {"step": done.lengths[-1], "touched": done.touched, **known}
 
     def _curvature(self, request: EditRequest) -> Callable[[Sequence[int], Vec], Vec]:
         risk = Risk(request.model, "softmax", request.ridge)
@@ -264,20 +271,19 @@ def rewind(history: History | None, loss: MeanLoss, forget: Sequence[int], k: in
     """The baseline: load w_{T-k} and train the last k iterations again without the forgotten samples."""
     steps = _require(history).last(k)
     assert history is not None
-    params, gone = history.params, {int(j) for j in forget}
-    final = tuple(p.detach().clone() for p in params)
-    _put(params, steps[0].weights)
-    velocity = steps[0].velocity or tuple(torch.zeros_like(p) for p in params)
-    touched = 0
-    for step in steps:
-        kept = [j for j in step.indices if j not in gone]
-        touched += len(kept) < len(step.indices)
-        gradient = mean_gradient(loss, kept, params) if kept else tuple(torch.zeros_like(p) for p in params)
-        velocity = combine([step.momentum, 1.0], [velocity, gradient]) if step.momentum else gradient
-        with torch.no_grad():
-            for parameter, v in zip(params, velocity, strict=True):
-                parameter.sub_(step.lr * v)
-    moved = tuple(p.detach() - w for p, w in zip(params, final, strict=True))
+    params, gone, touched = history.params, {int(j) for j in forget}, 0
+    with all_or_nothing(params, REMEDY) as final:
+        _put(params, steps[0].weights)
+        velocity = steps[0].velocity or tuple(torch.zeros_like(p) for p in params)
+        for step in steps:
+            kept = [j for j in step.indices if j not in gone]
+            touched += len(kept) < len(step.indices)
+            gradient = mean_gradient(loss, kept, params) if kept else tuple(torch.zeros_like(p) for p in params)
+            velocity = combine([step.momentum, 1.0], [velocity, gradient]) if step.momentum else gradient
+            with torch.no_grad():
+                for parameter, v in zip(params, velocity, strict=True):
+                    parameter.sub_(step.lr * v)
+        moved = tuple(p.detach() - w for p, w in zip(params, final, strict=True))
     return Outcome((float(norm(moved)),), touched / k)
 
 

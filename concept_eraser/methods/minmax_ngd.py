@@ -54,6 +54,7 @@ class MinMaxNGD(Method):
     _kept: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.forget_steps < 1 or self.retain_steps < 1 or self.period < 1:
             raise ValueError(f"forget_steps, retain_steps and period must be >= 1, found {self.forget_steps}, {self.retain_steps}, {self.period}")  # fmt: skip
         if self.pull < 0 or not 0 < self.average <= 1 or not 0 < self.memory <= 1 or self.smoothing <= 0:

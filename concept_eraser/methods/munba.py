@@ -109,10 +109,14 @@ class Munba(GramMethod):
     _kept: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.every < 1:
             raise ValueError(f"every must be >= 1, found {self.every}")
         if not 0 < self.xi < 1:
             raise ValueError(f"xi must lie in (0, 1), found {self.xi}")
+
+    def laws(self) -> frozenset[str]:
+        return self.theorems if self.formula == "exact" else frozenset({"scale_invariance"})
 
     def check_players(self, players: tuple[str, ...]) -> None:
         if self.formula == "printed" and len(players) != 2:

@@ -60,6 +60,9 @@ def proximal_step(theta: Tensor, metric: Tensor, retained_gradient: Tensor, pena
     return proximal(theta - torch.linalg.solve(metric, retained_gradient), metric, penalty)
 
 
+DIVERGED = 10.0  # a residual this many times the right-hand side is no solution; kfac and diagonal may pass 1
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a step did: its direction and length, ||grad L(R)|| before and after (of the retain_mean target), how far
@@ -102,8 +105,9 @@ class NaturalGradient(Edit):
     kl: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.damping < 0 or self.kl < 0 or self.iterations < 1 or self.sigma < 0:
-            raise ValueError(f"damping and kl must be >= 0, iterations >= 1, sigma >= 0; found {self.damping}, {self.kl}, {self.iterations}, {self.sigma}")  # fmt: skip
+        super().__post_init__()
+        if self.damping < 0 or self.kl < 0 or self.iterations < 1 or self.sigma < 0 or self.tolerance <= 0:
+            raise ValueError(f"damping and kl must be >= 0, iterations >= 1, sigma >= 0, tolerance > 0; found {self.damping}, {self.kl}, {self.iterations}, {self.sigma}, {self.tolerance}")  # fmt: skip
 
     def apply(self, risk: Risk, forget: Batches, retain: Batches) -> Outcome:
         """Move the model of `risk` in place. forget, retain: batches (inputs, targets) that together are its data."""
@@ -124,6 +128,8 @@ class NaturalGradient(Edit):
             raise ValueError(f"the step of solver {self.solver!r} is not finite, so nothing was changed; give the risk a ridge or damping > 0 (lissa: a larger sigma)")  # fmt: skip
         missed = tuple(a - b for a, b in zip(fisher.product(step), wanted, strict=True))
         residual = float(norm(missed) / norm(wanted)) if float(norm(wanted)) > 0 else 0.0
+        if not residual <= DIVERGED:
+            raise ValueError(f"solver {self.solver!r} ran away (residual {residual:.2g} of the right-hand side's length), so nothing was changed; give damping > 0 (lissa: a larger sigma, or 0 to choose it)")  # fmt: skip
         shrunk = self._shrink(Fisher(risk, retain), step)
         step = tuple(shrunk * part for part in step)
         before = float(norm(risk.gradient(retain)))

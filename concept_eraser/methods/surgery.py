@@ -33,6 +33,9 @@ class Surgery(GramMethod):
 
     rule: Literal["descent", "ascent", "pcgrad"] = "descent"
 
+    def laws(self) -> frozenset[str]:
+        return frozenset() if self.rule == "pcgrad" else self.theorems
+
     def check_players(self, players: tuple[str, ...]) -> None:
         if len(players) != 2:
             raise ValueError(f"surgery knows two players, retain and forget; found {', '.join(players)}. For more use torchjd with rule: PCGrad")  # fmt: skip

@@ -34,6 +34,7 @@ class TorchJD(GramMethod):
     rule: Rule = "UPGrad"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             self._rule(2)
         except ImportError as error:

@@ -77,12 +77,16 @@ class Uno(Method):
     histogram: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.strength != "auto" and self.strength < 0:
             raise ValueError(f"strength must be 'auto' or >= 0, found {self.strength}")
         if self.ratio <= 0 or self.size <= 0 or self.histogram < 0:
             raise ValueError(f"ratio and size must be > 0 and histogram >= 0, found {self.ratio}, {self.size}, {self.histogram}")  # fmt: skip
         if self.rule == "none" and self.alternate:
             raise ValueError("alternate needs a rule to alternate with: uno or surgery, found rule 'none'")
+
+    def laws(self) -> frozenset[str]:
+        return frozenset() if self.histogram or self.rule == "none" else self.theorems  # a judge knows which way is up
 
     def check_players(self, players: tuple[str, ...]) -> None:
         known = {"retain", "forget", "replace", *(["histogram"] if self.histogram else [])}

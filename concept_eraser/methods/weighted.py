@@ -36,6 +36,7 @@ class Weighted(Method):
     alternate: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.retain < 0 or self.forget < 0 or self.retain + self.forget == 0:
             raise ValueError(f"the weights must be >= 0 and not both 0, found retain={self.retain}, forget={self.forget}; to climb a loss use the loss 'ascent'")  # fmt: skip
         if self.alternate and self.retain * self.forget == 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from concept_eraser.erasers.classifier import Classifier
 from concept_eraser.errors import UserError
-from concept_eraser.methods.base import Edit, EditRequest
+from concept_eraser.methods.base import Edit, EditRequest, all_or_nothing
 from concept_eraser.targets import labelled
 from concept_eraser.targets.base import Request
 
@@ -42,7 +42,8 @@ def apply(method: Edit, request: Request) -> tuple[Classifier, Mapping[str, floa
     eraser.module.eval()
     began = time.monotonic()
     try:
-        notes = method.edit(asked)
+        with all_or_nothing(params, "use more damping, or a smaller strength"):
+            notes = method.edit(asked)
     except ValueError as error:
         raise UserError(str(error)) from error
     return eraser, notes, time.monotonic() - began

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from concept_eraser.methods.forum import Forum, any_players, descend_inner, multipliers, two_players
+from concept_eraser.methods.forum import Forum, any_players, descend_inner, dual_value, multipliers, two_players
 from concept_eraser.training.closure import LossClosure
 from concept_eraser.vectors import combine, gramian
 
@@ -367,3 +367,24 @@ def test_multipliers_work_on_a_gram_matrix_of_tensor_tuples() -> None:
     lam, nu = multipliers(gramian(vecs), 0.4)
     step = combine([*lam.tolist(), nu], vecs)
     torch.testing.assert_close(torch.cat(step), lam @ g + nu * q)
+
+
+@pytest.mark.parametrize("m", [1, 3, 4])
+def test_the_common_length_of_the_gradients_does_not_matter(m: int) -> None:
+    """Scaling all gradients, that of q too, by 1e-12 to 1e12 leaves the multipliers: no rank decision sees the units."""
+    for seed in range(5):
+        g, q = problem(m, seed)
+        expected, nu = multipliers(gram_of(g, q), 0.4)
+        for scale in (1e-12, 1e-8, 1e-4, 1e4, 1e8, 1e12):
+            lam, found = multipliers(gram_of(scale * g, scale * q), 0.4)
+            torch.testing.assert_close(lam, expected, rtol=1e-9, atol=1e-12)
+            assert found == pytest.approx(nu, rel=1e-9, abs=1e-12)
+        apart = torch.ones(m, dtype=g.dtype)
+        apart[0] = 1e6  # one gradient a million times the others
+        gram = gram_of(apart[:, None] * g, q)
+        tau = 0.4 * float(q.norm())
+        lam, _ = multipliers(gram, 0.4)
+        inner = gram[:m, m] / float(q.norm())
+        value = dual_value(lam, gram[:m, :m], inner, tau)
+        others = torch.distributions.Dirichlet(torch.full((m,), 0.3, dtype=g.dtype)).sample((300,)) if m > 1 else []
+        assert all(dual_value(other, gram[:m, :m], inner, tau) >= value * (1 - 1e-9) - 1e-12 for other in others)

@@ -339,3 +339,24 @@ def test_bad_input_is_refused() -> None:
         MiniUnlearning(k=0)
     with pytest.raises(ValueError, match="at least one"):
         History(training.params, 0)
+
+
+def test_an_edit_that_runs_away_changes_nothing() -> None:
+    """Of a training whose rate diverges the recursion overflows: refused, and the weights are those of before; likewise
+    where the loss itself fails in the middle."""
+    training = ridge(lr=50.0, steps=250)
+    history = History(training.params, 250)
+    training.run(history=history)
+    with torch.no_grad():
+        training.w.fill_(1.0)  # the training itself has overflowed
+    for edit in (lambda: MiniUnlearning(k=250).apply(history, training.mean_loss, GONE), lambda: rewind(history, training.mean_loss, GONE, 250)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"nothing was changed; take fewer iterations"):
+            edit()
+        assert torch.equal(training.w, torch.ones_like(training.w))
+
+    def failing(rows: Sequence[int]) -> Tensor:
+        raise RuntimeError("no data")
+
+    with pytest.raises(RuntimeError, match="no data"):
+        rewind(history, failing, GONE, 40)
+    assert torch.equal(training.w, torch.ones_like(training.w))

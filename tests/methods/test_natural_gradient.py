@@ -126,7 +126,7 @@ def test_n4_certificate_bounds_the_error() -> None:
     target = softmax_regression(x[m:], y[m:], mu).weight
     # C: gradients of softmax regression are (p - e_y) x^T, of length at most sqrt(2) ||x||, plus the ridge's
     lipschitz = float(2**0.5 * x.norm(dim=1).max() + mu * model.weight.detach().norm())
-    assert float((model.weight - target).norm()) <= m * lipschitz / (len(x) * mu)
+    assert float((model.weight.detach() - target).norm()) <= m * lipschitz / (len(x) * mu)
     NaturalGradient().apply(risk, [(x[:m], y[:m])], [(x[m:], y[m:])])
     error = float((model.weight - target).norm())
     certificate = risk.certificate([(x[m:], y[m:])], mu)

@@ -131,7 +131,7 @@ def grids(found: dict[str, list[dict]]) -> str:
         if runs[0]["grid"]:
             points = "; ".join(f"{setting(g['point'])}: {g['score']:.3f}" for g in runs[0]["grid"])
             lines.append(f"* {runs[0]['label']}: {points}")
-    return "\n".join(lines)
+    return "\n".join(dict.fromkeys(lines))  # entries that take over another's grid repeat it
 
 
 def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) -> str:
