@@ -64,7 +64,8 @@ def erase(
               retain="tiny_rest", method="munba", training={"steps": 100})
     model: overrides the recipe's; a name, folder, hub id, or an object in memory (a pipeline, a torch module, a CLIP
         model with its tokenizer). An object in memory is changed in place, and left in eval mode, in fp32, on the device
-        of the training, with no parameter requiring a gradient but the trained ones.
+        of the training, with no parameter requiring a gradient but the trained ones. After an error or an interruption
+        it has the weights it came with, so that a run is resumed with the same object.
     forget, retain: for a classifier, VAE or CLIP model their `data` may be an object in memory too: a torch Dataset or
         a pair of arrays (inputs, labels).
     output: the run folder; default runs/<fingerprint of the recipe>.
@@ -80,11 +81,14 @@ def erase(
         recipe, objects = _without_objects(recipe)
     job = _recipe(recipe, _name_of(source) if source is not None else model, overrides, settings)
     folder = Path(output) if output else Path("runs") / job.fingerprint
-    if jobs.prepare_folder(folder, job, resume=resume, overwrite=overwrite, command=command or f"concept-eraser erase {folder / 'recipe.yaml'}", in_memory=source is not None or bool(objects)):  # fmt: skip
+    if jobs.check_folder(
+        folder, job, resume=resume, overwrite=overwrite, in_memory=source is not None or bool(objects)
+    ):
         done = json.loads((folder / "done.json").read_text())
         return Run(folder, job, done["seconds"])
     loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle)
-    work = jobs.Job(job, loaded, folder, progress, cache, objects, look)
+    told = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
+    work = jobs.Job(job, loaded, folder, progress, cache, objects, look, lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=told))  # fmt: skip
     done = work.write(work.run(resume=resume))
     plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
     return Run(folder, job, done["seconds"], loaded)

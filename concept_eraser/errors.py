@@ -14,6 +14,12 @@ class Interrupted(Exception):
     """Work was stopped by the user; the message says how to go on."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in at most 150 characters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:150]}" if lines else type(error).__name__
+
+
 def unknown(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> UserError:
     """`unknown method 'munbaa'; did you mean 'munba'? available: ...`"""
     return UserError(unknown_message(what, found, allowed, hint=hint))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +27,11 @@ from concept_eraser.targets.base import Request
 from concept_eraser.training.checkpoint import write_whole
 from concept_eraser.training.engine import Engine, Eraser, Schedule
 
+MADE = ("done.json", "state.ckpt", "log.jsonl", "watch.jsonl", "weights.safetensors", "environment.json", "conflict.png", "evaluation.json", "report.html")  # fmt: skip
 
-def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, command: str, in_memory: bool = False) -> bool:  # fmt: skip
-    """Claim the output folder for this recipe; True if a finished run of it is already there.
+
+def check_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, in_memory: bool = False) -> bool:
+    """Whether a finished run of this recipe is already there; nothing is touched.
 
     in_memory: the model or its data is an object that the recipe only names, so that a finished run may be another's.
 
@@ -55,11 +58,18 @@ def prepare_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: boo
             raise UserError(
                 f"{folder} holds this run, unfinished; continue with --resume, or start over with --overwrite"
             )
-    if overwrite and folder.exists():
-        for name in ("done.json", "state.ckpt", "log.jsonl", "watch.jsonl"):
-            (folder / name).unlink(missing_ok=True)
-    write_whole(path, lambda partial: _text(partial, recipes.dump(recipe, command)))
     return False
+
+
+def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str) -> None:
+    """Write the recipe, and take away what an earlier run left: called when model and data have been found to fit."""
+    if overwrite and folder.exists():
+        ours = (folder / "recipe.yaml").exists()
+        for name in MADE if ours else MADE[:4]:
+            (folder / name).unlink(missing_ok=True)
+        for name in resources.WHOLE_MODEL if ours else ():
+            shutil.rmtree(folder / name, ignore_errors=True)
+    write_whole(folder / "recipe.yaml", lambda partial: _text(partial, recipes.dump(recipe, command)))
 
 
 def _text(path: Path, text: str) -> None:
@@ -100,6 +110,7 @@ class Job:
     cache: Path | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
     look: Callable[[int, float], None] | None = None  # asked between steps, unless the recipe watches
+    claim: Callable[[], None] = lambda: None  # called once, when nothing about the input can be wrong any more
 
     def eraser(self) -> Eraser:
         return (prompted if self.recipe.target in recipes.PROMPTED else labelled).build(self.request)
@@ -114,6 +125,7 @@ class Job:
         if hasattr(method, "edit"):
             self.model.to(self.accelerator().device)
             eraser, told, seconds = edits.apply(method, self.request)
+            self.claim()
             return Outcome(eraser, seconds, {"edit": dict(told)})
         engine = self.train(method, resume=resume)
         notes: dict[str, Any] = {"steps": self.recipe.training.steps, "skipped_steps": engine.skipped}
@@ -135,8 +147,14 @@ class Job:
         training, accelerator = self.recipe.training, self.accelerator()
         self.model.to(accelerator.device)
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
-        engine = Engine(self.eraser(), method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise)  # fmt: skip
-        engine.run(resume=resume)
+        eraser = self.eraser()
+        self.claim()
+        engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise)  # fmt: skip
+        try:
+            engine.run(resume=resume)
+        except BaseException:  # a model in memory must not stay half trained; the state of the run is in its folder
+            eraser.restore()
+            raise
         return engine
 
     def watch(self) -> Watch | None:

@@ -47,6 +47,9 @@ def tiny_weights() -> Path:
     return _PACKAGE / "tiny" / "weights"
 
 
+WHOLE_MODEL = ("model", "pipeline")  # subfolders of a run
+
+
 def whole_model(family: str) -> str:
     """The subfolder of a run that holds the whole model: a diffusers pipeline, or one module."""
-    return "model" if family in ("module", "clip") else "pipeline"
+    return WHOLE_MODEL[0] if family in ("module", "clip") else WHOLE_MODEL[1]

@@ -486,7 +486,8 @@ def test_four_micro_batches_of_two_are_one_of_eight(net: nn.Module, tmp_path: Pa
     one = trained(copy.deepcopy(net), tmp_path / "a", training=plain)
     four = trained(copy.deepcopy(net), tmp_path / "b", training={**plain, "batch_size": 2, "micro_batches": 4})
     for name, value in one.items():
-        torch.testing.assert_close(four[name], value, rtol=1e-4, atol=1e-6)
+        moved = float((value - net.state_dict()[name]).norm())
+        assert float((four[name] - value).norm()) <= 1e-3 * moved, name  # sums in another order, nothing else
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_wants_the_original(net: nn.Module, tmp_path: Path) -> None:
@@ -499,9 +500,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_wants_the_original(net: nn.M
     moved = copy.deepcopy(net)
     with pytest.raises(Interrupted, match="after 3 of 6 steps"):
         trained(moved, tmp_path / "parts", look=Stop(), trainable={"saliency": 0.5})
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in moved.state_dict().items())  # put back
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        next(other.parameters()).add_(0.1)
     with pytest.raises(UserError, match="started from other weights"):
-        trained(moved, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
-    again = trained(copy.deepcopy(net), tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
+        trained(other, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
+    again = trained(moved, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 

@@ -195,3 +195,15 @@ def require_apart(forget: Tensor, retain: Tensor, about: str) -> None:
     both = forget[torch.isin(forget, retain)]
     if len(both):
         raise UserError(f"{len(both)} examples of {about} are both to be forgotten and to be retained, e.g. {int(both[0])}; give `data: rest` to retain what is left")  # fmt: skip
+
+
+def same_examples(one: Labelled, other: Labelled, probes: int = 16) -> bool:
+    """Whether two sets hold the same examples in the same order, however each was named: by their labels' classes, and
+    the values of some examples spread over the set."""
+    if one is other:
+        return True
+    if len(one) != len(other) or [one.names[int(i)] for i in one.labels] != [other.names[int(i)] for i in other.labels]:
+        return False
+    rows = torch.linspace(0, len(one) - 1, min(probes, len(one))).long().unique().tolist()
+    a, b = one.inputs(rows).flatten(1), other.inputs(rows).flatten(1)
+    return a.shape == b.shape and bool(torch.equal(a, b))

@@ -66,6 +66,14 @@ class Part:
             digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()[:16]
 
+    def restore(self) -> None:
+        """Put the trained tensors and the running statistics back to what they were."""
+        with torch.no_grad():
+            for name, parameter in self.trainable().items():
+                parameter.copy_(self.originals[name])
+            for name, value in self.buffers().items():
+                value.copy_(self.original_buffers[name])
+
     def adversary(self) -> dict[str, nn.Parameter]:
         """The variable of a lower-level problem; there is none here."""
         return {}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers.base import BatchNorm, Part, Teacher, one_each
 from concept_eraser.erasers.expansion import Expansion
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Classifier(Part):
         self.expansion = Expansion(module, self._example(wanting[0])) if wanting else None
 
     def _example(self, side: Side) -> Tensor:
-        return side.data.inputs(side.rows[:1].tolist()).to(self.device)
+        """Two examples where there are two: some norm layers cannot take one."""
+        return side.data.inputs(side.rows[:2].tolist()).to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -79,8 +80,10 @@ class Classifier(Part):
         with torch.no_grad():
             try:
                 found = self.module(self._example(side))
-            except RuntimeError as error:
-                raise UserError(f"{name}: the model cannot take an example of {side.data.about} ({str(error).splitlines()[0][:150]})") from error  # fmt: skip
+            except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+                if isinstance(error, UserError):  # the data's own complaint
+                    raise
+                raise UserError(f"{name}: the model cannot take an example of {side.data.about} ({first_line(error)})") from error  # fmt: skip
         classes = len(side.data.names)
         if not isinstance(found, Tensor) or found.ndim != 2 or found.shape[1] < classes:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__

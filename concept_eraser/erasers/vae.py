@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers.base import BatchNorm, Part, Teacher, one_each
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, first_line
 from concept_eraser.losses import bernoulli_divergence
 from concept_eraser.models.base import moments, pictures
 
@@ -65,7 +65,10 @@ class Vae(Part):
         super().__init__(module, selected, list(sides), batchnorm=batchnorm, batch_size=batch_size)
         self.sides = sides
         self.likelihood: Likelihood = getattr(module, "likelihood", "gaussian")
-        self.code_shape = {code_shape(module, side.data, self.likelihood) for side in sides.values()}.pop()
+        shapes = {name: code_shape(module, side.data, self.likelihood) for name, side in sides.items()}
+        self.code_shape = next(iter(shapes.values()))
+        if len(set(shapes.values())) > 1:
+            raise UserError(f"the sides' pictures have codes of different shapes: {', '.join(f'{k} {list(v)}' for k, v in shapes.items())}; give pictures of one size")  # fmt: skip
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +79,9 @@ class Vae(Part):
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         rows = one_each(side.rows, generators)
         noise = torch.cat([torch.randn((1, *self.code_shape), generator=g) for g in generators])
-        return Draw(side.data.inputs(rows.tolist()).to(self.device), noise.to(self.device))
+        inputs = side.data.inputs(rows.tolist())
+        require_range(inputs, self.likelihood, side.data.about)
+        return Draw(inputs.to(self.device), noise.to(self.device))
 
     def reconstruct(self, draw: Draw, *, teacher: Teacher | None = None) -> tuple[Tensor, Tensor]:
         """What comes out for what goes in, and KL(q(z|x) || N(0, I)) of each example [b]."""
@@ -94,6 +99,8 @@ class Vae(Part):
     def fidelity(self, shown: Tensor, wanted: Tensor) -> Tensor:
         """-log p(wanted | shown) of each example, up to a constant: [b]."""
         if self.likelihood == "bernoulli":
+            if not bool(torch.isfinite(shown).all()):  # the loss would raise; a step that is not finite is skipped
+                return shown.flatten(1).sum(1) * float("nan")
             with torch.autocast(shown.device.type, enabled=False):  # which refuses this loss
                 return F.binary_cross_entropy(shown.float(), wanted.reshape(shown.shape).float(), reduction="none").flatten(1).sum(1)  # fmt: skip
         return 0.5 * (shown.float() - wanted.reshape(shown.shape)).square().flatten(1).sum(1)
@@ -103,19 +110,26 @@ class Vae(Part):
         return side.scale * LOSSES[side.loss](self, draw, side)
 
 
+def require_range(inputs: Tensor, likelihood: Likelihood, about: str) -> None:
+    """Raise UserError where a Bernoulli is asked for the probability of something outside [0, 1]."""
+    if likelihood == "bernoulli" and not 0 <= float(inputs.min()) <= float(inputs.max()) <= 1:
+        raise UserError(f"a VAE with Bernoulli outputs needs data in [0, 1]; {about} has values from {float(inputs.min()):.3g} to {float(inputs.max()):.3g}")  # fmt: skip
+
+
 def code_shape(module: nn.Module, data: Labelled, likelihood: Likelihood) -> tuple[int, ...]:
     """The shape of one code, found by encoding an example. Raises UserError where the way back or the values do not fit."""
-    example = data.inputs([0]).to(next(module.parameters()).device)
+    example = data.inputs(range(min(2, len(data)))).to(next(module.parameters()).device)
+    require_range(example, likelihood, data.about)
     with torch.no_grad():
         try:
             mean, log_variance = moments(module.encode(example))  # type: ignore[operator]
             back = pictures(module.decode(mean))  # type: ignore[operator]
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"the VAE cannot take an example of {data.about}, {list(example.shape[1:])} ({type(error).__name__}: {str(error).splitlines()[0][:150]}); it needs encode(x) -> (mean, log variance) and decode(z)") from error  # fmt: skip
-    if mean.shape != log_variance.shape or back.numel() != example.numel():
+        except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError) as error:
+            raise UserError(f"the VAE cannot take an example of {data.about}, {list(example.shape[1:])} ({first_line(error)}); it needs encode(x) -> (mean, log variance) and decode(z)") from error  # fmt: skip
+    if mean.shape != log_variance.shape or back.numel() != example.numel() or len(back) != len(example):
         raise UserError(f"the VAE returns wrong shapes: for an input {list(example.shape)} a mean {list(mean.shape)}, a log variance {list(log_variance.shape)} and a picture {list(back.shape)}")  # fmt: skip
-    if likelihood == "bernoulli" and not 0 <= float(example.min()) <= float(example.max()) <= 1:
-        raise UserError(f"a VAE with Bernoulli outputs needs data in [0, 1]; {data.about} has values from {float(example.min()):.3g} to {float(example.max()):.3g}")  # fmt: skip
+    if likelihood == "bernoulli" and not 0 <= float(back.min()) <= float(back.max()) <= 1:
+        raise UserError(f"a VAE with Bernoulli outputs must decode to values in [0, 1] (a last sigmoid), found {float(back.min()):.3g} to {float(back.max()):.3g}")  # fmt: skip
     return tuple(mean.shape[1:])
 
 

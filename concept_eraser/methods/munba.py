@@ -101,7 +101,7 @@ class Munba(GramMethod):
 
     title: ClassVar[str] = "MUNBa: Machine Unlearning via Nash Bargaining"
     source: ClassVar[str] = "arXiv 2411.15537"
-    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution"})  # fmt: skip
+    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "stationarity"})  # fmt: skip
 
     formula: Literal["exact", "printed"] = "exact"
     xi: float = 1e-6

@@ -26,7 +26,7 @@ class NGDiff(GramMethod):
 
     title: ClassVar[str] = "NGDiff: Unlearning as multi-task optimization, a normalized gradient difference approach"
     source: ClassVar[str] = "arXiv 2410.22086"
-    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution"})  # fmt: skip
+    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "stationarity"})  # fmt: skip
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         alive = usable(gram)

@@ -29,12 +29,12 @@ class Surgery(GramMethod):
 
     title: ClassVar[str] = "Gradient surgery: S and SA of the UNO paper, PCGrad"
     source: ClassVar[str] = "arXiv 2506.04712, 2311.15040, 2001.06782"
-    theorems: ClassVar[frozenset[str]] = frozenset({"orthogonality"})
+    theorems: ClassVar[frozenset[str]] = frozenset({"orthogonality", "stationarity"})
 
     rule: Literal["descent", "ascent", "pcgrad"] = "descent"
 
     def laws(self) -> frozenset[str]:
-        return frozenset() if self.rule == "pcgrad" else self.theorems
+        return frozenset({"stationarity"}) if self.rule == "pcgrad" else self.theorems
 
     def check_players(self, players: tuple[str, ...]) -> None:
         if len(players) != 2:

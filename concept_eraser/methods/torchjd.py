@@ -40,6 +40,9 @@ class TorchJD(GramMethod):
         except ImportError as error:
             raise ValueError(f"the rule {self.rule} needs a solver that is not installed: {error}") from None
 
+    def laws(self) -> frozenset[str]:
+        return frozenset({"stationarity"}) if self.rule == "MGDA" else frozenset()  # UPGrad regularises its program
+
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         alive = usable(gram)
         weights = torch.zeros(len(gram), dtype=torch.float64)

@@ -58,13 +58,19 @@ def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
             found[name] = (forget, labelled.rest_of(forget, found["forget"][1]))
             continue
         data = _open(request, name)
-        if recipe.target == "clip" or (set(data.names) & set(forget.names)):  # one output, one meaning
-            data = data.aligned(forget.names) if len(data.names) <= len(forget.names) else data
         found[name] = (data, _choose(side, data, recipe.generation.seed))
-        same = side.data == recipe.forget.data and side.options == recipe.forget.options
-        if name == "retain" and same and request.objects.get(name) is request.objects.get("forget"):
+        if name == "retain" and labelled.same_examples(data, forget):
             labelled.require_apart(found["forget"][1], found[name][1], data.about)
+    if recipe.target != "vae":
+        found = _one_meaning(found, always=recipe.target == "clip")
     return {name: found[name] for name in recipe.players if name in found}
+
+
+def _one_meaning(found: dict[str, tuple[Labelled, Tensor]], *, always: bool) -> dict[str, tuple[Labelled, Tensor]]:
+    """Labels of all sides as positions in the longest list of names, so that an output means one class. Lists without a
+    name in common are left alone, unless `always`: they may be other words for the same outputs."""
+    names = max((data.names for data, _ in found.values()), key=len)
+    return {k: (data.aligned(names) if always or set(data.names) & set(names) else data, rows) for k, (data, rows) in found.items()}  # fmt: skip
 
 
 def _open(request: Request, name: str, split: str = "train") -> Labelled:

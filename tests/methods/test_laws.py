@@ -25,6 +25,7 @@ NAMED = [(name, registry.build("method", name, {})) for name, (owner, _) in regi
 CASES += [
     (name, method) for name, method in NAMED if not getattr(method, "histogram", 0)
 ]  # a judge is no player of the zoo
+CASES += [("torchjd-mgda", registry.build("method", "torchjd", {"rule": "MGDA"}))]
 
 
 def claiming(theorem: str) -> list:
@@ -34,7 +35,15 @@ def claiming(theorem: str) -> list:
 
 
 def test_every_theorem_is_known() -> None:
-    known = {"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "orthogonality", "forget_sign"}
+    known = {
+        "pareto_descent",
+        "scale_invariance",
+        "permutation",
+        "equal_contribution",
+        "orthogonality",
+        "forget_sign",
+        "stationarity",
+    }
     claimed = set().union(*(method.laws() for _, method in CASES))
     assert claimed <= known, "a theorem nobody proves is claimed"
     assert not any(method.laws() for _, method in NAMED if getattr(method, "histogram", 0))
@@ -80,6 +89,16 @@ def test_equal_contribution(method) -> None:
         weights = method.direction(closure(retain, forget, method)).weights
         ratio = float(weights[0] * norm(retain) / (weights[1] * norm(forget)))
         assert ratio == pytest.approx(1, rel=1e-9)
+
+
+@pytest.mark.parametrize("method", claiming("stationarity"))
+def test_stationarity(method) -> None:
+    """Where the gradients are opposed no step serves both, and none is made: ||g|| is nothing beside the players' parts."""
+    for ratio in (1e-3, 1.0, 1e3):
+        retain, _ = pair(0.3, 1.0, 1.0)
+        direction = method.direction(closure(retain, tuple(-ratio * p for p in retain), method))
+        parts = max(1.0, *(float(w) * length for w, length in zip(direction.weights, (1.0, ratio), strict=True)))
+        assert norm(direction.vec) <= 1e-6 * parts
 
 
 @pytest.mark.parametrize("method", claiming("orthogonality"))
