@@ -51,7 +51,7 @@ def test_painted_scenes_are_what_the_judge_sees(shared_tiny) -> None:
     assert registry.build("dataset", "painted", {"n": 20, "size": 32}).load("test").inputs([0]).shape == (1, 3, 32, 32)
 
 
-def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from torchvision.datasets import CIFAR10
 
     monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)  # the checksums are those of the real files
@@ -66,6 +66,20 @@ def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(train), train.names[2]) == (20, "bird")
     assert train.inputs([0, 4]).amin((1, 2, 3)).tolist() == [-1.0, 1.0]
     assert train.inputs([0]).shape == (1, 3, 32, 32)
+    # the recipe on these files, from a classifier that the tool trains
+    from concept_eraser import api
+    from tools import train_classifier
+
+    made = tmp_path / "classifier"
+    monkeypatch.setattr("sys.argv", ["train_classifier", "cifar10", "--set", f"root={tmp_path}", "--options", "width=2", "--epochs", "1", "-o", str(made)])  # fmt: skip
+    train_classifier.main()
+    assert "of 4 test examples right" in capsys.readouterr().out
+    changes = [f"forget.options.root={tmp_path}", "training.steps=2", "training.batch_size=2", "training.device=cpu"]
+    run = api.erase("cifar10_class_munba", model=made, overrides=changes, output=tmp_path / "run")
+    assert (run.folder / "model" / "model.safetensors").is_file()
+    with pytest.raises(SystemExit):
+        train_classifier.main()
+    assert "is not empty; give a new folder" in capsys.readouterr().err
 
 
 def test_svhn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
