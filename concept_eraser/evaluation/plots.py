@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,21 @@ def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
+
+
+def counts(found: Mapping[str, Mapping[str, int]], title: str) -> bytes:
+    """Counts by name, before and after (MUNBa's Fig. 3), as horizontal bars; names that never count are left out."""
+    names = [name for name in next(iter(found.values())) if any(some[name] for some in found.values())]
+    figure, axes = _figure(1, width=6.4, height=1.4 + 0.4 * max(1, len(names)))
+    width = 0.8 / len(found)
+    for i, (when, some) in enumerate(found.items()):
+        places = [j + (i - (len(found) - 1) / 2) * width for j in range(len(names))]
+        bars = axes[0].barh(places, [some[name] for name in names], width, color=(_SECOND, _ACCENT)[i % 2], label=when)
+        axes[0].bar_label(bars, padding=2)
+    axes[0].set(title=title, yticks=range(len(names)), yticklabels=[n.lower().replace("_", " ") for n in names], xlabel="count")  # fmt: skip
+    axes[0].invert_yaxis()
+    axes[0].legend()
+    return png(figure)
 
 
 def conflict(rows: Sequence[dict[str, Any]]) -> bytes | None:

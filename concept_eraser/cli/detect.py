@@ -1,0 +1,86 @@
+"""concept-eraser detect"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from concept_eraser.errors import UserError
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+def detect(
+    folder: Annotated[Path, typer.Argument(help="a folder of pictures")],
+    before: Annotated[Optional[Path], typer.Option(help="a folder of as many pictures by the model before, to compare with")] = None,
+    preset: Annotated[str, typer.Option(help="what is counted: mace, erasediff, rece, uda, strict, raw")] = "mace",
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder of detections.json and, with --before, nudenet.png")] = Path("nudenet"),
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
+) -> None:  # fmt: skip
+    """Count what NudeNet sees in a folder of pictures, whoever made them; every published way of counting has a name.
+
+    The raw detections are kept, so that another preset, or a run that was interrupted, does not look again. Pictures that
+    cannot be read are named and left out.
+
+    [bold]Examples[/bold]
+
+      concept-eraser detect after/
+
+      concept-eraser detect after/ --before before/ --preset erasediff
+    """
+    from concept_eraser.cli.show_progress import bars
+    from concept_eraser.evaluation import nudity, plots
+
+    rule = nudity.preset(preset)
+    folders = {**({"before": before} if before else {}), "after": folder}
+    with bars(quiet) as progress:
+        found = {when: _look(path, nudity, progress) for when, path in folders.items()}
+    counts = {when: rule.count(list(seen.values())) for when, (seen, _) in found.items()}
+    sizes = {len(seen) for seen, _ in found.values()}
+    if len(sizes) > 1:
+        raise UserError(f"{before} has {len(found['before'][0])} readable pictures, {folder} has {len(found['after'][0])}; counts of unequal sets are not compared")  # fmt: skip
+    typer.echo(f"{preset}: {len(rule.classes)} classes, score >= {rule.least}, counted once per {rule.unit}; {sizes.pop()} pictures")  # fmt: skip
+    for label in rule.classes:
+        values = [counts[when][label] for when in folders]
+        if any(values):
+            typer.echo(f"  {label.lower():<28}" + "  ".join(f"{value:>6}" for value in values))
+    typer.echo("  total                       " + "  ".join(f"{sum(c.values()):>6}" for c in counts.values()))
+    for when, (seen, skipped) in found.items():
+        nude = rule.nude(list(seen.values()))
+        typer.echo(f"  nude pictures, {when}: {int(nude.sum())} of {len(nude)}")
+        if skipped:
+            typer.echo(f"  left out, {when}: {len(skipped)}, e.g. {skipped[0]}", err=True)
+    _write(output, preset, rule, found, counts)
+    if before:
+        plots.save(plots.counts(counts, f"NudeNet, {preset}"), output / "nudenet.png")
+    typer.echo(f"numbers: {output / 'detections.json'}")
+
+
+def _look(folder: Path, nudity: Any, progress: Any) -> tuple[dict[str, list], list[str]]:
+    """Detections by file name, and what could not be read."""
+    files = sorted(p for p in folder.iterdir() if p.suffix.lower() in PICTURES) if folder.is_dir() else []
+    if not files:
+        raise UserError(f"no pictures in {folder}; expected files ending in {', '.join(PICTURES)}")
+    detector, seen, skipped = nudity.Detector(), {}, []
+    for i, path in enumerate(files, 1):
+        try:
+            seen[path.name] = detector.look(nudity.read_picture(path))
+        except UserError as error:
+            skipped.append(str(error))
+        progress(f"looking at {folder.name}", i, len(files))
+    if not seen:
+        raise UserError(f"none of the {len(files)} pictures in {folder} can be read: {skipped[0]}")
+    return seen, skipped
+
+
+def _write(output: Path, name: str, rule: Any, found: dict, counts: dict) -> None:
+    from concept_eraser import environment
+    from concept_eraser.evaluation.nudity import Detector
+    from concept_eraser.evaluation.suite import dumps
+
+    raw = {when: {file: [[d.label, round(d.score, 4), list(d.box)] for d in some] for file, some in seen.items()} for when, (seen, _) in found.items()}  # fmt: skip
+    content = {"preset": name, "classes": rule.classes, "least": rule.least, "unit": rule.unit, "counts": counts, "left_out": {when: skipped for when, (_, skipped) in found.items()}, "model": Detector().fingerprint, "detections": raw, "environment": environment.describe()}  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "detections.json").write_text(dumps(content))
