@@ -71,6 +71,29 @@ def test_a_study_of_pictures_and_names_it_does_not_have(
     assert "--methods: the study has no 'bee'; it has be" in capsys.readouterr().err
 
 
+def test_attack_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Two victims under two attacks at a toy's size; what is there is not done again; the page renders."""
+    from tests.conftest import short
+    from tools import attack_table
+    from tools.rendering import attacks
+
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=1)))
+    spec = {"label": "one step", "recipe": str(tmp_path / "recipe.yaml")}
+    study = {"suite": "tiny_star", "group": "direct", "n": 2, "seed": 0, "victims": {"a": spec, "b": {**spec, "set": {"training.seed": 1}}}, "attacks": {"seed_search": {"tries": 1}, "relearning": {"steps": 1, "every": 1}}}  # fmt: skip
+    path = tmp_path / "tiny_attacks.yaml"
+    path.write_text(yaml.safe_dump(study))
+    monkeypatch.setattr(attack_table, "RESULTS", tmp_path)
+    monkeypatch.setattr(attacks, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attack_table", str(path), "--work", str(tmp_path / "work")])
+    attack_table.main()
+    assert capsys.readouterr().out.count("under") == 4
+    attack_table.main()
+    assert capsys.readouterr().out == ""
+    page = attacks.page()
+    assert "| erased with | clean prompts % | relearning | seed_search | relearning: steps to half |" in page
+    assert page.count("one step") == 2
+
+
 def test_vae_unlearn_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     from tools import vae_unlearn
 

@@ -45,7 +45,7 @@ def run_one(
     recipe = recipes.load(entry["recipe"], changes)
     began = time.monotonic()
     run = api.erase(recipe, output=folder, resume=True)
-    found = api.evaluate(run.model or _again(run), suite, before=recipe.model, n=n)
+    found = api.evaluate(run.model or erased_model(run), suite, before=recipe.model, n=n)
     result = {
         "recipe": recipe.resolved(),
         "point": point,
@@ -59,7 +59,7 @@ def run_one(
     return result, found
 
 
-def _again(run: api.Run) -> Any:
+def erased_model(run: api.Run) -> Any:
     """The erased model, from the changed tensors of a finished run."""
     model = api.load(run.recipe.model)
     model.denoiser.load_state_dict(load_file(run.folder / "weights.safetensors"), strict=False)

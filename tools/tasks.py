@@ -24,7 +24,7 @@ def main(doc: str | None, results: Path, run_task: RunTask) -> None:
     parser.add_argument("--methods", default="", help="only these, by name")
     args = parser.parse_args()
     study = yaml.safe_load(args.study.read_text())
-    chosen = {key: _listed(parser, key, getattr(args, key), study[key]) for key in ("tasks", "methods")}
+    chosen = {key: listed(parser, key, getattr(args, key), study[key]) for key in ("tasks", "methods")}
     folder = results / args.study.stem
     folder.mkdir(parents=True, exist_ok=True)
     for name in chosen["tasks"]:
@@ -43,7 +43,7 @@ def merged(old: list[dict], new: list[dict], methods: list[str]) -> list[dict]:
     return [rows[name] for name in [*first, *methods] if name in rows]
 
 
-def _listed(parser: argparse.ArgumentParser, key: str, asked: str, known: dict) -> list[str]:
+def listed(parser: argparse.ArgumentParser, key: str, asked: str, known: dict) -> list[str]:
     names = asked.split(",") if asked else list(known)
     strange = [name for name in names if name not in known]
     if strange:
