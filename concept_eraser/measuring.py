@@ -73,6 +73,9 @@ def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mappin
             found[when]["table"] = asdict(
                 classification.measure(module, data, forget, retain, test, test_rows=test_rows)
             )
+            rows = torch.arange(len(test)) if test_rows is None else test_rows
+            inside, outside, asked = (classification.look(module, d, r) for d, r in ((data, retain), (test, rows), (data, forget)))  # fmt: skip
+            found[when]["membership"] = classification.every_membership(inside, outside, asked)
     return {"recipe": recipe.fingerprint, "target": recipe.target, "results": found, "too_few": few, "environment": environment.describe()}  # fmt: skip
 
 

@@ -104,7 +104,10 @@ def test_a_run_is_measured_before_and_after(tmp_path, cli) -> None:
     assert "forget: 146 of 1437 examples of digits" in dry
     assert "trains 15,010 of 15,010 weights" in dry
     cli("erase", "digits_three_munba", f"model={tmp_path / 'net'}", "-o", str(run), "-q")
-    assert "MIA AUC" in cli("evaluate", str(run)).stdout
+    shown = cli("evaluate", str(run)).stdout
+    assert "MIA AUC" in shown
+    forms = {f"{attack} on {signal}" for attack in ("logistic", "svc") for signal in ("confidence", "loss", "entropy")}
+    assert all(form in shown for form in forms)
     found = json.loads((run / "evaluation.json").read_text())["results"]
     gone = "test, forgotten classes"
     assert found["before"]["accuracy"][gone]["value"] > 0.9

@@ -39,3 +39,14 @@ def test_list_names_the_settings_too() -> None:
     assert "= uno with alternate: True" in shown.output
     assert "natural_gradient" in shown.output
     assert "gaussian_mechanism" not in shown.output
+
+
+def test_every_default_says_where_it_comes_from(cli) -> None:
+    for name in registry.names("method"):
+        method = registry.load("method", name)
+        assert set(method.defaults) == set(registry.options(method)), name
+    shown = cli("show", "forum").stdout
+    assert "momentum = 0.75    (float)    from: the paper: beta_k = (k + 1)^(-3/4)" in shown
+    assert "rule = 'ascent'" in (named := cli("show", "sa").stdout)
+    assert "from: the name" in named
+    assert "theorems tested: none" in cli("show", "uno-hat").stdout

@@ -114,7 +114,10 @@ def _show_plugin(kind: str, name: str) -> None:
     typer.echo("options:")
     for option, (hint, default) in registry.options(method).items():
         spelled = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        typer.echo(f"  {option} = {fixed.get(option, default)!r}    ({spelled})")
+        origin = "the name" if option in fixed else getattr(method, "defaults", {}).get(option, "")
+        typer.echo(
+            f"  {option} = {fixed.get(option, default)!r}    ({spelled})" + (f"    from: {origin}" if origin else "")
+        )
     typer.echo(f"\n{inspect.getdoc(method)}\n")
     others = [alias for alias, (owner, _) in registry.named(kind).items() if owner == plugin and alias != name]
     if others:

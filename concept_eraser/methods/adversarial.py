@@ -10,6 +10,7 @@ loss carries c/2 ||omega||^2 instead. `inner_steps: 0` is training without an at
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +27,12 @@ class Adversarial(Method):
 
     title: ClassVar[str] = "Alternating adversarial training"
     source: ClassVar[str] = "arXiv 1706.06083; for erasing arXiv 2405.15234"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "inner_steps": "ours (the paper: 30)",
+        "inner_lr": "ours",
+        "retain": "ours",
+        "forget": "ours",
+    }
     needs_attack: ClassVar[bool] = True
 
     inner_steps: int = 5

@@ -66,6 +66,7 @@ class Options:
     """Options that are checked however a plug-in is made: from a recipe, or by hand in Python."""
 
     theorems: ClassVar[frozenset[str]] = frozenset()  # properties that one shared test proves
+    defaults: ClassVar[Mapping[str, str]] = {}  # where each option's default comes from: the paper, its code, or us
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is none of a Literal's, and for a number that is not finite."""

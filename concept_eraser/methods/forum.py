@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -152,6 +152,17 @@ class Forum(Method):
 
     title: ClassVar[str] = "FORUM: a first-order multi-gradient algorithm for multi-objective bi-level optimization"
     source: ClassVar[str] = "arXiv 2401.09257"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "rho_e": "the paper's rho = 0.5 (Table 5), read as rho_e = rho/2",
+        "inner_steps": "T = 5: the paper's multi-task runs",
+        "inner_lr": "eta = 0.1: the paper's multi-task runs",
+        "outer_lr": "ours",
+        "normalize": "the authors' code (not in the paper)",
+        "floor": "ours: none",
+        "warm": "the authors' code",
+        "momentum": "the paper: beta_k = (k + 1)^(-3/4)",
+        "move_inner": "the paper, Alg. 1",
+    }
     needs_fp32: ClassVar[bool] = True  # grad q~ is a difference of gradients
     needs_attack: ClassVar[bool] = True
     theorems: ClassVar[frozenset[str]] = frozenset({"scale_invariance", "permutation"})

@@ -46,6 +46,12 @@ class Influence(Edit):
 
     title: ClassVar[str] = "Influence unlearning (Understanding Black-box Predictions via Influence Functions)"
     source: ClassVar[str] = "arXiv 1703.04730"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "strength": "the method itself",
+        "damping": "ours",
+        "samples": "ours",
+        "seed": "ours",
+    }
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point"})
 
     strength: float = 1.0

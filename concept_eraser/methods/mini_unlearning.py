@@ -140,6 +140,13 @@ class MiniUnlearning(Edit):
 
     title: ClassVar[str] = "Machine Unlearning with Minimal Gradient Dependence for High Unlearning Ratios"
     source: ClassVar[str] = "arXiv 2406.16986"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "k": "the paper, section 4",
+        "history": "where yours lies",
+        "rewind": "the method itself",
+        "hvp": "ours (the paper: lbfgs)",
+        "estimate": "ours: none",
+    }
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point", "exact_on_quadratics"})
 
     k: int = 10

@@ -20,6 +20,7 @@ Deliberate differences from the paper:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -43,6 +44,15 @@ class MinMaxNGD(Method):
 
     title: ClassVar[str] = "Min/Max natural gradient descent (Faster Machine Unlearning via Natural Gradient Descent)"
     source: ClassVar[str] = "arXiv 2407.08169, Algorithm 2"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "forget_steps": "ours",
+        "retain_steps": "ours",
+        "pull": "ours: none",
+        "average": "ours",
+        "memory": "ours",
+        "smoothing": "ours",
+        "period": "ours",
+    }
 
     forget_steps: int = 1
     retain_steps: int = 4

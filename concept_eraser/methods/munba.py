@@ -101,6 +101,11 @@ class Munba(GramMethod):
 
     title: ClassVar[str] = "MUNBa: Machine Unlearning via Nash Bargaining"
     source: ClassVar[str] = "arXiv 2411.15537"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "formula": "ours (the paper prints the other)",
+        "xi": "ours",
+        "every": "the paper bargains at every step",
+    }
     theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "stationarity"})  # fmt: skip
 
     formula: Literal["exact", "printed"] = "exact"

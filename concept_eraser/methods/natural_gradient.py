@@ -93,6 +93,16 @@ class NaturalGradient(Edit):
 
     title: ClassVar[str] = "Faster Machine Unlearning via Natural Gradient Descent"
     source: ClassVar[str] = "Lev & Wilson, arXiv 2407.08169"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "objective": "the paper's definition of retraining",
+        "fisher_on": "the paper, Alg. 1",
+        "solver": "ours",
+        "iterations": "ours",
+        "tolerance": "ours",
+        "sigma": "chosen from the matrix",
+        "damping": "the paper: none",
+        "kl": "ours: no limit",
+    }
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point", "exact_on_quadratics"})
 
     objective: Literal["retain_mean", "fixed_n"] = "retain_mean"

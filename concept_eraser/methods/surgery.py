@@ -29,6 +29,9 @@ class Surgery(GramMethod):
 
     title: ClassVar[str] = "Gradient surgery: S and SA of the UNO paper, PCGrad"
     source: ClassVar[str] = "arXiv 2506.04712, 2311.15040, 2001.06782"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "rule": "S of arXiv 2506.04712",
+    }
     theorems: ClassVar[frozenset[str]] = frozenset({"orthogonality", "stationarity"})
 
     rule: Literal["descent", "ascent", "pcgrad"] = "descent"

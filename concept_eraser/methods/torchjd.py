@@ -30,6 +30,9 @@ class TorchJD(GramMethod):
 
     title: ClassVar[str] = "TorchJD: Jacobian descent for multi-objective optimization"
     source: ClassVar[str] = "arXiv 2406.16232"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "rule": "the default of arXiv 2406.16232",
+    }
 
     rule: Rule = "UPGrad"
 

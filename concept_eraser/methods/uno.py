@@ -31,6 +31,7 @@ Deliberate differences from the paper and its code:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -64,6 +65,16 @@ class Uno(Method):
 
     title: ClassVar[str] = "UNO: Unlearning via Orthogonalisation in generative models"
     source: ClassVar[str] = "arXiv 2506.04712"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "rule": "the paper, Eq. 5",
+        "alternate": "the paper: UNO",
+        "strength": "ours (the paper: 1000 with summed losses)",
+        "ratio": "ours",
+        "reduction": "the paper's text (its code sums)",
+        "hvp": "ours",
+        "size": "ours, measured on the bundled UNet",
+        "histogram": "the paper: UNO without a judge",
+    }
     theorems: ClassVar[frozenset[str]] = frozenset({"forget_sign"})
     needs_fp32: ClassVar[bool] = True
 

@@ -11,6 +11,7 @@ are weighed like forget.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +30,11 @@ class Weighted(Method):
 
     title: ClassVar[str] = "Weighted sum (fine-tune, GA, GDiff, ESD's objective)"
     source: ClassVar[str] = "folklore; GDiff: arXiv 2203.12817"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "retain": "a plain sum",
+        "forget": "a plain sum",
+        "alternate": "ours",
+    }
     theorems: ClassVar[frozenset[str]] = frozenset({"permutation"})
 
     retain: float = 1.0
