@@ -72,12 +72,12 @@ def _measure(run: Path, before: str | None, folder: Path) -> None:
         table.add_row("MIA AUC", "", *(f"{when['table']['auc']:.2f}" for when in found["results"].values()), "")
     for name in shown.get("membership", {}):
         cells = [when["membership"][name] for when in found["results"].values()]
-        table.add_row("MIA %", name, *(f"{c['mia']:.1f}  (its own accuracy {c['attack']:.1f})" for c in cells), "")
+        table.add_row("MIA %", name, *(f"{c['mia']:.1f} ({c['attack']:.0f})" for c in cells), "")
     Console().print(table)
     if found["too_few"]:
         typer.echo(f"fewer than two examples, so left out: {', '.join(found['too_few'])}")
     if "table" in shown:
-        typer.echo("MIA: share of forgotten examples that a membership attack calls non-members; its own accuracy is that on\nmembers and test examples (50: it knows nothing); AUC: forgotten against test examples of their classes, 0.5: no trace.")  # fmt: skip
+        typer.echo("MIA: share of forgotten examples that a membership attack calls non-members (its own accuracy on\nmembers and test examples; 50: it knows nothing); AUC: forgotten against test examples of their classes, 0.5: no trace.")  # fmt: skip
     measuring.save(found, folder / "evaluation.json")
     typer.echo(f"numbers: {folder / 'evaluation.json'}")
 
