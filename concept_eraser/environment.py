@@ -84,3 +84,15 @@ def fingerprint(content: Any) -> str:
 def derive_seed(*parts: int | str) -> int:
     """A seed for torch from any parts, e.g. (seed, step, rank, "forget"): the same on every machine."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """The dotted names of the entries in which two nested mappings differ."""
+
+    def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {prefix: value}
+        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()}  # fmt: skip
+
+    left, right = flat(one), flat(other)
+    return sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))

@@ -49,7 +49,7 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool,
         except UserError:
             raise UserError(f"{folder} holds another run (its recipe.yaml does not fit this version); give a new folder, or pass --overwrite") from None  # fmt: skip
         if other.fingerprint != recipe.fingerprint:
-            raise UserError(f"{folder} holds another run (differs in {_difference(other, recipe)}); give a new folder with --output, or pass --overwrite")  # fmt: skip
+            raise UserError(f"{folder} holds another run (differs in {', '.join(environment.differences(other.resolved(), recipe.resolved())) or 'nothing visible'}); give a new folder with --output, or pass --overwrite")  # fmt: skip
         if (folder / "done.json").exists():
             if in_memory:
                 raise UserError(f"{folder} holds a finished run on an object in memory, which may not have been this one; give another output, or overwrite=True")  # fmt: skip
@@ -74,20 +74,6 @@ def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str)
 
 def _text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-
-
-def _difference(a: Recipe, b: Recipe) -> str:
-    """The dotted names of the settings in which two recipes differ."""
-
-    def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {prefix: value}
-        return {
-            k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}.{key}" if prefix else key).items()
-        }
-
-    left, right = flat(a.resolved()), flat(b.resolved())
-    return ", ".join(sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))) or "nothing visible"
 
 
 @dataclass(frozen=True)

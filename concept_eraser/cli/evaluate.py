@@ -129,3 +129,33 @@ def report(
         found = api.evaluate(str(run), protocol, progress=progress)
     where = api.report(found, output or run / "report.html", run=run if (run / "recipe.yaml").is_file() else None)
     typer.echo(f"report: {where}")
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(help="evaluation.json or attack.json files, or the folders that hold them")
+    ],
+) -> None:
+    """Put the numbers of several models side by side, if they were measured by one protocol; else say what differs.
+
+    [bold]Example[/bold]
+
+      concept-eraser compare runs/tiny_star_munba runs/tiny_star_esd
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from concept_eraser.evaluation import compare as comparing
+
+    if len(runs) < 2:
+        raise UserError("give at least two evaluations or attacks to compare")
+    read = [comparing.read(path) for path in runs]
+    contents = {str(path): content for path, content in read}
+    if len(contents) < len(runs):
+        raise UserError("one of the files is given twice")
+    shown = Table(box=None, header_style="bold")
+    for column in ("", *(path.parent.name or str(path) for path, _ in read)):
+        shown.add_column(column)
+    for row in comparing.table(contents):
+        shown.add_row(*row)
+    Console().print(shown)

@@ -1,0 +1,60 @@
+"""Numbers of several models side by side, if they were measured alike; else what was not alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.environment import differences
+from concept_eraser.errors import UserError
+
+FILES = ("evaluation.json", "attack.json")
+
+
+def read(path: Path) -> tuple[Path, dict[str, Any]]:
+    """An evaluation or an attack, from its file or the folder that holds it. Raises UserError where it is neither."""
+    files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
+    if not files:
+        raise UserError(f"{path} holds no {' or '.join(FILES)}; run `concept-eraser evaluate` or `attack` on it first")
+    try:
+        content = json.loads(files[0].read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{files[0]} is no JSON ({str(error)[:80]})") from None
+    if not isinstance(content, dict) or "protocol" not in content:
+        raise UserError(f"{files[0]} is neither an evaluation nor an attack: it names no protocol")
+    return files[0], content
+
+
+def require_alike(contents: Mapping[str, dict[str, Any]]) -> None:
+    """Raise UserError, naming what differs, where two contents were not measured by one protocol."""
+    (first, one), *others = contents.items()
+    for name, other in others:
+        if one.get("protocol_hash") == other.get("protocol_hash"):
+            continue
+        sides = [{k: c.get(k) for k in ("protocol", "prompt_hashes", "judge")} for c in (one, other)]
+        differ = differences(*sides) or ["the protocol's hash"]
+        raise UserError(f"{first} and {name} were not measured alike, so their numbers are not compared; they differ in {', '.join(differ)}")  # fmt: skip
+
+
+def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
+    """Rows of text: what was measured, and each model's value with its interval. Raises UserError for unlike protocols."""
+    require_alike(contents)
+    if any("rates" in content for content in contents.values()):
+        keys = list(dict.fromkeys(key for content in contents.values() for key in content["rates"]))
+        return [[key, *(_show(content["rates"].get(key), 100) for content in contents.values())] for key in keys]
+    rows = dict.fromkeys((r["metric"], r["group"]) for content in contents.values() for r in content["results"])
+    found = []
+    for metric, group in rows:
+        factor = 100 if metric.startswith(("accuracy", "concept_share", "none_share", "nudenet_nude")) else 1
+        each = [next((r["after"] for r in c["results"] if (r["metric"], r["group"]) == (metric, group)), None) for c in contents.values()]  # fmt: skip
+        found.append([f"{metric}, {group}", *(_show(value, factor) for value in each)])
+    return found
+
+
+def _show(value: Mapping[str, Any] | None, factor: int) -> str:
+    if value is None or value["value"] is None:
+        return "-"
+    ends = "" if value.get("low") is None else f" [{factor * value['low']:.3g}, {factor * value['high']:.3g}]"
+    return f"{factor * value['value']:.3g}{ends}"
