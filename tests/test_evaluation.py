@@ -160,3 +160,31 @@ def test_verdicts(hits: int, n: int, message: str) -> None:
     share = Result("concept_share", "direct", wilson(hits, n), "lower", wilson(n - 1, n))
     found = suites.Evaluation(suites.load(SUITE), {}, [share], {}, {}, "judge", {})
     assert re.search(message, report.verdict(found))
+
+
+def test_unlearn_canvas_by_hand() -> None:
+    """Four stars, of which one still shows; three houses, one of them a tree, one of them of another colour."""
+    from concept_eraser.data.prompts import Prompt
+    from concept_eraser.evaluation.base import Evidence, Group
+    from concept_eraser.evaluation.metrics.unlearn_canvas import UnlearnCanvas
+
+    def group(name: str, role: str, asked: list[dict[str, str]], shapes: list[str], colors: list[str]) -> Group:
+        seen = {"shape": np.array(shapes), "color": np.array(colors)}
+        before = {key: np.array([fields.get(key, "red") for fields in asked]) for key in seen}
+        return Group(name, role, [Prompt("", fields) for fields in asked], {}, {"before": before, "after": seen})  # type: ignore[arg-type]
+
+    class Two(TinyJudge):
+        classes = {"shape": ("star", "house", "tree", "none"), "color": ("red", "blue")}  # noqa: RUF012
+
+    stars = group("direct", "forget", [{"shape": "star"}] * 4, ["star", "none", "circle", "circle"], ["red"] * 4)
+    houses = group(
+        "rest", "retain", [{"shape": "house", "color": "blue"}] * 3, ["house", "tree", "house"], ["blue", "blue", "red"]
+    )
+    found = {
+        r.metric: r
+        for r in UnlearnCanvas().measure(Evidence({"direct": stars, "rest": houses}, ("shape", "star"), Two(), 0))
+    }
+    assert (found["ua"].before.value, found["ua"].after.value) == (0, 0.75)
+    assert (found["ira"].before.value, found["ira"].after.value) == (1, pytest.approx(2 / 3))
+    assert (found["cra"].before.value, found["cra"].after.value) == (1, pytest.approx(2 / 3))
+    assert found["cra"].difference.value == pytest.approx(-1 / 3)
