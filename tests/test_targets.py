@@ -422,7 +422,7 @@ def test_a_fisher_step_from_a_recipe(digits: Labelled, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["mini_unlearning", "rewind"])
 def test_mini_unlearning_from_a_recorded_training(method: str, digits: Labelled, tmp_path: Path) -> None:
-    from concept_eraser.methods.mini_unlearning import History
+    from concept_eraser.methods.history import History
     from concept_eraser.training.fit import Plan, fit
 
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from concept_eraser import api, environment, registry
 from concept_eraser.data.labelled import Labelled, choose, rest_of
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation.classification import Table, likelihood_ratio, look, measure
-from concept_eraser.methods.mini_unlearning import History
+from concept_eraser.methods.history import History
 from concept_eraser.models.module import build
 from concept_eraser.training.fit import Plan, fit
 from tools import tasks

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -38,74 +38,13 @@ from torch import Tensor
 
 from concept_eraser.methods.base import Edit, EditRequest, all_or_nothing
 from concept_eraser.methods.fisher import Fisher, Risk
+from concept_eraser.methods.history import History, Iteration
 from concept_eraser.vectors import Vec, combine, dot, norm, spectral_norm
 
 REMEDY = "take fewer iterations k, or record a training whose learning rate contracts"
 NAMED = {"rewind": {"rewind": True}}
 
 MeanLoss = Callable[[Sequence[int]], Tensor]  # mean loss of some samples, by index, at the parameters as they stand
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """One SGD step as it was taken: the weights before it, its samples, its learning rate and momentum buffer."""
-
-    weights: Vec
-    indices: tuple[int, ...]
-    lr: float
-    momentum: float = 0.0
-    velocity: Vec | None = None  # v_{i-1}
-
-
-@dataclass
-class History:
-    """The last `k` iterations of a training by SGD (with or without heavy ball), in memory or in a folder.
-
-    Call `record` before each optimiser step. Nothing about the forget set is needed then.
-    """
-
-    params: Vec
-    k: int
-    folder: Path | None = None
-    seen: int = 0
-    _kept: list[Iteration] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"the history must keep at least one iteration, found k = {self.k}")
-
-    def record(self, indices: Sequence[int], lr: float, momentum: float = 0.0, velocity: Vec | None = None) -> None:
-        """Remember an iteration: its sample indices, learning rate, momentum and the momentum buffer before it."""
-        weights = tuple(p.detach().clone() for p in self.params)
-        before = tuple(v.detach().clone() for v in velocity) if velocity is not None else None
-        step = Iteration(weights, tuple(int(i) for i in indices), float(lr), float(momentum), before)
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save(vars(step), self.folder / f"{self.seen % self.k}.pt")
-        else:
-            self._kept = [*self._kept, step][-self.k :]
-        self.seen += 1
-        if self.folder is not None:
-            (self.folder / "seen.txt").write_text(f"{self.seen} of {self.k}")
-
-    @classmethod
-    def open(cls, params: Vec, folder: Path) -> History:
-        """The history that an earlier process left in a folder. Raises ValueError where there is none."""
-        note = folder / "seen.txt"
-        if not note.exists():
-            raise ValueError(f"{folder} holds no recorded history; train with History(..., folder=...) first")
-        seen, k = (int(part) for part in note.read_text().split(" of "))
-        return cls(params, k, folder, seen)
-
-    def last(self, k: int) -> list[Iteration]:
-        """The last `k` iterations, oldest first. Raises ValueError where fewer are recorded."""
-        available = min(self.seen, self.k)
-        if k > available:
-            raise ValueError(f"{k} iterations were asked for, {available} are recorded; record more while training (History(k=...)), or ask for fewer")  # fmt: skip
-        if self.folder is None:
-            return self._kept[len(self._kept) - k :]
-        files = [self.folder / f"{i % self.k}.pt" for i in range(self.seen - k, self.seen)]
-        return [Iteration(**torch.load(file, weights_only=True)) for file in files]
 
 
 @dataclass(frozen=True)
@@ -199,6 +138,7 @@ class MiniUnlearning(Edit):
         shapes = [tuple(w.shape) for w in history.last(1)[0].weights]
         if shapes != [tuple(p.shape) for p in request.params]:
             raise ValueError(f"the history {self.history} is of {len(shapes)} tensors, of which the first are {shapes[:2]}; the selected ones are {len(request.params)}. Give the model it was recorded of, and trainable: all")  # fmt: skip
+        require_same_loss(history, request.loss)
         if self.rewind:
             done = rewind(history, request.loss, request.forget, self.k)
         else:
@@ -272,6 +212,26 @@ def _advance(step: Iteration, kept: list[int], hit: bool, d: Vec, dv: Vec, param
 def _contraction(product: Callable[[Vec], Vec], lr: float, like: Vec, iterations: int) -> float:
     """||I - lr H||."""
     return spectral_norm(lambda v: combine([1.0, -lr], [v, product(v)]), like, iterations)
+
+
+def require_same_loss(history: History, loss: MeanLoss, tolerance: float = 0.05) -> None:
+    """Raise ValueError where the last recorded step but one is not a step of this loss: another weight decay, batch norm in
+    training mode, augmentation. Everything above would then linearise around the wrong path."""
+    if min(history.seen, history.k) < 2:
+        return
+    before, after = history.last(2)
+    params = history.params
+    with all_or_nothing(params, REMEDY) as now:
+        _put(params, before.weights)
+        wanted = mean_gradient(loss, before.indices, params)
+        if before.momentum and before.velocity is not None:
+            wanted = combine([before.momentum, 1.0], [before.velocity, wanted])
+        _put(params, now)
+    made = tuple((a - b) / before.lr for a, b in zip(before.weights, after.weights, strict=True))
+    missed = float(norm(combine([1.0, -1.0], [made, wanted])))
+    rounding = 1e-6 * float(norm(before.weights)) / before.lr
+    if missed > tolerance * float(norm(made)) + rounding:
+        raise ValueError(f"the recorded training did not minimise this loss: its last step but one differs from ours by {missed / max(float(norm(made)), 1e-30):.0%}. Give the weight decay it was trained with (training.weight_decay), and record with batch norm frozen and without augmentation")  # fmt: skip
 
 
 def rewind(history: History | None, loss: MeanLoss, forget: Sequence[int], k: int) -> Outcome:

@@ -11,7 +11,7 @@ from torch import Tensor
 from concept_eraser import registry
 from concept_eraser.methods.base import Edit, Method
 from concept_eraser.methods.fisher import Risk, flatten
-from concept_eraser.methods.mini_unlearning import History
+from concept_eraser.methods.history import History
 from concept_eraser.vectors import dot, norm
 from tests.methods.test_influence import problem, request
 from tests.methods.test_mini_unlearning import ridge

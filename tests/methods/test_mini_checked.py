@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from concept_eraser.methods import mini_unlearning as mini
 from concept_eraser.methods.fisher import Fisher, Risk
-from concept_eraser.methods.mini_unlearning import History, Iteration, MiniUnlearning, rewind
+from concept_eraser.methods.history import History, Iteration
+from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
 from tests.methods.test_mini_unlearning import GONE, Training, recursive_bfgs, remaining, ridge, softmax
 
 RANDOM = tuple(range(30))  # scikit-learn's digits come shuffled

@@ -12,7 +12,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from concept_eraser.methods import mini_unlearning as mini
-from concept_eraser.methods.mini_unlearning import History, MiniUnlearning, rewind
+from concept_eraser.methods.history import History
+from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
 from concept_eraser.vectors import Vec, norm
 
 
@@ -360,3 +361,14 @@ def test_an_edit_that_runs_away_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="no data"):
         rewind(history, failing, GONE, 40)
     assert torch.equal(training.w, torch.ones_like(training.w))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_history_of_another_loss_is_refused(momentum: float) -> None:
+    """A weight decay that the training did not have."""
+    training = ridge(momentum=momentum)
+    history = History(training.params, 10)
+    training.run(history=history)
+    mini.require_same_loss(history, training.mean_loss)
+    with pytest.raises(ValueError, match=r"did not minimise this loss.*training\.weight_decay"):
+        mini.require_same_loss(history, lambda rows: training.mean_loss(rows) + 0.5 * training.w.square().sum())

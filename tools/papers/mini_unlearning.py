@@ -11,7 +11,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from concept_eraser.methods.mini_unlearning import History, MiniUnlearning, rewind
+from concept_eraser.methods.history import History
+from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
 
 SETTINGS = {"the paper's (eta .01, l2 .005)": (0.01, 0.005), "contracting (eta .5, l2 .2)": (0.5, 0.2)}
 KS = (1, 5, 10, 30, 140, 420)

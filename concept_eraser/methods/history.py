@@ -1,0 +1,73 @@
+"""What Mini-Unlearning (arXiv 2406.16986) and rewind need of a training: its last iterations, recorded while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from concept_eraser.vectors import Vec
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One SGD step as it was taken: the weights before it, its samples, its learning rate and momentum buffer."""
+
+    weights: Vec
+    indices: tuple[int, ...]
+    lr: float
+    momentum: float = 0.0
+    velocity: Vec | None = None  # v_{i-1}
+
+
+@dataclass
+class History:
+    """The last `k` iterations of a training by SGD (with or without heavy ball), in memory or in a folder.
+
+    Call `record` before each optimiser step. Nothing about the forget set is needed then.
+    """
+
+    params: Vec
+    k: int
+    folder: Path | None = None
+    seen: int = 0
+    _kept: list[Iteration] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"the history must keep at least one iteration, found k = {self.k}")
+
+    def record(self, indices: Sequence[int], lr: float, momentum: float = 0.0, velocity: Vec | None = None) -> None:
+        """Remember an iteration: its sample indices, learning rate, momentum and the momentum buffer before it."""
+        weights = tuple(p.detach().clone() for p in self.params)
+        before = tuple(v.detach().clone() for v in velocity) if velocity is not None else None
+        step = Iteration(weights, tuple(int(i) for i in indices), float(lr), float(momentum), before)
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.save(vars(step), self.folder / f"{self.seen % self.k}.pt")
+        else:
+            self._kept = [*self._kept, step][-self.k :]
+        self.seen += 1
+        if self.folder is not None:
+            (self.folder / "seen.txt").write_text(f"{self.seen} of {self.k}")
+
+    @classmethod
+    def open(cls, params: Vec, folder: Path) -> History:
+        """The history that an earlier process left in a folder. Raises ValueError where there is none."""
+        note = folder / "seen.txt"
+        if not note.exists():
+            raise ValueError(f"{folder} holds no recorded history; train with History(..., folder=...) first")
+        seen, k = (int(part) for part in note.read_text().split(" of "))
+        return cls(params, k, folder, seen)
+
+    def last(self, k: int) -> list[Iteration]:
+        """The last `k` iterations, oldest first. Raises ValueError where fewer are recorded."""
+        available = min(self.seen, self.k)
+        if k > available:
+            raise ValueError(f"{k} iterations were asked for, {available} are recorded; record more while training (History(k=...)), or ask for fewer")  # fmt: skip
+        if self.folder is None:
+            return self._kept[len(self._kept) - k :]
+        files = [self.folder / f"{i % self.k}.pt" for i in range(self.seen - k, self.seen)]
+        return [Iteration(**torch.load(file, weights_only=True)) for file in files]
