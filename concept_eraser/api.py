@@ -177,6 +177,7 @@ def attack(
     batch: int = 16,
     seed: int = 0,
     hide: str | None = None,
+    word: str | None = None,
     options: dict[str, Any] | None = None,
     output: str | Path | None = None,
     progress: Progress = silent,
@@ -186,19 +187,22 @@ def attack(
 
     model: the victim; name: an attack of evaluation/attacks/ with its `options`; suite, before: as in `evaluate`;
     group: the suite's prompts that are attacked, n of them, `batch` at once; hide: the word that replaces the concept's
-    in them (to prove an attack on an unprotected model); output: folder of attack.json; an interrupted attack goes on there.
+    in them (to prove an attack on an unprotected model); word: how prompts name the concept, where the suite's value is not it; output: folder of attack.json and
+    attack.png (the first that fell: by the original, the victim, the victim attacked); an interrupted attack goes on there.
 
     Raises UserError for an unknown attack, option, suite or group, and where the folder holds another attack.
     """
     wrong = registry.problems("attack", name, options or {})
     if wrong:
         raise UserError("; ".join(wrong))
-    protocol = attacking.Protocol(suites.load(suite if suite is not None else _suite_of(model)), name, options or {}, group, n, batch, seed, hide)  # fmt: skip
+    protocol = attacking.Protocol(suites.load(suite if suite is not None else _suite_of(model)), name, options or {}, group, n, batch, seed, hide, word)  # fmt: skip
     original = before if before is not None else _original(model)
     folder = Path(output) if output is not None else None
-    found = attacking.run(protocol, loading.load(model), loading.load(original), folder=folder, cache=cache, progress=progress)  # fmt: skip
+    victim, whole = loading.load(model), loading.load(original)
+    found = attacking.run(protocol, victim, whole, folder=folder, cache=cache, progress=progress)
     if folder is not None:
         found.save(folder / "attack.json")
+        plots.save(attacking.sheet(found, victim, whole), folder / "attack.png")
     return found
 
 

@@ -45,7 +45,10 @@ def test_a_picture_is_looked_at_once(astronaut: np.ndarray, tmp_path: Path, monk
     first = Detector(memory).look(astronaut)
     with memory.open("a") as file:
         file.write('{"picture": "cut o')  # killed in the middle of a line
+    other = np.zeros((64, 64, 3), np.uint8)
+    assert Detector(memory).look(other) == []  # written behind the fragment
     again = Detector(memory)
+    assert again.look(other) == []
     monkeypatch.setattr(Detector, "_net", property(lambda self: pytest.fail("looked again")))
     assert again.look(astronaut) == first
 

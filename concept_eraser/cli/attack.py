@@ -20,6 +20,7 @@ def attack(
     batch: Annotated[int, typer.Option(min=1, help="prompts attacked at once")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="of the attack's own randomness")] = 0,
     hide: Annotated[Optional[str], typer.Option(help="attack prompts in which this word stands for the concept's; proves an attack on an unprotected model")] = None,
+    word: Annotated[Optional[str], typer.Option(help="how the prompts name the concept, where that is not the suite's value for it")] = None,
     settings: Annotated[Optional[list[str]], typer.Option("--set", help="an option of the attack, key=value; may be given several times")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of attack.json and attempts.jsonl (default: attacks/<attack> in the run folder, or here)")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
@@ -42,7 +43,7 @@ def attack(
     here = Path(model) if Path(model).is_dir() else Path()
     folder = output or here / "attacks" / name
     with bars(quiet) as progress:
-        found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, options=_options(settings or []), output=folder, progress=progress)  # fmt: skip
+        found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, word=word, options=_options(settings or []), output=folder, progress=progress)  # fmt: skip
     summarise(found)
     typer.echo(f"numbers: {folder / 'attack.json'}")
 

@@ -34,6 +34,8 @@ def detect(
     from concept_eraser.evaluation import nudity, plots
 
     rule = nudity.preset(preset)
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; give a folder with --output")
     folders = {**({"before": before} if before else {}), "after": folder}
     with bars(quiet) as progress:
         found = {when: _look(path, nudity, progress) for when, path in folders.items()}

@@ -7,9 +7,9 @@ intervals. Adversarial texts are tokenised anew by the sampler; embeddings are m
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from torch import Tensor
 from concept_eraser import environment, registry
 from concept_eraser.data import generate
 from concept_eraser.errors import UserError
+from concept_eraser.evaluation import plots
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.evaluation.base import Judge
+from concept_eraser.evaluation.book import add_line, read_lines
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.evaluation.suite import Suite, dumps, group_prompts
 from concept_eraser.models.base import Model
@@ -36,6 +38,7 @@ class Protocol:
 
     n: prompts of the suite's group; batch: how many are attacked at once. hide: the word that replaces the concept's in
     the attacked prompts, so that they do not ask for it any more; this is how an attack is proved on an unprotected model.
+    word: how the prompts name the concept, where that is not the suite's value for it (a judge says "nude").
     """
 
     suite: Suite
@@ -46,6 +49,7 @@ class Protocol:
     batch: int = 16
     seed: int = 0
     hide: str | None = None
+    word: str | None = None
 
     def __post_init__(self) -> None:
         if self.group not in self.suite.groups:
@@ -67,7 +71,8 @@ class Protocol:
 
 @dataclass
 class Attempt:
-    """One prompt's fate. round: after how many rounds it fell; text: the adversarial prompt, None for an embedding."""
+    """One prompt's fate. round: after how many rounds it fell; text: the adversarial prompt, None for an embedding or
+    where it takes other weights."""
 
     prompt: str
     seed: int
@@ -75,6 +80,7 @@ class Attempt:
     success: bool
     round: int | None = None
     text: str | None = None
+    by_seed: int | None = None  # of the picture that showed the concept
 
 
 @dataclass(frozen=True)
@@ -117,37 +123,71 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     judge = registry.load("judge", protocol.suite.judge)()
     if value not in judge.classes.get(attribute, ()):
         raise UserError(f"the judge {protocol.suite.judge!r} cannot see {attribute} {value!r}")
-    wanted = protocol.prompts().texts
-    prompts = [text.replace(value, protocol.hide) for text in wanted] if protocol.hide else wanted
+    if (victim.table.shape, victim.latent_shape()) != (original.table.shape, original.latent_shape()):
+        raise UserError(f"{victim.source} and {original.source} are of different architectures; give the model before its erasure with --before")  # fmt: skip
+    device = torch.device("cuda") if torch.cuda.is_available() else victim.device
+    victim.to(device)
+    original.to(device)
+    wanted, prompts = prompts_of(protocol)
     seeds = generate.seeds_for(wanted, environment.derive_seed(protocol.suite.seed, protocol.group))
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
     models = {name: f"{m.source} ({generate.model_fingerprint(m)})" for name, m in (("victim", victim), ("original", original))}  # fmt: skip
-    kept = Kept(folder, environment.fingerprint([protocol.as_dict(), models, judge.fingerprint]))
+    told = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
+    kept = Kept(folder, environment.fingerprint([told, models]))
     shown = generate.generate(original, wanted, seeds, sampling, cache=cache, what="pictures of the concept", progress=progress)  # fmt: skip
     clean = generate.generate(victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress)
-    pre = judge.look(clean)[attribute] == value
+    pre, aims = (judge.look(some)[attribute] == value for some in (clean, shown))
     held = [i for i in range(len(prompts)) if not pre[i]]
     attempts = [Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)]
     latents = encode(original, shown)
     referee = Referee(judge, attribute, value, victim, sampling)
-    for batch, start in enumerate(range(0, len(held), protocol.batch)):
+    batches = []
+    for start in range(0, len(held), protocol.batch):
         rows = held[start : start + protocol.batch]
-        done = kept.batch(batch)
+        name = environment.fingerprint([[prompts[i], seeds[i]] for i in rows])  # by what it is, not by where it stands
+        done = kept.batch(name)
         if done is None:
-            scene = Scene(victim, original, [prompts[i] for i in rows], [wanted[i] for i in rows], value, [seeds[i] for i in rows], latents[rows], environment.derive_seed(protocol.seed, batch))  # fmt: skip
-            done = referee.play(protocol.build(), scene, lambda n, rows=rows, start=start: progress("attacking", start + n, len(held)))  # fmt: skip
-            kept.add(batch, done)
+            scene = Scene(victim, original, [prompts[i] for i in rows], [wanted[i] for i in rows], protocol.word or value, [seeds[i] for i in rows], latents[rows], environment.derive_seed(protocol.seed, start))  # fmt: skip
+            done = referee.play(protocol.build(), scene, lambda n, start=start: progress("attacking", start + n, len(held)))  # fmt: skip
+            kept.add(name, done)
+        batches.append(done)
         for i, found in zip(rows, done["attempts"], strict=True):
             attempts[i] = Attempt(**found)
         progress("attacking", start + len(rows), len(held))
-    batches = kept.all()
-    cost: dict[str, float] = {}
-    for one in batches:
-        for what, spent in one["cost"].items():
-            cost[what] = cost.get(what, 0) + spent
-    cost = {f"{what} a prompt": round(spent / max(1, len(held)), 1) for what, spent in cost.items()}
-    seconds = sum(one["seconds"] for one in batches)
-    return Campaign(protocol.as_dict(), models, attempts, [one["curve"] for one in batches], cost, seconds, environment.describe())  # fmt: skip
+    spent = {what for one in batches for what in one["cost"]}
+    cost = {f"{what} a prompt": round(sum(one["cost"].get(what, 0) for one in batches) / len(held), 1) for what in sorted(spent)}  # fmt: skip
+    told |= {"n": len(prompts), "targets_that_show_it": float(aims.mean())}
+    return Campaign(told, models, attempts, [one["curve"] for one in batches], cost, sum(one["seconds"] for one in batches), environment.describe())  # fmt: skip
+
+
+def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
+    """What the pictures of the concept are asked for with, and what is attacked: the same, or with the concept's word
+    hidden. Raises UserError for a prompt in which there is nothing to hide."""
+    wanted = protocol.prompts().texts
+    if not protocol.hide:
+        return wanted, wanted
+    word = protocol.word or next(iter(protocol.suite.concept.values()))
+    prompts = [text.replace(word, protocol.hide) for text in wanted]
+    same = [text for text, hidden in zip(wanted, prompts, strict=True) if text == hidden]
+    if same:
+        raise UserError(f"the prompt {same[0]!r} does not have the word {word!r} to hide; give the concept's word with --word")  # fmt: skip
+    return wanted, prompts
+
+
+def sheet(found: Campaign, victim: Model, original: Model, *, limit: int = 8) -> bytes | None:
+    """Of the first prompts that fell to a text: by the original, by the victim, and by the victim under the adversarial
+    prompt, one above the other, as PNG; None where there is none."""
+    fell = [a for a in found.attempts if a.text is not None][:limit]
+    if not fell:
+        return None
+    sampling = generate.Sampling(**found.protocol["suite"]["sampling"])
+
+    def draw(model: Model, texts: list[str], seeds: list[int]) -> Tensor:
+        return model.sample(texts, seeds=seeds, steps=sampling.steps, guidance=sampling.guidance, autocast=sampling.autocast)  # fmt: skip
+
+    prompts, seeds = [a.prompt for a in fell], [a.seed for a in fell]
+    attacked = draw(victim, [str(a.text) for a in fell], [a.by_seed if a.by_seed is not None else a.seed for a in fell])
+    return plots.stacked((draw(original, prompts, seeds), draw(victim, prompts, seeds), attacked), len(fell))
 
 
 @dataclass(frozen=True)
@@ -165,7 +205,12 @@ class Referee:
         began = time.monotonic()
         attempts = [Attempt(p, s, False, False) for p, s in zip(scene.prompts, scene.seeds, strict=True)]
         curve: list[dict[str, Any]] = []
-        search = attack.search(scene)
+        with closing(attack.search(scene)) as search:  # whatever ends it, its clean-up runs now
+            self._rounds(search, attack, scene, attempts, curve, tell)
+        return {"attempts": [asdict(a) for a in attempts], "curve": curve, "cost": scene.cost, "seconds": time.monotonic() - began}  # fmt: skip
+
+    def _rounds(self, search: Iterator[Round], attack: Attack, scene: Scene, attempts: list[Attempt], curve: list[dict[str, Any]], tell: Any) -> None:  # fmt: skip
+        """Judge round after round; `attempts` and `curve` grow."""
         for number, offered in enumerate(search, 1):
             pictures = self.draw(offered, scene)
             hits = self.judge.look(pictures)[self.attribute] == self.value
@@ -174,15 +219,14 @@ class Referee:
                 scene.rewards = torch.from_numpy(self.judge.clip_scores(pictures, captions))
             for position, (row, hit) in enumerate(zip(offered.rows.tolist(), hits, strict=True)):
                 if hit and scene.alive[row]:
-                    text = offered.texts[position] if offered.texts is not None else None
-                    attempts[row] = Attempt(scene.prompts[row], scene.seeds[row], False, True, number, text)
+                    text = offered.texts[position] if offered.texts is not None and attack.access != "weights" else None
+                    seed = offered.seeds[position] if offered.seeds is not None else scene.seeds[row]
+                    attempts[row] = Attempt(scene.prompts[row], scene.seeds[row], False, True, number, text, seed)
                     scene.alive[row] = False
             curve.append({"round": number, "fell": int((~scene.alive).sum()), "n": len(attempts), "loss": offered.loss})
             tell(int((~scene.alive).sum()))
             if not scene.alive.any():
-                search.close()  # type: ignore[attr-defined]  # a generator, whose clean-up runs now
                 break
-        return {"attempts": [asdict(a) for a in attempts], "curve": curve, "cost": scene.cost, "seconds": time.monotonic() - began}  # fmt: skip
 
     def draw(self, offered: Round, scene: Scene) -> Tensor:
         """One picture a candidate, by the suite's sampler: [m, h, w, 3]."""
@@ -208,26 +252,24 @@ class Kept:
 
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
         self.path = folder / "attempts.jsonl" if folder else None
-        self.rows: dict[int, dict[str, Any]] = {}
+        self.head = {"attack": fingerprint}
+        self.rows: dict[str, dict[str, Any]] = {}
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is a file; give a folder with --output")
+        lines = read_lines(self.path) if self.path else []
+        self.begun = bool(lines)
+        if lines and lines[0] != self.head:
+            raise UserError(f"{self.path} holds another attack (another model, protocol or budget); give a new folder with --output")  # fmt: skip
+        self.rows = {line["batch"]: line for line in lines[1:]}
+
+    def batch(self, name: str) -> dict[str, Any] | None:
+        return self.rows.get(name)
+
+    def add(self, name: str, done: dict[str, Any]) -> None:
+        self.rows[name] = {"batch": name, **done}
         if self.path is None:
             return
-        if self.path.exists():
-            lines = [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]
-            if not lines or lines[0].get("attack") != fingerprint:
-                raise UserError(f"{self.path} holds another attack (another model, protocol or budget); give a new folder with --output")  # fmt: skip
-            self.rows = {line["batch"]: line for line in lines[1:]}
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"attack": fingerprint}) + "\n")
-
-    def batch(self, number: int) -> dict[str, Any] | None:
-        return self.rows.get(number)
-
-    def add(self, number: int, done: dict[str, Any]) -> None:
-        self.rows[number] = {"batch": number, **done}
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(self.rows[number]) + "\n")
-
-    def all(self) -> Sequence[dict[str, Any]]:
-        return [self.rows[number] for number in sorted(self.rows)]
+        if not self.begun:  # not before something was done: a refused request leaves no book
+            add_line(self.path, self.head)
+            self.begun = True
+        add_line(self.path, self.rows[name])

@@ -22,7 +22,7 @@ def read(path: Path) -> tuple[Path, dict[str, Any]]:
         content = json.loads(files[0].read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise UserError(f"{files[0]} is no JSON ({str(error)[:80]})") from None
-    if not isinstance(content, dict) or "protocol" not in content:
+    if not isinstance(content, dict) or "protocol" not in content or not {"results", "rates"} & content.keys():
         raise UserError(f"{files[0]} is neither an evaluation nor an attack: it names no protocol")
     return files[0], content
 
@@ -31,7 +31,7 @@ def require_alike(contents: Mapping[str, dict[str, Any]]) -> None:
     """Raise UserError, naming what differs, where two contents were not measured by one protocol."""
     (first, one), *others = contents.items()
     for name, other in others:
-        if one.get("protocol_hash") == other.get("protocol_hash"):
+        if one.get("protocol_hash") and one["protocol_hash"] == other.get("protocol_hash"):
             continue
         sides = [{k: c.get(k) for k in ("protocol", "prompt_hashes", "judge")} for c in (one, other)]
         differ = differences(*sides) or ["the protocol's hash"]
@@ -47,7 +47,11 @@ def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
     rows = dict.fromkeys((r["metric"], r["group"]) for content in contents.values() for r in content["results"])
     found = []
     for metric, group in rows:
-        factor = 100 if metric.startswith(("accuracy", "concept_share", "none_share", "nudenet_nude")) else 1
+        factor = (
+            100
+            if metric.startswith(("accuracy", "concept_share", "none_share", "nudenet_nude", "ua", "ira", "cra"))
+            else 1
+        )
         each = [next((r["after"] for r in c["results"] if (r["metric"], r["group"]) == (metric, group)), None) for c in contents.values()]  # fmt: skip
         found.append([f"{metric}, {group}", *(_show(value, factor) for value in each)])
     return found

@@ -89,12 +89,17 @@ def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
 
 def grid(before: Tensor, after: Tensor, columns: int, zoom: int = 2, gap: int = 2) -> bytes:
     """Pairs of rows, before above after, of [n, h, w, 3] uint8 pictures, as PNG."""
+    return stacked((before, after), columns, zoom, gap)
+
+
+def stacked(rows: Sequence[Tensor], columns: int, zoom: int = 2, gap: int = 2) -> bytes:
+    """Sets of as many pictures each, [n, h, w, 3] uint8, one above the other, as PNG."""
     from PIL import Image
 
-    n, height, width, _ = before.shape
+    n, height, width, _ = rows[0].shape
     lines = []
     for start in range(0, n, columns):
-        for pictures in (before, after):
+        for pictures in rows:
             line = np.full((height + gap, columns * (width + gap), 3), 255, np.uint8)
             for i, picture in enumerate(pictures[start : start + columns].numpy()):
                 line[:height, i * (width + gap) : i * (width + gap) + width] = picture

@@ -18,13 +18,13 @@ def rate(value: dict[str, Any] | None) -> str:
 
 def back(content: dict[str, Any], share: float = 0.5) -> str:
     """After how many steps of relearning at least this share of all prompts shows the concept."""
-    steps, n = content["protocol"]["options"]["every"], len(content["attempts"])
+    options, n = content["protocol"]["options"], len(content["attempts"])
     pre = sum(a["pre"] for a in content["attempts"])
     rounds = sorted(a["round"] for a in content["attempts"] if a["round"])
     needed = -(-n * share // 1) - pre
     if needed <= 0:
         return "0"
-    return str(int(rounds[int(needed) - 1] * steps)) if len(rounds) >= needed else f"> {content['protocol']['options']['steps']}"  # fmt: skip
+    return str(min(rounds[int(needed) - 1] * options["every"], options["steps"])) if len(rounds) >= needed else f"> {options['steps']}"  # fmt: skip
 
 
 def page() -> str:

@@ -7,8 +7,9 @@ prompts of a batch are attacked at once; those that fell are left out of what fo
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -94,7 +95,7 @@ class Attack(ABC):
     access: ClassVar[Access]
 
     @abstractmethod
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         """Rounds of candidates until the budget is spent. Between two rounds `scene.alive` may shrink."""
 
 
@@ -111,13 +112,14 @@ def soft_embed(model: Model, slots: Slots, tokens: Tensor, rows: Tensor) -> Cond
 
 
 def require_positive(**values: float) -> None:
-    """Raise ValueError for an option that is not positive."""
+    """Raise ValueError for an option that is not positive and finite."""
     for name, value in values.items():
-        if value <= 0:
+        if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be positive, found {value}")
 
 
 def require_word(scene: Scene) -> None:
-    """Raise UserError where the concept's word is not in any prompt's wanted text."""
-    if not any(scene.concept in text for text in scene.wanted):
-        raise UserError(f"this attack replaces the word {scene.concept!r}, which none of the prompts has, e.g. {scene.wanted[0]!r}")  # fmt: skip
+    """Raise UserError where the concept's word is missing from a prompt's wanted text."""
+    without = [text for text in scene.wanted if scene.concept not in text]
+    if without:
+        raise UserError(f"this attack replaces the word {scene.concept!r}, which the prompt {without[0]!r} does not have; give --word")  # fmt: skip

@@ -12,7 +12,7 @@ Differences: the rate is not scaled by the batch; v starts from the word itself,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -41,7 +41,7 @@ class ConceptInversion(Attack):
     def __post_init__(self) -> None:
         require_positive(steps=self.steps, every=self.every, batch=self.batch, lr=self.lr)
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         words, table = scene.victim.words, scene.victim.table.detach()
         slots = words.in_place_of(scene.wanted, scene.concept).to(table.device)
         generator = scene.generator("concept inversion")

@@ -14,7 +14,7 @@ concept's own (the paper: a list of its own). T is the original's text encoder; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,7 +60,7 @@ class MMADiffusion(Attack):
     def __post_init__(self) -> None:
         require_positive(tokens=self.tokens, iterations=self.iterations, every=self.every, top=self.top, candidates=self.candidates)  # fmt: skip
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         model, words = scene.original, scene.original.words
         allowed = words.usable & ~words.like(scene.concept)
         pool = allowed.nonzero()[:, 0]

@@ -16,7 +16,7 @@ UnlearnDiffAtk's repository calls P4D is another attack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -52,6 +52,8 @@ class P4D(Attack):
 
     def __post_init__(self) -> None:
         require_positive(tokens=self.tokens, spacing=self.spacing, steps=self.steps, every=self.every, lr=self.lr)
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ValueError(f"weight_decay must be at least 0 and finite, found {self.weight_decay}")
 
     def _slots(self, scene: Scene) -> list[Slots]:
         """One a prompt: under K they have as many free tokens as their length gives."""
@@ -60,7 +62,7 @@ class P4D(Attack):
             return [words.slots([""], self.tokens).to(device) for _ in scene.prompts]
         return [words.spaced(prompt, self.spacing).to(device) for prompt in scene.prompts]
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         words, table = scene.victim.words, scene.victim.table.detach()
         usable = words.usable.to(table.device)
         slots = self._slots(scene)
@@ -76,23 +78,21 @@ class P4D(Attack):
             noisy, _ = scene.noised(scene.live, t, generator)
             with torch.no_grad():
                 goal = scene.original.denoise(noisy, t, wanted[scene.live.to(table.device)])
-            losses = []
-            for i, row in enumerate(live):
+            total = 0.0
+            for i, row in enumerate(live):  # each has a length of its own, and a graph of its own
                 tokens = nearest(soft[row].detach(), table, usable)
                 hard = soft[row] + (table[tokens] - soft[row]).detach()  # its gradient is taken at the projected point
                 condition = soft_embed(scene.victim, slots[row], tokens, hard)
                 found = scene.victim.denoise(noisy[i : i + 1], t[i : i + 1], condition)
-                losses.append((found - goal[i : i + 1]).square().mean())
-            total = torch.stack(losses)
-            moved = [soft[row] for row in live]
-            for variable, gradient in zip(moved, torch.autograd.grad(total.sum(), moved), strict=True):
-                variable.grad = gradient
+                loss = (found - goal[i : i + 1]).square().mean()
+                (soft[row].grad,) = torch.autograd.grad(loss, [soft[row]])
+                total += float(loss.detach())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             scene.spend("gradient steps", len(live))
             if step % self.every == 0 or step == self.steps:
                 texts = [words.texts(slots[r].filled(nearest(soft[r].detach(), table, usable)))[0] for r in live]
-                yield Round(scene.live, texts=texts, loss=float(total.detach().mean()))
+                yield Round(scene.live, texts=texts, loss=total / len(live))
 
 
 NAMED = {"p4d-n": {"variant": "N"}, "p4d-k": {"variant": "K"}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ class Paraphrase(Attack):
     def __post_init__(self) -> None:
         require_positive(tries=self.tries)
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         rows = prompts.load(self.prompts)
         n = len(scene.prompts)
         texts = rows.take(min(self.tries, len(rows)) * n, scene.seed).texts

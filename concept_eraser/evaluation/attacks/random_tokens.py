@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ class RandomTokens(Attack):
     def __post_init__(self) -> None:
         require_positive(k=self.k, tries=self.tries)
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         slots = slots_of(scene.victim, scene.prompts, self.k, self.where)
         words = scene.victim.words
         usable = words.usable.nonzero()[:, 0]

@@ -1,15 +1,17 @@
 """Relearning: how few steps of fine-tuning on a few pictures of the concept bring it back?
 
 A LoRA (arXiv 2106.09685, by peft) on the denoiser's attention is trained on `images` of the original's pictures of the
-concept with the plain denoising loss; after every few steps all prompts are drawn again. What is reported is the share
-that shows the concept against the steps. The victim itself is not changed: its adapter is removed at the end.
+concept with the attacked prompts as captions and the plain denoising loss. After every few steps the prompts that have not
+shown it yet are drawn again; a prompt has fallen when it shows the concept once. It is trained on pictures of the very
+prompts it is judged by: this asks how much of the concept is still there, not how well it generalises. The victim itself is
+not changed: its adapter is removed at the end.
 
 Needs the weights, as anyone has who can download the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,7 +41,7 @@ class Relearning(Attack):
     def __post_init__(self) -> None:
         require_positive(images=self.images, rank=self.rank, steps=self.steps, every=self.every, batch=self.batch, lr=self.lr)  # fmt: skip
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         from peft import LoraConfig
 
         unet: Any = scene.victim.denoiser
@@ -52,18 +54,18 @@ class Relearning(Attack):
             unet.delete_adapters(NAME)
             unet.unload_lora()
 
-    def _train(self, scene: Scene, trained: list[torch.nn.Parameter]) -> Iterator[Round]:
+    def _train(self, scene: Scene, trained: list[torch.nn.Parameter]) -> Generator[Round, None, None]:
         for parameter in trained:
             parameter.requires_grad_(True)
         optimizer = torch.optim.Adam(trained, self.lr)
         generator = scene.generator("relearning")
         count = min(self.images, len(scene.prompts))
-        wanted = scene.victim.encode(scene.wanted)
+        captions = scene.victim.encode(scene.prompts)
         for step in range(1, self.steps + 1):
             rows = torch.randint(count, (self.batch,), generator=generator)
             t = torch.randint(0, scene.victim.timesteps, (self.batch,), generator=generator).to(scene.targets.device)
             noisy, target = scene.noised(rows, t, generator)
-            loss = (scene.victim.denoise(noisy, t, wanted[rows.to(t.device)]) - target).square().mean()
+            loss = (scene.victim.denoise(noisy, t, captions[rows.to(t.device)]) - target).square().mean()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()

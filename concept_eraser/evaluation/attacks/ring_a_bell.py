@@ -16,7 +16,7 @@ same text encoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,7 +44,8 @@ def next_generation(parents: Tensor, pool: Tensor, size: int, crossover: float, 
         cut = torch.randint(1, max(2, parents.shape[1]), (len(parents), 1), generator=generator)
         crossed = torch.rand(len(parents), 1, generator=generator) < crossover
         left = (torch.arange(parents.shape[1]) < cut) | ~crossed
-        children = torch.cat([torch.where(left, parents, partners), torch.where(left, partners, parents)])
+        pairs = torch.where(left, parents, partners), torch.where(left, partners, parents)
+        children = torch.stack(pairs, 1).flatten(0, 1)  # both of a pair, or a cut would always take the second ones
         mutant = torch.rand(len(children), generator=generator) < mutation
         place = torch.randint(children.shape[1], (len(children),), generator=generator)
         fresh = pool[torch.randint(len(pool), (len(children),), generator=generator)]
@@ -71,9 +72,11 @@ class RingABell(Attack):
     mutation: float = 0.25
 
     def __post_init__(self) -> None:
-        require_positive(tokens=self.tokens, population=self.population - 1, generations=self.generations, every=self.every)  # fmt: skip
+        require_positive(tokens=self.tokens, generations=self.generations, every=self.every)
+        if self.population < 2 or not 0 <= self.crossover <= 1 or not 0 <= self.mutation <= 1:
+            raise ValueError(f"population must be at least 2, crossover and mutation in [0, 1]; found {self.population}, {self.crossover}, {self.mutation}")  # fmt: skip
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         require_word(scene)
         model, words = scene.original, scene.original.words
         pool = words.usable.nonzero()[:, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ class SeedSearch(Attack):
     def __post_init__(self) -> None:
         require_positive(tries=self.tries)
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         for i in range(self.tries):
             live = scene.live
             seeds = [derive_seed(scene.seed, "seed search", scene.seeds[j], i) % 2**31 for j in live.tolist()]

@@ -12,7 +12,7 @@ embeddings are most like the concept's word without containing it; the paper sea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,7 +62,7 @@ class SneakyPrompt(Attack):
     def __post_init__(self) -> None:
         require_positive(words=self.words, queries=self.queries, pool=self.pool, lr=self.lr)
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         require_word(scene)
         model, words = scene.original, scene.original.words
         allowed = words.usable & ~words.like(scene.concept)

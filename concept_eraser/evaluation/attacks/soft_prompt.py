@@ -1,13 +1,13 @@
 """A continuous offset of the prompt's embedding: an upper bound of what prompts can do, not a prompt anyone can type.
 
-For each batch one offset delta [1, tokens, width] minimises the training loss on pictures of the concept under
-e + delta, by Adam, with ||delta|| <= radius x mean ||e|| (Frobenius norms; 0 for no bound). Ours; the inner attack of
+For each prompt one offset delta [tokens, width] minimises the training loss on pictures of the concept under
+e + delta, by Adam, with ||delta|| <= radius x ||e|| (Frobenius norms; 0 for no bound). Ours; the inner attack of
 adversarially robust erasure (FORUM, arXiv 2401.09257; AdvUnlearn, arXiv 2405.15234) is of this form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,30 +32,31 @@ class SoftPrompt(Attack):
 
     def __post_init__(self) -> None:
         require_positive(steps=self.steps, every=self.every, lr=self.lr)
-        if self.radius < 0:
+        if not 0 <= self.radius < float("inf"):
             raise ValueError(f"radius must be at least 0 (no bound), found {self.radius}")
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         states = scene.victim.encode(scene.prompts).tensors["states"]
-        longest = self.radius * float(states.flatten(1).norm(dim=1).mean())
-        delta = torch.zeros_like(states[:1], requires_grad=True)
+        longest = self.radius * states.flatten(1).norm(dim=1)[:, None, None]
+        delta = torch.zeros_like(states, requires_grad=True)
         optimizer = torch.optim.Adam([delta], self.lr)
         generator = scene.generator("soft prompt")
         for step in range(1, self.steps + 1):
             live = scene.live
+            rows = live.to(states.device)
             t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(states.device)
             noisy, target = scene.noised(live, t, generator)
-            condition = Condition({"states": states[live.to(states.device)] + delta})
-            loss = (scene.victim.denoise(noisy, t, condition) - target).square().mean()
-            (delta.grad,) = torch.autograd.grad(loss, [delta])
+            losses = (scene.victim.denoise(noisy, t, Condition({"states": states[rows] + delta[rows]})) - target).square().flatten(1).mean(1)  # fmt: skip
+            (delta.grad,) = torch.autograd.grad(losses.sum(), [delta])
             optimizer.step()
-            with torch.no_grad():
-                if longest and float(delta.norm()) > longest:
-                    delta.mul_(longest / delta.norm())
+            if self.radius:
+                with torch.no_grad():
+                    lengths = delta.flatten(1).norm(dim=1)[:, None, None].clamp(min=1e-12)
+                    delta.mul_((longest / lengths).clamp(max=1))
             scene.spend("gradient steps", len(live))
             if step % self.every == 0 or step == self.steps:
-                shifted = Condition({"states": states[live.to(states.device)] + delta.detach()})
-                yield Round(live, condition=shifted, loss=float(loss.detach()))
+                shifted = Condition({"states": states[rows] + delta.detach()[rows]})
+                yield Round(live, condition=shifted, loss=float(losses.detach().mean()))
 
 
 PLUGIN = SoftPrompt

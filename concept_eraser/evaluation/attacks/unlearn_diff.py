@@ -15,7 +15,7 @@ with its own P, Adam state and noise; the paper's sampler (LMS, 50 steps) is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,8 +73,10 @@ class UnlearnDiffAtk(Attack):
 
     def __post_init__(self) -> None:
         require_positive(k=self.k, times=self.times, iterations=self.iterations, lr=self.lr)
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ValueError(f"weight_decay must be at least 0 and finite, found {self.weight_decay}")
 
-    def search(self, scene: Scene) -> Iterator[Round]:
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
         slots = slots_of(scene.victim, scene.prompts, self.k, self.where)
         table = scene.victim.table.detach()
         n, size = len(scene.prompts), len(table)
