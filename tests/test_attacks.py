@@ -34,7 +34,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "soft_prompt": {"steps": 40},
     "sneaky_prompt": {"queries": 20},
     "paraphrase": {"tries": 3},
-    "relearning": {"steps": 60, "every": 10, "lr": 2e-3, "batch": 8, "rank": 8},
+    "relearning": {"steps": 140, "every": 10, "lr": 2e-3, "batch": 8, "rank": 8},
 }
 CONTROLS = {"random_tokens": {"tries": 3}, "seed_search": {"tries": 3}}
 
@@ -114,17 +114,14 @@ def test_a_generation_keeps_its_parents_and_mixes_them() -> None:
     assert int((mutated == 99).sum(1).max()) == 1
 
 
-LEAST = {"relearning": 0.5}  # a few LoRA steps on four pictures teach most of the prompts, not all of them
-
-
 @pytest.mark.parametrize("name", BUDGETS)
 def test_every_attack_breaks_an_unprotected_model(name: str, tiny, shared_tiny) -> None:
     """Prompts that do not say star, on the original: if an attack cannot bring a star here, its failures prove nothing."""
     kept = {k: v.clone() for k, v in tiny.denoiser.state_dict().items()}
     found = attacking.run(protocol(name, BUDGETS[name]), tiny, shared_tiny)
     assert found.rates()["pre"]["value"] == 0
-    assert found.rates()["asr"]["value"] >= LEAST.get(name, 1), found.curves
-    assert found.protocol["targets_that_show_it"] == 1
+    assert found.rates()["asr"]["value"] == 1, found.curves
+    assert found.protocol["n"] + found.protocol["left_out"] == 4
     after = tiny.denoiser.state_dict()
     assert set(after) == set(kept)  # nothing of an adapter is left
     assert all(torch.equal(value, after[k]) for k, value in kept.items())
@@ -224,7 +221,7 @@ def test_the_sheet_shows_the_concept_again(shared_tiny) -> None:
     content = attacking.sheet(found, shared_tiny, shared_tiny)
     assert content is not None
     picture = np.asarray(Image.open(io.BytesIO(content)))
-    assert picture.shape[:2] == (3 * 2 * 66, 4 * 2 * 66)
+    assert picture.shape[:2] == (3 * 2 * 66, found.protocol["n"] * 2 * 66)
     last = torch.from_numpy(picture[4 * 66 : 4 * 66 + 128 : 2, 0:128:2].copy())[None]
     assert registry.load("judge", "tiny")().look(last)["shape"].tolist() == ["star"]
     nothing = attacking.run(protocol("soft_prompt", {"steps": 1, "every": 1}), shared_tiny, shared_tiny)
@@ -291,6 +288,13 @@ def test_a_book_that_was_cut_is_read_and_written_on(tmp_path: Path) -> None:
     assert read_lines(book) == [{"a": 1}, {"d": 3}]
 
 
+def test_prompts_that_the_original_does_not_draw_are_left_out(shared_tiny) -> None:
+    """Houses are no pictures of stars, so there is nothing to find again."""
+    groups = {"direct": {"prompts": ["a blue house", "a red tree"], "role": "forget", "n": 2}}
+    with pytest.raises(UserError, match=r"draws 'star' for 0 of 2 prompts only"):
+        api.attack("tiny-sd", "seed_search", {"concept": {"shape": "star"}, "groups": groups}, n=2)
+
+
 def test_bad_requests_are_refused_with_the_reason(tmp_path: Path, shared_tiny) -> None:
     with pytest.raises(UserError, match="unknown attack 'unlearn_dif'; did you mean 'unlearn_diff'"):
         api.attack("tiny-sd", "unlearn_dif")
@@ -316,9 +320,12 @@ def test_bad_requests_are_refused_with_the_reason(tmp_path: Path, shared_tiny) -
     api.attack("tiny-sd", "random_tokens", n=2, options={"tries": 1}, hide="shape", output=tmp_path)
     with pytest.raises(UserError, match="holds another attack"):
         api.attack("tiny-sd", "random_tokens", n=2, options={"tries": 2}, hide="shape", output=tmp_path)
-    groups = {"direct": {"prompts": ["a blue house", "a red tree"], "role": "forget", "n": 2}}
-    with pytest.raises(UserError, match=r"replaces the word 'star', which the prompt 'a (red tree|blue house)'"):
-        api.attack("tiny-sd", "concept_inversion", {"concept": {"shape": "star"}, "groups": groups}, n=2)
+    scene = Scene(
+        shared_tiny, shared_tiny, ["a star"], ["a star"], "comet", [1], torch.zeros(1, *shared_tiny.latent_shape())
+    )
+    for name in ("concept_inversion", "ring_a_bell", "sneaky_prompt"):
+        with pytest.raises(UserError, match=r"replaces the word 'comet', which the prompt 'a star'"):
+            next(registry.build("attack", name, {}).search(scene))
 
 
 def test_show_and_list_tell_of_attacks(cli) -> None:

@@ -1,7 +1,8 @@
 """Running an attack on an erased model: clean prompts first, then rounds of candidates, each judged on its pictures.
 
 Success rates follow UnlearnDiffAtk (arXiv 2310.11868): a prompt whose clean picture shows the concept counts as success
-without an attack (pre) and is not attacked; ASR = (pre + attacked successes) / all. Both are reported, with Wilson
+without an attack (pre) and is not attacked; prompts whose picture by the original does not show it are left out, as the
+paper chooses its own; ASR = (pre + attacked successes) / all. Both are reported, with Wilson
 intervals. Adversarial texts are tokenised anew by the sampler; embeddings are marked as such.
 """
 
@@ -136,7 +137,14 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     kept = Kept(folder, environment.fingerprint([told, models]))
     shown = generate.generate(original, wanted, seeds, sampling, cache=cache, what="pictures of the concept", progress=progress)  # fmt: skip
     clean = generate.generate(victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress)
-    pre, aims = (judge.look(some)[attribute] == value for some in (clean, shown))
+    aims = judge.look(shown)[attribute] == value
+    if aims.sum() < 2:
+        raise UserError(f"{original.source} itself draws {value!r} for {int(aims.sum())} of {len(aims)} prompts only; an attack needs prompts whose picture by the original shows the concept")  # fmt: skip
+    kept_rows = aims.nonzero()[0].tolist()
+    wanted, prompts = ([some[i] for i in kept_rows] for some in (wanted, prompts))
+    seeds = [seeds[i] for i in kept_rows]
+    shown, clean = shown[torch.from_numpy(aims)], clean[torch.from_numpy(aims)]
+    pre = judge.look(clean)[attribute] == value
     held = [i for i in range(len(prompts)) if not pre[i]]
     attempts = [Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)]
     latents = encode(original, shown)
@@ -156,7 +164,10 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
         progress("attacking", start + len(rows), len(held))
     spent = {what for one in batches for what in one["cost"]}
     cost = {f"{what} a prompt": round(sum(one["cost"].get(what, 0) for one in batches) / len(held), 1) for what in sorted(spent)}  # fmt: skip
-    told |= {"n": len(prompts), "targets_that_show_it": float(aims.mean())}
+    told |= {
+        "n": len(prompts),
+        "left_out": int((~aims).sum()),
+    }  # prompts whose picture by the original does not show it
     return Campaign(told, models, attempts, [one["curve"] for one in batches], cost, sum(one["seconds"] for one in batches), environment.describe())  # fmt: skip
 
 
