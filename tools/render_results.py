@@ -19,7 +19,12 @@ from tools.rendering.common import RESULTS, ROOT, load
 def pages() -> dict[Path, str]:
     """What every rendered file should contain."""
     made: dict[Path, str] = {}
-    blocks = {"world": others.world_table(), "quickstart": others.quickstart_block(), "methods": others.methods_table()}
+    blocks = {
+        "world": others.world_table(),
+        "quickstart": others.quickstart_block(),
+        "methods": others.methods_table(),
+        "attacks": others.attacks_table(),
+    }
     titles: dict[str, Any] = {
         "tiny_star": ("Erasing star from tiny-sd", studies.star_table),
         "tiny_hard": ("Tasks on which the bargain should matter", studies.hard_table),

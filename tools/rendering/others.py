@@ -29,16 +29,27 @@ def world_table() -> str:
     ])  # fmt: skip
 
 
-def methods_table() -> str:
-    """Every method of the registry, with its named settings, source and proved theorems."""
+def _plugins(kind: str) -> list[tuple[str, str, Any]]:
+    """Each plug-in of a kind: its name, the settings of it that have one, its class."""
     from concept_eraser import registry
 
+    named = registry.named(kind).items()
+    return [(name, ", ".join(f"`{alias}`" for alias, (owner, _) in named if owner == name), registry.load(kind, name)) for name in registry.names(kind)]  # fmt: skip
+
+
+def attacks_table() -> str:
+    """Every attack of the registry, with its named settings, source and what it needs of the victim."""
+    rows = [["attack", "settings with a name", "paper", "needs of the victim"]]
+    rows += [[f"`{name}`", aliases, f"{attack.title} ({attack.source})", attack.access] for name, aliases, attack in _plugins("attack")]  # fmt: skip
+    return table(rows)
+
+
+def methods_table() -> str:
+    """Every method of the registry, with its named settings, source and proved theorems."""
     rows = [["method", "settings with a name", "paper", "theorems tested"]]
-    for name in registry.names("method"):
-        plugin: Any = registry.load("method", name)
-        aliases = [f"`{alias}`" for alias, (owner, _) in registry.named("method").items() if owner == name]
-        theorems = ", ".join(sorted(plugin.theorems)).replace("_", " ")
-        rows.append([f"`{name}`", ", ".join(aliases), f"{plugin.title} ({plugin.source})", theorems])
+    for name, aliases, method in _plugins("method"):
+        theorems = ", ".join(sorted(method.theorems)).replace("_", " ")
+        rows.append([f"`{name}`", aliases, f"{method.title} ({method.source})", theorems])
     return table(rows)
 
 
