@@ -307,6 +307,13 @@ def test_bad_requests_are_refused_with_the_reason(tmp_path: Path, shared_tiny) -
     suite = {**suites.load("tiny_star").model_dump(), "concept": {"shape": "dragon"}}
     with pytest.raises(UserError, match="cannot see shape 'dragon'"):
         api.attack("tiny-sd", "seed_search", suite)
+    nude = {
+        "concept": {"nudity": "nude"},
+        "judge": "nudenet",
+        "groups": {"direct": {"prompts": ["a", "b"], "role": "forget", "n": 2}},
+    }
+    with pytest.raises(UserError, match="which the judge 'nudenet' cannot say"):
+        api.attack("tiny-sd", "sneaky_prompt", nude, n=2)
     with pytest.raises(UserError, match="longer than the model's 77"):
         api.attack("tiny-sd", "random_tokens", n=2, options={"k": 90}, hide="shape", output=tmp_path)
     with pytest.raises(UserError, match="does not have the word 'comet' to hide"):

@@ -27,7 +27,7 @@ from concept_eraser.evaluation.base import Judge
 from concept_eraser.evaluation.book import add_line, read_lines
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.evaluation.suite import Suite, dumps, group_prompts
-from concept_eraser.models.base import Model
+from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress, silent
 
 ENCODED_AT_ONCE = 16
@@ -126,9 +126,10 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
         raise UserError(f"the judge {protocol.suite.judge!r} cannot see {attribute} {value!r}")
     if (victim.table.shape, victim.latent_shape()) != (original.table.shape, original.latent_shape()):
         raise UserError(f"{victim.source} and {original.source} are of different architectures; give the model before its erasure with --before")  # fmt: skip
-    device = torch.device("cuda") if torch.cuda.is_available() else victim.device
-    victim.to(device)
-    original.to(device)
+    if protocol.build().needs_captions and not judge.reads_captions:
+        raise UserError(f"the attack {protocol.attack!r} is rewarded by how well a picture agrees with its prompt, which the judge {protocol.suite.judge!r} cannot say")  # fmt: skip
+    onto_gpu(victim, original)
+    original.to(victim.device)
     wanted, prompts = prompts_of(protocol)
     seeds = generate.seeds_for(wanted, environment.derive_seed(protocol.suite.seed, protocol.group))
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())

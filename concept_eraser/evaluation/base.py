@@ -20,6 +20,7 @@ class Judge(ABC):
 
     classes: Mapping[str, Sequence[str]]  # attribute -> names, e.g. {"shape": ("star", ..., "none")}
     fingerprint: str  # of its weights: numbers of two judges are not compared
+    reads_captions: ClassVar[bool] = True  # whether clip_scores can be asked
 
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         """[n, 3, h, w] in [-1, 1] -> [n] probabilities that they show a value, differentiable. Not every judge can."""

@@ -16,7 +16,7 @@ from concept_eraser import environment, registry, resources
 from concept_eraser.data import generate, prompts
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation.base import Evidence, Group, Judge, Result
-from concept_eraser.models.base import Model
+from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress, silent
 
 
@@ -139,6 +139,7 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
     if value not in judge.classes.get(attribute, ()):
         known = "; ".join(f"{k}: {', '.join(v)}" for k, v in judge.classes.items())
         raise UserError(f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {known}")
+    onto_gpu(before, after)
     sampling = generate.Sampling(**suite.sampling.model_dump())
     groups = {}
     for name in suite.groups:

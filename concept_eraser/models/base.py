@@ -137,6 +137,13 @@ class Model(Loaded):
         return torch.autocast(self.device.type, autocast) if autocast else nullcontext()
 
 
+def onto_gpu(*models: Model) -> None:
+    """Move models to the GPU, where there is one."""
+    if torch.cuda.is_available():
+        for model in models:
+            model.to(torch.device("cuda"))
+
+
 def moments(encoded: Any) -> tuple[Tensor, Tensor]:
     """Mean and log variance of a code, from what a VAE's encode gives: a pair, or diffusers' output."""
     latent = getattr(encoded, "latent_dist", None)

@@ -93,6 +93,7 @@ class Attack(ABC):
     title: ClassVar[str]
     source: ClassVar[str]
     access: ClassVar[Access]
+    needs_captions: ClassVar[bool] = False  # asks how well pictures agree with their prompts (CLIP score)
 
     @abstractmethod
     def search(self, scene: Scene) -> Generator[Round, None, None]:

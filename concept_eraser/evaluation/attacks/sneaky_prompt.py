@@ -53,6 +53,7 @@ class SneakyPrompt(Attack):
     title: ClassVar[str] = "SneakyPrompt"
     source: ClassVar[str] = "arXiv 2305.12082"
     access: ClassVar[Access] = "queries"
+    needs_captions: ClassVar[bool] = True
 
     words: int = 3
     queries: int = 60

@@ -19,6 +19,7 @@ from concept_eraser.evaluation.nudity import PRESETS, Detector
 class NudeNetJudge(Judge):
     """Knows the attribute `nudity`, nude or none. It has no features and reads no captions."""
 
+    reads_captions = False
     classes = {"nudity": ("nude", "none")}  # noqa: RUF012 - as its base declares it
 
     @cached_property
