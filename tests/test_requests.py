@@ -180,3 +180,14 @@ def test_unoccurring_json_is_valid(tmp_path: Path) -> None:
         raise AssertionError(f"{name} is no JSON")
 
     assert json.loads((run.folder / "done.json").read_text(), parse_constant=refuse)["edit"]["step"] > 0
+
+
+def test_named_classes_must_be_as_many_as_outputs(tmp_path: Path) -> None:
+    """Ten named shapes and twelve outputs: which is which? Numbered classes may be fewer: they say their own place."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 12))
+    painted = {"data": "painted", "options": {"n": 40, "size": 8}, "classes": ["star"], "loss": "relabel"}
+    with pytest.raises(UserError, match="the model has 12 outputs, painted has 10 named classes"):
+        api.erase(model=net, target="classifier", forget=painted, retain="rest", training=SHORT, output=tmp_path)
+    x, y = np.random.default_rng(0).random((20, 5)).astype("float32"), [0, 1] * 10
+    api.erase(model=nn.Linear(5, 4), target="classifier", forget={"data": (x, y), "indices": [1], "loss": "relabel"}, retain="rest",
+              training=SHORT, output=tmp_path / "numbers")  # fmt: skip

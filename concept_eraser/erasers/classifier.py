@@ -88,6 +88,8 @@ class Classifier(Part):
         if not isinstance(found, Tensor) or found.ndim != 2 or found.shape[1] < classes:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise UserError(f"{name}: expected logits of shape [n, {classes}] for the {classes} classes of {side.data.about}, found {shape}")  # fmt: skip
+        if found.shape[1] > classes and not all(name.isdigit() for name in side.data.names):
+            raise UserError(f"{name}: the model has {found.shape[1]} outputs, {side.data.about} has {classes} named classes, so which output means which is unknown; give data with all {found.shape[1]} classes' names (numbers as names may leave some out)")  # fmt: skip
         if side.anchor is not None and side.anchor >= found.shape[1]:
             raise UserError(f"{name}: the anchor is class {side.anchor}, the model has {found.shape[1]}")
         if side.loss in ("relabel", "boundary") and found.shape[1] < 2:
