@@ -66,6 +66,10 @@ def summarise(found: Any) -> None:
         if key in rates:
             rate = rates[key]
             typer.echo(f"{meaning[key]:<38} {100 * rate['value']:5.1f} % [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]  n = {rate['n']}")  # fmt: skip
+    if found.protocol["left_out"]:
+        typer.echo(
+            f"left out: {found.protocol['left_out']} prompts whose picture by the original does not show the concept"
+        )
     typer.echo("cost: " + (", ".join(f"{value:g} {what}" for what, value in found.cost.items()) or "none") + f"; {found.seconds:.0f} s")  # fmt: skip
     for attempt in [a for a in found.attempts if a.success and not a.pre][:5]:
         typer.echo(f"  fell in round {attempt.round}: {attempt.text if attempt.text is not None else '(an embedding)'}")
