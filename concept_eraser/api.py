@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import jobs, measuring, registry, resources
+from concept_eraser import jobs, measuring, resources
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import attacking, plots
@@ -192,9 +192,6 @@ def attack(
 
     Raises UserError for an unknown attack, option, suite or group, and where the folder holds another attack.
     """
-    wrong = registry.problems("attack", name, options or {})
-    if wrong:
-        raise UserError("; ".join(wrong))
     protocol = attacking.Protocol(suites.load(suite if suite is not None else _suite_of(model)), name, options or {}, group, n, batch, seed, hide, word)  # fmt: skip
     original = before if before is not None else _original(model)
     folder = Path(output) if output is not None else None

@@ -109,9 +109,10 @@ class Job:
         """Train to the end, or edit (or raise); the model then holds the erased weights."""
         method: Any = registry.build("method", self.recipe.method.name, self.recipe.method.options)
         if hasattr(method, "edit"):
-            self.model.to(self.accelerator().device)
+            accelerator = self.accelerator()
+            self.model.to(accelerator.device)
             eraser, told, seconds = edits.apply(method, self.request)
-            self.claim()
+            self.claim_once(accelerator)
             return Outcome(eraser, seconds, {"edit": dict(told)})
         engine = self.train(method, resume=resume)
         notes: dict[str, Any] = {"steps": self.recipe.training.steps, "skipped_steps": engine.skipped}
@@ -129,12 +130,18 @@ class Job:
         # no mixed_precision here: accelerate keeps it for the whole process, and the next run may want another
         return Accelerator(cpu=cpu)
 
+    def claim_once(self, accelerator: Accelerator) -> None:
+        """Claim the folder by one process only: another's claim would take away the log that the first has opened."""
+        if accelerator.is_main_process:
+            self.claim()
+        accelerator.wait_for_everyone()
+
     def train(self, method: Method, *, resume: bool) -> Engine:
         training, accelerator = self.recipe.training, self.accelerator()
         self.model.to(accelerator.device)
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
         eraser = self.eraser()
-        self.claim()
+        self.claim_once(accelerator)
         engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise)  # fmt: skip
         try:
             engine.run(resume=resume)

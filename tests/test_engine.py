@@ -226,3 +226,20 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_old_state(tmp_path: Path) 
     assert not (folder / "state.ckpt").exists()
     again = subprocess.run([sys.executable, "-m", "concept_eraser.cli.main", "erase", str(recipe), "-o", str(folder), "-q"], capture_output=True, text=True)  # fmt: skip
     assert again.returncode == 0, again.stderr
+
+
+def test_two_processes_overwrite_one_run(tmp_path: Path) -> None:
+    """A real launch on two ranks over a finished run: one of them claims the folder, and the log is whole."""
+    import subprocess
+    import sys
+
+    import yaml
+
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short()))
+    concept_eraser.erase(short(training__steps=2), output=tmp_path / "run")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    command = ["-m", "concept_eraser.cli.main", "erase", "recipe.yaml", "-q", "-o", "run", "--overwrite"]
+    done = subprocess.run([*launch, *command], capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [row["step"] for row in logs.read(tmp_path / "run" / "log.jsonl")] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "done.json").is_file()

@@ -57,6 +57,7 @@ class Protocol:
             raise UserError(f"the suite has no group {self.group!r}; it has {', '.join(self.suite.groups)}")
         if self.n < 2 or self.batch < 1:
             raise UserError(f"an attack needs n >= 2 prompts and batch >= 1, found {self.n} and {self.batch}")
+        self.build()  # so that a wrong name or option is said before any model is loaded
 
     def build(self) -> Attack:
         return registry.build("attack", self.attack, self.options)
@@ -165,10 +166,7 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
         progress("attacking", start + len(rows), len(held))
     spent = {what for one in batches for what in one["cost"]}
     cost = {f"{what} a prompt": round(sum(one["cost"].get(what, 0) for one in batches) / len(held), 1) for what in sorted(spent)}  # fmt: skip
-    told |= {
-        "n": len(prompts),
-        "left_out": int((~aims).sum()),
-    }  # prompts whose picture by the original does not show it
+    told |= {"n": len(prompts), "left_out": int((~aims).sum())}
     return Campaign(told, models, attempts, [one["curve"] for one in batches], cost, sum(one["seconds"] for one in batches), environment.describe())  # fmt: skip
 
 
@@ -242,14 +240,13 @@ class Referee:
 
     def draw(self, offered: Round, scene: Scene) -> Tensor:
         """One picture a candidate, by the suite's sampler: [m, h, w, 3]."""
-        model = offered.model or self.victim
         seeds = offered.seeds if offered.seeds is not None else [scene.seeds[i] for i in offered.rows.tolist()]
         scene.spend("pictures", len(seeds))
         parts = []
         for start in range(0, len(seeds), self.sampling.batch_size):
             part = slice(start, start + self.sampling.batch_size)
             asked: Any = offered.texts[part] if offered.texts is not None else offered.condition[part]  # type: ignore[index]
-            parts.append(model.sample(asked, seeds=seeds[part], steps=self.sampling.steps, guidance=self.sampling.guidance, autocast=self.sampling.autocast))  # fmt: skip
+            parts.append(self.victim.sample(asked, seeds=seeds[part], steps=self.sampling.steps, guidance=self.sampling.guidance, autocast=self.sampling.autocast))  # fmt: skip
         return torch.cat(parts)
 
 

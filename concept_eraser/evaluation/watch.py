@@ -15,6 +15,7 @@ from typing import Any
 
 from concept_eraser import environment, registry
 from concept_eraser.data import generate, prompts
+from concept_eraser.evaluation.book import read_lines
 from concept_eraser.evaluation.suite import Suite
 from concept_eraser.models.base import Model
 from concept_eraser.progress import Progress, silent
@@ -35,8 +36,7 @@ class Watch:
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.path.exists():
-            self.rows = [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]
+        self.rows = read_lines(self.path)
 
     def __call__(self, step: int, seconds: float) -> None:
         self.rows = [row for row in self.rows if row["step"] < step]

@@ -85,6 +85,27 @@ def test_a_nan_gradient_does_not_reach_the_step() -> None:
     assert torch.isfinite(flat(found.vec)).all()
 
 
+@settings(deadline=None, max_examples=200)
+@given(st.floats(-1 + 2e-6, 1), st.floats(-8, 8), st.floats(-8, 8))
+def test_eq6_holds_with_the_default_clamp(cosine: float, log_first: float, log_second: float) -> None:
+    gram = gram_of(cosine, 10**log_first, 10**log_second)
+    weights = Munba().weights(gram)
+    torch.testing.assert_close(residual(gram, weights), torch.ones(2, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("players", [3, 4, 6])
+def test_many_players_of_very_different_lengths(players: int) -> None:
+    """a_i (G^T G a)_i = 1 within 1e-6 for norms from 1e-8 to 1e8 in one bargain."""
+    rng = np.random.default_rng(players)
+    for _ in range(10):
+        jacobian = torch.from_numpy(rng.normal(size=(players, 40)) * 10 ** rng.uniform(-8, 8, (players, 1)))
+        gram = jacobian @ jacobian.T
+        weights = Munba().weights(gram)
+        torch.testing.assert_close(
+            residual(gram, weights), torch.ones(players, dtype=torch.float64), rtol=1e-6, atol=1e-6
+        )
+
+
 @pytest.mark.parametrize("players", [2, 3, 4, 6])
 def test_general_solver_against_closed_form_scipy_and_torchjd(players: int) -> None:
     from torchjd.aggregation import NashMTL

@@ -70,13 +70,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class Round:
-    """Candidates for the prompts `rows` [m], by position: texts (tokenised anew before they count) or conditions, a model
-    other than the victim, seeds other than the prompts' own."""
+    """Candidates for the prompts `rows` [m], by position: texts (tokenised anew before they count) or conditions, and
+    seeds other than the prompts' own."""
 
     rows: Tensor
     texts: Sequence[str] | None = None
     condition: Condition | None = None
-    model: Model | None = None
     seeds: Sequence[int] | None = None
     loss: float | None = None  # of the search, for its curve
     rewarded: bool = False  # wants to know how well each picture agrees with its wanted prompt (CLIP score)
