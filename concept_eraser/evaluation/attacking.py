@@ -121,14 +121,9 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     Raises UserError where the judge does not know the concept, a prompt leaves no room for free tokens, or the folder
     holds another attack's attempts.
     """
+    judge: Judge = registry.load("judge", protocol.suite.judge)()
+    require_possible(protocol, judge, victim, original)
     ((attribute, value),) = protocol.suite.concept.items()
-    judge = registry.load("judge", protocol.suite.judge)()
-    if value not in judge.classes.get(attribute, ()):
-        raise UserError(f"the judge {protocol.suite.judge!r} cannot see {attribute} {value!r}")
-    if (victim.table.shape, victim.latent_shape()) != (original.table.shape, original.latent_shape()):
-        raise UserError(f"{victim.source} and {original.source} are of different architectures; give the model before its erasure with --before")  # fmt: skip
-    if protocol.build().needs_captions and not judge.reads_captions:
-        raise UserError(f"the attack {protocol.attack!r} is rewarded by how well a picture agrees with its prompt, which the judge {protocol.suite.judge!r} cannot say")  # fmt: skip
     onto_gpu(victim, original)
     original.to(victim.device)
     wanted, prompts = prompts_of(protocol)
@@ -170,6 +165,17 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     return Campaign(told, models, attempts, [one["curve"] for one in batches], cost, sum(one["seconds"] for one in batches), environment.describe())  # fmt: skip
 
 
+def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: Model) -> None:
+    """Raise UserError where judge, attack and models do not fit each other, before anything is drawn."""
+    ((attribute, value),) = protocol.suite.concept.items()
+    if value not in judge.classes.get(attribute, ()):
+        raise UserError(f"the judge {protocol.suite.judge!r} cannot see {attribute} {value!r}")
+    if (victim.table.shape, victim.latent_shape()) != (original.table.shape, original.latent_shape()):
+        raise UserError(f"{victim.source} and {original.source} are of different architectures; give the model before its erasure with --before")  # fmt: skip
+    if protocol.build().needs_captions and not judge.reads_captions:
+        raise UserError(f"the attack {protocol.attack!r} is rewarded by how well a picture agrees with its prompt, which the judge {protocol.suite.judge!r} cannot say")  # fmt: skip
+
+
 def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
     """What the pictures of the concept are asked for with, and what is attacked: the same, or with the concept's word
     hidden. Raises UserError for a prompt in which there is nothing to hide."""
@@ -185,8 +191,8 @@ def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
 
 
 def sheet(found: Campaign, victim: Model, original: Model, *, limit: int = 8) -> bytes | None:
-    """Of the first prompts that fell to a text: by the original, by the victim, and by the victim under the adversarial
-    prompt, one above the other, as PNG; None where there is none."""
+    """Of the first prompts that fell to a text: the attacked prompt by the original and by the victim, and the adversarial one
+    by the victim, one above the other, as PNG; None where there is none."""
     fell = [a for a in found.attempts if a.text is not None][:limit]
     if not fell:
         return None
