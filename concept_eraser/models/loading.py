@@ -200,5 +200,6 @@ def _guarded(family: Any, location: str, name: str, options: dict) -> Model:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0][:300]
         if not Path(location).exists():
+            reason = f"there is no such folder, and the hub (or its cache) did not give it: {reason.split(' (')[0]}"
             reason += ". If this machine has no network, give a local folder, or set HF_HOME to a cache that holds it"
         raise UserError(f"cannot load {name}: {reason}") from error
