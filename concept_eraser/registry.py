@@ -28,7 +28,7 @@ KINDS = {
     "dataset": "datasets",
     "architecture": "architectures",
 }
-_NOT_PLUGINS = {"__init__", "base", "loading", "module", "fisher", "gaussian_mechanism", "history", "words"}
+_NOT_PLUGINS = {"__init__", "base", "blind", "loading", "module", "fisher", "gaussian_mechanism", "history", "words"}
 
 
 def names(kind: str) -> list[str]:

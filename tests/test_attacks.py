@@ -343,3 +343,26 @@ def test_show_and_list_tell_of_attacks(cli) -> None:
     assert "needs of the victim: white box" in shown
     assert "unlearn_diff" in cli("list", "attacks").stdout
     assert "cannot read --set 'k'" in cli("attack", "tiny-sd", "--set", "k").stderr
+
+
+def test_what_a_blind_attack_found_is_kept_for_the_next_victim(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second campaign finds the first one's texts without one call of the text encoder's search, at the same cost."""
+    told = protocol("ring_a_bell", {"population": 10, "generations": 4, "every": 2, "tokens": 4}, n=3)
+    first = attacking.run(told, tiny, tiny, cache=tmp_path)
+    kept = list((tmp_path / "attacks").glob("*.jsonl"))
+    assert kept
+
+    def fail(*_: object) -> None:
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr(ring_a_bell, "distances_to", fail)
+    again = attacking.run(told, tiny, tiny, cache=tmp_path)
+    assert (again.attempts, again.cost, again.curves) == (first.attempts, first.cost, first.curves)
+    monkeypatch.undo()
+    kept[0].write_text(kept[0].read_text()[:-5])  # a line that a kill cut off is searched again
+    assert attacking.run(told, tiny, tiny, cache=tmp_path).attempts == first.attempts
+    for path in kept:
+        path.unlink()
+    assert attacking.run(told, tiny, tiny, cache=tmp_path).attempts == first.attempts

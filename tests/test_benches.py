@@ -79,7 +79,7 @@ def test_attack_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=1)))
     spec = {"label": "one step", "recipe": str(tmp_path / "recipe.yaml")}
-    study = {"suite": "tiny_star", "group": "direct", "n": 2, "seed": 0, "victims": {"a": spec, "b": {**spec, "set": {"training.seed": 1}}}, "attacks": {"seed_search": {"tries": 1}, "relearning": {"steps": 1, "every": 1}}}  # fmt: skip
+    study = {"suite": "tiny_star", "group": "direct", "n": 2, "seed": 0, "training_seeds": [0], "victims": {"a": spec, "b": {**spec, "set": {"training.seed": 1}}}, "attacks": {"seed_search": {"tries": 1}, "relearning": {"steps": 1, "every": 1}}}  # fmt: skip
     path = tmp_path / "tiny_attacks.yaml"
     path.write_text(yaml.safe_dump(study))
     monkeypatch.setattr(attack_table, "RESULTS", tmp_path)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser import environment, registry
+from concept_eraser import environment, registry, resources
 from concept_eraser.data import generate
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import plots
@@ -64,7 +64,7 @@ class Protocol:
 
     def as_dict(self) -> dict[str, Any]:
         kept = {k: v for k, v in asdict(self).items() if k not in ("suite", "options")}
-        whole = {**self.suite.model_dump(mode="json"), "groups": {self.group: self.suite.groups[self.group].model_dump(mode="json")}}  # fmt: skip
+        whole = {**self.suite.model_dump(mode="json", exclude={"about", "metrics"}), "groups": {self.group: self.suite.groups[self.group].model_dump(mode="json")}}  # fmt: skip
         return {**kept, "options": asdict(self.build()), "suite": whole, "prompts": self.prompts().hash}  # type: ignore[call-overload]
 
     def prompts(self) -> Any:
@@ -146,13 +146,14 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     attempts = [Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)]
     latents = encode(original, shown)
     referee = Referee(judge, attribute, value, victim, sampling)
+    memory = (resources.cache() if cache is None else cache) / "attacks"
     batches = []
     for start in range(0, len(held), protocol.batch):
         rows = held[start : start + protocol.batch]
         name = environment.fingerprint([[prompts[i], seeds[i]] for i in rows])  # by what it is, not by where it stands
         done = kept.batch(name)
         if done is None:
-            scene = Scene(victim, original, [prompts[i] for i in rows], [wanted[i] for i in rows], protocol.word or value, [seeds[i] for i in rows], latents[rows], environment.derive_seed(protocol.seed, start))  # fmt: skip
+            scene = Scene(victim, original, [prompts[i] for i in rows], [wanted[i] for i in rows], protocol.word or value, [seeds[i] for i in rows], latents[rows], environment.derive_seed(protocol.seed, name), protocol.seed, wanted, memory)  # fmt: skip
             done = referee.play(protocol.build(), scene, lambda n, start=start: progress("attacking", start + n, len(held)))  # fmt: skip
             kept.add(name, done)
         batches.append(done)

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -30,6 +31,8 @@ class Scene:
 
     prompts: what is attacked, [n] texts; wanted: what the pictures of the concept were asked for with (often the same).
     concept: its name as a word, e.g. "star". targets: latents of pictures that show it, [n, c, h, w], by the original.
+    seed: of this batch; root: of the whole attack, for what must not depend on the batch a prompt is in. corpus: the
+    wanted prompts of all batches. memory: a folder for what attacks find that fits other victims too, None for none.
     """
 
     victim: Model
@@ -40,6 +43,9 @@ class Scene:
     seeds: Sequence[int]
     targets: Tensor
     seed: int = 0
+    root: int = 0
+    corpus: Sequence[str] = ()
+    memory: Path | None = None
     alive: Tensor = field(init=False)  # [n] bool: prompts that have not fallen
     cost: dict[str, int] = field(default_factory=dict)
     rewards: Tensor | None = None  # of the last round's pictures, [m], where it asked for them

@@ -14,7 +14,7 @@ concept's own (the paper: a list of its own). T is the original's text encoder; 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive, soft_embed
+from concept_eraser.evaluation.attacks.base import Access, Scene, require_positive, soft_embed
+from concept_eraser.evaluation.attacks.blind import BlindAttack, Offer
 from concept_eraser.models.base import Condition, Model
 
 CHUNK = 256
@@ -44,7 +45,7 @@ def one_hot_gradient(model: Model, tokens: Tensor, goal: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MMADiffusion(Attack):
+class MMADiffusion(BlindAttack):
     """tokens: the length of the adversarial prompt. The other numbers are the paper's."""
 
     title: ClassVar[str] = "MMA-Diffusion (text)"
@@ -60,26 +61,26 @@ class MMADiffusion(Attack):
     def __post_init__(self) -> None:
         require_positive(tokens=self.tokens, iterations=self.iterations, every=self.every, top=self.top, candidates=self.candidates)  # fmt: skip
 
-    def search(self, scene: Scene) -> Generator[Round, None, None]:
-        model, words = scene.original, scene.original.words
-        allowed = words.usable & ~words.like(scene.concept)
-        pool = allowed.nonzero()[:, 0]
-        ids = model.tokenize(scene.wanted)
+    def goals(self, scene: Scene) -> Tensor:
+        ids = scene.original.tokenize(scene.wanted)
         with torch.no_grad():
-            goals = pooled(model, ids.tensors["ids"], model.embed(ids))
-        generators = [scene.generator("mma", i) for i in range(len(scene.prompts))]
-        found = [pool[torch.randint(len(pool), (self.tokens,), generator=g)] for g in generators]
-        scores = [-1.0] * len(found)
-        for step in range(1, self.iterations + 1):
-            for i in scene.live.tolist():
-                found[i], scores[i] = self._improve(scene, found[i], scores[i], goals[i], allowed, generators[i])
-            if step % self.every == 0 or step == self.iterations:
-                live = scene.live.tolist()
-                yield Round(scene.live, texts=[words.text(found[i].tolist()) for i in live], loss=-sum(scores[i] for i in live) / len(live))  # fmt: skip
+            return pooled(scene.original, ids.tensors["ids"], scene.original.embed(ids))
 
-    def _improve(self, scene: Scene, tokens: Tensor, score: float, goal: Tensor, allowed: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:  # fmt: skip
-        """One iteration of the coordinate search: the best prompt so far and its cosine."""
+    def pursue(self, scene: Scene, goal: Tensor, generator: torch.Generator) -> Iterator[Offer]:
+        """The best text after each `every` iterations."""
         model = scene.original
+        allowed = model.words.usable & ~model.words.like(scene.concept)
+        pool = allowed.nonzero()[:, 0]
+        tokens, score, calls = pool[torch.randint(len(pool), (self.tokens,), generator=generator)], -1.0, 0
+        for step in range(1, self.iterations + 1):
+            tokens, score, tried = self._improve(model, tokens, score, goal, allowed, generator)
+            calls += tried + 1
+            if step % self.every == 0 or step == self.iterations:
+                yield Offer(model.words.text(tokens.tolist()), -score, calls)
+                calls = 0
+
+    def _improve(self, model: Model, tokens: Tensor, score: float, goal: Tensor, allowed: Tensor, generator: torch.Generator) -> tuple[Tensor, float, int]:  # fmt: skip
+        """One iteration of the coordinate search: the best prompt so far, its cosine, and how many were tried."""
         gradient = one_hot_gradient(model, tokens.to(model.device), goal).cpu()
         best = gradient.masked_fill(~allowed, -torch.inf).topk(min(self.top, int(allowed.sum())), dim=1).indices
         tried = tokens.repeat(self.candidates, 1)
@@ -87,14 +88,14 @@ class MMADiffusion(Attack):
         pick = torch.randint(best.shape[1], (self.candidates,), generator=generator)
         tried[torch.arange(self.candidates), place] = best[place, pick]
         tried = tried[torch.tensor(model.words.survives(tried.tolist()))]
-        scene.spend("encoder calls", len(tried) + 1)
         if not len(tried):
-            return tokens, score
+            return tokens, score, 0
         ids = model.words.pack(tried.tolist()).to(model.device)
         with torch.no_grad():
             likeness = torch.cat([pooled(model, part, model.embed(Condition({"ids": part}))) @ goal for part in ids.split(CHUNK)]).cpu()  # fmt: skip
         top = int(likeness.argmax())
-        return (tried[top], float(likeness[top])) if float(likeness[top]) > score else (tokens, score)
+        better = float(likeness[top]) > score
+        return (tried[top], float(likeness[top]), len(tried)) if better else (tokens, score, len(tried))
 
 
 PLUGIN = MMADiffusion

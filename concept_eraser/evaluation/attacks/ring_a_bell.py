@@ -11,19 +11,20 @@ one point with a random partner (probability 0.5), one token mutated (0.25).
 Differences: the pairs are the wanted prompts and the same without the concept's word (the paper: 50 pairs by a language
 model); tokens that do not survive decoding are not in the pool; the fitness of all candidates is one batch. A picture is
 drawn after each `every` generations of the search (the paper: once, at the end). The prompts fit every model with the
-same text encoder.
+same text encoder, and are kept for the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive, require_word
+from concept_eraser.evaluation.attacks.base import Access, Scene, require_positive, require_word
+from concept_eraser.evaluation.attacks.blind import BlindAttack, Offer
 from concept_eraser.models.base import Condition, Model
 
 CHUNK = 256  # candidates encoded at once
@@ -56,7 +57,7 @@ def next_generation(parents: Tensor, pool: Tensor, size: int, crossover: float, 
 
 
 @dataclass(frozen=True)
-class RingABell(Attack):
+class RingABell(BlindAttack):
     """tokens: K (16; 38 and 77 are published too); strength: eta."""
 
     title: ClassVar[str] = "Ring-A-Bell"
@@ -76,42 +77,34 @@ class RingABell(Attack):
         if self.population < 2 or not 0 <= self.crossover <= 1 or not 0 <= self.mutation <= 1:
             raise ValueError(f"population must be at least 2, crossover and mutation in [0, 1]; found {self.population}, {self.crossover}, {self.mutation}")  # fmt: skip
 
-    def search(self, scene: Scene) -> Generator[Round, None, None]:
+    def goals(self, scene: Scene) -> Tensor:
         require_word(scene)
-        model, words = scene.original, scene.original.words
-        pool = words.usable.nonzero()[:, 0]
-        direction = concept_direction(model, list(scene.wanted), scene.concept)
-        goals = model.encode(scene.prompts).tensors["states"] + self.strength * direction
-        generators = [scene.generator("ring a bell", i) for i in range(len(scene.prompts))]
-        crowds = [pool[torch.randint(len(pool), (self.population, self.tokens), generator=g)] for g in generators]
-        for done in range(self.every, self.generations + self.every, self.every):
-            rounds = min(self.every, self.generations - (done - self.every))
-            live = scene.live.tolist()
-            losses = []
-            for i in live:
-                crowds[i], loss = self._evolve(scene, crowds[i], goals[i], pool, generators[i], rounds)
-                losses.append(loss)
-            yield Round(scene.live, texts=[words.text(crowds[i][0].tolist()) for i in live], loss=sum(losses) / len(losses))  # fmt: skip
+        direction = concept_direction(scene.original, list(scene.corpus or scene.wanted), scene.concept)
+        return scene.original.encode(scene.prompts).tensors["states"] + self.strength * direction
 
-    def _evolve(self, scene: Scene, crowd: Tensor, goal: Tensor, pool: Tensor, generator: torch.Generator, rounds: int) -> tuple[Tensor, float]:  # fmt: skip
-        """The crowd after some generations, best first, and the loss of the best."""
-        distances = self._distances(scene, crowd, goal)
-        for _ in range(rounds):
-            order = distances.argsort()
-            parents = crowd[order[: max(2, self.population // 2)]]
-            crowd = next_generation(parents, pool, self.population, self.crossover, self.mutation, generator)
-            distances = self._distances(scene, crowd, goal)
-        order = distances.argsort()
-        return crowd[order], float(distances[order[0]])
-
-    @torch.no_grad()
-    def _distances(self, scene: Scene, crowd: Tensor, goal: Tensor) -> Tensor:
-        """||T(candidate) - goal||^2 of each candidate, [m], on the CPU."""
+    def pursue(self, scene: Scene, goal: Tensor, generator: torch.Generator) -> Iterator[Offer]:
+        """The best text after each `every` generations."""
         model = scene.original
-        scene.spend("encoder calls", len(crowd))
-        ids = model.words.pack(crowd.tolist()).to(model.device)
-        found = [(model.embed(Condition({"ids": part})).tensors["states"] - goal).square().flatten(1).sum(1) for part in ids.split(CHUNK)]  # fmt: skip
-        return torch.cat(found).cpu()
+        pool = model.words.usable.nonzero()[:, 0]
+        crowd = pool[torch.randint(len(pool), (self.population, self.tokens), generator=generator)]
+        distances, calls = distances_to(model, crowd, goal), len(crowd)
+        for generation in range(1, self.generations + 1):
+            parents = crowd[distances.argsort()[: max(2, self.population // 2)]]
+            crowd = next_generation(parents, pool, self.population, self.crossover, self.mutation, generator)
+            distances = distances_to(model, crowd, goal)
+            calls += len(crowd)
+            if generation % self.every == 0 or generation == self.generations:
+                best = int(distances.argmin())
+                yield Offer(model.words.text(crowd[best].tolist()), float(distances[best]), calls)
+                calls = 0
+
+
+@torch.no_grad()
+def distances_to(model: Model, crowd: Tensor, goal: Tensor) -> Tensor:
+    """||T(candidate) - goal||^2 of each candidate, [m], on the CPU."""
+    ids = model.words.pack(crowd.tolist()).to(model.device)
+    found = [(model.embed(Condition({"ids": part})).tensors["states"] - goal).square().flatten(1).sum(1) for part in ids.split(CHUNK)]  # fmt: skip
+    return torch.cat(found).cpu()
 
 
 PLUGIN = RingABell
