@@ -15,7 +15,7 @@ from torch import Tensor
 from concept_eraser import environment, registry, resources
 from concept_eraser.data import generate, prompts
 from concept_eraser.errors import UserError
-from concept_eraser.evaluation.base import Evidence, Group, Judge, Result
+from concept_eraser.evaluation.base import Evidence, Group, Judge, Metric, Result
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress, silent
 
@@ -46,7 +46,9 @@ class Suite(_Strict):
     seed: int = 0
     sampling: SuiteSampling = SuiteSampling()
     groups: dict[str, SuiteGroup]
-    metrics: list[str] = ["concept_share", "accuracy", "fid", "clip_score"]
+    metrics: list[str | dict[str, Any]] = Field(
+        ["concept_share", "accuracy", "fid", "clip_score"], description="names, or {name: nudenet, preset: rece}"
+    )
 
     def scaled(self, n: int | None) -> Suite:
         """The same suite with at most `n` pictures a group, for a quick look."""
@@ -74,9 +76,17 @@ def load(source: str | Path | dict | Suite) -> Suite:
         raise UserError(
             f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; found {suite.concept}"
         )
-    for name in suite.metrics:
-        registry.load("metric", name)
+    for asked in suite.metrics:
+        metric(asked)
     return suite
+
+
+def metric(asked: str | dict[str, Any]) -> Metric:
+    """A metric from what a suite says of it: its name, or a mapping with `name` and its options."""
+    given = {"name": asked} if isinstance(asked, str) else dict(asked)
+    if not isinstance(name := given.pop("name", None), str):
+        raise UserError(f"a metric is its name, or a mapping with `name` and its options; found {asked!r}")
+    return registry.build("metric", name, given)
 
 
 @dataclass(frozen=True)
@@ -152,11 +162,11 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
     results: list[Result] = []
     refused: dict[str, str] = {}
-    for name in suite.metrics:
+    for asked in suite.metrics:
         try:
-            results += registry.load("metric", name)().measure(evidence)
+            results += metric(asked).measure(evidence)
         except UserError as error:  # too few pictures for one number must not cost the others
-            refused[name] = str(error)
+            refused[asked if isinstance(asked, str) else " ".join(map(str, asked.values()))] = str(error)
     models = {
         when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))
     }
