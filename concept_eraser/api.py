@@ -37,9 +37,10 @@ class Run:
         return self.model or loading.load_part(self.folder, self.recipe.target)
 
 
-def load(source: Any, *, allow_pickle: bool = False) -> Model:
-    """Load a model by name ("tiny-sd"), folder, run folder, hub id, or from a pipeline in memory."""
-    return loading.load(source, allow_pickle=allow_pickle)
+def load(source: Any, *, allow_pickle: bool = False, base: Any = None) -> Model:
+    """Load a model by name ("tiny-sd"), folder, run folder, hub id, or from a pipeline in memory; or a LoRA, denoiser or
+    text encoder of another eraser on the `base` it was made for."""
+    return loading.load(source, allow_pickle=allow_pickle, base=base)
 
 
 def erase(
@@ -147,20 +148,21 @@ def evaluate(
     before: Any = None,
     n: int | None = None,
     output: str | Path | None = None,
+    allow_pickle: bool = False,
     progress: Progress = silent,
     cache: Path | None = None,
 ) -> Evaluation:
     """Measure a model against the one before it, on the same prompts and seeds.
 
-    model: what to measure; suite: an evaluation suite by name or path (default: the one named like the prompt set
+    model: what to measure, see `load`; suite: an evaluation suite by name or path (default: the one named like the prompt set
     that the run forgot, else tiny_star); before: the original (default: the model that
-    a run's recipe names, else tiny-sd); n: at most so many pictures a group.
+    a run's recipe names, else tiny-sd; needed for a LoRA or another part of a pipeline); n: at most so many pictures a group.
 
     Raises UserError for an unknown suite, judge or metric, or a judge that cannot see the concept.
     """
     protocol = suites.load(suite if suite is not None else _suite_of(model)).scaled(n)
-    original = before if before is not None else _original(model)
-    found = suites.evaluate(loading.load(original), loading.load(model), protocol, cache=cache, progress=progress)
+    original, after = _pair(model, before, allow_pickle)
+    found = suites.evaluate(original, after, protocol, cache=cache, progress=progress)
     if output:
         found.save(Path(output))
     return found
@@ -180,6 +182,7 @@ def attack(
     word: str | None = None,
     options: dict[str, Any] | None = None,
     output: str | Path | None = None,
+    allow_pickle: bool = False,
     progress: Progress = silent,
     cache: Path | None = None,
 ) -> Campaign:
@@ -193,9 +196,8 @@ def attack(
     Raises UserError for an unknown attack, option, suite or group, and where the folder holds another attack.
     """
     protocol = attacking.Protocol(suites.load(suite if suite is not None else _suite_of(model)), name, options or {}, group, n, batch, seed, hide, word)  # fmt: skip
-    original = before if before is not None else _original(model)
     folder = Path(output) if output is not None else None
-    victim, whole = loading.load(model), loading.load(original)
+    whole, victim = _pair(model, before, allow_pickle)
     found = attacking.run(protocol, victim, whole, folder=folder, cache=cache, progress=progress)
     if folder is not None:
         found.save(folder / "attack.json")
@@ -218,9 +220,12 @@ def _recipe_of(model: Any) -> Recipe | None:
     return recipes.load(str(path)) if path is not None and path.is_file() else None
 
 
-def _original(model: Any) -> str:
+def _pair(model: Any, before: Any, allow_pickle: bool) -> tuple[Model, Model]:
+    """The original and the model to be measured, loaded."""
     found = _recipe_of(model)
-    return found.model if found else "tiny-sd"
+    known = before if before is not None else found.model if found else None
+    after = loading.load(model, allow_pickle=allow_pickle, base=known)
+    return loading.load(known if known is not None else "tiny-sd", allow_pickle=allow_pickle), after
 
 
 def _suite_of(model: Any) -> str:

@@ -24,11 +24,23 @@ KINDS = {
     "model": "models",
     "metric": "evaluation/metrics",
     "judge": "evaluation/judges",
+    "feature": "evaluation/features",
     "attack": "evaluation/attacks",
     "dataset": "datasets",
     "architecture": "architectures",
 }
-_NOT_PLUGINS = {"__init__", "base", "blind", "loading", "module", "fisher", "gaussian_mechanism", "history", "words"}
+_NOT_PLUGINS = {
+    "__init__",
+    "base",
+    "blind",
+    "loading",
+    "module",
+    "overlay",
+    "fisher",
+    "gaussian_mechanism",
+    "history",
+    "words",
+}
 
 
 def names(kind: str) -> list[str]:

@@ -11,7 +11,7 @@ from concept_eraser.errors import UserError
 
 
 def attack(
-    model: Annotated[str, typer.Argument(help="what to attack: a run folder, a diffusers folder, a hub id")],
+    model: Annotated[str, typer.Argument(help="what to attack: a run folder, a diffusers folder, a hub id; or a LoRA, denoiser or text encoder, with --before")],
     name: Annotated[str, typer.Option("--attack", "-a", help="see `concept-eraser list attacks`")] = "unlearn_diff",
     suite: Annotated[Optional[str], typer.Option(help="evaluation suite: its concept, judge, sampler and prompts (default: the one named like the run's forget set)")] = None,
     group: Annotated[str, typer.Option(help="the suite's group of prompts to attack")] = "direct",
@@ -23,6 +23,7 @@ def attack(
     word: Annotated[Optional[str], typer.Option(help="how the prompts name the concept, where that is not the suite's value for it")] = None,
     settings: Annotated[Optional[list[str]], typer.Option("--set", help="an option of the attack, key=value; may be given several times")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of attack.json and attempts.jsonl (default: attacks/<attack> in the run folder, or here)")] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="also load weights stored as pickles, which can execute code")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
     """Attack a model with adversarial prompts (or by relearning) and count how often the concept comes back.
@@ -35,15 +36,17 @@ def attack(
 
       concept-eraser attack ./somebodys-erased-sd --before tiny-sd --suite tiny_star -a p4d-k --set steps=300 -n 40
 
+      concept-eraser attack esd-star.safetensors --before tiny-sd --suite tiny_star -a soft_prompt
+
       concept-eraser attack tiny-sd --suite tiny_star --hide shape   (is the attack any good? the model is unprotected)
     """
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
 
-    here = Path(model) if Path(model).is_dir() else Path()
+    here = Path(model) if (Path(model) / "recipe.yaml").is_file() else Path()  # nobody else's folder is written to
     folder = output or here / "attacks" / name
     with bars(quiet) as progress:
-        found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, word=word, options=_options(settings or []), output=folder, progress=progress)  # fmt: skip
+        found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, word=word, options=_options(settings or []), output=folder, allow_pickle=allow_pickle, progress=progress)  # fmt: skip
     summarise(found)
     typer.echo(f"numbers: {folder / 'attack.json'}")
 

@@ -11,11 +11,12 @@ from concept_eraser.errors import UserError
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="what to measure: a run folder, a diffusers folder, a hub id")],
+    model: Annotated[str, typer.Argument(help="what to measure: a run folder, a diffusers folder, a hub id; or a LoRA, denoiser or text encoder, with --before")],
     suite: Annotated[Optional[str], typer.Option(help="evaluation suite by name or file (default: the one named like the run's forget set); see `concept-eraser list suites`")] = None,
     before: Annotated[Optional[str], typer.Option(help="the model before (default: the one the run's recipe names)")] = None,
     n: Annotated[Optional[int], typer.Option("-n", min=2, help="at most so many pictures a group")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of evaluation.json and report.html (default: the run folder)")] = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="also load weights stored as pickles, which can execute code")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
     """Measure a model against the one before it, on the same prompts and seeds; write numbers and a report.
@@ -25,18 +26,21 @@ def evaluate(
       concept-eraser evaluate runs/tiny_star_munba
 
       concept-eraser evaluate ./somebodys-erased-sd --before tiny-sd --suite tiny_star -n 100 --output check
+
+      concept-eraser evaluate somebodys_lora.safetensors --before tiny-sd --suite tiny_star
     """
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
 
-    folder = output or (Path(model) if Path(model).is_dir() else Path("evaluation"))
+    ours = (Path(model) / "recipe.yaml").is_file()
+    folder = output or (Path(model) if ours else Path("evaluation"))  # nobody else's folder is written to
     if _is_labelled(Path(model)):
         if suite or n:
             raise UserError(f"{model} erased from labelled data, which no suite of prompts measures; leave out --suite and -n")  # fmt: skip
         _measure(Path(model), before, folder)
         return
     with bars(quiet) as progress:
-        found = api.evaluate(model, suite, before=before, n=n, progress=progress)
+        found = api.evaluate(model, suite, before=before, n=n, allow_pickle=allow_pickle, progress=progress)
     run = Path(model) if (Path(model) / "recipe.yaml").is_file() else None
     found.save(folder / "evaluation.json")
     path = api.report(found, folder / "report.html", run=run)

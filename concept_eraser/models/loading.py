@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
@@ -13,11 +14,11 @@ from torch import nn
 
 from concept_eraser import registry, resources
 from concept_eraser.errors import UserError, unknown
+from concept_eraser.models import overlay
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.module import CONFIG, Module, open_folder
 
 BUNDLED = {"tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"}
-_PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _FAMILIES = {"StableDiffusionPipeline": "sd"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -110,12 +111,14 @@ def _bundled_clip(family: Any, name: str) -> Loaded:
     return found
 
 
-def load(source: Any, *, allow_pickle: bool = False) -> Model:
+def load(source: Any, *, allow_pickle: bool = False, base: Any = None) -> Model:
     """Load a text-to-image model.
 
     source: "tiny-sd", a diffusers folder, a run folder of ours, a hub id ("owner/name"), a diffusers pipeline
-        object, or a Model (returned as it is).
+        object, or a Model (returned as it is); or a part of a pipeline that another eraser made: a LoRA, a state dict
+        or folder of the denoiser or the text encoder (see overlay.py).
     allow_pickle: also load weights stored as pickles, which can execute code; off by default.
+    base: for a part, the model it was made for (which stays as it is); not asked for otherwise.
 
     Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
     """
@@ -127,9 +130,18 @@ def load(source: Any, *, allow_pickle: bool = False) -> Model:
     if name in BUNDLED:
         return _from_folder(resources.tiny_weights() / name, name, allow_pickle)
     path = Path(name)
+    if path.is_dir() and (path / "pipeline").is_dir():
+        return _from_folder(path / "pipeline", name, allow_pickle)
+    if overlay.is_overlay(path):
+        if base is None:
+            raise UserError(f"{name} is only a part of a pipeline (a LoRA, a denoiser or a text encoder); give the model it was made for with --before")  # fmt: skip
+        whole = load(base, allow_pickle=allow_pickle)
+        whole = whole if isinstance(base, str | Path) else copy.deepcopy(whole)  # the caller's own stays as it is
+        overlay.put_on(whole, path, allow_pickle=allow_pickle)
+        return whole
     if path.is_dir():
-        return _from_folder(path / "pipeline" if (path / "pipeline").is_dir() else path, name, allow_pickle)
-    if path.is_file() or path.suffix in (*_PICKLES, ".safetensors"):
+        return _from_folder(path, name, allow_pickle)
+    if path.is_file() or path.suffix in (*overlay.PICKLES, ".safetensors"):
         raise UserError(_single_file_problem(path))
     if _HUB_ID.fullmatch(name):
         return _from_hub(name, allow_pickle)
@@ -177,7 +189,7 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder.parent} is incomplete: it has no {folder.name}/ folder")
     tensors = sorted(folder.glob("*.safetensors"))
-    pickles = [p for p in folder.iterdir() if p.suffix in _PICKLES]
+    pickles = [p for p in folder.iterdir() if p.suffix in overlay.PICKLES]
     if not tensors and pickles and not allow_pickle:
         raise UserError(f"{pickles[0]} is a pickle, which can execute code when loaded; convert it to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust its author")  # fmt: skip
     if not tensors and not pickles:

@@ -1,0 +1,176 @@
+"""What another eraser publishes instead of a whole pipeline, put on the pipeline it was made for.
+
+* a LoRA file or folder (diffusers' or kohya's naming: whatever the pipeline's own `load_lora_weights` reads), merged
+* a state dict of the denoiser, whole or the changed tensors only (ESD, UCE, SalUn), or of the text encoder (AdvUnlearn)
+* a folder of one part: a `UNet2DConditionModel`, or a transformers text encoder
+* the changed tensors of a run of ours (weights.safetensors)
+
+The base is loaded anew, so the caller's own model stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from concept_eraser.errors import UserError
+from concept_eraser.models.base import Model
+
+PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+LORA_FILE = "pytorch_lora_weights.safetensors"
+_PARTS = {"UNet2DConditionModel": "denoiser", "CLIPTextModel": "text_encoder"}
+_PREFIXES = ("module.", "model.", "unet.", "text_encoder.", "text_model.")  # put before the names by other tools
+_ORIGINAL_LAYOUT = ("model.diffusion_model.", "cond_stage_model.", "first_stage_model.")
+
+
+def is_overlay(path: Path) -> bool:
+    """Whether a path holds a part of a pipeline only."""
+    if path.is_dir():
+        return not (path / "model_index.json").is_file() and _weights_of(path) is not None
+    return path.is_file() and path.suffix in (".safetensors", *PICKLES) and not _is_single_file(path)
+
+
+def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
+    """Change `base` in place into what `path` makes of it.
+
+    Raises UserError where the file is a pickle (without `allow_pickle`), damaged, or does not fit the base: every
+    tensor must have its place.
+    """
+    file = _weights_of(path) if path.is_dir() else path
+    assert file is not None  # is_overlay has said so
+    tensors = _read(file, allow_pickle)
+    if any("lora" in name.lower() for name in tensors):
+        # from the file, not from its tensors: the scale (lora_alpha) may stand in the file's header alone
+        _merge_lora(base, tensors if file.suffix in PICKLES else file, path)
+        return
+    if hasattr(base, "pipeline") and any(name.startswith(_ORIGINAL_LAYOUT) for name in tensors):
+        raise UserError(f"{path} is in the layout of single-file checkpoints, which is not read yet; convert it with diffusers' StableDiffusionPipeline.from_single_file(...).save_pretrained(...)")  # fmt: skip
+    part = _part_of(path)
+    names = [part] if part else ["denoiser", "text_encoder"]
+    for name in names:
+        placed = _placed(tensors, base.parts[name])
+        if placed is not None:
+            base.parts[name].load_state_dict(placed, strict=False)
+            base.source = f"{path} on {base.source}"
+            return
+    raise UserError(_misfit(path, tensors, base, names))
+
+
+def _weights_of(folder: Path) -> Path | None:
+    """The one file of weights of a part's folder or of a run of ours."""
+    candidates = [folder / LORA_FILE, folder / "weights.safetensors", *(folder / f"{stem}{suffix}" for stem in ("diffusion_pytorch_model", "model", "pytorch_model") for suffix in (".safetensors", ".bin"))]  # fmt: skip
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _part_of(path: Path) -> str | None:
+    """Which part a folder says it is, by its config.json; None where it does not say."""
+    config = path / "config.json"
+    if not path.is_dir() or not config.is_file():
+        return None
+    try:
+        content = json.loads(config.read_text())
+    except (ValueError, OSError):
+        raise UserError(f"{config} is damaged; copy the folder again") from None
+    named = content.get("_class_name") or next(iter(content.get("architectures") or []), None)
+    if named in _PARTS:
+        return _PARTS[named]
+    raise UserError(f"{path} holds a {named or 'model of no name'}, which is no part of a pipeline that is read; {' and '.join(_PARTS)} are")  # fmt: skip
+
+
+def _is_single_file(path: Path) -> bool:
+    """Whether a safetensors file is a whole checkpoint in the original layout."""
+    if path.suffix != ".safetensors":
+        return False
+    try:
+        with safe_open(path, "pt") as opened:
+            names = list(opened.keys())
+    except (SafetensorError, OSError):
+        return False  # said when it is read
+    return {p for p in _ORIGINAL_LAYOUT if any(n.startswith(p) for n in names)} == set(_ORIGINAL_LAYOUT)
+
+
+def _read(file: Path, allow_pickle: bool) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is damaged or truncated ({error}); copy it again") from None
+    if not allow_pickle:
+        raise UserError(f"{file} is a pickle, which can execute code when loaded; convert it to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust its author")  # fmt: skip
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen kinds
+        raise UserError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0][:160]}") from None
+    content = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise UserError(f"{file} is no state dict: expected tensors by name")
+    return dict(content)
+
+
+def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path) -> None:
+    """Add a LoRA's matrices to the weights, by diffusers' own reader, and take the adapters away again."""
+    pipeline: Any = getattr(base, "pipeline", None)
+    if pipeline is None or not hasattr(pipeline, "load_lora_weights"):
+        raise UserError(f"{path} is a LoRA, which {base.source} cannot take: it is no diffusers pipeline")
+    before = {name: part.state_dict() for name, part in base.parts.items()}
+    before = {name: {k: v.clone() for k, v in state.items()} for name, state in before.items()}
+    try:
+        if isinstance(lora, Path):
+            pipeline.load_lora_weights(str(lora.parent), weight_name=lora.name)
+        else:
+            pipeline.load_lora_weights(lora)
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
+    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise UserError(f"{path} is a LoRA that does not fit {base.source}: {str(error).splitlines()[0][:200]}") from None  # fmt: skip
+    same = all(torch.equal(v, before[name][k]) for name, part in base.parts.items() for k, v in part.state_dict().items() if k in before[name])  # fmt: skip
+    if same:
+        raise UserError(f"{path} is a LoRA that changes nothing in {base.source}; was it made for another architecture?")  # fmt: skip
+    base.source = f"{path} on {base.source}"
+    for part in base.parts.values():
+        part.eval().requires_grad_(False)
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """A tensor's name as other tools may have put it, prefixes taken off one after the other, and CLIP's added."""
+    found = True
+    while found:
+        yield name
+        yield f"text_model.{name}"
+        found = False
+        for prefix in _PREFIXES:
+            if name.startswith(prefix):
+                name, found = name[len(prefix) :], True
+                break
+
+
+def _placed(tensors: Mapping[str, Tensor], part: nn.Module) -> dict[str, Tensor] | None:
+    """The tensors under the part's own names; None where one has no place or another shape there."""
+    own = part.state_dict()
+    placed: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if name.endswith("position_ids"):  # a buffer that older transformers saved
+            continue
+        fits = next((s for s in _spellings(name) if s in own and own[s].shape == value.shape), None)
+        if fits is None:
+            return None
+        placed[fits] = value.to(own[fits].dtype)
+    return placed or None
+
+
+def _misfit(path: Path, tensors: Mapping[str, Tensor], base: Model, names: list[str]) -> str:
+    own = {name: base.parts[name].state_dict() for name in names}
+    for key, value in tensors.items():
+        known = [state[s] for state in own.values() for s in _spellings(key) if s in state]
+        if not known:
+            return f"{path} does not fit {base.source}: nothing there is called {key!r}; was it made for another model?"
+        if all(k.shape != value.shape for k in known):
+            return f"{path} does not fit {base.source}: {key} is {list(value.shape)}, {list(known[0].shape)} is needed"
+    return f"{path} does not fit {base.source}: its tensors belong to several parts; give them one at a time"
