@@ -10,6 +10,7 @@ from concept_eraser.errors import UserError, unknown
 _PACKAGE = Path(__file__).parent
 _KINDS = {"pipelines": "recipe", "prompts": "prompt set", "eval": "evaluation suite"}
 _SUFFIXES = (".yaml", ".yml", ".txt")
+_TABLES = (".csv", ".tsv", ".jsonl", ".json")  # of prompts
 
 
 def folder(kind: str) -> Path:
@@ -27,7 +28,7 @@ def names(kind: str) -> list[str]:
 def find(kind: str, name: str) -> Path:
     """A data file by name, or a path of the user's own."""
     own = Path(name)
-    if own.suffix in _SUFFIXES or os.sep in name:
+    if own.suffix in (*_SUFFIXES, *(_TABLES if kind == "prompts" else ())) or os.sep in name:
         if own.is_file():
             return own
         raise UserError(f"no such {_KINDS[kind]} file: {name}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "concept_eraser"
-BASE = {"errors", "progress", "vectors", "registry", "resources", "environment"}
+BASE = {"errors", "progress", "vectors", "registry", "resources", "environment", "ranks"}
 ALLOWED = {
     "errors": set(),
     "progress": set(),
@@ -16,11 +16,12 @@ ALLOWED = {
     "registry": {"errors"},
     "resources": {"errors"},
     "environment": set(),
+    "ranks": set(),
     "methods": {"vectors", "methods"},
     "models": {"errors", "registry", "resources", "models", "tiny.clip"},
     "architectures": set(),
     "datasets": {"errors", "resources", "environment", "data", "tiny.painter", "datasets.base"},
-    "data": {"errors", "progress", "resources", "environment", "models.base", "data"},
+    "data": {"errors", "progress", "resources", "environment", "ranks", "models.base", "data"},
     "losses": {"models.base"},
     "erasers": {"errors", "losses", "data", "models.base", "erasers.base", "erasers.expansion"},
     "training": {"errors", "progress", "methods.base", "losses", "vectors", "environment", "training"},
@@ -42,11 +43,13 @@ ALLOWED = {
     },
     "jobs": {*BASE, "recipe", "targets", "models", "training", "methods.base", "evaluation"},
     "measuring": {*BASE, "recipe", "targets", "data", "models", "evaluation"},
-    "api": {*BASE, "recipe", "jobs", "measuring", "models", "training", "evaluation"},
+    "reporting": {*BASE, "recipe", "training", "evaluation"},
+    "api": {*BASE, "recipe", "jobs", "measuring", "reporting", "models", "training", "evaluation"},
     "cli": {
         *BASE,
         "api",
         "measuring",
+        "reporting",
         "recipe",
         "targets",
         "models.loading",
@@ -60,7 +63,7 @@ ALLOWED = {
 FOREIGN = {  # only these may import the heavy libraries
     "diffusers": {"models", "tiny"},
     "transformers": {"models", "tiny", "evaluation.judges"},
-    "accelerate": {"training", "jobs"},
+    "accelerate": {"training", "jobs", "ranks"},
     "typer": {"cli"},
     "matplotlib": {"evaluation", "datasets"},
     "pydantic": {"recipe", "sections", "evaluation"},

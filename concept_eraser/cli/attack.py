@@ -7,6 +7,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from concept_eraser import ranks
 from concept_eraser.errors import UserError
 
 
@@ -47,8 +48,9 @@ def attack(
     folder = output or here / "attacks" / name
     with bars(quiet) as progress:
         found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, word=word, options=_options(settings or []), output=folder, allow_pickle=allow_pickle, progress=progress)  # fmt: skip
-    summarise(found)
-    typer.echo(f"numbers: {folder / 'attack.json'}")
+    if ranks.is_first():
+        summarise(found)
+        typer.echo(f"numbers: {folder / 'attack.json'}")
 
 
 def _options(settings: list[str]) -> dict[str, Any]:

@@ -38,25 +38,28 @@ def generate(
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
     from concept_eraser.data import generate as generation
-    from concept_eraser.data.prompts import load
+    from concept_eraser.data.prompts import Prompt, load
 
-    texts = [text for text in prompt or [] for _ in range(n)]
-    if prompts:
-        texts += load(prompts).take(n, seed).texts
+    asked = [Prompt(text) for text in prompt or [] for _ in range(n)]
+    asked += load(prompts).take(n, seed).prompts if prompts else ()
+    seeds = [seed + i if row.seed is None else row.seed for i, row in enumerate(asked)]
     with bars(quiet) as progress:
-        pictures = generation.generate(api.load(model), texts, list(range(seed, seed + len(texts))), generation.Sampling(steps, guidance), progress=progress)  # fmt: skip
+        pictures = generation.generate(
+            api.load(model), asked, seeds, generation.Sampling(steps, guidance), progress=progress
+        )
     output.mkdir(parents=True, exist_ok=True)
     with (output / "metadata.jsonl").open("w") as file:
-        for i, (text, picture) in enumerate(zip(texts, pictures, strict=True)):
+        for i, (row, picture) in enumerate(zip(asked, pictures, strict=True)):
             name = f"{i:05d}.png"
             Image.fromarray(picture.numpy()).save(output / name)
-            row = {
+            scale = guidance if row.guidance is None else row.guidance
+            told = {
                 "file_name": name,
-                "text": text,
-                "seed": seed + i,
+                "text": row.text,
+                "seed": seeds[i],
                 "steps": steps,
-                "guidance": guidance,
+                "guidance": scale,
                 "model": model,
             }
-            file.write(json.dumps(row) + "\n")
-    typer.echo(f"{len(texts)} pictures in {output}")
+            file.write(json.dumps(told) + "\n")
+    typer.echo(f"{len(asked)} pictures in {output}")

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from concept_eraser import ranks
 from concept_eraser.progress import Progress, silent
 
 
 @contextmanager
 def bars(quiet: bool = False) -> Iterator[Progress]:
     """A progress callback that draws one bar for each kind of work; plain lines where stderr is no terminal."""
-    if quiet:
+    if quiet or not ranks.is_first():  # of several processes one draws
         yield silent
         return
     from rich.console import Console

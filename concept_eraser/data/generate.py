@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from concept_eraser import resources
+from concept_eraser import ranks, resources
+from concept_eraser.data.prompts import Prompt
 from concept_eraser.environment import derive_seed, fingerprint
 from concept_eraser.models.base import Model
 from concept_eraser.progress import Progress, silent
@@ -54,30 +55,57 @@ def model_fingerprint(model: Model) -> str:
     return digest.hexdigest()[:24]
 
 
-def seeds_for(prompts: Sequence[str], base: int) -> list[int]:
-    """One seed a picture, from the base seed and its position: before and after use the same."""
-    return [derive_seed("picture", base, i) % 2**31 for i in range(len(prompts))]
+def seeds_for(prompts: Sequence[str | Prompt], base: int) -> list[int]:
+    """One seed a picture: the prompt's own where it has one (I2P), else from the base seed and its position. Before and
+    after use the same."""
+    own = [prompt.seed if isinstance(prompt, Prompt) else None for prompt in prompts]
+    return [derive_seed("picture", base, i) % 2**31 if seed is None else seed for i, seed in enumerate(own)]
 
 
-def generate(model: Model, prompts: Sequence[str], seeds: Sequence[int], sampling: Sampling, *, cache: Path | None = None, what: str = "generating", progress: Progress = silent) -> Tensor:  # fmt: skip
+def generate(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int], sampling: Sampling, *, cache: Path | None = None, what: str = "generating", progress: Progress = silent) -> Tensor:  # fmt: skip
     """[n, h, w, 3] uint8 pictures of the prompts, from the cache where they are known.
+
+    A prompt that states a guidance of its own is sampled with that. Under `accelerate launch` each process makes its
+    share of the chunks, none twice, and reads those of the others (the cache must be a folder that all see).
 
     cache: folder of the cache; None for `resources.cache()`.
     """
-    content = {"weights": model_fingerprint(model), "prompts": list(prompts), "seeds": list(seeds), "sampling": asdict(sampling)}  # fmt: skip
+    texts = [prompt.text if isinstance(prompt, Prompt) else prompt for prompt in prompts]
+    scales = [sampling.guidance if isinstance(p, str) or p.guidance is None else p.guidance for p in prompts]
+    content = {"weights": model_fingerprint(model), "prompts": texts, "seeds": list(seeds), "sampling": asdict(sampling)}  # fmt: skip
+    if any(scale != sampling.guidance for scale in scales):
+        content["guidance"] = scales
     folder = (resources.cache() if cache is None else cache) / "pictures" / fingerprint(content)
-    chunks = []
-    progress(what, 0, len(prompts))
-    for start in range(0, len(prompts), sampling.batch_size):
-        part = slice(start, start + sampling.batch_size)
-        path = folder / f"{start:06d}.safetensors"
-        pictures = _read(path)
-        if pictures is None:
-            pictures = model.sample(prompts[part], seeds=seeds[part], steps=sampling.steps, guidance=sampling.guidance, autocast=sampling.autocast)  # fmt: skip
-            _write(path, pictures)
-        chunks.append(pictures)
-        progress(what, min(len(prompts), start + sampling.batch_size), len(prompts))
-    return torch.cat(chunks)
+    starts = range(0, len(texts), sampling.batch_size)
+    progress(what, 0, len(texts))
+    made: dict[int, Tensor] = {}
+
+    def chunk(start: int) -> Tensor:
+        if start not in made:
+            path = folder / f"{start:06d}.safetensors"
+            pictures = _read(path)
+            if pictures is None:
+                part = slice(start, start + sampling.batch_size)
+                pictures = _sample(model, texts[part], seeds[part], scales[part], sampling)
+                _write(path, pictures)
+            made[start] = pictures
+            progress(what, sum(map(len, made.values())), len(texts))
+        return made[start]
+
+    for start in ranks.mine(starts):
+        chunk(start)
+    ranks.wait()
+    return torch.cat([chunk(start) for start in starts])
+
+
+def _sample(model: Model, texts: Sequence[str], seeds: Sequence[int], scales: Sequence[float], sampling: Sampling) -> Tensor:  # fmt: skip
+    """One chunk, those of one guidance together."""
+    pictures: dict[int, Tensor] = {}
+    for scale in dict.fromkeys(scales):
+        rows = [i for i, one in enumerate(scales) if one == scale]
+        found = model.sample([texts[i] for i in rows], seeds=[seeds[i] for i in rows], steps=sampling.steps, guidance=scale, autocast=sampling.autocast)  # fmt: skip
+        pictures |= dict(zip(rows, found, strict=True))
+    return torch.stack([pictures[i] for i in range(len(texts))])
 
 
 def _read(path: Path) -> Tensor | None:

@@ -11,6 +11,12 @@ A set is a YAML file (or a plain text file with one prompt a line):
       color: [red, blue]
       style: [flat, striped]
 
+A table is a prompt set too: a CSV, JSONL or JSON file (see tables.py), or a YAML file that takes some of its rows:
+
+    about: the rows of I2P that are sexual
+    file: hf://AIML-TUDA/i2p/i2p_benchmark.csv      # or a path, from this file's folder
+    where: {categories: sexual, nudity_percentage: "> 50"}
+
 Every field of a row can be used in an anchor: with `anchor: "a {color} square"` each prompt gets its own; with
 `anchor: {shape: circle}` it is the prompt's own template with another shape. A value given as a list
 (`color: [[crimson, red], ...]`) is the word that is written and the value it stands for. `a(n)` becomes a or an.
@@ -22,13 +28,14 @@ import itertools
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from concept_eraser import resources
+from concept_eraser.data import tables
 from concept_eraser.environment import fingerprint
 from concept_eraser.errors import UserError
 
@@ -41,6 +48,8 @@ class Prompt:
     fields: Mapping[str, str] = field(default_factory=dict)  # e.g. {"shape": "star", "color": "red"}
     words: Mapping[str, str] = field(default_factory=dict)  # e.g. {"shape": "pentagram", "color": "crimson"}
     template: str | None = None
+    seed: int | None = None  # of its picture, where its source states one (I2P)
+    guidance: float | None = None
 
     def anchored(self, anchor: str | Mapping[str, str]) -> str:
         """The prompt to show instead: a template filled with this prompt's fields, or this prompt with some of its
@@ -87,14 +96,16 @@ class PromptSet:
 
     @property
     def hash(self) -> str:
-        return fingerprint([[p.text, sorted(p.fields.items())] for p in self.prompts])
+        return fingerprint([[p.text, sorted(p.fields.items()), *(v for v in (p.seed, p.guidance) if v is not None)] for p in self.prompts])  # fmt: skip
 
     def take(self, n: int, seed: int = 0) -> PromptSet:
-        """`n` rows in a seeded random order, going round again where the set is smaller."""
+        """`n` rows in a seeded random order, going round again where the set is smaller; a row's own seed counts once, or
+        its picture would be there twice."""
         rng = np.random.default_rng([seed, 0x5EED])
         rounds = -(-n // len(self))
         order = np.concatenate([rng.permutation(len(self)) for _ in range(rounds)])[:n]
-        return PromptSet(self.name, tuple(self.prompts[i] for i in order))
+        again = (self.prompts[i] if place < len(self) else replace(self.prompts[i], seed=None) for place, i in enumerate(order))  # fmt: skip
+        return PromptSet(self.name, tuple(again))
 
 
 def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
@@ -102,7 +113,11 @@ def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
     if isinstance(source, PromptSet):
         return source
     if isinstance(source, str | Path):
-        path = resources.find("prompts", str(source))
+        path = (
+            tables.from_hub(str(source))
+            if str(source).startswith(tables.HUB)
+            else resources.find("prompts", str(source))
+        )
         rows, name = _read(path), path.stem
     else:
         rows, name = [_row(item, "the given list") for item in source], "given"
@@ -112,6 +127,8 @@ def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
 
 
 def _read(path: Path) -> list[Prompt]:
+    if path.suffix in tables.SUFFIXES:
+        return _of_table(path, {})
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".txt":
         return [Prompt(line.strip()) for line in text.splitlines() if line.strip() and not line.startswith("#")]
@@ -124,7 +141,17 @@ def _read(path: Path) -> list[Prompt]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping with `prompts` or `expand`, found a {type(content).__name__}")
     rows = [_row(item, str(path)) for item in content.get("prompts") or []]
+    if file := content.get("file"):
+        table = tables.from_hub(file) if str(file).startswith(tables.HUB) else path.parent / str(file)
+        rows += _of_table(table, content.get("where") or {})
     return rows + _expand(content.get("expand") or {}, str(path))
+
+
+def _of_table(path: Path, where: Mapping[str, Any]) -> list[Prompt]:
+    rows = [Prompt(row.text, row.fields, seed=row.seed, guidance=row.guidance) for row in tables.read(path, where)]
+    if not rows and where:
+        raise UserError(f"no row of {path.name} has {', '.join(f'{k}: {v}' for k, v in where.items())}")
+    return rows
 
 
 def _row(item: Any, where: str) -> Prompt:
@@ -133,7 +160,12 @@ def _row(item: Any, where: str) -> Prompt:
     if isinstance(item, str) and item.strip():
         return Prompt(item.strip())
     if isinstance(item, dict) and isinstance(item.get("text"), str):
-        return Prompt(item["text"].strip(), {k: str(v) for k, v in item.items() if k != "text"})
+        fields = {k: str(v) for k, v in item.items() if k not in ("text", "seed", "guidance")}
+        try:
+            seed, guidance = (kind(item[k]) if item.get(k) is not None else None for k, kind in (("seed", int), ("guidance", float)))  # fmt: skip
+        except (TypeError, ValueError):
+            raise UserError(f"{where}: seed and guidance are numbers, found {item!r}") from None
+        return Prompt(item["text"].strip(), fields, seed=seed, guidance=guidance)
     raise UserError(f"{where}: expected a prompt or a mapping with `text`, found {item!r}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser import environment, registry, resources
+from concept_eraser import environment, ranks, registry, resources
 from concept_eraser.data import generate
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import plots
@@ -127,7 +127,7 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     onto_gpu(victim, original)
     original.to(victim.device)
     wanted, prompts = prompts_of(protocol)
-    seeds = generate.seeds_for(wanted, environment.derive_seed(protocol.suite.seed, protocol.group))
+    seeds = generate.seeds_for(protocol.prompts().prompts, environment.derive_seed(protocol.suite.seed, protocol.group))
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
     models = {name: f"{m.source} ({generate.model_fingerprint(m)})" for name, m in (("victim", victim), ("original", original))}  # fmt: skip
     told = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
@@ -147,23 +147,26 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     latents = encode(original, shown)
     referee = Referee(judge, attribute, value, victim, sampling)
     memory = (resources.cache() if cache is None else cache) / "attacks"
-    batches = []
-    for start in range(0, len(held), protocol.batch):
-        rows = held[start : start + protocol.batch]
-        name = environment.fingerprint([[prompts[i], seeds[i]] for i in rows])  # by what it is, not by where it stands
-        done = kept.batch(name)
-        if done is None:
+    starts = {_name_of(prompts, seeds, held[i : i + protocol.batch]): held[i : i + protocol.batch] for i in range(0, len(held), protocol.batch)}  # fmt: skip
+    for done, (name, rows) in enumerate(ranks.mine(starts.items())):
+        if kept.batch(name) is None:
             scene = Scene(victim, original, [prompts[i] for i in rows], [wanted[i] for i in rows], protocol.word or value, [seeds[i] for i in rows], latents[rows], environment.derive_seed(protocol.seed, name), protocol.seed, wanted, memory)  # fmt: skip
-            done = referee.play(protocol.build(), scene, lambda n, start=start: progress("attacking", start + n, len(held)))  # fmt: skip
-            kept.add(name, done)
-        batches.append(done)
-        for i, found in zip(rows, done["attempts"], strict=True):
+            kept.add(name, referee.play(protocol.build(), scene, lambda n, done=done: progress("attacking", done * protocol.batch + n, len(held))))  # fmt: skip
+        progress("attacking", min((done + 1) * protocol.batch, len(held)), len(held))
+    ranks.wait()
+    batches = [kept.batch(name) for name in starts]
+    for rows, batch in zip(starts.values(), batches, strict=True):
+        for i, found in zip(rows, batch["attempts"], strict=True):
             attempts[i] = Attempt(**found)
-        progress("attacking", start + len(rows), len(held))
     spent = {what for one in batches for what in one["cost"]}
     cost = {f"{what} a prompt": round(sum(one["cost"].get(what, 0) for one in batches) / len(held), 1) for what in sorted(spent)}  # fmt: skip
     told |= {"n": len(prompts), "left_out": int((~aims).sum())}
     return Campaign(told, models, attempts, [one["curve"] for one in batches], cost, sum(one["seconds"] for one in batches), environment.describe())  # fmt: skip
+
+
+def _name_of(prompts: list[str], seeds: list[int], rows: list[int]) -> str:
+    """A batch's name: by what it is, not by where it stands, so that it is found again when others were added."""
+    return environment.fingerprint([[prompts[i], seeds[i]] for i in rows])
 
 
 def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: Model) -> None:
@@ -264,21 +267,31 @@ def encode(model: Model, pictures: Tensor) -> Tensor:
 
 
 class Kept:
-    """Batches of an attack that are done, one JSON line each; the first line says of which attack."""
+    """Batches of an attack that are done, one JSON line each; the first line says of which attack. Several processes add
+    to one book, and find what the others have added."""
 
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
         self.path = folder / "attempts.jsonl" if folder else None
         self.head = {"attack": fingerprint}
         self.rows: dict[str, dict[str, Any]] = {}
+        if folder is None and not ranks.alone():
+            raise UserError("an attack by several processes needs a folder for what they find; give one with --output")
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file; give a folder with --output")
-        lines = read_lines(self.path) if self.path else []
+        lines = self._read()
         self.begun = bool(lines)
         if lines and lines[0] != self.head:
             raise UserError(f"{self.path} holds another attack (another model, protocol or budget); give a new folder with --output")  # fmt: skip
-        self.rows = {line["batch"]: line for line in lines[1:]}
 
-    def batch(self, name: str) -> dict[str, Any] | None:
+    def _read(self) -> list[dict[str, Any]]:
+        lines = read_lines(self.path) if self.path else []
+        self.rows |= {line["batch"]: line for line in lines if "batch" in line}
+        return lines
+
+    def batch(self, name: str) -> Any:
+        """What became of a batch, None where nobody has done it."""
+        if name not in self.rows:
+            self._read()
         return self.rows.get(name)
 
     def add(self, name: str, done: dict[str, Any]) -> None:

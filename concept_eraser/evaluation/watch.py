@@ -75,7 +75,7 @@ def share_of(model: Model, suite: Suite, group: str, n: int, *, progress: Progre
     judge = registry.load("judge", suite.judge)()
     ((attribute, value),) = suite.concept.items()
     rows = prompts.load(suite.groups[group].prompts).take(n, suite.seed)
-    seeds = generate.seeds_for(rows.texts, environment.derive_seed(suite.seed, group))
+    seeds = generate.seeds_for(rows.prompts, environment.derive_seed(suite.seed, group))
     sampling = generate.Sampling(**suite.sampling.model_dump())
 
     def share() -> float:
