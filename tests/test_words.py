@@ -83,3 +83,37 @@ def test_pictures_of_an_encoded_prompt_are_those_of_the_prompt(shared_tiny) -> N
     encoded = shared_tiny.sample(shared_tiny.encode(texts), seeds=[1, 2], steps=2, guidance=5.0)
     assert isinstance(shared_tiny.encode(texts), Condition)
     assert torch.equal(plain, encoded)
+
+
+def test_a_padding_that_is_a_word_elsewhere(shared_tiny) -> None:
+    """SD 2 pads with "!": before the end of a prompt it is one, behind it is not."""
+    from transformers import CLIPTokenizer
+
+    from concept_eraser import resources
+    from concept_eraser.models.words import Words
+
+    words = Words(CLIPTokenizer.from_pretrained(resources.tiny_weights() / "tiny-sd" / "tokenizer", pad_token="!"))
+    assert words.pad != words.end
+    ids = words.pack([words.ids("a star! on white")])
+    assert int(ids[0, -1]) == words.pad
+    assert words.texts(ids) == ["a star! on white"]
+    assert shared_tiny.words.texts(shared_tiny.words.pack([shared_tiny.words.ids("a star! on white")])) == ["a star! on white"]  # fmt: skip
+
+
+def test_a_masked_encoder_masks_tokens_that_come_from_no_text(tiny) -> None:
+    tiny.pipeline.text_encoder.config.use_attention_mask = True
+    tokens = tiny.tokenize([PROMPT, "a star"])
+    bare = Condition({"ids": tokens.tensors["ids"]})
+    assert tokens.tensors["mask"].sum(1).tolist() == [9, 4]
+    torch.testing.assert_close(tiny.embed(bare).tensors["states"], tiny.embed(tokens).tensors["states"])
+    tiny.pipeline.text_encoder.config.use_attention_mask = False
+    open_ = tiny.embed(bare).tensors["states"]
+    tiny.pipeline.text_encoder.config.use_attention_mask = True
+    assert not torch.allclose(open_[:, -1], tiny.embed(bare).tensors["states"][:, -1])  # the mask is not for nothing
+
+
+def test_prompts_that_were_cut_are_named(shared_tiny, caplog) -> None:
+    shared_tiny.tokenize(["a star", *(f"{name} " + "star " * 100 for name in "abcdefg")])
+    assert "7 of 8 prompts are longer" in caplog.text
+    assert "'b star" in caplog.text
+    assert "; ..." in caplog.text

@@ -77,24 +77,33 @@ class StableDiffusion(Model):
         return self
 
     def tokenize(self, prompts: Sequence[str]) -> Condition:
-        tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
+        tokenizer = self.pipeline.tokenizer
         length = tokenizer.model_max_length
         tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
         over = [p for p in prompts if len(p) > length and len(tokenizer(p).input_ids) > length]
         if over:
-            log.warning("%d prompts are longer than the model's %d tokens and were cut, e.g. %r", len(over), length, over[0])  # fmt: skip
+            named = "; ".join(f"{p[:60]!r}" for p in list(dict.fromkeys(over))[:5]) + ("; ..." if len(set(over)) > 5 else "")  # fmt: skip
+            log.warning("%d of %d prompts are longer than the model's %d tokens and were cut: %s", len(over), len(prompts), length, named)  # fmt: skip
         found = {"ids": tokens.input_ids.to(self.device)}
-        if getattr(encoder.config, "use_attention_mask", False):
+        if self._masked:
             found["mask"] = tokens.attention_mask.to(self.device)
         return Condition(found)
 
     def embed(self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None) -> Condition:
         encoder: nn.Module = self.pipeline.text_encoder
-        given = {"attention_mask": tokens.tensors.get("mask")}
+        mask = tokens.tensors.get("mask")
+        if mask is None and self._masked:  # tokens that did not come from a text: all up to the first end count
+            ended = (tokens.tensors["ids"] == self.words.end).long()
+            mask = (ended.cumsum(1) - ended == 0).long()
+        given = {"attention_mask": mask}
         with _in_place_of(encoder, rows) if rows is not None else nullcontext():
             if weights is None:
                 return Condition({"states": encoder(tokens.tensors["ids"], **given)[0]})
             return Condition({"states": torch.func.functional_call(encoder, dict(weights), (tokens.tensors["ids"],), given)[0]})  # fmt: skip
+
+    @property
+    def _masked(self) -> bool:
+        return bool(getattr(self.pipeline.text_encoder.config, "use_attention_mask", False))
 
     @cached_property
     def words(self) -> Words:

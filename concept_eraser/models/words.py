@@ -51,8 +51,11 @@ class Words:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Tokens as text; start, end and padding are left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+        """Tokens as text; start, end and padding are left out. SD 2 pads with "!", which is a word before the end."""
+        own = list(ids)
+        if self.pad != self.end and self.end in own:
+            own = own[: own.index(self.end)]
+        return str(self.tokenizer.decode([i for i in own if i not in (self.start, self.end)])).strip()
 
     def texts(self, ids: Tensor) -> list[str]:
         """Rows with start, end and padding, [n, length], as texts."""
