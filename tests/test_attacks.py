@@ -33,7 +33,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "concept_inversion": {"steps": 60, "every": 30, "lr": 0.02},
     "soft_prompt": {"steps": 40},
     "sneaky_prompt": {"queries": 20},
-    "paraphrase": {"tries": 3},
+    "paraphrase": {"prompts": "tiny_star_synonyms", "tries": 3},
     "relearning": {"steps": 140, "every": 10, "lr": 2e-3, "batch": 8, "rank": 8},
 }
 CONTROLS = {"random_tokens": {"tries": 3}, "seed_search": {"tries": 3}}

@@ -105,6 +105,9 @@ def test_the_metric_counts_before_and_after(astronaut: np.ndarray, monkeypatch: 
     found = {r.metric: r for r in metric.measure(evidence)}
     assert (found["nudenet_nude"].before.value, found["nudenet_nude"].after.value) == (1, 0)
     assert found["nudenet_face_female"].difference.value == -1
+    assert found["nudenet_all"].after.value == 0
+    assert found["nudenet_all"].before.value >= 1
+    assert found["nudenet_nude"].p == 0.25  # three pictures, all changed: 2 of 8 equally likely outcomes are as extreme
     assert found["nudenet_face_female"].settings["unit"] == "instance"
     same = Group("direct", "forget", [], {"before": pictures["before"], "after": pictures["before"]}, {})
     untouched = {r.metric: r for r in metric.measure(Evidence({"direct": same}, ("nudity", "nude"), evidence.judge, 0))}

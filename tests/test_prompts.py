@@ -79,7 +79,8 @@ def test_shipped_sets_name_origin_and_licence_and_do_not_overlap() -> None:
     for name in names:
         text = resources.find("prompts", name).read_text()
         assert "Licence:" in text.splitlines()[0], name
-        assert len(prompts.load(name)) >= 100, name
+        if "file: hf://" not in text:  # those of the hub are read from its cache (test_tables.py)
+            assert len(prompts.load(name)) >= 100, name
     star = prompts.load("tiny_star")
     for other in ("tiny_star_synonyms", "tiny_rest", "tiny_star_neighbours"):
         prompts.require_disjoint(star, prompts.load(other))

@@ -73,3 +73,30 @@ def test_frechet_distance_of_a_set_with_itself_and_with_noise() -> None:
     assert abs(statistics.frechet_of_features(a, a)) < 1e-6
     assert statistics.frechet_of_features(a, a + 3) == pytest.approx(90, rel=1e-6)
     assert statistics.frechet_of_features(a, 5 * rng.normal(size=(500, 10))) > 50
+
+
+def test_paired_tests_against_statsmodels_and_by_hand() -> None:
+    """McNemar's exact test by statsmodels; signed ranks by all 2^n signs."""
+    from itertools import product
+
+    from scipy.stats import rankdata
+    from statsmodels.stats.contingency_tables import mcnemar
+
+    rng = np.random.default_rng(3)
+    for share in (0.1, 0.4, 0.9):
+        before, after = rng.random(60) < 0.5, rng.random(60) < share
+        table = [[int((before & after).sum()), int((before & ~after).sum())], [int((~before & after).sum()), int((~before & ~after).sum())]]  # fmt: skip
+        assert statistics.mcnemar(before, after) == pytest.approx(mcnemar(table, exact=True).pvalue, abs=1e-12)
+    differences = rng.standard_normal(9) + 0.5
+    ranks = rankdata(abs(differences))
+    told = (ranks * np.sign(differences)).sum()
+    signs = np.array([(ranks * np.array(s)).sum() for s in product((-1, 1), repeat=9)])
+    assert statistics.signed_rank(differences) == pytest.approx((abs(signs) >= abs(told) - 1e-9).mean(), abs=1e-9)
+
+
+def test_nothing_changed_is_never_significant() -> None:
+    same = np.array([True, False, True])
+    assert statistics.mcnemar(same, same) == 1
+    assert statistics.signed_rank(np.zeros(5)) == 1
+    changed = sum(statistics.mcnemar(a, b) < 0.05 for a, b in (np.random.default_rng(i).random((2, 80)) < 0.5 for i in range(300)))  # fmt: skip
+    assert changed <= 24  # 5 % of 300 and three standard errors; the exact test is cautious

@@ -136,7 +136,7 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
     import subprocess
     import sys
 
-    (tmp_path / "suite.yaml").write_text("concept: {shape: star}\nsampling: {steps: 3, batch_size: 2}\ngroups: {direct: {prompts: tiny_star, role: forget, n: 6}, neighbours: {prompts: tiny_star_neighbours, role: neighbour, n: 2}}\nmetrics: [concept_share, clip_score]\n")  # fmt: skip
+    (tmp_path / "suite.yaml").write_text("concept: {shape: star}\nsampling: {steps: 3, batch_size: 2}\ngroups: {direct: {prompts: tiny_star, role: forget, n: 6}, neighbours: {prompts: tiny_star_neighbours, role: neighbour, n: 2}}\nmetrics: [concept_share, clip_score, nudenet]\n")  # fmt: skip
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"]  # fmt: skip
     shared = ["--suite", "suite.yaml", "--before", "tiny-sd"]
     model = load("tiny-sd")
@@ -158,6 +158,8 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
     assert told["attack"][0]["attempts"] == told["attack"][1]["attempts"]
     caches = [sorted(p.relative_to(tmp_path / f"cache_{way}") for p in (tmp_path / f"cache_{way}" / "pictures").rglob("*.safetensors")) for way in ("one", "two")]  # fmt: skip
     assert caches[0] == caches[1]
+    looked = [len(next((tmp_path / f"cache_{way}" / "nudenet").glob("*.jsonl")).read_text().splitlines()) for way in ("one", "two")]  # fmt: skip
+    assert looked == [16, 16]  # each of the 8 pictures before and after, once
 
 
 def test_the_command_reads_a_table(tmp_path: Path) -> None:
@@ -167,3 +169,21 @@ def test_the_command_reads_a_table(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "out" / "metadata.jsonl").read_text().splitlines()]
     assert {row["seed"] for row in rows} <= {17, 18, 19}
+
+
+def test_the_suite_of_i2p_counts_totals_and_loads_from_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped sets and suite against a table in the hub's place; the bundled model draws no people."""
+    from concept_eraser.evaluation import suite as suites
+
+    monkeypatch.setattr(tables, "from_hub", lambda address: table(tmp_path, name=address.rsplit("/", 1)[1]))
+    assert [p.seed for p in prompts.load("i2p_sexual").prompts] == [17, 19]
+    assert [p.seed for p in prompts.load("i2p_nudity_over_50").prompts] == [17]
+    model = load("tiny-sd")
+    suite = suites.load("i2p_nudity")
+    assert suite.sensitive
+    small = suite.scaled(2).model_copy(update={"sampling": suite.sampling.model_copy(update={"steps": 1})})
+    found = suites.evaluate(model, model, small, cache=tmp_path)
+    assert found.refused == {}
+    assert found.find("nudenet_all", "direct").after.n == 2
+    assert found.find("nudenet_all", "direct").difference.value == 0
+    assert found.find("concept_share", "direct").after.value == 0

@@ -9,8 +9,6 @@ import typer
 
 from concept_eraser.errors import UserError
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-
 
 def detect(
     folder: Annotated[Path, typer.Argument(help="a folder of pictures")],
@@ -62,18 +60,10 @@ def detect(
 
 def _look(folder: Path, nudity: Any, progress: Any) -> tuple[dict[str, list], list[str]]:
     """Detections by file name, and what could not be read."""
-    files = sorted(p for p in folder.iterdir() if p.suffix.lower() in PICTURES) if folder.is_dir() else []
-    if not files:
-        raise UserError(f"no pictures in {folder}; expected files ending in {', '.join(PICTURES)}")
-    detector, seen, skipped = nudity.Detector(), {}, []
-    for i, path in enumerate(files, 1):
-        try:
-            seen[path.name] = detector.look(nudity.read_picture(path))
-        except UserError as error:
-            skipped.append(str(error))
-        progress(f"looking at {folder.name}", i, len(files))
-    if not seen:
-        raise UserError(f"none of the {len(files)} pictures in {folder} can be read: {skipped[0]}")
+    from concept_eraser.data.images import read_pictures
+
+    detector, skipped = nudity.Detector(), list[str]()
+    seen = {name: detector.look(picture) for name, picture in read_pictures(folder, skipped, progress=progress)}
     return seen, skipped
 
 

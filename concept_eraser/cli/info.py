@@ -14,6 +14,7 @@ _DATA = {"recipes": "pipelines", "prompts": "prompts", "suites": "eval"}
 _PLUGINS = {
     "methods": "method",
     "metrics": "metric",
+    "features": "feature",
     "judges": "judge",
     "attacks": "attack",
     "datasets": "dataset",
@@ -25,6 +26,7 @@ _ALL = (
     "losses",
     "selections",
     "metrics",
+    "features",
     "judges",
     "attacks",
     "datasets",
@@ -33,7 +35,7 @@ _ALL = (
 )
 
 
-def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, judges, attacks, datasets, architectures, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
+def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, features, judges, attacks, datasets, architectures, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
     """List what there is, with one line each.
 
     [bold]Examples[/bold]
@@ -71,13 +73,11 @@ def _entries(kind: str) -> list[tuple[str, str]]:
 
 
 def _about(path: Path) -> str:
-    """The first comment or the `about` of a data file."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("about:"):
-            return line.removeprefix("about:").strip().strip("\"'")
-        if line.startswith("# ") and not line.startswith("# concept-eraser"):
-            return line[2:].strip()
-    return ""
+    """The `about` of a data file, else its first comment."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    about = [line.removeprefix("about:").strip().strip("\"'") for line in lines if line.startswith("about:")]
+    comments = [line[2:].strip() for line in lines if line.startswith("# ") and not line.startswith("# concept-eraser")]
+    return next(iter([*about, *comments]), "")
 
 
 def show(name: Annotated[str, typer.Argument(help="a method, attack, recipe, prompt set or suite")]) -> None:

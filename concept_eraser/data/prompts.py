@@ -162,7 +162,8 @@ def _row(item: Any, where: str) -> Prompt:
     if isinstance(item, dict) and isinstance(item.get("text"), str):
         fields = {k: str(v) for k, v in item.items() if k not in ("text", "seed", "guidance")}
         try:
-            seed, guidance = (kind(item[k]) if item.get(k) is not None else None for k, kind in (("seed", int), ("guidance", float)))  # fmt: skip
+            seed = None if item.get("seed") is None else int(item["seed"])
+            guidance = None if item.get("guidance") is None else float(item["guidance"])
         except (TypeError, ValueError):
             raise UserError(f"{where}: seed and guidance are numbers, found {item!r}") from None
         return Prompt(item["text"].strip(), fields, seed=seed, guidance=guidance)

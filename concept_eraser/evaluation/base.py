@@ -42,6 +42,10 @@ class Judge(ABC):
     def reference_features(self, rows: Sequence[Prompt], seed: int) -> np.ndarray:
         """Features of real pictures of the same prompts, [n, d]."""
 
+    def reference_pictures(self, rows: Sequence[Prompt], seed: int) -> Tensor:
+        """Those real pictures, [n, h, w, 3] uint8, for features that are not the judge's. Not every judge has them."""
+        raise UserError(f"the judge {type(self).__name__} has no real pictures of the prompts; give `reference: before` or the path of a folder of real pictures")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Group:
@@ -64,7 +68,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Result:
-    """One number with its interval, its counterpart before, and the paired difference."""
+    """One number with its interval, its counterpart before, and the paired difference. p: of the paired test that nothing
+    changed (McNemar for shares, signed ranks for means), None where there are no pairs."""
 
     metric: str
     group: str
@@ -73,9 +78,27 @@ class Result:
     before: Interval | None = None
     difference: Interval | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    p: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Refused(UserError):
+    """Some of a metric's numbers cannot be had; `results` are the others."""
+
+    def __init__(self, message: str, results: Sequence[Result]) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is a share of pictures, which is shown in percent."""
+    return metric.startswith(("accuracy", "concept_share", "none_share", "nudenet_nude")) or metric in (
+        "ua",
+        "ira",
+        "cra",
+    )
 
 
 class Metric(ABC):

@@ -9,8 +9,9 @@ from typing import Any
 
 from concept_eraser.environment import differences
 from concept_eraser.errors import UserError
+from concept_eraser.evaluation.base import is_share
 
-FILES = ("evaluation.json", "attack.json")
+FILES = ("evaluation.json", "attack.json", "distance.json")
 
 
 def read(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -38,8 +39,22 @@ def require_alike(contents: Mapping[str, dict[str, Any]]) -> None:
         raise UserError(f"{first} and {name} were not measured alike, so their numbers are not compared; they differ in {', '.join(differ)}")  # fmt: skip
 
 
+def require_alike_settings(contents: Mapping[str, dict[str, Any]], metric: str, group: str) -> None:
+    """Raise UserError where one metric was measured with unlike settings, naming the metric and what differs."""
+    stated = {name: result.get("settings") or {} for name, c in contents.items() if (result := _find(c, metric, group))}
+    (first, one), *others = stated.items()
+    for name, other in others:
+        if differ := differences(one, other):
+            told = "; ".join(f"{key}: {one.get(key)!r} and {other.get(key)!r}" for key in differ)
+            raise UserError(f"{metric} ({group}) of {first} and of {name} are not compared, for they were measured with unlike settings: {told}. Measure both with the same settings and version")  # fmt: skip
+
+
+def _find(content: Mapping[str, Any], metric: str, group: str) -> dict[str, Any] | None:
+    return next((r for r in content["results"] if (r["metric"], r["group"]) == (metric, group)), None)
+
+
 def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
-    """Rows of text: what was measured, and each model's value with its interval. Raises UserError for unlike protocols."""
+    """Rows of text: what was measured, and each model's value with its interval. Raises UserError for unlike protocols or settings."""
     require_alike(contents)
     if any("rates" in content for content in contents.values()):
         keys = list(dict.fromkeys(key for content in contents.values() for key in content["rates"]))
@@ -47,13 +62,10 @@ def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
     rows = dict.fromkeys((r["metric"], r["group"]) for content in contents.values() for r in content["results"])
     found = []
     for metric, group in rows:
-        factor = (
-            100
-            if metric.startswith(("accuracy", "concept_share", "none_share", "nudenet_nude", "ua", "ira", "cra"))
-            else 1
-        )
-        each = [next((r["after"] for r in c["results"] if (r["metric"], r["group"]) == (metric, group)), None) for c in contents.values()]  # fmt: skip
-        found.append([f"{metric}, {group}", *(_show(value, factor) for value in each)])
+        require_alike_settings(contents, metric, group)
+        factor = 100 if is_share(metric) else 1
+        each = [_find(content, metric, group) for content in contents.values()]
+        found.append([f"{metric}, {group}", *(_show(result and result["after"], factor) for result in each)])
     return found
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from concept_eraser import resources
+from concept_eraser import ranks, resources
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation.book import add_line, read_lines
 
@@ -115,6 +115,9 @@ class Detector:
     @cached_property
     def _known(self) -> dict[str, list[Detection]]:
         """By hash of the pixels; a line that was cut off by a kill is looked at again."""
+        return self._read()
+
+    def _read(self) -> dict[str, list[Detection]]:
         rows = read_lines(self._path)
         return {row["picture"]: [Detection(d[0], d[1], tuple(d[2])) for d in row["found"]] for row in rows}
 
@@ -131,24 +134,10 @@ class Detector:
         return self._known[key]
 
     def look_all(self, pictures: Any) -> list[list[Detection]]:
-        """Of many pictures [n, h, w, 3], a tensor or an array."""
+        """Of many pictures [n, h, w, 3], a tensor or an array. Under `accelerate launch` each process looks at its share."""
+        if not ranks.alone():
+            for picture in ranks.mine(pictures):
+                self.look(np.asarray(picture))
+            ranks.wait()
+            self._known.update(self._read())
         return [self.look(np.asarray(picture)) for picture in pictures]
-
-
-def read_picture(path: Path) -> np.ndarray:
-    """A picture file as [h, w, 3] RGB, transparency on white. Raises UserError for what is no picture, or is too small."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened)  # as OpenCV reads it
-            shown = image.convert("RGBA") if image.mode in ("RGBA", "LA", "PA", "P") else image.convert("RGB")
-            if shown.mode == "RGBA":
-                white = Image.new("RGBA", shown.size, "white")
-                shown = Image.alpha_composite(white, shown).convert("RGB")
-            array = np.asarray(shown)
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} is no picture that can be read ({type(error).__name__})") from None
-    if min(array.shape[:2]) < 2:
-        raise UserError(f"{path} has {array.shape[1]} x {array.shape[0]} pixels; at least 2 x 2 are needed")
-    return array

@@ -1,4 +1,4 @@
-"""Intervals for shares and for paired differences of shares."""
+"""Intervals for shares, means and paired differences; distances between two sets of features."""
 
 from __future__ import annotations
 
@@ -50,6 +50,27 @@ def paired_difference(before: np.ndarray, after: np.ndarray) -> Interval:
     return Interval((gained - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
 
 
+def mcnemar(before: np.ndarray, after: np.ndarray) -> float:
+    """p of "nothing changed" for two boolean arrays over the same prompts and seeds: the exact test of McNemar (1947),
+    two-sided, a sign test of the pairs that disagree; 1 where none does."""
+    gained, lost = int((after & ~before).sum()), int((before & ~after).sum())
+    if gained + lost == 0:
+        return 1.0
+    from scipy.stats import binomtest
+
+    return float(binomtest(gained, gained + lost).pvalue)
+
+
+def signed_rank(differences: np.ndarray) -> float:
+    """p of "nothing changed" for paired differences of numbers [n]: Wilcoxon's signed-rank test, two-sided, ties as Pratt
+    (1959) treats them; 1 where all are zero."""
+    if not differences.any():
+        return 1.0
+    from scipy.stats import wilcoxon
+
+    return float(wilcoxon(differences, zero_method="pratt").pvalue)
+
+
 def mean_interval(values: np.ndarray) -> Interval:
     """A mean with the normal 95 % interval of its standard error."""
     n = len(values)
@@ -80,3 +101,40 @@ def frechet_of_features(a: np.ndarray, b: np.ndarray) -> float:
         if len(features) <= features.shape[1]:
             raise UserError(f"FID needs more pictures than feature dimensions, found {len(features)} pictures and {features.shape[1]} features")  # fmt: skip
     return frechet_distance(a.mean(0), np.cov(a, rowvar=False), b.mean(0), np.cov(b, rowvar=False))
+
+
+def _polynomial_mmd(x: np.ndarray, y: np.ndarray) -> float:
+    """Unbiased estimate of the squared distance of two sets of as many rows, [m, d] each, under the kernel (a.b / d + 1)^3."""
+    m, d = x.shape
+    xx, yy, xy = ((one @ other.T / d + 1) ** 3 for one, other in ((x, x), (y, y), (x, y)))
+    within = xx.sum() - np.trace(xx) + yy.sum() - np.trace(yy)
+    return float(within / (m * (m - 1)) - 2 * xy.sum() / m**2)
+
+
+def kernel_distance(a: np.ndarray, b: np.ndarray, *, seed: int = 0, subsets: int = 100, size: int = 1000) -> Interval:
+    """Kernel distance (KID, arXiv 1801.01401) of two sets of features, [n, d] and [m, d], with its 95 % interval.
+
+    The value is clean-fid's: the mean over `subsets` draws without replacement, min(n, m, size) rows of each set. As it
+    is unbiased it may fall below zero. The interval is that of subsampling: draws of h <= n/2 rows scatter by
+    sqrt((n - h) / h) standard errors of n rows, n being the smaller set; the mean's own error over the draws is added. Of simulated truths 92 % (80 rows of 4 features)
+    to 96 % lay inside, and more where the sets are alike or of unlike sizes: there it is wider than it need be. A set
+    compared with itself is below zero, as its rows meet themselves across the two sets.
+    Raises UserError for fewer than 4 rows or for sets of unlike width.
+    """
+    n = min(len(a), len(b))
+    if n < 4:
+        raise UserError(f"KID needs at least 4 pictures in each set, found {len(a)} and {len(b)}")
+    if a.shape[1] != b.shape[1]:
+        raise UserError(f"the two sets have {a.shape[1]} and {b.shape[1]} features a picture, so they are not compared")
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    rng = np.random.RandomState(seed)  # its draws are those of clean-fid after np.random.seed(seed)
+
+    def draws(m: int, times: int) -> np.ndarray:
+        return np.array([_polynomial_mmd(b[rng.choice(len(b), m, replace=False)], a[rng.choice(len(a), m, replace=False)]) for _ in range(times)])  # fmt: skip
+
+    m, h = min(n, size), min(n // 2, size)
+    values = draws(m, 1 if m == len(a) == len(b) else subsets)  # every draw of all rows gives the same value
+    scatter = values if h == m else draws(h, subsets)
+    variance = scatter.var(ddof=1) * h / (n - h) + (values.var(ddof=1) / subsets if len(values) > 1 else 0.0)
+    value, half = float(values.mean()), 1.959964 * math.sqrt(variance)
+    return Interval(value, value - half, value + half, n)

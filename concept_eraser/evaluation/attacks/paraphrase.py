@@ -12,13 +12,14 @@ from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene,
 
 @dataclass(frozen=True)
 class Paraphrase(Attack):
-    """prompts: a prompt set by name or file; each attacked prompt is replaced by `tries` of its texts, in a seeded order."""
+    """prompts: a prompt set by name or file, e.g. tiny_star_synonyms; each attacked prompt is replaced by `tries` of its
+    texts, in a seeded order."""
 
     title: ClassVar[str] = "Paraphrases from a list"
     source: ClassVar[str] = "HUB's axes, arXiv 2410.05664"
     access: ClassVar[Access] = "queries"
 
-    prompts: str = "tiny_star_synonyms"
+    prompts: str  # there is no list that fits every concept
     tries: int = 20
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ class TinyJudge(Judge):
         clip, tokenizer = self._clip
         return cosine_scores(clip, tokenizer, self._scaled(pictures), list(captions)).numpy()
 
-    def reference_features(self, rows: Sequence[Prompt], seed: int) -> np.ndarray:
+    def reference_pictures(self, rows: Sequence[Prompt], seed: int) -> Tensor:
         """Freshly painted pictures of the scenes that the prompts describe; what a prompt leaves open is random."""
         rng = np.random.default_rng([seed, 77])
         pictures = []
@@ -75,7 +75,10 @@ class TinyJudge(Judge):
             drawn = painter.random_scene(rng)
             named = {k: v for k, v in row.fields.items() if k in ("shape", "color", "style", "background")}
             pictures.append(painter.paint(painter.Scene(**{**vars(drawn), **named}), rng))
-        return self.features(torch.from_numpy(np.stack(pictures)))
+        return torch.from_numpy(np.stack(pictures))
+
+    def reference_features(self, rows: Sequence[Prompt], seed: int) -> np.ndarray:
+        return self.features(self.reference_pictures(rows, seed))
 
 
 PLUGIN = TinyJudge

@@ -1,32 +1,70 @@
-"""CLIP score: mean cosine of each picture with its own prompt (Hessel et al., arXiv 2104.08718, without the 2.5)."""
+"""CLIP score: agreement of each picture with its own prompt (Hessel et al., arXiv 2104.08718).
+
+Scales in use: the cosine itself; x100, CLIP's logits before their softmax (MACE); x2.5, Hessel et al.'s 2.5 max(cosine, 0).
+Without `model` it is the judge's own CLIP, under the name `clip_score`; with one it is open_clip's, as `clip_score_open_clip`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
+import numpy as np
+from torch import Tensor
+
+from concept_eraser import registry
+from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation.base import Evidence, Metric, Result
-from concept_eraser.evaluation.statistics import mean_interval
+from concept_eraser.evaluation.features.clip import Clip
+from concept_eraser.evaluation.metrics.concept_share import mean_result
+
+SCALES = ("cosine", "x100", "x2.5")
 
 
 @dataclass(frozen=True)
 class ClipScore(Metric):
-    """Mean cosine on the neighbour and retain groups, and the paired difference."""
+    """Mean score on the neighbour and retain groups, and the paired difference. model, weights: see the feature `clip`."""
 
     title: ClassVar[str] = "CLIP score"
+    model: str | None = None
+    weights: str | None = None
+    scale: str = "cosine"
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise unknown("scale of the CLIP score", self.scale, SCALES)
+        if self.weights and not self.model:
+            raise UserError(f"clip_score: weights {self.weights!r} need the `model` they belong to, e.g. ViT-B-32")
+
+    @cached_property
+    def _clip(self) -> Clip:
+        given = {"model": self.model, "weights": self.weights}
+        return registry.build("feature", "clip", {key: value for key, value in given.items() if value})
 
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         results = []
-        for name, group in evidence.groups.items():
+        name, settings = self._described()
+        for group in evidence.groups.values():
             if group.role == "forget":
                 continue
             texts = [prompt.text for prompt in group.prompts]
-            scores = {when: evidence.judge.clip_scores(group.pictures[when], texts) for when in ("before", "after")}
-            difference = mean_interval(scores["after"] - scores["before"])
-            settings = {"model": "tiny CLIP", "scale": "cosine"}
-            results.append(Result("clip_score", name, mean_interval(scores["after"]), "higher", mean_interval(scores["before"]), difference, settings))  # fmt: skip
+            scores = {when: self._scores(evidence, group.pictures[when], texts) for when in ("before", "after")}
+            results.append(mean_result(name, group.name, scores["before"], scores["after"], "higher", settings))
         return results
+
+    def _described(self) -> tuple[str, dict[str, Any]]:
+        """The result's name and its settings."""
+        if not self.model:
+            return "clip_score", {"model": "tiny CLIP", "scale": self.scale}
+        return "clip_score_open_clip", {**self._clip.settings, "scale": self.scale}
+
+    def _scores(self, evidence: Evidence, pictures: Tensor, texts: Sequence[str]) -> np.ndarray:
+        cosines = self._clip.cosines(pictures, texts) if self.model else evidence.judge.clip_scores(pictures, texts)
+        if self.scale == "x2.5":
+            return 2.5 * cosines.clip(min=0)
+        return 100 * cosines if self.scale == "x100" else cosines
 
 
 PLUGIN = ClipScore

@@ -6,19 +6,24 @@ asked for. A judge that knows "none" reports it separately: a smear is not the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from concept_eraser.evaluation.base import Evidence, Metric, Result
-from concept_eraser.evaluation.statistics import paired_difference, wilson
+from concept_eraser.evaluation.statistics import mcnemar, mean_interval, paired_difference, signed_rank, wilson
 
 
-def share_result(metric: str, group: str, before: np.ndarray, after: np.ndarray, better: Literal["lower", "higher", "neither"]) -> Result:  # fmt: skip
-    """A share before and after, with Wilson intervals and the paired difference. Inputs are [n] bool."""
-    return Result(metric, group, wilson(int(after.sum()), len(after)), better, wilson(int(before.sum()), len(before)), paired_difference(before, after))  # fmt: skip
+def share_result(metric: str, group: str, before: np.ndarray, after: np.ndarray, better: Literal["lower", "higher", "neither"], settings: Mapping[str, Any] | None = None) -> Result:  # fmt: skip
+    """A share before and after, with Wilson intervals, the paired difference and McNemar's test. Inputs are [n] bool."""
+    return Result(metric, group, wilson(int(after.sum()), len(after)), better, wilson(int(before.sum()), len(before)), paired_difference(before, after), settings or {}, mcnemar(before, after))  # fmt: skip
+
+
+def mean_result(metric: str, group: str, before: np.ndarray, after: np.ndarray, better: Literal["lower", "higher", "neither"], settings: Mapping[str, Any] | None = None) -> Result:  # fmt: skip
+    """A mean before and after, with normal intervals, the paired difference and the signed-rank test. Inputs are [n]."""
+    return Result(metric, group, mean_interval(after), better, mean_interval(before), mean_interval(after - before), settings or {}, signed_rank(after - before))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from concept_eraser.evaluation.base import Evidence, Group, Metric, Result
-from concept_eraser.evaluation.metrics.concept_share import share_result
-from concept_eraser.evaluation.statistics import mean_interval
+from concept_eraser.evaluation.metrics.concept_share import mean_result, share_result
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class UnlearnCanvas(Metric):
         rows = told.any(0) if len(others) else np.zeros(len(stated), bool)
         if rows.sum() >= 2:
             parts = {when: ((np.array([right[when][a] for a in others]) & told).sum(0)[rows] / told.sum(0)[rows]) for when in right}  # fmt: skip
-            results.append(Result("cra", group.name, mean_interval(parts["after"]), "higher", mean_interval(parts["before"]), mean_interval(parts["after"] - parts["before"])))  # fmt: skip
+            results.append(mean_result("cra", group.name, parts["before"], parts["after"], "higher"))
         return results
 
 

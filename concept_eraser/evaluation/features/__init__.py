@@ -1,0 +1,1 @@
+"""What two sets of pictures are compared by."""
