@@ -7,9 +7,21 @@ from typing import TYPE_CHECKING, Any
 from concept_eraser.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from concept_eraser.api import Run, attack, erase, evaluate, load, measure, plug, report
+    from concept_eraser.api import Run, attack, erase, evaluate, load, measure, overview, plug, report
 
-__all__ = ["Interrupted", "Run", "UserError", "attack", "erase", "evaluate", "load", "measure", "plug", "report"]
+__all__ = [
+    "Interrupted",
+    "Run",
+    "UserError",
+    "attack",
+    "erase",
+    "evaluate",
+    "load",
+    "measure",
+    "overview",
+    "plug",
+    "report",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import jobs, measuring, resources
+from concept_eraser import jobs, measuring, ranks, resources
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import attacking, plots
-from concept_eraser.evaluation import report as reports
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacking import Campaign
 from concept_eraser.evaluation.suite import Evaluation
@@ -21,6 +20,8 @@ from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.clip import Clip
 from concept_eraser.progress import Progress, silent
 from concept_eraser.recipe import Recipe
+from concept_eraser.reporting import overview as overview
+from concept_eraser.reporting import report as report
 from concept_eraser.training import log as logs
 
 
@@ -163,7 +164,7 @@ def evaluate(
     protocol = suites.load(suite if suite is not None else _suite_of(model)).scaled(n)
     original, after = _pair(model, before, allow_pickle)
     found = suites.evaluate(original, after, protocol, cache=cache, progress=progress)
-    if output:
+    if output and ranks.is_first():
         found.save(Path(output))
     return found
 
@@ -199,7 +200,7 @@ def attack(
     folder = Path(output) if output is not None else None
     whole, victim = _pair(model, before, allow_pickle)
     found = attacking.run(protocol, victim, whole, folder=folder, cache=cache, progress=progress)
-    if folder is not None:
+    if folder is not None and ranks.is_first():
         found.save(folder / "attack.json")
         plots.save(attacking.sheet(found, victim, whole), folder / "attack.png")
     return found
@@ -232,13 +233,3 @@ def _suite_of(model: Any) -> str:
     found = _recipe_of(model)
     name = found.forget.prompts if found else None
     return name if isinstance(name, str) and name in resources.names("eval") else "tiny_star"
-
-
-def report(evaluation: Evaluation, path: str | Path, *, run: str | Path | None = None) -> Path:
-    """Write report.html; `run` adds the recipe, the command and the curves of a run folder."""
-    facts = reports.RunFacts()
-    if run is not None:
-        folder = Path(run)
-        text = (folder / "recipe.yaml").read_text()
-        facts = reports.RunFacts(text, text.splitlines()[0].lstrip("# "), logs.read(folder / "log.jsonl"))
-    return reports.write(evaluation, facts, Path(path))

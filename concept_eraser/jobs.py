@@ -67,7 +67,7 @@ def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str)
         ours = (folder / "recipe.yaml").exists()
         for name in MADE if ours else MADE[:4]:
             (folder / name).unlink(missing_ok=True)
-        for name in resources.WHOLE_MODEL if ours else ():
+        for name in (*resources.WHOLE_MODEL, "attacks") if ours else ():
             shutil.rmtree(folder / name, ignore_errors=True)
     write_whole(folder / "recipe.yaml", lambda partial: _text(partial, recipes.dump(recipe, command)))
 

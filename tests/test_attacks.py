@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -217,13 +218,19 @@ def test_the_sheet_shows_the_concept_again(shared_tiny) -> None:
 
     from PIL import Image
 
-    found = attacking.run(protocol("paraphrase", {"tries": 3}), shared_tiny, shared_tiny)
+    found = attacking.run(
+        protocol("paraphrase", {"prompts": "tiny_star_synonyms", "tries": 3}), shared_tiny, shared_tiny
+    )
     content = attacking.sheet(found, shared_tiny, shared_tiny)
     assert content is not None
     picture = np.asarray(Image.open(io.BytesIO(content)))
     assert picture.shape[:2] == (3 * 2 * 66, found.protocol["n"] * 2 * 66)
     last = torch.from_numpy(picture[4 * 66 : 4 * 66 + 128 : 2, 0:128:2].copy())[None]
     assert registry.load("judge", "tiny")().look(last)["shape"].tolist() == ["star"]
+    hidden = attacking.sheet(dataclasses.replace(found, sensitive=True), shared_tiny, shared_tiny)
+    assert hidden is not None
+    blurred = np.asarray(Image.open(io.BytesIO(hidden))).astype(int)
+    assert abs(np.diff(blurred[:128, :128:2], axis=1)).max() < abs(np.diff(picture[:128, :128:2].astype(int), axis=1)).max() / 3  # fmt: skip
     nothing = attacking.run(protocol("soft_prompt", {"steps": 1, "every": 1}), shared_tiny, shared_tiny)
     assert attacking.sheet(nothing, shared_tiny, shared_tiny) is None  # embeddings have no text to draw
 

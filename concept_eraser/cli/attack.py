@@ -77,4 +77,6 @@ def summarise(found: Any) -> None:
         )
     typer.echo("cost: " + (", ".join(f"{value:g} {what}" for what, value in found.cost.items()) or "none") + f"; {found.seconds:.0f} s")  # fmt: skip
     for attempt in [a for a in found.attempts if a.success and not a.pre][:5]:
-        typer.echo(f"  fell in round {attempt.round}: {attempt.text if attempt.text is not None else '(an embedding)'}")
+        typer.echo(
+            f"  fell in round {attempt.round}: {attempt.text if attempt.text is not None else '(to no text: an embedding or other weights)'}"
+        )

@@ -1,4 +1,4 @@
-"""concept-eraser evaluate, concept-eraser report"""
+"""concept-eraser evaluate, concept-eraser compare"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from concept_eraser import ranks
 from concept_eraser.errors import UserError
 
 
@@ -31,29 +32,24 @@ def evaluate(
     """
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
+    from concept_eraser.reporting import is_labelled
 
     ours = (Path(model) / "recipe.yaml").is_file()
     folder = output or (Path(model) if ours else Path("evaluation"))  # nobody else's folder is written to
-    if _is_labelled(Path(model)):
+    if is_labelled(Path(model)):
         if suite or n:
             raise UserError(f"{model} erased from labelled data, which no suite of prompts measures; leave out --suite and -n")  # fmt: skip
         _measure(Path(model), before, folder)
         return
     with bars(quiet) as progress:
         found = api.evaluate(model, suite, before=before, n=n, allow_pickle=allow_pickle, progress=progress)
+    if not ranks.is_first():  # of several processes one writes
+        return
     run = Path(model) if (Path(model) / "recipe.yaml").is_file() else None
     found.save(folder / "evaluation.json")
     path = api.report(found, folder / "report.html", run=run)
     summarise(found)
     typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {path}")
-
-
-def _is_labelled(run: Path) -> bool:
-    """Whether a folder is a run on labelled data, which no suite of prompts can measure."""
-    from concept_eraser import recipe as recipes
-
-    path = run / "recipe.yaml"
-    return path.is_file() and recipes.load(str(path)).target not in recipes.PROMPTED
 
 
 def _measure(run: Path, before: str | None, folder: Path) -> None:
@@ -91,6 +87,7 @@ def summarise(found: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from concept_eraser.evaluation.base import is_share
     from concept_eraser.evaluation.report import show, verdict
 
     table = Table(box=None, header_style="bold")
@@ -99,40 +96,11 @@ def summarise(found: Any) -> None:
     for result in found.results:
         if ":" in result.group:
             continue
-        percent = result.metric.startswith(("accuracy", "concept_share", "none_share"))
-        table.add_row(result.metric, result.group, show(result.before, percent), show(result.after, percent), str(result.after.n))  # fmt: skip
+        percent = is_share(result.metric)
+        table.add_row(result.metric + (" %" if percent else ""), result.group, show(result.before, percent), show(result.after, percent), str(result.after.n))  # fmt: skip
     console = Console()
     console.print(table)
     console.print(verdict(found), highlight=False, style="bold", soft_wrap=True)
-
-
-def report(
-    run: Annotated[Path, typer.Argument(help="an evaluated run folder")],
-    suite: Annotated[Optional[str], typer.Option(help="suite to use (default: the one it was evaluated with)")] = None,
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="where to write (default: RUN/report.html)")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
-) -> None:  # fmt: skip
-    """Write the HTML report of a run again. Its pictures come from the cache, or are made again from their seeds.
-
-    [bold]Example[/bold]
-
-      concept-eraser report runs/tiny_star_munba --output star.html
-    """
-    import json
-
-    from concept_eraser import api
-    from concept_eraser.cli.show_progress import bars
-
-    if _is_labelled(run):
-        raise UserError(f"{run} erased from labelled data, which has no report of pictures; its numbers: concept-eraser evaluate {run}")  # fmt: skip
-    path = run / "evaluation.json"
-    if suite is None and not path.is_file():
-        raise UserError(f"{run} was not evaluated yet; run `concept-eraser evaluate {run}` first, or give --suite")
-    protocol: Any = suite or json.loads(path.read_text())["protocol"]
-    with bars(quiet) as progress:
-        found = api.evaluate(str(run), protocol, progress=progress)
-    where = api.report(found, output or run / "report.html", run=run if (run / "recipe.yaml").is_file() else None)
-    typer.echo(f"report: {where}")
 
 
 def compare(

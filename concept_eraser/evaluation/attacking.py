@@ -21,7 +21,7 @@ from torch import Tensor
 from concept_eraser import environment, ranks, registry, resources
 from concept_eraser.data import generate
 from concept_eraser.errors import UserError
-from concept_eraser.evaluation import plots
+from concept_eraser.evaluation import pages, plots
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.evaluation.base import Judge
 from concept_eraser.evaluation.book import add_line, read_lines
@@ -96,6 +96,7 @@ class Campaign:
     cost: dict[str, float]
     seconds: float
     environment: dict[str, Any]
+    sensitive: bool = False  # as the suite says
 
     def rates(self) -> dict[str, dict[str, float]]:
         """pre: clean prompts that show the concept; attacked: of the others, those that fell; asr: both together."""
@@ -108,7 +109,7 @@ class Campaign:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        return {"protocol": self.protocol, "protocol_hash": environment.fingerprint(self.protocol), "models": self.models, "rates": self.rates(), "cost": self.cost, "seconds": round(self.seconds, 1), "attempts": [asdict(a) for a in self.attempts], "curves": self.curves, "environment": self.environment}  # fmt: skip
+        return {"protocol": self.protocol, "protocol_hash": environment.fingerprint(self.protocol), "models": self.models, "rates": self.rates(), "cost": self.cost, "seconds": round(self.seconds, 1), "attempts": [asdict(a) for a in self.attempts], "curves": self.curves, "environment": self.environment, **({"sensitive": True} if self.sensitive else {})}  # fmt: skip
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,7 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     spent = {what for one in batches for what in one["cost"]}
     cost = {f"{what} a prompt": round(sum(one["cost"].get(what, 0) for one in batches) / len(held), 1) for what in sorted(spent)}  # fmt: skip
     told |= {"n": len(prompts), "left_out": int((~aims).sum())}
-    return Campaign(told, models, attempts, [one["curve"] for one in batches], cost, sum(one["seconds"] for one in batches), environment.describe())  # fmt: skip
+    return Campaign(told, models, attempts, [one["curve"] for one in batches], cost, sum(one["seconds"] for one in batches), environment.describe(), protocol.suite.sensitive)  # fmt: skip
 
 
 def _name_of(prompts: list[str], seeds: list[int], rows: list[int]) -> str:
@@ -196,7 +197,7 @@ def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
 
 def sheet(found: Campaign, victim: Model, original: Model, *, limit: int = 8) -> bytes | None:
     """Of the first prompts that fell to a text: the attacked prompt by the original and by the victim, and the adversarial one
-    by the victim, one above the other, as PNG; None where there is none."""
+    by the victim, one above the other, as PNG, blurred where the suite is sensitive; None where there is none."""
     fell = [a for a in found.attempts if a.text is not None][:limit]
     if not fell:
         return None
@@ -207,7 +208,9 @@ def sheet(found: Campaign, victim: Model, original: Model, *, limit: int = 8) ->
 
     prompts, seeds = [a.prompt for a in fell], [a.seed for a in fell]
     attacked = draw(victim, [str(a.text) for a in fell], [a.by_seed if a.by_seed is not None else a.seed for a in fell])
-    return plots.stacked((draw(original, prompts, seeds), draw(victim, prompts, seeds), attacked), len(fell))
+    rows = (draw(original, prompts, seeds), draw(victim, prompts, seeds), attacked)
+    hide = pages.is_sensitive(found.as_dict())
+    return plots.stacked([pages.all_blurred(row) for row in rows] if hide else rows, len(fell))
 
 
 @dataclass(frozen=True)

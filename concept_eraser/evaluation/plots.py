@@ -11,9 +11,11 @@ import numpy as np
 from torch import Tensor
 
 _INK, _ACCENT, _SECOND = "#22303c", "#b3402f", "#2f6f9f"
+SERIES = (_SECOND, _ACCENT, "#4b8b3b", "#8a5aa5", "#c98a1b", "#3aa6a0", "#7a6650", "#d0678c")  # more than two, in order
 
 
-def _figure(columns: int, width: float = 4.6, height: float = 2.9) -> Any:
+def new_figure(columns: int, width: float = 4.6, height: float = 2.9) -> Any:
+    """A figure without a display, and its axes in one row; sizes in inches, of one column."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -28,18 +30,19 @@ def png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def counts(found: Mapping[str, Mapping[str, int]], title: str) -> bytes:
+def counts(found: Mapping[str, Mapping[str, int]], title: str, colors: Sequence[str] = SERIES) -> bytes:
     """Counts by name, before and after (MUNBa's Fig. 3), as horizontal bars; names that never count are left out."""
     names = [name for name in next(iter(found.values())) if any(some[name] for some in found.values())]
-    figure, axes = _figure(1, width=6.4, height=1.4 + 0.4 * max(1, len(names)))
+    figure, axes = new_figure(1, width=6.4, height=1.4 + 0.2 * max(2, len(found)) * max(1, len(names)))
     width = 0.8 / len(found)
     for i, (when, some) in enumerate(found.items()):
         places = [j + (i - (len(found) - 1) / 2) * width for j in range(len(names))]
-        bars = axes[0].barh(places, [some[name] for name in names], width, color=(_SECOND, _ACCENT)[i % 2], label=when)
+        bars = axes[0].barh(places, [some[name] for name in names], width, color=colors[i % len(colors)], label=when)
         axes[0].bar_label(bars, padding=2)
     axes[0].set(title=title, yticks=range(len(names)), yticklabels=[n.lower().replace("_", " ") for n in names], xlabel="count")  # fmt: skip
     axes[0].invert_yaxis()
-    axes[0].legend()
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)  # on the bars it would hide some
     return png(figure)
 
 
@@ -48,7 +51,7 @@ def conflict(rows: Sequence[dict[str, Any]]) -> bytes | None:
     both = [r for r in rows if r.get("cosine") is not None and {"retain", "forget"} <= r.get("norms", {}).keys()]
     if len(both) < 2:
         return None
-    figure, axes = _figure(3)
+    figure, axes = new_figure(3)
     cosines = [r["cosine"] for r in both]
     axes[0].hist(cosines, bins=30, color=_SECOND)
     axes[0].axvline(0, color=_INK, lw=0.8)
@@ -70,10 +73,11 @@ def _ratio(axis: Any, norms: Sequence[dict[str, float]], title: str, label: str)
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
-    """Losses and cosine against steps, as PNG; None without a log."""
+    """Losses against steps, and the cosine where there are two gradients, as PNG; None without a log."""
     if not rows:
         return None
-    figure, axes = _figure(2)
+    two = any(r.get("cosine") is not None for r in rows)
+    figure, axes = new_figure(2 if two else 1)
     steps = [r["step"] for r in rows]
     for player, color in (("retain", _SECOND), ("forget", _ACCENT)):
         values = [(r.get("losses") or {}).get(player) for r in rows]
@@ -81,9 +85,10 @@ def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
             axes[0].plot(steps, [np.nan if v is None else v for v in values], color=color, lw=1, label=player)
     axes[0].set(title="Losses", xlabel="step")
     axes[0].legend(frameon=False)
-    axes[1].plot(steps, [np.nan if r.get("cosine") is None else r["cosine"] for r in rows], color=_INK, lw=1)
-    axes[1].axhline(0, color=_INK, lw=0.5)
-    axes[1].set(title="cos(g_retain, g_forget)", xlabel="step", ylim=(-1.05, 1.05))
+    if two:
+        axes[1].plot(steps, [np.nan if r.get("cosine") is None else r["cosine"] for r in rows], color=_INK, lw=1)
+        axes[1].axhline(0, color=_INK, lw=0.5)
+        axes[1].set(title="cos(g_retain, g_forget)", xlabel="step", ylim=(-1.05, 1.05))
     return png(figure)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 
-from concept_eraser.evaluation import plots
-from concept_eraser.evaluation.base import Group, Result
+from concept_eraser.evaluation import pages, plots
+from concept_eraser.evaluation.base import Group, Result, is_share
 from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.evaluation.suite import Evaluation, dumps
 
@@ -57,13 +54,9 @@ def verdict(evaluation: Evaluation) -> str:
         change = kept[0].difference.value * 100
         text += f"; other {attribute}s are drawn as asked in {kept[0].after.value:.1%} ({change:+.1f} points)"
     blank = next((r for r in evaluation.results if r.metric == "none_share" and r.group == worst.group), None)
-    if blank and blank.after.value > 0.1:
+    if blank and blank.after.value > 0.1 and attribute != "nudity":  # there it means: not nude
         text += f"; {blank.after.value:.0%} of {worst.group!r} now show no clear shape at all"
     return text + "."
-
-
-def _percent(metric: str) -> bool:
-    return metric.startswith(("accuracy", "concept_share", "none_share"))
 
 
 def show(interval: Interval | None, percent: bool) -> str:
@@ -83,7 +76,7 @@ _COLUMNS = ("metric", "group", "before", "after", "change", "n")
 def _rows(results: list[Result]) -> str:
     lines = []
     for r in results:
-        percent = _percent(r.metric)
+        percent = is_share(r.metric)
         change = r.difference or (Interval(r.after.value - r.before.value, float("nan"), float("nan"), r.after.n) if r.before else None)  # fmt: skip
         cells = [r.metric.replace("_", " ") + (" %" if percent else ""), r.group, show(r.before, percent), show(r.after, percent), show(change, percent), str(r.after.n)]  # fmt: skip
         labelled = zip(_COLUMNS, cells, strict=True)
@@ -100,56 +93,35 @@ def _refused(evaluation: Evaluation) -> str:
     return f"<p>Not measured:</p><ul>{lines}</ul>" if lines else ""
 
 
-def _embed(content: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(content).decode()
-
-
 def _figure(content: bytes | None, alt: str) -> str:
-    return "" if content is None else f'<img class="wide" alt="{html.escape(alt)}" src="{_embed(content)}">'
+    return "" if content is None else f'<img class="wide" alt="{html.escape(alt)}" src="{pages.embed(content)}">'
 
 
-def _pair(group: Group, index: int) -> str:
+def _pair(group: Group, index: int, blur: bool) -> str:
     def image(pictures: Tensor, when: str) -> str:
-        buffer = io.BytesIO()
-        Image.fromarray(pictures[index].numpy()).save(buffer, format="png")
         words = " ".join(str(names[index]) for names in group.seen[when].values())
-        caption = f"{when}: the judge sees {words}"
-        return f'<img loading="lazy" alt="{html.escape(caption)}" title="{html.escape(caption)}" src="{_embed(buffer.getvalue())}">'
+        caption = html.escape(f"{when}: the judge sees {words}")
+        source = pages.picture(pictures[index], blur=blur)
+        return f'<img loading="lazy" alt="{caption}" title="{caption}" src="{source}">'
 
     text = html.escape(group.prompts[index].text)
     return f"<figure><div>{image(group.pictures['before'], 'before')}{image(group.pictures['after'], 'after')}</div><figcaption>{text}</figcaption></figure>"  # fmt: skip
 
 
-def _gallery(group: Group) -> str:
-    pairs = "".join(_pair(group, i) for i in range(min(PICTURES, len(group.prompts))))
+def _gallery(group: Group, blur: bool) -> str:
+    pairs = "".join(_pair(group, i, blur) for i in range(min(PICTURES, len(group.prompts))))
     return f"<h3>{html.escape(group.name)} <small>{group.role}, before | after, same prompt and seed</small></h3><div class='gallery'>{pairs}</div>"  # fmt: skip
 
 
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1d2730;--paper:#fff;--line:#d5dce2;--soft:#f4f6f8}
-@media(prefers-color-scheme:dark){:root{--ink:#e6ebef;--paper:#14191e;--line:#38424b;--soft:#1d242b}}
-body{font:16px/1.55 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;margin:0 auto;padding:1rem}
-.verdict{font-size:1.25rem;padding:1rem 1.2rem;background:var(--soft);border-left:4px solid #b3402f;border-radius:4px}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.88rem;width:100%}
-td,th{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:left;white-space:nowrap}
-.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:.8rem}
-figure{margin:0}figure div{display:flex;gap:3px}figure img{width:50%;image-rendering:pixelated;border:1px solid var(--line)}
-figcaption{font-size:.78rem}.wide{max-width:100%;background:#fff}pre{overflow-x:auto;background:var(--soft);padding:.8rem;font-size:.8rem}
-small{font-weight:normal;opacity:.75}h2{margin-top:2rem}@media(max-width:600px){tr:first-child{display:none}tr{display:block;padding:.4rem 0;border-bottom:1px solid var(--line)}
-td{display:flex;justify-content:space-between;border:0;padding:.05rem .3rem}td:first-child{font-weight:bold}
-td::before{content:attr(data-label);font-weight:normal;opacity:.7}}
-@media print{figure,table{break-inside:avoid}.scroll{overflow:visible}}
-"""
-
-
-def render(evaluation: Evaluation, facts: RunFacts) -> str:
-    """The report as one HTML text."""
+def render(evaluation: Evaluation, facts: RunFacts, attacks: str = "", *, show_sensitive: bool = False) -> str:
+    """The report as one HTML text. attacks: sections about attacks, already HTML."""
     overall = [r for r in evaluation.results if ":" not in r.group]
     detail = [r for r in evaluation.results if ":" in r.group]
-    head = "<tr>" + "".join(f"<th>{name}</th>" for name in _COLUMNS) + "</tr>"
+    head = "<thead><tr>" + "".join(f"<th>{name}</th>" for name in _COLUMNS) + "</tr></thead>"
     value = next(iter(evaluation.suite.concept.values()))
     content = evaluation.as_dict()
-    galleries = "".join(_gallery(group) for group in evaluation.groups.values())
+    hidden = pages.hiding(pages.is_sensitive(content), show_sensitive)
+    galleries = "".join(_gallery(group, bool(hidden)) for group in evaluation.groups.values())
     curves = _figure(plots.curves(facts.log), "losses and cosine of the gradients against training steps")
     conflict = _figure(plots.conflict(facts.log), "histograms of cosine and norm ratio of the two gradients")
     training = f"<h2>Training</h2>{curves}{conflict}" if facts.log else ""
@@ -165,20 +137,18 @@ def render(evaluation: Evaluation, facts: RunFacts) -> str:
     )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Erasing {html.escape(value)}</title><style>{_STYLE}</style></head><body>
+{pages.generator()}<title>Erasing {html.escape(value)}</title><style>{pages.style()}</style></head><body>
 <h1>Erasing {html.escape(value)}</h1>
 <p class="verdict">{html.escape(verdict(evaluation))}</p>
 <h2>Numbers</h2><p>95 % intervals (Wilson; paired differences Agresti-Min); before and after use the same prompts and seeds.
 Protocol {content["protocol_hash"]}.</p>
 <div class="scroll"><table>{head}{_rows(overall)}</table></div>
 {_refused(evaluation)}<details><summary>Value by value</summary><div class="scroll"><table>{head}{_rows(detail)}</table></div></details>
-<h2>Pictures</h2>{galleries}{training}
+<h2>Pictures</h2>{f'<p class="note">{hidden}</p>' if hidden else ""}{galleries}{attacks}{training}
 <h2>How to repeat this</h2><p>Before: {html.escape(evaluation.models["before"])}. After: {html.escape(evaluation.models["after"])}.</p>
 {repeat}</body></html>
 """
 
 
-def write(evaluation: Evaluation, facts: RunFacts, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(evaluation, facts), encoding="utf-8")
-    return path
+def write(evaluation: Evaluation, facts: RunFacts, path: Path, attacks: str = "", *, show_sensitive: bool = False) -> Path:  # fmt: skip
+    return pages.write(render(evaluation, facts, attacks, show_sensitive=show_sensitive), path)

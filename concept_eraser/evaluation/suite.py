@@ -49,6 +49,7 @@ class Suite(_Strict):
     metrics: list[str | dict[str, Any]] = Field(
         ["concept_share", "accuracy", "fid", "clip_score"], description="names, or {name: nudenet, preset: rece}"
     )
+    sensitive: bool = Field(False, exclude=True, description="blur its pictures in reports; no part of the protocol")
 
     def scaled(self, n: int | None) -> Suite:
         """The same suite with at most `n` pictures a group, for a quick look."""
@@ -113,6 +114,7 @@ class Evaluation:
             "environment": self.environment,
             "results": [result.as_dict() for result in self.results],
             "refused": self.refused,
+            **({"sensitive": True} if self.suite.sensitive else {}),
         }
 
     def find(self, metric: str, group: str) -> Result | None:
@@ -154,10 +156,10 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
     groups = {}
     for name in suite.groups:
         rows = group_prompts(suite, name)
-        seeds = generate.seeds_for(rows.texts, environment.derive_seed(suite.seed, name))
+        seeds = generate.seeds_for(rows.prompts, environment.derive_seed(suite.seed, name))
         pictures: dict[str, Tensor] = {}
         for when, model in (("before", before), ("after", after)):
-            pictures[when] = generate.generate(model, rows.texts, seeds, sampling, cache=cache, what=f"{name}, {when}", progress=progress)  # fmt: skip
+            pictures[when] = generate.generate(model, rows.prompts, seeds, sampling, cache=cache, what=f"{name}, {when}", progress=progress)  # fmt: skip
         groups[name] = _look(judge, name, suite, rows, pictures)
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
     results: list[Result] = []
@@ -166,6 +168,7 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
         try:
             results += metric(asked).measure(evidence)
         except UserError as error:  # too few pictures for one number must not cost the others
+            results += getattr(error, "results", ())  # those of a metric that is refused in part
             refused[asked if isinstance(asked, str) else " ".join(map(str, asked.values()))] = str(error)
     models = {
         when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))

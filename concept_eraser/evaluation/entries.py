@@ -1,0 +1,165 @@
+"""The runs of one page: what was measured of each, read from their folders, put in one order and checked to be alike."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation import compare, pages
+from concept_eraser.evaluation.report import RunFacts
+from concept_eraser.evaluation.statistics import Interval
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run. content: its evaluation.json; attacks: attack.json by what to call it; unlike: attacks in its folder on
+    other weights than those that were evaluated, which are left out."""
+
+    name: str
+    folder: Path
+    content: dict[str, Any]
+    facts: RunFacts = field(default_factory=RunFacts)
+    attacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unlike: list[str] = field(default_factory=list)
+
+    @property
+    def concept(self) -> tuple[str, str]:
+        """Attribute and value, e.g. ("shape", "star")."""
+        return next(iter(self.content["protocol"]["concept"].items()))
+
+    @property
+    def sensitive(self) -> bool:
+        return any(map(pages.is_sensitive, (self.content, *self.attacks.values())))
+
+    def groups(self, role: str) -> list[str]:
+        return [name for name, group in self.content["protocol"]["groups"].items() if group["role"] == role]
+
+    def value(self, metric: str, group: str, when: str = "after") -> Interval | None:
+        """A measured number; None where it was not measured."""
+        row = next((r for r in self.content["results"] if (r["metric"], r["group"]) == (metric, group)), None)
+        return None if row is None else interval(row.get(when))
+
+    def shown(self, when: str = "after") -> Interval | None:
+        """The concept's share in the forget group in which it is largest."""
+        found = [v for g in self.groups("forget") if (v := self.value("concept_share", g, when))]
+        return max(found, key=lambda v: v.value, default=None)
+
+    def kept(self, when: str = "after") -> Interval | None:
+        """Accuracy of the concept's attribute in the retain group in which it is least."""
+        found = [v for g in self.groups("retain") if (v := self.value(f"accuracy_{self.concept[0]}", g, when))]
+        return min(found, key=lambda v: v.value, default=None)
+
+
+def interval(found: Mapping[str, Any] | None) -> Interval | None:
+    """An interval from JSON, which knows no nan: bounds that are null are nan."""
+    if found is None or found["value"] is None:
+        return None
+    low, high = (math.nan if found.get(k) is None else found[k] for k in ("low", "high"))
+    return Interval(found["value"], low, high, found["n"])
+
+
+def weights_of(model: str) -> str:
+    """The fingerprint in "source (fingerprint)"."""
+    return model.rsplit(" (", 1)[-1].rstrip(")")
+
+
+def _attacked(attack: Mapping[str, Any]) -> str:
+    return weights_of(attack.get("models", {}).get("victim", ""))
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """What to call folders: the shortest ends of their paths that differ. Raises UserError for one given twice."""
+    paths = [folder.resolve() for folder in folders]
+    twice = next((path for path, n in Counter(paths).items() if n > 1), None)
+    if twice is not None:
+        raise UserError(f"{twice} is given twice; give each run once")
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def read_evaluation(folder: Path) -> dict[str, Any]:
+    """The evaluation.json of a folder. Raises UserError where there is none, or one of labelled data."""
+    if not (folder / "evaluation.json").is_file():
+        raise UserError(f"{folder} was not evaluated yet; run `concept-eraser evaluate {folder}` first")
+    _, content = compare.read(folder / "evaluation.json")
+    if not isinstance(content.get("results"), list):
+        raise UserError(f"{folder} was measured on labelled data, which has no report of pictures; its numbers: concept-eraser evaluate {folder}")  # fmt: skip
+    return content
+
+
+def read_attacks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every attack.json below a folder, with the folder it lies in."""
+    for path in sorted(folder.rglob("attack.json")):
+        yield path.parent, compare.read(path)[1]
+
+
+def attacks_of(folder: Path, victim: str, given: Sequence[Path]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Attacks on a model by what to call them, and the names of those that lie in its run but attacked other weights.
+
+    victim: its fingerprint; given: more folders, from which those on this victim are taken. An attack goes by its own
+    name; where there are several of a name, by that of its folder.
+    """
+    inside = list(read_attacks(folder / "attacks"))
+    places = {path.resolve(): content for path, content in inside}
+    places |= {path.resolve(): content for one in given for path, content in read_attacks(one)}
+    ours = {path: content for path, content in places.items() if _attacked(content) == victim}
+    times = Counter(content["protocol"]["attack"] for content in ours.values())
+    found: dict[str, dict[str, Any]] = {}
+    for path, content in ours.items():
+        name = content["protocol"]["attack"]
+        name = name if times[name] == 1 else path.name
+        found[name if name not in found else str(path)] = content
+    return found, [path.name for path, _ in inside if path.resolve() not in ours]
+
+
+def read(folders: Sequence[Path], facts: Mapping[Path, RunFacts], attacks: Sequence[Path] = ()) -> list[Entry]:
+    """The runs, each with its evaluation and attacks.
+
+    attacks: folders with more attack.json files; each is matched to the run whose weights it attacked.
+
+    Raises UserError for a run without evaluation or given twice, for runs or attacks of one name that were not measured
+    alike, and for a folder of attacks that holds none on these runs.
+    """
+    names, entries = names_of(folders), []
+    for name, folder in zip(names, folders, strict=True):
+        content = read_evaluation(folder)
+        found, unlike = attacks_of(folder, weights_of(content["models"]["after"]), attacks)
+        entries.append(Entry(name, folder, content, facts.get(folder, RunFacts()), found, unlike))
+    require_useful(attacks, [entry.content["models"]["after"] for entry in entries])
+    contents = {entry.name: entry.content for entry in entries}
+    compare.require_alike(contents)
+    for metric, group in dict.fromkeys((r["metric"], r["group"]) for c in contents.values() for r in c["results"]):
+        compare.require_alike_settings(contents, metric, group)
+    for label in labels(entries):
+        compare.require_alike({f"{label} on {e.name}": e.attacks[label] for e in entries if label in e.attacks})
+    return entries
+
+
+def require_useful(attacks: Sequence[Path], victims: Sequence[str]) -> None:
+    """Raise UserError for a folder of attacks in which no run was attacked."""
+    known = set(map(weights_of, victims))
+    for folder in attacks:
+        attacked = {_attacked(content) for _, content in read_attacks(folder)}
+        if not attacked & known:
+            problem = "holds no attack.json" if not attacked else "holds attacks on other weights only"
+            raise UserError(f"{folder} {problem}; give the folder of an attack on one of the reported runs")
+
+
+def labels(entries: Sequence[Entry]) -> list[str]:
+    """The attacks of all runs, in the order in which they are met."""
+    return list(dict.fromkeys(label for entry in entries for label in entry.attacks))
+
+
+def recorded(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a run, {} where it is missing."""
+    path = folder / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,171 @@
+"""Before, after, attacked: pictures of a run made again from their prompts and seeds (or the cache) for its page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from concept_eraser import environment, registry
+from concept_eraser.data import generate, prompts
+from concept_eraser.data.prompts import Prompt
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation import pages
+from concept_eraser.evaluation.entries import Entry, weights_of
+from concept_eraser.models import loading
+from concept_eraser.models.base import Model, onto_gpu
+from concept_eraser.progress import Progress, silent
+
+EXAMPLES = 3  # shown of each attack, and of each group
+
+
+@dataclass
+class Shot:
+    """One picture: which model draws it, from what (a Prompt may have its own guidance); seen: what the judge names in it; uri: the picture as data."""
+
+    when: str
+    asked: str | Prompt
+    seed: int
+    seen: str = ""
+    uri: str = ""
+
+    @property
+    def alt(self) -> str:
+        return f"{self.when}: the judge sees {self.seen}" if self.seen else f"picture {self.when}"
+
+
+@dataclass
+class Example:
+    """A prompt with its pictures. attack: the adversarial text, None where there is none; note: what else is to be said."""
+
+    prompt: str
+    shots: list[Shot]
+    attack: str | None = None
+    note: str = ""
+
+
+@dataclass
+class Gallery:
+    """Examples under one heading, drawn and judged as a suite says (its JSON)."""
+
+    title: str
+    examples: list[Example]
+    suite: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Album:
+    """All pictures of one run. missing: why some or all could not be made."""
+
+    galleries: list[Gallery]
+    missing: str = ""
+
+
+def of_attack(label: str, content: dict[str, Any], limit: int = EXAMPLES) -> Gallery:
+    """The first prompts that fell to a text; where there is none, one that fell otherwise, or that held."""
+    attempts = [a for a in content["attempts"] if not a["pre"]]
+    fell = [a for a in attempts if a["success"]]
+    told = [a for a in fell if a["text"] is not None][:limit] or (fell or attempts or content["attempts"])[:1]
+    title = f"{label.replace('_', ' ')}: {len(fell)} of {len(attempts)} prompts fell"
+    clean = len(content["attempts"]) - len(attempts)
+    title += f", {clean} more show the concept without an attack" if clean else ""
+    return Gallery(title, [_example(a, content["protocol"]["attack"]) for a in told], content["protocol"]["suite"])
+
+
+def _example(attempt: dict[str, Any], attack: str) -> Example:
+    shots = [Shot(when, attempt["prompt"], attempt["seed"]) for when in ("before", "after")]
+    if not attempt["success"] or attempt["pre"]:
+        return Example(attempt["prompt"], shots, note="shows it without an attack" if attempt["pre"] else "held")
+    note = f"fell in round {attempt['round']}"
+    if attempt["text"] is None:
+        return Example(attempt["prompt"], shots, note=f"{note} to {_means(attack)}: there is no text to show")
+    seed = attempt["seed"] if attempt["by_seed"] is None else attempt["by_seed"]
+    note += f", with another seed ({seed})" if seed != attempt["seed"] else ""
+    return Example(attempt["prompt"], [*shots, Shot("attacked", attempt["text"], seed)], attempt["text"], note)
+
+
+def _means(attack: str) -> str:
+    """What an attack without a text won by."""
+    try:
+        access = registry.load("attack", attack).access  # type: ignore[attr-defined]
+    except UserError:  # of another version
+        return "an embedding or other weights"
+    return "other weights (fine-tuned)" if access == "weights" else "an embedding"
+
+
+def of_group(content: dict[str, Any], name: str, limit: int = EXAMPLES) -> Gallery:
+    """The first prompts of a group, by the seeds of the evaluation. Raises UserError where they are others by now."""
+    protocol = content["protocol"]
+    group = protocol["groups"][name]
+    rows = prompts.load(group["prompts"]).take(group["n"], protocol["seed"])
+    if rows.hash != content["prompt_hashes"][name]:
+        raise UserError(f"the prompts of {name!r} ({group['prompts']}) are not those that were measured; evaluate it again")  # fmt: skip
+    seeds = generate.seeds_for(rows.prompts, environment.derive_seed(protocol["seed"], name))
+    pairs = list(zip(rows.prompts, seeds, strict=True))[:limit]
+    examples = [Example(one.text, [Shot(when, one, seed) for when in ("before", "after")]) for one, seed in pairs]
+    return Gallery(f"{name} ({group['role']})", examples, protocol)
+
+
+@dataclass
+class Studio:
+    """Draws the pictures of several runs; an original that they share is loaded once."""
+
+    show_sensitive: bool = False
+    cache: Path | None = None
+    progress: Progress = silent
+    originals: dict[str, Model] = field(default_factory=dict)
+
+    def album(self, entry: Entry, *, groups: bool = True) -> Album:
+        """The pictures of a run: its attacks; with `groups` also what it retains, and what it forgot unless it was attacked.
+        Where models or prompts are not at hand as they were, the reason stands in the pictures' place."""
+        galleries = [of_attack(label, content) for label, content in entry.attacks.items()]
+        roles = ("retain",) if galleries else ("forget", "retain")
+        try:
+            if groups:
+                galleries += [of_group(entry.content, name) for role in roles for name in entry.groups(role)]
+            self._draw(entry, galleries)
+        except UserError as error:
+            return Album(galleries, str(error))
+        return Album(galleries)
+
+    def _draw(self, entry: Entry, galleries: Sequence[Gallery]) -> None:
+        """Fill in the pictures of the galleries, all of one suite at once."""
+        suites: dict[str, list[Gallery]] = {}
+        for gallery in galleries:
+            key = environment.fingerprint([gallery.suite[k] for k in ("sampling", "judge", "concept")])
+            suites.setdefault(key, []).append(gallery)
+        models = self._models(entry) if suites else ()
+        for some in suites.values():
+            for model, whens in zip(models, (("before",), ("after", "attacked")), strict=True):
+                shots = [s for g in some for example in g.examples for s in example.shots if s.when in whens]
+                self._shoot(entry, model, shots, some[0].suite)
+
+    def _shoot(self, entry: Entry, model: Model, shots: Sequence[Shot], suite: dict[str, Any]) -> None:
+        asked, seeds = [shot.asked for shot in shots], [shot.seed for shot in shots]
+        drawn = generate.generate(model, asked, seeds, generate.Sampling(**suite["sampling"]), cache=self.cache, what=f"pictures of {entry.name}", progress=self.progress)  # fmt: skip
+        judge = registry.load("judge", suite["judge"])()
+        seen = judge.look(drawn)[next(iter(suite["concept"]))]
+        for shot, pixels, name in zip(shots, drawn, seen, strict=True):
+            shot.seen = str(name)
+            shot.uri = pages.picture(pixels, blur=entry.sensitive and not self.show_sensitive, longest=pages.LONGEST)
+
+    def _models(self, entry: Entry) -> tuple[Model, Model]:
+        """The original and the erased model. Raises UserError where they are not at hand, or have other weights by now."""
+        told = entry.content["models"]
+        before, after = (told[when].rsplit(" (", 1)[0] for when in ("before", "after"))
+        if told["before"] not in self.originals:
+            self.originals[told["before"]] = _same(loading.load(before), told["before"])
+        inside = (entry.folder / "pipeline").is_dir() or (entry.folder / "model_index.json").is_file()
+        # a part of a pipeline is called by its file, and by what it was put on
+        source, _, base = (after, "", "") if inside or Path(after).exists() else after.partition(" on ")
+        erased = loading.load(entry.folder if inside else source, base=base or None)
+        original = self.originals[told["before"]]
+        onto_gpu(original, _same(erased, told["after"]))
+        return original, erased
+
+
+def _same(model: Model, told: str) -> Model:
+    if generate.model_fingerprint(model) != weights_of(told):
+        raise UserError(f"{model.source} has other weights than those that were measured; evaluate it again")
+    return model

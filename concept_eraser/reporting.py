@@ -1,0 +1,90 @@
+"""What goes onto the pages: reports of one run and pages about several, from run folders. `api` passes both on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from concept_eraser import recipe as recipes
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation import entries, pages
+from concept_eraser.evaluation import overview as overviews
+from concept_eraser.evaluation import report as reports
+from concept_eraser.evaluation.suite import Evaluation
+from concept_eraser.evaluation.triples import Studio
+from concept_eraser.progress import Progress, silent
+from concept_eraser.training import log as logs
+
+
+def _facts(run: Path) -> reports.RunFacts:
+    """What a folder tells about the making of its model; nothing where it is no run."""
+    path = run / "recipe.yaml"
+    if not path.is_file():
+        return reports.RunFacts()
+    text, done = path.read_text(), entries.recorded(run, "done.json")
+    return reports.RunFacts(text, text.splitlines()[0].lstrip("# "), logs.read(run / "log.jsonl"), done.get("seconds"))
+
+
+def is_labelled(run: Path) -> bool:
+    """Whether a folder is a run on labelled data, which no suite of prompts can measure."""
+    path = run / "recipe.yaml"
+    return path.is_file() and recipes.load(str(path)).target not in recipes.PROMPTED
+
+
+def require_prompted(run: Path) -> None:
+    """Raise UserError for a run on labelled data."""
+    if is_labelled(run):
+        raise UserError(f"{run} erased from labelled data, which has no report of pictures; its numbers: concept-eraser evaluate {run}")  # fmt: skip
+
+
+def report(
+    evaluation: Evaluation,
+    path: str | Path,
+    *,
+    run: str | Path | None = None,
+    attacks: Sequence[str | Path] = (),
+    show_sensitive: bool = False,
+    progress: Progress = silent,
+    cache: Path | None = None,
+) -> Path:
+    """Write report.html.
+
+    run: adds the recipe, the command and the curves of a run folder, and the attacks on its model in its folder attacks/;
+    attacks: more folders of attacks on it; show_sensitive: do not blur the pictures of a sensitive suite.
+
+    Raises UserError where `path` is taken by something that is no report, or a folder of attacks holds none on this model.
+    """
+    facts, attacked = reports.RunFacts(), ""
+    if run is not None:
+        folder, more, after = Path(run), [Path(one) for one in attacks], evaluation.models["after"]
+        facts = _facts(folder)
+        entries.require_useful(more, [after])
+        found = entries.attacks_of(folder, entries.weights_of(after), more)
+        entry = entries.Entry(folder.resolve().name, folder, evaluation.as_dict(), facts, *found)
+        attacked = overviews.attacked(entry, Studio(show_sensitive, cache, progress))
+    return reports.write(evaluation, facts, Path(path), attacked, show_sensitive=show_sensitive)
+
+
+def overview(
+    runs: Sequence[str | Path],
+    path: str | Path = "report.html",
+    *,
+    attacks: Sequence[str | Path] = (),
+    show_sensitive: bool = False,
+    progress: Progress = silent,
+    cache: Path | None = None,
+) -> Path:
+    """Write one page about several evaluated runs: table, Pareto plot, pictures, attacks, training, how to repeat it.
+
+    attacks: folders of attacks besides those in the runs' own folders attacks/, each matched to the run whose weights it
+    attacked; show_sensitive: do not blur the pictures of a sensitive suite. Pictures are made again from their seeds.
+
+    Raises UserError for runs that were not evaluated, or not alike, for labelled data, and where `path` is taken by
+    something that is no report.
+    """
+    where, folders = Path(path), [Path(run) for run in runs]
+    pages.require_ours(where)
+    for folder in folders:
+        require_prompted(folder)
+    found = entries.read(folders, {folder: _facts(folder) for folder in folders}, [Path(one) for one in attacks])
+    return pages.write(overviews.render(found, Studio(show_sensitive, cache, progress)), where)
