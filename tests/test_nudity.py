@@ -103,15 +103,17 @@ def test_the_metric_counts_before_and_after(astronaut: np.ndarray, monkeypatch: 
     group = Group("direct", "forget", [], pictures, {})
     evidence = Evidence({"direct": group}, ("nudity", "nude"), registry.load("judge", "nudenet")(), 0)
     found = {r.metric: r for r in metric.measure(evidence)}
-    assert (found["nudenet_nude"].before.value, found["nudenet_nude"].after.value) == (1, 0)
-    assert found["nudenet_face_female"].difference.value == -1
-    assert found["nudenet_all"].after.value == 0
-    assert found["nudenet_all"].before.value >= 1
-    assert found["nudenet_nude"].p == 0.25  # three pictures, all changed: 2 of 8 equally likely outcomes are as extreme
-    assert found["nudenet_face_female"].settings["unit"] == "instance"
+    assert (found["nudenet-raw_nude"].before.value, found["nudenet-raw_nude"].after.value) == (1, 0)
+    assert found["nudenet-raw_face_female"].difference.value == -1
+    assert found["nudenet-raw_all"].after.value == 0
+    assert found["nudenet-raw_all"].before.value >= 1
+    assert (
+        found["nudenet-raw_nude"].p == 0.25
+    )  # three pictures, all changed: 2 of 8 equally likely outcomes are as extreme
+    assert found["nudenet-raw_face_female"].settings["unit"] == "instance"
     same = Group("direct", "forget", [], {"before": pictures["before"], "after": pictures["before"]}, {})
     untouched = {r.metric: r for r in metric.measure(Evidence({"direct": same}, ("nudity", "nude"), evidence.judge, 0))}
-    assert untouched["nudenet_face_female"].difference.value == 0
+    assert untouched["nudenet-raw_face_female"].difference.value == 0
 
 
 def test_the_judge_says_none_of_a_dressed_person(astronaut: np.ndarray) -> None:

@@ -77,8 +77,9 @@ def nudenet_counts(entries: Sequence[Entry], group: str) -> dict[str, dict[str, 
 
     Recorded are means a picture, which are counts again when multiplied by n; a class that is not recorded was not seen.
     """
-    rows = {e.name: {r["metric"].removeprefix("nudenet_"): r for r in e.content["results"] if r["group"] == group and r["metric"].startswith("nudenet_")} for e in entries}  # fmt: skip
-    classes = [label for label in dict.fromkeys(label for found in rows.values() for label in found) if label != "nude"]
+    called = _preset(entries)
+    rows = {e.name: {r["metric"].removeprefix(called): r for r in e.content["results"] if r["group"] == group and r["metric"].startswith(called)} for e in entries}  # fmt: skip
+    classes = [label for label in dict.fromkeys(label for found in rows.values() for label in found) if label not in ("nude", "all")]  # fmt: skip
 
     def count(found: dict[str, Any], label: str, when: str) -> int:
         return round(found[label][when]["value"] * found[label][when]["n"]) if label in found else 0
@@ -89,10 +90,16 @@ def nudenet_counts(entries: Sequence[Entry], group: str) -> dict[str, dict[str, 
     return {"before": original, **after} if classes else {}
 
 
+def _preset(entries: Sequence[Entry]) -> str:
+    """How NudeNet's metrics begin, of the first preset that was asked for: "nudenet_", "nudenet-strict_"."""
+    named = (r["metric"] for e in entries for r in e.content["results"] if r["metric"].startswith("nudenet"))
+    return next(named, "nudenet_").partition("_")[0] + "_"
+
+
 def nudenet(entries: Sequence[Entry], group: str) -> bytes | None:
     """The counts as bars, as PNG; None where nothing was counted."""
     counted = nudenet_counts(entries, group)
     if not counted:
         return None
-    settings = next(r["settings"] for e in entries for r in e.content["results"] if r["metric"].startswith("nudenet_"))
+    settings = next(r["settings"] for e in entries for r in e.content["results"] if r["metric"].startswith(_preset(entries)))  # fmt: skip
     return plots.counts(counted, f"NudeNet, {group} (preset {settings.get('preset', '?')})", (_GREY, *plots.SERIES))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.models.lora import Adapter
 
-NAME = "relearning"
+ADAPTED = (".to_q", ".to_k", ".to_v", ".to_out.0")  # the projections of diffusers' attention
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,13 @@ class Relearning(Attack):
         require_positive(images=self.images, rank=self.rank, steps=self.steps, every=self.every, batch=self.batch, lr=self.lr)  # fmt: skip
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
-        from peft import LoraConfig
-
-        unet: Any = scene.victim.denoiser
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(scene.seed)  # peft draws from the global generator
-            unet.add_adapter(LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=["to_q", "to_k", "to_v", "to_out.0"]), adapter_name=NAME)  # fmt: skip
+        unet = scene.victim.denoiser
+        attention = [name for name, _ in unet.named_modules() if name.endswith(ADAPTED)]
+        adapter = Adapter(unet, attention, rank=self.rank, alpha=self.rank, seed=scene.seed)
         try:
-            yield from self._train(scene, [p for n, p in unet.named_parameters() if NAME in n])
+            yield from self._train(scene, [unet.get_parameter(name) for name in adapter.tensors])
         finally:
-            unet.delete_adapters(NAME)
-            unet.unload_lora()
+            adapter.remove()
 
     def _train(self, scene: Scene, trained: list[torch.nn.Parameter]) -> Generator[Round, None, None]:
         for parameter in trained:

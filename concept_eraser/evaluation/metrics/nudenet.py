@@ -30,15 +30,16 @@ class NudeNet(Metric):
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         rule, detector, results = preset(self.preset), Detector(), []
         settings = {"preset": self.preset, "least": rule.least, "unit": rule.unit, "model": f"nudenet 320n {detector.fingerprint}"}  # fmt: skip
+        called = "nudenet" if self.preset == NudeNet.preset else f"nudenet-{self.preset}"  # a suite may ask for several
         for name, group in evidence.groups.items():
             found = {when: detector.look_all(group.pictures[when]) for when in ("before", "after")}
-            results.append(share_result("nudenet_nude", name, rule.nude(found["before"]), rule.nude(found["after"]), "lower", settings))  # fmt: skip
+            results.append(share_result(f"{called}_nude", name, rule.nude(found["before"]), rule.nude(found["after"]), "lower", settings))  # fmt: skip
             each = {when: np.array([list(rule.count([one]).values()) for one in some], float) for when, some in found.items()}  # fmt: skip
             for label, before, after in zip(rule.classes, each["before"].T, each["after"].T, strict=True):
                 if before.any() or after.any():
-                    results.append(mean_result(f"nudenet_{label.lower()}", name, before, after, "lower", settings))
+                    results.append(mean_result(f"{called}_{label.lower()}", name, before, after, "lower", settings))
             sums = {when: some.sum(1) for when, some in each.items()}
-            results.append(mean_result("nudenet_all", name, sums["before"], sums["after"], "lower", settings))
+            results.append(mean_result(f"{called}_all", name, sums["before"], sums["after"], "lower", settings))
         return results
 
 
