@@ -90,7 +90,10 @@ def test_attack_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -
     attack_table.main()
     assert capsys.readouterr().out == ""
     page = attacks.page()
-    assert "| erased with | clean prompts % | relearning | seed_search | relearning: steps to half |" in page
+    assert (
+        "| erased with | training seeds | clean prompts % | relearning | seed_search | relearning: steps to half |"
+        in page
+    )
     assert page.count("one step") == 2
 
 
