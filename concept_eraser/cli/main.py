@@ -8,7 +8,18 @@ from typing import Any
 
 import typer
 
-from concept_eraser.cli import attack, detect, distance, erase, evaluate, generate, info, quickstart, report
+from concept_eraser.cli import (
+    attack,
+    demo,
+    detect,
+    distance,
+    erase,
+    evaluate,
+    generate,
+    info,
+    quickstart,
+    report,
+)
 from concept_eraser.errors import Interrupted, UserError
 
 app = typer.Typer(
@@ -20,7 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, distance.distance, evaluate.compare, report.report, info.list_, info.show, info.check, info.copy):  # fmt: skip
+for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, info.list_, info.show, info.check, info.copy):  # fmt: skip
     options: dict[str, Any] = {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
     app.command(name=verb.__name__.rstrip("_"), **options)(verb)
 

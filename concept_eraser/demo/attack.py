@@ -1,0 +1,148 @@
+"""The tab Attack: does the concept come back under another prompt? The search is shown while it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from concept_eraser import registry
+from concept_eraser.demo import figures, pictures, presets, safety
+from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, sentence
+from concept_eraser.demo.jobs import Job
+from concept_eraser.errors import UserError
+
+# Attacks whose own settings look at a picture every few minutes only; somebody who watches wants to see it move.
+CADENCE: Mapping[str, dict[str, Any]] = {
+    "unlearn_diff": {"iterations": 10, "times": 200},
+    "concept_inversion": {"every": 25},
+    "p4d": {"every": 10},
+    "mma_diffusion": {"every": 20},
+    "ring_a_bell": {"every": 50},
+    "relearning": {"every": 5},
+    "soft_prompt": {"every": 10},
+}
+
+
+def names() -> list[str]:
+    return registry.names("attack")
+
+
+def start(desk: Desk, run: str, attack: str, n: Any, rounds: Any, seconds: Any, seed: Any) -> Job:
+    """Check what was asked and put it into the queue. Raises UserError."""
+    safety.one_of("run", run, desk.library.finished())
+    safety.one_of("attack", attack, names())
+    numbers = {"n": safety.whole("prompts", n), "rounds": safety.whole("rounds", rounds), "seconds": safety.number("seconds", seconds), "seed": safety.whole("training seed", seed)}  # fmt: skip
+    recipe = desk.library.recipe(run)
+    if recipe is None:
+        raise UserError(f"{run} has no recipe that says what it forgot; use `concept-eraser attack` with --suite")
+    suite = presets.suite_of(recipe)
+    if attack == "paraphrase" and suite != "tiny_star":
+        raise UserError("the attack 'paraphrase' has a list of other names for the star only; choose another attack")
+    folder = safety.claim(desk.library.folder(run) / "attacks", "", f"demo-{attack}")
+    spec = {"kind": "attack", "run": str(desk.library.folder(run)), "base": recipe.model, "suite": suite, "attack": attack, "options": CADENCE.get(attack, {}), "folder": str(folder), **numbers}  # fmt: skip
+    try:
+        return desk.jobs.add("attack", f"{attack} on {run}", spec, folder)
+    except BaseException:
+        folder.rmdir()
+        raise
+
+
+def live(desk: Desk, job: Job | None) -> str:
+    """How an attack stands: in words, its curves, and the best picture so far."""
+    if job is None:
+        return '<p class="ce-quiet">The loss, and the picture that comes closest to the concept, appear here round by round.</p>'
+    rows = _rows(job.folder / "rounds.jsonl")
+    loss = [(r["round"], r["loss"]) for r in rows if r["loss"] is not None]
+    curves = figures.curves("Loss of the search", {"loss": loss} if loss else {}, "round", last=len(rows))
+    surely = {"best so far": [(r["round"], r["best"]) for r in rows], "this round": [(r["round"], r["shows"]) for r in rows]}  # fmt: skip
+    curves += figures.curves("How surely the concept shows", surely if rows else {}, "round", low=0, high=1, last=len(rows))  # fmt: skip
+    return f'{_told(desk, job, rows)}{_best(job, rows)}<div class="ce-figures">{curves}</div>'
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:  # being written
+            break
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _told(desk: Desk, job: Job, rows: list[dict[str, Any]]) -> str:
+    broken = (
+        f"{rows[-1]['fell']} of {rows[-1]['n']} prompts broken after {len(rows)} rounds" if rows else "no round yet"
+    )
+    if job.state == "waiting":
+        return notice(f"#{job.number} {job.title}: {desk.jobs.position(job)} before it, {minutes(job.seconds)} so far")
+    if job.state == "running":
+        return notice(f"#{job.number} {job.title}: {broken}, {minutes(job.seconds)}; now: {job.what}")
+    if job.state == "failed":
+        return alert(f"#{job.number} {job.title}: {job.error}")
+    ended = _json(job.folder / "found.json").get("ended", "stopped by hand")
+    return notice(f"#{job.number} {job.title}: {broken}; {ended} ({minutes(job.seconds)})")
+
+
+def _best(job: Job, rows: list[dict[str, Any]]) -> str:
+    """The clean prompt's picture beside the best one, and the text that made it."""
+    shown = ""
+    for name, title in (("before.png", "clean prompt"), ("best.png", "best so far")):
+        path = job.folder / name
+        if path.exists():
+            file = path.read_bytes()
+            seen = _seen(file)
+            said = f"{title}: {seen.text or 'not judged'}"
+            shown += f'<figure class="ce-cell">{pictures.picture(file, said, seen)}<figcaption><b>{title}</b> {escape(seen.text)}</figcaption></figure>'  # fmt: skip
+    text = ""
+    if rows:
+        last = rows[-1]
+        made = escape(last["text"]) if last["text"] is not None else "(an embedding or changed weights: no words)"
+        text = f'<dl class="ce-texts"><dt>asked</dt><dd>{escape(last["prompt"])}</dd><dt>found</dt><dd><code>{made}</code></dd><dt>seed</dt><dd>{last["seed"]}</dd></dl>'  # fmt: skip
+    return f'<div class="ce-best">{shown}{text}</div>' if shown else ""
+
+
+def _seen(file: bytes) -> pictures.Seen:
+    import io
+
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    array = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
+    return pictures.look(torch.from_numpy(array.copy())[None], "auto")[0]
+
+
+def tab(gr: Any, desk: Desk) -> dict[str, Any]:
+    """Build the tab; the components that the clock changes, by name."""
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=2, min_width=280):
+            run = gr.Dropdown([], allow_custom_value=True, label="Erased model", elem_id="attack-run")
+            attack = gr.Dropdown([(f"{registry.summary('attack', name).partition(':')[0]} ({name})", name) for name in names()], value="unlearn_diff", label="Attack", elem_id="attack-name")  # fmt: skip
+            seconds = gr.Slider(*safety.LIMITS["seconds"], 120, step=5, label="Budget: seconds", elem_id="attack-seconds")  # fmt: skip
+            rounds = gr.Slider(*safety.LIMITS["rounds"], 60, step=1, label="Budget: rounds", elem_id="attack-rounds")
+            with gr.Accordion("Prompts and seed", open=False):
+                n = gr.Slider(*safety.LIMITS["prompts"], 4, step=1, label="Prompts attacked at once", elem_id="attack-n")  # fmt: skip
+                seed = gr.Number(0, label="Seed of the attack", precision=0, elem_id="attack-seed")
+            go = gr.Button("Attack", variant="primary", elem_id="attack-go")
+            gr.HTML('<p class="ce-quiet">To stop at any time: Cancel, at the top. The best picture stays. Rates with intervals: <code>concept-eraser attack</code>.</p>')  # fmt: skip
+        with gr.Column(scale=5, min_width=300):
+            said = gr.HTML(elem_id="attack-said")
+            shown = gr.HTML(live(desk, None), elem_id="attack-live", min_height=260)
+
+    def begin(*values: Any) -> str:
+        try:
+            job = start(desk, *values)
+        except Exception as error:
+            return alert(sentence(error))
+        return quiet(f"#{job.number} was put into the queue, {desk.jobs.position(job)} before it")
+
+    event = go.click(begin, [run, attack, n, rounds, seconds, seed], said, queue=False, api_name="attack")
+    return {"shown": shown, "run": run, "events": [event]}

@@ -1,0 +1,100 @@
+"""Curves and scatters as inline SVG: they follow the theme, redraw every second without a flicker, and need no library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 390, 210, 60, 34, 26
+Point = tuple[float, float]
+
+
+def curves(title: str, series: Mapping[str, Sequence[Point]], x: str, *, low: float | None = None, high: float | None = None, last: float | None = None, log: bool = False) -> str:  # fmt: skip
+    """Lines against steps. low, high: the axis' ends, else those of the values; last: where the horizontal axis ends; log:
+    powers of ten, for losses that differ by orders of magnitude (values that are not positive are left out)."""
+    series = {name: [(a, math.log10(b) if log else b) for a, b in points if math.isfinite(b) and (b > 0 or not log)] for name, points in series.items()}  # fmt: skip
+    real = (lambda b: 10**b) if log else (lambda b: b)
+    values = [b for points in series.values() for _, b in points]
+    if not values:
+        return f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><p class="ce-quiet">nothing yet</p></figure>'
+    bottom, top = _span(min(values), max(values))
+    bottom, top = bottom if low is None else low, top if high is None else high
+    right = max([a for points in series.values() for a, _ in points] + [last or 1])
+    lines = []
+    for i, (name, points) in enumerate(series.items()):
+        path = " ".join(f"{_x(a, 0, right):.1f},{_y(b, bottom, top):.1f}" for a, b in _thinned(points))
+        dots = (
+            f'<circle class="ce-s{i}" cx="{path.split(",")[0]}" cy="{path.split(",")[-1]}" r="3"/>'
+            if len(points) == 1
+            else ""
+        )
+        lines.append(f'<polyline class="ce-line ce-s{i}" points="{path}"/>{dots}')
+        lines.append(
+            f'<text class="ce-key ce-s{i}" x="{LEFT + 4 + 150 * i}" y="15">● {escape(name)} {real(points[-1][1]):.3g}</text>'
+            if points
+            else ""
+        )
+    told = "; ".join(f"{name}: {len(points)} values, the last {real(points[-1][1]):.3g}" for name, points in series.items() if points)  # fmt: skip
+    return _framed(title, told, "".join(lines), x, (0, right), (bottom, top), real=real)
+
+
+def scatter(title: str, points: Sequence[tuple[str, float, float]], x: str, y: str) -> str:
+    """Numbered points with a list of their names; those that no other beats on both axes are filled.
+
+    x is better the smaller, y the larger."""
+    if not points:
+        return f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><p class="ce-quiet">nothing measured yet</p></figure>'
+    wide, tall = (_percent([p[1] for p in points]), _percent([p[2] for p in points]))
+    dots, names = [], []
+    for i, (name, a, b) in enumerate(points, 1):
+        best = not any((c <= a and d >= b) and (c < a or d > b) for _, c, d in points)
+        px, py = _x(a, *wide), _y(b, *tall)
+        dots.append(f'<g><title>{escape(name)}: {a:.1f}, {b:.1f}</title><circle class="{"ce-best" if best else "ce-dot"}" cx="{px:.1f}" cy="{py:.1f}" r="6"/><text class="ce-tick" x="{px + 9:.1f}" y="{py + 4:.1f}">{i}</text></g>')  # fmt: skip
+        names.append(f"<li>{'<strong>' if best else ''}{escape(name)}{'</strong>' if best else ''} <span>{a:.1f} / {b:.1f}</span></li>")  # fmt: skip
+    told = "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, a, b in points)
+    return _framed(title, told, "".join(dots), x, wide, tall, y) + f'<ol class="ce-names">{"".join(names)}</ol>'
+
+
+def _framed(title: str, told: str, inside: str, x: str, wide: Point, tall: Point, y: str = "", real: Callable[[float], float] = float) -> str:  # fmt: skip
+    """Axes with three ticks each around what is drawn; `told` is what a screen reader says."""
+    marks = []
+    for share in (0, 0.5, 1):
+        a, b = wide[0] + share * (wide[1] - wide[0]), tall[0] + share * (tall[1] - tall[0])
+        px, py = _x(a, *wide), _y(b, *tall)
+        anchor = {0: "start", 0.5: "middle", 1: "end"}[share]
+        marks.append(
+            f'<text class="ce-tick" x="{px:.0f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="{anchor}">{a:.4g}</text>'
+        )
+        marks.append(f'<line class="ce-rule" x1="{LEFT}" x2="{WIDTH - 10}" y1="{py:.1f}" y2="{py:.1f}"/><text class="ce-tick" x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{_short(real(b))}</text>')  # fmt: skip
+    axis = (
+        f'<text class="ce-tick" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>'
+    )
+    side = f'<text class="ce-tick" x="{LEFT}" y="12">{escape(y)}</text>' if y else ""
+    return f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}. {escape(told)}">{"".join(marks)}{axis}{side}{inside}</svg></figure>'  # fmt: skip
+
+
+def _x(value: float, low: float, high: float) -> float:
+    return LEFT + (value - low) / (high - low or 1) * (WIDTH - LEFT - 12)
+
+
+def _y(value: float, low: float, high: float) -> float:
+    return HEIGHT - BOTTOM - (min(max(value, low), high) - low) / (high - low or 1) * (HEIGHT - BOTTOM - TOP)
+
+
+def _span(low: float, high: float) -> Point:
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1
+    return low - room, high + room
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def _percent(values: Sequence[float]) -> Point:
+    low, high = _span(min(values), max(values))
+    return max(low, min(0.0, min(values))), min(high, max(100.0, max(values)))
+
+
+def _thinned(points: Sequence[Point], most: int = 400) -> Sequence[Point]:
+    return points if len(points) <= most else [points[int(i * (len(points) - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,193 @@
+"""The tab Images: what a VAE still reconstructs and what a classifier (or CLIP model) still says, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from concept_eraser.demo import pictures, safety
+from concept_eraser.demo.desk import Desk, alert, quiet, sentence
+from concept_eraser.demo.jobs import Job
+from concept_eraser.demo.state import BUNDLED
+from concept_eraser.errors import UserError
+
+TARGETS = ("vae", "classifier", "clip")
+MADE: Mapping[str, dict[str, Any]] = {  # runs that the page offers to make, from what the package brings along
+    "star-clip": {"model": BUNDLED, "target": "clip", "templates": ["a picture of a {}"], "forget": {"data": "painted", "options": {"n": 400}, "classes": ["star"], "loss": "relabel"}, "retain": "rest", "trainable": "text_attention", "training": {"steps": 60, "batch_size": 64, "lr": 1e-3}},
+    "star-vae": {"model": BUNDLED, "target": "vae", "forget": {"data": "painted", "options": {"n": 200}, "classes": ["star"], "loss": "ascent", "kl": 1e-6}, "retain": {"data": "rest", "loss": "distill"}, "training": {"steps": 20, "batch_size": 8, "lr": 1e-4}},
+}  # fmt: skip
+TOLD = 3  # classes with the largest probabilities
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The modules before (None where it was in memory and is gone) and after, and data of the run's own."""
+
+    target: str
+    before: Any
+    after: Any
+    names: tuple[str, ...]
+    inputs: Any  # [n, ...] examples of the forgotten data, then of the retained
+    labels: Sequence[int]
+
+
+def make(desk: Desk, name: str) -> Job:
+    """Put one of the offered runs into the queue. Raises UserError where it is there already."""
+    content = MADE[safety.one_of("run to make", name, list(MADE))]
+    folder = safety.claim(desk.runs, name, name)
+    return desk.jobs.add("erase", f"making {name}", {"kind": "erase", "recipe": content, "folder": str(folder)}, folder)
+
+
+def pair(desk: Desk, run: str) -> Pair:
+    """Both models of a run on labelled data, kept for the next question. Raises UserError where they cannot be loaded."""
+    safety.one_of("run", run, desk.library.finished(TARGETS))
+    folder = desk.library.folder(run)
+    return _pair(folder, (folder / "done.json").stat().st_mtime)
+
+
+@lru_cache(maxsize=2)
+def _pair(folder: Path, stamp: float) -> Pair:
+    from concept_eraser.demo import presets
+    from concept_eraser.models.clip import Clip
+    from concept_eraser.models.loading import load_part
+    from concept_eraser.targets import labelled
+    from concept_eraser.targets.base import Request
+
+    recipe = presets.read_recipe(folder)
+    if recipe is None:
+        raise UserError(f"{folder.name} has a recipe of another version; erase again")
+    after = load_part(folder, recipe.target)
+    chosen = labelled.rows(Request(recipe, after))
+    data, gone = chosen["forget"]
+    other, kept = chosen.get("retain", chosen["forget"])
+    rows, rest = gone[:4].tolist(), kept[:4].tolist()
+    import torch
+
+    inputs = torch.cat([data.inputs(rows), other.inputs(rest)])
+    labels = [*data.labels[rows].tolist(), *other.labels[rest].tolist()]
+    known = not (recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "))
+
+    def module(loaded: Any) -> Any:
+        return loaded.zero_shot(data.names, recipe.templates) if isinstance(loaded, Clip) else loaded.parts[recipe.target]  # fmt: skip
+
+    before = module(load_part(recipe.model, recipe.target)) if known else None
+    return Pair(recipe.target, before, module(after), data.names, inputs, labels)
+
+
+def as_inputs(files: Sequence[str], like: Any) -> Any:
+    """Uploaded pictures in the shape and range of the data [n, ...]. Raises UserError for what is no picture, or where the
+    data are no pictures."""
+    import torch
+    from PIL import Image
+
+    from concept_eraser.data.images import read_picture
+
+    if len(files) > safety.UPLOADS:
+        raise UserError(f"{len(files)} pictures; at most {safety.UPLOADS} are taken at once")
+    shape = tuple(like.shape[1:])
+    side = round(shape[0] ** 0.5) if len(shape) == 1 else shape[-1]
+    channels = shape[0] if len(shape) == 3 else 1
+    if (len(shape) == 1 and side * side != shape[0]) or len(shape) > 3 or channels not in (1, 3):
+        raise UserError(f"this run's data are no pictures (an example has the shape {list(shape)})")
+    low, high = float(like.min()), float(like.max())
+    low = -1.0 if low < 0 else 0.0
+    high = max(1.0, high)
+    found = []
+    for file in files:
+        image = Image.fromarray(read_picture(Path(file)))
+        image = image.convert("RGB" if channels == 3 else "L").resize((side, shape[-2] if len(shape) > 1 else side))
+        array = torch.from_numpy(np.asarray(image, np.float32).copy()) / 255 * (high - low) + low
+        found.append(array.permute(2, 0, 1).reshape(shape) if channels == 3 else array.reshape(shape))
+    return torch.stack(found)
+
+
+def shown(values: Any) -> np.ndarray:
+    """Examples [n, ...] as pictures [n, h, w, 3] uint8, for the eye."""
+    array = values.detach().cpu().float().numpy()
+    low = -1.0 if array.min() < 0 else 0.0
+    array = np.clip((array - low) / (max(1.0, float(array.max())) - low), 0, 1)
+    if array.ndim == 2:
+        side = round(array.shape[1] ** 0.5)
+        array = array.reshape(-1, 1, side, array.shape[1] // side)
+    array = array[:, None] if array.ndim == 3 else array
+    array = array.repeat(3, 1) if array.shape[1] == 1 else array[:, :3]
+    return (array.transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)
+
+
+def show(desk: Desk, run: str, files: Sequence[str]) -> str:
+    """What the models before and after make of pictures: the uploaded ones, or examples of the run's own data."""
+    import torch
+
+    found = pair(desk, run)
+    inputs = as_inputs(files, found.inputs) if files else found.inputs
+    labels = (
+        [None] * len(inputs) if files else [found.names[i] if i < len(found.names) else str(i) for i in found.labels]
+    )
+    with torch.no_grad():
+        answers = {when: _answers(found, module, inputs) for when, module in (("before", found.before), ("after", found.after)) if module is not None}  # fmt: skip
+    rows = ""
+    for i, picture in enumerate(shown(inputs)):
+        file = pictures.png(picture, {"example": i})
+        cells = "".join(f'<td><span class="ce-when">{when}</span>{answers[when][i]}</td>' for when in answers)
+        told = "your picture" if labels[i] is None else f"{labels[i]} ({'forgotten' if i < len(inputs) // 2 else 'retained'})"  # fmt: skip
+        rows += f'<tr><th scope="row"><img class="ce-pixels ce-small" src="{pictures.uri(file)}" alt="{escape(told)}"><br>{escape(told)}</th>{cells}</tr>'  # fmt: skip
+    head = "".join(f'<th scope="col">{when}</th>' for when in answers)
+    lost = '<p class="ce-quiet">The model before was in memory and is not at hand; only the model after is shown.</p>' if found.before is None else ""  # fmt: skip
+    return f'{lost}<div class="ce-scroll"><table class="ce-table"><thead><tr><th scope="col">picture</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'  # fmt: skip
+
+
+def _answers(found: Pair, module: Any, inputs: Any) -> list[str]:
+    """One cell a picture: its reconstruction and how good it is, or the likeliest classes."""
+    from concept_eraser.models.base import moments
+    from concept_eraser.models.base import pictures as decoded
+
+    inputs = inputs.to(next(module.parameters()).device)
+    if found.target == "vae":
+        again = decoded(module.decode(moments(module.encode(inputs))[0])).reshape(inputs.shape).float()
+        span = 2.0 if float(inputs.min()) < 0 else 1.0
+        errors = (again - inputs).square().flatten(1).mean(1).clamp(min=1e-12)
+        images = [pictures.uri(pictures.png(p, {"reconstruction": i})) for i, p in enumerate(shown(again))]
+        return [f'<img class="ce-pixels ce-small" src="{image}" alt="reconstruction, {10 * np.log10(span**2 / float(e)):.1f} dB"><br>{10 * np.log10(span**2 / float(e)):.1f} dB' for image, e in zip(images, errors, strict=True)]  # fmt: skip
+    likely = module(inputs).softmax(1).topk(min(TOLD, len(found.names)))
+    return ["".join(f'<div class="ce-prob" style="--p:{100 * float(p):.0f}%"><span>{escape(found.names[int(k)])}</span><span>{float(p):.0%}</span></div>' for p, k in zip(ps, ks, strict=True)) for ps, ks in zip(likely.values, likely.indices, strict=True)]  # fmt: skip
+
+
+def tab(gr: Any, desk: Desk) -> dict[str, Any]:
+    """Build the tab; the components that the clock changes, by name."""
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=2, min_width=280):
+            run = gr.Dropdown([], allow_custom_value=True, label="Run with target vae, classifier or clip", elem_id="images-run")  # fmt: skip
+            files = gr.File(label=f"Pictures of your own, at most {safety.UPLOADS}; without any, the run's own data", file_count="multiple", file_types=["image"], elem_id="images-files")  # fmt: skip
+            go = gr.Button("Show", variant="primary", elem_id="images-go")
+            gr.HTML('<p class="ce-quiet">Such runs are made by <code>concept-eraser erase</code> or in Python (docs/targets.md). Two small ones to try, a minute each:</p>')  # fmt: skip
+            with gr.Row():
+                offers = {name: gr.Button(f"Make {name}", size="sm", min_width=110, elem_id=f"make-{name}") for name in MADE}  # fmt: skip
+        with gr.Column(scale=5, min_width=300):
+            table = gr.HTML(elem_id="images-shown", min_height=200)
+
+    def answer(name: str, given: list[str] | None) -> str:
+        try:
+            return show(desk, name, given or [])
+        except Exception as error:
+            return alert(sentence(error))
+
+    def order(name: str) -> Callable[[], str]:
+        def add() -> str:
+            try:
+                return quiet(
+                    f"#{make(desk, name).number} was put into the queue; it can be chosen here when it is done"
+                )
+            except Exception as error:
+                return alert(sentence(error))
+
+        return add
+
+    events = [button.click(order(name), None, table, queue=False, api_visibility="private") for name, button in offers.items()]  # fmt: skip
+    go.click(answer, [run, files], table, concurrency_id="draw", concurrency_limit=1, api_visibility="private")
+    return {"run": run, "events": events}

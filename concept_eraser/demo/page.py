@@ -1,0 +1,189 @@
+"""The page: its tabs, its theme, and the server that shows it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.demo import attack, clock, compare, erase, labelled, results
+from concept_eraser.demo.desk import Desk, alert, sentence
+from concept_eraser.demo.jobs import QUIET_THREADS
+from concept_eraser.demo.state import BUNDLED, Library
+
+TITLE = "concept_eraser"
+UPLOAD = "10mb"
+HEAD = """<script>
+function cePick(button, before, k, i) {
+  const root = button.closest('#shown'), slider = root.querySelector('.ce-slider'); if (!slider) return;
+  const find = (k) => root.querySelector(`.ce-grid img[data-k="${k}"][data-i="${i}"]`), heads = root.querySelectorAll('.ce-head');
+  for (const [name, n] of [['.ce-under', before], ['.ce-over', k]]) { const image = slider.querySelector(name); image.src = find(n).src; image.alt = find(n).alt; }
+  const ends = slider.querySelectorAll('.ce-ends span'); ends[0].textContent = heads[before].textContent; ends[1].textContent = heads[k].textContent;
+  slider.scrollIntoView({block: 'nearest', behavior: 'smooth'});
+}
+function ceTheme() {
+  const dark = document.body.classList.toggle('dark'); try { localStorage.setItem('ce-theme', dark ? 'dark' : 'light'); } catch (e) {}
+}
+document.addEventListener('DOMContentLoaded', () => { let kept = null; try { kept = localStorage.getItem('ce-theme'); } catch (e) {}
+  if (kept) document.body.classList.toggle('dark', kept === 'dark'); });
+</script>"""
+ADDRESS = "() => { const a = document.querySelector('#link [data-query]'); if (a) history.replaceState(null, '', a.dataset.query); }"
+INTRO = '<div class="ce-top"><div><h1>concept_eraser</h1><p>Make a diffusion model forget a concept, look at it before and after, and try to bring it back.</p></div><button type="button" onclick="ceTheme()">Light / dark</button></div>'
+
+
+def theme(gr: Any) -> Any:
+    """System fonts only, and colours whose contrast is at least 4.5 in both themes."""
+    fonts = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "sans-serif"]
+    found = gr.themes.Base(primary_hue="teal", secondary_hue="slate", neutral_hue="slate", font=fonts, font_mono=["ui-monospace", "Consolas", "Liberation Mono", "monospace"])  # fmt: skip
+    return found.set(
+        button_primary_background_fill="*primary_800", button_primary_background_fill_hover="*primary_700", button_primary_text_color="white",
+        button_primary_background_fill_dark="*primary_700", button_primary_background_fill_hover_dark="*primary_800", button_primary_text_color_dark="white",
+        body_text_color_subdued="*neutral_600", body_text_color_subdued_dark="*neutral_300",
+        block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300",
+        block_label_text_color="*neutral_700", block_label_text_color_dark="*neutral_200",
+        link_text_color="*primary_800", link_text_color_dark="*primary_200", link_text_color_visited="*primary_800", link_text_color_visited_dark="*primary_200",
+        slider_color="*primary_700", slider_color_dark="*primary_400",
+    )  # fmt: skip
+
+
+def build(desk: Desk) -> Any:
+    """The Gradio page of a desk; nothing is loaded or started."""
+    import gradio as gr
+
+    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+        gr.HTML(INTRO, elem_id="head")
+        jobs = gr.HTML(elem_id="jobs")
+        with gr.Row(visible=False, elem_id="jobs-row") as row:
+            which = gr.Dropdown([], allow_custom_value=True, label="Job to cancel", elem_id="cancel-which", scale=4)
+            cancel = gr.Button("Cancel", variant="stop", elem_id="cancel", scale=1, min_width=90)
+        said = gr.HTML(elem_id="jobs-said")
+        with gr.Tabs(overflow_behavior="wrap", elem_id="tabs"):
+            parts = {}
+            for name, module in (("Compare", compare), ("Erase", erase), ("Attack", attack), ("Results", results), ("Images", labelled)):  # fmt: skip
+                with gr.Tab(name, id=name.lower(), elem_id=f"tab-{name.lower()}"):
+                    parts[name] = module.tab(gr, desk)
+        events = _jobs(gr, desk, parts["Compare"], which, cancel, said)
+        events += [event for part in parts.values() for event in part.get("events", [])]
+        clock.wind(gr, desk, parts, jobs, row, which, events)
+        _opened(gr, desk, parts["Compare"], page)
+    return page
+
+
+def _jobs(gr: Any, desk: Desk, part: dict[str, Any], which: Any, cancel: Any, said: Any) -> list[Any]:
+    """Cancel any job, and the first run that the page offers to make; the events of both."""
+
+    def stop(number: str) -> str:
+        try:
+            desk.jobs.cancel(number)
+            return ""
+        except Exception as error:
+            return alert(sentence(error))
+
+    def first() -> tuple[str, Any]:
+        try:
+            erase.start(desk, erase.Form())
+            return "", gr.Button(visible=False)
+        except Exception as error:
+            return alert(sentence(error)), gr.skip()
+
+    return [
+        cancel.click(stop, which, said, queue=False, api_name="cancel"),
+        part["first"].click(first, None, [part["said"], part["first"]], queue=False, api_visibility="private"),
+    ]
+
+
+def _opened(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
+    """Fill in a link's settings and, for the bundled model, draw at once; every drawing goes into the address."""
+
+    def read(request: gr.Request) -> list[Any]:
+        known = desk.library.finished()
+        found = compare.Settings.read(dict(request.query_params), known)
+        return [found.prompt, gr.CheckboxGroup(known, value=list(found.runs)), found.strength, found.steps, found.guidance, found.seeds, found.first, found.judge, gr.Button(visible=not known)]  # fmt: skip
+
+    def greet(*values: Any, progress: Any = gr.Progress()) -> Any:
+        bases = {desk.library.base_of(name) for name in values[1] or () if name in desk.library.finished()}
+        if bases - {BUNDLED}:  # a large model is drawn with when somebody asks for it
+            return gr.skip(), "", gr.skip()
+        return compare.answer(gr, desk, values, False, progress)
+
+    def alone(*values: Any, progress: Any = gr.Progress()) -> Any:
+        return (
+            (gr.skip(), "", gr.skip()) if values[1] else greet(*values, progress=progress)
+        )  # else the runs' change draws
+
+    drawing = {"inputs": part["fields"], "outputs": [part["shown"], part["said"], part["link"]], "concurrency_id": "draw", "concurrency_limit": 1, "api_visibility": "private"}  # fmt: skip
+    read.__annotations__["request"] = gr.Request  # Gradio looks for it there, and finds a text
+    page.load(read, None, [*part["fields"], part["first"]], queue=False, api_visibility="private").then(alone, **drawing)  # fmt: skip
+    part["runs"].change(greet, **drawing)  # also where a run has just been made
+    part["link"].change(None, js=ADDRESS)
+
+
+def _headers() -> list[Any]:
+    """Nothing is loaded from elsewhere, whatever a library's page asks for, and nobody else's page frames this one."""
+    from starlette.middleware import Middleware
+
+    told = [(b"content-security-policy", b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'self'"), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]  # fmt: skip
+
+    class Headers:
+        def __init__(self, app: Any) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            async def sent(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], *told]}
+                await send(message)
+
+            await self.app(scope, receive, sent if scope["type"] == "http" else send)
+
+    return [Middleware(Headers)]
+
+
+def warm_up(library: Library) -> None:
+    """Load torch, the bundled model and its judge while the first visitor reads the page."""
+    try:
+        from concept_eraser.demo import pictures
+
+        library.model(BUNDLED)
+        pictures._judge()
+    except Exception as error:
+        sentence(error)  # into the terminal; the first drawing says it in the page
+
+
+def serve(given: Sequence[str], *, runs: Path, before: str | None, host: str, port: int | None, auth: tuple[str, str] | None, browser: bool, ready: Any) -> None:  # fmt: skip
+    """Show the page until Ctrl-C. ready: called with its address. Jobs are stopped so that they can be resumed.
+
+    Raises UserError for runs that are none, and where the port is taken.
+    """
+    with tempfile.TemporaryDirectory(prefix="concept-eraser-demo-") as scratch:
+        os.environ |= QUIET_THREADS | {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": scratch, "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
+        from PIL import Image
+
+        from concept_eraser.errors import UserError
+
+        Image.MAX_IMAGE_PIXELS = 20_000_000  # an uploaded picture is unpacked in memory
+        desk = Desk(Library(runs, given, before))
+        page = build(desk).queue(max_size=100)
+        import gradio as gr
+
+        try:
+            style = Path(__file__).parent / "style.css"
+            _, address, _ = page.launch(prevent_thread_lock=True, server_name=host, server_port=port, auth=auth, share=False, quiet=True, inbrowser=browser, ssr_mode=False, theme=theme(gr), css_paths=style, head=HEAD, footer_links=[], max_file_size=UPLOAD, show_error=False, strict_cors=True, app_kwargs={"middleware": _headers()}, allowed_paths=[], state_session_capacity=200)  # fmt: skip
+        except OSError as error:
+            desk.jobs.close()
+            raise UserError(f"the page cannot listen on {host}:{port or 7860}: {str(error)[:150]}; give another --port") from None  # fmt: skip
+        ready(address)
+        threading.Thread(target=warm_up, args=(desk.library,), daemon=True).start()
+        for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell's & or a supervisor changed what they mean
+            signal.signal(number, signal.default_int_handler)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            desk.jobs.close()
+            page.close(verbose=False)

@@ -1,0 +1,154 @@
+"""What there is to erase and to ask for: concepts of the bundled world, recipes from a form, prompts that show a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from concept_eraser import recipe as recipes
+from concept_eraser import resources
+from concept_eraser.data import prompts as sets
+from concept_eraser.errors import UserError
+from concept_eraser.recipe import Recipe
+from concept_eraser.tiny import painter
+
+WORLD: Mapping[str, Sequence[str]] = {"shape": painter.SHAPES, "color": painter.COLORS, "style": painter.STYLES}
+KINDS = ("forget", "synonym", "neighbour", "retain")
+METHODS = {  # what the form calls it -> the shipped recipe whose method, losses and measured rate are taken
+    "MUNBa: Nash bargaining": "tiny_star_munba",
+    "Plain sum of the two losses": "tiny_star_sum",
+    "PCGrad": "tiny_star_pcgrad",
+    "UNO, with an anchor": "tiny_star_uno_anchor",
+    "NGDiff (no anchor)": "tiny_star_ngdiff",
+    "ESD-x (no anchor, nothing retained)": "tiny_star_esd",
+    "Text encoder only, MUNBa": "tiny_star_text_encoder",
+}
+_NEAR = {
+    "star": ("cross", "tree"), "circle": ("moon", "heart"), "square": ("house", "cross"), "triangle": ("tree", "house"),
+    "heart": ("moon", "circle"), "cross": ("star", "tree"), "moon": ("circle", "heart"), "house": ("square", "triangle"),
+    "tree": ("triangle", "star"), "fish": ("moon", "heart"),
+    "red": ("orange", "pink"), "orange": ("red", "yellow"), "yellow": ("orange", "green"), "green": ("blue", "yellow"),
+    "blue": ("purple", "green"), "purple": ("blue", "pink"), "pink": ("red", "purple"), "brown": ("red", "orange"),
+}  # fmt: skip
+_TEMPLATES = ["a(n) {style} {color} {shape} {background}", "a picture of a(n) {color} {shape} {background}", "a drawing of a(n) {style} {color} {shape}", "a(n) {color} {shape}"]  # fmt: skip
+_STYLED = ["a(n) {style} {color} {shape} {background}", "a picture of a(n) {style} {shape} {background}", "a drawing of a(n) {style} {color} {shape}", "a(n) {style} {shape}"]  # fmt: skip
+
+
+def concepts() -> list[str]:
+    """Everything of the bundled world that can be erased, e.g. "shape: star"."""
+    return [f"{attribute}: {value}" for attribute, values in WORLD.items() for value in values]
+
+
+def other_values(concept: str) -> list[str]:
+    """What can be shown instead of a concept of the bundled world, the nearest first."""
+    attribute, _, value = concept.partition(": ")
+    near = [v for v in _NEAR.get(value, ()) if v != value]
+    return [*near, *(v for v in WORLD.get(attribute, ()) if v != value and v not in near)]
+
+
+def prompt_set(attribute: str, values: Sequence[str]) -> str:
+    """YAML of a prompt set of the bundled world in which an attribute has only these values."""
+    backgrounds = [[painter.BACKGROUND_PHRASES[b][0], b] for b in painter.BACKGROUNDS]
+    fields = {k: list(values if k == attribute else v) for k, v in WORLD.items()} | {"background": backgrounds}
+    expand = {"templates": _STYLED if attribute == "style" else _TEMPLATES, **fields}
+    return yaml.safe_dump({"about": f"made by the demo: {attribute} in {', '.join(values)}", "expand": expand}, sort_keys=False)  # fmt: skip
+
+
+def content(method: str, *, model: str, forget: Any, retain: Any, anchor: Any, steps: int, pictures: int, seed: int, lr: float | None) -> dict[str, Any]:  # fmt: skip
+    """A recipe's content: a shipped one with other prompts and settings. Smaller pictures' sets and a faster sampler than
+    the studies' make a run of minutes out of one of an hour; what was measured is in eval/results."""
+    found = yaml.safe_load(resources.find("pipelines", METHODS[method]).read_text(encoding="utf-8"))
+    found["model"] = model
+    prompted = found["target"] == "denoiser"
+    sides = {"forget": forget, "retain": retain, "replace": forget}
+    for name in sides.keys() & found.keys():
+        found[name] |= {"prompts": sides[name]} | ({"n": pictures} if prompted else {})
+        if "anchor" in found[name]:
+            if not anchor:
+                raise UserError(f"the method {method!r} needs an anchor: what to show instead of the concept")
+            found[name]["anchor"] = anchor
+    found["training"] |= {"steps": steps, "seed": seed} | ({"lr": lr} if lr else {})
+    if prompted:
+        found["generation"] = found.get("generation", {}) | {"steps": 8 if model == "tiny-sd" else 25, "batch_size": 16}
+    return found
+
+
+def concept_of(recipe: Recipe) -> tuple[str, str] | None:
+    """Attribute and value of the bundled world that all forgotten prompts have in common and the retained ones do not."""
+    if recipe.forget.prompts is None:
+        return None
+    try:
+        rows = sets.load(recipe.forget.prompts).prompts
+    except UserError:
+        return None
+    anchored = recipe.forget.anchor if isinstance(recipe.forget.anchor, dict) else {}
+    for attribute in sorted(WORLD, key=lambda name: name not in anchored):
+        found = {row.fields.get(attribute) for row in rows}
+        if len(found) == 1 and (value := found.pop()) in WORLD[attribute]:
+            return attribute, str(value)
+    return None
+
+
+def suite_of(recipe: Recipe) -> dict[str, Any] | str:
+    """The suite that measures a run: the one named like its prompt set, else one made from its own prompts.
+
+    Raises UserError where nobody here could judge whether the concept shows.
+    """
+    name = recipe.forget.prompts
+    if isinstance(name, str) and name in resources.names("eval"):
+        return name
+    concept = concept_of(recipe)
+    if concept is None or recipe.retain is None:
+        raise UserError("no judge at hand sees what this run forgot, so it cannot be measured or attacked from this page; write a suite and use `concept-eraser evaluate --suite`")  # fmt: skip
+    groups: dict[str, Any] = {"direct": {"prompts": recipe.forget.prompts, "role": "forget"}, "retained": {"prompts": recipe.retain.prompts, "role": "retain"}}  # fmt: skip
+    said = offers(recipe)
+    groups |= {f"{kind}s": {"prompts": said[kind], "role": role} for kind, role in (("synonym", "forget"), ("neighbour", "neighbour")) if said.get(kind)}  # fmt: skip
+    sampling = {"steps": 8, "guidance": 5.0, "batch_size": 32, "precision": "bf16"}
+    return {"concept": dict([concept]), "judge": "tiny", "seed": 7001, "sampling": sampling, "groups": groups, "metrics": ["concept_share", "accuracy"]}  # fmt: skip
+
+
+def offers(recipe: Recipe) -> dict[str, list[str]]:
+    """Prompts that show what a run did, by kind, in a fixed shuffled order; a kind without any is left out."""
+    return dict(_offers(json.dumps([recipe.forget.prompts, recipe.retain.prompts if recipe.retain else None, concept_of(recipe)])))  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _offers(key: str) -> dict[str, list[str]]:
+    forget, retain, concept = json.loads(key)
+    found = {"forget": _some(forget), "synonym": [], "neighbour": [], "retain": _some(retain) if retain else []}
+    for kind, ending in (("synonym", "synonyms"), ("neighbour", "neighbours")):
+        if isinstance(forget, str) and f"{forget}_{ending}" in resources.names("prompts"):
+            found[kind] = _some(f"{forget}_{ending}")
+    if concept:
+        value = concept[1]
+        words = {**painter.SYNONYMS, **painter.COLOR_SYNONYMS, **{k: v[1:] for k, v in painter.STYLE_WORDS.items()}}.get(value, ())  # fmt: skip
+        found["synonym"] = found["synonym"] or [_said(p, value, word) for word in words for p in found["forget"][:8]]
+        found["neighbour"] = found["neighbour"] or [_said(p, value, near) for near in _NEAR.get(value, ()) for p in found["forget"][:8]]  # fmt: skip
+    return {kind: texts for kind, texts in found.items() if texts}
+
+
+def _said(prompt: str, value: str, word: str) -> str:
+    """The prompt with another word, and the article that goes with it."""
+    return re.sub(r"\ban? (?=(\w))", lambda m: "an " if m[1].lower() in "aeiou" else "a ", prompt.replace(value, word))
+
+
+def _some(source: Any) -> list[str]:
+    try:
+        loaded = sets.load(source)
+    except UserError:
+        return []
+    return loaded.take(min(24, len(loaded)), 1).texts
+
+
+def read_recipe(folder: Path) -> Recipe | None:
+    """The recipe of a run folder; None where it has none that this version reads."""
+    try:
+        return recipes.load(str(folder / "recipe.yaml"))
+    except UserError:
+        return None

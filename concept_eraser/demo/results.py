@@ -1,0 +1,144 @@
+"""The tab Results: the tables of eval/results as they were rendered, what was measured of the runs here, and both as a plot."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from concept_eraser import resources
+from concept_eraser.demo import figures, presets, safety
+from concept_eraser.demo.desk import Desk, alert, quiet, sentence
+from concept_eraser.demo.jobs import Job
+from concept_eraser.errors import UserError
+
+HERE = "runs of this page"
+
+
+def studies() -> list[str]:
+    """Names of the rendered results."""
+    folder = resources.folder("eval") / "results"
+    return sorted(path.stem for path in folder.glob("*.md"))
+
+
+def plotted() -> list[str]:
+    """Studies with an evaluation a run, which have a place in the plot."""
+    folder = resources.folder("eval") / "results"
+    return [name for name in studies() if any((folder / name).glob("*_seed*.json")) and _points_of(folder / name)]
+
+
+def table(name: str) -> str:
+    """A rendered result as Markdown, without its pictures and links to files (they lie beside it in eval/results). Raises UserError."""
+    path = resources.folder("eval") / "results" / f"{safety.one_of('result', name, studies())}.md"
+    text = path.read_text(encoding="utf-8").split("\n## Contact sheets")[0]
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
+def _shares(content: dict[str, Any]) -> tuple[float, float] | None:
+    """Percent of forget prompts that still show the concept, and percent of retained prompts drawn as asked, after."""
+    rows = {(r["metric"], r["group"]): r["after"]["value"] for r in content.get("results", [])}
+    gone = rows.get(("concept_share", "direct"))
+    kept = [v for (metric, group), v in rows.items() if group == "retained" and metric.startswith("accuracy") and v is not None]  # fmt: skip
+    return None if gone is None or not kept else (100 * gone, 100 * kept[0])
+
+
+def _points_of(folder: Path) -> list[tuple[str, float, float]]:
+    """Of each entry of a study: its label, and the means over the seeds."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for path in sorted(folder.glob("*_seed*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        shares = _shares(content.get("evaluation") or {})
+        if shares:
+            label = " ".join(filter(None, (content.get("task"), content.get("label", path.stem))))
+            found.setdefault(label, []).append(shares)
+    return [(label, sum(a for a, _ in some) / len(some), sum(b for _, b in some) / len(some)) for label, some in found.items()]  # fmt: skip
+
+
+def local_points(desk: Desk) -> list[tuple[str, float, float]]:
+    found = []
+    for name, folder in desk.library.folders().items():
+        path = folder / "evaluation.json"
+        if path.is_file() and (shares := _shares(_json(path))):
+            found.append((name, *shares))
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def pareto(desk: Desk, name: str) -> str:
+    """What was kept against what still shows, as SVG. Raises UserError for a name that is not offered."""
+    points = local_points(desk) if safety.one_of("plot", name, [HERE, *plotted()]) == HERE else _points_of(resources.folder("eval") / "results" / name)  # fmt: skip
+    return figures.scatter(f"{name}: kept against forgotten; filled: no other is better on both", points, "still shows the concept, % (less is better)", "retained drawn as asked, %")  # fmt: skip
+
+
+def runs_table(desk: Desk) -> str:
+    """The runs at hand: what they forgot, how, how long it took, and what was measured."""
+    rows = []
+    for name, folder in desk.library.folders().items():
+        recipe = desk.library.recipe(name)
+        if recipe is None:
+            continue
+        done, attacks = _json(folder / "done.json"), [_json(p) for p in sorted(folder.glob("attacks/*/found.json"))]
+        concept = presets.concept_of(recipe)
+        shares = _shares(_json(folder / "evaluation.json"))
+        state = f"{done['seconds']:.0f} s" if "seconds" in done else "unfinished"
+        cells = [name, recipe.target, concept[1] if concept else "its own prompts" if recipe.forget.prompts else str(recipe.forget.data), recipe.method.name, str(recipe.training.steps), state, f"{shares[0]:.1f}" if shares else "", f"{shares[1]:.1f}" if shares else "", ", ".join(f"{a['broken']}/{a['n']}" for a in attacks if "broken" in a)]  # fmt: skip
+        rows.append("".join(f"<td>{escape(str(cell))}</td>" for cell in cells))
+    head = "".join(f'<th scope="col">{h}</th>' for h in ("run", "target", "forgot", "method", "steps", "training", "still shows %", "retained %", "broken by attacks"))  # fmt: skip
+    if not rows:
+        return '<p class="ce-quiet">No runs yet: erase something, and it is listed here.</p>'
+    return f'<div class="ce-scroll" tabindex="0" role="region" aria-label="runs"><table class="ce-table"><thead><tr>{head}</tr></thead><tbody>{"".join(f"<tr>{row}</tr>" for row in rows)}</tbody></table></div>'  # fmt: skip
+
+
+def measure(desk: Desk, run: str, n: Any) -> Job:
+    """Evaluate a run by its suite, as a job. Raises UserError."""
+    safety.one_of("run", run, desk.library.finished())
+    recipe = desk.library.recipe(run)
+    if recipe is None:
+        raise UserError(f"{run} has no recipe that says what it forgot; use `concept-eraser evaluate` with --suite")
+    folder = desk.library.folder(run)
+    spec = {"kind": "measure", "folder": str(folder), "suite": presets.suite_of(recipe), "n": safety.whole("pictures a group", n)}  # fmt: skip
+    return desk.jobs.add("measure", f"measuring {run}", spec, folder)
+
+
+def tab(gr: Any, desk: Desk) -> dict[str, Any]:
+    """Build the tab; the components that the clock changes, by name."""
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=3, min_width=300):
+            gr.HTML("<h2>Runs here</h2>")
+            mine = gr.HTML(elem_id="runs-table")
+            with gr.Row():
+                run = gr.Dropdown([], allow_custom_value=True, label="Run", elem_id="measure-run", min_width=160)  # fmt: skip
+                n = gr.Slider(*safety.LIMITS["pictures a group"], 50, step=2, label="Pictures a group", elem_id="measure-n", min_width=160)  # fmt: skip
+                go = gr.Button("Measure", variant="primary", elem_id="measure-go", min_width=100)
+            said = gr.HTML(elem_id="measure-said")
+        with gr.Column(scale=3, min_width=300):
+            plots = [HERE, *plotted()]
+            first = "tiny_star" if "tiny_star" in plots else HERE
+            which = gr.Dropdown(plots, value=first, label="Plot", elem_id="plot-name")
+            plot = gr.HTML(pareto(desk, first), elem_id="plot")
+    name = gr.Dropdown(studies(), value="tiny_star" if "tiny_star" in studies() else None, label="Published tables", elem_id="table-name")  # fmt: skip
+    shown = gr.Markdown(table("tiny_star") if "tiny_star" in studies() else "", elem_id="table", elem_classes="ce-scroll")  # fmt: skip
+
+    def safely(function: Any) -> Any:
+        def call(*values: Any) -> str:
+            try:
+                return function(*values)
+            except Exception as error:
+                return alert(sentence(error))
+
+        return call
+
+    which.change(safely(lambda value: pareto(desk, value)), which, plot, queue=False, api_visibility="private")
+    name.change(safely(table), name, shown, queue=False, api_name="table")
+    event = go.click(safely(lambda value, size: quiet(f"#{measure(desk, value, size).number} was put into the queue")), [run, n], said, queue=False, api_name="measure")  # fmt: skip
+    return {"mine": mine, "run": run, "which": which, "plot": plot, "events": [event]}

@@ -1,0 +1,245 @@
+"""The models behind the page: each base once, of an erased one only the tensors that changed, and what was drawn lately.
+
+A strength s draws with `original + s * (erased - original)`. At 0 nothing is touched and at 1 the erased values are
+taken as they are, so that both ends are bit-equal to the models themselves. (A LoRA merged into its base is such a
+difference too, so the slider is its scale.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.demo import presets
+from concept_eraser.errors import Interrupted, UserError, unknown
+from concept_eraser.recipe import Recipe
+
+DRAWN = ("denoiser", "text_encoder")  # targets whose runs draw pictures
+REMEMBERED = 128 * 2**20  # bytes of pictures
+BUNDLED = "tiny-sd"
+Tell = Callable[[int, int], None]  # sampler steps done, of how many
+
+
+@dataclass(frozen=True)
+class Erased:
+    """What a run changed: part of the pipeline -> tensor by name, and the model it started from."""
+
+    name: str
+    base: str
+    parts: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Look:
+    """One picture's settings but for its model: prompt, seed, sampler."""
+
+    prompt: str
+    seed: int
+    steps: int
+    guidance: float
+
+
+class Library:
+    """Runs by name (those of the runs folder and those given), and their pictures. Every method may be called by several
+    threads; one draws at a time."""
+
+    def __init__(self, runs: Path, given: Sequence[str] = (), before: str | None = None) -> None:
+        """given: run folders, or what another eraser published, to be put on `before`. Raises UserError where one is neither."""
+        self.runs, self.before = runs, before
+        self._given = {_short(path): Path(path) for path in given}
+        self._bases: dict[str, Any] = {}
+        self._erased: dict[str, tuple[float, Erased]] = {}
+        self._pictures: OrderedDict[tuple, Any] = OrderedDict()
+        self._lock, self._stop = threading.RLock(), threading.Event()
+        self.dropped: set[str] = set()
+        for name, path in self._given.items():
+            if not (path / "recipe.yaml").is_file() and (before is None or not path.exists()):
+                raise UserError(f"{name}: {path} is no run folder (it has no recipe.yaml); of another eraser's file or folder say with --before what it was made from")  # fmt: skip
+
+    def folders(self) -> dict[str, Path]:
+        """Run folders by name, finished or not, the newest first; those given on the command line lead."""
+        inside = [p for p in self.runs.iterdir() if (p / "recipe.yaml").is_file()] if self.runs.is_dir() else []
+        inside.sort(key=lambda p: (p / "recipe.yaml").stat().st_mtime, reverse=True)
+        return {**self._given, **{p.name: p for p in inside if p.name not in self._given}}
+
+    def folder(self, name: Any) -> Path:
+        """The folder of a run by its name. Raises UserError for any other text: no path is ever made of it."""
+        known = self.folders()
+        if name not in known:
+            raise unknown("run", str(name)[:80], known)
+        return known[name]
+
+    def finished(self, targets: Sequence[str] = DRAWN) -> list[str]:
+        """Names of the runs that are done and whose target is one of these."""
+        found = []
+        for name, folder in self.folders().items():
+            if name in self._given and not (folder / "recipe.yaml").is_file():
+                found += [name] if "denoiser" in targets else []
+            elif (folder / "done.json").is_file() and (recipe := self.recipe(name)) and recipe.target in targets:
+                found.append(name)
+        return [name for name in found if name not in self.dropped]
+
+    def unfinished(self) -> list[str]:
+        return [n for n, p in self.folders().items() if (p / "recipe.yaml").is_file() and not (p / "done.json").is_file() and self.recipe(n)]  # fmt: skip
+
+    def recipe(self, name: str) -> Recipe | None:
+        """The recipe of a run; None where it has none that this version reads."""
+        path = self.folder(name) / "recipe.yaml"
+        return _recipe(path.parent, path.stat().st_mtime) if path.is_file() else None
+
+    def base_of(self, name: str | None) -> str:
+        """What a run started from: a model's name or folder."""
+        recipe = self.recipe(name) if name else None
+        return recipe.model if recipe else (self.before if name and self.before else BUNDLED)
+
+    def model(self, source: str) -> Any:
+        """A base, loaded once."""
+        with self._lock:
+            if source not in self._bases:
+                from concept_eraser import api
+                from concept_eraser.models.base import onto_gpu
+
+                self._bases[source] = api.load(source)
+                onto_gpu(self._bases[source])
+            return self._bases[source]
+
+    def erased(self, name: str) -> Erased:
+        """What a run changed; read again only where its file is another. Raises UserError for runs that draw nothing."""
+        if name not in self.finished():
+            raise unknown("finished run", str(name)[:80], self.finished())
+        folder = self.folder(name)
+        weights = folder / "weights.safetensors"
+        stamp = weights.stat().st_mtime if weights.is_file() else 0.0
+        with self._lock:
+            known = self._erased.get(name)
+            if known is None or known[0] != stamp:
+                known = self._erased[name] = (stamp, self._read(name, folder))
+            return known[1]
+
+    def _read(self, name: str, folder: Path) -> Erased:
+        base, weights = self.base_of(name), folder / "weights.safetensors"
+        if not weights.is_file():
+            return Erased(name, base, self._difference(folder, base))
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(weights, "pt") as file:
+                part = {"unet": "denoiser"}.get((said := (file.metadata() or {}).get("part", "unet")), said)
+                return Erased(name, base, {part: {key: file.get_tensor(key) for key in file.keys()}})  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{weights} is damaged ({str(error)[:100]}); erase again") from None
+
+    def _difference(self, path: Path, base: str) -> dict[str, dict[str, Any]]:
+        """The tensors of somebody else's model that are not its base's."""
+        from concept_eraser.models import loading
+
+        whole, found, model = loading.load(str(path), base=base), {}, self.model(base)
+        for part in model.parts:
+            before, after = (m.parts[part].state_dict() if part in m.parts else {} for m in (model, whole))
+            if before.keys() != after.keys() or any(before[k].shape != after[k].shape for k in before):
+                raise UserError(f"{path} is of another architecture than {base}; say with --before what it was made from")  # fmt: skip
+            found[part] = {k: v.cpu() for k, v in after.items() if not v.equal(before[k].to(v.device))}
+        return found
+
+    def draw(self, name: str | None, looks: Sequence[Look], strength: float = 1.0, tell: Tell | None = None, base: str | None = None) -> Any:  # fmt: skip
+        """[n, h, w, 3] uint8 pictures by a run at some strength, or (name None, or strength 0) by its base.
+
+        Raises Interrupted where `stop` was called meanwhile."""
+        import torch
+
+        erased = self.erased(name) if name is not None and strength > 0 else None
+        source = self.base_of(name) if base is None else base
+        keys: list[tuple] = [(source, name if erased else None, strength if erased else 0.0, look) for look in looks]
+        with self._lock:
+            if erased:
+                keys = [(*key, self._erased[erased.name][0]) for key in keys]
+            model = self.model(source)
+            missing = [i for i, key in enumerate(keys) if key not in self._pictures]
+            if missing:
+                with _wearing(model, erased, strength):
+                    made = self._sample(model, [looks[i] for i in missing], tell)
+                for i, picture in zip(missing, made, strict=True):
+                    self._pictures[keys[i]] = picture
+            found = torch.stack([self._pictures[key] for key in keys])
+            for key in keys:
+                self._pictures.move_to_end(key)
+            while len(self._pictures) > 1 and sum(p.numel() for p in self._pictures.values()) > REMEMBERED:
+                self._pictures.popitem(last=False)
+        return found
+
+    def _sample(self, model: Any, looks: Sequence[Look], tell: Tell | None) -> Any:
+        """Pictures of the same sampler, all at once."""
+
+        def report(done: int) -> None:
+            if self._stop.is_set():
+                raise Interrupted("stopped; the settings are as they were")
+            if tell:
+                tell(done, looks[0].steps)
+
+        self._stop.clear()
+        return model.sample([look.prompt for look in looks], seeds=[look.seed for look in looks], steps=looks[0].steps, guidance=looks[0].guidance, progress=report)  # fmt: skip
+
+    def stop(self) -> None:
+        """End the drawing that is going on."""
+        self._stop.set()
+
+    def drop(self, name: str) -> None:
+        """Forget a run's tensors and pictures, and its base where no other run needs it. Its folder stays."""
+        base = self.base_of(name)
+        with self._lock:
+            self._erased.pop(name, None)
+            self.dropped.add(name)
+            for key in [key for key in self._pictures if key[1] == name]:
+                del self._pictures[key]
+            if base != BUNDLED and all(self.base_of(other) != base for other in self._erased):
+                self._bases.pop(base, None)
+                for key in [key for key in self._pictures if key[0] == base]:
+                    del self._pictures[key]
+
+    def remembered(self) -> dict[str, int]:
+        """What is in memory: bases, runs, pictures."""
+        with self._lock:
+            return {"bases": len(self._bases), "runs": len(self._erased), "pictures": len(self._pictures)}
+
+
+@contextmanager
+def _wearing(model: Any, erased: Erased | None, strength: float) -> Iterator[None]:
+    """Inside, the changed tensors have this strength; afterwards they are bit for bit what they were."""
+    import torch
+
+    kept: list[tuple[Any, Any]] = []
+    try:
+        with torch.no_grad():
+            for part, tensors in (erased.parts if erased else {}).items():
+                own = model.parts[part].state_dict()
+                for name, value in tensors.items():
+                    if name not in own or own[name].shape != value.shape:
+                        raise UserError(f"the run {erased.name} does not fit {erased.base}: {name}")  # type: ignore[union-attr]
+                    kept.append((own[name], own[name].clone()))
+                    new = value.to(own[name])
+                    own[name].copy_(new if strength == 1 else own[name] + strength * (new - own[name]))
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, original in kept:
+                tensor.copy_(original)
+
+
+def _short(path: str) -> str:
+    return Path(path).resolve().name[:64]
+
+
+_READ: dict[Path, tuple[float, Recipe | None]] = {}
+
+
+def _recipe(folder: Path, stamp: float) -> Recipe | None:
+    """A recipe, read again only where its file changed: the page asks every second."""
+    known = _READ.get(folder)
+    if known is None or known[0] != stamp:
+        known = _READ[folder] = (stamp, presets.read_recipe(folder))
+    return known[1]

@@ -1,0 +1,89 @@
+"""The process of one long job: reads what to do from its standard input, and writes one JSON line a report.
+
+echo '{"kind": "erase", "recipe": ..., "folder": "runs/x"}' | python -m concept_eraser.demo.worker
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.errors import Interrupted, UserError
+
+
+def say(**told: Any) -> None:
+    """One report. Raises KeyboardInterrupt where nobody listens any more: the server is gone, so stop to be resumed."""
+    try:
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise KeyboardInterrupt from None
+
+
+class Reporter:
+    """A progress callback that reports at most some times a second, and always the first and the last of a kind."""
+
+    def __init__(self) -> None:
+        self.last, self.what = 0.0, ""
+
+    def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
+        now = time.monotonic()
+        if what != self.what or done == total or now - self.last > 0.3:
+            self.last, self.what = now, what
+            say(what=what, done=done, total=total, note=note)
+
+
+def erase(spec: dict[str, Any]) -> None:
+    """Train into a run folder, going on where an earlier try stopped."""
+    from concept_eraser import api
+    from concept_eraser import recipe as recipes
+
+    folder, command = (
+        Path(spec["folder"]),
+        f"concept-eraser erase {spec['folder']}/recipe.yaml --output {spec['folder']}",
+    )
+    recipe = recipes.load(spec["recipe"] if spec.get("recipe") else str(folder / "recipe.yaml"))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "recipe.yaml").exists():  # from now on the run can be resumed, even while its pictures are drawn
+        (folder / "recipe.yaml").write_text(recipes.dump(recipe, command), encoding="utf-8")
+    api.erase(recipe, output=folder, resume=True, command=command, progress=Reporter())
+
+
+def measure(spec: dict[str, Any]) -> None:
+    """Evaluate a run by its suite; evaluation.json and report.html into its folder."""
+    from concept_eraser import api
+
+    folder = Path(spec["folder"])
+    found = api.evaluate(str(folder), spec["suite"], n=spec["n"], progress=Reporter())
+    found.save(folder / "evaluation.json")
+    api.report(found, folder / "report.html", run=folder)
+
+
+def attack(spec: dict[str, Any]) -> None:
+    from concept_eraser.demo.hunt import hunt
+
+    hunt(spec, Reporter())
+
+
+def main() -> int:
+    """0 when done, 130 when stopped, 2 for what the asker can mend."""
+    # a shell that starts the server with & has its children ignore Ctrl-C, and Cancel is Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        spec = json.loads(sys.stdin.read())
+        say(what="starting", done=0, total=0)
+        {"erase": erase, "measure": measure, "attack": attack}[spec["kind"]](spec)
+    except UserError as error:
+        say(error=str(error))
+        return 2
+    except (Interrupted, KeyboardInterrupt):
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
