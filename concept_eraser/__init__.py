@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from concept_eraser.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from concept_eraser.api import Run, attack, erase, evaluate, load, measure, overview, plug, report
+    from concept_eraser.api import Run, attack, erase, evaluate, export, load, measure, overview, plug, report
 
 __all__ = [
     "Interrupted",
@@ -16,6 +16,7 @@ __all__ = [
     "attack",
     "erase",
     "evaluate",
+    "export",
     "load",
     "measure",
     "overview",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from concept_eraser import jobs, measuring, ranks, resources
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
@@ -15,6 +17,7 @@ from concept_eraser.evaluation import attacking, plots
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacking import Campaign
 from concept_eraser.evaluation.suite import Evaluation
+from concept_eraser.exporting import export as export
 from concept_eraser.models import loading
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.clip import Clip
@@ -35,13 +38,19 @@ class Run:
     model: Loaded | None = None  # None when the run had been finished before
 
     def load(self) -> Loaded:
-        return self.model or loading.load_part(self.folder, self.recipe.target)
+        if self.model is not None:
+            return self.model
+        loaded = loading.load_part(self.folder, self.recipe.target)
+        loaded.configure(self.recipe.model_options)
+        return loaded
 
 
 def load(source: Any, *, allow_pickle: bool = False, base: Any = None) -> Model:
     """Load a model by name ("tiny-sd"), folder, run folder, hub id, or from a pipeline in memory; or a LoRA, denoiser or
     text encoder of another eraser on the `base` it was made for."""
-    return loading.load(source, allow_pickle=allow_pickle, base=base)
+    found = loading.load(source, allow_pickle=allow_pickle, base=base)
+    found.configure(_options_of(source))
+    return found
 
 
 def erase(
@@ -89,6 +98,7 @@ def erase(
         done = json.loads((folder / "done.json").read_text())
         return Run(folder, job, done["seconds"])
     loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle)
+    loaded.configure(job.model_options)
     told = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
     work = jobs.Job(job, loaded, folder, progress, cache, objects, look, lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=told))  # fmt: skip
     done = work.write(work.run(resume=resume))
@@ -221,12 +231,24 @@ def _recipe_of(model: Any) -> Recipe | None:
     return recipes.load(str(path)) if path is not None and path.is_file() else None
 
 
+def _options_of(model: Any) -> dict[str, float]:
+    """The model options of a run folder, whatever else its recipe says (it may be of another version)."""
+    path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
+    if path is None or not path.is_file():
+        return {}
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content.get("model_options", {}) if isinstance(content, dict) else {}
+
+
 def _pair(model: Any, before: Any, allow_pickle: bool) -> tuple[Model, Model]:
     """The original and the model to be measured, loaded."""
     found = _recipe_of(model)
     known = before if before is not None else found.model if found else None
-    after = loading.load(model, allow_pickle=allow_pickle, base=known)
-    return loading.load(known if known is not None else "tiny-sd", allow_pickle=allow_pickle), after
+    after = load(model, allow_pickle=allow_pickle, base=known)
+    original = loading.load(known if known is not None else "tiny-sd", allow_pickle=allow_pickle)
+    for one in (original, after):
+        one.configure(found.model_options if found else {})
+    return original, after
 
 
 def _suite_of(model: Any) -> str:

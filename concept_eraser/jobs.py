@@ -19,6 +19,7 @@ from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.watch import Watch, share_of
 from concept_eraser.methods.base import Method
+from concept_eraser.models import lora_files
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.progress import Progress
 from concept_eraser.recipe import Recipe
@@ -67,7 +68,7 @@ def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str)
         ours = (folder / "recipe.yaml").exists()
         for name in MADE if ours else MADE[:4]:
             (folder / name).unlink(missing_ok=True)
-        for name in (*resources.WHOLE_MODEL, "attacks") if ours else ():
+        for name in (*resources.WHOLE_MODEL, "attacks", lora_files.FOLDER) if ours else ():
             shutil.rmtree(folder / name, ignore_errors=True)
     write_whole(folder / "recipe.yaml", lambda partial: _text(partial, recipes.dump(recipe, command)))
 
@@ -141,9 +142,9 @@ class Job:
         self.model.to(accelerator.device)
         fields = {k: v for k, v in training.model_dump().items() if k != "device"}
         eraser = self.eraser()
-        self.claim_once(accelerator)
-        engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise)  # fmt: skip
         try:
+            self.claim_once(accelerator)
+            engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise)  # fmt: skip
             engine.run(resume=resume)
         except BaseException:  # a model in memory must not stay half trained; the state of the run is in its folder
             eraser.restore()
@@ -161,19 +162,23 @@ class Job:
         return Watch(share, self.folder / "watch.jsonl", asked.every, asked.below)
 
     def write(self, outcome: Outcome) -> dict[str, Any]:
-        """The finished run: whole model, changed tensors, environment, and done.json last of all."""
+        """The finished run: whole model, changed tensors, a LoRA's factors, environment, and done.json last of all."""
         describe = environment.describe()
-        moved = {**outcome.eraser.trainable(), **outcome.eraser.buffers()}
-        changed = {name: value.detach().cpu().contiguous() for name, value in moved.items()}
+        adapter, trained = outcome.eraser.adapter, outcome.eraser.trainable()
+        factors = adapter.factors(self.recipe.target) if adapter else None
+        changed = {name: value.detach().cpu().contiguous() for name, value in outcome.eraser.finish().items()}
+        counted = trained if adapter else changed
         part = {"denoiser": "unet"}.get(self.recipe.target, self.recipe.target)
         self._write("environment.json", lambda p: _text(p, json.dumps(describe, indent=1) + "\n"))
         self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": part}))
+        if factors is not None:
+            self._write(lora_files.FOLDER, lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE))
         self._write(resources.whole_model(self.model.family), self.model.save)
         done = {
             "recipe": self.recipe.fingerprint,
             "seconds": round(outcome.seconds, 2),
-            "trained_tensors": len(changed),
-            "trained_parameters": sum(value.numel() for value in changed.values()),
+            "trained_tensors": len(counted),
+            "trained_parameters": sum(value.numel() for value in counted.values()),
             **outcome.notes,
         }
         self._write("done.json", lambda p: _text(p, json.dumps(done, indent=1) + "\n"))

@@ -38,6 +38,7 @@ class Recipe(Strict):
     """One erasing job."""
 
     model: str = Field("tiny-sd", description="tiny-sd, a diffusers folder, a run folder or a hub id; for a classifier or a VAE the folder of a saved one")  # fmt: skip
+    model_options: dict[str, float] = Field({}, description="options of the model's family: size of the pictures (sdxl, sd3, flux), guidance told in training (flux)")  # fmt: skip
     target: Literal["denoiser", "text_encoder", "clip", "vae", "classifier"] = Field("denoiser", description="which part is trained")  # fmt: skip
     templates: list[str] = Field(["a photo of a {}"], description="target clip: prompts of the classes, {} stands for the name")  # fmt: skip
     forget: Side
@@ -85,9 +86,19 @@ class Recipe(Strict):
         self._check_sides()
         if self.attack is not None and not method.needs_attack:
             raise ValueError(f"the method {self.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
+        self._check_lora()
         if method.needs_fp32 and self.training.precision != "fp32":
             raise ValueError(f"the method {self.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
         return self
+
+    def _check_lora(self) -> None:
+        """Raise ValueError where low-rank factors are asked of what has none."""
+        if self.trainable.lora is None:
+            return
+        if self.target not in PROMPTED:
+            raise ValueError(f"trainable.lora: only the targets {' and '.join(PROMPTED)} train a LoRA, found target {self.target!r}")  # fmt: skip
+        if self.trainable.reinitialise is not None:
+            raise ValueError("trainable: reinitialise draws weights anew, which a LoRA leaves alone; give one of the two")  # fmt: skip
 
     def _check_sides(self) -> None:
         """Raise ValueError where a side does not fit the target."""
@@ -142,6 +153,8 @@ class Recipe(Strict):
         left_out: dict[str, Any] = dict.fromkeys(("forget", "retain", "replace"), per_side)
         if self.target != "clip":
             left_out["templates"] = True
+        if not self.model_options:
+            left_out["model_options"] = True
         if self.target in PROMPTED:
             left_out["trainable"] = {"batchnorm"}
         else:

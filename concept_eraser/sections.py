@@ -152,12 +152,28 @@ class MethodSpec(BaseModel):
         return dict(self.model_extra or {})
 
 
+class Lora(Strict):
+    """Low-rank factors in place of the weights: W + alpha / rank x up down."""
+
+    rank: int = Field(4, ge=1, description="of the change to each layer")
+    alpha: float = Field(4, gt=0, description="the change is scaled by alpha / rank; default: the rank, so by 1")
+    conv: bool = Field(False, description="convolutions too, not only linear layers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alpha_is_the_rank(cls, value: Any) -> Any:
+        """`lora: 8` stands for a rank; spelled out, so that the default may change and a run folder does not."""
+        given = value if isinstance(value, dict) else {"rank": value}
+        return {"alpha": given["rank"], **given} if isinstance(given.get("rank"), int | float) else given
+
+
 class Trainable(Strict):
     """Which weights may move."""
 
     select: str = Field("all", description="see `concept-eraser list selections`, or re:<regular expression>")
     batchnorm: Literal["frozen", "train"] = Field("frozen", description="classifier, vae: keep the running statistics (ours), or use and update the batch's")  # fmt: skip
 
+    lora: Lora | None = Field(None, description="denoiser, text_encoder: train low-rank factors of the selected linear layers instead of their weights")  # fmt: skip
     saliency: float | None = Field(None, gt=0, lt=1, description="only this share of the selected weights moves: those with the largest |gradient| of the forget loss (SalUn: 0.5)")  # fmt: skip
     reinitialise: float | None = Field(None, gt=0, lt=1, description="before training, this share of the selected weights is drawn anew: those with the largest |gradient x weight| of the forget loss (Scissorhands: 0.1 or 0.9)")  # fmt: skip
 

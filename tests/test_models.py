@@ -168,8 +168,8 @@ def test_pickled_weights_load_when_allowed(copied: Path) -> None:
 def test_incomplete_and_foreign_folders(copied: Path, tmp_path: Path) -> None:
     index = copied / "model_index.json"
     content = json.loads(index.read_text())
-    index.write_text(json.dumps({**content, "_class_name": "FluxPipeline"}))
-    with pytest.raises(UserError, match="is a FluxPipeline, which is not supported"):
+    index.write_text(json.dumps({**content, "_class_name": "PixArtSigmaPipeline"}))
+    with pytest.raises(UserError, match="is a PixArtSigmaPipeline, which is not supported"):
         load(str(copied))
     index.write_text("{")
     with pytest.raises(UserError, match="damaged"):

@@ -26,7 +26,7 @@ Any setting can be changed by key.path=value.
   concept-eraser erase tiny_star_munba --resume      (go on after Ctrl-C or a crash)
 """
 
-_FLAGS = {"forget": "forget.prompts", "retain": "retain.prompts", "anchor": "forget.anchor", "loss": "forget.loss", "method": "method.name", "select": "trainable.select", "steps": "training.steps", "lr": "training.lr", "seed": "training.seed"}  # fmt: skip
+_FLAGS = {"forget": "forget.prompts", "retain": "retain.prompts", "anchor": "forget.anchor", "loss": "forget.loss", "method": "method.name", "select": "trainable.select", "lora": "trainable.lora.rank", "steps": "training.steps", "lr": "training.lr", "seed": "training.seed"}  # fmt: skip
 
 
 def erase(
@@ -38,6 +38,7 @@ def erase(
     loss: Annotated[Optional[str], typer.Option(help="forget loss: anchor, esd, ascent, relabel, distill")] = None,
     method: Annotated[Optional[str], typer.Option(help="see `concept-eraser list methods`")] = None,
     select: Annotated[Optional[str], typer.Option(help="which weights may move, e.g. all, cross_attention")] = None,
+    lora: Annotated[Optional[int], typer.Option(metavar="RANK", help="train a LoRA of this rank on them instead")] = None,
     steps: Annotated[Optional[int], typer.Option(help="training steps")] = None,
     lr: Annotated[Optional[float], typer.Option(help="learning rate")] = None,
     seed: Annotated[Optional[int], typer.Option(help="training seed")] = None,
@@ -48,7 +49,7 @@ def erase(
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
-    given: dict[str, Any] = {"forget": forget, "retain": retain, "anchor": anchor, "loss": loss, "method": method, "select": select, "steps": steps, "lr": lr, "seed": seed}  # fmt: skip
+    given: dict[str, Any] = {"forget": forget, "retain": retain, "anchor": anchor, "loss": loss, "method": method, "select": select, "lora": lora, "steps": steps, "lr": lr, "seed": seed}  # fmt: skip
     names = [item for item in items or [] if "=" not in item]
     overrides = [f"model={model}"] if model else []
     if anchor and (
@@ -136,6 +137,8 @@ def _about_labels(resolved: Any, allow_pickle: bool) -> list[str]:
 def _about_prompts(resolved: Any, allow_pickle: bool) -> list[str]:
     from concept_eraser import api
     from concept_eraser.data import prompts
+    from concept_eraser.targets import prompted
+    from concept_eraser.targets.base import Request
     from concept_eraser.training.parameters import select
 
     forget = prompts.load(resolved.forget.prompts)
@@ -149,8 +152,9 @@ def _about_prompts(resolved: Any, allow_pickle: bool) -> list[str]:
     model = api.load(resolved.model, allow_pickle=allow_pickle)
     parameters = dict(model.parts[resolved.target].named_parameters())
     chosen = select(parameters, resolved.trainable.select)
-    count = sum(parameters[name].numel() for name in chosen)
-    lines.append(
-        f"trains {count:,} of {sum(p.numel() for p in parameters.values()):,} weights in {len(chosen)} tensors"
-    )
-    return lines
+    count, of = sum(parameters[name].numel() for name in chosen), sum(p.numel() for p in parameters.values())
+    adapter = prompted.adapted(Request(resolved, model), model.parts[resolved.target], chosen)
+    if adapter is not None:
+        own = sum(model.parts[resolved.target].get_parameter(name).numel() for name in adapter.tensors)
+        return [*lines, f"trains a LoRA of {own:,} numbers on {len(adapter.layers)} layers, beside {of:,} weights"]
+    return [*lines, f"trains {count:,} of {of:,} weights in {len(chosen)} tensors"]

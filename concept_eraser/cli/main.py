@@ -15,6 +15,7 @@ from concept_eraser.cli import (
     distance,
     erase,
     evaluate,
+    export,
     generate,
     info,
     quickstart,
@@ -31,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, info.list_, info.show, info.check, info.copy):  # fmt: skip
+for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, export.export, info.list_, info.show, info.check, info.copy):  # fmt: skip
     options: dict[str, Any] = {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
     app.command(name=verb.__name__.rstrip("_"), **options)(verb)
 

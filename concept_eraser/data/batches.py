@@ -56,7 +56,7 @@ def make_examples(model: Model, prompts: Sequence[str], *, latents: Tensor | Non
     """Encode the prompts (and anchors) of some examples; `latents[i]` belongs to `prompts[i]`."""
     condition, rows = _encode_once(model, prompts)
     anchor, anchor_rows = (None, None) if anchors is None else _encode_once(model, anchors)
-    return Examples(latents, condition, rows, anchor, anchor_rows, model.encode([""]))
+    return Examples(latents, condition, rows, anchor, anchor_rows, model.null())
 
 
 def _encode_once(model: Model, texts: Sequence[str]) -> tuple[Condition, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.errors import UserError
+from concept_eraser.models.lora import Adapter
 
 Teacher = Literal["frozen", "current"]
 BatchNorm = Literal["frozen", "train"]
@@ -26,10 +27,13 @@ class Part:
     computes losses with the batch's statistics, and moves the running ones once a player and step, after the step
     (`settle`): however often a method asks, and wherever it asks, a question changes nothing. No other layer is ever put
     into training mode.
+    adapter: where a LoRA is trained, the factors that `selected` names; they are at their start, so the teacher is the
+    module without them.
     """
 
-    def __init__(self, module: nn.Module, selected: Sequence[str], players: Sequence[str], *, batchnorm: BatchNorm = "frozen", batch_size: int = 2) -> None:  # fmt: skip
+    def __init__(self, module: nn.Module, selected: Sequence[str], players: Sequence[str], *, batchnorm: BatchNorm = "frozen", batch_size: int = 2, adapter: Adapter | None = None) -> None:  # fmt: skip
         self.module, self.selected, self.players, self.batchnorm = module, tuple(selected), tuple(players), batchnorm
+        self.adapter = adapter
         self.norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if batchnorm == "train" and self.norms and batch_size < 2:
             raise UserError("batchnorm: train needs at least 2 examples a batch, found training.batch_size 1; use batchnorm: frozen or larger batches")  # fmt: skip
@@ -61,18 +65,26 @@ class Part:
     def origin(self) -> str:
         """A fingerprint of the values that training started from."""
         digest = hashlib.sha256()
-        for name, value in (self.originals | self.original_buffers).items():
+        carrying = self.adapter.base() if self.adapter else {}
+        for name, value in (self.originals | self.original_buffers | carrying).items():
             digest.update(name.encode())
-            digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()[:16]
 
     def restore(self) -> None:
-        """Put the trained tensors and the running statistics back to what they were."""
+        """Put the trained tensors and the running statistics back to what they were; take a LoRA away."""
+        if self.adapter:
+            self.adapter.remove()
+            return
         with torch.no_grad():
             for name, parameter in self.trainable().items():
                 parameter.copy_(self.originals[name])
             for name, value in self.buffers().items():
                 value.copy_(self.original_buffers[name])
+
+    def finish(self) -> dict[str, Tensor]:
+        """End the training: the tensors that it moved, by the module's own names; a LoRA is merged into its layers."""
+        return self.adapter.merge() if self.adapter else {**self.trainable(), **self.buffers()}
 
     def adversary(self) -> dict[str, nn.Parameter]:
         """The variable of a lower-level problem; there is none here."""

@@ -19,6 +19,7 @@ from concept_eraser.erasers.base import Part
 from concept_eraser.errors import UserError
 from concept_eraser.losses import LOSSES, Draw, Settings, Teacher, no_grad_prediction
 from concept_eraser.models.base import Condition, Model
+from concept_eraser.models.lora import Adapter
 
 EMBEDDING = "states"  # the tensor of a condition that an attack may shift
 
@@ -38,14 +39,17 @@ class Side:
 
 
 class Denoiser(Part):
-    """The denoiser of `model`, of which the tensors named in `selected` are trained. sides: in the players' order."""
+    """The denoiser of `model`, of which the tensors named in `selected` are trained. sides: in the players' order.
+    adapter: see Part."""
 
-    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str]) -> None:
-        super().__init__(model.denoiser, selected, list(sides))
+    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str], *, adapter: Adapter | None = None) -> None:  # fmt: skip
+        super().__init__(model.denoiser, selected, list(sides), adapter=adapter)
         self.model, self.sides = model, sides
         self.delta: nn.Parameter | None = None  # of the attack
         if "attack" in sides:
-            one = model.encode([""]).tensors[EMBEDDING]
+            one = model.null().tensors.get(EMBEDDING)
+            if one is None:
+                raise model.lacks("an adversary on the text's embedding")
             self.delta = nn.Parameter(torch.zeros_like(one, dtype=torch.float32))
         for name, side in sides.items():
             if side.examples.latents is None and LOSSES[side.loss].needs_target:

@@ -23,6 +23,7 @@ from torch import Tensor
 from concept_eraser.erasers.base import Part, Teacher
 from concept_eraser.errors import UserError
 from concept_eraser.models.base import Condition, Model
+from concept_eraser.models.lora import Adapter
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Draw:
 class TextEncoder(Part):
     """See the module's docstring."""
 
-    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str]) -> None:
-        super().__init__(model.parts["text_encoder"], selected, list(sides))
+    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str], *, adapter: Adapter | None = None) -> None:  # fmt: skip
+        super().__init__(model.parts["text_encoder"], selected, list(sides), adapter=adapter)
         self.model, self.sides = model, sides
         for name, side in sides.items():
             if LOSSES[side.loss].through == "denoiser" and side.latents is None:

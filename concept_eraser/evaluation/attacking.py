@@ -175,10 +175,17 @@ def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: 
     ((attribute, value),) = protocol.suite.concept.items()
     if value not in judge.classes.get(attribute, ()):
         raise UserError(f"the judge {protocol.suite.judge!r} cannot see {attribute} {value!r}")
-    if (victim.table.shape, victim.latent_shape()) != (original.table.shape, original.latent_shape()):
+    if protocol.build().needs_words and len(victim.readers) != 1:
+        raise victim.lacks(f"the attack {protocol.attack!r}, on the tokens of a prompt,")
+    if _layout(victim) != _layout(original):
         raise UserError(f"{victim.source} and {original.source} are of different architectures; give the model before its erasure with --before")  # fmt: skip
     if protocol.build().needs_captions and not judge.reads_captions:
         raise UserError(f"the attack {protocol.attack!r} is rewarded by how well a picture agrees with its prompt, which the judge {protocol.suite.judge!r} cannot say")  # fmt: skip
+
+
+def _layout(model: Model) -> tuple[object, ...]:
+    """What two models share that can stand in for each other: family, latents, and the texts' embedding where it is one."""
+    return model.family, model.latent_shape(), model.table.shape if len(model.readers) == 1 else model.readers
 
 
 def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from concept_eraser.errors import UserError, unknown
 from concept_eraser.models.words import Words
 
 
@@ -44,6 +46,22 @@ class Loaded(ABC):
     family: ClassVar[str]
     source: str  # name, folder or hub id it came from
     parts: Mapping[str, nn.Module]
+    options: ClassVar[Mapping[str, str]] = {}  # of the family, attributes of the same names: what each one is
+
+    def configure(self, given: Mapping[str, Any]) -> None:
+        """Set options of the family, before anything is encoded. Raises UserError for one that it does not have, and for
+        a value that is out of range; then none was set."""
+        for name, value in given.items():
+            if name not in self.options:
+                raise unknown(f"option of the model family {self.family!r}", name, self.options)
+            self.check_option(name, value)
+        for name, value in given.items():
+            setattr(self, name, type(getattr(self, name))(value))
+
+    def check_option(self, name: str, value: float) -> None:
+        """Raise UserError where the family cannot do with that value."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise UserError(f"{name}: expected a number that is not negative, found {value!r}")
 
     @property
     def device(self) -> torch.device:
@@ -58,8 +76,8 @@ class Loaded(ABC):
 
 
 class Model(Loaded):
-    """A text-to-image pipeline of one family: parts "denoiser", "text_encoder", "vae". Latents are those the denoiser
-    sees (scaled)."""
+    """A text-to-image pipeline of one family: parts "denoiser", "vae" and its text encoders: one ("text_encoder"), several
+    ("text_encoder_2", ...) or none (class-conditional: prompts are classes). Latents are those the denoiser sees (scaled)."""
 
     timesteps: int  # of the training schedule
 
@@ -67,12 +85,22 @@ class Model(Loaded):
     def denoiser(self) -> nn.Module:
         return self.parts["denoiser"]
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The parts that read prompts."""
+        return tuple(name for name in self.parts if name.startswith("text_encoder"))
+
+    def lacks(self, what: str) -> UserError:
+        """The error of a family that has several text encoders, or none, where one is needed."""
+        found = f"has {' and '.join(self.readers)}" if self.readers else "is conditioned on classes, not on texts"
+        return UserError(f"{what} needs a model with one CLIP text encoder, as Stable Diffusion 1 and 2 are; {self.source} ({self.family}) {found}")  # fmt: skip
+
     @abstractmethod
     def to(self, device: torch.device) -> Model: ...
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[str]) -> Condition:
-        """Prompts to token ids (and masks): integer tensors [n, length]."""
+        """Prompts to token ids (and masks): integer tensors [n, length], "ids" and for further encoders "ids_2", ..."""
 
     @abstractmethod
     def embed(self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None) -> Condition:
@@ -93,6 +121,10 @@ class Model(Loaded):
     def encode(self, prompts: Sequence[str]) -> Condition:
         """Prompts to a condition, without gradients."""
         return self.embed(self.tokenize(prompts))
+
+    def null(self) -> Condition:
+        """What the family's own sampler guides away from when it is given no negative prompt: one row."""
+        return self.encode([""])
 
     @abstractmethod
     def encode_images(self, images: Tensor) -> Tensor:

@@ -14,12 +14,19 @@ from torch import nn
 
 from concept_eraser import registry, resources
 from concept_eraser.errors import UserError, unknown
-from concept_eraser.models import overlay
+from concept_eraser.models import overlay, single_file
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.module import CONFIG, Module, open_folder
 
 BUNDLED = {"tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"}
-_FAMILIES = {"StableDiffusionPipeline": "sd"}
+_FAMILIES = {
+    "StableDiffusionPipeline": "sd",
+    "StableDiffusionXLPipeline": "sdxl",
+    "StableDiffusion3Pipeline": "sd3",
+    "FluxPipeline": "flux",
+    "DiTPipeline": "dit",
+}
+_WEIGHED = ("unet", "transformer", "vae", "text_encoder")  # how the parts of a pipeline begin that have weights we load
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -118,7 +125,8 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None) -> Model:
         object, or a Model (returned as it is); or a part of a pipeline that another eraser made: a LoRA, a state dict
         or folder of the denoiser or the text encoder (see overlay.py).
     allow_pickle: also load weights stored as pickles, which can execute code; off by default.
-    base: for a part, the model it was made for (which stays as it is); not asked for otherwise.
+    base: for a part, the model it was made for (which stays as it is); for a single-file checkpoint (.safetensors in the
+        original layout), the diffusers folder of its architecture; not asked for otherwise.
 
     Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
     """
@@ -141,6 +149,8 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None) -> Model:
         return whole
     if path.is_dir():
         return _from_folder(path, name, allow_pickle)
+    if path.is_file() and overlay.is_single_file(path):
+        return _from_single_file(path, base)
     if path.is_file() or path.suffix in (*overlay.PICKLES, ".safetensors"):
         raise UserError(_single_file_problem(path))
     if _HUB_ID.fullmatch(name):
@@ -161,11 +171,34 @@ def _from_object(pipeline: Any) -> Model:
 def _single_file_problem(path: Path) -> str:
     if not path.exists():
         return f"no such model: {path}"
-    if path.suffix == ".safetensors":
-        return f"{path}: single-file checkpoints are not read yet; convert it to a diffusers folder with StableDiffusionPipeline.from_single_file(...).save_pretrained(...)"  # fmt: skip
     return (
         f"{path} is a pickle, which can execute code when loaded; convert it to a diffusers folder of safetensors first"
     )
+
+
+def _from_single_file(path: Path, base: Any) -> Model:
+    """A checkpoint in the original layout; what it does not hold comes from `base`."""
+    if base is None:
+        raise UserError(f"{path} is a single-file checkpoint: weights without configuration, scheduler and tokenizer; give a diffusers folder of the same architecture with --before (base=), or convert it once: concept-eraser export {path} --before FOLDER --to diffusers")  # fmt: skip
+    if not isinstance(base, str | Path):
+        pipeline = single_file.read_as(path, base if isinstance(base, Model) else _from_object(base))
+    else:
+        pipeline = single_file.read(path, _configuration(str(base)))
+    found = _from_object(pipeline)
+    found.source = str(path)
+    return found
+
+
+def _configuration(name: str) -> str:
+    """The diffusers folder (or hub id) that a model's name stands for. Raises UserError where it is neither."""
+    if name in BUNDLED:
+        return str(resources.tiny_weights() / name)
+    for folder in (Path(name) / "pipeline", Path(name)):
+        if (folder / "model_index.json").is_file():
+            return str(folder)
+    if Path(name).exists() or not _HUB_ID.fullmatch(name):
+        raise UserError(f"{name} holds no configuration (model_index.json); give a diffusers folder of the checkpoint's architecture")  # fmt: skip
+    return name
 
 
 def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
@@ -177,8 +210,9 @@ def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
         family = _family(content["_class_name"], name)
     except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
         raise UserError(f"{index} is damaged; copy the checkpoint again") from None
-    for part in ("unet", "vae", "text_encoder"):
-        _check_weights(folder / part, allow_pickle)
+    for part, named in content.items():  # [library, class]; [null, null] for a part that is left out
+        if part.startswith(_WEIGHED) and isinstance(named, list) and all(named):
+            _check_weights(folder / part, allow_pickle)
     return _guarded(family, str(folder), name, {"use_safetensors": None if allow_pickle else True})
 
 
@@ -203,12 +237,19 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
 
 
 def _from_hub(name: str, allow_pickle: bool) -> Model:
-    return _guarded(registry.load("model", "sd"), name, name, {"use_safetensors": None if allow_pickle else True})
+    return _guarded(None, name, name, {"use_safetensors": None if allow_pickle else True})
 
 
 def _guarded(family: Any, location: str, name: str, options: dict) -> Model:
+    """The family's model from a folder or a hub id; without a family, that of its model_index.json."""
     try:
+        if family is None:
+            from diffusers import DiffusionPipeline
+
+            family = _family(DiffusionPipeline.load_config(location)["_class_name"], name)
         return family.from_folder(location, source=name, **options)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0][:300]
         if not Path(location).exists():

@@ -25,8 +25,10 @@ from concept_eraser.models.base import Model
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 LORA_FILE = "pytorch_lora_weights.safetensors"
-_PARTS = {"UNet2DConditionModel": "denoiser", "CLIPTextModel": "text_encoder"}
-_PREFIXES = ("module.", "model.", "unet.", "text_encoder.", "text_model.")  # put before the names by other tools
+_DENOISERS = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel", "DiTTransformer2DModel")
+_PARTS = {**dict.fromkeys(_DENOISERS, "denoiser"), "CLIPTextModel": "text_encoder"}
+# put before the names by other tools
+_PREFIXES = ("module.", "model.", "unet.", "transformer.", "text_encoder.", "text_model.")
 _ORIGINAL_LAYOUT = ("model.diffusion_model.", "cond_stage_model.", "first_stage_model.")
 
 
@@ -34,7 +36,7 @@ def is_overlay(path: Path) -> bool:
     """Whether a path holds a part of a pipeline only."""
     if path.is_dir():
         return not (path / "model_index.json").is_file() and _weights_of(path) is not None
-    return path.is_file() and path.suffix in (".safetensors", *PICKLES) and not _is_single_file(path)
+    return path.is_file() and path.suffix in (".safetensors", *PICKLES) and not is_single_file(path)
 
 
 def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
@@ -51,9 +53,9 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
         _merge_lora(base, tensors if file.suffix in PICKLES else file, path)
         return
     if hasattr(base, "pipeline") and any(name.startswith(_ORIGINAL_LAYOUT) for name in tensors):
-        raise UserError(f"{path} is in the layout of single-file checkpoints, which is not read yet; convert it with diffusers' StableDiffusionPipeline.from_single_file(...).save_pretrained(...)")  # fmt: skip
+        raise UserError(f"{path} is in the layout of single-file checkpoints, of which only whole ones of Stable Diffusion 1.x and 2.x are read (UNet, VAE and text encoder); convert it with diffusers' from_single_file(...).save_pretrained(...)")  # fmt: skip
     part = _part_of(path)
-    names = [part] if part else ["denoiser", "text_encoder"]
+    names = [part] if part else ["denoiser", *base.readers]
     for name in names:
         placed = _placed(tensors, base.parts[name])
         if placed is not None:
@@ -84,7 +86,7 @@ def _part_of(path: Path) -> str | None:
     raise UserError(f"{path} holds a {named or 'model of no name'}, which is no part of a pipeline that is read; {' and '.join(_PARTS)} are")  # fmt: skip
 
 
-def _is_single_file(path: Path) -> bool:
+def is_single_file(path: Path) -> bool:
     """Whether a safetensors file is a whole checkpoint in the original layout."""
     if path.suffix != ".safetensors":
         return False
@@ -118,7 +120,7 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path) -> None
     """Add a LoRA's matrices to the weights, by diffusers' own reader, and take the adapters away again."""
     pipeline: Any = getattr(base, "pipeline", None)
     if pipeline is None or not hasattr(pipeline, "load_lora_weights"):
-        raise UserError(f"{path} is a LoRA, which {base.source} cannot take: it is no diffusers pipeline")
+        raise UserError(f"{path} is a LoRA, which {base.source} cannot take: its pipeline reads none")
     before = {name: part.state_dict() for name, part in base.parts.items()}
     before = {name: {k: v.clone() for k, v in state.items()} for name, state in before.items()}
     try:

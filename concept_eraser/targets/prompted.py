@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from concept_eraser import environment, registry
 from concept_eraser.data import batches, generate, images, prompts
@@ -13,6 +16,7 @@ from concept_eraser.erasers import denoiser, text_encoder
 from concept_eraser.errors import UserError
 from concept_eraser.losses import LOSSES, Settings
 from concept_eraser.models.base import Condition, Model
+from concept_eraser.models.lora import Adapter, layers_of
 from concept_eraser.sections import Histogram, Side
 from concept_eraser.targets.base import Request
 from concept_eraser.training.parameters import select
@@ -21,10 +25,29 @@ from concept_eraser.training.parameters import select
 def build(request: Request) -> denoiser.Denoiser | text_encoder.TextEncoder:
     """The eraser of a recipe with target denoiser or text_encoder."""
     target, model = request.recipe.target, text_to_image(request)
-    names = select([name for name, _ in model.parts[target].named_parameters()], request.recipe.trainable.select)
-    if target == "text_encoder":
-        return text_encoder.TextEncoder(model, _encoder_sides(request), names)
-    return denoiser.Denoiser(model, sides(request), names)
+    if target == "text_encoder" and model.readers != ("text_encoder",):
+        raise model.lacks("the target 'text_encoder'")
+    part = model.parts[target]
+    names = select([name for name, _ in part.named_parameters()], request.recipe.trainable.select)
+    ready: Any = _encoder_sides(request) if target == "text_encoder" else sides(request)
+    # last of all: the pictures of the sides are made, and found in the cache, by the model as it came
+    adapter = adapted(request, part, names)
+    kind: Any = text_encoder.TextEncoder if target == "text_encoder" else denoiser.Denoiser
+    try:
+        return kind(model, ready, adapter.tensors if adapter else names, adapter=adapter)
+    except BaseException:
+        if adapter:
+            adapter.remove()
+        raise
+
+
+def adapted(request: Request, part: nn.Module, names: Sequence[str]) -> Adapter | None:
+    """The factors of a recipe that trains a LoRA, put into the part; None where it trains the weights themselves."""
+    asked, seed = request.recipe.trainable.lora, request.recipe.training.seed
+    if asked is None:
+        return None
+    layers = layers_of(part, names, conv=asked.conv)
+    return Adapter(part, layers, rank=asked.rank, alpha=asked.alpha, seed=environment.derive_seed(seed, "lora"))
 
 
 def text_to_image(request: Request) -> Model:

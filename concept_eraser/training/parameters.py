@@ -32,6 +32,18 @@ _RULES: dict[str, Callable[[str], bool]] = {
 }
 SELECTIONS = tuple(_RULES)
 
+# MMDiT and Flux have no cross-attention: picture and text attend jointly. What stands for it is the text's side of that,
+# the projections of the context ("added" in diffusers' names); cross_attention_kv is what the picture reads of the text.
+# Flux's single blocks have one set of weights for both, which counts as self-attention, as does SD 3.5's second
+# attention of the picture, which diffusers calls attn2.
+_CONTEXT = re.compile(r"\.attn\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.")
+_JOINT_RULES: dict[str, Callable[[str], bool]] = {
+    "cross_attention": lambda name: _CONTEXT.search(name) is not None,
+    "cross_attention_kv": lambda name: ".attn.add_k_proj." in name or ".attn.add_v_proj." in name,
+    "self_attention": lambda name: (".attn." in name or ".attn2." in name) and _CONTEXT.search(name) is None,
+    "all_but_cross_attention": lambda name: _CONTEXT.search(name) is None,
+}
+
 
 def problem(selection: str) -> str | None:
     """What is wrong with a selection, or None."""
@@ -52,7 +64,8 @@ def select(names: Iterable[str], selection: str) -> list[str]:
     if wrong:
         raise UserError(wrong)
     everything = list(names)
-    rule = _RULES.get(selection) or (lambda name: re.search(selection[3:], name) is not None)
+    rules = _RULES | _JOINT_RULES if any(_CONTEXT.search(name) for name in everything) else _RULES
+    rule = rules.get(selection) or (lambda name: re.search(selection[3:], name) is not None)
     chosen = [name for name in everything if rule(name)]
     if not chosen:
         raise UserError(

@@ -98,6 +98,7 @@ class Attack(ABC):
     title: ClassVar[str]
     source: ClassVar[str]
     access: ClassVar[Access]
+    needs_words: ClassVar[bool] = True  # writes or shifts tokens of the one encoder that reads the prompt
     needs_captions: ClassVar[bool] = False  # asks how well pictures agree with their prompts (CLIP score)
 
     @abstractmethod

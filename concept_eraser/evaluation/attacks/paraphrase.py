@@ -18,6 +18,7 @@ class Paraphrase(Attack):
     title: ClassVar[str] = "Paraphrases from a list"
     source: ClassVar[str] = "HUB's axes, arXiv 2410.05664"
     access: ClassVar[Access] = "queries"
+    needs_words: ClassVar[bool] = False
 
     prompts: str  # there is no list that fits every concept
     tries: int = 20

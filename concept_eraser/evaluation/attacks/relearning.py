@@ -31,6 +31,7 @@ class Relearning(Attack):
     title: ClassVar[str] = "Relearning (LoRA)"
     source: ClassVar[str] = "ours"
     access: ClassVar[Access] = "weights"
+    needs_words: ClassVar[bool] = False
 
     images: int = 10
     rank: int = 4

@@ -17,6 +17,7 @@ class SeedSearch(Attack):
     title: ClassVar[str] = "Seed search"
     source: ClassVar[str] = "a control"
     access: ClassVar[Access] = "queries"
+    needs_words: ClassVar[bool] = False
 
     tries: int = 50
 

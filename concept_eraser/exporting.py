@@ -1,0 +1,227 @@
+"""One erasure in the formats that others read: a diffusers folder, changed tensors, a LoRA in two namings, a single file.
+
+What is exported is the difference of two models, before and after, whatever made it: a run, a folder, somebody's LoRA. A
+LoRA keeps the factors it has; of other differences D = W_after - W_before each layer's best approximation of a rank is
+taken (Eckart and Young: the largest singular values), and what it leaves,
+
+    sqrt(sum ||D - up down||^2 / sum ||D||^2)    over all tensors that changed, also those no LoRA can carry (biases, norms),
+
+is told, and refused above a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from concept_eraser import recipe as recipes
+from concept_eraser.errors import UserError, unknown
+from concept_eraser.models import loading, lora_files, single_file
+from concept_eraser.models.base import Model
+from concept_eraser.models.lora import Factors, Pair, can_adapt
+from concept_eraser.training.checkpoint import write_whole
+
+FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
+_SUFFIX = ".safetensors"
+Moved = dict[str, dict[str, tuple[Tensor, Tensor]]]  # part -> tensor -> (before, after)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. rank, error: of a LoRA; error is 0 where the factors are the erasure's own."""
+
+    path: Path
+    rank: int | None = None
+    error: float | None = None
+
+
+def export(
+    source: str | Path,
+    to: str,
+    *,
+    before: Any = None,
+    output: str | Path | None = None,
+    strength: float = 1.0,
+    rank: int | None = None,
+    max_error: float = 0.2,
+    allow_pickle: bool = False,
+) -> Exported:
+    """Write an erasure in another format.
+
+    source: a run folder, or anything that `load` takes; before: the model it was made from (default: the one that a run's
+        recipe names; not needed for a whole model at strength 1).
+    to: one of FORMATS. output: a folder for diffusers, a .safetensors file else (default: in a run folder exports/, else
+        here); it must not exist.
+    strength: 0 is the original, 1 the erasure, between and beyond them in proportion.
+    rank: of a LoRA; default: the erasure's own factors, else the smallest rank that leaves at most `max_error`.
+
+    Raises UserError where the two models do not match, or a LoRA of that rank leaves more than `max_error`.
+    """
+    if to not in FORMATS:
+        raise unknown("format", to, FORMATS)
+    place = _place(Path(source), to, output)
+    base = before if before is not None else _base_of(Path(source))
+    after = loading.load(source, allow_pickle=allow_pickle, base=base)
+    if to in ("diffusers", "single-file") and strength == 1:
+        _write_whole(after, to, place)
+        return Exported(place)
+    original = _original(base, source, allow_pickle)
+    moved = differences(original, after)
+    if to in ("lora", "kohya"):
+        return _write_lora(Path(source), original, moved, to, place, strength=strength, rank=rank, max_error=max_error)
+    if to == "tensors":
+        _write_tensors(moved, place, strength)
+        return Exported(place)
+    with torch.no_grad():
+        for part, tensors in moved.items():
+            own = after.parts[part].state_dict()
+            for name, pair in tensors.items():
+                own[name].copy_(torch.lerp(*pair, strength))  # exact at 0 and at 1
+    _write_whole(after, to, place)
+    return Exported(place)
+
+
+def _place(source: Path, to: str, output: str | Path | None) -> Path:
+    """Where it goes. Raises UserError where there is something already, or the name is of another kind."""
+    if output is None:
+        name = f"{source.stem if source.suffix == _SUFFIX else source.name}-{to}"
+        folder = source / "exports" if (source / "recipe.yaml").is_file() else Path()
+        place = folder / (name if to == "diffusers" else name + _SUFFIX)
+    else:
+        place = Path(output)
+    if (place.suffix == _SUFFIX) != (to != "diffusers"):
+        wanted = f"a {_SUFFIX} file" if to != "diffusers" else "a folder"
+        raise UserError(f"--to {to} writes {wanted}, found the output {place}")
+    if place.exists():
+        raise UserError(f"{place} exists already; give another --output, or remove it")
+    return place
+
+
+def _base_of(source: Path) -> str | None:
+    """The model that a run started from, by its recipe; None for what is no run of ours."""
+    path = source / "recipe.yaml"
+    if not path.is_file():
+        return None
+    recipe = recipes.load(str(path))
+    if not (source / "pipeline").is_dir():
+        done = "is not finished" if not (source / "done.json").is_file() else f"erased from a {recipe.target}"
+        raise UserError(f"{source} {done}, so it holds no text-to-image pipeline to export")
+    return None if recipe.model.endswith(" in memory") else recipe.model
+
+
+def _original(base: Any, source: str | Path, allow_pickle: bool) -> Model:
+    if base is None:
+        raise UserError(f"what {source} changed can only be told beside the model it was made from; give it with --before")  # fmt: skip
+    return loading.load(base, allow_pickle=allow_pickle)
+
+
+def differences(before: Model, after: Model) -> Moved:
+    """The tensors in which two models of one architecture differ. Raises UserError where they are not, or none differs."""
+    moved: Moved = {}
+    for part, module in after.parts.items():
+        theirs, ours = before.parts[part].state_dict() if part in before.parts else {}, module.state_dict()
+        other = next((n for n in ours if n not in theirs or ours[n].shape != theirs[n].shape), None)
+        if other or len(ours) != len(theirs):
+            raise UserError(f"{after.source} and {before.source} are not of one architecture: they differ in {part}.{other or next(n for n in theirs if n not in ours)}")  # fmt: skip
+        changed = {name: (theirs[name], value) for name, value in ours.items() if not torch.equal(theirs[name], value)}
+        if changed:
+            moved[part] = changed
+    if not moved:
+        raise UserError(f"{after.source} differs in nothing from {before.source}; give the model it was made from with --before")  # fmt: skip
+    return moved
+
+
+def _write_whole(model: Model, to: str, place: Path) -> None:
+    write_whole(place, model.save if to == "diffusers" else lambda path: single_file.write(model, path))
+
+
+def _write_tensors(moved: Moved, place: Path, strength: float) -> None:
+    if len(moved) > 1:
+        raise UserError(f"tensors are of one part of a pipeline, and this erasure changed {' and '.join(moved)}; export --to diffusers")  # fmt: skip
+    ((part, tensors),) = moved.items()
+    values = {name: torch.lerp(*pair, strength).contiguous() for name, pair in tensors.items()}
+    header = {"format": "pt", "part": {"denoiser": "unet"}.get(part, part)}
+    write_whole(place, lambda path: save_file(values, path, metadata=header))
+
+
+def _write_lora(source: Path, model: Model, moved: Moved, to: str, place: Path, *, strength: float, rank: int | None, max_error: float) -> Exported:  # fmt: skip
+    if "vae" in moved:
+        raise UserError("a LoRA file has no place for changes of the VAE; export --to diffusers or single-file")
+    found, error = _own_factors(source, model) if rank is None else [], 0.0
+    if not found or not _explain(found, moved):  # e.g. beside another model than it was trained on
+        found, error = low_rank(model, moved, rank, max_error)
+    notes = {"strength": f"{strength:g}", "relative_error": f"{error:.3g}"}
+    scaled = [one.scaled(strength) for one in found]
+    write_whole(place, lambda path: lora_files.save(model, scaled, path, kohya=to == "kohya", notes=notes))
+    return Exported(place, max(one.rank for one in found), error)
+
+
+def _own_factors(source: Path, model: Model) -> list[Factors]:
+    """The factors of a run that trained a LoRA, or of a LoRA file; none of anything else."""
+    folder = source / lora_files.FOLDER if (source / "recipe.yaml").is_file() else source
+    file = folder / lora_files.FILE if source.is_dir() else source
+    if not file.is_file() or file.suffix != _SUFFIX:
+        return []
+    with safe_open(file, "pt") as opened:
+        header, names = opened.metadata() or {}, list(opened.keys())
+    return lora_files.read(model, load_file(file), header, str(file)) if any("lora" in name for name in names) else []
+
+
+def _explain(found: Sequence[Factors], moved: Moved) -> bool:
+    """Whether factors are all that moved, but for a hundredth (rounding)."""
+    left, total = 0.0, 0.0
+    own = {(one.part, f"{layer}.weight"): one.change(layer) for one in found for layer in one.layers}
+    for part, tensors in moved.items():
+        for name, (before, after) in tensors.items():
+            change = after.float().cpu() - before.float().cpu()
+            total += float(change.square().sum())
+            left += float((change - own.get((part, name), torch.zeros(()))).square().sum())
+    return left <= 1e-4 * total
+
+
+def low_rank(model: Model, moved: Moved, rank: int | None, max_error: float) -> tuple[list[Factors], float]:
+    """The best factors of a rank for what moved, and the relative error that they leave; rank None: the smallest that
+    leaves at most `max_error`. Raises UserError where that cannot be kept."""
+    spectra, lost, total = _spectra(model, moved)
+    widest = max((len(values) for _, values, _ in spectra.values()), default=0)
+    errors = [_left(spectra, lost, total, r) for r in range(widest + 1)]  # by rank
+    enough = next((r for r in range(1, widest + 1) if errors[r] <= max_error), None)
+    chosen = enough if rank is None else min(rank, widest)
+    if not chosen or errors[chosen] > max_error:
+        hint = f"rank {enough} leaves {errors[enough]:.3f}" if enough else f"no rank leaves less than {errors[-1]:.3f} (biases, norms and embeddings are no part of a LoRA)"  # fmt: skip
+        asked = f"of rank {chosen} leaves {errors[chosen]:.3f} of the change" if chosen else "cannot hold this change"
+        raise UserError(f"a LoRA {asked}, more than --max-error {max_error:g}; {hint}. Allow more with --max-error, or export --to diffusers")  # fmt: skip
+    parts: dict[str, dict[str, Pair]] = {}
+    for (part, layer), (left, values, right) in spectra.items():
+        shape, root = model.parts[part].get_parameter(f"{layer}.weight").shape, values[:chosen].sqrt()
+        down, up = root[:, None] * right[:chosen], left[:, :chosen] * root
+        pair = (down.view(-1, *shape[1:]), up.view(*up.shape, *[1] * (len(shape) - 2)))
+        parts.setdefault(part, {})[layer] = pair
+    return [lora_files.of_pairs(part, pairs) for part, pairs in parts.items()], errors[chosen]
+
+
+def _spectra(model: Model, moved: Moved) -> tuple[dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]], float, float]:
+    """The singular value decomposition of each layer's change, the squared length of what is no layer, and of all."""
+    spectra, lost, total = {}, 0.0, 0.0
+    for part, tensors in moved.items():
+        for name, (before, after) in tensors.items():
+            change = after.float().cpu() - before.float().cpu()
+            total += float(change.double().square().sum())
+            layer, _, kind = name.rpartition(".")
+            if kind == "weight" and can_adapt(model.parts[part].get_submodule(layer), conv=True):
+                spectra[part, layer] = torch.linalg.svd(change.flatten(1), full_matrices=False)
+            else:
+                lost += float(change.double().square().sum())
+    return spectra, lost, total
+
+
+def _left(spectra: Mapping[Any, Sequence[Tensor]], lost: float, total: float, rank: int) -> float:
+    """The relative error of the factors of a rank, see the module's docstring."""
+    return float(((lost + sum(float(values[rank:].double().square().sum()) for _, values, _ in spectra.values())) / total) ** 0.5)  # fmt: skip

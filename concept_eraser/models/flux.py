@@ -1,0 +1,83 @@
+"""Flux.1: a transformer read by a CLIP and a T5, trained by flow matching and (dev) distilled to be told its guidance.
+
+States are T5's, pooled is CLIP's. The denoiser sees the latents packed, each 2 x 2 as one token; our face keeps them a
+picture [b, c, h, w]. There is no null prompt in its sampling: a distilled model is told the guidance as a number, which is
+a part of the condition. While it trains it is told the option `guidance`, 1.0 unless set: there the distilled model is
+nearest to the conditional velocity of the data, which is what the losses ask for. Sampling tells it the guidance sampled
+with; schnell is told none. The loss `esd` guides away from the prediction for the empty prompt, told that same
+`guidance`. The selection cross_attention is the text's side of the joint attention (see training/parameters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from concept_eraser.errors import UserError
+from concept_eraser.models.base import Condition, Weights
+from concept_eraser.models.flow import Flow
+from concept_eraser.models.latent import Sized, tokens_of
+
+T5_LENGTH = 512  # tokens of T5 that diffusers' pipeline reads
+
+
+class Flux(Flow):
+    """A `FluxPipeline` behind the families' face. A condition is {"states": [n, tokens, width], "pooled": [n, width],
+    "guidance": [n]}."""
+
+    family = "flux"
+    pipeline_class = "FluxPipeline"
+    options: ClassVar[Mapping[str, str]] = {**Sized.options, "guidance": "what a guidance-distilled denoiser is told in training (default 1.0)"}  # fmt: skip
+
+    def __init__(self, pipeline: Any, source: str) -> None:
+        super().__init__(pipeline, source)
+        if len(self.readers) != 2:
+            raise UserError(f"{source} has {', '.join(self.readers) or 'no text encoder'}; Flux needs a CLIP (text_encoder) and a T5 (text_encoder_2)")  # fmt: skip
+        self.guidance = 1.0
+
+    @property
+    def channels(self) -> int:
+        return super().channels // self.patch**2
+
+    def tokenize(self, prompts: Sequence[str]) -> Condition:
+        pipe = self.pipeline
+        read = {"ids": tokens_of(pipe.tokenizer, prompts, pipe.tokenizer_max_length), "ids_2": tokens_of(pipe.tokenizer_2, prompts, T5_LENGTH)}  # fmt: skip
+        return Condition({name: tokens.input_ids.to(self.device) for name, tokens in read.items()})
+
+    def embed(self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None) -> Condition:
+        self._only_read(weights, rows)
+        pooled = self.pipeline.text_encoder(tokens.tensors["ids"]).pooler_output
+        states = self.pipeline.text_encoder_2(tokens.tensors["ids_2"])[0]
+        return Condition({"states": states, "pooled": pooled, "guidance": pooled.new_full((len(pooled),), self.guidance)})  # fmt: skip
+
+    def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
+        packed = super().denoise(noisy, t, condition, weights)
+        grid = [side // self.patch for side in noisy.shape[-2:]]
+        return F.pixel_shuffle(packed.transpose(1, 2).unflatten(2, grid), self.patch)
+
+    def _inputs(self, noisy: Tensor, t: Tensor, condition: Condition) -> dict[str, Any]:
+        given, device = condition.tensors, noisy.device
+        tokens = F.pixel_unshuffle(noisy, self.patch)  # [b, 4c, h/2, w/2]
+        rows, columns = (torch.arange(side, device=device) for side in tokens.shape[-2:])
+        places = torch.cartesian_prod(torch.zeros(1, dtype=rows.dtype, device=device), rows, columns)
+        return {
+            "hidden_states": tokens.flatten(2).transpose(1, 2),
+            "timestep": self.sigma(t).expand(len(noisy)),
+            "guidance": given["guidance"] if self.pipeline.transformer.config.guidance_embeds else None,
+            "encoder_hidden_states": given["states"],
+            "pooled_projections": given["pooled"],
+            "txt_ids": torch.zeros(given["states"].shape[1], 3, device=device),
+            "img_ids": places.to(noisy.dtype),
+        }
+
+    def _guided(self, x: Tensor, t: Tensor, condition: Condition, null: Condition, guidance: float, weights: Weights | None) -> Tensor:  # fmt: skip
+        """Told the guidance, as its own sampler does; there is nothing to guide away from."""
+        told = torch.full_like(condition.tensors["guidance"], guidance)
+        return self.denoise(x, t, Condition({**condition.tensors, "guidance": told}), weights)
+
+
+PLUGIN = Flux

@@ -1,0 +1,238 @@
+"""What all families share that denoise the latents of a VAE by a pipeline of diffusers; epsilon- and v-prediction.
+
+Sampling is diffusers' own pipeline. Training always uses the schedule's alphas: the forward process is the same for every
+sampler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from concept_eraser.errors import UserError
+from concept_eraser.models.base import Condition, Model, Weights
+from concept_eraser.models.words import Words
+
+log = logging.getLogger(__name__)
+READERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+def quiet_libraries() -> None:
+    """diffusers and transformers draw a bar for every shard they read or write; ours report the whole."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def tokens_of(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
+    """Ids and mask of some prompts, padded to `length`; longer ones are cut and named in a warning."""
+    tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    over = [p for p in prompts if len(p) > length and len(tokenizer(p).input_ids) > length]
+    if over:
+        named = "; ".join(f"{p[:60]!r}" for p in list(dict.fromkeys(over))[:5]) + ("; ..." if len(set(over)) > 5 else "")  # fmt: skip
+        log.warning("%d of %d prompts are longer than the model's %d tokens and were cut: %s", len(over), len(prompts), length, named)  # fmt: skip
+    return tokens
+
+
+def penultimate(encoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """A CLIP text encoder's last but one hidden states [n, length, width], and its first output: [n, width], what is
+    projected from the end token, of one with a projection."""
+    read = encoder(ids, output_hidden_states=True)
+    return read.hidden_states[-2], read[0]
+
+
+class Latent(Model):
+    """A pipeline with an AutoencoderKL behind the families' face. A family says what its denoiser is called and given
+    (`_inputs`), and what its pipeline is asked (`_asked`)."""
+
+    pipeline_class: ClassVar[str]
+    network: ClassVar[str] = "unet"  # what the pipeline calls its denoiser
+    left_out: ClassVar[Mapping[str, Any]] = {}  # what the pipeline is loaded without
+
+    def __init__(self, pipeline: Any, source: str) -> None:
+        self.pipeline, self.source = pipeline, source
+        readers = [name for name in READERS if getattr(pipeline, name, None) is not None]
+        named = {"denoiser": self.network, **{name: name for name in readers}, "vae": "vae"}
+        self.parts = {part: getattr(pipeline, name) for part, name in named.items()}
+        for part in self.parts.values():
+            part.float().eval().requires_grad_(False)  # stored in half precision or not, weights are trained in fp32
+        self.timesteps = int(pipeline.scheduler.config.num_train_timesteps)
+        pipeline.set_progress_bar_config(disable=True)
+
+    @classmethod
+    def from_folder(cls, folder: str, *, source: str, **options: Any) -> Self:
+        import diffusers
+
+        quiet_libraries()
+        family: Any = getattr(diffusers, cls.pipeline_class)
+        # a part saved as absent ([null, null], SD 3 without T5) must be passed as None, or diffusers asks for it
+        absent = {name: None for name, named in family.load_config(folder).items() if named in ([None, None], (None, None))}  # fmt: skip
+        return cls(family.from_pretrained(folder, **{**absent, **cls.left_out}, **options), source)
+
+    def to(self, device: torch.device) -> Self:
+        self.pipeline.to(device)
+        return self
+
+    def save(self, folder: Path) -> None:
+        self.pipeline.save_pretrained(folder, safe_serialization=True)
+
+    @property
+    def words(self) -> Words:
+        raise self.lacks("an attack on tokens")
+
+    @property
+    def table(self) -> Tensor:
+        raise self.lacks("an attack on token embeddings")
+
+    def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
+        raise self.lacks("putting in a CLIP text tower")
+
+    def _only_read(self, weights: Weights | None, rows: Tensor | None) -> None:
+        """Raise UserError where an encoder's weights or its tokens' embeddings are to be replaced."""
+        if weights is not None:
+            raise self.lacks("training the text encoder")
+        if rows is not None:
+            raise self.lacks("an attack on token embeddings")
+
+    def _vae_scale(self) -> tuple[float, float]:
+        """Of the VAE's codes: (factor, shift), latents = (code - shift) x factor."""
+        config = self.pipeline.vae.config
+        return float(config.scaling_factor), float(getattr(config, "shift_factor", None) or 0.0)
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        factor, shift = self._vae_scale()
+        return (self.pipeline.vae.encode(images.to(self.device)).latent_dist.mean - shift) * factor
+
+    def decode(self, latents: Tensor) -> Tensor:
+        factor, shift = self._vae_scale()
+        return self.pipeline.vae.decode(latents / factor + shift).sample
+
+    def _inputs(self, noisy: Tensor, t: Tensor, condition: Condition) -> dict[str, Any]:
+        """What the denoiser is called with, by its own names."""
+        raise NotImplementedError
+
+    def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
+        network: nn.Module = self.denoiser
+        inputs = self._inputs(noisy, t, condition)
+        if weights is None:
+            return network(**inputs).sample
+        return torch.func.functional_call(network, dict(weights), (), inputs).sample
+
+    def _guided(self, x: Tensor, t: Tensor, condition: Condition, null: Condition, guidance: float, weights: Weights | None) -> Tensor:  # fmt: skip
+        """The prediction with classifier-free guidance at one time step t [1]."""
+        n = len(condition)
+        both = Condition({k: torch.cat([null.tensors[k], v]) for k, v in condition.tensors.items()})
+        free, given = self.denoise(x.repeat(2, 1, 1, 1), t.expand(2 * n), both, weights).chunk(2)
+        return free + guidance * (given - free)
+
+    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+        """What the pipeline is called with to draw some prompts."""
+        raise NotImplementedError
+
+    def _reporting(self, progress: Callable[[int], None] | None) -> dict[str, Any]:
+        """What the pipeline is called with to report its steps."""
+
+        def report(pipe: Any, step: int, t: Any, values: dict) -> dict:
+            if progress:
+                progress(step + 1)
+            return values
+
+        return {"callback_on_step_end": report}
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[str] | Condition, *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
+        if len(prompts) != len(seeds):
+            raise ValueError(f"one seed per prompt is needed, found {len(prompts)} prompts and {len(seeds)} seeds")
+        # noise is drawn on the CPU, one generator an image: a picture depends on its own seed, not on its batch
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+        with self.precision(autocast):
+            images = self.pipeline(**self._asked(prompts), generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", **self._reporting(progress)).images  # fmt: skip
+        return images.float().mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
+
+
+class Sized(Latent):
+    """Families that draw pictures of any size: the option `size`, in pixels, by default the pipeline's own."""
+
+    options: ClassVar[Mapping[str, str]] = {"size": "side of the pictures in pixels (default: the pipeline's)"}
+    patch: ClassVar[int] = 1  # latents along a side of what the denoiser sees as one
+
+    def __init__(self, pipeline: Any, source: str) -> None:
+        super().__init__(pipeline, source)
+        self.size = int(pipeline.default_sample_size * pipeline.vae_scale_factor)
+
+    def check_option(self, name: str, value: float) -> None:
+        super().check_option(name, value)
+        step = self.pipeline.vae_scale_factor * self.patch
+        if name == "size" and (value < step or value % step):
+            raise UserError(f"size: {self.source} draws pictures whose side is a multiple of {step}, found {value:g}")
+
+    def latent_shape(self) -> tuple[int, int, int]:
+        side = self.size // self.pipeline.vae_scale_factor
+        return self.channels, side, side
+
+    @property
+    def channels(self) -> int:
+        return int(self.denoiser.config.in_channels)  # type: ignore[union-attr, arg-type]
+
+    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+        size = {"height": self.size, "width": self.size}
+        if not isinstance(prompts, Condition):
+            return {"prompt": list(prompts), **size}
+        return {"prompt_embeds": prompts.tensors["states"], "pooled_prompt_embeds": prompts.tensors["pooled"], **size}
+
+
+class Variance(Latent):
+    """Variance-preserving diffusion: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise; the prediction is the noise (epsilon) or
+    v = sqrt(a_t) noise - sqrt(1 - a_t) x_0, told apart by the scheduler's configuration."""
+
+    def __init__(self, pipeline: Any, source: str) -> None:
+        super().__init__(pipeline, source)
+        self.prediction = pipeline.scheduler.config.prediction_type
+        if self.prediction not in ("epsilon", "v_prediction"):
+            raise UserError(
+                f"{source}: prediction type {self.prediction!r} is not supported; epsilon, v_prediction are"
+            )
+        if not hasattr(pipeline.scheduler, "alphas_cumprod"):
+            raise UserError(f"{source}: its {type(pipeline.scheduler).__name__} is of another diffusion than DDPM's, which is not supported")  # fmt: skip
+        self._alphas: Tensor = pipeline.scheduler.alphas_cumprod.float()
+
+    def _signal(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        alpha = self._alphas.to(t.device)[t].view(-1, 1, 1, 1)
+        return alpha.sqrt(), (1 - alpha).sqrt()
+
+    def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        signal, sigma = self._signal(t)
+        return signal * latents + sigma * noise
+
+    def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        if self.prediction == "epsilon":
+            return noise
+        signal, sigma = self._signal(t)
+        return signal * noise - sigma * latents
+
+    def clean(self, noisy: Tensor, t: Tensor, prediction: Tensor) -> Tensor:
+        signal, sigma = self._signal(t)
+        if self.prediction == "epsilon":
+            return (noisy - sigma * prediction) / signal
+        return signal * noisy - sigma * prediction
+
+    @torch.no_grad()
+    def partial(self, noise: Tensor, condition: Condition, null: Condition, *, stop: int, steps: int, guidance: float, weights: Weights | None = None) -> tuple[Tensor, int]:  # fmt: skip
+        from diffusers import DDIMScheduler
+
+        config = self.pipeline.scheduler.config
+        # DDIM's default clips x_0 to [-1, 1], which latents exceed; other schedulers' configurations do not say otherwise
+        scheduler = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False))
+        scheduler.set_timesteps(steps, device=self.device)
+        x = noise * scheduler.init_noise_sigma
+        for t in scheduler.timesteps[:stop]:
+            x = scheduler.step(self._guided(x, t, condition, null, guidance, weights), t, x).prev_sample
+        return x, int(scheduler.timesteps[stop])

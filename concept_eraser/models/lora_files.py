@@ -1,0 +1,131 @@
+"""LoRA files: written and read in diffusers' naming and in kohya's.
+
+* diffusers: `unet.<layer>.lora_A.weight` (down), `.lora_B.weight` (up), rank and alpha in the file's header, as
+  `pipe.load_lora_weights` takes them
+* kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, and `lora_te_...` of the text
+  encoder, as A1111, ComfyUI, Forge (and diffusers) take them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from concept_eraser.errors import UserError
+from concept_eraser.models.base import Loaded
+from concept_eraser.models.lora import Factors, Pair
+
+FOLDER, FILE = "lora", "pytorch_lora_weights.safetensors"  # in a run's folder; the name that diffusers looks for
+_KOHYA = {"denoiser": "lora_unet_", "text_encoder": "lora_te_"}
+_DOWN_UP = (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"), ("lora.down.weight", "lora.up.weight"))  # fmt: skip
+
+
+def save(model: Loaded, factors: Sequence[Factors], file: Path, *, kohya: bool = False, notes: Mapping[str, str] | None = None) -> None:  # fmt: skip
+    """Write the factors of one or more parts of a pipeline. notes: for the file's header.
+
+    Raises UserError where kohya has no names for the model's layers that are diffusers' own.
+    """
+    tensors: dict[str, Tensor] = {}
+    told: dict[str, Any] = {}
+    header = dict(notes or {})
+    if kohya and model.family != "sd":
+        raise UserError(f"kohya names the layers of the family {model.family!r} after another code; export --to lora, which ComfyUI reads too")  # fmt: skip
+    for one in factors:
+        prefix = _KOHYA[one.part] if kohya else _component(model, one.part)
+        told |= {f"{prefix}.{key}": value for key, value in _config(one).items()}
+        for layer, pair in one.layers.items():
+            tensors |= (_kohya if kohya else _diffusers)(prefix, one, _full(one.part, layer), pair)
+    if kohya:  # what A1111's and ComfyUI's lists show
+        header |= {"ss_network_module": "networks.lora", "ss_network_dim": str(factors[0].rank), "ss_network_alpha": str(factors[0].alpha)}  # fmt: skip
+    else:
+        header |= {"format": "pt", "lora_adapter_metadata": json.dumps(told, sort_keys=True)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata=header)
+
+
+def _full(part: str, layer: str) -> str:
+    """Newer transformers dropped `text_model.` from a text encoder's names; files have it, and readers know both."""
+    return f"text_model.{layer}" if part == "text_encoder" and not layer.startswith("text_model.") else layer
+
+
+def _diffusers(prefix: str, one: Factors, layer: str, pair: Pair) -> dict[str, Tensor]:
+    down, up = pair
+    return {f"{prefix}.{layer}.lora_A.weight": down, f"{prefix}.{layer}.lora_B.weight": up}
+
+
+def _kohya(prefix: str, one: Factors, layer: str, pair: Pair) -> dict[str, Tensor]:
+    stem, (down, up) = prefix + layer.replace(".", "_"), pair
+    return {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.alpha": torch.tensor(float(one.alpha))}  # fmt: skip
+
+
+def _config(one: Factors) -> dict[str, Any]:
+    """peft's settings. It matches layers by the endings of their names, so names without `text_model.` fit both kinds."""
+    targets = sorted(layer.removeprefix("text_model.") for layer in one.layers)
+    return {"r": one.rank, "lora_alpha": one.alpha, "target_modules": targets}
+
+
+def _component(model: Loaded, part: str) -> str:
+    """What the pipeline calls a part of ours: unet or transformer, text_encoder."""
+    components: Mapping[str, Any] = getattr(getattr(model, "pipeline", None), "components", {})
+    found = next((name for name, value in components.items() if value is model.parts[part]), None)
+    if found is None:
+        raise UserError(f"{model.source} is no diffusers pipeline, so a LoRA of its {part} has no name to be saved under")  # fmt: skip
+    return found
+
+
+def read(model: Loaded, tensors: Mapping[str, Tensor], header: Mapping[str, str], source: str) -> list[Factors]:
+    """The factors in a file of either naming, one entry a part. Scales of their own (alphas) go into `up`.
+
+    Raises UserError for a layer that the model does not have, and for what is no plain LoRA.
+    """
+    config = json.loads(header.get("lora_adapter_metadata") or "{}")
+    told: dict[str, dict[str, Pair]] = {}
+    places = {spelled: (part, layer, prefix) for part in model.parts if part != "vae" for spelled, layer, prefix in _spelled(model, part)}  # fmt: skip
+    left = {name for name in tensors if not name.endswith("alpha")}
+    for name in sorted(left):
+        kind = next(((down, up) for down, up in _DOWN_UP if name.endswith(f".{down}")), None)
+        if kind is None:
+            continue
+        stem = name.removesuffix(f".{kind[0]}")
+        if stem not in places:
+            raise UserError(f"{source} has factors for {stem!r}, which {model.source} does not have; was it made for another model?")  # fmt: skip
+        (part, layer, prefix), up = places[stem], f"{stem}.{kind[1]}"
+        if up not in tensors:
+            raise UserError(f"{source} is incomplete: it has {name} but no {up}")
+        rank = len(tensors[name])
+        alpha = float(tensors[f"{stem}.alpha"]) if f"{stem}.alpha" in tensors else float(config.get(f"{prefix}.lora_alpha", rank))  # fmt: skip
+        told.setdefault(part, {})[layer] = tensors[name].float(), tensors[up].float() * (alpha / rank)
+        left -= {name, up}
+    if left:
+        raise UserError(f"{source} is no plain LoRA: nothing is known of {min(left)!r}; only pairs of down and up can be converted")  # fmt: skip
+    return [of_pairs(part, layers) for part, layers in told.items()]
+
+
+def _spelled(model: Loaded, part: str) -> Iterable[tuple[str, str, str]]:
+    """(name in a file, layer, prefix) for each layer of a part, in either naming."""
+    prefix = _component(model, part)
+    for layer, _ in model.parts[part].named_modules():
+        full = _full(part, layer)
+        yield f"{prefix}.{full}", layer, prefix
+        yield f"{prefix}.{layer}", layer, prefix
+        if part in _KOHYA:
+            yield _KOHYA[part] + full.replace(".", "_"), layer, prefix
+
+
+def of_pairs(part: str, pairs: Mapping[str, Pair]) -> Factors:
+    """Factors of any ranks, scaled by 1, as factors of the largest rank: the smaller ones are filled up with zeros."""
+    rank = max(len(down) for down, _ in pairs.values())
+    return Factors(part, {name: _filled(*pair, rank) for name, pair in pairs.items()}, rank, float(rank))
+
+
+def _filled(down: Tensor, up: Tensor, rank: int) -> Pair:
+    more = rank - len(down)
+    if not more:
+        return down, up
+    return torch.cat([down, down.new_zeros(more, *down.shape[1:])]), torch.cat([up, up.new_zeros(len(up), more, *up.shape[2:])], 1)  # fmt: skip

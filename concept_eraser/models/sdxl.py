@@ -1,0 +1,74 @@
+"""Stable Diffusion XL: a UNet read by two CLIP text encoders and told the picture's size (micro-conditioning).
+
+The denoiser is conditioned on the last but one hidden states of both encoders side by side, on the second's pooled
+embedding, and on six numbers (original height and width, crop from top and left, target height and width). Training tells it
+what diffusers' sampler does: an uncropped picture of the size that is drawn. Epsilon- and v-prediction as in sd.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from concept_eraser.errors import UserError
+from concept_eraser.models.base import Condition, Weights
+from concept_eraser.models.latent import Sized, Variance, penultimate, tokens_of
+
+
+class StableDiffusionXL(Variance, Sized):
+    """A `StableDiffusionXLPipeline` behind the families' face. A condition is {"states": [n, tokens, width],
+    "pooled": [n, width], "time_ids": [n, 6]}."""
+
+    family = "sdxl"
+    pipeline_class = "StableDiffusionXLPipeline"
+    left_out = {"add_watermarker": False}  # noqa: RUF012 - drawn into the finished picture; it is not part of the model
+
+    def __init__(self, pipeline: Any, source: str) -> None:
+        super().__init__(pipeline, source)
+        if pipeline.unet.config.time_cond_proj_dim is not None:
+            raise UserError(f"{source} is distilled to be told its guidance (a latent consistency model), which is not supported for SDXL")  # fmt: skip
+        if getattr(pipeline.vae.config, "latents_mean", None) is not None:
+            raise UserError(f"{source}: its VAE scales each channel of the latents by itself, which is not supported")
+
+    def _encoders(self) -> list[tuple[str, Any, Any]]:
+        """(name of the ids, tokenizer, encoder) of the encoders that are there."""
+        pipe = self.pipeline
+        known = [("ids", pipe.tokenizer, pipe.text_encoder), ("ids_2", pipe.tokenizer_2, pipe.text_encoder_2)]
+        return [(name, tokenizer, encoder) for name, tokenizer, encoder in known if encoder is not None]
+
+    def tokenize(self, prompts: Sequence[str]) -> Condition:
+        return Condition({name: tokens_of(tokenizer, prompts, tokenizer.model_max_length).input_ids.to(self.device) for name, tokenizer, _ in self._encoders()})  # fmt: skip
+
+    def embed(self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None) -> Condition:
+        self._only_read(weights, rows)
+        read = [penultimate(encoder, tokens.tensors[name]) for name, _, encoder in self._encoders()]
+        return self._condition(torch.cat([states for states, _ in read], dim=-1), read[-1][1])
+
+    def _condition(self, states: Tensor, pooled: Tensor) -> Condition:
+        size = torch.tensor([[self.size, self.size, 0, 0, self.size, self.size]], dtype=states.dtype)
+        return Condition({"states": states, "pooled": pooled, "time_ids": size.expand(len(states), 6).to(states.device)})  # fmt: skip
+
+    def null(self) -> Condition:
+        """Zeros, where the pipeline is configured so (SDXL base is); else the empty prompt."""
+        empty = self.encode([""])
+        if not self.pipeline.config.force_zeros_for_empty_prompt:
+            return empty
+        return self._condition(*(torch.zeros_like(empty.tensors[name]) for name in ("states", "pooled")))
+
+    def _inputs(self, noisy: Tensor, t: Tensor, condition: Condition) -> dict[str, Any]:
+        given = condition.tensors
+        added = {"text_embeds": given["pooled"], "time_ids": given["time_ids"]}
+        return {"sample": noisy, "timestep": t, "encoder_hidden_states": given["states"], "added_cond_kwargs": added}
+
+    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+        asked = super()._asked(prompts)
+        if isinstance(prompts, Condition):
+            null = self.null().repeat(len(prompts)).tensors
+            asked |= {"negative_prompt_embeds": null["states"], "negative_pooled_prompt_embeds": null["pooled"]}
+        return asked
+
+
+PLUGIN = StableDiffusionXL
