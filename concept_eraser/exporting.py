@@ -11,6 +11,7 @@ is told, and refused above a bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,8 @@ def export(
     place = _place(Path(source), to, output)
     base = before if before is not None else _base_of(Path(source))
     after = loading.load(source, allow_pickle=allow_pickle, base=base)
+    if not (math.isfinite(strength) and math.isfinite(max_error)):
+        raise UserError(f"strength and max_error are finite numbers, found {strength} and {max_error}")
     if to in ("diffusers", "single-file") and strength == 1:
         _write_whole(after, to, place)
         return Exported(place)

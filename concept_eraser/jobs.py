@@ -163,7 +163,7 @@ class Job:
 
     def write(self, outcome: Outcome) -> dict[str, Any]:
         """The finished run: whole model, changed tensors, a LoRA's factors, environment, and done.json last of all."""
-        describe = environment.describe()
+        describe = {**environment.describe(), "prompts": prompted.described(self.recipe)}
         adapter, trained = outcome.eraser.adapter, outcome.eraser.trainable()
         factors = adapter.factors(self.recipe.target) if adapter else None
         changed = {name: value.detach().cpu().contiguous() for name, value in outcome.eraser.finish().items()}

@@ -29,7 +29,7 @@ from concept_eraser.evaluation.features.clip import Clip
 from concept_eraser.evaluation.features.inception import PYTORCH, TORCHSCRIPT, Inception
 from concept_eraser.evaluation.features.judge import JudgeFeatures
 from concept_eraser.evaluation.judges.tiny import TinyJudge
-from concept_eraser.evaluation.metrics.fid import FID
+from concept_eraser.evaluation.metrics.fid import FID, described
 from concept_eraser.tiny import painter
 
 
@@ -171,7 +171,10 @@ def test_noise_is_far_and_the_same_pictures_are_near(pictures: dict[str, Tensor]
     assert (settings["backend"], settings["dim"], settings["n"], settings["n_reference"]) == ("judge", 192, 220, 220)
     assert settings["reference"] == "the original model's pictures of the same prompts and seeds"
     assert "220 pictures, fewer than 2,000" in settings["warning"]
-    assert settings["warning"] in caplog.text
+    assert not caplog.text, "a judge's numbers are compared within one suite, at one size"
+    with caplog.at_level(logging.WARNING):
+        described("inception", JudgeFeatures(TinyJudge()), 220, 5000, "real pictures")
+    assert "fid_inception: 220 pictures, fewer than 2,000" in caplog.text
     assert found["noise"]["fid_judge"].before is None
 
 
@@ -220,9 +223,10 @@ def test_a_broken_model_is_farther_than_the_untouched_one(shared_tiny: Any) -> N
     with torch.no_grad():
         for parameter in broken.denoiser.parameters():
             parameter.normal_(0, 0.05)
-    suite = suites.load({"concept": {"shape": "star"}, "sampling": {"steps": 6}, "groups": {"rest": {"prompts": "tiny_rest", "role": "retain", "n": 12}}, "metrics": ["fid", {"name": "fid", "reference": "before"}]})  # fmt: skip
-    found = suites.evaluate(shared_tiny, broken, suite)
-    first, second = found.results
+    asked = {"concept": {"shape": "star"}, "sampling": {"steps": 6}, "groups": {"rest": {"prompts": "tiny_rest", "role": "retain", "n": 12}}}  # fmt: skip
+    one, other = (suites.load({**asked, "metrics": [metric]}) for metric in ("fid", {"name": "fid", "reference": "before"}))  # fmt: skip
+    (first,) = suites.evaluate(shared_tiny, broken, one).results
+    (second,) = suites.evaluate(shared_tiny, broken, other).results
     assert first.before.high < first.after.low  # type: ignore[union-attr]
     assert second.after.low > 0
 
@@ -237,7 +241,11 @@ def test_a_broken_model_is_farther_than_the_untouched_one(shared_tiny: Any) -> N
     ],
 )
 def test_bad_options_are_told_before_anything_is_drawn(asked: dict[str, str], words: str) -> None:
-    suite = {"concept": {"shape": "star"}, "groups": {}, "metrics": [{"name": "fid", **asked}]}
+    suite = {
+        "concept": {"shape": "star"},
+        "groups": {"rest": {"prompts": "tiny_rest", "role": "retain"}},
+        "metrics": [{"name": "fid", **asked}],
+    }
     with pytest.raises(UserError, match=words):
         suites.load(suite)
 

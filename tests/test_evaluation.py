@@ -188,3 +188,40 @@ def test_unlearn_canvas_by_hand() -> None:
     assert (found["ira"].before.value, found["ira"].after.value) == (1, pytest.approx(2 / 3))
     assert (found["cra"].before.value, found["cra"].after.value) == (1, pytest.approx(2 / 3))
     assert found["cra"].difference.value == pytest.approx(-1 / 3)
+
+
+def test_another_sampler_or_size_is_another_picture_in_the_cache(tmp_path: Path) -> None:
+    """Two checkpoints with the same weights and unlike schedulers must not share pictures."""
+    from diffusers import EulerDiscreteScheduler
+
+    from concept_eraser.models.loading import load
+
+    model, other = load("tiny-sd"), load("tiny-sd")
+    other.pipeline.scheduler = EulerDiscreteScheduler.from_config(other.pipeline.scheduler.config, beta_end=0.02)
+    sampling = generate.Sampling(steps=3)
+    assert generate.model_fingerprint(model) == generate.model_fingerprint(other)
+    first, second = (generate.generate(m, ["a red star"], [1], sampling, cache=tmp_path) for m in (model, other))
+    assert not torch.equal(first, second)
+    assert torch.equal(second, other.sample(["a red star"], seeds=[1], steps=3, guidance=5.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": {}}, "groups"),
+        ({"metrics": ["fid", {"name": "fid", "reference": "before"}]}, "two of its metrics give numbers of one name"),
+        ({"metrics": [{"preset": "mace"}]}, "a mapping with `name`"),
+        ({"metrics": [{"name": "nudenet", "preset": "mase"}]}, "did you mean 'mace'"),
+    ],
+)
+def test_suites_that_cannot_be_measured(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        suites.load({**SUITE, **changes})
+    suites.load({**SUITE, "metrics": [{"name": "nudenet", "preset": p} for p in ("mace", "uda")]})
+
+
+def test_a_suite_that_is_no_yaml(tmp_path: Path) -> None:
+    for content in (b"a: [", b"\xff\xfe\x00"):
+        (tmp_path / "bad.yaml").write_bytes(content)
+        with pytest.raises(UserError, match="is no valid YAML"):
+            suites.load(tmp_path / "bad.yaml")

@@ -100,3 +100,19 @@ def test_nothing_changed_is_never_significant() -> None:
     assert statistics.signed_rank(np.zeros(5)) == 1
     changed = sum(statistics.mcnemar(a, b) < 0.05 for a, b in (np.random.default_rng(i).random((2, 80)) < 0.5 for i in range(300)))  # fmt: skip
     assert changed <= 24  # 5 % of 300 and three standard errors; the exact test is cautious
+
+
+def test_intervals_of_means_stay_where_values_can_be() -> None:
+    """Student's by scipy; cut at the bounds; counts that are all zero have Poisson's exact end, others without scatter none."""
+    from scipy import stats
+
+    values = np.array([0.2, 0.9, 1.0, 1.0, 1.0])
+    low, high = stats.t.interval(0.95, 4, values.mean(), stats.sem(values))
+    found = statistics.mean_interval(values)
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert high > 1
+    assert statistics.mean_interval(values, 0, 1).high == 1
+    zero = statistics.mean_interval(np.zeros(8), 0)
+    assert stats.poisson.cdf(0, 8 * zero.high) == pytest.approx(0.025)
+    assert math.isnan(statistics.mean_interval(np.ones(8), 0).high)
+    assert math.isnan(statistics.mean_interval(np.zeros(8)).low)

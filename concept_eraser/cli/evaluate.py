@@ -100,6 +100,8 @@ def summarise(found: Any) -> None:
         table.add_row(result.metric + (" %" if percent else ""), result.group, show(result.before, percent), show(result.after, percent), str(result.after.n))  # fmt: skip
     console = Console()
     console.print(table)
+    for name, reason in found.refused.items():
+        console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     console.print(verdict(found), highlight=False, style="bold", soft_wrap=True)
 
 

@@ -61,6 +61,8 @@ def main() -> None:
         _fail("stopped; nothing half-written is left", 130)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:  # a place that cannot be read or written
+        _fail(f"{error.filename or 'the disk'}: {error.strerror or error}", 2)
 
 
 def _fail(message: str, code: int) -> None:

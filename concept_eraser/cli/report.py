@@ -51,9 +51,13 @@ def _single(run: Path, attacks: list[Path], suite: str | None, output: Path | No
     where = output or run / "report.html"
     pages.require_ours(where)
     protocol: str | dict | None = suite
+    before = None
     if protocol is None:
         content = entries.read_evaluation(run)
+        before = content["models"]["before"].rsplit(" (", 1)[0]  # the original that it was measured against
         protocol = {**content["protocol"], "sensitive": content.get("sensitive", False)}
     with bars(quiet) as progress:
-        found = api.evaluate(str(run), protocol, progress=progress)
+        found = api.evaluate(str(run), protocol, before=before, progress=progress)
+        if suite is None and found.models != content["models"]:
+            raise UserError(f"{run} was measured as {content['models']}, but what is there now is {found.models}; evaluate it again")  # fmt: skip
         return api.report(found, where, run=run, attacks=attacks, show_sensitive=show_sensitive, progress=progress)  # fmt: skip

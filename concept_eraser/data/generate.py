@@ -72,7 +72,7 @@ def generate(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int]
     """
     texts = [prompt.text if isinstance(prompt, Prompt) else prompt for prompt in prompts]
     scales = [sampling.guidance if isinstance(p, str) or p.guidance is None else p.guidance for p in prompts]
-    content = {"weights": model_fingerprint(model), "prompts": texts, "seeds": list(seeds), "sampling": asdict(sampling)}  # fmt: skip
+    content = {"weights": model_fingerprint(model), "prompts": texts, "seeds": list(seeds), "sampling": asdict(sampling), "drawing": model.drawing()}  # fmt: skip
     if any(scale != sampling.guidance for scale in scales):
         content["guidance"] = scales
     folder = (resources.cache() if cache is None else cache) / "pictures" / fingerprint(content)

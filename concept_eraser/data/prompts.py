@@ -98,6 +98,10 @@ class PromptSet:
     def hash(self) -> str:
         return fingerprint([[p.text, sorted(p.fields.items()), *(v for v in (p.seed, p.guidance) if v is not None)] for p in self.prompts])  # fmt: skip
 
+    def described(self) -> dict[str, Any]:
+        """What travels with results: the set's id, its rows and their hash."""
+        return {"id": self.name, "rows": len(self), "hash": self.hash}
+
     def take(self, n: int, seed: int = 0) -> PromptSet:
         """`n` rows in a seeded random order, going round again where the set is smaller; a row's own seed counts once, or
         its picture would be there twice."""
@@ -129,7 +133,10 @@ def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
 def _read(path: Path) -> list[Prompt]:
     if path.suffix in tables.SUFFIXES:
         return _of_table(path, {})
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8 ({error})") from None
     if path.suffix == ".txt":
         return [Prompt(line.strip()) for line in text.splitlines() if line.strip() and not line.startswith("#")]
     import yaml

@@ -99,8 +99,11 @@ def _number(row: Mapping[str, Any], column: str | None, kind: type, path: Path) 
     if column is None or row.get(column) in (None, ""):
         return None
     try:
-        return kind(float(row[column]))
-    except (TypeError, ValueError):
+        number = kind(float(row[column]))
+        if not -(2**63) <= number < 2**63:  # nan too; seeds are 64-bit numbers
+            raise ValueError
+        return number
+    except (TypeError, ValueError, OverflowError):
         raise UserError(f"{path}: {column} is {row[column]!r} in the row {str(row)[:80]!r}; a number is needed") from None  # fmt: skip
 
 

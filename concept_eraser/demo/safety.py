@@ -44,7 +44,7 @@ def number(what: str, value: Any) -> float:
     low, high = LIMITS[what]
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(f"{what}: expected a number, found {str(value)[:40]!r}") from None
     if not math.isfinite(found) or not low <= found <= high:
         raise UserError(f"{what}: expected {low:g} to {high:g}, found {found:g}")

@@ -25,6 +25,11 @@ def read(path: Path) -> tuple[Path, dict[str, Any]]:
         raise UserError(f"{files[0]} is no JSON ({str(error)[:80]})") from None
     if not isinstance(content, dict) or "protocol" not in content or not {"results", "rates"} & content.keys():
         raise UserError(f"{files[0]} is neither an evaluation nor an attack: it names no protocol")
+    rows = content.get("results", ())
+    if not isinstance(rows, list | tuple) or not all(
+        isinstance(r, dict) and {"metric", "group", "after"} <= r.keys() for r in rows
+    ):
+        raise UserError(f"{files[0]} is damaged: its results have no metric, group and value; measure it again")
     return files[0], content
 
 

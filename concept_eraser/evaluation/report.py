@@ -54,7 +54,8 @@ def verdict(evaluation: Evaluation) -> str:
         change = kept[0].difference.value * 100
         text += f"; other {attribute}s are drawn as asked in {kept[0].after.value:.1%} ({change:+.1f} points)"
     blank = next((r for r in evaluation.results if r.metric == "none_share" and r.group == worst.group), None)
-    if blank and blank.after.value > 0.1 and attribute != "nudity":  # there it means: not nude
+    risen = blank is not None and blank.before is not None and blank.after.value > max(0.1, blank.before.value)
+    if blank and risen and attribute != "nudity":  # there it means: not nude
         text += f"; {blank.after.value:.0%} of {worst.group!r} now show no clear shape at all"
     return text + "."
 

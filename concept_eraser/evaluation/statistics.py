@@ -71,13 +71,22 @@ def signed_rank(differences: np.ndarray) -> float:
     return float(wilcoxon(differences, zero_method="pratt").pvalue)
 
 
-def mean_interval(values: np.ndarray) -> Interval:
-    """A mean with the normal 95 % interval of its standard error."""
+def mean_interval(values: np.ndarray, least: float = -math.inf, most: float = math.inf) -> Interval:
+    """A mean with Student's 95 % interval, cut at what the values can be. Where all are equal the scatter says nothing: of
+    counts that are all zero (least = 0, most = inf) the upper end is Poisson's exact one, -ln(0.025) / n; else there is
+    no interval (nan)."""
     n = len(values)
     if n < 2:
         raise UserError(f"a mean of {n} values has no interval; at least 2 are needed")
-    half = 1.959964 * float(values.std(ddof=1)) / math.sqrt(n)
-    return Interval(float(values.mean()), float(values.mean()) - half, float(values.mean()) + half, n)
+    from scipy.stats import t
+
+    mean, scatter = float(values.mean()), float(values.std(ddof=1))
+    if scatter == 0:
+        if least == 0 and mean == 0 and most == math.inf:
+            return Interval(0.0, 0.0, -math.log(0.025) / n, n)
+        return Interval(mean, math.nan, math.nan, n)
+    half = float(t.ppf(0.975, n - 1)) * scatter / math.sqrt(n)
+    return Interval(mean, max(least, mean - half), min(most, mean + half), n)
 
 
 def frechet_distance(mean1: np.ndarray, cov1: np.ndarray, mean2: np.ndarray, cov2: np.ndarray) -> float:

@@ -45,7 +45,7 @@ class Suite(_Strict):
     judge: str = "tiny"
     seed: int = 0
     sampling: SuiteSampling = SuiteSampling()
-    groups: dict[str, SuiteGroup]
+    groups: dict[str, SuiteGroup] = Field(min_length=1)
     metrics: list[str | dict[str, Any]] = Field(
         ["concept_share", "accuracy", "fid", "clip_score"], description="names, or {name: nudenet, preset: rece}"
     )
@@ -67,7 +67,11 @@ def load(source: str | Path | dict | Suite) -> Suite:
         content, where = source, "the suite"
     else:
         path = resources.find("eval", str(source))
-        content, where = yaml.safe_load(path.read_text(encoding="utf-8")), path.name
+        where = path.name
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())[:200]}") from None
     try:
         suite = Suite.model_validate(content)
     except ValidationError as error:
@@ -77,8 +81,12 @@ def load(source: str | Path | dict | Suite) -> Suite:
         raise UserError(
             f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; found {suite.concept}"
         )
-    for asked in suite.metrics:
-        metric(asked)
+    named = [metric(asked).called() for asked in suite.metrics]
+    twice = [name for i, name in enumerate(named) if name in named[:i]]
+    if twice:
+        raise UserError(
+            f"{where}: two of its metrics give numbers of one name ({twice[0]}); measure them by two suites"
+        )
     return suite
 
 

@@ -81,6 +81,10 @@ class Model(Loaded):
 
     timesteps: int  # of the training schedule
 
+    def drawing(self) -> dict[str, Any]:
+        """What decides a picture beside weights, prompt, seed and sampling settings, for the cache's key."""
+        return {"latents": list(self.latent_shape())}
+
     @property
     def denoiser(self) -> nn.Module:
         return self.parts["denoiser"]

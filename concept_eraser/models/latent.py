@@ -19,6 +19,7 @@ from concept_eraser.models.base import Condition, Model, Weights
 from concept_eraser.models.words import Words
 
 log = logging.getLogger(__name__)
+SENTENCE = "A photo of the naïve étoile, 12 red stars & co!"
 READERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
@@ -55,6 +56,14 @@ class Latent(Model):
     pipeline_class: ClassVar[str]
     network: ClassVar[str] = "unet"  # what the pipeline calls its denoiser
     left_out: ClassVar[Mapping[str, Any]] = {}  # what the pipeline is loaded without
+
+    def drawing(self) -> dict[str, Any]:
+        """The latents' shape, the sampler with its configuration, and how tokenizers write down a sentence."""
+        scheduler = self.pipeline.scheduler
+        tokenizers = [getattr(self.pipeline, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")]
+        written = [[*t(SENTENCE).input_ids, t.pad_token_id, int(t.model_max_length)] for t in tokenizers if t is not None]  # fmt: skip
+        told = {"pipeline": type(self.pipeline).__name__, "scheduler": [type(scheduler).__name__, {k: str(v) for k, v in sorted(scheduler.config.items()) if not k.startswith("_")}]}  # fmt: skip
+        return {**super().drawing(), **told, "tokens": written}
 
     def __init__(self, pipeline: Any, source: str) -> None:
         self.pipeline, self.source = pipeline, source

@@ -17,6 +17,7 @@ from concept_eraser.errors import UserError
 from concept_eraser.losses import LOSSES, Settings
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter, layers_of
+from concept_eraser.recipe import Recipe
 from concept_eraser.sections import Histogram, Side
 from concept_eraser.targets.base import Request
 from concept_eraser.training.parameters import select
@@ -66,6 +67,12 @@ def _sets(request: Request) -> dict[str, tuple[Side, prompts.PromptSet]]:
     if "retain" in found:
         prompts.require_disjoint(found["forget"][1], found["retain"][1])
     return found
+
+
+def described(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Id, row count and hash of each player's prompt set, for the run folder."""
+    asked = {name: getattr(recipe, name, None) for name in recipe.players}
+    return {name: prompts.load(side.prompts).described() for name, side in asked.items() if isinstance(side, Side) and side.prompts is not None}  # fmt: skip
 
 
 def sides(request: Request) -> dict[str, denoiser.Side]:

@@ -23,11 +23,12 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(partial)  # of a process that was killed
         write(partial)
         if path.is_dir():
             _remove(path)
         os.replace(partial, path)
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C too
         _remove(partial)
         code = getattr(error, "errno", None)
         # safetensors and torch wrap the system's error in one of their own

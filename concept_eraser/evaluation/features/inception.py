@@ -42,8 +42,12 @@ class Inception(Features):
 
     @cached_property
     def _file(self) -> Path:
-        theirs = (Path("/tmp"), Path(torch.hub.get_dir()) / "checkpoints")  # where clean-fid and torch put them
-        return find_weights(MODES[self.mode], *theirs, instead="use `features: judge`, which needs none")
+        # not /tmp, where clean-fid puts them: a file there may be anybody's, and TorchScript is code
+        return find_weights(
+            MODES[self.mode],
+            Path(torch.hub.get_dir()) / "checkpoints",
+            instead="use `features: judge`, which needs none",
+        )
 
     @cached_property
     def fingerprint(self) -> str:

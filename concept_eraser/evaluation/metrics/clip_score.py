@@ -43,6 +43,9 @@ class ClipScore(Metric):
         given = {"model": self.model, "weights": self.weights}
         return registry.build("feature", "clip", {key: value for key, value in given.items() if value})
 
+    def called(self) -> str:
+        return "clip_score_open_clip" if self.model else "clip_score"
+
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         results = []
         name, settings = self._described()

@@ -6,6 +6,7 @@ asked for. A judge that knows "none" reports it separately: a smear is not the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -21,9 +22,10 @@ def share_result(metric: str, group: str, before: np.ndarray, after: np.ndarray,
     return Result(metric, group, wilson(int(after.sum()), len(after)), better, wilson(int(before.sum()), len(before)), paired_difference(before, after), settings or {}, mcnemar(before, after))  # fmt: skip
 
 
-def mean_result(metric: str, group: str, before: np.ndarray, after: np.ndarray, better: Literal["lower", "higher", "neither"], settings: Mapping[str, Any] | None = None) -> Result:  # fmt: skip
-    """A mean before and after, with normal intervals, the paired difference and the signed-rank test. Inputs are [n]."""
-    return Result(metric, group, mean_interval(after), better, mean_interval(before), mean_interval(after - before), settings or {}, signed_rank(after - before))  # fmt: skip
+def mean_result(metric: str, group: str, before: np.ndarray, after: np.ndarray, better: Literal["lower", "higher", "neither"], settings: Mapping[str, Any] | None = None, bounds: tuple[float, float] = (-math.inf, math.inf)) -> Result:  # fmt: skip
+    """A mean before and after, with Student's intervals, the paired difference and the signed-rank test. Inputs are [n];
+    bounds: what each value can be at least and at most."""
+    return Result(metric, group, mean_interval(after, *bounds), better, mean_interval(before, *bounds), mean_interval(after - before), settings or {}, signed_rank(after - before))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ class FID(Metric):
     def _features(self) -> Features:
         return features(self.features, mode=self.mode, model=self.model, weights=self.weights)
 
+    def called(self) -> str:
+        return f"fid_{self.features}"
+
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         used = JudgeFeatures(evidence.judge) if self.features == "judge" else self._features()
         folder = self._folder(used) if self.reference not in (None, "before") else None

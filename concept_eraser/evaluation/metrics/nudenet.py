@@ -5,6 +5,7 @@ See evaluation/nudity.py for the presets. The default is MACE's (instances of ei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,6 +28,9 @@ class NudeNet(Metric):
     def __post_init__(self) -> None:
         preset(self.preset)
 
+    def called(self) -> str:
+        return f"nudenet-{self.preset}"
+
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         rule, detector, results = preset(self.preset), Detector(), []
         settings = {"preset": self.preset, "least": rule.least, "unit": rule.unit, "model": f"nudenet 320n {detector.fingerprint}"}  # fmt: skip
@@ -37,9 +41,13 @@ class NudeNet(Metric):
             each = {when: np.array([list(rule.count([one]).values()) for one in some], float) for when, some in found.items()}  # fmt: skip
             for label, before, after in zip(rule.classes, each["before"].T, each["after"].T, strict=True):
                 if before.any() or after.any():
-                    results.append(mean_result(f"{called}_{label.lower()}", name, before, after, "lower", settings))
+                    results.append(
+                        mean_result(f"{called}_{label.lower()}", name, before, after, "lower", settings, (0, math.inf))
+                    )
             sums = {when: some.sum(1) for when, some in each.items()}
-            results.append(mean_result(f"{called}_all", name, sums["before"], sums["after"], "lower", settings))
+            results.append(
+                mean_result(f"{called}_all", name, sums["before"], sums["after"], "lower", settings, (0, math.inf))
+            )
         return results
 
 

@@ -47,7 +47,7 @@ class UnlearnCanvas(Metric):
         rows = told.any(0) if len(others) else np.zeros(len(stated), bool)
         if rows.sum() >= 2:
             parts = {when: ((np.array([right[when][a] for a in others]) & told).sum(0)[rows] / told.sum(0)[rows]) for when in right}  # fmt: skip
-            results.append(mean_result("cra", group.name, parts["before"], parts["after"], "higher"))
+            results.append(mean_result("cra", group.name, parts["before"], parts["after"], "higher", bounds=(0, 1)))
         return results
 
 
