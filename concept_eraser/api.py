@@ -252,11 +252,11 @@ def _pair(model: Any, before: Any, allow_pickle: bool) -> tuple[Model, Model]:
 
 
 def _suite_of(model: Any) -> str:
-    """The suite named like the set that a run forgot. Raises UserError where a run on a model of one's own has none."""
+    """The suite named like the set that a run forgot. Raises UserError where there is none: another concept's would mislead."""
     found = _recipe_of(model)
     name = found.forget.prompts if found else None
     if isinstance(name, str) and name in resources.names("eval"):
         return name
-    if found and found.model != "tiny-sd":
+    if found:
         raise UserError(f"no suite is named like what this run forgot ({name}); give one with --suite (`concept-eraser list suites`, or a file of your own)")  # fmt: skip
     return "tiny_star"
