@@ -92,7 +92,7 @@ def summarise(found: Any) -> None:
 
     table = Table(box=None, header_style="bold")
     for column in ("metric", "group", "before", "after", "n"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "metric")
     for result in found.results:
         if ":" in result.group:
             continue
