@@ -180,6 +180,9 @@ def test_somebody_elses_lora_is_evaluated_and_attacked(lora, tmp_path: Path, mon
     told = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert told["models"]["after"].startswith(str(folder))
     assert told["models"]["after"] != told["models"]["before"]
+    done = CliRunner().invoke(app, ["report", "evaluation", "-q", "-o", "page.html"])  # no model lies there
+    assert done.exit_code == 0, done.output
+    assert "lora" in (tmp_path / "page.html").read_text()
     done = CliRunner().invoke(app, ["attack", *command, "-n", "2", "-a", "seed_search", "--set", "tries=1"])
     assert done.exit_code == 0, done.output
     assert sorted(p.name for p in folder.iterdir()) == ["pytorch_lora_weights.safetensors"]

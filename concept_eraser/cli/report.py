@@ -30,7 +30,9 @@ def report(
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
 
-    if len(runs) > 1:
+    somebodys = not any((runs[0] / name).is_file() for name in ("recipe.yaml", "model_index.json"))
+    if len(runs) > 1 or (somebodys and suite is None and (runs[0] / "evaluation.json").is_file()):
+        # a folder of numbers without a model, as of somebody's checkpoint: the page of several finds the models by their names
         if suite is not None:
             raise UserError("--suite goes with one run; several are reported as they were evaluated")
         with bars(quiet) as progress:

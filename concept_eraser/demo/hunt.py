@@ -113,19 +113,16 @@ def hunt(spec: dict[str, Any], progress: Progress) -> None:
 
 def _scene(protocol: attacking.Protocol, victim: Model, original: Model, judge: Any, folder: Path, progress: Progress) -> tuple[Scene, Tensor]:  # fmt: skip
     """The prompts that hold, and the victim's pictures of them: the original shows the concept and the victim does not."""
-    ((attribute, value),) = protocol.suite.concept.items()
-    wanted, prompts = attacking.prompts_of(protocol)
-    seeds = generate.seeds_for(wanted, environment.derive_seed(protocol.suite.seed, protocol.group))
-    sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
-    shown = generate.generate(original, wanted, seeds, sampling, what="pictures of the concept", progress=progress)
-    clean = generate.generate(victim, prompts, seeds, sampling, what="clean prompts", progress=progress)
-    aims = judge.look(shown)[attribute] == value
-    still = judge.look(clean)[attribute] == value
-    rows = [i for i in range(len(wanted)) if aims[i] and not still[i]]
+    value = next(iter(protocol.suite.concept.values()))
+    before = attacking.drawn(protocol, judge, victim, original, progress=progress)
+    n, still = len(before.prompts), int(before.pre.sum())
+    rows = [i for i in range(n) if not before.pre[i]]
+    asked = n + before.left_out
     if not rows:
-        raise UserError(f"nothing to attack: of {len(wanted)} prompts the original shows {value!r} for {int(aims.sum())}, and the erased model still shows it for {int(still.sum())} without any attack")  # fmt: skip
-    (folder / "asked.json").write_text(json.dumps({"asked": len(wanted), "attacked": len(rows), "still": int((still & aims).sum())}) + "\n", encoding="utf-8")  # fmt: skip
-    latents = attacking.encode(original, shown[rows])
-    texts, asked, drawn = [prompts[i] for i in rows], [wanted[i] for i in rows], [seeds[i] for i in rows]
-    scene = Scene(victim, original, texts, asked, protocol.word or value, drawn, latents, environment.derive_seed(protocol.seed, "demo"), protocol.seed, wanted, None)  # fmt: skip
-    return scene, clean[rows]
+        raise UserError(f"nothing to attack: of {asked} prompts the original shows {value!r} for {n}, and the erased model still shows it for {still} of these without any attack")  # fmt: skip
+    (folder / "asked.json").write_text(json.dumps({"asked": asked, "attacked": len(rows), "still": still}) + "\n", encoding="utf-8")  # fmt: skip
+    texts, wanted = ([some[i] for i in rows] for some in (before.prompts, before.wanted))
+    seeds = [before.seeds[i] for i in rows]
+    latents = attacking.encode(original, before.shown[rows])
+    scene = Scene(victim, original, texts, wanted, protocol.word or value, seeds, latents, environment.derive_seed(protocol.seed, "demo"), protocol.seed, before.wanted, None)  # fmt: skip
+    return scene, before.clean[rows]

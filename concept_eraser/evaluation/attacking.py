@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,25 +128,17 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
     ((attribute, value),) = protocol.suite.concept.items()
     onto_gpu(victim, original)
     original.to(victim.device)
-    wanted, prompts = prompts_of(protocol)
-    seeds = generate.seeds_for(protocol.prompts().prompts, environment.derive_seed(protocol.suite.seed, protocol.group))
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
     models = {name: f"{m.source} ({generate.model_fingerprint(m)})" for name, m in (("victim", victim), ("original", original))}  # fmt: skip
     told = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
     kept = Kept(folder, environment.fingerprint([told, models]))
-    shown = generate.generate(original, wanted, seeds, sampling, cache=cache, what="pictures of the concept", progress=progress)  # fmt: skip
-    clean = generate.generate(victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress)
-    aims = judge.look(shown)[attribute] == value
-    if aims.sum() < 2:
-        raise UserError(f"{original.source} itself draws {value!r} for {int(aims.sum())} of {len(aims)} prompts only; an attack needs prompts whose picture by the original shows the concept")  # fmt: skip
-    kept_rows = aims.nonzero()[0].tolist()
-    wanted, prompts = ([some[i] for i in kept_rows] for some in (wanted, prompts))
-    seeds = [seeds[i] for i in kept_rows]
-    shown, clean = shown[torch.from_numpy(aims)], clean[torch.from_numpy(aims)]
-    pre = judge.look(clean)[attribute] == value
+    before = drawn(protocol, judge, victim, original, cache=cache, progress=progress)
+    wanted, prompts, seeds, pre = before.wanted, before.prompts, before.seeds, before.pre
+    if len(prompts) < 2:
+        raise UserError(f"{original.source} itself draws {value!r} for {len(prompts)} of {len(prompts) + before.left_out} prompts only; an attack needs prompts whose picture by the original shows the concept")  # fmt: skip
     held = [i for i in range(len(prompts)) if not pre[i]]
     attempts = [Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)]
-    latents = encode(original, shown)
+    latents = encode(original, before.shown)
     referee = Referee(judge, attribute, value, victim, sampling)
     memory = (resources.cache() if cache is None else cache) / "attacks"
     starts = {_name_of(prompts, seeds, held[i : i + protocol.batch]): held[i : i + protocol.batch] for i in range(0, len(held), protocol.batch)}  # fmt: skip
@@ -161,8 +154,37 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
             attempts[i] = Attempt(**found)
     spent = {what for one in batches for what in one["cost"]}
     cost = {f"{what} a prompt": round(sum(one["cost"].get(what, 0) for one in batches) / len(held), 1) for what in sorted(spent)}  # fmt: skip
-    told |= {"n": len(prompts), "left_out": int((~aims).sum())}
+    told |= {"n": len(prompts), "left_out": before.left_out}
     return Campaign(told, models, attempts, [one["curve"] for one in batches], cost, sum(one["seconds"] for one in batches), environment.describe(), protocol.suite.sensitive)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The prompts whose picture by the original shows the concept: pictures [n, h, w, 3] of what was wanted (by the original)
+    and of what is attacked (by the victim). pre: [n] bool, shows it without an attack. left_out: the other prompts' number."""
+
+    wanted: list[str]
+    prompts: list[str]
+    seeds: list[int]
+    shown: Tensor
+    clean: Tensor
+    pre: np.ndarray
+    left_out: int
+
+
+def drawn(protocol: Protocol, judge: Judge, victim: Model, original: Model, *, cache: Path | None = None, progress: Progress = silent) -> Drawn:  # fmt: skip
+    """What an attack starts from, drawn and judged."""
+    ((attribute, value),) = protocol.suite.concept.items()
+    wanted, prompts = prompts_of(protocol)
+    seeds = generate.seeds_for(protocol.prompts().prompts, environment.derive_seed(protocol.suite.seed, protocol.group))
+    sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
+    shown = generate.generate(original, wanted, seeds, sampling, cache=cache, what="pictures of the concept", progress=progress)  # fmt: skip
+    clean = generate.generate(victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress)
+    aims = judge.look(shown)[attribute] == value
+    pre = judge.look(clean)[attribute] == value
+    rows = aims.nonzero()[0].tolist()
+    wanted, prompts = ([some[i] for i in rows] for some in (wanted, prompts))
+    return Drawn(wanted, prompts, [seeds[i] for i in rows], shown[rows], clean[rows], pre[rows], len(aims) - len(rows))
 
 
 def _name_of(prompts: list[str], seeds: list[int], rows: list[int]) -> str:

@@ -245,3 +245,14 @@ class Variance(Latent):
         for t in scheduler.timesteps[:stop]:
             x = scheduler.step(self._guided(x, t, condition, null, guidance, weights), t, x).prev_sample
         return x, int(scheduler.timesteps[stop])
+
+
+class Guided(Sized):
+    """Those whose pipeline guides away from a condition that it is given."""
+
+    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+        asked = super()._asked(prompts)
+        if isinstance(prompts, Condition):
+            null = self.null().repeat(len(prompts)).tensors
+            asked |= {"negative_prompt_embeds": null["states"], "negative_pooled_prompt_embeds": null["pooled"]}
+        return asked

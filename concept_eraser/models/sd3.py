@@ -17,12 +17,12 @@ from torch import Tensor
 from concept_eraser.errors import UserError
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.flow import Flow
-from concept_eraser.models.latent import penultimate, tokens_of
+from concept_eraser.models.latent import Guided, penultimate, tokens_of
 
 T5_LENGTH = 256  # tokens of T5 that diffusers' pipeline reads
 
 
-class StableDiffusion3(Flow):
+class StableDiffusion3(Guided, Flow):
     """A `StableDiffusion3Pipeline` behind the families' face. A condition is {"states": [n, tokens, width],
     "pooled": [n, width]}."""
 
@@ -63,13 +63,6 @@ class StableDiffusion3(Flow):
     def _inputs(self, noisy: Tensor, t: Tensor, condition: Condition) -> dict[str, Any]:
         given, time = condition.tensors, self.sigma(t) * self.timesteps
         return {"hidden_states": noisy, "timestep": time, "encoder_hidden_states": given["states"], "pooled_projections": given["pooled"]}  # fmt: skip
-
-    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
-        asked = super()._asked(prompts)
-        if isinstance(prompts, Condition):
-            null = self.null().repeat(len(prompts)).tensors
-            asked |= {"negative_prompt_embeds": null["states"], "negative_pooled_prompt_embeds": null["pooled"]}
-        return asked
 
 
 PLUGIN = StableDiffusion3

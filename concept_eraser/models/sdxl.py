@@ -15,10 +15,10 @@ from torch import Tensor
 
 from concept_eraser.errors import UserError
 from concept_eraser.models.base import Condition, Weights
-from concept_eraser.models.latent import Sized, Variance, penultimate, tokens_of
+from concept_eraser.models.latent import Guided, Variance, penultimate, tokens_of
 
 
-class StableDiffusionXL(Variance, Sized):
+class StableDiffusionXL(Variance, Guided):
     """A `StableDiffusionXLPipeline` behind the families' face. A condition is {"states": [n, tokens, width],
     "pooled": [n, width], "time_ids": [n, 6]}."""
 
@@ -62,13 +62,6 @@ class StableDiffusionXL(Variance, Sized):
         given = condition.tensors
         added = {"text_embeds": given["pooled"], "time_ids": given["time_ids"]}
         return {"sample": noisy, "timestep": t, "encoder_hidden_states": given["states"], "added_cond_kwargs": added}
-
-    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
-        asked = super()._asked(prompts)
-        if isinstance(prompts, Condition):
-            null = self.null().repeat(len(prompts)).tensors
-            asked |= {"negative_prompt_embeds": null["states"], "negative_pooled_prompt_embeds": null["pooled"]}
-        return asked
 
 
 PLUGIN = StableDiffusionXL
