@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from concept_eraser import UserError, registry
+from concept_eraser import UserError, environment, registry
 from concept_eraser.data.images import read_picture
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation import compare, statistics
@@ -169,7 +169,10 @@ def test_noise_is_far_and_the_same_pictures_are_near(pictures: dict[str, Tensor]
     assert kid["one"].high < kid["worse"].low < kid["worse"].high < kid["noise"].low
     settings = found["noise"]["kid_judge"].settings
     assert (settings["backend"], settings["dim"], settings["n"], settings["n_reference"]) == ("judge", 192, 220, 220)
-    assert settings["reference"] == "the original model's pictures of the same prompts and seeds"
+    drawn = environment.fingerprint([picture_hash(np.asarray(p)) for p in pictures["one"]])
+    assert settings["reference"] == f"the original model's pictures of the same prompts and seeds ({drawn})"
+    (other, _) = FID(reference="before").measure(evidence(pictures["other"], pictures["noise"]))
+    assert other.settings["reference"] != settings["reference"], "another original is another reference"
     assert "220 pictures, fewer than 2,000" in settings["warning"]
     assert not caplog.text, "a judge's numbers are compared within one suite, at one size"
     with caplog.at_level(logging.WARNING):

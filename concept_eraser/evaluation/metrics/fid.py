@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from concept_eraser import registry
+from concept_eraser import environment, registry
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation.base import Evidence, Group, Metric, Refused, Result
-from concept_eraser.evaluation.features.base import Features
+from concept_eraser.evaluation.features.base import Features, picture_hash
 from concept_eraser.evaluation.features.judge import JudgeFeatures
 from concept_eraser.evaluation.statistics import Interval, frechet_of_features, kernel_distance
 
@@ -110,7 +110,10 @@ class FID(Metric):
 
     def _pictures(self, group: Group, used: Features, evidence: Evidence) -> tuple[np.ndarray, str]:
         if self.reference == "before":
-            return used.extract(group.pictures["before"]), "the original model's pictures of the same prompts and seeds"
+            drawn = environment.fingerprint([picture_hash(np.asarray(p)) for p in group.pictures["before"]])
+            return used.extract(
+                group.pictures["before"]
+            ), f"the original model's pictures of the same prompts and seeds ({drawn})"
         if isinstance(used, JudgeFeatures):
             return evidence.judge.reference_features(group.prompts, evidence.seed), "painted pictures of the same prompts"  # fmt: skip
         return used.extract(evidence.judge.reference_pictures(group.prompts, evidence.seed)), "painted pictures of the same prompts"  # fmt: skip
