@@ -18,6 +18,7 @@ from concept_eraser import recipe as recipes
 from concept_eraser.data.labelled import Labelled, open_data, rest_of
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import classification, reconstruction
+from concept_eraser.files import write_text
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.clip import Clip
 from concept_eraser.models.loading import load_part
@@ -53,7 +54,8 @@ def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mappin
     if test is not None:
         sets["test"] = (test, torch.arange(len(test)))
     test_rows = None
-    whole = recipe.forget.classes and recipe.forget.share is None and recipe.forget.indices is None
+    side = recipe.forgotten[0]
+    whole = side.classes and side.share is None and side.indices is None
     if test is not None and whole:  # a forgotten class is to be missed in the test set too
         gone = torch.isin(test.labels, data.labels[forget])
         test_rows = (~gone).nonzero()[:, 0]
@@ -81,7 +83,7 @@ def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mappin
 
 def save(found: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(found, indent=1) + "\n")
 
 
 def _before(recipe: recipes.Recipe, given: Any) -> Loaded | None:
@@ -115,7 +117,7 @@ def _rest(chosen: dict[str, tuple[Labelled, torch.Tensor]]) -> tuple[Labelled, t
 
 def _test(recipe: recipes.Recipe, names: tuple[str, ...]) -> Labelled | None:
     """The test split of the forget side's data: of a named set, or the subfolder `test`; None where there is none."""
-    side = recipe.forget
+    side = recipe.forgotten[0]
     try:
         named = labelled.open_named(side.data, side.options, "test")
     except UserError:

@@ -212,6 +212,25 @@ def test_a_killed_attack_goes_on(tmp_path: Path) -> None:
     assert "attack success rate (both)" in done.stdout
 
 
+def test_an_attack_with_nothing_to_do_keeps_its_folder(shared_tiny, tmp_path: Path) -> None:
+    """The victim shows the star everywhere, so no batch is played; another attack may not take the folder over."""
+    some = {"tries": 1}
+    found = attacking.run(dataclasses.replace(protocol("seed_search", some), hide=None, n=2), shared_tiny, shared_tiny, folder=tmp_path)  # fmt: skip
+    assert all(a.pre for a in found.attempts)
+    with pytest.raises(UserError, match="holds another attack"):
+        attacking.run(dataclasses.replace(protocol("random_tokens", some), hide=None, n=2), shared_tiny, shared_tiny, folder=tmp_path)  # fmt: skip
+
+
+def test_another_list_of_paraphrases_is_another_protocol(tmp_path: Path) -> None:
+    file = tmp_path / "words.txt"
+    hashes = []
+    for text in ("a pentagram\n", "a pentagram\na starlet\n"):
+        file.write_text(text)
+        hashes.append(protocol("paraphrase", {"prompts": str(file), "tries": 1}).as_dict()["lists"])
+    assert hashes[0] != hashes[1]
+    assert "lists" not in protocol("seed_search", {"tries": 1}).as_dict()
+
+
 def test_the_sheet_shows_the_concept_again(shared_tiny) -> None:
     """Three rows of pictures; the last one is what the judge saw."""
     import io

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,6 +60,34 @@ def test_bad_input_is_one_message_and_code_two(cli, arguments: list[str], messag
     assert message in found.stderr
     assert "Traceback" not in found.stderr
     assert not list(tmp_path.rglob("*.safetensors")), "nothing half-written"
+
+
+def test_ctrl_c_says_what_became_of_the_work(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "concept_eraser.cli.main", "generate", "tiny-sd", "-p", "a red star", "-n", "3000"]
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=default)
+    assert process.stderr is not None
+    while "generating" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(60) == 130
+    assert "nothing half-written is left" in rest
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("extra", [["--steps", "5000"], ["--seed", "99999999999999999999"], ["--guidance", "-1"]])
+def test_absurd_numbers_are_refused(cli, extra: list[str]) -> None:
+    found = cli("generate", "tiny-sd", "-p", "a star", *extra)
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr
+
+
+def test_the_demo_warns_before_it_opens_to_the_network(cli, tmp_path: Path) -> None:
+    """On an address that no machine has (of a net for documentation), so that nothing is opened."""
+    found = cli("demo", "--host", "192.0.2.1", "--runs", str(tmp_path), "--no-browser")
+    assert found.returncode == 2
+    assert "everybody in the network" in found.stderr
 
 
 def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:

@@ -302,6 +302,26 @@ def test_images_before_and_after_of_a_clip_and_a_vae(tmp_path: Path) -> None:
         made.jobs.close()
 
 
+def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for parent in ("one", "two"):
+        (tmp_path / parent / "run").mkdir(parents=True)
+        (tmp_path / parent / "run" / "recipe.yaml").write_text("model: tiny-sd\n")
+    given = [str(tmp_path / parent / "run") for parent in ("one", "two", "one")]
+    assert list(Library(tmp_path / "none", given).folders()) == ["one/run", "two/run"]
+
+
+def test_a_family_is_drawn_as_the_run_says(runs: Path, tmp_path: Path) -> None:
+    """SDXL with size 8 and without: two bases in one comparison, and the same model afterwards."""
+    from tests import families
+
+    base = families.build("sdxl", tmp_path / "sdxl")
+    library = Library(tmp_path / "none")
+    look = [Look("a", 0, 1, 1.0)]
+    small, plain = (library.draw(None, look, base=str(base), options=options) for options in ((("size", 8.0),), ()))
+    assert small.shape[1:3] == (8, 8)
+    assert plain.shape[1:3] == (16, 16)
+
+
 def test_somebody_elses_model_needs_its_base(runs: Path) -> None:
     with pytest.raises(UserError, match="--before"):
         Library(runs, [str(runs / "star" / "pipeline")])

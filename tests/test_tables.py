@@ -111,6 +111,12 @@ def test_a_table_on_the_hub_comes_from_its_cache(tmp_path: Path) -> None:
         prompts.load("hf://owner/dataset")
 
 
+def test_a_row_that_comes_again_has_another_seed(tmp_path: Path) -> None:
+    row = prompts.load(table(tmp_path)).prompts[0]
+    assert generate.seeds_for([row, "plain", row, row], 5)[::2] == [17, 18]
+    assert generate.own_seeds([row, row, "plain", row]) == [17, 18, None, 19]
+
+
 def test_rows_are_sampled_with_their_own_seed_and_guidance(shared_tiny, tmp_path: Path) -> None:
     found = prompts.load(table(tmp_path)).prompts
     seeds = generate.seeds_for([*found, "plain"], 5)
@@ -137,7 +143,7 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
     import sys
 
     (tmp_path / "suite.yaml").write_text("concept: {shape: star}\nsampling: {steps: 3, batch_size: 2}\ngroups: {direct: {prompts: tiny_star, role: forget, n: 6}, neighbours: {prompts: tiny_star_neighbours, role: neighbour, n: 2}}\nmetrics: [concept_share, clip_score, nudenet]\n")  # fmt: skip
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"]  # fmt: skip
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"]  # fmt: skip
     shared = ["--suite", "suite.yaml", "--before", "tiny-sd"]
     model = load("tiny-sd")
     with torch.no_grad():

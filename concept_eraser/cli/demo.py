@@ -34,6 +34,8 @@ def demo(
         raise UserError("--auth is written user:password, both not empty")
     if runs.exists() and not runs.is_dir():
         raise UserError(f"{runs} is a file; give a folder with --runs")
+    if not auth and host not in ("127.0.0.1", "localhost", "::1"):
+        typer.echo(f"warning: on {host} everybody in the network can use this page, and this machine with it; think of --auth user:password", err=True)  # fmt: skip
     from concept_eraser.demo import page
 
     page.serve(given or [], runs=runs, before=before, host=host, port=port, auth=(user, password) if auth else None, browser=not no_browser, ready=lambda address: typer.echo(f"the page is at {address}    (Ctrl-C stops it; jobs can be resumed)"))  # fmt: skip

@@ -15,9 +15,9 @@ def generate(
     prompt: Annotated[Optional[list[str]], typer.Option("--prompt", "-p", help="a prompt; may be given several times")] = None,
     prompts: Annotated[Optional[str], typer.Option(help="a prompt set by name or file")] = None,
     n: Annotated[int, typer.Option("-n", min=1, help="pictures of each --prompt, or pictures of the set in all")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="pictures are numbered from this seed")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="denoising steps")] = 25,
-    guidance: Annotated[float, typer.Option(min=0.0, help="classifier-free guidance")] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="pictures are numbered from this seed")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="denoising steps")] = 25,
+    guidance: Annotated[float, typer.Option(min=0.0, max=1000.0, help="classifier-free guidance")] = 5.0,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of the pictures")] = Path("pictures"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
@@ -42,7 +42,7 @@ def generate(
 
     asked = [Prompt(text) for text in prompt or [] for _ in range(n)]
     asked += load(prompts).take(n, seed).prompts if prompts else ()
-    seeds = [seed + i if row.seed is None else row.seed for i, row in enumerate(asked)]
+    seeds = [seed + i if own is None else own for i, own in enumerate(generation.own_seeds(asked))]
     with bars(quiet) as progress:
         pictures = generation.generate(
             api.load(model), asked, seeds, generation.Sampling(steps, guidance), progress=progress

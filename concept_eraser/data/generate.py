@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,8 +59,22 @@ def model_fingerprint(model: Model) -> str:
 def seeds_for(prompts: Sequence[str | Prompt], base: int) -> list[int]:
     """One seed a picture: the prompt's own where it has one (I2P), else from the base seed and its position. Before and
     after use the same."""
-    own = [prompt.seed if isinstance(prompt, Prompt) else None for prompt in prompts]
+    own = own_seeds(prompts)
     return [derive_seed("picture", base, i) % 2**31 if seed is None else seed for i, seed in enumerate(own)]
+
+
+def own_seeds(prompts: Sequence[str | Prompt]) -> list[int | None]:
+    """The seed each prompt states; one that comes again counts on from it, so that no picture is made twice."""
+    came: Counter[tuple[str, int]] = Counter()
+    found: list[int | None] = []
+    for prompt in prompts:
+        if isinstance(prompt, str) or prompt.seed is None:
+            found.append(None)
+            continue
+        key = (prompt.text, prompt.seed)
+        found.append(prompt.seed + came[key])
+        came[key] += 1
+    return found
 
 
 def generate(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int], sampling: Sampling, *, cache: Path | None = None, what: str = "generating", progress: Progress = silent) -> Tensor:  # fmt: skip

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from concept_eraser.demo import pictures, presets, safety
 from concept_eraser.demo.desk import Desk, alert, sentence
-from concept_eraser.demo.state import BUNDLED, Look
+from concept_eraser.demo.state import BUNDLED, Look, Options
 
 START = "a red star"
 LADDER = (0.25, 0.5, 0.75, 1.0)
@@ -66,6 +66,7 @@ class Shown:
     run: str | None
     base: str
     strength: float = 1.0
+    options: Options = ()
 
 
 def columns_of(desk: Desk, settings: Settings, ladder: bool) -> list[Shown]:
@@ -75,15 +76,17 @@ def columns_of(desk: Desk, settings: Settings, ladder: bool) -> list[Shown]:
     for name in runs:
         library.erased(name)  # a sentence before anything is drawn
     found: list[Shown] = []
-    bases = dict.fromkeys([library.base_of(name) for name in runs] or [BUNDLED])
-    for base in bases:
-        found.append(Shown("before" if len(bases) == 1 else f"before: {base}", None, base))
-        for name in runs:
-            if library.base_of(name) == base and ladder:
-                found += [Shown(f"{name} at {s:g}", name, base, s) for s in LADDER]
-            elif library.base_of(name) == base:
+    origins = {name: (library.base_of(name), library.options_of(name)) for name in runs}
+    bases = dict.fromkeys(list(origins.values()) or [(BUNDLED, ())])
+    for base, options in bases:
+        told = " ".join([base, *(f"{key}={value:g}" for key, value in options)])
+        found.append(Shown("before" if len(bases) == 1 else f"before: {told}", None, base, options=options))
+        for name in [name for name in runs if origins[name] == (base, options)]:
+            if ladder:
+                found += [Shown(f"{name} at {s:g}", name, base, s, options) for s in LADDER]
+            else:
                 at = "" if settings.strength == 1 else f" at {settings.strength:g}"
-                found.append(Shown(name + at, name, base, settings.strength))
+                found.append(Shown(name + at, name, base, settings.strength, options))
     return found
 
 
@@ -101,7 +104,7 @@ def draw(desk: Desk, settings: Settings, told: Told | None = None, ladder: bool 
             if told:
                 told((k + done / total) / len(asked), f"drawing {column.title}: step {done} of {total}")
 
-        drawn = desk.library.draw(column.run, looks, column.strength, tell, column.base)
+        drawn = desk.library.draw(column.run, looks, column.strength, tell, column.base, column.options)
         facts = {"model": column.run or column.base, "base": column.base, "strength": column.strength if column.run else 0, "steps": settings.steps, "guidance": settings.guidance, "prompt": settings.prompt}  # fmt: skip
         seen = pictures.look(drawn, settings.judge, concepts)
         made.append(pictures.Column(column.title, drawn, seen, [{**facts, "seed": s} for s in seeds], column.run is None))  # fmt: skip

@@ -91,6 +91,7 @@ def hunt(spec: dict[str, Any], progress: Progress) -> None:
     protocol = attacking.Protocol(suite.load(spec["suite"]), spec["attack"], spec["options"], "direct", spec["n"], spec["n"], spec["seed"])  # fmt: skip
     progress("loading the models", 0, 0)
     victim, original = api.load(spec["run"]), api.load(spec["base"])
+    original.configure(victim.configured())
     judge = registry.load("judge", protocol.suite.judge)()
     attacking.require_possible(protocol, judge, victim, original)
     onto_gpu(victim, original)

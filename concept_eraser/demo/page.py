@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -154,11 +155,24 @@ def warm_up(library: Library) -> None:
         sentence(error)  # into the terminal; the first drawing says it in the page
 
 
+def require_address(host: str) -> None:
+    """Raise UserError where this machine has no such address; Gradio would try a hundred ports, for minutes."""
+    from concept_eraser.errors import UserError
+
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(f"the page cannot listen on {host}: {error.strerror or error}; 127.0.0.1 is for this machine alone, 0.0.0.0 for the network") from None  # fmt: skip
+
+
 def serve(given: Sequence[str], *, runs: Path, before: str | None, host: str, port: int | None, auth: tuple[str, str] | None, browser: bool, ready: Any) -> None:  # fmt: skip
     """Show the page until Ctrl-C. ready: called with its address. Jobs are stopped so that they can be resumed.
 
-    Raises UserError for runs that are none, and where the port is taken.
+    Raises UserError for runs that are none, for an address that is not this machine's, and where the port is taken.
     """
+    require_address(host)
     with tempfile.TemporaryDirectory(prefix="concept-eraser-demo-") as scratch:
         os.environ |= QUIET_THREADS | {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": scratch, "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
         from PIL import Image

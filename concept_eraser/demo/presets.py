@@ -20,6 +20,7 @@ from concept_eraser.tiny import painter
 
 WORLD: Mapping[str, Sequence[str]] = {"shape": painter.SHAPES, "color": painter.COLORS, "style": painter.STYLES}
 KINDS = ("forget", "synonym", "neighbour", "retain")
+MOST = 24  # prompts of a kind that are offered
 METHODS = {  # what the form calls it -> the shipped recipe whose method, losses and measured rate are taken
     "MUNBa: Nash bargaining": "tiny_star_munba",
     "Plain sum of the two losses": "tiny_star_sum",
@@ -81,13 +82,14 @@ def content(method: str, *, model: str, forget: Any, retain: Any, anchor: Any, s
 
 def concept_of(recipe: Recipe) -> tuple[str, str] | None:
     """Attribute and value of the bundled world that all forgotten prompts have in common and the retained ones do not."""
-    if recipe.forget.prompts is None:
+    forget = recipe.forgotten[0]
+    if forget.prompts is None or len(recipe.forgotten) > 1:
         return None
     try:
-        rows = sets.load(recipe.forget.prompts).prompts
+        rows = sets.load(forget.prompts).prompts
     except UserError:
         return None
-    anchored = recipe.forget.anchor if isinstance(recipe.forget.anchor, dict) else {}
+    anchored = forget.anchor if isinstance(forget.anchor, dict) else {}
     for attribute in sorted(WORLD, key=lambda name: name not in anchored):
         found = {row.fields.get(attribute) for row in rows}
         if len(found) == 1 and (value := found.pop()) in WORLD[attribute]:
@@ -95,18 +97,26 @@ def concept_of(recipe: Recipe) -> tuple[str, str] | None:
     return None
 
 
+def told(recipe: Recipe) -> str:
+    """What a run forgot, where `concept_of` has no word for it."""
+    several = len(recipe.forgotten)
+    return f"{several} concepts" if several > 1 else "its own prompts" if recipe.forgotten[0].prompts else str(recipe.forgotten[0].data)  # fmt: skip
+
+
 def suite_of(recipe: Recipe) -> dict[str, Any] | str:
     """The suite that measures a run: the one named like its prompt set, else one made from its own prompts.
 
     Raises UserError where nobody here could judge whether the concept shows.
     """
-    name = recipe.forget.prompts
+    if len(recipe.forgotten) > 1:
+        raise UserError(f"this run forgot {len(recipe.forgotten)} concepts, and this page measures and attacks one; use `concept-eraser evaluate --suite`, one suite a concept")  # fmt: skip
+    name = recipe.forgotten[0].prompts
     if isinstance(name, str) and name in resources.names("eval"):
         return name
     concept = concept_of(recipe)
     if concept is None or recipe.retain is None:
         raise UserError("no judge at hand sees what this run forgot, so it cannot be measured or attacked from this page; write a suite and use `concept-eraser evaluate --suite`")  # fmt: skip
-    groups: dict[str, Any] = {"direct": {"prompts": recipe.forget.prompts, "role": "forget"}, "retained": {"prompts": recipe.retain.prompts, "role": "retain"}}  # fmt: skip
+    groups: dict[str, Any] = {"direct": {"prompts": name, "role": "forget"}, "retained": {"prompts": recipe.retain.prompts, "role": "retain"}}  # fmt: skip
     said = offers(recipe)
     groups |= {f"{kind}s": {"prompts": said[kind], "role": role} for kind, role in (("synonym", "forget"), ("neighbour", "neighbour")) if said.get(kind)}  # fmt: skip
     sampling = {"steps": 8, "guidance": 5.0, "batch_size": 32, "precision": "bf16"}
@@ -115,16 +125,19 @@ def suite_of(recipe: Recipe) -> dict[str, Any] | str:
 
 def offers(recipe: Recipe) -> dict[str, list[str]]:
     """Prompts that show what a run did, by kind, in a fixed shuffled order; a kind without any is left out."""
-    return dict(_offers(json.dumps([recipe.forget.prompts, recipe.retain.prompts if recipe.retain else None, concept_of(recipe)])))  # fmt: skip
+    return dict(_offers(json.dumps([[side.prompts for side in recipe.forgotten], recipe.retain.prompts if recipe.retain else None, concept_of(recipe)])))  # fmt: skip
 
 
 @lru_cache(maxsize=64)
 def _offers(key: str) -> dict[str, list[str]]:
-    forget, retain, concept = json.loads(key)
-    found = {"forget": _some(forget), "synonym": [], "neighbour": [], "retain": _some(retain) if retain else []}
-    for kind, ending in (("synonym", "synonyms"), ("neighbour", "neighbours")):
-        if isinstance(forget, str) and f"{forget}_{ending}" in resources.names("prompts"):
-            found[kind] = _some(f"{forget}_{ending}")
+    concepts, retain, concept = json.loads(key)
+    found: dict[str, list[str]] = {"forget": [], "synonym": [], "neighbour": [], "retain": _some(retain) if retain else []}  # fmt: skip
+    share = -(-MOST // len(concepts))  # of several concepts some each
+    for forget in concepts:
+        found["forget"] += _some(forget)[:share]
+        for kind, ending in (("synonym", "synonyms"), ("neighbour", "neighbours")):
+            if isinstance(forget, str) and f"{forget}_{ending}" in resources.names("prompts"):
+                found[kind] += _some(f"{forget}_{ending}")[:share]
     if concept:
         value = concept[1]
         words = {**painter.SYNONYMS, **painter.COLOR_SYNONYMS, **{k: v[1:] for k, v in painter.STYLE_WORDS.items()}}.get(value, ())  # fmt: skip
@@ -143,7 +156,7 @@ def _some(source: Any) -> list[str]:
         loaded = sets.load(source)
     except UserError:
         return []
-    return loaded.take(min(24, len(loaded)), 1).texts
+    return loaded.take(min(MOST, len(loaded)), 1).texts
 
 
 def read_recipe(folder: Path) -> Recipe | None:

@@ -91,7 +91,7 @@ def runs_table(desk: Desk) -> str:
         concept = presets.concept_of(recipe)
         shares = _shares(_json(folder / "evaluation.json"))
         state = f"{done['seconds']:.0f} s" if "seconds" in done else "unfinished"
-        cells = [name, recipe.target, concept[1] if concept else "its own prompts" if recipe.forget.prompts else str(recipe.forget.data), recipe.method.name, str(recipe.training.steps), state, f"{shares[0]:.1f}" if shares else "", f"{shares[1]:.1f}" if shares else "", ", ".join(f"{a['broken']}/{a['n']}" for a in attacks if "broken" in a)]  # fmt: skip
+        cells = [name, recipe.target, concept[1] if concept else presets.told(recipe), recipe.method.name, str(recipe.training.steps), state, f"{shares[0]:.1f}" if shares else "", f"{shares[1]:.1f}" if shares else "", ", ".join(f"{a['broken']}/{a['n']}" for a in attacks if "broken" in a)]  # fmt: skip
         rows.append("".join(f"<td>{escape(str(cell))}</td>" for cell in cells))
     head = "".join(f'<th scope="col">{h}</th>' for h in ("run", "target", "forgot", "method", "steps", "training", "still shows %", "retained %", "broken by attacks"))  # fmt: skip
     if not rows:

@@ -22,6 +22,7 @@ from concept_eraser.recipe import Recipe
 DRAWN = ("denoiser", "text_encoder")  # targets whose runs draw pictures
 REMEMBERED = 128 * 2**20  # bytes of pictures
 BUNDLED = "tiny-sd"
+Options = tuple[tuple[str, float], ...]  # of a model's family, by name
 Tell = Callable[[int, int], None]  # sampler steps done, of how many
 
 
@@ -51,8 +52,9 @@ class Library:
     def __init__(self, runs: Path, given: Sequence[str] = (), before: str | None = None) -> None:
         """given: run folders, or what another eraser published, to be put on `before`. Raises UserError where one is neither."""
         self.runs, self.before = runs, before
-        self._given = {_short(path): Path(path) for path in given}
+        self._given = _named(given)
         self._bases: dict[str, Any] = {}
+        self._plain: dict[str, dict[str, Any]] = {}  # a base's family options, as they were when it was loaded
         self._erased: dict[str, tuple[float, Erased]] = {}
         self._pictures: OrderedDict[tuple, Any] = OrderedDict()
         self._lock, self._stop = threading.RLock(), threading.Event()
@@ -97,6 +99,11 @@ class Library:
         recipe = self.recipe(name) if name else None
         return recipe.model if recipe else (self.before if name and self.before else BUNDLED)
 
+    def options_of(self, name: str | None) -> Options:
+        """What a run's recipe sets of the family's options."""
+        recipe = self.recipe(name) if name else None
+        return tuple(sorted(recipe.model_options.items())) if recipe else ()
+
     def model(self, source: str) -> Any:
         """A base, loaded once."""
         with self._lock:
@@ -105,6 +112,7 @@ class Library:
                 from concept_eraser.models.base import onto_gpu
 
                 self._bases[source] = api.load(source)
+                self._plain[source] = self._bases[source].configured()
                 onto_gpu(self._bases[source])
             return self._bases[source]
 
@@ -129,7 +137,7 @@ class Library:
 
         try:
             with safe_open(weights, "pt") as file:
-                part = {"unet": "denoiser"}.get((said := (file.metadata() or {}).get("part", "unet")), said)
+                part = {"unet": "denoiser", "transformer": "denoiser"}.get((said := (file.metadata() or {}).get("part", "unet")), said)
                 return Erased(name, base, {part: {key: file.get_tensor(key) for key in file.keys()}})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(f"{weights} is damaged ({str(error)[:100]}); erase again") from None
@@ -146,21 +154,24 @@ class Library:
             found[part] = {k: v.cpu() for k, v in after.items() if not v.equal(before[k].to(v.device))}
         return found
 
-    def draw(self, name: str | None, looks: Sequence[Look], strength: float = 1.0, tell: Tell | None = None, base: str | None = None) -> Any:  # fmt: skip
-        """[n, h, w, 3] uint8 pictures by a run at some strength, or (name None, or strength 0) by its base.
+    def draw(self, name: str | None, looks: Sequence[Look], strength: float = 1.0, tell: Tell | None = None, base: str | None = None, options: Options | None = None) -> Any:  # fmt: skip
+        """[n, h, w, 3] uint8 pictures by a run at some strength, or (name None, or strength 0) by its base. options: of the
+        family; default: as the run's recipe says.
 
         Raises Interrupted where `stop` was called meanwhile."""
         import torch
 
         erased = self.erased(name) if name is not None and strength > 0 else None
         source = self.base_of(name) if base is None else base
-        keys: list[tuple] = [(source, name if erased else None, strength if erased else 0.0, look) for look in looks]
+        options = self.options_of(name) if options is None else options
+        keys: list[tuple] = [(source, name if erased else None, strength if erased else 0.0, options, look) for look in looks]  # fmt: skip
         with self._lock:
             if erased:
                 keys = [(*key, self._erased[erased.name][0]) for key in keys]
             model = self.model(source)
             missing = [i for i, key in enumerate(keys) if key not in self._pictures]
             if missing:
+                model.configure({**self._plain[source], **dict(options)})
                 with _wearing(model, erased, strength):
                     made = self._sample(model, [looks[i] for i in missing], tell)
                 for i, picture in zip(missing, made, strict=True):
@@ -230,8 +241,14 @@ def _wearing(model: Any, erased: Erased | None, strength: float) -> Iterator[Non
                 tensor.copy_(original)
 
 
-def _short(path: str) -> str:
-    return Path(path).resolve().name[:64]
+def _named(given: Sequence[str]) -> dict[str, Path]:
+    """Paths by the shortest ends that tell them apart, each once."""
+    if not given:
+        return {}  # the import below takes seconds, which the page's opening need not wait for
+    from concept_eraser.evaluation.entries import names_of
+
+    paths = list({Path(path).resolve(): Path(path) for path in given}.values())
+    return dict(zip(names_of(paths), paths, strict=True))
 
 
 _READ: dict[Path, tuple[float, Recipe | None]] = {}

@@ -28,6 +28,7 @@ from concept_eraser.evaluation.base import Judge
 from concept_eraser.evaluation.book import add_line, read_lines
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.evaluation.suite import Suite, dumps, group_prompts
+from concept_eraser.files import write_text
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress, silent
 
@@ -66,7 +67,9 @@ class Protocol:
     def as_dict(self) -> dict[str, Any]:
         kept = {k: v for k, v in asdict(self).items() if k not in ("suite", "options")}
         whole = {**self.suite.model_dump(mode="json", exclude={"about", "metrics"}), "groups": {self.group: self.suite.groups[self.group].model_dump(mode="json")}}  # fmt: skip
-        return {**kept, "options": asdict(self.build()), "suite": whole, "prompts": self.prompts().hash}  # type: ignore[call-overload]
+        attack = self.build()
+        lists = {"lists": found} if (found := attack.lists()) else {}
+        return {**kept, "options": asdict(attack), "suite": whole, "prompts": self.prompts().hash, **lists}  # type: ignore[call-overload]
 
     def prompts(self) -> Any:
         return group_prompts(self.suite.scaled(self.n), self.group)
@@ -113,8 +116,7 @@ class Campaign:
         return {"protocol": self.protocol, "protocol_hash": environment.fingerprint(self.protocol), "models": self.models, "rates": self.rates(), "cost": self.cost, "seconds": round(self.seconds, 1), "attempts": [asdict(a) for a in self.attempts], "curves": self.curves, "environment": self.environment, **({"sensitive": True} if self.sensitive else {})}  # fmt: skip
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dumps(self.as_dict()))
+        write_text(path, dumps(self.as_dict()))
 
 
 def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | None = None, cache: Path | None = None, progress: Progress = silent) -> Campaign:  # fmt: skip
@@ -147,6 +149,8 @@ def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | No
             scene = Scene(victim, original, [prompts[i] for i in rows], [wanted[i] for i in rows], protocol.word or value, [seeds[i] for i in rows], latents[rows], environment.derive_seed(protocol.seed, name), protocol.seed, wanted, memory)  # fmt: skip
             kept.add(name, referee.play(protocol.build(), scene, lambda n, done=done: progress("attacking", done * protocol.batch + n, len(held))))  # fmt: skip
         progress("attacking", min((done + 1) * protocol.batch, len(held)), len(held))
+    if ranks.is_first():
+        kept.claim()
     ranks.wait()
     batches = [kept.batch(name) for name in starts]
     for rows, batch in zip(starts.values(), batches, strict=True):
@@ -330,7 +334,11 @@ class Kept:
         self.rows[name] = {"batch": name, **done}
         if self.path is None:
             return
-        if not self.begun:  # not before something was done: a refused request leaves no book
+        self.claim()
+        add_line(self.path, self.rows[name])
+
+    def claim(self) -> None:
+        """Say whose the folder is: when something was done, or nothing was left to do. A refused request leaves no book."""
+        if self.path is not None and not self.begun:
             add_line(self.path, self.head)
             self.begun = True
-        add_line(self.path, self.rows[name])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from concept_eraser.environment import version
 from concept_eraser.errors import UserError
+from concept_eraser.files import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 CELLS = 8  # a blurred picture keeps so many colours across and down, nothing else
@@ -95,6 +96,5 @@ def require_ours(path: Path) -> None:
 def write(text: str, path: Path) -> Path:
     """The page as a file. Raises UserError where the place is taken by something else."""
     require_ours(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from concept_eraser import environment, registry, resources
 from concept_eraser.data import generate, prompts
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation.base import Evidence, Group, Judge, Metric, Result
+from concept_eraser.files import write_text
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress, silent
 
@@ -109,6 +110,7 @@ class Evaluation:
     environment: dict[str, Any]
     judge: str  # fingerprint of the judge's weights
     refused: dict[str, str]  # metrics that could not be measured, with the reason
+    options: dict[str, Any] = field(default_factory=dict)  # of the models' family
 
     def as_dict(self) -> dict[str, Any]:
         protocol = self.suite.model_dump(mode="json")
@@ -122,6 +124,7 @@ class Evaluation:
             "environment": self.environment,
             "results": [result.as_dict() for result in self.results],
             "refused": self.refused,
+            **({"model_options": self.options} if self.options else {}),
             **({"sensitive": True} if self.suite.sensitive else {}),
         }
 
@@ -129,8 +132,7 @@ class Evaluation:
         return next((r for r in self.results if r.metric == metric and r.group == group), None)
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dumps(self.as_dict()))
+        write_text(path, dumps(self.as_dict()))
 
 
 def dumps(content: Any) -> str:
@@ -181,7 +183,7 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
     models = {
         when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))
     }
-    return Evaluation(suite, models, results, groups, environment.describe(), judge.fingerprint, refused)
+    return Evaluation(suite, models, results, groups, environment.describe(), judge.fingerprint, refused, after.configured())
 
 
 def _look(judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, pictures: dict[str, Tensor]) -> Group:

@@ -162,6 +162,8 @@ class Studio:
         erased = loading.load(entry.folder if inside else source, base=base or None)
         original = self.originals[told["before"]]
         onto_gpu(original, _same(erased, told["after"]))
+        for model in (original, erased):
+            model.configure(entry.content.get("model_options", {}))
         return original, erased
 
 

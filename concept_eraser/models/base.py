@@ -58,6 +58,10 @@ class Loaded(ABC):
         for name, value in given.items():
             setattr(self, name, type(getattr(self, name))(value))
 
+    def configured(self) -> dict[str, Any]:
+        """The family's options as they stand."""
+        return {name: getattr(self, name) for name in self.options}
+
     def check_option(self, name: str, value: float) -> None:
         """Raise UserError where the family cannot do with that value."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -156,6 +160,19 @@ class Model(Loaded):
     @abstractmethod
     def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
         """The denoiser's prediction, with some of its parameters replaced if `weights` is given."""
+
+    def attention_layers(self) -> list[nn.Module]:
+        """The denoiser's cross-attention with the prompt, layer by layer; none where picture and text attend jointly."""
+        return []
+
+    def attention(self, noisy: Tensor, t: Tensor, condition: Condition) -> list[Tensor]:
+        """Of each such layer, the probabilities with which places of the picture look at tokens of the prompt:
+        [b, heads, places, tokens], differentiable."""
+        raise NotImplementedError(f"{self.family} has no cross-attention")
+
+    def concept_tokens(self, prompts: Sequence[str], anchors: Sequence[str] | None, *, end: bool) -> Tensor:
+        """Which tokens of each prompt stand for its concept: [n, tokens] bool. See models/cross_attention.py."""
+        raise NotImplementedError(f"{self.family} has no cross-attention")
 
     @abstractmethod
     def partial(self, noise: Tensor, condition: Condition, null: Condition, *, stop: int, steps: int, guidance: float, weights: Weights | None = None) -> tuple[Tensor, int]:  # fmt: skip

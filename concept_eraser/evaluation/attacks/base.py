@@ -101,6 +101,10 @@ class Attack(ABC):
     needs_words: ClassVar[bool] = True  # writes or shifts tokens of the one encoder that reads the prompt
     needs_captions: ClassVar[bool] = False  # asks how well pictures agree with their prompts (CLIP score)
 
+    def lists(self) -> dict[str, str]:
+        """Hashes of the prompt lists that it reads: two attacks with other lists are not comparable."""
+        return {}
+
     @abstractmethod
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         """Rounds of candidates until the budget is spent. Between two rounds `scene.alive` may shrink."""

@@ -26,6 +26,9 @@ class Paraphrase(Attack):
     def __post_init__(self) -> None:
         require_positive(tries=self.tries)
 
+    def lists(self) -> dict[str, str]:
+        return {self.prompts: prompts.load(self.prompts).hash}
+
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         rows = prompts.load(self.prompts)
         n = len(scene.prompts)
