@@ -10,6 +10,10 @@ class UserError(ValueError):
     """Bad input. The command line prints its message without a traceback and exits with code 2."""
 
 
+class Told(UserError):
+    """What another of several processes reports already; the command line leaves it to that one."""
+
+
 class Interrupted(Exception):
     """Work was stopped by the user; the message says how to go on."""
 

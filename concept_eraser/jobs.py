@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from concept_eraser import environment, registry, resources
+from concept_eraser import environment, ranks, registry, resources
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation import suite as suites
@@ -23,10 +24,16 @@ from concept_eraser.models import lora_files
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.progress import Progress
 from concept_eraser.recipe import Recipe
+from concept_eraser.sections import ASIDE, MEMORY
 from concept_eraser.targets import edits, labelled, prompted
 from concept_eraser.targets.base import Request
 from concept_eraser.training.checkpoint import write_whole
-from concept_eraser.training.engine import Engine, Eraser, Schedule
+from concept_eraser.training.engine import Engine, Eraser, Schedule, optimizer_class
+from concept_eraser.training.parameters import select
+from concept_eraser.training.placement import Placement, needed
+from concept_eraser.training.sharding import refuse_wrappers
+from concept_eraser.training.trackers import FOLDER as TRACKING
+from concept_eraser.training.trackers import Trackers, require
 
 MADE = ("done.json", "state.ckpt", "log.jsonl", "watch.jsonl", "weights.safetensors", "environment.json", "conflict.png", "evaluation.json", "report.html")  # fmt: skip
 
@@ -62,13 +69,28 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool,
     return False
 
 
+def join(recipe: Recipe) -> bool:
+    """Find the other processes of a launch, and whether this one computes on the CPU.
+
+    Raises UserError for a device that is not there, a tracker that is not installed, and a launch that wraps models.
+    """
+    device, there = recipe.training.device, {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}  # fmt: skip
+    if not there.get(device, True):
+        raise UserError(f"training.device is {device}, which this machine does not have; found: {', '.join(k for k, v in there.items() if v)}. Use auto")  # fmt: skip
+    refuse_wrappers()
+    require(recipe.training.tracker)
+    cpu = device == "cpu" or not (there["cuda"] or there["mps"])
+    ranks.join(cpu=cpu or None)
+    return cpu
+
+
 def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str) -> None:
     """Write the recipe, and take away what an earlier run left: called when model and data have been found to fit."""
     if overwrite and folder.exists():
         ours = (folder / "recipe.yaml").exists()
         for name in MADE if ours else MADE[:4]:
             (folder / name).unlink(missing_ok=True)
-        for name in (*resources.WHOLE_MODEL, "attacks", lora_files.FOLDER) if ours else ():
+        for name in (*resources.WHOLE_MODEL, "attacks", lora_files.FOLDER, TRACKING) if ours else ():
             shutil.rmtree(folder / name, ignore_errors=True)
     write_whole(folder / "recipe.yaml", lambda partial: _text(partial, recipes.dump(recipe, command)))
 
@@ -77,11 +99,20 @@ def _text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+class Erased(Protocol):
+    """What a run is written from: an eraser that has trained, or the part of a model that was edited."""
+
+    @property
+    def adapter(self) -> Any: ...
+    def trainable(self) -> dict[str, nn.Parameter]: ...
+    def finish(self) -> dict[str, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What training or editing left behind; notes go into done.json."""
 
-    eraser: Eraser
+    eraser: Erased
     seconds: float
     notes: Mapping[str, Any]
 
@@ -110,6 +141,9 @@ class Job:
         """Train to the end, or edit (or raise); the model then holds the erased weights."""
         method: Any = registry.build("method", self.recipe.method.name, self.recipe.method.options)
         if hasattr(method, "edit"):
+            idle = [f"training.{key}" for key in ASIDE if getattr(self.recipe.training, key) not in ("none", [])]
+            if idle:
+                raise UserError(f"the method {self.recipe.method.name!r} edits in one go, without steps or an optimizer, and does not hear {', '.join(idle)}; leave them out")  # fmt: skip
             accelerator = self.accelerator()
             self.model.to(accelerator.device)
             eraser, told, seconds = edits.apply(method, self.request)
@@ -122,14 +156,10 @@ class Job:
         return Outcome(engine.eraser, engine.seconds, notes)
 
     def accelerator(self) -> Accelerator:
-        """Where and with how many others this runs. Raises UserError for a device that is not there."""
-        training = self.recipe.training
-        there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        if not there.get(training.device, True):
-            raise UserError(f"training.device is {training.device}, which this machine does not have; found: {', '.join(k for k, v in there.items() if v)}. Use auto")  # fmt: skip
-        cpu = training.device == "cpu" or not (there["cuda"] or there["mps"])
+        """Where and with how many others this runs; see `join`."""
+        cpu, tracker = join(self.recipe), self.recipe.training.tracker
         # no mixed_precision here: accelerate keeps it for the whole process, and the next run may want another
-        return Accelerator(cpu=cpu)
+        return Accelerator(cpu=cpu, log_with=list(tracker) or None, project_dir=self.folder / TRACKING)
 
     def claim_once(self, accelerator: Accelerator) -> None:
         """Claim the folder by one process only: another's claim would take away the log that the first has opened."""
@@ -139,17 +169,39 @@ class Job:
 
     def train(self, method: Method, *, resume: bool) -> Engine:
         training, accelerator = self.recipe.training, self.accelerator()
-        self.model.to(accelerator.device)
-        fields = {k: v for k, v in training.model_dump().items() if k != "device"}
-        eraser = self.eraser()
+        optimizer_class(training.optimizer)  # before an hour of pictures, not after it
+        placement = self.placement()
+        fields = {k: v for k, v in training.model_dump().items() if k not in ("device", *MEMORY, *ASIDE)}
+        eraser = None
         try:
+            placement.narrow(self._selected())
+            self.model.to(accelerator.device)
+            eraser = self.eraser()
+            placement.begin(needed(self.recipe.target, histogram=self.recipe.histogram is not None))
             self.claim_once(accelerator)
-            engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise)  # fmt: skip
+            engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise, training.shard == "optimizer", Trackers(accelerator, self.folder, self.recipe.resolved()))  # fmt: skip
             engine.run(resume=resume)
         except BaseException:  # a model in memory must not stay half trained; the state of the run is in its folder
-            eraser.restore()
+            if eraser is not None:
+                eraser.restore()
             raise
+        finally:
+            placement.undo()
         return engine
+
+    def placement(self) -> Placement:
+        """Where this run keeps the parts of its model. Raises UserError where a callback may want them elsewhere."""
+        asked = {key: getattr(self.recipe.training, key) for key in MEMORY}
+        if self.look is not None and (asked["offload"] or asked["frozen"] == "bf16"):
+            raise UserError("look is called between steps, when training.offload or training.frozen: bf16 have taken the model's parts or digits away; leave out one of the two")  # fmt: skip
+        return Placement(self.model, **asked)
+
+    def _selected(self) -> list[str]:
+        """The denoiser's weights that are trained themselves; none where a LoRA is, or another part."""
+        if self.recipe.target != "denoiser" or self.recipe.trainable.lora is not None:
+            return []
+        names = [name for name, _ in self.model.parts["denoiser"].named_parameters()]
+        return select(names, self.recipe.trainable.select)
 
     def watch(self) -> Watch | None:
         asked = self.recipe.watch
@@ -162,28 +214,37 @@ class Job:
         return Watch(share, self.folder / "watch.jsonl", asked.every, asked.below)
 
     def write(self, outcome: Outcome) -> dict[str, Any]:
-        """The finished run: whole model, changed tensors, a LoRA's factors, environment, and done.json last of all."""
+        """The finished run: whole model, changed tensors, a LoRA's factors, environment, and done.json last of all.
+
+        Of several processes the first writes; the others end their training alike, and wait.
+        """
         describe = {**environment.describe(), "prompts": prompted.described(self.recipe)}
         adapter, trained = outcome.eraser.adapter, outcome.eraser.trainable()
         factors = adapter.factors(self.recipe.target) if adapter else None
         changed = {name: value.detach().cpu().contiguous() for name, value in outcome.eraser.finish().items()}
         counted = trained if adapter else changed
-        part = {"denoiser": "unet"}.get(self.recipe.target, self.recipe.target)
-        self._write("environment.json", lambda p: _text(p, json.dumps(describe, indent=1) + "\n"))
-        self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": part}))
-        if factors is not None:
-            self._write(lora_files.FOLDER, lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE))
-        self._write(resources.whole_model(self.model.family), self.model.save)
         done = {
             "recipe": self.recipe.fingerprint,
             "seconds": round(outcome.seconds, 2),
             "trained_tensors": len(counted),
             "trained_parameters": sum(value.numel() for value in counted.values()),
+            **({} if ranks.alone() else {"processes": ranks.join().num_processes}),
             **outcome.notes,
         }
+        if ranks.is_first():
+            self._write_all(describe, changed, factors, done)
+        ranks.wait()
+        return done
+
+    def _write_all(self, describe: dict[str, Any], changed: dict[str, Tensor], factors: Any, done: dict[str, Any]) -> None:  # fmt: skip
+        part = getattr(self.model, "network", "unet") if self.recipe.target == "denoiser" else self.recipe.target
+        self._write("environment.json", lambda p: _text(p, json.dumps(describe, indent=1) + "\n"))
+        self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": part}))
+        if factors is not None:
+            self._write(lora_files.FOLDER, lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE))
+        self._write(resources.whole_model(self.model.family), self.model.save)
         self._write("done.json", lambda p: _text(p, json.dumps(done, indent=1) + "\n"))
         (self.folder / "state.ckpt").unlink(missing_ok=True)
-        return done
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         write_whole(self.folder / name, write)

@@ -1,4 +1,4 @@
-"""Several processes under one `accelerate launch`: which work is whose, and waiting for each other.
+"""Several processes under one `accelerate launch` or `torchrun`: which work is whose, and waiting for each other.
 
 Work is shared through files (the caches of pictures and detections): each process does its part, all wait, all read.
 Alone, a process is rank 0 of 1 and waits for nobody.
@@ -7,35 +7,51 @@ Alone, a process is rank 0 of 1 and waits for nobody.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
+
+from concept_eraser.errors import Told, UserError
 
 T = TypeVar("T")
 
+PATIENCE = timedelta(hours=3)  # until a process that waits gives up; the launcher ends all when one of them dies
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 
-def _state() -> Any:
-    """accelerate's state, if this process was launched beside others; else None, and accelerate is not loaded."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+
+def _number(names: tuple[str, ...], otherwise: int) -> int:
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), otherwise)
+
+
+def join(*, cpu: bool | None = None) -> Any:
+    """accelerate's state, if this process was launched beside others; else None, and accelerate is not loaded.
+
+    cpu: compute there, whatever else the machine has; None for the launcher's wish. The first call decides.
+    """
+    if alone():
         return None
     import torch
     from accelerate import PartialState
 
-    return PartialState(cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()))
+    if cpu is None:
+        cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    there = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return PartialState(cpu=cpu or not there, timeout=PATIENCE)
 
 
 def alone() -> bool:
-    return _state() is None
+    return _number(_SIZES, 1) < 2 or _number(_RANKS, -1) < 0
 
 
 def is_first() -> bool:
     """Whether this process writes what is written once."""
-    state = _state()
-    return state is None or state.is_main_process
+    return alone() or _number(_RANKS, 0) == 0
 
 
 def mine(work: Iterable[T]) -> Iterator[T]:
     """Every so-many-th piece of some work."""
-    state = _state()
+    state = join()
     for number, piece in enumerate(work):
         if state is None or number % state.num_processes == state.process_index:
             yield piece
@@ -43,6 +59,41 @@ def mine(work: Iterable[T]) -> Iterator[T]:
 
 def wait() -> None:
     """Until all have come here. Every process must call it equally often."""
-    state = _state()
+    state = join()
     if state is not None:
         state.wait_for_everyone()
+
+
+def agreed(ask: Callable[[], T]) -> T:
+    """What the first process finds, for all of them; they wait for it. The answer must be picklable.
+
+    Raises UserError where the first does, in the others as Told.
+    """
+    state = join()
+    if state is None:
+        return ask()
+    from accelerate.utils import broadcast_object_list
+
+    told: list[Any] = [None, None]
+    failed: UserError | None = None
+    if state.is_main_process:
+        try:
+            told[0] = ask()
+        except UserError as error:
+            failed, told[1] = error, str(error)
+    broadcast_object_list(told)
+    if failed is not None:
+        raise failed
+    if told[1] is not None:
+        raise Told(told[1])
+    return told[0]
+
+
+def same(value: T) -> bool:
+    """Whether all processes have an equal value."""
+    state = join()
+    if state is None:
+        return True
+    from accelerate.utils import gather_object
+
+    return all(other == value for other in gather_object([value]))

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from concept_eraser import resources
 from concept_eraser.errors import unknown_message
 
 # Names of the losses, repeated here because importing them imports torch; a test compares them.
 LOSS_NAMES = {
-    "denoiser": ("anchor", "ascent", "data", "distill", "esd", "relabel"),
-    "text_encoder": ("anchor", "ascent", "data", "distill", "relabel"),
-    "clip": ("anchor", "ascent", "boundary", "data", "distill", "relabel"),
+    "denoiser": ("anchor", "ascent", "data", "distill", "esd", "npo", "relabel", "resteer"),
+    "text_encoder": ("anchor", "ascent", "data", "distill", "npo", "relabel"),
+    "clip": ("anchor", "ascent", "boundary", "data", "distill", "diverge", "npo", "relabel"),
     "vae": ("anchor", "ascent", "data", "distill"),
-    "classifier": ("anchor", "ascent", "boundary", "data", "distill", "expand", "relabel"),
+    "classifier": ("anchor", "ascent", "boundary", "data", "distill", "diverge", "expand", "npo", "relabel"),
 }
 PROMPTED = ("denoiser", "text_encoder")  # targets whose sides are prompts; those of the others are labelled data
 ANCHORED = ("anchor", "relabel")
-WITH_TARGET = ("data", "ascent", "relabel")
+WITH_TARGET = ("data", "ascent", "npo", "relabel")
 PLAYERS = ("retain", "forget", "replace", "histogram", "attack")
+ONE, MANY = "<one>", "<many>"  # how pydantic calls the two forms of `forget` in its errors; no key of a recipe
 
 
 class Strict(BaseModel):
     """No unknown keys."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class Elastic(Strict):
+    """weight / 2 x sum F_i (theta_i - theta*_i)^2, F the mean squared gradient of single examples' training loss."""
+
+    weight: float = Field(gt=0, description="factor of the penalty (lambda)")
+    n: int = Field(200, ge=1, description="how many examples F is the mean of")
 
 
 class Side(Strict):
@@ -39,11 +47,16 @@ class Side(Strict):
     share: float | None = Field(None, gt=0, le=1, description="labelled data: a random share of the examples, drawn with generation.seed")  # fmt: skip
     indices: list[int] | str | None = Field(None, description="labelled data: these examples, by position: a list, or a file with one a line")  # fmt: skip
     l1: float = Field(0.0, ge=0, description="target classifier or clip: adds l1 x sum |weights| to the loss (l1-sparse: 1e-5 to 1e-3)")  # fmt: skip
+    distill: float = Field(0.0, ge=0, description="target classifier or clip: adds distill x KL(teacher || model) to the loss (alpha of SCRUB: 0.001 to 0.5)")  # fmt: skip
+    beta: float = Field(0.1, gt=0, description="of the loss npo: how soon it saturates; near 0 it is ascent (0.1: the paper; of a denoiser, in units of 1 / loss: 10 to 1000)")  # fmt: skip
     kl: float = Field(1.0, ge=0, description="target vae: weight of the KL term (1: the evidence bound)")
-    loss: str = Field("data", description="data, ascent, anchor, esd, distill or relabel")
+    loss: str = Field("data", description="data, ascent, anchor, esd, distill, relabel, npo or resteer")
     anchor: str | dict[str, str] | None = Field(None, description="what to show instead: a text that may use the prompt's fields, e.g. 'a {color} square', or the fields to replace in it, e.g. {shape: square}")  # fmt: skip
     teacher: Literal["frozen", "current"] = Field("frozen", description="whose prediction is the target: the model before training (ours) or the current one (MUNBa's public code)")  # fmt: skip
     eta: float = Field(1.0, ge=0, description="negative guidance of the loss 'esd' (1.0: the paper)")
+    neutral: Literal["null", "anchor"] | None = Field(None, description="what the loss 'esd' pushes away to: null, the empty prompt (default: ESD), or the anchor (SPM)")  # fmt: skip
+    tokens: Literal["concept", "concept_and_end"] | None = Field(None, description="what the loss 'resteer' looks away from: the tokens that the anchor does not have (without one: all words), alone or with the end tokens (default: Forget-Me-Not's own setting)")  # fmt: skip
+    elastic: Elastic | None = Field(None, description="target denoiser: adds a pull of the weights back to where they were, stronger where these examples depend on them (Selective Amnesia)")  # fmt: skip
     scale: float = Field(1.0, gt=0, description="factor of this side's loss")
     images: str = Field("generate", description="generate (by the model itself), free (no images: latents sampled on the fly), or a folder of images with captions")  # fmt: skip
     noised: Literal["own", "anchor"] | None = Field(None, description="whose images are noised to x_t: those of the prompt or of its anchor (default: the loss's; relabel: anchor, all others: own)")  # fmt: skip
@@ -95,11 +108,34 @@ class Side(Strict):
             raise ValueError(
                 f"the loss {self.loss!r} needs an anchor: what to show instead, e.g. anchor: 'a person' or anchor: {{shape: circle}}"
             )
-        if self.noised == "anchor" and not self.anchor:
-            raise ValueError("noised: anchor needs an anchor")
+        for key in ("noised", "neutral"):
+            if getattr(self, key) == "anchor" and not self.anchor:
+                raise ValueError(f"{key}: anchor needs an anchor")
+        for key, loss in (("neutral", "esd"), ("tokens", "resteer")):
+            if getattr(self, key) is not None and self.loss != loss:
+                raise ValueError(f"{key} is a setting of the loss {loss!r}, found loss {self.loss!r}")
+        if self.elastic is not None and self.images == "free":
+            raise ValueError("elastic asks how the training loss on images depends on the weights, so images: free is not possible")  # fmt: skip
         if self.images == "free" and self.loss in WITH_TARGET:
-            raise ValueError(f"the loss {self.loss!r} needs images, so images: free is not possible; use anchor, esd or distill")  # fmt: skip
+            raise ValueError(f"the loss {self.loss!r} needs images, so images: free is not possible; use anchor, esd, distill or resteer")  # fmt: skip
         return self
+
+
+def concept_player(number: int) -> str:
+    """The player of the concept with this number, counted from 0: forget, forget.2, forget.3, ..."""
+    return f"forget.{number + 1}" if number else "forget"
+
+
+def role(player: str) -> str:
+    """What a player is: that of `forget.3` is forget."""
+    return player.partition(".")[0]
+
+
+# one side, or a list of them; told apart by hand, so that an error speaks of the form that was meant
+Forget = Annotated[
+    Annotated[Side, Tag(ONE)] | Annotated[list[Side], Tag(MANY)],
+    Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
+]
 
 
 class Attack(Strict):
@@ -175,6 +211,7 @@ class Trainable(Strict):
 
     lora: Lora | None = Field(None, description="denoiser, text_encoder: train low-rank factors of the selected linear layers instead of their weights")  # fmt: skip
     saliency: float | None = Field(None, gt=0, lt=1, description="only this share of the selected weights moves: those with the largest |gradient| of the forget loss (SalUn: 0.5)")  # fmt: skip
+    negate: float | None = Field(None, gt=0, description="after training on the concept, turn round what it did: W becomes W - this x (trained W - W) (task arithmetic)")  # fmt: skip
     reinitialise: float | None = Field(None, gt=0, lt=1, description="before training, this share of the selected weights is drawn anew: those with the largest |gradient x weight| of the forget loss (Scissorhands: 0.1 or 0.9)")  # fmt: skip
 
     @field_validator("select")
@@ -199,12 +236,26 @@ class Training(Strict):
     decay: Literal["none", "linear"] = Field(
         "none", description="linear: the learning rate falls to 0 at the last step"
     )
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adamw8bit"] = Field("adam", description="adafactor: its second moments are kept as rows and columns, and lr is relative to the weights' size; adamw8bit: moments in 8 bits, by bitsandbytes (pip install 'concept-eraser[memory]')")  # fmt: skip
     weight_decay: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights stay in fp32")
+    checkpointing: bool = Field(False, description="target denoiser, text_encoder: keep the denoiser's activations between blocks only and compute the rest again: less memory, more time, the same gradients")  # fmt: skip
+    offload: bool = Field(False, description="when the examples are encoded, parts that the training does not need (text encoders, VAE) move to the CPU")  # fmt: skip
+    frozen: Literal["fp32", "bf16"] = Field("fp32", description="bf16: the denoiser's weights that are not trained are held in bf16 while it trains; the erased model has them as they were")  # fmt: skip
     seed: int = Field(0, ge=0)
     save_every: int = Field(50, ge=1, description="steps between states that --resume can go on from")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: a GPU if there is one")
+    shard: Literal["none", "optimizer"] = Field("none", description="several processes: optimizer splits the optimizer's state among them (docs/scale.md)")  # fmt: skip
+    tracker: list[Literal["tensorboard", "wandb"]] = Field([], description="none, or where each step's numbers go beside log.jsonl: tensorboard, wandb, or a list of both")  # fmt: skip
+
+    @field_validator("tracker", mode="before")
+    @classmethod
+    def _one_tracker(cls, value: Any) -> Any:
+        return [] if value in (None, "none") else [value] if isinstance(value, str) else value
+
+
+ASIDE = ("shard", "tracker")  # of Training: they change no number of the result
+MEMORY = ("checkpointing", "offload", "frozen")  # of Training: where and in what precision, not what is trained
 
 
 class Generation(Strict):

@@ -237,7 +237,7 @@ def test_two_processes_overwrite_one_run(tmp_path: Path) -> None:
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short()))
     concept_eraser.erase(short(training__steps=2), output=tmp_path / "run")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
     command = ["-m", "concept_eraser.cli.main", "erase", "recipe.yaml", "-q", "-o", "run", "--overwrite"]
     done = subprocess.run([*launch, *command], capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -16,6 +16,7 @@ from concept_eraser.methods.base import HessianProduct
 from concept_eraser.vectors import Vec, norm
 
 Piece = Callable[[], Tensor]
+Reduce = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the mean of each tensor over the ranks
 
 
 class LossClosure:
@@ -42,7 +43,7 @@ class LossClosure:
         step: int = 0,
         inner: Sequence[int] = (),
         mask: Sequence[Tensor | None] | None = None,
-        reduce: Callable[[Tensor], Tensor] = lambda x: x,
+        reduce: Reduce = list,
     ) -> None:
         self.mask = mask if mask is not None else [None] * len(params)
         self.players = tuple(losses)
@@ -70,14 +71,14 @@ class LossClosure:
                 total = [a.add_(b) for a, b in zip(total, parts, strict=True)]
             value = value + piece.detach()
         assert total is not None
-        self.seen = float(self._reduce(value))
+        self.seen = float(self._reduce([value])[0])
         self.losses.setdefault(player, self.seen)
         return self._masked(total, range(len(self.params)) if of is None else of)
 
     def _masked(self, parts: Sequence[Tensor], places: Sequence[int]) -> Vec:
         """Averaged over ranks, and 0 where nothing may move."""
         masks = [self.mask[i] for i in places]
-        return tuple(self._reduce(part if m is None else part * m) for part, m in zip(parts, masks, strict=True))
+        return tuple(self._reduce([part if m is None else part * m for part, m in zip(parts, masks, strict=True)]))
 
     @contextmanager
     def at(self, offset: Vec) -> Iterator[None]:
@@ -154,7 +155,7 @@ def of_step(
     mask: Sequence[Tensor | None] | None = None,
     ranks: int = 1,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
-    reduce: Callable[[Tensor], Tensor] = lambda x: x,
+    reduce: Reduce = list,
 ) -> LossClosure:
     """The losses of one training step: the mean over a player's micro-batches (and ranks), on fixed draws."""
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,13 +14,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from concept_eraser import ranks
 from concept_eraser.environment import derive_seed
 from concept_eraser.errors import Interrupted, UserError
 from concept_eraser.methods.base import Direction, Method
 from concept_eraser.progress import Progress, silent
-from concept_eraser.training import checkpoint, saliency
+from concept_eraser.training import saliency, sharding, state
 from concept_eraser.training.closure import Draw, of_step
 from concept_eraser.training.log import Log, describe_gram, peak_memory
+from concept_eraser.training.stopping import Stops
+from concept_eraser.training.trackers import Trackers
 from concept_eraser.vectors import is_finite
 
 MAX_SKIPPED = 10  # steps in a row without a finite loss before the run is given up
@@ -38,6 +39,7 @@ class Eraser(Protocol):
     def trainable(self) -> dict[str, nn.Parameter]: ...
     @property
     def adapter(self) -> Any: ...
+    def turn(self, step: int | None) -> dict[str, str]: ...
     def finish(self) -> dict[str, Tensor]: ...
     def scratch(self) -> dict[str, nn.Parameter]: ...
     def restore(self) -> None: ...
@@ -60,7 +62,7 @@ class Schedule:
     lr: float = 1e-4
     warmup: int = 0
     decay: Literal["none", "linear"] = "none"
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adamw8bit"] = "adam"
     weight_decay: float = 0.0
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
@@ -88,6 +90,8 @@ class Engine:
     watch: Callable[[int, float], None] | None = None  # asked between steps: steps done, seconds of training so far
     saliency: float | None = None  # the share of the trained weights that may move; None for all
     reinitialise: float | None = None  # the share of them that is drawn anew before training; None for none
+    shard: bool = False  # split the optimizer's state among the processes
+    trackers: Trackers | None = None
     trained: int = field(init=False, default=0)
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -97,7 +101,8 @@ class Engine:
     def __post_init__(self) -> None:
         self.params = {**self.eraser.trainable(), **self.eraser.scratch()}
         self.trained = len(self.params)
-        self.optimizer = _optimizer(list(self.params.values()), self.schedule)
+        self._require_same_start()
+        self.optimizer = self._optimizer(list(self.params.values()))
         self.params = {**self.params, **self.eraser.adversary()}
         began = time.monotonic()
         self.mask = self._prepare()
@@ -108,27 +113,58 @@ class Engine:
         return self.folder / "state.ckpt"
 
     def run(self, *, resume: bool = False) -> None:
-        done = self._restore() if resume else 0
+        done = state.restore(self) if resume else 0
+        if self.skipped_in_a_row >= MAX_SKIPPED:
+            self.skipped_in_a_row = 0  # the user asked to try on, perhaps with luck in the draw
         log = Log(self.folder / "log.jsonl", keep=done) if self.accelerator.is_main_process else None
+        stops = Stops(self._anyone if self.accelerator.num_processes > 1 else None)
+        if self.trackers:
+            self.trackers.start(done)
         try:
-            self._look(done)
-            for step in range(done, self.schedule.steps):
-                began = time.monotonic()
-                with whole_steps():
-                    row = self._step(step)
-                    done = step + 1
-                    row["seconds"] = time.monotonic() - began
-                    self.seconds += row["seconds"]
-                    if log:
-                        log.write({"step": done, **row, "memory_mb": round(peak_memory(), 1)})
-                self.progress("erasing", done, self.schedule.steps, _note(row))
-                if done % self.schedule.save_every == 0:
-                    self._save(done)
+            with stops.loop():
                 self._look(done)
-                self._give_up_if_hopeless(done)
+                while done < self.schedule.steps:
+                    with stops.step():
+                        row = self._logged(done, log)
+                        done += 1
+                    self.progress("erasing", done, self.schedule.steps, _note(row))
+                    if done % self.schedule.save_every == 0:
+                        state.save(self, done)
+                    self._look(done)
+                    self._give_up_if_hopeless(done)
         except KeyboardInterrupt:
-            self._save(done)
+            state.save(self, done)
             raise Interrupted(f"stopped after {done} of {self.schedule.steps} steps; the state is in {self.checkpoint}") from None  # fmt: skip
+        finally:
+            if self.trackers:
+                self.trackers.finish()
+
+    def _logged(self, step: int, log: Log | None) -> dict:
+        """Do a step, count its time and write it down."""
+        began = time.monotonic()
+        row = self._step(step)
+        row["seconds"] = time.monotonic() - began
+        self.seconds += row["seconds"]
+        row = {"step": step + 1, **row, "memory_mb": round(peak_memory(), 1)}
+        if log:
+            log.write(row)
+        if self.trackers:
+            self.trackers.log({**row, "lr": self.schedule.lr_at(step)})
+        return row
+
+    def _anyone(self, came: bool) -> bool:
+        """Whether a process was asked to stop; all of them must ask."""
+        return float(self._mean([torch.tensor(float(came), device=self.accelerator.device)])[0]) > 0
+
+    def _require_same_start(self) -> None:
+        """Raise UserError where the processes start from different weights: they would train different models."""
+        if self.accelerator.num_processes > 1 and not ranks.same(self.eraser.origin):
+            raise UserError("the processes have loaded different weights; give all of them the same model files")
+
+    def _optimizer(self, params: list[nn.Parameter]) -> Any:
+        one, several = self.accelerator.process_index, self.accelerator.num_processes
+        make = lambda some: _optimizer(some, self.schedule)  # noqa: E731
+        return sharding.ShardedOptimizer(make, params, one, several) if self.shard and several > 1 else make(params)
 
     def _look(self, done: int) -> None:
         if self.watch and self.accelerator.is_main_process:
@@ -136,6 +172,7 @@ class Engine:
 
     def _step(self, step: int) -> dict:
         """One optimiser step, or none where a loss or the direction is not finite. Returns its log row."""
+        turn = self.eraser.turn(step)
         draws = {player: self._draws(player, step) for player in self.eraser.players}
         closure = of_step(
             self.eraser,
@@ -151,7 +188,7 @@ class Engine:
         kept = self.method.state_dict()
         with self._full_precision():
             direction = self.method.direction(closure)
-        row = {"losses": closure.losses, **describe_gram(closure.players, direction.gram, direction.weights), **direction.notes}  # fmt: skip
+        row = {**turn, "losses": closure.losses, **describe_gram(closure.players, direction.gram, direction.weights), **direction.notes}  # fmt: skip
         if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(direction.vec):
             self._move(step, direction)
             self._settle({player: draws[player] for player in closure.losses})  # a player never asked moves nothing
@@ -176,9 +213,9 @@ class Engine:
             return None
         return [*saliency.salient(gradient, self.saliency), *[None] * (len(self.params) - self.trained)]
 
-    def _mean(self, value: Tensor) -> Tensor:
-        """Over the ranks."""
-        return self.accelerator.reduce(value, reduction="mean")
+    def _mean(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of each tensor over the ranks."""
+        return sharding.mean(values) if self.accelerator.num_processes > 1 else values
 
     def _autocast(self) -> AbstractContextManager:
         """bf16 for the forward pass; weights, gradients and inner products stay in fp32 or better."""
@@ -208,14 +245,17 @@ class Engine:
                 parameter.copy_(torch.where(mask.bool(), parameter, old))  # type: ignore[union-attr]
 
     def _settle(self, draws: Mapping[str, list[Draw]]) -> None:
-        """Running statistics of batch-norm layers, where they are trained: once a micro-batch, the mean over ranks."""
+        """Running statistics of batch-norm layers, where they are trained: once a micro-batch, one process after the other,
+        as one process with all the micro-batches would."""
+        moving = self.eraser.buffers()
         for player, some in draws.items():
-            for draw in some:
-                self.eraser.settle(player, draw)
-        if self.accelerator.num_processes > 1:
-            for value in self.eraser.buffers().values():
-                if value.is_floating_point():
-                    value.copy_(self._mean(value))
+            for rank in range(self.accelerator.num_processes if moving else 1):
+                if rank == self.accelerator.process_index or not moving:
+                    for draw in some:
+                        self.eraser.settle(player, draw)
+                if self.accelerator.num_processes > 1:
+                    for value in moving.values():
+                        torch.distributed.broadcast(value, rank)
 
     def _draws(self, player: str, step: int) -> list[Draw]:
         """This rank's micro-batches of a step. Example e of the global batch draws from (seed, step, player, e)."""
@@ -227,78 +267,24 @@ class Engine:
     def _give_up_if_hopeless(self, step: int) -> None:
         if self.skipped_in_a_row < MAX_SKIPPED:
             return
-        self._save(step)  # skipped steps moved nothing: this is the last good state
+        state.save(self, step)  # skipped steps moved nothing: this is the last good state
         raise UserError(f"the loss was not finite in {MAX_SKIPPED} steps in a row (steps {step - MAX_SKIPPED + 1}-{step}); the last good state is in {self.checkpoint}; lower training.lr (now {self.schedule.lr:g}) or use precision fp32")  # fmt: skip
 
-    def _save(self, step: int) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        state = {
-            "step": step,
-            "params": {name: value.detach().cpu() for name, value in self.params.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "method": self.method.state_dict(),
-            "origin": self.eraser.origin,
-            "buffers": {name: value.detach().cpu().clone() for name, value in self.eraser.buffers().items()},
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "seconds": self.seconds,
-        }
-        checkpoint.save(self.checkpoint, state)
 
-    def _restore(self) -> int:
-        """Load the checkpoint if there is one; the step to go on with."""
-        if not self.checkpoint.exists():
-            return 0
-        state = checkpoint.load(self.checkpoint)
-        if set(state["params"]) != set(self.params):
-            raise UserError(
-                f"{self.checkpoint} belongs to a run that trained other tensors; start over in a new folder"
-            )
-        if state.get("origin", self.eraser.origin) != self.eraser.origin:  # the teacher and the mask would be others
-            raise UserError(f"{self.checkpoint} belongs to a run that started from other weights; give the original model again (an object in memory has been trained already)")  # fmt: skip
-        with torch.no_grad():
-            for name, value in state["params"].items():
-                self.params[name].copy_(value)
-            for name, value in state.get("buffers", {}).items():
-                self.eraser.buffers()[name].copy_(value)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.method.load_state_dict(state["method"])
-        self.skipped, self.skipped_in_a_row, self.seconds = (
-            state["skipped"],
-            state["skipped_in_a_row"],
-            state["seconds"],
-        )
-        if self.skipped_in_a_row >= MAX_SKIPPED:
-            self.skipped_in_a_row = 0  # the user asked to try on, perhaps with luck in the draw
-        return int(state["step"])
-
-
-@contextmanager
-def whole_steps() -> Iterator[None]:
-    """Hold back Ctrl-C until the block is done, so that a saved state lies between steps, never inside one.
-
-    Signals reach the main thread only; elsewhere, and where somebody ignores Ctrl-C, nothing is to be held back.
-    """
-    ours = signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None)
-    if not ours or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+def optimizer_class(name: str) -> Any:
+    """torch's, or bitsandbytes' of the name. Raises UserError where that is not installed, before anything is made."""
+    ours = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}  # fmt: skip
+    if name in ours:
+        return ours[name]
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(f"training.optimizer {name} needs bitsandbytes, which cannot be imported here ({error}); install it with: pip install 'concept-eraser[memory]'. Without it, adafactor keeps little state too") from None  # fmt: skip
+    return AdamW8bit
 
 
 def _optimizer(params: list[nn.Parameter], schedule: Schedule) -> torch.optim.Optimizer:
-    if schedule.optimizer == "sgd":
-        return torch.optim.SGD(params, lr=schedule.lr, weight_decay=schedule.weight_decay)
-    kind = torch.optim.AdamW if schedule.optimizer == "adamw" else torch.optim.Adam
-    return kind(params, lr=schedule.lr, weight_decay=schedule.weight_decay)
+    return optimizer_class(schedule.optimizer)(params, lr=schedule.lr, weight_decay=schedule.weight_decay)
 
 
 def _note(row: dict) -> str:

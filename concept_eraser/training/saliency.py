@@ -12,23 +12,29 @@ a normal with the mean and the spread of the weights' own tensor, which also sui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from concept_eraser.environment import derive_seed
-from concept_eraser.training.closure import of_step
+from concept_eraser.training.closure import Reduce, of_step
 
 BATCHES = 8  # ours
 
 
-def sensitivity(eraser: Any, params: Mapping[str, nn.Parameter], seed: int, batch_size: int, reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:  # fmt: skip
-    """The gradient of the forget loss at the present weights, one tensor a parameter; the same for a resumed run."""
+def sensitivity(eraser: Any, params: Mapping[str, nn.Parameter], seed: int, batch_size: int, reduce: Reduce) -> list[Tensor]:  # fmt: skip
+    """The gradient of the forget loss at the present weights, one tensor a parameter; the same for a resumed run. Of
+    several concepts it is the sum, whether they are players or take turns."""
     seeds = [[derive_seed(seed, "saliency", i, e) for e in range(batch_size)] for i in range(BATCHES)]
-    draws = [eraser.draw("forget", some) for some in seeds]
-    return list(of_step(eraser, tuple(params.values()), {"forget": draws}, reduce=reduce).grad("forget"))
+    total: list[Tensor] = []
+    eraser.turn(None)
+    for concept in eraser.concepts:
+        draws = [eraser.draw(concept, some) for some in seeds]
+        found = of_step(eraser, tuple(params.values()), {concept: draws}, reduce=reduce).grad(concept)
+        total = [a + b for a, b in zip(total, found, strict=True)] if total else list(found)
+    return total
 
 
 def salient(gradient: list[Tensor], share: float) -> list[Tensor]:

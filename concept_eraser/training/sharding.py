@@ -1,0 +1,124 @@
+"""What is split among processes: the optimizer's state (ZeRO stage 1, arXiv 1910.02054).
+
+Each process keeps the state of some tensors (for Adam twice their size), steps these, and sends them to the others: the
+weights are those of the whole optimizer, bit by bit, where all processes hold the same gradients.
+
+Gradients and weights are not split: a method asks for one gradient a player and their inner products, which no wrapper
+that works by hooks on `.grad` (FSDP, DeepSpeed) can give it. So these are refused (`refuse_wrappers`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from concept_eraser.errors import UserError
+
+_WRAPPERS = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config"}  # fmt: skip
+
+
+def refuse_wrappers() -> None:
+    """Raise UserError where accelerate was told to wrap the model: the wrapper would stay idle, and the memory that it
+    promises would not be saved."""
+    for variable, name in _WRAPPERS.items():
+        if os.environ.get(variable, "").lower() in ("1", "true"):
+            raise UserError(f"accelerate was launched with {name}, which the training cannot use: a method combines one gradient a player, and {name} keeps only the gradient of one loss. Launch without it (accelerate launch --multi_gpu --num_processes N ...); to save memory use trainable.lora, training.checkpointing, training.precision bf16 and training.shard optimizer (docs/scale.md)")  # fmt: skip
+
+
+AT_ONCE = 2**24  # numbers sent together: 64 MB in fp32
+
+
+def mean(values: Sequence[Tensor], at_once: int = AT_ONCE) -> list[Tensor]:
+    """Of each tensor over the processes; small tensors travel together. All must be on one device and in one type."""
+    found: list[Tensor] = []
+    for parts in _bundles(values, at_once):
+        sent = torch.cat([part.reshape(-1) for part in parts])  # a copy, so the tensors given stay as they are
+        torch.distributed.all_reduce(sent)
+        sent /= torch.distributed.get_world_size()
+        found += [
+            part.view_as(like).to(like.dtype)
+            for part, like in zip(sent.split([p.numel() for p in parts]), parts, strict=True)
+        ]
+    return found
+
+
+def _bundles(values: Sequence[Tensor], at_once: int) -> Iterator[list[Tensor]]:
+    bundle: list[Tensor] = []
+    for value in values:
+        if bundle and sum(part.numel() for part in bundle) + value.numel() > at_once:
+            yield bundle
+            bundle = []
+        bundle.append(value)
+    if bundle:
+        yield bundle
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ShardedOptimizer:
+    """An optimizer of which each process holds the part for some of the tensors.
+
+    make: the optimizer of some parameters. Every process must call `step`, `state_dict` and `load_state_dict` together.
+    The state is written as the whole optimizer would write it (in the first process; the others get an empty one), so a
+    run may be resumed with or without sharding.
+    """
+
+    def __init__(self, make: Make, params: Sequence[nn.Parameter], rank: int, ranks: int) -> None:
+        self.params, self.rank, self.ranks = list(params), rank, ranks
+        self.owner = owners([p.numel() for p in params], ranks)
+        self.mine = [i for i, owner in enumerate(self.owner) if owner == rank]
+        self.own = make([self.params[i] for i in self.mine]) if self.mine else None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.own.param_groups if self.own else []
+
+    def step(self) -> None:
+        if self.own:
+            self.own.step()
+        for parameter, owner in zip(self.params, self.owner, strict=True):
+            torch.distributed.broadcast(parameter.data, owner)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.params:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """One tensor's state after the other, so that the first process needs the memory of the whole on the CPU only."""
+        ours = _on_cpu(self.own.state_dict()) if self.own else None
+        parts: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
+        torch.distributed.gather_object((self.mine, ours), parts)
+        if parts is None:
+            return {}
+        state = {whole: part["state"][i] for mine, part in parts if part for i, whole in enumerate(mine) if i in part["state"]}  # fmt: skip
+        group = next(part["param_groups"][0] for _, part in parts if part)
+        return {"state": dict(sorted(state.items())), "param_groups": [{**group, "params": list(range(len(self.params)))}]}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the whole state, which every process has read."""
+        if self.own:
+            part = {i: state["state"][whole] for i, whole in enumerate(self.mine) if whole in state["state"]}
+            group = {**state["param_groups"][0], "params": list(range(len(self.mine)))}
+            self.own.load_state_dict({"state": part, "param_groups": [group]})
+
+
+def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Who holds which tensor: the largest first, each to whoever has least."""
+    held, found = [0] * ranks, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        found[i] = held.index(min(held))
+        held[found[i]] += sizes[i]
+    return found
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(inner) for key, inner in value.items()}
+    return [_on_cpu(inner) for inner in value] if isinstance(value, list) else value
