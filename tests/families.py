@@ -1,103 +1,19 @@
-"""Tiny pipelines of every family, of the real classes with random weights, saved as diffusers saves them.
-
-Nothing is downloaded: the tokenizers know letters only.
-"""
+"""Tiny pipelines of every family (concept_eraser/tiny/families.py), and what plain diffusers makes of them."""
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-)
 
-NAMES = ("sdxl", "sdxl-v", "sd3", "sd3-no-t5", "flux", "flux-schnell", "dit")
-SIZE = {"flux": 16, "flux-schnell": 16}  # in pixels; Flux has no size of its own but diffusers' 1024
-LABELS = {7: "cock", 207: "golden retriever, goldie", 281: "tabby"}
+from concept_eraser.tiny.families import LABELS, NAMES, SIZE, build, options
+from concept_eraser.tiny.families import clip_text as _clip
+from concept_eraser.tiny.families import t5_text as _t5
 
-
-def build(name: str, folder: Path) -> Path:
-    """Save the pipeline of that name into a folder."""
-    torch.manual_seed(0)
-    family, _, variant = name.partition("-")
-    pipeline = {"sdxl": _sdxl, "sd3": _sd3, "flux": _flux, "dit": _dit}[family](variant)
-    with torch.no_grad():  # DiT and Flux begin with zeros in their last layers, which would hide mistakes
-        for part in pipeline.components.values():
-            for p in part.parameters() if isinstance(part, torch.nn.Module) else ():
-                if not p.any():
-                    p.normal_(0, 0.1)
-    pipeline.save_pretrained(folder, safe_serialization=True)
-    return folder
-
-
-def _clip_tokenizer() -> Any:
-    letters = sorted(ByteLevel.alphabet())
-    words = [*letters, *(f"{c}</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77)
-
-
-def _clip(width: int, projected: bool) -> Any:
-    tokenizer = _clip_tokenizer()
-    config = CLIPTextConfig(vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, projection_dim=width, num_hidden_layers=2, num_attention_heads=2, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
-    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
-
-
-def _t5() -> tuple[Any, Any]:
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((c, -3.0) for c in "\u2581" + string.printable[:-6])]
-    tokenizer = T5Tokenizer(vocab=vocabulary, extra_ids=0)
-    config = T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    return T5EncoderModel(config), tokenizer
-
-
-def _vae(**options: Any) -> Any:
-    return diffusers.AutoencoderKL(block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, **options)  # fmt: skip
-
-
-def _sdxl(variant: str) -> Any:
-    unet = diffusers.UNet2DConditionModel(sample_size=8, block_out_channels=(8, 16), layers_per_block=1, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=6 * 8 + 32, cross_attention_dim=16 + 32, norm_num_groups=4)  # fmt: skip
-    prediction = "v_prediction" if variant == "v" else "epsilon"
-    scheduler = diffusers.EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type=prediction, steps_offset=1, timestep_spacing="leading")  # fmt: skip
-    zeros = variant != "v"
-    return diffusers.StableDiffusionXLPipeline(vae=_vae(), text_encoder=_clip(16, False), text_encoder_2=_clip(32, True), tokenizer=_clip_tokenizer(), tokenizer_2=_clip_tokenizer(), unet=unet, scheduler=scheduler, force_zeros_for_empty_prompt=zeros)  # fmt: skip
-
-
-def _sd3(variant: str) -> Any:
-    t5, tokenizer = _t5() if variant != "no-t5" else (None, None)
-    transformer = diffusers.SD3Transformer2DModel(sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32, pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm")  # fmt: skip
-    return diffusers.StableDiffusion3Pipeline(transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=_vae(scaling_factor=1.5, shift_factor=0.06), text_encoder=_clip(16, True), tokenizer=_clip_tokenizer(), text_encoder_2=_clip(16, True), tokenizer_2=_clip_tokenizer(), text_encoder_3=t5, tokenizer_3=tokenizer)  # fmt: skip
-
-
-def _flux(variant: str) -> Any:
-    dev = variant != "schnell"
-    t5, tokenizer = _t5()
-    transformer = diffusers.FluxTransformer2DModel(patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=16, guidance_embeds=dev, axes_dims_rope=(4, 4, 8))  # fmt: skip
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0 if dev else 1.0, use_dynamic_shifting=dev)
-    return diffusers.FluxPipeline(scheduler=scheduler, vae=_vae(scaling_factor=0.4, shift_factor=0.1), text_encoder=_clip(16, False), tokenizer=_clip_tokenizer(), text_encoder_2=t5, tokenizer_2=tokenizer, transformer=transformer)  # fmt: skip
-
-
-def _dit(variant: str) -> Any:
-    transformer = diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=1000)  # fmt: skip
-    pipeline = diffusers.DiTPipeline(
-        transformer=transformer, vae=_vae(), scheduler=diffusers.DDIMScheduler(clip_sample=False)
-    )
-    pipeline.register_to_config(id2label={str(k): v for k, v in LABELS.items()})  # as facebook/DiT-XL-2-256 has it
-    return pipeline
-
-
-def options(name: str) -> dict[str, float]:
-    return {"size": SIZE[name]} if name in SIZE else {}
+__all__ = ["LABELS", "NAMES", "SIZE", "_clip", "_t5", "build", "by_hand", "drawn", "options", "plain", "texts"]
 
 
 def texts(name: str) -> list[str]:

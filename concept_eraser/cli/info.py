@@ -31,11 +31,12 @@ _ALL = (
     "attacks",
     "datasets",
     "architectures",
+    "presets",
     *_DATA,
 )
 
 
-def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, features, judges, attacks, datasets, architectures, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
+def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, features, judges, attacks, datasets, architectures, presets, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
     """List what there is, with one line each.
 
     [bold]Examples[/bold]
@@ -63,6 +64,10 @@ def _entries(kind: str) -> list[tuple[str, str]]:
     if kind == "models":
         bundled = [("tiny-sd", "the bundled world of ten shapes, 64x64, trained from scratch for this package")]
         return [*bundled, ("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format")]
+    if kind == "presets":
+        from concept_eraser.training.presets import PRESETS, describe
+
+        return [(name, describe(name)) for name in PRESETS]
     if kind == "losses":
         from concept_eraser.losses import LOSSES, describe
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from concept_eraser.models.base import Condition, Model
 
+READ_AT_ONCE = 16  # prompts; 64 of them in a T5 of 4.7 billion weights take more memory than its weights
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -19,6 +21,7 @@ class Batch:
     condition: Condition
     anchor: Condition | None
     null: Condition
+    positions: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.condition)
@@ -28,7 +31,9 @@ class Batch:
 class Examples:
     """The examples of one side. Each distinct prompt is encoded once; an example points to its row.
 
-    latents: [n, c, h, w], or None for data-free training; rows, anchor_rows: [n] into `condition`, `anchors`.
+    latents: [n, c, h, w], or None for data-free training; rows, anchor_rows: [n] into `condition`, `anchors`. All of it
+    lies on the CPU (400 prompts read by a T5 are gigabytes) and moves batch by batch. positions: [n, tokens] bool, which
+    tokens of each prompt stand for the concept, where a loss asks that.
     """
 
     latents: Tensor | None
@@ -37,6 +42,7 @@ class Examples:
     anchors: Condition | None
     anchor_rows: Tensor | None
     null: Condition
+    positions: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -49,7 +55,8 @@ class Examples:
         if self.anchors is not None and self.anchor_rows is not None:
             anchor = self.anchors[self.anchor_rows[index]].to(device)
         null = self.null.repeat(len(index)).to(device)
-        return Batch(latents, self.condition[self.rows[index]].to(device), anchor, null)
+        positions = None if self.positions is None else self.positions[index].to(device)
+        return Batch(latents, self.condition[self.rows[index]].to(device), anchor, null, positions)
 
 
 def make_examples(model: Model, prompts: Sequence[str], *, latents: Tensor | None, anchors: Sequence[str] | None = None) -> Examples:  # fmt: skip
@@ -61,13 +68,20 @@ def make_examples(model: Model, prompts: Sequence[str], *, latents: Tensor | Non
 
 def _encode_once(model: Model, texts: Sequence[str]) -> tuple[Condition, Tensor]:
     distinct = list(dict.fromkeys(texts))
-    parts = [model.encode(distinct[i : i + 64]) for i in range(0, len(distinct), 64)]
+    cpu = torch.device("cpu")
+    parts = [model.encode(distinct[i : i + READ_AT_ONCE]).to(cpu) for i in range(0, len(distinct), READ_AT_ONCE)]
     encoded = Condition({k: torch.cat([part.tensors[k] for part in parts]) for k in parts[0].tensors})
     place = {text: i for i, text in enumerate(distinct)}
     return encoded, torch.tensor([place[text] for text in texts])
 
 
-def encode_pictures(model: Model, pictures: Tensor, size: int = 32) -> Tensor:
+def chunk_of(height: int, width: int) -> int:
+    """How many pictures a VAE reads at once: 32 small ones, 4 of 512 x 512, one of 1024 x 1024."""
+    return max(1, min(32, 2**20 // (height * width)))
+
+
+def encode_pictures(model: Model, pictures: Tensor) -> Tensor:
     """[n, h, w, 3] uint8 -> latents of the model, in chunks."""
+    size = chunk_of(*pictures.shape[1:3])
     scaled = (part.permute(0, 3, 1, 2).float().div(127.5).sub(1) for part in pictures.split(size))
     return torch.cat([model.encode_images(part).cpu() for part in scaled])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.errors import UserError
+from concept_eraser.models import cross_attention
 from concept_eraser.models.base import Condition, Model, Weights
 from concept_eraser.models.words import Words
 
@@ -56,6 +57,7 @@ class Latent(Model):
     pipeline_class: ClassVar[str]
     network: ClassVar[str] = "unet"  # what the pipeline calls its denoiser
     left_out: ClassVar[Mapping[str, Any]] = {}  # what the pipeline is loaded without
+    narrowed: torch.dtype | None = None  # of the denoiser's frozen weights while they are not fp32 (training/placement.py)
 
     def drawing(self) -> dict[str, Any]:
         """The latents' shape, the sampler with its configuration, and how tokenizers write down a sentence."""
@@ -131,9 +133,31 @@ class Latent(Model):
     def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
         network: nn.Module = self.denoiser
         inputs = self._inputs(noisy, t, condition)
-        if weights is None:
-            return network(**inputs).sample
-        return torch.func.functional_call(network, dict(weights), (), inputs).sample
+        with self.precision(self.narrowed):
+            if weights is None:
+                return network(**inputs).sample
+            return torch.func.functional_call(network, dict(weights), (), inputs).sample
+
+    def attention_layers(self) -> list[nn.Module]:
+        return cross_attention.layers(self.denoiser)
+
+    def attention(self, noisy: Tensor, t: Tensor, condition: Condition) -> list[Tensor]:
+        return cross_attention.maps(self.attention_layers(), lambda: self.denoise(noisy, t, condition))
+
+    def concept_tokens(self, prompts: Sequence[str], anchors: Sequence[str] | None, *, end: bool) -> Tensor:
+        words = Words(self.pipeline.tokenizer)
+        ids = [tokens_of(words.tokenizer, some, words.length).input_ids for some in (prompts, anchors) if some is not None]  # fmt: skip
+        return cross_attention.concept_tokens(ids[0], ids[1] if anchors is not None else None, words, end=end)
+
+    def checkpoint(self, on: bool) -> None:
+        """Keep the denoiser's activations between its blocks only, and compute those inside again in the backward pass.
+
+        diffusers' is non-reentrant, so that `torch.autograd.grad` and second derivatives work; it asks whether gradients
+        are wanted, not whether the module is in training mode, so that teachers are not slowed down. Blocks are computed
+        again with the module's own weights: never differentiate through `denoise` with `weights` while it is on.
+        """
+        network: Any = self.denoiser
+        network.enable_gradient_checkpointing() if on else network.disable_gradient_checkpointing()
 
     def _guided(self, x: Tensor, t: Tensor, condition: Condition, null: Condition, guidance: float, weights: Weights | None) -> Tensor:  # fmt: skip
         """The prediction with classifier-free guidance at one time step t [1]."""
@@ -162,7 +186,7 @@ class Latent(Model):
             raise ValueError(f"one seed per prompt is needed, found {len(prompts)} prompts and {len(seeds)} seeds")
         # noise is drawn on the CPU, one generator an image: a picture depends on its own seed, not on its batch
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        with self.precision(autocast):
+        with self.precision(autocast or self.narrowed):
             images = self.pipeline(**self._asked(prompts), generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", **self._reporting(progress)).images  # fmt: skip
         return images.float().mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
 

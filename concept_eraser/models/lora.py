@@ -81,6 +81,9 @@ class Adapter:
             torch.manual_seed(seed)  # peft draws from the global generator
             settings: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": f"({exactly})"}
             inject_adapter_in_model(LoraConfig(**settings), module, _NAME)
+        for name in self.tensors:  # peft gives them the layer's precision
+            factor = module.get_parameter(name)
+            factor.data = factor.data.float()
         self.layers: dict[str, Any] = {name: module.get_submodule(name) for name in self.original}
         module.__dict__.pop("peft_config", None)  # peft's note on the module, which would outlive the layers
 
@@ -103,6 +106,12 @@ class Adapter:
         for name, layer in self.original.items():
             owner, _, last = name.rpartition(".")
             setattr(self.module.get_submodule(owner), last, layer)
+
+    @torch.no_grad()
+    def negate(self, scale: float) -> None:
+        """The change times -scale. It goes into `up`, as a strength does."""
+        for layer in self.layers.values():
+            layer.lora_B[_NAME].weight.mul_(-scale)
 
     @torch.no_grad()
     def merge(self) -> dict[str, Tensor]:

@@ -1,0 +1,179 @@
+"""Seconds a training step and peak memory of the published architectures, with random weights, through `erase` itself.
+
+    python -m benchmarks.gpu                                   all of it, on a GPU; goes on where it was stopped
+    python -m benchmarks.gpu --families sd14 --batches 1,4
+    python -m benchmarks.gpu --families tiny --jobs munba --batches 2 --device cpu --output /tmp/tiny.json     a trial
+
+A step is timed from the log of a run of a few steps: the median of all but the first two. Memory is the most that torch
+has allocated in the run, generation of its few training pictures included. What does not fit is told as such. One row a
+family, job and batch size goes into the JSON as soon as it is measured; `python -m tools.render_results` makes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.architectures import PIPELINES, SIZES
+from concept_eraser import api, environment
+from concept_eraser.errors import UserError
+from concept_eraser.files import write_text
+from concept_eraser.models.loading import load
+from concept_eraser.training import log
+
+OUTPUT = Path(__file__).parent / "gpu.json"
+LEFT_OUT = 2  # steps: the first ones allocate and choose kernels
+_TWO_SIDES = {"forget.loss": "anchor", "forget.anchor": "a person"}
+_NO_RETAIN = {"method": {"name": "weighted", "retain": 0.0}}
+_SURGERY = {"method": {"name": "uno", "hvp": "difference"}, "training.precision": "fp32"}
+JOBS: dict[str, dict[str, Any]] = {  # name -> what differs from plain fine-tuning of all weights
+    "fine-tuning": {"method": "finetune"},
+    "munba": {**_TWO_SIDES},
+    "munba, cross-attention": {**_TWO_SIDES, "trainable.select": "cross_attention"},
+    "munba, LoRA 4": {**_TWO_SIDES, "trainable.select": "cross_attention", "trainable.lora": 4},
+    "uno, difference": _SURGERY,
+    "uno, exact": {**_SURGERY, "method": {"name": "uno", "hvp": "exact"}},
+    "esd, cross-attention": {**_NO_RETAIN, "forget.loss": "esd", "trainable.select": "cross_attention"},
+}
+
+
+def recipe(job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
+    """The settings of a run as `erase` takes them."""
+    content: dict[str, Any] = {
+        "forget": {"prompts": ["a church"], "loss": "data", "n": batch},
+        "retain": {"prompts": ["a golf ball"], "n": batch},
+        "method": "munba",
+        "trainable": {"select": "all"},
+        "training": {"steps": steps, "batch_size": batch, "lr": 1e-6, "precision": "bf16", "device": device},
+        "generation": {"steps": 2, "guidance": 5.0, "batch_size": min(batch, 4), "precision": "bf16"},
+    }
+    for path, value in JOBS[job].items():
+        *parents, last = path.split(".")
+        place = content
+        for name in parents:
+            place = place[name]
+        place[last] = value
+    if content["method"] == _NO_RETAIN["method"]:
+        del content["retain"]
+    return content
+
+
+def step(pipeline: Any, job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
+    """Train for a few steps: seconds a step and peak memory, or that it does not fit."""
+    _tidy()
+    log.reset_peak_memory()
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            rows: list[dict[str, Any]] = []
+            folder = Path(scratch) / "run"
+            asked = recipe(job, batch, steps, device)
+            api.erase(asked, model=pipeline, output=folder, cache=Path(scratch), look=_Reader(folder, rows))
+        except torch.cuda.OutOfMemoryError as error:
+            return {"fits": False, "said": str(error).splitlines()[0][:120]}
+        finally:
+            _tidy()
+    seconds = [row["seconds"] for row in rows][LEFT_OUT:]
+    return {"fits": True, "seconds": statistics.median(seconds), "slowest": max(seconds), "quickest": min(seconds), "n": len(seconds), "memory_mb": max(row["memory_mb"] for row in rows)}  # fmt: skip
+
+
+class _Reader:
+    """Called between steps: takes the log's rows before the folder goes."""
+
+    def __init__(self, folder: Path, rows: list[dict[str, Any]]) -> None:
+        self.folder, self.rows = folder, rows
+
+    def __call__(self, done: int, seconds: float) -> None:
+        path = self.folder / "log.jsonl"
+        if path.exists():
+            self.rows[:] = [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def generation(pipeline: Any, batch: int, device: str) -> dict[str, Any]:
+    """Pictures a second: 50 steps with guidance, bf16, after one batch to warm up."""
+    _tidy()
+    log.reset_peak_memory()
+    try:
+        model = load(pipeline).to(torch.device(device))
+        spent = []
+        for seed in range(2):
+            began = time.monotonic()
+            model.sample(["a church"] * batch, seeds=[seed] * batch, steps=50, guidance=7.5, autocast=torch.bfloat16)
+            spent.append(time.monotonic() - began)
+    except torch.cuda.OutOfMemoryError as error:
+        return {"fits": False, "said": str(error).splitlines()[0][:120]}
+    return {"fits": True, "pictures_per_second": batch / spent[1], "n": batch, "memory_mb": log.peak_memory()}
+
+
+def _tidy() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def cells(families: list[str], jobs: list[str], batches: list[int]) -> Iterator[tuple[str, str, int]]:
+    for family in families:
+        for batch in batches:
+            yield from ((family, job, batch) for job in [*jobs, "generating"])
+
+
+def chosen(text: str, allowed: Any, what: str) -> list[str]:
+    found = text.split(",") if text else list(allowed)
+    wrong = [name for name in found if name not in allowed]
+    if wrong:
+        raise UserError(f"unknown {what} {wrong[0]!r}; there are: {', '.join(allowed)}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default="sd14,sdxl", help="of sd14, sdxl, tiny")
+    parser.add_argument("--jobs", default="", help="only those whose name begins so, e.g. munba")
+    parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--steps", type=int, default=10, help="a run; more than 3")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    args = parser.parse_args()
+    try:
+        families = chosen(args.families, PIPELINES, "family")
+        jobs = [name for name in JOBS if name.startswith(args.jobs)]
+        if not jobs:
+            raise UserError(f"unknown job {args.jobs!r}; there are: {', '.join(JOBS)}")
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("there is no GPU here, and on a CPU these architectures take hours; try --families tiny --device cpu")  # fmt: skip
+        if args.steps <= LEFT_OUT + 1:
+            raise UserError(f"--steps must be more than {LEFT_OUT + 1}, found {args.steps}")
+        batches = [int(b) for b in args.batches.split(",")]
+    except (UserError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    measure(families, jobs, batches, args.steps, args.device, args.output)
+
+
+def measure(families: list[str], jobs: list[str], batches: list[int], steps: int, device: str, output: Path) -> None:
+    known = json.loads(output.read_text())["rows"] if output.exists() else []
+    done = {(row["family"], row["job"], row["batch"]) for row in known}
+    pipelines: dict[str, Any] = {}
+    for family, job, batch in cells(families, jobs, batches):
+        if (family, job, batch) in done:
+            continue
+        if family not in pipelines:
+            pipelines.clear()  # one at a time is enough for any card
+            torch.manual_seed(0)
+            pipelines[family] = PIPELINES[family]()
+        pipeline = pipelines[family]
+        found = generation(pipeline, batch, device) if job == "generating" else step(pipeline, job, batch, steps, device)  # fmt: skip
+        known.append({"family": family, "job": job, "batch": batch, "pixels": SIZES[family], **found})
+        write_text(output, json.dumps({"environment": environment.describe(), "rows": known}, indent=1) + "\n")
+        print(f"{family}, {job}, batch {batch}: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""What a recipe will take of memory, before anything starts: `estimate`. It never computes; see training/memory.py.
+
+The model may be at hand, or be an architecture without weights (tiny/published.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from concept_eraser.data.batches import READ_AT_ONCE, Examples, chunk_of
+from concept_eraser.erasers import denoiser, text_encoder
+from concept_eraser.losses import LOSSES, Settings
+from concept_eraser.models.base import Condition, Model
+from concept_eraser.recipe import Recipe
+from concept_eraser.sections import PROMPTED, Side
+from concept_eraser.targets import prompted
+from concept_eraser.targets.base import Request
+from concept_eraser.training import memory
+from concept_eraser.training.memory import Estimate
+from concept_eraser.training.parameters import select
+from concept_eraser.training.placement import narrowable, needed
+
+
+def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
+    """The memory of a recipe with target denoiser or text_encoder. gpu: with CUDA's own, and its optimisers' copies.
+
+    The loss `histogram` is counted without its judge. A model on the meta device may be given.
+    """
+    if recipe.target not in PROMPTED:
+        raise ValueError(f"only {' and '.join(PROMPTED)} are counted beforehand, found target {recipe.target!r}")
+    training, part = recipe.training, model.parts[recipe.target]
+    context = {"CUDA itself (assumed)": memory.CONTEXT} if gpu else {}
+    lora = recipe.trainable.lora is not None
+    names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
+    whole = set() if lora else set(names)
+    narrow = [weight for name, weight in narrowable(model.denoiser) if name not in whole] if training.frozen == "bf16" else []  # fmt: skip
+    with ExitStack() as stack:
+        adapter = prompted.adapted(Request(recipe, model), part, names)
+        if adapter is not None:
+            stack.callback(adapter.remove)
+        stack.enter_context(memory.pretending(*model.parts.values(), narrow=narrow))
+        stack.enter_context(_as_trained(model, training.checkpointing, bool(narrow)))
+        making = {**context, **_weights(model, model.parts), "at work": _making(recipe, model)}
+        eraser = _eraser(recipe, model, adapter.tensors if adapter else names, adapter)
+        kept = needed(recipe.target, histogram=recipe.histogram is not None)
+        there = _weights(model, kept if training.offload else model.parts)
+        params = [*eraser.trainable().values(), *eraser.adversary().values()]
+        passed = _pass(eraser, max(recipe.cast, key=lambda player: _weight(recipe, player)), recipe, params)
+        shapes = [tuple(p.shape) for p in params]
+    moved = memory.Trained(shapes, len(recipe.players), training.micro_batches, training.optimizer, recipe.trainable.saliency is not None, gpu)  # fmt: skip
+    always = {**context, **there, "their values before": moved.bytes, "the optimiser's state": moved.state()}
+    return Estimate(always, memory.moments(moved, passed), making)
+
+
+@contextmanager
+def _as_trained(model: Any, checkpointing: bool, narrow: bool) -> Iterator[None]:
+    model.narrowed = torch.bfloat16 if narrow else None
+    model.checkpoint(checkpointing)
+    try:
+        yield
+    finally:
+        model.narrowed = None
+        model.checkpoint(False)
+
+
+def _weights(model: Model, parts: Any) -> dict[str, int]:
+    """Bytes of some parts' weights (their precision is that of the tensors as they are)."""
+    return {f"weights of {name}": memory.weights_of(model.parts[name]) for name in parts}
+
+
+def _making(recipe: Recipe, model: Model) -> int:
+    """Beside the weights, while the examples are made: prompts read, pictures sampled, decoded and encoded again."""
+    side = next(iter(recipe.sides.values()))
+    tasks: list[tuple[Callable[[], Any], bool]] = [(lambda: model.encode(["a"] * min(READ_AT_ONCE, side.n)), False)]
+    if any(one.images == "generate" for one in recipe.sides.values()) and not _on_embeddings(recipe):
+        batch, narrow = recipe.generation.batch_size, recipe.generation.precision == "bf16"
+        tasks += [(lambda: _sampled(model, batch), narrow)]
+        tasks += [(lambda: _read(model), False)]
+    return max(memory.peak_of(run, bf16=bf16) for run, bf16 in tasks)
+
+
+@torch.no_grad()
+def _sampled(model: Model, batch: int) -> None:
+    """One step with guidance, which asks for twice the batch, and the pictures."""
+    condition, null = _rows(model.encode(["a"]), 2 * batch), torch.zeros(2 * batch, dtype=torch.long)
+    model.denoise(torch.empty(2 * batch, *model.latent_shape()), null, condition)
+    model.decode(torch.empty(batch, *model.latent_shape()))
+
+
+@torch.no_grad()
+def _read(model: Model) -> None:
+    height = width = _pixels(model)
+    model.encode_images(torch.empty(chunk_of(height, width), 3, height, width))
+
+
+def _pixels(model: Model) -> int:
+    scale = 2 ** (len(model.parts["vae"].config.block_out_channels) - 1)  # type: ignore[union-attr, arg-type]
+    return int(model.latent_shape()[1] * scale)
+
+
+def _on_embeddings(recipe: Recipe) -> bool:
+    """Whether no loss asks for pictures."""
+    return recipe.target == "text_encoder" and all(text_encoder.LOSSES[side.loss].through == "embedding" for side in recipe.sides.values())  # fmt: skip
+
+
+def _rows(one: Condition, n: int) -> Condition:
+    return Condition({name: value.expand(n, *value.shape[1:]).clone() for name, value in one.tensors.items()})
+
+
+def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any:
+    """The eraser as the job builds it, on examples without content: as many as a batch."""
+    n = recipe.training.batch_size
+    asked: dict[str, Side] = dict(recipe.sides)
+    if recipe.attack is not None:
+        asked["attack"] = Side(prompts=recipe.forgotten[0].prompts, loss="data")
+    if recipe.target == "text_encoder":
+        return text_encoder.TextEncoder(model, {k: _encoder_side(model, side, n) for k, side in asked.items()}, names, adapter=adapter)  # fmt: skip
+    condition, null = model.encode(["a"]), model.null()
+    ready = {name: _denoiser_side(model, side, _rows(condition, n), null) for name, side in asked.items()}
+    if recipe.histogram is not None:  # the judge is small beside what it looks at
+        ready["histogram"] = replace(ready["forget"], loss="histogram", settings=Settings(shows=lambda images: images.flatten(1).mean(1).sigmoid()))  # fmt: skip
+    return denoiser.Denoiser(model, {name: ready[name] for name in recipe.cast}, names, adapter=adapter)
+
+
+def _denoiser_side(model: Model, side: Side, condition: Condition, null: Condition) -> denoiser.Side:
+    n, rows = len(condition), torch.zeros(len(condition), dtype=torch.long)
+    latents = torch.empty(n, *model.latent_shape()) if LOSSES[side.loss].needs_target or side.images != "free" else None
+    shown = (condition, rows) if side.anchor else (None, None)
+    return denoiser.Side(Examples(latents, condition, rows, shown[0], shown[1], null), side.loss, Settings(side.teacher, side.eta), side.scale, side.timesteps)  # fmt: skip
+
+
+def _encoder_side(model: Model, side: Side, n: int) -> text_encoder.Side:
+    tokens = Condition({name: value.long() for name, value in _rows(model.tokenize(["a"]), n).tensors.items()})
+    through = text_encoder.LOSSES[side.loss].through == "denoiser"
+    latents = torch.empty(n, *model.latent_shape()) if through else None
+    return text_encoder.Side(tokens, side.loss, tokens if side.anchor else None, latents, side.scale, side.teacher)
+
+
+def _weight(recipe: Recipe, player: str) -> tuple[bool, ...]:
+    """Of two players, the one of which this is larger holds more in its pass."""
+    side = recipe.sides.get(player)
+    teacher = side is not None and side.loss in ("anchor", "distill", "esd")
+    twice = player == "forget" and recipe.attack is not None  # with the adversary's offset and without
+    return player == "histogram", twice, teacher
+
+
+def _pass(eraser: Any, player: str, recipe: Recipe, params: list[nn.Parameter]) -> int:
+    """The most that one player's forward and backward pass holds."""
+    n, bf16 = recipe.training.batch_size, recipe.training.precision == "bf16"
+    draw = eraser.draw(player, range(n))
+
+    def loss() -> Tensor:
+        return eraser.loss(player, draw)
+
+    return memory.passing(loss, params, bf16=bf16)

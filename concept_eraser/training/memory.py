@@ -1,0 +1,220 @@
+"""How much memory a training takes, counted before it starts.
+
+The forward and backward pass is not guessed: it is run with tensors that have a shape and no content (torch's fake
+tensors), and every tensor that comes and goes is counted (`Peak`). That costs seconds for Stable Diffusion on a laptop.
+What lives longer than a pass is counted by `held`: weights, their original values (the frozen teacher), one gradient a
+player and the direction they become, the optimiser's state, masks.
+
+What is assumed: kernels of attention that do not write down the matrix of scores, as torch's are by default; norms in
+fp32 under autocast, as on CUDA; CONTEXT bytes for CUDA itself. What is left out: memory that the allocator
+holds in pieces it cannot use, and what a method keeps of its own beside one gradient a player.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CONTEXT = 500 * 2**20  # of CUDA itself: an assumption; 300 to 800 MB by card and driver
+GB = 2**30
+_FP32 = 4
+_NORMS = (nn.GroupNorm, nn.LayerNorm)
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside: `now`, and `peak` the most there ever were. Views count once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, tuple[int, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor):
+                self._count(value, made=False)  # what was there before counts nothing, nor do views of it
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value, made=True)
+        return result
+
+    def _count(self, value: Tensor, *, made: bool) -> None:
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if made else 0
+        self._known[key] = (size, weakref.finalize(storage, self._gone, key))
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._known.pop(key, (0, None))[0]
+
+    def __exit__(self, *about: Any) -> None:
+        for _, watcher in self._known.values():
+            watcher.detach()
+        super().__exit__(*about)
+
+
+def _widen(layer: nn.Module, given: tuple) -> tuple:
+    """What a norm is given, in fp32 under autocast: CUDA's autocast has it so, the CPU's has not."""
+    if not torch.is_autocast_enabled("cpu"):
+        return given
+    return tuple(x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in given)
+
+
+@contextmanager
+def pretending(*modules: nn.Module, narrow: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Inside, tensors have shapes and no content, those of these modules too, and nothing is computed. Modules may lie
+    anywhere, also on the meta device; afterwards they are what they were. narrow: tensors that are bf16 inside."""
+    halved = {id(value) for value in narrow}
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kept: list[tuple[dict, dict]] = []
+    layers = {id(layer): layer for module in modules for layer in module.modules()}.values()
+    hooks = [layer.register_forward_pre_hook(_widen) for layer in layers if isinstance(layer, _NORMS)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            shared: dict[int, Tensor] = {}
+            for layer in layers:
+                for values in (layer._parameters, layer._buffers):
+                    kept.append((values, dict(values)))
+                    for name, value in values.items():
+                        if value is not None:
+                            values[name] = shared.setdefault(id(value), _hollow(value, id(value) in halved))  # type: ignore[assignment]
+            yield
+        finally:
+            for values, before in kept:
+                values.clear()
+                values.update(before)
+            for hook in hooks:
+                hook.remove()
+
+
+def _hollow(value: Tensor, halved: bool) -> Tensor:
+    empty = torch.empty(value.shape, dtype=torch.bfloat16 if halved else value.dtype)
+    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
+def peak_of(run: Callable[[], Any], *, bf16: bool = False) -> int:
+    """The most bytes that tensors made by `run` take at one time (inside `pretending`)."""
+    with Peak() as counted, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        run()
+    return counted.peak
+
+
+def passing(loss: Callable[[], Tensor], params: Sequence[Tensor], *, bf16: bool = False) -> int:
+    """The most bytes of one forward and backward pass (inside `pretending`), the gradient it ends with included."""
+
+    def run() -> None:
+        torch.autograd.grad(loss(), list(params), allow_unused=True, materialize_grads=True)
+
+    return peak_of(run, bf16=bf16)
+
+
+def weights_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, each tensor once."""
+    return sum({id(v): v.numel() * v.element_size() for v in (*module.parameters(), *module.buffers())}.values())
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What moves, as shapes, and the rules that decide how many copies of it there are.
+
+    players: gradients that the method asks for at once; masked: whether a saliency mask is kept; gpu: torch's optimisers
+    move all tensors at once there, for the price of a copy.
+    """
+
+    shapes: Sequence[Sequence[int]]
+    players: int = 2
+    micro_batches: int = 1
+    optimizer: str = "adam"
+    masked: bool = False
+    gpu: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return _FP32 * sum(map(math.prod, self.shapes))
+
+    @property
+    def largest(self) -> int:
+        return _FP32 * max(map(math.prod, self.shapes))
+
+    def state(self) -> int:
+        """Of the optimiser, between the steps."""
+        if self.optimizer == "sgd":
+            return 0
+        if self.optimizer == "adafactor":  # torch factors the last two axes
+            return sum(_FP32 * _factored(shape) for shape in self.shapes)
+        if self.optimizer == "adamw8bit":  # two bytes a number and two scales a block of 256; small tensors in fp32
+            return sum(2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n for n in map(math.prod, self.shapes))
+        return 2 * self.bytes
+
+
+def _factored(shape: Sequence[int]) -> int:
+    """Numbers that Adafactor keeps for a tensor."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    return math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))
+
+
+def moments(trained: Trained, passed: int) -> dict[str, dict[str, int]]:
+    """The three moments of a step at which most may be held, beyond what is held all the time: bytes by their use.
+
+    passed: of one forward and backward pass, see `passing`.
+    """
+    one, big = trained.bytes, trained.largest
+    masks = {"masks": one} if trained.masked else {}
+    sums = {"gradients of other players": (trained.players - 1) * one}
+    if trained.micro_batches > 1:
+        sums["sum over micro-batches"] = one
+    wide = trained.players * 2 * big  # the Gram matrix is summed in float64, tensor by tensor
+    extra = one if trained.gpu and trained.optimizer in ("adam", "adamw") else 2 * big
+    return {
+        "last gradient": {**masks, **sums, "forward and backward pass": passed},
+        "combining": {**masks, "gradients": trained.players * one, "the direction": max(one + big, wide)},
+        "moving": {**masks, "the direction": one, "weights before the step": one if trained.masked else 0, "inside the optimiser": extra},
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by their use. always: while training; moments: see above; making: while the examples are made, at most."""
+
+    always: Mapping[str, int]
+    moments: Mapping[str, Mapping[str, int]]
+    making: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fullest(self) -> str:
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def training(self) -> int:
+        return sum(self.always.values()) + sum(self.moments[self.fullest].values())
+
+    @property
+    def examples(self) -> int:
+        return sum(self.making.values())
+
+    @property
+    def peak(self) -> int:
+        return max(self.training, self.examples)
+
+    def lines(self) -> list[str]:
+        """For people, in GB (2^30 bytes), the largest first."""
+        parts = {**self.always, **self.moments[self.fullest]}
+        told = ", ".join(f"{name} {size / GB:.2f}" for name, size in sorted(parts.items(), key=lambda item: -item[1]) if size)  # fmt: skip
+        made = f"; while the examples are made {self.examples / GB:.2f} GB" if self.making else ""
+        return [f"memory (an estimate, not measured): {self.training / GB:.2f} GB{made}", f"  of which {told}"]
