@@ -7,20 +7,37 @@ from typing import TYPE_CHECKING, Any
 from concept_eraser.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from concept_eraser.api import Run, attack, erase, evaluate, export, load, measure, overview, plug, report
+    from concept_eraser.api import (
+        Run,
+        attack,
+        card,
+        erase,
+        evaluate,
+        export,
+        load,
+        measure,
+        merge,
+        overview,
+        plug,
+        push_to_hub,
+        report,
+    )
 
 __all__ = [
     "Interrupted",
     "Run",
     "UserError",
     "attack",
+    "card",
     "erase",
     "evaluate",
     "export",
     "load",
     "measure",
+    "merge",
     "overview",
     "plug",
+    "push_to_hub",
     "report",
 ]
 

@@ -12,16 +12,19 @@ import yaml
 
 from concept_eraser import jobs, measuring, ranks, resources
 from concept_eraser import recipe as recipes
+from concept_eraser.cards import card as card
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import attacking, plots
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacking import Campaign
 from concept_eraser.evaluation.suite import Evaluation
 from concept_eraser.exporting import export as export
+from concept_eraser.merging import merge as merge
 from concept_eraser.models import loading
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.clip import Clip
 from concept_eraser.progress import Progress, silent
+from concept_eraser.publishing import push_to_hub as push_to_hub
 from concept_eraser.recipe import Recipe
 from concept_eraser.reporting import overview as overview
 from concept_eraser.reporting import report as report
@@ -92,9 +95,9 @@ def erase(
         recipe, objects = _without_objects(recipe)
     job = _recipe(recipe, _name_of(source) if source is not None else model, overrides, settings)
     folder = Path(output) if output else Path("runs") / job.fingerprint
-    if jobs.check_folder(
-        folder, job, resume=resume, overwrite=overwrite, in_memory=source is not None or bool(objects)
-    ):
+    jobs.join(job)
+    in_memory = source is not None or bool(objects)
+    if ranks.agreed(lambda: jobs.check_folder(folder, job, resume=resume, overwrite=overwrite, in_memory=in_memory)):
         done = json.loads((folder / "done.json").read_text())
         return Run(folder, job, done["seconds"])
     loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle)
@@ -102,7 +105,8 @@ def erase(
     told = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
     work = jobs.Job(job, loaded, folder, progress, cache, objects, look, lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=told))  # fmt: skip
     done = work.write(work.run(resume=resume))
-    plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
+    if ranks.is_first():
+        plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
     return Run(folder, job, done["seconds"], loaded)
 
 
@@ -254,7 +258,11 @@ def _pair(model: Any, before: Any, allow_pickle: bool) -> tuple[Model, Model]:
 def _suite_of(model: Any) -> str:
     """The suite named like the set that a run forgot. Raises UserError where there is none: another concept's would mislead."""
     found = _recipe_of(model)
-    name = found.forget.prompts if found else None
+    names = [side.prompts for side in found.forgotten] if found else []
+    if len(names) > 1:
+        known = [name for name in names if isinstance(name, str) and name in resources.names("eval")]
+        raise UserError(f"this run forgot {len(names)} concepts, and a suite measures one; give one with --suite, and one after the other to see them all" + (f", e.g. {', '.join(known)}" if known else ""))  # fmt: skip
+    name = names[0] if names else None
     if isinstance(name, str) and name in resources.names("eval"):
         return name
     if found:

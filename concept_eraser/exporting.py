@@ -72,15 +72,18 @@ def export(
     after = loading.load(source, allow_pickle=allow_pickle, base=base)
     if not (math.isfinite(strength) and math.isfinite(max_error)):
         raise UserError(f"strength and max_error are finite numbers, found {strength} and {max_error}")
-    if to in ("diffusers", "single-file") and strength == 1:
+    left_out = set(after.parts) - set(single_file.written_parts(after)) if to == "single-file" else set()
+    if to in ("diffusers", "single-file") and strength == 1 and not (left_out and base is not None):
         _write_whole(after, to, place)
         return Exported(place)
     original = _original(base, source, allow_pickle)
     moved = differences(original, after)
+    if lost := sorted(left_out & moved.keys()):
+        raise UserError(f"a single file of the family {after.family!r} holds the denoiser alone, and this erasure changed {' and '.join(lost)}; export --to diffusers")  # fmt: skip
     if to in ("lora", "kohya"):
         return _write_lora(Path(source), original, moved, to, place, strength=strength, rank=rank, max_error=max_error)
     if to == "tensors":
-        _write_tensors(moved, place, strength)
+        _write_tensors(original, moved, place, strength)
         return Exported(place)
     with torch.no_grad():
         for part, tensors in moved.items():
@@ -145,12 +148,12 @@ def _write_whole(model: Model, to: str, place: Path) -> None:
     write_whole(place, model.save if to == "diffusers" else lambda path: single_file.write(model, path))
 
 
-def _write_tensors(moved: Moved, place: Path, strength: float) -> None:
+def _write_tensors(model: Model, moved: Moved, place: Path, strength: float) -> None:
     if len(moved) > 1:
         raise UserError(f"tensors are of one part of a pipeline, and this erasure changed {' and '.join(moved)}; export --to diffusers")  # fmt: skip
     ((part, tensors),) = moved.items()
     values = {name: torch.lerp(*pair, strength).contiguous() for name, pair in tensors.items()}
-    header = {"format": "pt", "part": {"denoiser": "unet"}.get(part, part)}
+    header = {"format": "pt", "part": getattr(model, "network", "unet") if part == "denoiser" else part}
     write_whole(place, lambda path: save_file(values, path, metadata=header))
 
 

@@ -237,12 +237,6 @@ def test_wrong_requests(runs, tmp_path: Path, shared_tiny) -> None:
     (job / "recipe.yaml").write_text((run / "recipe.yaml").read_text())
     with pytest.raises(UserError, match="is not finished"):
         exporting.export(job, "diffusers")
-    shared_tiny.family = "flux"
-    try:
-        with pytest.raises(UserError, match=r"for Stable Diffusion 1\.x, not for the family 'flux'"):
-            single_file.original_layout(shared_tiny)
-    finally:
-        del shared_tiny.family
 
 
 def test_the_command(runs) -> None:

@@ -20,8 +20,9 @@ def export(
 ) -> None:  # fmt: skip
     """Write an erasure in the format that another program reads.
 
-    diffusers: a folder for from_pretrained. tensors: the changed ones of the UNet or text encoder. lora: for diffusers'
-    load_lora_weights. kohya: a LoRA for A1111, ComfyUI, Forge. single-file: the whole Stable Diffusion 1.x checkpoint for them.
+    diffusers: a folder for from_pretrained. tensors: the changed ones of the denoiser or text encoder. lora: for diffusers'
+    load_lora_weights. kohya: a LoRA for A1111, ComfyUI, Forge (Stable
+    Diffusion 1, 2, XL, Flux). single-file: the whole checkpoint for them (Stable Diffusion 1, 2, XL, 3; of Flux its transformer).
 
     [bold]Examples[/bold]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
 
+from concept_eraser import ranks
 from concept_eraser.cli import (
     attack,
+    card,
     demo,
     detect,
     distance,
@@ -18,10 +22,12 @@ from concept_eraser.cli import (
     export,
     generate,
     info,
+    merge,
+    push,
     quickstart,
     report,
 )
-from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.errors import Interrupted, Told, UserError
 
 app = typer.Typer(
     name="concept-eraser",
@@ -32,9 +38,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, export.export, info.list_, info.show, info.check, info.copy):  # fmt: skip
+
+def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
+    """click answers Ctrl-C itself, with "Aborted!" and exit code 1; this says what became of the work, and leaves with 130."""
+
+    @functools.wraps(verb)
+    def run(*given: Any, **named: Any) -> None:
+        try:
+            verb(*given, **named)
+        except KeyboardInterrupt:
+            raise Interrupted("stopped; nothing half-written is left") from None
+
+    return run
+
+
+for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, export.export, merge.merge, card.card, push.push, info.list_, info.show, info.check, info.copy):  # fmt: skip
     options: dict[str, Any] = {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
-    app.command(name=verb.__name__.rstrip("_"), **options)(verb)
+    app.command(name=verb.__name__.rstrip("_"), **options)(_interruptible(verb))
 
 
 @app.callback(invoke_without_command=True)
@@ -53,12 +73,12 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         app()
+    except Told:  # of several processes the first says it
+        sys.exit(2)
     except UserError as error:
         _fail(str(error), 2)
     except Interrupted as stop:
-        _fail(str(stop), 130)
-    except KeyboardInterrupt:
-        _fail("stopped; nothing half-written is left", 130)
+        _fail(str(stop) if ranks.is_first() else "", 130)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:  # a place that cannot be read or written
@@ -66,7 +86,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    typer.echo(f"error: {message}" if code == 2 else message, err=True)
+    if message:
+        typer.echo(f"error: {message}" if code == 2 else message, err=True)
     sys.exit(code)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 
 from concept_eraser import registry, resources
 from concept_eraser.errors import UserError, unknown
-from concept_eraser.models import overlay, single_file
+from concept_eraser.models import hub, overlay, single_file
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.module import CONFIG, Module, open_folder
 
@@ -27,7 +26,6 @@ _FAMILIES = {
     "DiTPipeline": "dit",
 }
 _WEIGHED = ("unet", "transformer", "vae", "text_encoder")  # how the parts of a pipeline begin that have weights we load
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load_part(source: Any, target: str, *, allow_pickle: bool = False) -> Loaded:
@@ -118,15 +116,16 @@ def _bundled_clip(family: Any, name: str) -> Loaded:
     return found
 
 
-def load(source: Any, *, allow_pickle: bool = False, base: Any = None) -> Model:
+def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: str | None = None) -> Model:
     """Load a text-to-image model.
 
-    source: "tiny-sd", a diffusers folder, a run folder of ours, a hub id ("owner/name"), a diffusers pipeline
-        object, or a Model (returned as it is); or a part of a pipeline that another eraser made: a LoRA, a state dict
-        or folder of the denoiser or the text encoder (see overlay.py).
+    source: "tiny-sd", a diffusers folder, a run folder of ours, a hub id ("owner/name", "owner/name@revision"), a
+        diffusers pipeline object, or a Model (returned as it is); or a part of a pipeline that another eraser made: a
+        LoRA, a state dict or folder of the denoiser or the text encoder (see overlay.py).
     allow_pickle: also load weights stored as pickles, which can execute code; off by default.
     base: for a part, the model it was made for (which stays as it is); for a single-file checkpoint (.safetensors in the
         original layout), the diffusers folder of its architecture; not asked for otherwise.
+    token: for the hub; default $HF_TOKEN or what `hf auth login` kept.
 
     Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
     """
@@ -141,20 +140,15 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None) -> Model:
     if path.is_dir() and (path / "pipeline").is_dir():
         return _from_folder(path / "pipeline", name, allow_pickle)
     if overlay.is_overlay(path):
-        if base is None:
-            raise UserError(f"{name} is only a part of a pipeline (a LoRA, a denoiser or a text encoder); give the model it was made for with --before")  # fmt: skip
-        whole = load(base, allow_pickle=allow_pickle)
-        whole = whole if isinstance(base, str | Path) else copy.deepcopy(whole)  # the caller's own stays as it is
-        overlay.put_on(whole, path, allow_pickle=allow_pickle)
-        return whole
+        return _part(path, base, allow_pickle, token)
     if path.is_dir():
         return _from_folder(path, name, allow_pickle)
-    if path.is_file() and overlay.is_single_file(path):
-        return _from_single_file(path, base)
-    if path.is_file() or path.suffix in (*overlay.PICKLES, ".safetensors"):
-        raise UserError(_single_file_problem(path))
-    if _HUB_ID.fullmatch(name):
-        return _from_hub(name, allow_pickle)
+    if path.suffix in (*overlay.PICKLES, ".safetensors"):
+        raise UserError(f"no such model: {path}")
+    if path.is_file():
+        raise UserError(f"{path} is no model; give a .safetensors file, a diffusers folder, a run folder or a hub id")
+    if hub.is_id(name):
+        return _from_hub(name, allow_pickle, token)
     raise unknown("model", name, BUNDLED, hint="a diffusers folder, a run folder or a hub id (owner/name) works too")
 
 
@@ -168,37 +162,39 @@ def _from_object(pipeline: Any) -> Model:
     return _family(type(pipeline).__name__, "the given object")(pipeline, f"a {type(pipeline).__name__} in memory")
 
 
-def _single_file_problem(path: Path) -> str:
-    if not path.exists():
-        return f"no such model: {path}"
-    return (
-        f"{path} is a pickle, which can execute code when loaded; convert it to a diffusers folder of safetensors first"
-    )
-
-
-def _from_single_file(path: Path, base: Any) -> Model:
-    """A checkpoint in the original layout; what it does not hold comes from `base`."""
-    if base is None:
+def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model:
+    """A part of a pipeline on the base it was made for, or a checkpoint in the original layout."""
+    held = overlay.parts_in(path) if path.is_file() else set()
+    if base is None and held:
         raise UserError(f"{path} is a single-file checkpoint: weights without configuration, scheduler and tokenizer; give a diffusers folder of the same architecture with --before (base=), or convert it once: concept-eraser export {path} --before FOLDER --to diffusers")  # fmt: skip
-    if not isinstance(base, str | Path):
-        pipeline = single_file.read_as(path, base if isinstance(base, Model) else _from_object(base))
-    else:
-        pipeline = single_file.read(path, _configuration(str(base)))
-    found = _from_object(pipeline)
-    found.source = str(path)
-    return found
+    if base is None:
+        raise UserError(f"{path} is only a part of a pipeline (a LoRA, a denoiser or a text encoder); give the model it was made for with --before")  # fmt: skip
+    in_memory = not isinstance(base, str | Path)
+    if held:
+        if in_memory:
+            pipeline = single_file.read_as(path, base if isinstance(base, Model) else _from_object(base), held)
+        else:
+            pipeline = single_file.read(path, _configuration(str(base), token), held)
+        if pipeline is not None:
+            found = _from_object(pipeline)
+            found.source = str(path)
+            return found
+    whole = load(base, allow_pickle=allow_pickle, token=token)
+    whole = copy.deepcopy(whole) if in_memory else whole  # the caller's own stays as it is
+    overlay.put_on(whole, path, allow_pickle=allow_pickle)
+    return whole
 
 
-def _configuration(name: str) -> str:
-    """The diffusers folder (or hub id) that a model's name stands for. Raises UserError where it is neither."""
+def _configuration(name: str, token: str | None) -> str:
+    """The diffusers folder that a model's name stands for. Raises UserError where it is none."""
     if name in BUNDLED:
         return str(resources.tiny_weights() / name)
     for folder in (Path(name) / "pipeline", Path(name)):
         if (folder / "model_index.json").is_file():
             return str(folder)
-    if Path(name).exists() or not _HUB_ID.fullmatch(name):
+    if Path(name).exists() or not hub.is_id(name):
         raise UserError(f"{name} holds no configuration (model_index.json); give a diffusers folder of the checkpoint's architecture")  # fmt: skip
-    return name
+    return str(hub.folder_of(name, token=token, weights=False))
 
 
 def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
@@ -236,23 +232,16 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
             raise UserError(f"{path} is damaged or truncated ({error}); copy the checkpoint again") from None
 
 
-def _from_hub(name: str, allow_pickle: bool) -> Model:
-    return _guarded(None, name, name, {"use_safetensors": None if allow_pickle else True})
+def _from_hub(name: str, allow_pickle: bool, token: str | None) -> Model:
+    """A pipeline of the hub: its folder in the cache, filled where the hub answers."""
+    return _from_folder(hub.folder_of(name, token=token, allow_pickle=allow_pickle, left_out={"safety_checker": None, "feature_extractor": None}), name, allow_pickle)  # fmt: skip
 
 
 def _guarded(family: Any, location: str, name: str, options: dict) -> Model:
-    """The family's model from a folder or a hub id; without a family, that of its model_index.json."""
+    """The family's model from a folder."""
     try:
-        if family is None:
-            from diffusers import DiffusionPipeline
-
-            family = _family(DiffusionPipeline.load_config(location)["_class_name"], name)
         return family.from_folder(location, source=name, **options)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0][:300]
-        if not Path(location).exists():
-            reason = f"there is no such folder, and the hub (or its cache) did not give it: {reason.split(' (')[0]}"
-            reason += ". If this machine has no network, give a local folder, or set HF_HOME to a cache that holds it"
-        raise UserError(f"cannot load {name}: {reason}") from error
+        raise UserError(f"cannot load {name}: {str(error).strip().splitlines()[0][:300]}") from error

@@ -2,14 +2,16 @@
 
 * diffusers: `unet.<layer>.lora_A.weight` (down), `.lora_B.weight` (up), rank and alpha in the file's header, as
   `pipe.load_lora_weights` takes them
-* kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, and `lora_te_...` of the text
-  encoder, as A1111, ComfyUI, Forge (and diffusers) take them
+* kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, as A1111, ComfyUI, Forge (and
+  diffusers) take them. Its names are those of the UNet that sd-scripts trains: diffusers' own for Stable Diffusion 1 and 2
+  (text encoder `lora_te_`), the original code's for SDXL (`lora_te1_`, `lora_te2_`) and for Flux (its CLIP `lora_te1_`),
+  where one projection stands for q, k and v: their factors are put together, block by block.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,14 @@ from torch import Tensor
 from concept_eraser.errors import UserError
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.lora import Factors, Pair
+from concept_eraser.models.single_file import ldm, transformers
 
 FOLDER, FILE = "lora", "pytorch_lora_weights.safetensors"  # in a run's folder; the name that diffusers looks for
-_KOHYA = {"denoiser": "lora_unet_", "text_encoder": "lora_te_"}
+_KOHYA: dict[str, dict[str, str]] = {
+    "sd": {"denoiser": "lora_unet_", "text_encoder": "lora_te_"},
+    "sdxl": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"},
+    "flux": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_"},
+}
 _DOWN_UP = (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"), ("lora.down.weight", "lora.up.weight"))  # fmt: skip
 
 
@@ -34,13 +41,17 @@ def save(model: Loaded, factors: Sequence[Factors], file: Path, *, kohya: bool =
     tensors: dict[str, Tensor] = {}
     told: dict[str, Any] = {}
     header = dict(notes or {})
-    if kohya and model.family != "sd":
-        raise UserError(f"kohya names the layers of the family {model.family!r} after another code; export --to lora, which ComfyUI reads too")  # fmt: skip
+    if kohya and model.family not in _KOHYA:
+        raise UserError(f"no program reads kohya's names for the family {model.family!r} that we could test with; export --to lora, which ComfyUI reads too")  # fmt: skip
     for one in factors:
-        prefix = _KOHYA[one.part] if kohya else _component(model, one.part)
+        if kohya:
+            tensors |= _kohya(model, one)
+            continue
+        prefix = _component(model, one.part)
         told |= {f"{prefix}.{key}": value for key, value in _config(one).items()}
-        for layer, pair in one.layers.items():
-            tensors |= (_kohya if kohya else _diffusers)(prefix, one, _full(one.part, layer), pair)
+        for layer, (down, up) in one.layers.items():
+            stem = f"{prefix}.{_full(one.part, layer)}"
+            tensors |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
     if kohya:  # what A1111's and ComfyUI's lists show
         header |= {"ss_network_module": "networks.lora", "ss_network_dim": str(factors[0].rank), "ss_network_alpha": str(factors[0].alpha)}  # fmt: skip
     else:
@@ -54,14 +65,58 @@ def _full(part: str, layer: str) -> str:
     return f"text_model.{layer}" if part == "text_encoder" and not layer.startswith("text_model.") else layer
 
 
-def _diffusers(prefix: str, one: Factors, layer: str, pair: Pair) -> dict[str, Tensor]:
-    down, up = pair
-    return {f"{prefix}.{layer}.lora_A.weight": down, f"{prefix}.{layer}.lora_B.weight": up}
+def _kohya(model: Loaded, one: Factors) -> dict[str, Tensor]:
+    """Raises UserError where kohya has no name for a layer."""
+    tensors: dict[str, Tensor] = {}
+    left = set(one.layers)
+    for stem, layers in _kohya_stems(model, one.part):
+        if not left & set(layers):
+            continue
+        left -= set(layers)
+        down, up = one.layers[layers[0]] if len(layers) == 1 else _fused(model, one, layers)
+        tensors |= {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.alpha": torch.tensor(one.alpha * len(down) / one.rank)}  # fmt: skip
+    if left:
+        raise UserError(f"kohya has no name for the layer {min(left)} of {one.part} ({len(left)} such) that diffusers reads; export --to lora, which ComfyUI reads too")  # fmt: skip
+    return tensors
 
 
-def _kohya(prefix: str, one: Factors, layer: str, pair: Pair) -> dict[str, Tensor]:
-    stem, (down, up) = prefix + layer.replace(".", "_"), pair
-    return {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.alpha": torch.tensor(float(one.alpha))}  # fmt: skip
+def _kohya_stems(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name in kohya's file, layers of the part that it stands for)."""
+    prefix = _KOHYA.get(model.family, {}).get(part)
+    if prefix is None:
+        return
+    module: Any = model.parts[part]
+    if part == "denoiser" and model.family != "sd":
+        for place in ldm.unet(module) if model.family == "sdxl" else transformers.flux(module):
+            blocks = model.family == "sdxl" or place.name.startswith(("double_blocks.", "single_blocks."))
+            if place.name.endswith(".weight") and blocks:
+                yield prefix + place.name[:-7].replace(".", "_"), tuple(name[:-7] for name in place.sources)
+        return
+    for layer, _ in module.named_modules():
+        yield prefix + _full(part, layer).replace(".", "_"), (layer,)
+
+
+def _fused(model: Loaded, one: Factors, layers: Sequence[str]) -> Pair:
+    """The factors of layers that the original code has as one, each in its own rows and its own share of the rank."""
+    pairs = []
+    width = next(down.shape[1] for name, (down, _) in one.layers.items() if name in layers)
+    for layer in layers:
+        height = len(model.parts[one.part].get_parameter(f"{layer}.weight"))
+        pairs.append(one.layers.get(layer, (torch.zeros(one.rank, width), torch.zeros(height, one.rank))))
+    return torch.cat([down for down, _ in pairs]), torch.block_diag(*(up for _, up in pairs))
+
+
+def _parted(model: Loaded, part: str, layers: Sequence[str], down: Tensor, up: Tensor) -> dict[str, Pair]:
+    """`_fused`, undone: each layer's rows, with the part of the rank that is not zero there."""
+    heights = [len(model.parts[part].get_parameter(f"{layer}.weight")) for layer in layers]
+    if sum(heights) != len(up):
+        raise UserError(f"factors for {' and '.join(layers)} have {len(up)} rows, {sum(heights)} are needed; was it made for another model?")  # fmt: skip
+    found = {}
+    for layer, rows in zip(layers, up.split(heights), strict=True):
+        used = rows.any(0)
+        if used.any():
+            found[layer] = down[used], rows[:, used]
+    return found
 
 
 def _config(one: Factors) -> dict[str, Any]:
@@ -86,7 +141,7 @@ def read(model: Loaded, tensors: Mapping[str, Tensor], header: Mapping[str, str]
     """
     config = json.loads(header.get("lora_adapter_metadata") or "{}")
     told: dict[str, dict[str, Pair]] = {}
-    places = {spelled: (part, layer, prefix) for part in model.parts if part != "vae" for spelled, layer, prefix in _spelled(model, part)}  # fmt: skip
+    places = {spelled: (part, layers, prefix) for part in model.parts if part != "vae" for spelled, layers, prefix in _spelled(model, part)}  # fmt: skip
     left = {name for name in tensors if not name.endswith("alpha")}
     for name in sorted(left):
         kind = next(((down, up) for down, up in _DOWN_UP if name.endswith(f".{down}")), None)
@@ -95,27 +150,30 @@ def read(model: Loaded, tensors: Mapping[str, Tensor], header: Mapping[str, str]
         stem = name.removesuffix(f".{kind[0]}")
         if stem not in places:
             raise UserError(f"{source} has factors for {stem!r}, which {model.source} does not have; was it made for another model?")  # fmt: skip
-        (part, layer, prefix), up = places[stem], f"{stem}.{kind[1]}"
+        (part, layers, prefix), up = places[stem], f"{stem}.{kind[1]}"
         if up not in tensors:
             raise UserError(f"{source} is incomplete: it has {name} but no {up}")
         rank = len(tensors[name])
         alpha = float(tensors[f"{stem}.alpha"]) if f"{stem}.alpha" in tensors else float(config.get(f"{prefix}.lora_alpha", rank))  # fmt: skip
-        told.setdefault(part, {})[layer] = tensors[name].float(), tensors[up].float() * (alpha / rank)
+        pair = tensors[name].float(), tensors[up].float() * (alpha / rank)
+        told.setdefault(part, {}).update({layers[0]: pair} if len(layers) == 1 else _parted(model, part, layers, *pair))
         left -= {name, up}
     if left:
         raise UserError(f"{source} is no plain LoRA: nothing is known of {min(left)!r}; only pairs of down and up can be converted")  # fmt: skip
     return [of_pairs(part, layers) for part, layers in told.items()]
 
 
-def _spelled(model: Loaded, part: str) -> Iterable[tuple[str, str, str]]:
-    """(name in a file, layer, prefix) for each layer of a part, in either naming."""
+def _spelled(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """(name in a file, layers, prefix) for each layer of a part, in either naming."""
     prefix = _component(model, part)
     for layer, _ in model.parts[part].named_modules():
         full = _full(part, layer)
-        yield f"{prefix}.{full}", layer, prefix
-        yield f"{prefix}.{layer}", layer, prefix
-        if part in _KOHYA:
-            yield _KOHYA[part] + full.replace(".", "_"), layer, prefix
+        yield f"{prefix}.{full}", (layer,), prefix
+        yield f"{prefix}.{layer}", (layer,), prefix
+        if part in _KOHYA.get(model.family, {}):  # some tools use diffusers' names for all families
+            yield _KOHYA[model.family][part] + full.replace(".", "_"), (layer,), prefix
+    for stem, layers in _kohya_stems(model, part):
+        yield stem, layers, prefix
 
 
 def of_pairs(part: str, pairs: Mapping[str, Pair]) -> Factors:

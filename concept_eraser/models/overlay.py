@@ -4,13 +4,16 @@
 * a state dict of the denoiser, whole or the changed tensors only (ESD, UCE, SalUn), or of the text encoder (AdvUnlearn)
 * a folder of one part: a `UNet2DConditionModel`, or a transformers text encoder
 * the changed tensors of a run of ours (weights.safetensors)
+* parts in the original layout of single files: a UNet or transformer alone, or a checkpoint that lacks a text encoder
 
 The base is loaded anew, so the caller's own model stays as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from concept_eraser.errors import UserError
+from concept_eraser.models import single_file
 from concept_eraser.models.base import Model
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
@@ -29,14 +33,13 @@ _DENOISERS = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2
 _PARTS = {**dict.fromkeys(_DENOISERS, "denoiser"), "CLIPTextModel": "text_encoder"}
 # put before the names by other tools
 _PREFIXES = ("module.", "model.", "unet.", "transformer.", "text_encoder.", "text_model.")
-_ORIGINAL_LAYOUT = ("model.diffusion_model.", "cond_stage_model.", "first_stage_model.")
 
 
 def is_overlay(path: Path) -> bool:
     """Whether a path holds a part of a pipeline only."""
     if path.is_dir():
         return not (path / "model_index.json").is_file() and _weights_of(path) is not None
-    return path.is_file() and path.suffix in (".safetensors", *PICKLES) and not is_single_file(path)
+    return path.is_file() and path.suffix in (".safetensors", *PICKLES)
 
 
 def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
@@ -52,8 +55,10 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
         # from the file, not from its tensors: the scale (lora_alpha) may stand in the file's header alone
         _merge_lora(base, tensors if file.suffix in PICKLES else file, path)
         return
-    if hasattr(base, "pipeline") and any(name.startswith(_ORIGINAL_LAYOUT) for name in tensors):
-        raise UserError(f"{path} is in the layout of single-file checkpoints, of which only whole ones of Stable Diffusion 1.x and 2.x are read (UNet, VAE and text encoder); convert it with diffusers' from_single_file(...).save_pretrained(...)")  # fmt: skip
+    if hasattr(base, "pipeline") and single_file.parts_in(tensors):
+        single_file.place_on(base, tensors, str(path))
+        base.source = f"{path} on {base.source}"
+        return
     part = _part_of(path)
     names = [part] if part else ["denoiser", *base.readers]
     for name in names:
@@ -86,16 +91,15 @@ def _part_of(path: Path) -> str | None:
     raise UserError(f"{path} holds a {named or 'model of no name'}, which is no part of a pipeline that is read; {' and '.join(_PARTS)} are")  # fmt: skip
 
 
-def is_single_file(path: Path) -> bool:
-    """Whether a safetensors file is a whole checkpoint in the original layout."""
+def parts_in(path: Path) -> set[str]:
+    """The parts in a safetensors file of the original layout; none in other files."""
     if path.suffix != ".safetensors":
-        return False
+        return set()
     try:
         with safe_open(path, "pt") as opened:
-            names = list(opened.keys())
+            return single_file.parts_in(opened.keys())
     except (SafetensorError, OSError):
-        return False  # said when it is read
-    return {p for p in _ORIGINAL_LAYOUT if any(n.startswith(p) for n in names)} == set(_ORIGINAL_LAYOUT)
+        return set()  # said when it is read
 
 
 def _read(file: Path, allow_pickle: bool) -> dict[str, Tensor]:
@@ -124,11 +128,12 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path) -> None
     before = {name: part.state_dict() for name, part in base.parts.items()}
     before = {name: {k: v.clone() for k, v in state.items()} for name, state in before.items()}
     try:
-        if isinstance(lora, Path):
-            pipeline.load_lora_weights(str(lora.parent), weight_name=lora.name)
-        else:
-            pipeline.load_lora_weights(lora)
-        pipeline.fuse_lora()
+        with _of_one_part():
+            if isinstance(lora, Path):
+                pipeline.load_lora_weights(str(lora.parent), weight_name=lora.name)
+            else:
+                pipeline.load_lora_weights(lora)
+        pipeline.fuse_lora(components=_adapted(pipeline))  # Flux's own default leaves its text encoder out
         pipeline.unload_lora_weights()
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{path} is a LoRA that does not fit {base.source}: {str(error).splitlines()[0][:200]}") from None  # fmt: skip
@@ -138,6 +143,33 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path) -> None
     base.source = f"{path} on {base.source}"
     for part in base.parts.values():
         part.eval().requires_grad_(False)
+
+
+def _adapted(pipeline: Any) -> list[str]:
+    """The components that carry adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    modules = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    return [name for name, part in modules.items() if any(isinstance(m, BaseTunerLayer) for m in part.modules())]
+
+
+@contextlib.contextmanager
+def _of_one_part() -> Iterator[None]:
+    """diffusers warns of each part that a LoRA has no factors for, which is as it should be; its other warnings stay."""
+    import diffusers  # noqa: F401  (makes its loggers' root)
+
+    loggers = [logging.getLogger(f"diffusers.loaders.{name}") for name in ("peft", "lora_base", "lora_pipeline")]
+
+    def hears(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("No LoRA keys associated to")
+
+    for one in loggers:
+        one.addFilter(hears)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(hears)
 
 
 def _spellings(name: str) -> Iterator[str]:

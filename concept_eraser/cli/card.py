@@ -1,0 +1,39 @@
+"""concept-eraser card"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from concept_eraser.errors import UserError
+
+
+def card(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a finished run folder")],
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="where to write it (default: print it)")] = None,
+    repository: Annotated[str, typer.Option("--repo", help="the hub id that its code names")] = "owner/name",
+    license: Annotated[str, typer.Option(help="of the weights, as the hub spells it (default: the card says to fill it in)")] = "other",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file at --output")] = False,
+) -> None:  # fmt: skip
+    """Write the model card of a run: what was erased and how, every number with its interval, attacks, limits.
+
+    [bold]Examples[/bold]
+
+      concept-eraser card runs/tiny_star_munba
+
+      concept-eraser card runs/mine --repo me/no-star --license openrail++ -o README.md
+    """
+    from concept_eraser import api
+
+    text = api.card(run, repository=repository, license=license)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    if output.exists() and not overwrite:
+        raise UserError(f"{output} exists already; give another --output, or --overwrite")
+    from concept_eraser.files import write_text
+
+    write_text(output, text)
+    typer.echo(f"written: {output}")

@@ -1,0 +1,44 @@
+"""concept-eraser push"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a finished run folder")],
+    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="the repository on the hub; made where it is not there")],
+    kind: Annotated[str, typer.Option("--as", help="pipeline, lora or both")] = "pipeline",
+    private: Annotated[bool, typer.Option("--private", help="make the repository a private one")] = False,
+    revision: Annotated[Optional[str], typer.Option(help="upload to this branch; made where it is not there")] = None,
+    license: Annotated[str, typer.Option(help="of the weights, as the hub spells it (default: the card says to fill it in)")] = "other",
+    token: Annotated[Optional[str], typer.Option(help="of the hub (default: $HF_TOKEN, or hf auth login; better there than here, where others may see it)", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only show what would be uploaded; uses no network")] = False,
+) -> None:  # fmt: skip
+    """Upload a run to the Hugging Face hub, with its model card.
+
+    [bold]Examples[/bold]
+
+      concept-eraser push runs/tiny_star_munba me/no-star --dry-run
+
+      concept-eraser push runs/mine me/no-star --as both --private
+    """
+    from concept_eraser import api
+
+    done = api.push_to_hub(run, repository, kind=kind, private=private, revision=revision, license=license, token=token, dry_run=dry_run)  # fmt: skip
+    for said in done.warnings:
+        typer.echo(f"warning: {said} The card says so.", err=True)
+    if done.url is not None:
+        typer.echo(f"uploaded: {done.url}")
+        return
+    typer.echo(done.card)
+    typer.echo(
+        f"would upload to {done.repository}{f', branch {revision}' if revision else ''} ({'private' if private else 'public'}):"
+    )
+    width = max(len(one.name) for one in done.uploads)
+    for one in done.uploads:
+        typer.echo(f"  {one.name:<{width}}  {one.size:>13,} bytes")
+    typer.echo(f"  {len(done.uploads)} files, {sum(one.size for one in done.uploads):,} bytes; nothing was sent")

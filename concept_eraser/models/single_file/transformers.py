@@ -1,0 +1,131 @@
+"""The transformers of SD 3 and Flux under the names of their original code (Stability's MMDiT, Black Forest Labs).
+
+Both keep q, k and v of a joint block in one projection; Flux's single blocks also the feed-forward's first layer. Where
+diffusers splits a modulation into (scale, shift), the original code splits it into (shift, scale): those are swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from concept_eraser.models.single_file.places import How, Place
+
+# (original layer, ours, how); {i} counts blocks. A layer has a weight, most have a bias.
+Rows = tuple[str, tuple[str, ...], How]
+
+
+def _one(theirs: str, ours: str, how: How = "same") -> Rows:
+    return theirs, (ours,), how
+
+
+def _qkv(theirs: str, root: str, *names: str) -> Rows:
+    return theirs, tuple(f"{root}.{name}" for name in names), "rows"
+
+
+_T, _ADDED = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
+_B, _X, _C = "transformer_blocks.{i}", "joint_blocks.{i}.x_block", "joint_blocks.{i}.context_block"
+SD3_BLOCK = (
+    _qkv(f"{_X}.attn.qkv", f"{_B}.attn", *_T),
+    _qkv(f"{_C}.attn.qkv", f"{_B}.attn", *_ADDED),
+    _qkv(f"{_X}.attn2.qkv", f"{_B}.attn2", *_T),
+    _one(f"{_X}.attn.ln_q", f"{_B}.attn.norm_q"),
+    _one(f"{_X}.attn.ln_k", f"{_B}.attn.norm_k"),
+    _one(f"{_C}.attn.ln_q", f"{_B}.attn.norm_added_q"),
+    _one(f"{_C}.attn.ln_k", f"{_B}.attn.norm_added_k"),
+    _one(f"{_X}.attn2.ln_q", f"{_B}.attn2.norm_q"),
+    _one(f"{_X}.attn2.ln_k", f"{_B}.attn2.norm_k"),
+    _one(f"{_X}.attn.proj", f"{_B}.attn.to_out.0"),
+    _one(f"{_C}.attn.proj", f"{_B}.attn.to_add_out"),
+    _one(f"{_X}.attn2.proj", f"{_B}.attn2.to_out.0"),
+    _one(f"{_X}.adaLN_modulation.1", f"{_B}.norm1.linear"),
+    _one(f"{_C}.adaLN_modulation.1", f"{_B}.norm1_context.linear"),  # swapped in the last block, which only reads
+    _one(f"{_X}.mlp.fc1", f"{_B}.ff.net.0.proj"),
+    _one(f"{_X}.mlp.fc2", f"{_B}.ff.net.2"),
+    _one(f"{_C}.mlp.fc1", f"{_B}.ff_context.net.0.proj"),
+    _one(f"{_C}.mlp.fc2", f"{_B}.ff_context.net.2"),
+)
+SD3_TOP = (
+    _one("x_embedder.proj", "pos_embed.proj"),
+    _one("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
+    _one("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
+    _one("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
+    _one("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
+    _one("context_embedder", "context_embedder"),
+    _one("final_layer.linear", "proj_out"),
+    _one("final_layer.adaLN_modulation.1", "norm_out.linear", "swap"),
+)
+_D, _S = "double_blocks.{i}", "single_transformer_blocks.{i}"
+FLUX_BLOCK: tuple[Rows, ...] = (
+    _qkv(f"{_D}.img_attn.qkv", f"{_B}.attn", *_T),
+    _qkv(f"{_D}.txt_attn.qkv", f"{_B}.attn", *_ADDED),
+    _one(f"{_D}.img_attn.proj", f"{_B}.attn.to_out.0"),
+    _one(f"{_D}.txt_attn.proj", f"{_B}.attn.to_add_out"),
+    _one(f"{_D}.img_mod.lin", f"{_B}.norm1.linear"),
+    _one(f"{_D}.txt_mod.lin", f"{_B}.norm1_context.linear"),
+    _one(f"{_D}.img_mlp.0", f"{_B}.ff.net.0.proj"),
+    _one(f"{_D}.img_mlp.2", f"{_B}.ff.net.2"),
+    _one(f"{_D}.txt_mlp.0", f"{_B}.ff_context.net.0.proj"),
+    _one(f"{_D}.txt_mlp.2", f"{_B}.ff_context.net.2"),
+    ("single_blocks.{i}.linear1", (*(f"{_S}.attn.{name}" for name in _T), f"{_S}.proj_mlp"), "rows"),
+    _one("single_blocks.{i}.linear2", f"{_S}.proj_out"),
+    _one("single_blocks.{i}.modulation.lin", f"{_S}.norm.linear"),
+)
+FLUX_SCALES = (  # of the norms of queries and keys, called `scale` there
+    _one(f"{_D}.img_attn.norm.query_norm", f"{_B}.attn.norm_q"),
+    _one(f"{_D}.img_attn.norm.key_norm", f"{_B}.attn.norm_k"),
+    _one(f"{_D}.txt_attn.norm.query_norm", f"{_B}.attn.norm_added_q"),
+    _one(f"{_D}.txt_attn.norm.key_norm", f"{_B}.attn.norm_added_k"),
+    _one("single_blocks.{i}.norm.query_norm", f"{_S}.attn.norm_q"),
+    _one("single_blocks.{i}.norm.key_norm", f"{_S}.attn.norm_k"),
+)
+FLUX_TOP = (
+    _one("time_in.in_layer", "time_text_embed.timestep_embedder.linear_1"),
+    _one("time_in.out_layer", "time_text_embed.timestep_embedder.linear_2"),
+    _one("vector_in.in_layer", "time_text_embed.text_embedder.linear_1"),
+    _one("vector_in.out_layer", "time_text_embed.text_embedder.linear_2"),
+    _one("guidance_in.in_layer", "time_text_embed.guidance_embedder.linear_1"),
+    _one("guidance_in.out_layer", "time_text_embed.guidance_embedder.linear_2"),
+    _one("txt_in", "context_embedder"),
+    _one("img_in", "x_embedder"),
+    _one("final_layer.linear", "proj_out"),
+    _one("final_layer.adaLN_modulation.1", "norm_out.linear", "swap"),
+)
+
+
+def sd3(module: Any, prefix: str = "") -> Iterator[Place]:
+    """Raises KeyError for a transformer of another make."""
+    own, last = module.state_dict(), module.config.num_layers - 1
+    places = [Place("denoiser", "pos_embed", ("pos_embed.pos_embed",))]
+    places += [*_places(own, SD3_TOP, range(1)), *_places(own, SD3_BLOCK, range(last + 1))]
+    reads = f"joint_blocks.{last}.context_block.adaLN_modulation."
+    for place in _complete(own, places):
+        how: How = "swap" if place.name.startswith(reads) else place.how
+        yield Place("denoiser", prefix + place.name, place.sources, how)
+
+
+def flux(module: Any) -> Iterator[Place]:
+    """Raises KeyError for a transformer of another make."""
+    own, count = module.state_dict(), range(max(module.config.num_layers, module.config.num_single_layers))
+    places = [*_places(own, FLUX_TOP, range(1)), *_places(own, FLUX_BLOCK, count)]
+    scales = _places(own, FLUX_SCALES, count)
+    places += [Place(p.part, p.name.removesuffix("weight") + "scale", p.sources) for p in scales]
+    return iter(_complete(own, places))
+
+
+def _places(own: Mapping[str, Any], table: tuple[Rows, ...], blocks: range) -> Iterator[Place]:
+    """The entries of a table that a state dict has."""
+    for i in blocks:
+        for theirs, ours, how in table:
+            for kind in ("weight", "bias"):
+                sources = tuple(f"{name.format(i=i)}.{kind}" for name in ours)
+                if sources[0] in own:
+                    yield Place("denoiser", f"{theirs.format(i=i)}.{kind}", sources, how)
+
+
+def _complete(own: Mapping[str, Any], places: list[Place]) -> list[Place]:
+    """The places, if every tensor has one. Raises KeyError with the name of one that has none."""
+    left = own.keys() - {name for place in places for name in place.sources}
+    if left:
+        raise KeyError(min(left))
+    return places

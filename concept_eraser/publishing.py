@@ -1,0 +1,154 @@
+"""A finished run on the hub: pipeline or LoRA, the model card, and the files that say how it was made and measured.
+
+The prompts that attacks found are not uploaded: the card has their rates. Configuration files lose the paths of this
+machine that diffusers writes into them. A token is passed to the hub's client and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from concept_eraser import cards, resources
+from concept_eraser.errors import UserError, first_line, unknown
+from concept_eraser.models import hub
+
+KINDS = ("pipeline", "lora", "both")
+TOLD = ("recipe.yaml", "environment.json", "done.json", "evaluation.json")  # beside the weights, in concept_eraser/
+_PATHS = ("_name_or_path",)  # keys that hold them in configuration files
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One file: its name in the repository, and its content or where that lies."""
+
+    name: str
+    content: bytes | Path
+
+    @property
+    def size(self) -> int:
+        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was (or in a dry run would be) uploaded. url: of the commit, None in a dry run."""
+
+    repository: str
+    uploads: tuple[Upload, ...]
+    card: str
+    warnings: tuple[str, ...]
+    url: str | None = None
+
+
+def push_to_hub(
+    run: str | Path,
+    repository: str,
+    *,
+    kind: str = "pipeline",
+    private: bool = False,
+    revision: str | None = None,
+    license: str = "other",
+    token: str | None = None,
+    dry_run: bool = False,
+) -> Pushed:
+    """Upload a finished run to the hub.
+
+    repository: owner/name, made where it is not there. kind: pipeline (what `from_pretrained` takes; of a run on a
+    classifier, CLIP model or VAE the folder of the whole model), lora (what `load_lora_weights` takes) or both.
+    revision: a branch, made where it is not there. license: see `cards.card`. token: default $HF_TOKEN, or what
+    `hf auth login` kept. dry_run: use no network, upload nothing.
+
+    Raises UserError for an unfinished run, a run without what `kind` asks for, a bad name, and where the hub cannot be
+    reached or refuses.
+    """
+    folder = Path(run)
+    if kind not in KINDS:
+        raise unknown("kind of upload", kind, KINDS)
+    name, pinned = hub.split(repository)
+    if pinned:
+        raise UserError(f"{repository} names a revision; give the branch with --revision {pinned}")
+    cards.finished(folder)
+    card = cards.card(folder, repository=name, license=license)
+    uploads = (Upload("README.md", card.encode()), *_weights(folder, kind), *_told(folder))
+    found = Pushed(name, uploads, card, tuple(cards.warnings(folder)))
+    return found if dry_run else _upload(found, private=private, revision=revision, token=token)
+
+
+def _weights(folder: Path, kind: str) -> Iterator[Upload]:
+    """The files of the whole model and of the LoRA, both at the top, where diffusers looks for them."""
+    lora = folder / "lora"
+    if kind != "pipeline" and not lora.is_dir():
+        raise UserError(f"{folder} trained no LoRA, so it has none to upload; --as pipeline, or write one with: concept-eraser export {folder} --to lora")  # fmt: skip
+    if kind != "lora":
+        whole = next((folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None)
+        if whole is None:
+            raise UserError(f"{folder} holds no whole model (pipeline/ or model/); it may have been tidied away: erase again")  # fmt: skip
+        yield from (_clean(path, path.relative_to(whole).as_posix()) for path in sorted(whole.rglob("*")) if path.is_file())  # fmt: skip
+    if kind != "pipeline":
+        yield from (Upload(path.name, path) for path in sorted(lora.iterdir()) if path.is_file())
+
+
+def _told(folder: Path) -> Iterator[Upload]:
+    for name in TOLD:
+        path = folder / name
+        if path.is_file():
+            text = cards.recipe_text(folder) + "\n" if name == "recipe.yaml" else _without_place(path)
+            yield Upload(f"concept_eraser/{name}", text.encode())
+
+
+def _without_place(path: Path) -> str:
+    """A JSON file of ours without the command line, which has paths of this machine, and without the models' folders."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for place in (content, content.get("environment", {})):
+        place.pop("command", None)
+    models = content.get("models", {})
+    for when, named in models.items():
+        source, _, print_ = str(named).rpartition(" (")
+        models[when] = f"{Path(source).name} ({print_}" if Path(source).is_absolute() else named
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _clean(path: Path, name: str) -> Upload:
+    if path.suffix != ".json" or path.name.startswith(("tokenizer", "vocab")):
+        return Upload(name, path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not any(key in content for key in _PATHS):
+        return Upload(name, path)
+    kept = {key: value for key, value in content.items() if key not in _PATHS or not Path(str(value)).is_absolute()}
+    return Upload(name, (json.dumps(kept, indent=2) + "\n").encode())
+
+
+def _upload(asked: Pushed, *, private: bool, revision: str | None, token: str | None) -> Pushed:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi(token=token)
+    if hub.offline():
+        raise UserError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or look first with --dry-run")
+    error = hub.within_patience(lambda _: api.whoami())
+    if error is not None:
+        raise UserError(_refusal(asked.repository, error))
+    operations = [CommitOperationAdd(one.name, one.content if isinstance(one.content, bytes) else str(one.content)) for one in asked.uploads]  # fmt: skip
+    try:
+        api.create_repo(asked.repository, private=private, exist_ok=True)
+        if revision:
+            api.create_branch(asked.repository, branch=revision, exist_ok=True)
+        done = api.create_commit(asked.repository, operations, commit_message="model and card, by concept_eraser", revision=revision)  # fmt: skip
+    except Exception as failed:  # the hub's client raises some twenty kinds
+        raise UserError(_refusal(asked.repository, failed)) from None
+    return Pushed(asked.repository, asked.uploads, asked.card, asked.warnings, done.commit_url)
+
+
+def _refusal(repository: str, error: BaseException) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
+    if isinstance(error, LocalTokenNotFoundError) or status == 401:
+        return "the hub knows nobody by this token; give one that may write with HF_TOKEN or --token, or run: hf auth login"  # fmt: skip
+    if status == 403:
+        return f"this token may not write to {repository}; give one that may (HF_TOKEN or --token), or another name"
+    if status is not None:
+        return f"the hub did not take {repository}: {first_line(error)}"
+    return "the hub cannot be reached, so nothing was uploaded; look first with --dry-run, and try again with a network"

@@ -1,0 +1,72 @@
+"""A hub of one's own for tests: who am I, make a repository or branch, take a commit of small files; over HTTP on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TOKEN = "hf_" + "t" * 34
+
+
+class Hub:
+    """What it was asked (method and path) and the files it was given; `refuse` maps a part of a path to a status."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.tokens: set[str | None] = set()
+        self.files: dict[str, bytes] = {}
+        self.created: list[dict[str, Any]] = []
+        self.refuse: dict[str, int] = {}
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None: ...
+
+            def do_GET(self) -> None:
+                self.answer(b"")
+
+            def do_POST(self) -> None:
+                self.answer(self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self.headers.get("Transfer-Encoding") != "chunked" else self.chunks())  # fmt: skip
+
+            def chunks(self) -> bytes:
+                found = b""
+                while size := int(self.rfile.readline(), 16):
+                    found += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+                return found
+
+            def answer(self, body: bytes) -> None:
+                hub.asked.append(f"{self.command} {self.path}")
+                hub.tokens.add(self.headers.get("Authorization"))
+                status = next((code for part, code in hub.refuse.items() if part in self.path), 200)
+                if status == 200 and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                    status = 401
+                content = json.dumps(hub.reply(self.path, body) if status == 200 else {"error": "refused"}).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                if status == 404:
+                    self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def reply(self, path: str, body: bytes) -> dict[str, Any]:
+        if "/preupload/" in path:
+            return {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]}  # fmt: skip
+        if "/commit/" in path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.url}/me/no-star/commit/{'0' * 40}", "pullRequestUrl": None}  # fmt: skip
+        if path.endswith("/repos/create"):
+            self.created.append(json.loads(body))
+            return {"url": f"{self.url}/me/no-star", "name": "me/no-star"}
+        return {"name": "me", "type": "user", "auth": {}, "errors": [], "warnings": [], "sha": "0" * 40, "siblings": [], "id": "me/no-star"}  # fmt: skip
