@@ -27,12 +27,16 @@ class Part:
     computes losses with the batch's statistics, and moves the running ones once a player and step, after the step
     (`settle`): however often a method asks, and wherever it asks, a question changes nothing. No other layer is ever put
     into training mode.
+    rotate: of several concepts, the players forget, forget.2, ..., one is asked a step, as the player `forget` (`turn`).
     adapter: where a LoRA is trained, the factors that `selected` names; they are at their start, so the teacher is the
     module without them.
     """
 
-    def __init__(self, module: nn.Module, selected: Sequence[str], players: Sequence[str], *, batchnorm: BatchNorm = "frozen", batch_size: int = 2, adapter: Adapter | None = None) -> None:  # fmt: skip
-        self.module, self.selected, self.players, self.batchnorm = module, tuple(selected), tuple(players), batchnorm
+    def __init__(self, module: nn.Module, selected: Sequence[str], players: Sequence[str], *, batchnorm: BatchNorm = "frozen", batch_size: int = 2, adapter: Adapter | None = None, rotate: bool = False) -> None:  # fmt: skip
+        self.module, self.selected, self.batchnorm = module, tuple(selected), batchnorm
+        self.concepts = tuple(player for player in players if player.partition(".")[0] == "forget")
+        self.players = tuple(player for player in players if not rotate or player not in self.concepts[1:])
+        self.rotate, self.now = rotate, "forget"
         self.adapter = adapter
         self.norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if batchnorm == "train" and self.norms and batch_size < 2:
@@ -45,6 +49,25 @@ class Part:
         module.eval()
         self.originals = {name: parameters[name].detach().clone() for name in self.selected}
         self.original_buffers = {name: value.detach().clone() for name, value in self.buffers().items()}
+
+    def turn(self, step: int | None) -> dict[str, str]:
+        """Begin a step: where concepts take turns, choose this one's; for the log. It goes by the step alone, so a resumed
+        run asks the same. None: between steps, where each player is itself.
+
+        Every round of K steps asks each concept once, in an order of its own: with a fixed one, a method that itself does
+        something at every second or fourth step (ascent and descent in turn, say) would only ever meet some of them.
+        """
+        if not self.rotate or step is None:
+            self.now = "forget"
+            return {}
+        past, place = divmod(step, len(self.concepts))
+        order = torch.randperm(len(self.concepts), generator=torch.Generator().manual_seed(past))
+        self.now = self.concepts[int(order[place])]
+        return {"concept": self.now}
+
+    def side_of(self, player: str) -> str:
+        """Whose examples and loss a player stands for: of concepts in turn `forget` is this step's."""
+        return self.now if player == "forget" and self.rotate else player
 
     def trainable(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.module.named_parameters())
@@ -81,6 +104,15 @@ class Part:
                 parameter.copy_(self.originals[name])
             for name, value in self.buffers().items():
                 value.copy_(self.original_buffers[name])
+
+    @torch.no_grad()
+    def negate(self, scale: float) -> None:
+        """Turn round what training did: theta* - scale (theta - theta*) (task arithmetic, arXiv 2212.04089)."""
+        if self.adapter:
+            self.adapter.negate(scale)
+            return
+        for name, parameter in self.trainable().items():
+            parameter.copy_(self.originals[name] - scale * (parameter - self.originals[name]))
 
     def finish(self) -> dict[str, Tensor]:
         """End the training: the tensors that it moved, by the module's own names; a LoRA is merged into its layers."""

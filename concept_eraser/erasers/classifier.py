@@ -11,6 +11,15 @@ Losses of a side's examples (x, y), with f the model in training, f* its teacher
 * expand   cross-entropy to one more class, whose output is trained along and thrown away at the end (boundary
              expanding, arXiv 2303.11570); for models whose last layer is linear
 * distill  KL(softmax f*(x) || softmax f(x)): keep what the model says
+* diverge  the negative of it: say something else than the teacher, whatever the label (SCRUB's max-steps, arXiv
+             2302.09880); at the teacher its gradient is 0, so the first step is the others'
+* npo      -(2/beta) log sigmoid(-beta log(p(y | x) / p*(y | x))) (negative preference optimisation, arXiv 2404.05868,
+             y the label instead of an answer): the gradient of `ascent`, example by example times
+             2 p^beta / (p^beta + p*^beta), which is 1 at the teacher (and anywhere for beta -> 0) and falls to 0 as the
+             example is forgotten. The paper's NPO is this alone, its NPO+RT a retain side with the loss `data`
+
+Terms that a side may add: l1 sum |weights| (l1-sparse, arXiv 2304.04934), and distill KL(softmax f* || softmax f), which
+with the loss `data` is the min-step of SCRUB: scale its gamma, distill its alpha.
 
 Batch norm: see erasers/base.py. Each player's batch passes through separately.
 """
@@ -41,6 +50,8 @@ class Side:
     anchor: int | None = None
     teacher: Teacher = "frozen"
     l1: float = 0.0
+    distill: float = 0.0
+    beta: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,9 @@ class Classifier(Part):
     def loss(self, player: str, draw: Draw) -> Tensor:
         side = self.sides[player]
         found = side.scale * LOSSES[side.loss](self, draw, side)
-        if side.l1:  # l1-sparse (arXiv 2304.04934)
+        if side.distill:
+            found = found + side.distill * _distill(self, draw, side)
+        if side.l1:
             found = found + side.l1 * torch.stack([p.abs().sum() for p in self.trainable().values()]).sum()
         return found
 
@@ -167,6 +180,16 @@ def _distill(model: Classifier, draw: Draw, side: Side) -> Tensor:
     return F.kl_div(model.logits(draw).log_softmax(1), before, log_target=True, reduction="batchmean")
 
 
+def _diverge(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    return -_distill(model, draw, side)
+
+
+def _npo(model: Classifier, draw: Draw, side: Side) -> Tensor:
+    before = -F.cross_entropy(model.logits(draw, teacher=side.teacher), draw.labels, reduction="none")
+    now = -F.cross_entropy(model.logits(draw), draw.labels, reduction="none")
+    return (2 / side.beta) * F.softplus(side.beta * (now - before)).mean()
+
+
 LOSSES: dict[str, Callable[[Classifier, Draw, Side], Tensor]] = {
     "data": _data,
     "ascent": _ascent,
@@ -175,4 +198,6 @@ LOSSES: dict[str, Callable[[Classifier, Draw, Side], Tensor]] = {
     "boundary": _boundary,
     "expand": _expand,
     "distill": _distill,
+    "diverge": _diverge,
+    "npo": _npo,
 }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from concept_eraser.data.batches import Batch, Examples
 from concept_eraser.erasers.base import Part
+from concept_eraser.erasers.elastic import fisher, penalty
 from concept_eraser.errors import UserError
 from concept_eraser.losses import LOSSES, Draw, Settings, Teacher, no_grad_prediction
 from concept_eraser.models.base import Condition, Model
@@ -36,15 +37,17 @@ class Side:
     free_steps: int = 20  # data-free: steps of the partial sampler
     free_guidance: float = 3.0
     decay: float = 0.0  # of an attack: the c in c/2 ||delta||^2
+    elastic: float = 0.0  # factor of a penalty on moving the weights that these examples depend on; see `hold`
 
 
 class Denoiser(Part):
     """The denoiser of `model`, of which the tensors named in `selected` are trained. sides: in the players' order.
-    adapter: see Part."""
+    adapter, rotate: see Part."""
 
-    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str], *, adapter: Adapter | None = None) -> None:  # fmt: skip
-        super().__init__(model.denoiser, selected, list(sides), adapter=adapter)
+    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str], *, adapter: Adapter | None = None, rotate: bool = False) -> None:  # fmt: skip
+        super().__init__(model.denoiser, selected, list(sides), adapter=adapter, rotate=rotate)
         self.model, self.sides = model, sides
+        self.fisher: dict[str, list[Tensor]] = {}  # of the sides that hold the weights elastically
         self.delta: nn.Parameter | None = None  # of the attack
         if "attack" in sides:
             one = model.null().tensors.get(EMBEDDING)
@@ -55,6 +58,8 @@ class Denoiser(Part):
             if side.examples.latents is None and LOSSES[side.loss].needs_target:
                 allowed = sorted(k for k, v in LOSSES.items() if not v.needs_target)
                 raise UserError(f"{name}: the loss {side.loss!r} needs images, so it cannot be data-free; data-free losses: {', '.join(allowed)}")  # fmt: skip
+            if side.loss == "resteer" and not model.attention_layers():
+                raise UserError(f"{name}: the loss 'resteer' asks a UNet's cross-attention with the text, as Stable Diffusion 1, 2 and XL have it; {model.source} ({model.family}) has none")  # fmt: skip
 
     def adversary(self) -> dict[str, nn.Parameter]:
         """The variable of the lower-level problem, if there is one."""
@@ -66,7 +71,7 @@ class Denoiser(Part):
         Each example draws from a generator of its own, so that the same examples come out however they are dealt
         to micro-batches and ranks.
         """
-        side, device = self.sides[player], self.model.device
+        side, device = self.sides[self.side_of(player)], self.model.device
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         batch = side.examples.draw(generators, device)
         noise = torch.cat([torch.randn((1, *self.model.latent_shape()), generator=g) for g in generators]).to(device)
@@ -76,7 +81,8 @@ class Denoiser(Part):
         high = min(high, self.model.timesteps)
         t = torch.cat([torch.randint(low, high, (1,), generator=g) for g in generators]).to(device)
         noisy = self.model.corrupt(batch.latents, noise, t)
-        return Draw(noisy, t, batch.condition, batch.anchor, batch.null, self.model.target(batch.latents, noise, t))
+        target = self.model.target(batch.latents, noise, t)
+        return Draw(noisy, t, batch.condition, batch.anchor, batch.null, target, batch.positions)
 
     def _draw_free(self, side: Side, batch: Batch, noise: Tensor, generator: torch.Generator) -> Draw:
         """x_t by sampling from the model itself up to a random step within the side's range (as in ESD).
@@ -87,9 +93,8 @@ class Denoiser(Part):
         stop = int(torch.randint(max(0, low), max(low + 1, min(high, side.free_steps)), (1,), generator=generator))
         weights = self.originals if side.settings.teacher == "frozen" else None
         noisy, t = self.model.partial(noise, batch.condition, batch.null, stop=stop, steps=side.free_steps, guidance=side.free_guidance, weights=weights)  # fmt: skip
-        return Draw(
-            noisy, torch.full((len(batch),), t, device=noisy.device), batch.condition, batch.anchor, batch.null, None
-        )
+        times = torch.full((len(batch),), t, device=noisy.device)
+        return Draw(noisy, times, batch.condition, batch.anchor, batch.null, None, batch.positions)
 
     def predict(self, draw: Draw, condition: Condition | None = None, *, teacher: Teacher | None = None) -> Tensor:
         """The prediction for a draw, by the model in training or (without gradients) by a teacher."""
@@ -104,8 +109,29 @@ class Denoiser(Part):
         """The images that the prediction for a draw amounts to, decoded from one-step x_0: [b, 3, h, w]."""
         return self.model.decode(self.model.clean(draw.noisy, draw.t, self.predict(draw)))
 
+    def attention(self, draw: Draw) -> Sequence[Tensor]:
+        """Of each layer, the probabilities with which the picture's places look at the prompt's tokens:
+        [b, heads, places, tokens]."""
+        seen = self._attacked(draw.condition) if draw.attacked else draw.condition
+        return self.model.attention(draw.noisy, draw.t, seen)
+
+    def hold(self, seeds: Mapping[str, Sequence[int]]) -> None:
+        """Measure how much the training loss on a side's examples depends on each trained weight, one draw a seed: called
+        once, at the original values, and alike for a resumed run. Such a side's loss then has the penalty of elastic.py."""
+        params = list(self.trainable().values())
+        for name, some in seeds.items():
+            draws = (self.draw(name, [seed]) for seed in some)
+            self.fisher[name] = fisher((LOSSES["data"].compute(self, draw, Settings()) for draw in draws), params)
+
     def loss(self, player: str, draw: Draw) -> Tensor:
-        side = self.sides[player]
+        name = self.side_of(player)
+        asked = self._asked(player, self.sides[name], draw)
+        if name not in self.fisher:
+            return asked
+        weights = list(self.trainable().values())
+        return asked + self.sides[name].elastic * penalty(weights, list(self.originals.values()), self.fisher[name])
+
+    def _asked(self, player: str, side: Side, draw: Draw) -> Tensor:
         compute = LOSSES[side.loss].compute
         if self.delta is None or player not in ("attack", "forget"):
             return side.scale * compute(self, draw, side.settings)

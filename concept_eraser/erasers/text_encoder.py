@@ -7,6 +7,7 @@ With E(c) what the denoiser is conditioned on for a prompt c [tokens, width], E*
 * data     ||eps(x_t, E(c)) - target||^2, the training loss through the frozen denoiser
 * ascent   the negative of it
 * relabel  data on images of the anchor, as the target of the prompt
+* npo      of the examples' `data`, as for a denoiser (see losses.py)
 
 The result is a drop-in `text_encoder/` folder for every pipeline with the same encoder.
 """
@@ -14,6 +15,7 @@ The result is a drop-in `text_encoder/` folder for every pipeline with the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from concept_eraser.erasers.base import Part, Teacher
 from concept_eraser.errors import UserError
+from concept_eraser.losses import each, preference
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter
 
@@ -37,6 +40,7 @@ class Side:
     scale: float = 1.0
     teacher: Teacher = "frozen"
     timesteps: tuple[int, int] = (0, 1000)
+    beta: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,15 @@ class Draw:
 class TextEncoder(Part):
     """See the module's docstring."""
 
-    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str], *, adapter: Adapter | None = None) -> None:  # fmt: skip
-        super().__init__(model.parts["text_encoder"], selected, list(sides), adapter=adapter)
+    def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str], *, adapter: Adapter | None = None, rotate: bool = False) -> None:  # fmt: skip
+        super().__init__(model.parts["text_encoder"], selected, list(sides), adapter=adapter, rotate=rotate)
         self.model, self.sides = model, sides
         for name, side in sides.items():
             if LOSSES[side.loss].through == "denoiser" and side.latents is None:
                 raise UserError(f"{name}: the loss {side.loss!r} goes through the denoiser and needs images; losses on the embeddings need none: anchor, distill")  # fmt: skip
 
     def draw(self, player: str, seeds: Sequence[int]) -> Draw:
-        side, device = self.sides[player], self.model.device
+        side, device = self.sides[self.side_of(player)], self.model.device
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         rows = torch.cat([torch.randint(len(side.tokens), (1,), generator=g) for g in generators])
         tokens = side.tokens[rows].to(device)
@@ -85,7 +89,7 @@ class TextEncoder(Part):
             return self.model.embed(tokens, self.originals if teacher == "frozen" else None)
 
     def loss(self, player: str, draw: Draw) -> Tensor:
-        side = self.sides[player]
+        side = self.sides[self.side_of(player)]
         return side.scale * LOSSES[side.loss].compute(self, draw, side)
 
 
@@ -110,6 +114,19 @@ def _data(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
     return (model.model.denoise(draw.noisy, draw.t, model.embed(draw.tokens)).float() - draw.target).square().mean()
 
 
+def _npo(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
+    assert draw.target is not None  # refused beforehand
+    now, before = (each(_through(model, draw, teacher), draw.target) for teacher in (None, side.teacher))
+    return preference(now, before, side.beta)
+
+
+def _through(model: TextEncoder, draw: Draw, teacher: Teacher | None) -> Tensor:
+    assert draw.noisy is not None
+    assert draw.t is not None
+    with nullcontext() if teacher is None else torch.no_grad():
+        return model.model.denoise(draw.noisy, draw.t, model.embed(draw.tokens, teacher=teacher))
+
+
 def _ascent(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
     return -_data(model, draw, side)
 
@@ -126,5 +143,6 @@ LOSSES = {
     "distill": Loss(_distill, "embedding"),
     "data": Loss(_data, "denoiser"),
     "ascent": Loss(_ascent, "denoiser"),
+    "npo": Loss(_npo, "denoiser"),
     "relabel": Loss(_data, "denoiser", images="anchor"),
 }

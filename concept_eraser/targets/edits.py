@@ -1,4 +1,5 @@
-"""Methods that edit a classifier in one go instead of training it: the natural-gradient step, Mini-Unlearning, rewind."""
+"""Methods that edit a model in one go instead of training it: the natural-gradient step, Mini-Unlearning, rewind on a
+classifier; what reads a text is edited in projections.py."""
 
 from __future__ import annotations
 
@@ -8,19 +9,22 @@ from collections.abc import Mapping, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from concept_eraser.erasers.base import Part
 from concept_eraser.erasers.classifier import Classifier
 from concept_eraser.errors import UserError
-from concept_eraser.methods.base import Edit, EditRequest, all_or_nothing
-from concept_eraser.targets import labelled
+from concept_eraser.methods.base import Edit, EditRequest, ProjectionEdit, all_or_nothing
+from concept_eraser.targets import labelled, projections
 from concept_eraser.targets.base import Request
 
 
-def apply(method: Edit, request: Request) -> tuple[Classifier, Mapping[str, float], float]:
+def apply(method: Edit, request: Request) -> tuple[Part, Mapping[str, float], float]:
     """Edit the model of a recipe in place: its eraser, what was done, and the seconds it took.
 
     The ridge of the risk is training.weight_decay, which should be the one the model was trained with. Positions in a
     recorded history are those of the forget side's data.
     """
+    if isinstance(method, ProjectionEdit):
+        return projections.apply(method, request)
     _refuse_what_is_ignored(request)
     eraser = labelled.build(request)
     assert isinstance(eraser, Classifier)  # the recipe allows edits on classifiers only
@@ -52,8 +56,8 @@ def apply(method: Edit, request: Request) -> tuple[Classifier, Mapping[str, floa
 def _refuse_what_is_ignored(request: Request) -> None:
     """An edit has no loop: settings of one must not be taken for heard. Raises UserError."""
     recipe = request.recipe
-    sides = {"forget": recipe.forget, "retain": recipe.retain}
-    idle = [f"{name}.{key}" for name, side in sides.items() if side for key, plain in (("loss", "data"), ("scale", 1.0), ("l1", 0.0)) if getattr(side, key) != plain]  # fmt: skip
+    sides = {"forget": recipe.forgotten[0], "retain": recipe.retain}
+    idle = [f"{name}.{key}" for name, side in sides.items() if side for key, plain in (("loss", "data"), ("scale", 1.0), ("l1", 0.0), ("distill", 0.0)) if getattr(side, key) != plain]  # fmt: skip
     idle += [f"trainable.{key}" for key in ("saliency", "reinitialise") if getattr(recipe.trainable, key) is not None]
     idle += ["trainable.batchnorm"] if recipe.trainable.batchnorm != "frozen" else []
     idle += ["training.precision"] if recipe.training.precision != "fp32" else []

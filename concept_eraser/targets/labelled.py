@@ -35,7 +35,7 @@ def build(request: Request) -> classifier.Classifier | vae.Vae:
     for name, (data, where) in chosen.items():
         side: Side = getattr(recipe, name)
         anchor = _anchor(side, data) if isinstance(side.anchor, str) else None
-        sides[name] = classifier.Side(data, where, side.loss, side.scale, anchor, side.teacher, side.l1)
+        sides[name] = classifier.Side(data, where, side.loss, side.scale, anchor, side.teacher, side.l1, side.distill, side.beta)
     return classifier.Classifier(module, sides, names, batchnorm=norm, batch_size=size)
 
 
@@ -49,7 +49,7 @@ def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
     """For each player the data and the positions in it, in the players' order; forget and retain apart."""
     recipe, found = request.recipe, {}
     forget = _open(request, "forget")
-    found["forget"] = (forget, _choose(recipe.forget, forget, recipe.generation.seed))
+    found["forget"] = (forget, _choose(recipe.forgotten[0], forget, recipe.generation.seed))
     for name in ("retain", "replace"):
         side: Side | None = getattr(recipe, name)
         if side is None:

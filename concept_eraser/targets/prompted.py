@@ -18,7 +18,7 @@ from concept_eraser.losses import LOSSES, Settings
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter, layers_of
 from concept_eraser.recipe import Recipe
-from concept_eraser.sections import Histogram, Side
+from concept_eraser.sections import Histogram, Side, role
 from concept_eraser.targets.base import Request
 from concept_eraser.training.parameters import select
 
@@ -35,7 +35,7 @@ def build(request: Request) -> denoiser.Denoiser | text_encoder.TextEncoder:
     adapter = adapted(request, part, names)
     kind: Any = text_encoder.TextEncoder if target == "text_encoder" else denoiser.Denoiser
     try:
-        return kind(model, ready, adapter.tensors if adapter else names, adapter=adapter)
+        return kind(model, ready, adapter.tensors if adapter else names, adapter=adapter, rotate=request.recipe.concepts == "rotate")  # fmt: skip
     except BaseException:
         if adapter:
             adapter.remove()
@@ -58,21 +58,21 @@ def text_to_image(request: Request) -> Model:
 
 
 def _sets(request: Request) -> dict[str, tuple[Side, prompts.PromptSet]]:
-    """The sides that are prompts with their sets, forget and retain disjoint."""
+    """The sides that are prompts with their sets, retain disjoint from all that is forgotten."""
     recipe = request.recipe
-    asked = {name: getattr(recipe, name) for name in recipe.players if name not in ("histogram", "attack")}
+    asked = dict(recipe.sides)
     if recipe.attack:  # it wants the forgotten prompts' own images back
-        asked["attack"] = Side(prompts=recipe.forget.prompts, loss="data", n=recipe.attack.n)
-    found = {name: (side, prompts.load(side.prompts)) for name, side in asked.items()}
-    if "retain" in found:
-        prompts.require_disjoint(found["forget"][1], found["retain"][1])
+        asked["attack"] = Side(prompts=recipe.forgotten[0].prompts, loss="data", n=recipe.attack.n)
+    found = {name: (side, prompts.load(side.prompts or [])) for name, side in asked.items()}
+    for name, (_, source) in found.items():
+        if role(name) == "forget" and "retain" in found:
+            prompts.require_disjoint(source, found["retain"][1])
     return found
 
 
 def described(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Id, row count and hash of each player's prompt set, for the run folder."""
-    asked = {name: getattr(recipe, name, None) for name in recipe.players}
-    return {name: prompts.load(side.prompts).described() for name, side in asked.items() if isinstance(side, Side) and side.prompts is not None}  # fmt: skip
+    return {name: prompts.load(side.prompts).described() for name, side in recipe.sides.items() if side.prompts is not None}  # fmt: skip
 
 
 def sides(request: Request) -> dict[str, denoiser.Side]:
@@ -83,7 +83,7 @@ def sides(request: Request) -> dict[str, denoiser.Side]:
         made["histogram"] = replace(made["forget"], loss="histogram", scale=1.0, timesteps=recipe.histogram.timesteps, settings=_judged(recipe.histogram))  # fmt: skip
     if recipe.attack:
         made["attack"] = replace(made["attack"], decay=recipe.attack.decay)
-    return {name: made[name] for name in recipe.players}
+    return {name: made[name] for name in recipe.cast}
 
 
 def _judged(histogram: Histogram) -> Settings:
@@ -95,8 +95,20 @@ def _judged(histogram: Histogram) -> Settings:
 def _side(request: Request, player: str, side: Side, source: prompts.PromptSet) -> denoiser.Side:
     rows, latents = _examples(request, player, side, source, LOSSES[side.loss].images)
     anchors = [row.anchored(side.anchor) for row in rows] if side.anchor else None
-    examples = batches.make_examples(text_to_image(request), [row.text for row in rows], latents=latents, anchors=anchors)  # fmt: skip
-    return denoiser.Side(examples, side.loss, Settings(side.teacher, side.eta), side.scale, side.timesteps)
+    model, texts = text_to_image(request), [row.text for row in rows]
+    examples = batches.make_examples(model, texts, latents=latents, anchors=anchors)
+    if side.loss == "resteer" and model.attention_layers():
+        examples = replace(examples, positions=model.concept_tokens(texts, anchors, end=side.tokens != "concept"))
+    settings = Settings(side.teacher, side.eta, neutral=side.neutral or "null", beta=side.beta)
+    elastic = side.elastic.weight if side.elastic else 0.0
+    return denoiser.Side(examples, side.loss, settings, side.scale, side.timesteps, elastic=elastic)
+
+
+def _hold(eraser: denoiser.Denoiser, recipe: Recipe) -> None:
+    """Measure which weights elastic sides depend on; the same for a resumed run, since it starts here too."""
+    asked = {name: side.elastic.n for name, side in recipe.sides.items() if side.elastic}
+    seed = recipe.training.seed
+    eraser.hold({k: [environment.derive_seed(seed, "elastic", k, i) for i in range(n)] for k, n in asked.items()})
 
 
 def _encoder_sides(request: Request) -> dict[str, text_encoder.Side]:
@@ -108,7 +120,7 @@ def _encoder_sides(request: Request) -> dict[str, text_encoder.Side]:
             rows, latents = _examples(request, name, side, source, loss.images)
         tokens = model.tokenize([row.text for row in rows])
         anchors = model.tokenize([row.anchored(side.anchor) for row in rows]) if side.anchor else None
-        made[name] = text_encoder.Side(_on_cpu(tokens), side.loss, anchors and _on_cpu(anchors), latents, side.scale, side.teacher, side.timesteps)  # fmt: skip
+        made[name] = text_encoder.Side(_on_cpu(tokens), side.loss, anchors and _on_cpu(anchors), latents, side.scale, side.teacher, side.timesteps, side.beta)  # fmt: skip
     return made
 
 
@@ -132,7 +144,7 @@ def _generated(request: Request, player: str, side: Side, rows: list[prompts.Pro
     of_anchor = (side.noised or whose) == "anchor"
     shown = [row.anchored(side.anchor) if of_anchor and side.anchor else row.text for row in rows]
     sampling = generate.Sampling(settings.steps, settings.guidance, settings.batch_size, settings.precision)
-    base = environment.derive_seed(settings.seed, player)
+    base = environment.derive_seed(settings.seed, role(player))  # a concept has the pictures it has alone
     pictures = generate.generate(model, shown, generate.seeds_for(shown, base), sampling, cache=request.cache, what=f"generating {player} images", progress=request.progress)  # fmt: skip
     return batches.encode_pictures(model, pictures)
 

@@ -1,0 +1,47 @@
+"""One line for each mistake that pydantic finds in a recipe."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from pydantic import BaseModel
+
+from concept_eraser.errors import unknown_message
+from concept_eraser.sections import MANY, ONE
+
+
+def explain(root: type[BaseModel], item: Any) -> str:
+    """One line for one of pydantic's errors: path, what is wrong, what was found."""
+    location = item["loc"]
+    if MANY in location:  # pydantic counts from 0, the log and the overrides from 1
+        location = tuple(part + 1 if i == location.index(MANY) + 1 else part for i, part in enumerate(location))
+    path = ".".join(str(part) for part in location if part not in ("str", "list[str]", "dict[str,str]", ONE, MANY))
+    if item["type"] == "extra_forbidden":
+        return f"{path}: {unknown_message('key', str(item['loc'][-1]), _fields(root, item['loc'][:-1]))}"
+    if item["type"] == "missing":
+        return f"{path}: required, not given"
+    message = item["msg"].removeprefix("Value error, ")
+    shown = (
+        ""
+        if isinstance(item["input"], dict | BaseModel) or item["type"] == "value_error"
+        else f", found {item['input']!r}"
+    )
+    plain = message if message[:2].isupper() else message[0].lower() + message[1:]  # FORUM stays FORUM
+    return f"{path + ': ' if path else ''}{plain}{shown}"
+
+
+def _fields(root: type[BaseModel], location: tuple) -> list[str]:
+    """The keys allowed at a path of the recipe."""
+    model: Any = root
+    for name in location:
+        if isinstance(name, str) and name not in (ONE, MANY):
+            model = _model_in(model.model_fields[name].annotation) or root
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model that an annotation speaks of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for one in typing.get_args(annotation) if (found := _model_in(one))), None)
