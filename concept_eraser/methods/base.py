@@ -165,15 +165,20 @@ class Edit(Options, ABC):
     source: ClassVar[str]
     needs_fp32: ClassVar[bool] = True
     needs_attack: ClassVar[bool] = False
-    targets: ClassVar[tuple[str, ...] | None] = ("classifier",)  # models with a likelihood of labels
+    targets: ClassVar[tuple[str, ...] | None] = ("classifier",)
+    why: ClassVar[str] = "it needs a likelihood of labels"  # no other target will do
+    needs_retain: ClassVar[bool] = True
 
     def check_players(self, players: tuple[str, ...]) -> None:
         if set(players) != {"forget", "retain"}:
             raise ValueError(f"{self.title!r} needs the sides forget and retain and no other, found {', '.join(players)}")  # fmt: skip
 
     @abstractmethod
-    def edit(self, request: EditRequest) -> Mapping[str, float]:
-        """Change the model in place; what it did, for done.json. Raises ValueError where it cannot, with the remedy."""
+    def edit(self, request: Any) -> Mapping[str, float]:
+        """Change the model in place; what it did, for done.json. Raises ValueError where it cannot, with the remedy.
+
+        request: an EditRequest, or of a ProjectionEdit a ProjectionRequest.
+        """
 
 
 @dataclass(frozen=True)
@@ -191,3 +196,72 @@ class EditRequest:
     batches: Callable[[Sequence[int]], Sequence[tuple[Tensor, Tensor]]]
     loss: Callable[[Sequence[int]], Tensor]
     params: Vec = ()
+
+
+Tokens = Literal["all", "context", "from_last", "last"]
+
+
+class ProjectionEdit(Edit):
+    """An edit of the linear layers that read the states of a text: the keys and values of cross-attention.
+
+    Where a least-squares problem in W has targets W_old a, its solution is W_old times one matrix that does not depend
+    on W_old. So an edit is found once, for all layers: W_new = W_old (I + D). Options that every such edit has: `tokens`,
+    which tokens of a concept's prompt and of its anchor's it is given, paired (see targets/projections.py).
+    """
+
+    targets: ClassVar[tuple[str, ...] | None] = ("denoiser",)
+    why: ClassVar[str] = "it edits the layers of a denoiser that read a text"
+    needs_retain: ClassVar[bool] = False
+    tokens: Tokens
+
+    def check_players(self, players: tuple[str, ...]) -> None:
+        """Several concepts, forget, forget.2, ..., are erased at once."""
+        if not {"forget"} <= {player.split(".")[0] for player in players} <= {"forget", "retain"}:
+            raise ValueError(f"{self.title!r} needs the side forget, may have retain, and has no use for others; found {', '.join(players)}")  # fmt: skip
+
+    @abstractmethod
+    def change(self, request: ProjectionRequest) -> tuple[Tensor, Mapping[str, float]]:
+        """D [width, width] float64, and what it did beside what `edit` tells. Raises ValueError where there is no D."""
+
+    def edit(self, request: ProjectionRequest) -> Mapping[str, float]:
+        """Add W_old D to each layer, in place.
+
+        Told, with G = sum of W_old^T W_old over the layers, |x|^2 = x^T G x, and T = I + D: how far the weights moved,
+        ||W_old D|| / ||W_old||; what is left of the concepts, sum |T c - a|^2 / sum |c - a|^2; and by how much the preserved
+        prompts drift, sum |D p|^2 / sum |p|^2, as square roots.
+        """
+        found, more = self.change(request)
+        gram, told = request.gram(), {}
+        size = float(gram.trace())
+        told["moved"] = math.sqrt(float((found.T @ gram @ found).trace()) / size) if size else 0.0
+        pairs = [(c.to(gram), a.to(gram)) for c, a in zip(request.forget, request.anchor, strict=True)]
+        told["left"] = _share(gram, [(c + c @ found.T - a, c - a) for c, a in pairs])
+        told["drift"] = _share(gram, [(p.to(gram) @ found.T, p.to(gram)) for p in request.retain])
+        with torch.no_grad():
+            for weight in request.layers.values():
+                weight += (weight.to(found) @ found).to(weight)
+        return {**told, **more}
+
+
+def _share(gram: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """sqrt(sum |x|^2 / sum |y|^2) over the rows of all pairs, |x|^2 = x^T gram x; 0 where there is nothing to compare."""
+    above, below = (sum(float(((v @ gram) * v).sum()) for v in side) for side in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)  # fmt: skip
+    return math.sqrt(max(above, 0.0) / below) if below > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class ProjectionRequest:
+    """What an edit of projections is given, all on one device that knows float64.
+
+    layers: weights [out, width] by name, all reading the same states. forget, anchor: for each concept the states of some
+    tokens [tokens, width] and, row by row, those they are to be read as. retain: states [tokens, width] whose reading stays.
+    """
+
+    layers: Mapping[str, Tensor]
+    forget: Sequence[Tensor]
+    anchor: Sequence[Tensor]
+    retain: Sequence[Tensor] = ()
+
+    def gram(self) -> Tensor:
+        """sum of W^T W over the layers, [width, width] float64: two states differ for the model by (c - a)^T G (c - a)."""
+        return sum((w.detach().double().T @ w.detach().double() for w in self.layers.values()), torch.zeros(()))

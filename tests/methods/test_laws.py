@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from concept_eraser.vectors import dot, norm
 from tests.methods.test_influence import problem, request
 from tests.methods.test_mini_unlearning import ridge
 from tests.methods.test_natural_gradient import fitted, regression, ridge_solution
+from tests.methods.test_uce import problem as projections
 from tests.methods.zoo import COSINES, PAIRS, Fixed, closure, flat, pair
 
 # every method once with its defaults, and the settings with other laws
@@ -165,7 +167,39 @@ def influence_on_labels(m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return before, flatten(tuple(p.detach() for p in model.parameters())), None
 
 
-EDITS = {"natural_gradient": natural_gradient_on_ridge, "mini_unlearning": mini_unlearning_on_ridge, "influence": influence_on_labels}  # fmt: skip
+def dampening_of_labels(m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    model, x, y = problem()
+    before = flatten(tuple(p.detach().clone() for p in model.parameters()))
+    LOADED["ssd"](alpha=2.0).edit(request(model, x, y, list(range(m))))
+    return before, flatten(tuple(p.detach() for p in model.parameters())), None
+
+
+def projection(name: str, gone: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values: the first `gone` concepts of eight are read as their anchors."""
+    asked = projections(concepts=8)
+    asked = replace(asked, forget=asked.forget[:gone], anchor=asked.anchor[:gone])
+    before = asked.layers["a"].clone()
+    LOADED[name]().edit(asked)
+    return before, asked.layers["a"], None
+
+
+def uce_on_least_squares(gone: int) -> tuple[Tensor, Tensor, Tensor]:
+    before, after, _ = projection("uce", gone)
+    asked, options = projections(concepts=8), LOADED["uce"]()
+    c, a, p = (torch.cat(list(many)) for many in (asked.forget[:gone] or [before[:0]], asked.anchor[:gone] or [before[:0]], asked.retain))  # fmt: skip
+    rows = torch.cat([c, options.preserve_scale**0.5 * p, options.lamb**0.5 * torch.eye(before.shape[1]).double()])
+    wanted = torch.cat([a @ before.T, options.preserve_scale**0.5 * p @ before.T, options.lamb**0.5 * before.T])
+    return before, after, torch.linalg.lstsq(rows, wanted).solution.T
+
+
+EDITS = {
+    "natural_gradient": natural_gradient_on_ridge,
+    "mini_unlearning": mini_unlearning_on_ridge,
+    "influence": influence_on_labels,
+    "ssd": dampening_of_labels,
+    "uce": uce_on_least_squares,
+    "rece": partial(projection, "rece"),
+}
 
 
 @pytest.mark.parametrize("name", [name for name in EDITS if "fixed_point" in LOADED[name].theorems])
@@ -177,7 +211,7 @@ def test_fixed_point(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in EDITS if "exact_on_quadratics" in LOADED[name].theorems])
 def test_exact_on_quadratics(name: str) -> None:
-    """Ridge regression: the edited weights are those of training again."""
+    """Least squares, where the answer is known: the edited weights are those of training again."""
     before, after, target = EDITS[name](8)
     assert float((before - target).norm()) > 1e-3
     torch.testing.assert_close(after, target, rtol=0, atol=1e-9)

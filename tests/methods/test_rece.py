@@ -1,0 +1,88 @@
+"""RECE's rounds: the state that brings a concept back, the law of its minimum, and what erasing it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import scipy.linalg
+import torch
+
+from concept_eraser.methods.rece import ReliableEfficientErasure, regenerating
+from concept_eraser.methods.uce import UnifiedConceptEditing
+from tests.methods.test_uce import WIDTH, edited, problem
+
+WEIGHTS = {"erase_scale": 1.0, "preserve_scale": 0.1, "lamb": 0.1}
+
+
+@pytest.mark.parametrize("reg", [1e-6, 1e-3, 0.1, 10.0])
+def test_what_brings_the_concept_back_is_the_minimiser(reg: float) -> None:
+    """Autograd on the printed objective, and scipy on the stacked layers, for the layers after UCE."""
+    request = problem()
+    after = edited(UnifiedConceptEditing(**WEIGHTS), request)
+    gram = request.gram()
+    change, _ = UnifiedConceptEditing(**WEIGHTS).change(request)
+    total = torch.eye(WIDTH, dtype=torch.float64) + change
+    c = request.forget[0][0]
+    found = (regenerating(gram, total, reg) @ c).requires_grad_()
+    value = sum((((after[n] @ found) - request.layers[n] @ c) ** 2).sum() for n in after) + reg * found.square().sum()
+    (slope,) = torch.autograd.grad(value, found)
+    assert float(slope.norm()) < 1e-9 * float((gram @ c).norm())
+    stacked, wanted = (torch.cat(list(many)) for many in (after.values(), [w @ c for w in request.layers.values()]))
+    x = torch.cat([stacked, reg**0.5 * torch.eye(WIDTH, dtype=torch.float64)])
+    y = torch.cat([wanted, torch.zeros(WIDTH, dtype=torch.float64)])
+    torch.testing.assert_close(found.detach(), torch.from_numpy(scipy.linalg.lstsq(x.numpy(), y.numpy())[0]), rtol=1e-8, atol=1e-9)  # fmt: skip
+
+
+def test_without_rounds_it_is_uce() -> None:
+    request = problem()
+    one, other = edited(ReliableEfficientErasure(epochs=0, **WEIGHTS), request), edited(UnifiedConceptEditing(**WEIGHTS), request)  # fmt: skip
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_round_is_uce_on_the_edited_layers_with_what_brings_the_concept_back() -> None:
+    """By its parts: UCE, then c' by least squares on the edited layers, then UCE again with c' and the same anchors."""
+    request, reg = problem(4), 0.1
+    after = edited(UnifiedConceptEditing(**WEIGHTS), request)
+    stacked, original = torch.cat(list(after.values())), torch.cat(list(request.layers.values()))
+    x = torch.cat([stacked, reg**0.5 * torch.eye(WIDTH, dtype=torch.float64)])
+    back = []
+    for states in request.forget:
+        y = torch.cat([original @ states.T, torch.zeros(WIDTH, len(states), dtype=torch.float64)])
+        back.append(torch.from_numpy(scipy.linalg.lstsq(x.numpy(), y.numpy())[0]).T)
+    expected = edited(UnifiedConceptEditing(**WEIGHTS), replace(request, layers=after, forget=back))
+    found = edited(ReliableEfficientErasure(epochs=1, reg=reg, **WEIGHTS), request)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounds_make_it_harder_to_bring_the_concept_back(seed: int) -> None:
+    """The paper's claim, on one concept among preserved states: the best c' ends further from the concept."""
+    told = ReliableEfficientErasure(epochs=3).edit(problem(seed, concepts=1))
+    back = [told[f"back_{k}"] for k in range(4)]
+    assert back == sorted(back)
+    assert back[-1] > 1.05 * back[0]
+    assert back[0] < 1
+
+
+def test_golden() -> None:
+    """One layer W = [1 0; 0 1], c = (1, 0), a = (0, 1), erase 1, lamb 1, reg 1, one round. By hand: UCE gives
+    T = [1/2 0; 1/2 1]; T^T T + I = [3/2 1/2; 1/2 2], T^T c = (1/2, 0), c' = (4/11, -1/11); then M = I + c' c'^T,
+    R = (a - c') c'^T, D = R M^-1 = (a - c') c'^T / (1 + 17/121) = (a - c') (44, -11)/138, and T (I + D) is the new W."""
+    request = replace(problem(), layers={"x": torch.eye(2).double()}, forget=[torch.tensor([[1.0, 0.0]])], anchor=[torch.tensor([[0.0, 1.0]])], retain=[])  # fmt: skip
+    new = edited(ReliableEfficientErasure(epochs=1, reg=1.0, lamb=1.0), request)["x"]
+    first = torch.tensor([[0.5, 0.0], [0.5, 1.0]]).double()
+    d = torch.outer(torch.tensor([-4 / 11, 12 / 11]), torch.tensor([44 / 138, -11 / 138])).double()
+    torch.testing.assert_close(new, first @ (torch.eye(2).double() + d), rtol=1e-6, atol=1e-7)
+    assert new.flatten().tolist() == pytest.approx([0.442029, 0.014493, 0.789855, 0.927536], abs=1e-6)
+
+
+def test_nothing_to_forget_and_wrong_options() -> None:
+    request = replace(problem(), forget=[], anchor=[])
+    for name, new in edited(ReliableEfficientErasure(), request).items():
+        assert torch.equal(new, request.layers[name])
+    for wrong in ({"epochs": -1}, {"reg": 0.0}):
+        with pytest.raises(ValueError, match="epochs must be >= 0 and reg > 0"):
+            ReliableEfficientErasure(**wrong)

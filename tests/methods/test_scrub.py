@@ -1,0 +1,195 @@
+"""SCRUB's turns and its losses, and NPO's, against torch's own formulas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from concept_eraser import api, recipe, registry
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.erasers.classifier import Classifier, Side
+from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.methods.scrub import Scrub
+from concept_eraser.models.module import build
+from tests.methods.zoo import closure, pair
+
+SCRUB: dict[str, Any] = {"name": "scrub", "forget_steps": 2, "retain_steps": 6, "rounds": 3}
+
+
+@pytest.fixture(scope="module")
+def digits() -> Labelled:
+    return registry.build("dataset", "digits", {}).load("train")
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Labelled) -> nn.Module:
+    torch.manual_seed(0)
+    net = build("mlp", "classifier", inputs=64, hidden=64, norm=False).module.requires_grad_(True)
+    x = digits.inputs(range(len(digits)))
+    optimizer = torch.optim.Adam(net.parameters(), 5e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), digits.labels).backward()
+        optimizer.step()
+    return net
+
+
+def eraser(net: nn.Module, digits: Labelled, sides: Mapping[str, dict[str, Any]]) -> Classifier:
+    made = {name: Side(digits, torch.arange(200), **options) for name, options in sides.items()}
+    return Classifier(net, made, [name for name, _ in net.named_parameters()])
+
+
+def gradient(made: Classifier, player: str, draw: Any) -> Tensor:
+    parts = torch.autograd.grad(made.loss(player, draw), list(made.trainable().values()))
+    return torch.cat([p.flatten() for p in parts])
+
+
+def move(net: nn.Module, by: float = 0.03) -> None:
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(by * torch.randn(p.shape, generator=g))
+
+
+# --- turns ---------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_of_max_and_min_steps_then_min_steps_alone() -> None:
+    method, asked = Scrub(forget_steps=1, retain_steps=2, rounds=2), []
+    for step in range(9):
+        given = closure(*pair(0.2, 1.0, 2.0))
+        given.step = step
+        direction = method.direction(given)
+        asked += given.asked
+        assert direction.vec is given.gradients[given.asked[0]]  # one gradient, as it is
+        assert direction.weights.tolist() == ([1.0, 0.0] if given.asked == ["retain"] else [0.0, 1.0])
+    f, r = "forget", "retain"
+    assert asked == [f, r, r, f, r, r, r, r, r]
+
+
+@pytest.mark.parametrize("options", [{"forget_steps": 0}, {"retain_steps": 0}, {"rounds": 0}])
+def test_options_are_checked(options: dict) -> None:
+    with pytest.raises(ValueError, match="must be >= 1"):
+        Scrub(**options)
+
+
+def test_it_wants_two_players() -> None:
+    with pytest.raises(ValueError, match="between retain and forget; found retain, forget, replace"):
+        Scrub().check_players(("retain", "forget", "replace"))
+
+
+# --- losses --------------------------------------------------------------------------------------------------------
+
+
+def test_the_losses_are_torchs_kl_and_cross_entropy(trained: nn.Module, digits: Labelled) -> None:
+    net = copy.deepcopy(trained)
+    before = copy.deepcopy(net)
+    made = eraser(net, digits, {"forget": {"loss": "diverge"}, "retain": {"loss": "data", "scale": 0.9, "distill": 0.3}})  # fmt: skip
+    move(net)
+    draw = made.draw("forget", list(range(12)))
+    with torch.no_grad():
+        p, log_q = before(draw.inputs).softmax(1), net(draw.inputs).log_softmax(1)
+    divergence = F.kl_div(log_q, p, reduction="batchmean")
+    assert float(divergence) > 1e-3
+    torch.testing.assert_close(made.loss("forget", draw), -divergence)
+    torch.testing.assert_close(made.loss("retain", draw), 0.9 * F.nll_loss(log_q, draw.labels) + 0.3 * divergence)
+    # the gradient by hand: d/dz KL(p || softmax z) = softmax z - p, taken through the logits
+    outputs = net(draw.inputs)
+    slope = torch.autograd.grad(outputs, list(net.parameters()), grad_outputs=(outputs.softmax(1) - p).detach() / 12)
+    torch.testing.assert_close(gradient(made, "forget", draw), -torch.cat([s.flatten() for s in slope]), rtol=1e-4, atol=1e-7)  # fmt: skip
+
+
+def test_at_the_teacher_the_kl_terms_and_their_gradients_vanish(trained: nn.Module, digits: Labelled) -> None:
+    net = copy.deepcopy(trained)
+    made = eraser(net, digits, {"forget": {"loss": "diverge"}, "retain": {"loss": "data", "distill": 0.5}, "plain": {"loss": "data"}})  # fmt: skip
+    draw = made.draw("forget", list(range(32)))
+    assert abs(made.loss("forget", draw).item()) < 1e-7
+    fit = gradient(made, "plain", draw)
+    assert float(gradient(made, "forget", draw).norm()) < 1e-5 * float(fit.norm())
+    torch.testing.assert_close(gradient(made, "retain", draw), fit, rtol=1e-4, atol=1e-6)
+
+
+def test_npo_is_its_formula(trained: nn.Module, digits: Labelled) -> None:
+    net = copy.deepcopy(trained)
+    before = copy.deepcopy(net)
+    made = eraser(net, digits, {"forget": {"loss": "npo", "beta": 0.7}})
+    move(net)
+    draw = made.draw("forget", list(range(12)))
+    with torch.no_grad():
+        now, then = (m(draw.inputs).softmax(1).gather(1, draw.labels[:, None])[:, 0] for m in (net, before))
+    expected = -(2 / 0.7) * torch.log(torch.sigmoid(-0.7 * torch.log(now / then))).mean()
+    torch.testing.assert_close(made.loss("forget", draw), expected)
+
+
+def test_npo_is_ascent_at_the_teacher_and_for_small_beta_and_saturates(trained: nn.Module, digits: Labelled) -> None:
+    net = copy.deepcopy(trained)
+    sides = {"small": {"loss": "npo", "beta": 1e-4}, "forget": {"loss": "npo", "beta": 1.0}, "ascent": {"loss": "ascent"}}  # fmt: skip
+    made = eraser(net, digits, sides)
+    draw = made.draw("forget", list(range(32)))
+    for player in ("small", "forget"):  # the weight 2 p^b / (p^b + p*^b) is 1 where p = p*
+        torch.testing.assert_close(gradient(made, player, draw), gradient(made, "ascent", draw), rtol=1e-4, atol=1e-7)
+    while made.loss("ascent", draw).item() > -15:  # until the labels of these examples are improbable
+        parts = gradient(made, "ascent", draw).split([p.numel() for p in net.parameters()])
+        with torch.no_grad():
+            for p, part in zip(net.parameters(), parts, strict=True):
+                p -= 0.01 * part.view_as(p)
+    climbing = gradient(made, "ascent", draw)
+    assert float(gradient(made, "forget", draw).norm()) < 1e-2 * float(climbing.norm())
+    torch.testing.assert_close(gradient(made, "small", draw), climbing, rtol=2e-2, atol=2e-3 * float(climbing.abs().max()))  # fmt: skip
+
+
+# --- recipes and runs ----------------------------------------------------------------------------------------------
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {
+        "target": "classifier",
+        "forget": {"data": "digits", "classes": [3], "loss": "diverge"},
+        "retain": {"data": "rest", "loss": "data", "distill": 0.5},
+        "method": SCRUB,
+        "training": {"steps": 60, "batch_size": 64, "lr": 0.1, "optimizer": "sgd", "device": "cpu", "save_every": 2},
+        **changes,
+    }
+
+
+def test_new_settings_are_written_down_only_where_they_are_used() -> None:
+    """So that the run folders of before keep their fingerprint."""
+    plain = recipe.load(settings(forget={"data": "digits", "classes": [3], "loss": "relabel"}, retain="rest"))
+    assert not {"beta", "distill"} & (set(plain.resolved()["forget"]) | set(plain.resolved()["retain"]))
+    asked = recipe.load(settings(forget={"data": "digits", "classes": [3], "loss": "npo"}))
+    assert asked.resolved()["forget"]["beta"] == 0.1
+    assert asked.resolved()["retain"]["distill"] == 0.5
+    assert recipe.load(asked.resolved()).fingerprint == asked.fingerprint
+    with pytest.raises(UserError, match="distill says nothing about the target 'vae'"):
+        recipe.load({"target": "vae", "forget": {"data": "digits", "classes": [1], "loss": "ascent"}, "retain": {"data": "rest", "distill": 1.0}})  # fmt: skip
+
+
+def test_scrub_forgets_a_class_and_keeps_the_rest(trained: nn.Module, digits: Labelled, tmp_path: Path) -> None:
+    net = copy.deepcopy(trained)
+    api.erase(model=net, output=tmp_path, **settings())
+    with torch.no_grad():
+        right = net(digits.inputs(range(len(digits)))).argmax(1) == digits.labels
+    three = digits.labels == 3
+    assert float(right[three].float().mean()) < 0.1
+    assert float(right[~three].float().mean()) > 0.95
+
+
+def test_a_resumed_run_takes_the_same_turns(trained: nn.Module, tmp_path: Path) -> None:
+    def stop(step: int, seconds: float) -> None:
+        if step == 9:  # in the second round
+            raise KeyboardInterrupt
+
+    short = settings(training={**settings()["training"], "steps": 24})
+    whole, parts = copy.deepcopy(trained), copy.deepcopy(trained)
+    api.erase(model=whole, output=tmp_path / "whole", **short)
+    with pytest.raises(Interrupted):
+        api.erase(model=parts, output=tmp_path / "parts", look=stop, **short)
+    api.erase(model=parts, output=tmp_path / "parts", resume=True, **short)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))

@@ -1,0 +1,163 @@
+"""Selective synaptic dampening: torch.func as an outside reference, what is selected, and when nothing can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from concept_eraser import api, registry
+from concept_eraser.errors import UserError
+from concept_eraser.methods.base import EditRequest
+from concept_eraser.methods.ssd import SelectiveDampening, factors
+from concept_eraser.vectors import Vec
+
+N, GONE = 40, 6
+
+
+def request(forget: int = GONE, micro: int = 3, n: int = N) -> tuple[EditRequest, Tensor, Tensor]:
+    """A small net that is partly fitted; batches come three examples at a time."""
+    torch.manual_seed(0)  # the forgotten, the first ones, are those that it fits worst
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x = torch.randn(n, 5, dtype=torch.float64)
+    y = (x @ torch.randn(5, 3, dtype=torch.float64)).argmax(1)
+    for _ in range(20):
+        for p, g in zip(model.parameters(), torch.autograd.grad(F.cross_entropy(model(x), y), tuple(model.parameters())), strict=True):  # fmt: skip
+            p.data -= 0.5 * g
+    order = F.cross_entropy(model(x), y, reduction="none").argsort(descending=True)
+    x, y = x[order], y[order]
+
+    def batches(rows):
+        return [(x[list(rows[i : i + micro])], y[list(rows[i : i + micro])]) for i in range(0, len(rows), micro)]
+
+    asked = EditRequest(model, tuple(range(forget)), tuple(range(forget, n)), 0.0, batches, lambda rows: F.cross_entropy(model(x[list(rows)]), y[list(rows)]), tuple(model.parameters()))  # fmt: skip
+    return asked, x, y
+
+
+def fisher(model: nn.Module, x: Tensor, y: Tensor) -> Vec:
+    """mean of the squared per-example gradients, all at once by vmap."""
+    params = {k: v.detach() for k, v in model.named_parameters()}
+
+    def loss(p: dict, one: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, p, (one[None],)), label[None])
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, x, y)
+    return tuple(each[k].square().mean(0) for k in params)
+
+
+def test_importance_is_the_diagonal_of_the_empirical_fisher_matrix() -> None:
+    asked, x, y = request()
+    found = SelectiveDampening().importance(asked, [1, 5, 30, 31])
+    rows = [1, 5, 30, 31]
+    for a, b in zip(found, fisher(asked.model, x[rows], y[rows]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("micro", [2, 64])
+def test_a_batch_is_the_square_of_its_mean_gradient_however_it_is_loaded(micro: int) -> None:
+    asked, x, y = request(micro=micro)
+    found = SelectiveDampening(batch=4).importance(asked, list(range(10)))  # batches of 4, 4 and 2
+    parts = [(torch.autograd.grad(F.cross_entropy(asked.model(x[few]), y[few]), asked.params), len(few)) for few in torch.arange(10).split(4)]  # fmt: skip
+    for i, value in enumerate(found):
+        torch.testing.assert_close(value, sum(n / 10 * g[i].square() for g, n in parts))
+
+
+@pytest.mark.parametrize("lamb", [0.5, 1.0])
+def test_the_edit_is_the_papers_two_equations(lamb: float) -> None:
+    asked, x, y = request()
+    before = [p.detach().clone() for p in asked.params]
+    everything, forget = fisher(asked.model, x, y), fisher(asked.model, x[:GONE], y[:GONE])
+    told = SelectiveDampening(alpha=3.0, lamb=lamb).edit(asked)
+    moved = 0
+    for p, old, d, f in zip(asked.params, before, everything, forget, strict=True):
+        chosen = f > 3.0 * d
+        expected = torch.where(chosen, old * (lamb * d / f).clamp(max=1), old)
+        torch.testing.assert_close(p.detach(), expected)
+        assert torch.equal(p.detach()[~chosen], old[~chosen]), "only the selected weights move"
+        moved += int(chosen.sum())
+    size = sum(p.numel() for p in asked.params)
+    assert 0.05 * size < moved < 0.95 * size  # else the test says nothing
+    assert told["selected"] == pytest.approx(moved / size)
+    assert 0 < told["factor"] < lamb / 3.0
+
+
+def test_the_factor_is_bounded_and_does_not_see_the_losss_scale() -> None:
+    g = torch.Generator().manual_seed(0)
+    everything, forget = (torch.rand(1000, generator=g, dtype=torch.float64) ** 4 for _ in range(2))
+    everything[:10] = forget[10:20] = 0.0
+    everything[5] = forget[5] = 0.0
+    for alpha, lamb in ((0.5, 1.0), (3.0, 1.0), (2.0, 0.1)):
+        found = factors(everything, forget, alpha, lamb)
+        chosen = forget > alpha * everything
+        assert bool((found[~chosen] == 1).all())
+        assert float(found.min()) >= 0
+        assert float(found[chosen].max()) <= min(1.0, lamb / alpha)
+        assert not chosen[10:20].any()
+        torch.testing.assert_close(factors(9.0 * everything, 9.0 * forget, alpha, lamb), found)  # 3 x the loss
+    assert bool((factors(everything[10:], forget[10:], 1e30, 1.0) == 1).all())  # alpha -> infinity: nothing
+
+
+def test_a_share_of_the_examples_bounds_what_can_be_selected() -> None:
+    """F_D >= |D_f|/|D| F_Df, so from alpha = |D|/|D_f| on nothing is: that is said, not done."""
+    asked, x, y = request()
+    everything, forget = fisher(asked.model, x, y), fisher(asked.model, x[:GONE], y[:GONE])
+    assert all(bool((d >= GONE / N * f * (1 - 1e-12)).all()) for d, f in zip(everything, forget, strict=True))
+    before = [p.detach().clone() for p in asked.params]
+    with pytest.raises(ValueError, match=r"alpha 10 selects no weight: with 6 of 40 .* more than 6.67 times"):
+        SelectiveDampening().edit(asked)
+    assert SelectiveDampening(alpha=1e9, batch=8).edit(asked) == {"selected": 0.0, "factor": 1.0}
+    assert all(torch.equal(a, b) for a, b in zip(before, asked.params, strict=True))
+
+
+def test_squared_batches_select_more_than_the_bound() -> None:
+    """Gradients of one class add up: with the code's batches the paper's alpha of 10 selects, with one of ten classes."""
+    asked, x, y = request(n=400, forget=0)
+    order = (y != 0).int().argsort(stable=True)
+    gone = int((y == 0).sum())
+    asked = EditRequest(asked.model, tuple(order[:gone].tolist()), tuple(order[gone:].tolist()), 0.0, asked.batches, asked.loss, asked.params)  # fmt: skip
+    alpha = 1.01 * 400 / gone
+    assert SelectiveDampening(alpha=alpha, batch=32).edit(asked)["selected"] > 0.02
+
+
+def test_a_class_goes_from_a_classifier_without_training(tmp_path: Path) -> None:
+    digits = registry.build("dataset", "digits", {}).load("train")
+    torch.manual_seed(0)
+    net = registry_mlp()
+    x = digits.inputs(range(len(digits)))
+    optimizer = torch.optim.Adam(net.parameters(), 5e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), digits.labels).backward()
+        optimizer.step()
+
+    def accuracy(where: Tensor) -> float:
+        with torch.no_grad():
+            return float((net(x[where]).argmax(1) == digits.labels[where]).float().mean())
+
+    three = digits.labels == 3
+    before = accuracy(three), accuracy(~three)
+    asked = {"target": "classifier", "forget": {"data": "digits", "classes": [3]}, "retain": "rest", "training": {"device": "cpu"}}  # fmt: skip
+    run = api.erase(model=net, method={"name": "ssd", "alpha": 5.0}, output=tmp_path / "a", **asked)  # fmt: skip
+    after = accuracy(three), accuracy(~three)
+    assert before[0] > 0.95
+    assert after[0] < 0.1, after
+    assert after[1] > before[1] - 0.05, after
+    assert 0 < json.loads((run.folder / "done.json").read_text())["edit"]["selected"] < 0.5
+    with pytest.raises(UserError, match=r"does not hear retain.distill"):
+        api.erase(model=net, method="ssd", output=tmp_path / "b", **{**asked, "retain": {"data": "rest", "distill": 0.5}})  # fmt: skip
+
+
+def registry_mlp() -> nn.Module:
+    from concept_eraser.models.module import build
+
+    return build("mlp", "classifier", inputs=64, hidden=64, norm=False).module.requires_grad_(True)
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.0}, {"lamb": -1.0}, {"batch": 0}])
+def test_options_are_checked(options: dict) -> None:
+    with pytest.raises(ValueError, match="must be > 0 and batch >= 1"):
+        SelectiveDampening(**options)
