@@ -11,14 +11,20 @@ by default), x_t a noised latent of an example, c its prompt, a its anchor promp
 * relabel  ||eps(x_t^a, c) - target||^2                         x_t^a from images of the anchor: UNO's L_1, SalUn
 * histogram  d_KL(p || 1 - alpha) with p the mean probability, by a judge, that x_0 decoded from eps(x_t, c) does not
             show the concept: UNO's hat versions (arXiv 2506.04712)
+* npo      (2 / beta) mean softplus(-beta (L_i - L*_i))          L_i: `data` of one example; NPO (arXiv 2404.05868, Eq. 3)
+* resteer  mean A^2, A: cross-attention to the concept's tokens    Forget-Me-Not (arXiv 2303.17591)
 
+Settings of `esd`: `neutral: anchor` puts the anchor in the place of the empty prompt (SPM, arXiv 2312.16145, Eq. 5).
 For a v- or flow-prediction model "eps" is whatever it predicts. Differences from the papers: ESD noises x_t from the
-model by partial sampling, which is what data-free training does here too; with images, x_t is a noised image.
+model by partial sampling, which is what data-free training does here too; with images, x_t is a noised image. NPO is
+of likelihoods: log p_theta(x | c) - log p*(x | c) becomes -(L_i - L*_i), the bound on it that a denoiser has, without the
+bound's weights and as a mean over the example's numbers, so beta is in units of 1 / loss. Forget-Me-Not's code takes the
+norm of all the maps, which has the same minimum; the mean does not grow with pictures or layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -40,6 +46,7 @@ class Draw:
     anchor: Condition | None
     null: Condition
     target: Tensor | None  # None when there are no clean latents (data-free)
+    positions: Tensor | None = None  # [b, tokens] bool: the tokens of the prompt that stand for the concept
     attacked: bool = False  # whether the model in training (not its teacher) sees the prompt with an adversary's offset
 
     @property
@@ -51,6 +58,7 @@ class Draw:
 class Predictor(Protocol):
     def predict(self, draw: Draw, condition: Condition | None = None, *, teacher: Teacher | None = None) -> Tensor: ...
     def picture(self, draw: Draw) -> Tensor: ...
+    def attention(self, draw: Draw) -> Sequence[Tensor]: ...
 
 
 def _mse(prediction: Tensor, target: Tensor) -> Tensor:
@@ -71,13 +79,39 @@ def anchor(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
 
 
 def esd(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
-    free = model.predict(draw, draw.null, teacher=settings.teacher)
+    free = model.predict(draw, draw.anchor if settings.neutral == "anchor" else draw.null, teacher=settings.teacher)
     given = model.predict(draw, teacher=settings.teacher)
     return _mse(model.predict(draw), free - settings.eta * (given - free))
 
 
 def distill(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
     return _mse(model.predict(draw), model.predict(draw, teacher=settings.teacher))
+
+
+def npo(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
+    assert draw.target is not None  # data-free training refuses this loss beforehand
+    before = each(model.predict(draw, teacher=settings.teacher), draw.target)
+    return preference(each(model.predict(draw), draw.target), before, settings.beta)
+
+
+def each(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error of every example: [b]."""
+    return (prediction.float() - target.float()).square().flatten(1).mean(1)
+
+
+def preference(losses: Tensor, before: Tensor, beta: float) -> Tensor:
+    """-(2 / beta) mean log sigmoid(beta (losses - before)): falls as the losses rise above what they were, and levels off.
+
+    Its slope in a loss is -2 sigmoid(-beta (loss - before)): -1 at the start, which is gradient ascent, as for beta -> 0.
+    """
+    return 2 / beta * torch.nn.functional.softplus(-beta * (losses - before)).mean()
+
+
+def resteer(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
+    assert draw.positions is not None  # made for this loss
+    marked = draw.positions[:, None, None].float()
+    shares = [(maps.float().square() * marked).sum() / (marked.sum() * maps.shape[1] * maps.shape[2]) for maps in model.attention(draw)]  # fmt: skip
+    return torch.stack(shares).mean()
 
 
 def histogram(model: Predictor, draw: Draw, settings: Settings) -> Tensor:
@@ -95,12 +129,15 @@ def bernoulli_divergence(p: Tensor, alpha: float) -> Tensor:
 @dataclass(frozen=True)
 class Settings:
     """Options that some losses take: whose prediction is the target, ESD's negative guidance eta, and for `histogram`
-    the judge's probability that images [b, 3, h, w] show the concept, and alpha."""
+    the judge's probability that images [b, 3, h, w] show the concept, and alpha. neutral: what `esd` pushes away to;
+    beta: of `npo`."""
 
     teacher: Teacher = "frozen"
     eta: float = 1.0
     shows: Callable[[Tensor], Tensor] | None = None
     alpha: float = 1e-8
+    neutral: Literal["null", "anchor"] = "null"
+    beta: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -121,6 +158,8 @@ LOSSES: dict[str, Loss] = {
     "distill": Loss(distill),
     "relabel": Loss(data, images="anchor", needs_anchor=True, needs_target=True),
     "histogram": Loss(histogram),
+    "npo": Loss(npo, needs_target=True),
+    "resteer": Loss(resteer),
 }
 
 
