@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.architectures import PIPELINES, SIZES
 from concept_eraser import api, environment
 from concept_eraser.errors import UserError
 from concept_eraser.files import write_text
 from concept_eraser.models.loading import load
+from concept_eraser.tiny import published
 from concept_eraser.training import log
 
+PIXELS = {"sd14": 512, "sdxl": 512, "tiny": 64}  # SDXL is made for 1024
 OUTPUT = Path(__file__).parent / "gpu.json"
 LEFT_OUT = 2  # steps: the first ones allocate and choose kernels
 _TWO_SIDES = {"forget.loss": "anchor", "forget.anchor": "a person"}
@@ -46,7 +47,13 @@ JOBS: dict[str, dict[str, Any]] = {  # name -> what differs from plain fine-tuni
 }
 
 
-def recipe(job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
+def built(family: str) -> Any:
+    """A pipeline with random weights; tiny: the bundled one."""
+    torch.manual_seed(0)
+    return load("tiny-sd").pipeline if family == "tiny" else published.MADE[family][1]()  # type: ignore[attr-defined]
+
+
+def recipe(family: str, job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
     """The settings of a run as `erase` takes them."""
     content: dict[str, Any] = {
         "forget": {"prompts": ["a church"], "loss": "data", "n": batch},
@@ -56,6 +63,8 @@ def recipe(job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
         "training": {"steps": steps, "batch_size": batch, "lr": 1e-6, "precision": "bf16", "device": device},
         "generation": {"steps": 2, "guidance": 5.0, "batch_size": min(batch, 4), "precision": "bf16"},
     }
+    if family == "sdxl":
+        content["model_options"] = {"size": PIXELS[family]}
     for path, value in JOBS[job].items():
         *parents, last = path.split(".")
         place = content
@@ -67,7 +76,7 @@ def recipe(job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
     return content
 
 
-def step(pipeline: Any, job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
+def step(pipeline: Any, family: str, job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
     """Train for a few steps: seconds a step and peak memory, or that it does not fit."""
     _tidy()
     log.reset_peak_memory()
@@ -75,7 +84,7 @@ def step(pipeline: Any, job: str, batch: int, steps: int, device: str) -> dict[s
         try:
             rows: list[dict[str, Any]] = []
             folder = Path(scratch) / "run"
-            asked = recipe(job, batch, steps, device)
+            asked = recipe(family, job, batch, steps, device)
             api.erase(asked, model=pipeline, output=folder, cache=Path(scratch), look=_Reader(folder, rows))
         except torch.cuda.OutOfMemoryError as error:
             return {"fits": False, "said": str(error).splitlines()[0][:120]}
@@ -97,12 +106,14 @@ class _Reader:
             self.rows[:] = [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def generation(pipeline: Any, batch: int, device: str) -> dict[str, Any]:
+def generation(pipeline: Any, family: str, batch: int, device: str) -> dict[str, Any]:
     """Pictures a second: 50 steps with guidance, bf16, after one batch to warm up."""
     _tidy()
     log.reset_peak_memory()
     try:
         model = load(pipeline).to(torch.device(device))
+        if family == "sdxl":
+            model.configure({"size": PIXELS[family]})
         spent = []
         for seed in range(2):
             began = time.monotonic()
@@ -143,7 +154,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     try:
-        families = chosen(args.families, PIPELINES, "family")
+        families = chosen(args.families, PIXELS, "family")
         jobs = [name for name in JOBS if name.startswith(args.jobs)]
         if not jobs:
             raise UserError(f"unknown job {args.jobs!r}; there are: {', '.join(JOBS)}")
@@ -166,11 +177,10 @@ def measure(families: list[str], jobs: list[str], batches: list[int], steps: int
             continue
         if family not in pipelines:
             pipelines.clear()  # one at a time is enough for any card
-            torch.manual_seed(0)
-            pipelines[family] = PIPELINES[family]()
+            pipelines[family] = built(family)
         pipeline = pipelines[family]
-        found = generation(pipeline, batch, device) if job == "generating" else step(pipeline, job, batch, steps, device)  # fmt: skip
-        known.append({"family": family, "job": job, "batch": batch, "pixels": SIZES[family], **found})
+        found = generation(pipeline, family, batch, device) if job == "generating" else step(pipeline, family, job, batch, steps, device)  # fmt: skip
+        known.append({"family": family, "job": job, "batch": batch, "pixels": PIXELS[family], **found})
         write_text(output, json.dumps({"environment": environment.describe(), "rows": known}, indent=1) + "\n")
         print(f"{family}, {job}, batch {batch}: {found}", flush=True)
 

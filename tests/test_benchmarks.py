@@ -9,20 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import architectures, gpu
+from benchmarks import gpu
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
 from tests.conftest import ROOT
-
-
-@pytest.mark.parametrize("name", architectures.DENOISERS)
-def test_an_architecture_has_as_many_weights_as_the_published_model(name: str) -> None:
-    assert architectures.parameters(name) == architectures.COUNTS[name]
+from tools.rendering import benches
 
 
 @pytest.mark.parametrize("job", gpu.JOBS)
 def test_every_job_is_a_valid_recipe(job: str) -> None:
-    found = recipes.load({"model": "tiny-sd", **gpu.recipe(job, 4, 8, "cpu")})
+    found = recipes.load({"model": "tiny-sd", **gpu.recipe("tiny", job, 4, 8, "cpu")})
     assert found.training.batch_size == 4
     assert (found.trainable.lora is not None) == ("LoRA" in job)
     assert (found.trainable.select == "cross_attention") == ("cross-attention" in job or "LoRA" in job)
@@ -38,6 +34,8 @@ def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
     assert rows[0]["n"] == 2
     assert 0 < rows[0]["quickest"] <= rows[0]["seconds"] <= rows[0]["slowest"]
     assert rows[1]["pictures_per_second"] > 0
+    page = benches.page(json.loads(output.read_text()))
+    assert f"| munba, cross-attention | {rows[0]['seconds']:.3f} s [" in page
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.stdout == ""
     assert json.loads(output.read_text())["rows"] == rows
@@ -49,4 +47,4 @@ def test_a_machine_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit, match="no GPU here"):
         gpu.main()
     with pytest.raises(UserError, match="there are: sd14"):
-        gpu.chosen("sd15", architectures.PIPELINES, "family")
+        gpu.chosen("sd15", gpu.PIXELS, "family")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.rendering import attacks, labelled, many, others, studies
+from tools.rendering import attacks, benches, labelled, many, others, studies
 from tools.rendering.common import RESULTS, ROOT, load
 
 
@@ -48,6 +48,7 @@ def pages() -> dict[Path, str]:
     for name, render in {**labelled.PAGES, **attacks.PAGES, **many.PAGES}.items():
         if list((RESULTS / name).glob("*.json")):
             made[RESULTS / f"{name}.md"] = render()
+    made |= benches.pages()
     readme = (ROOT / "README.md").read_text()
     for name, block in blocks.items():
         readme, places = re.subn(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", lambda m, b=block: m[1] + b + m[2], readme, flags=re.S)  # fmt: skip
