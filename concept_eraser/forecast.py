@@ -132,7 +132,7 @@ def _denoiser_side(model: Model, side: Side, condition: Condition, null: Conditi
     n, rows = len(condition), torch.zeros(len(condition), dtype=torch.long)
     latents = torch.empty(n, *model.latent_shape()) if LOSSES[side.loss].needs_target or side.images != "free" else None
     shown = (condition, rows) if side.anchor else (None, None)
-    return denoiser.Side(Examples(latents, condition, rows, shown[0], shown[1], null), side.loss, Settings(side.teacher, side.eta), side.scale, side.timesteps)  # fmt: skip
+    return denoiser.Side(Examples(latents, condition, rows, shown[0], shown[1], null), side.loss, Settings(side.teacher, side.eta, neutral=side.neutral or "null", beta=side.beta), side.scale, side.timesteps)  # fmt: skip
 
 
 def _encoder_side(model: Model, side: Side, n: int) -> text_encoder.Side:

@@ -181,6 +181,8 @@ class Job:
             self.claim_once(accelerator)
             engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise, training.shard == "optimizer", Trackers(accelerator, self.folder, self.recipe.resolved()))  # fmt: skip
             engine.run(resume=resume)
+            if self.recipe.trainable.negate is not None:
+                eraser.negate(self.recipe.trainable.negate)
         except BaseException:  # a model in memory must not stay half trained; the state of the run is in its folder
             if eraser is not None:
                 eraser.restore()

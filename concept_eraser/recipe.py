@@ -96,6 +96,7 @@ class Recipe(Strict):
         if self.attack is not None and not method.needs_attack:
             raise ValueError(f"the method {self.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
         self._check_lora()
+        self._check_negation()
         self._check_memory(method)
         if method.needs_fp32 and self.training.precision != "fp32":
             raise ValueError(f"the method {self.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
@@ -140,6 +141,19 @@ class Recipe(Strict):
             raise ValueError(f"trainable.lora: only the targets {' and '.join(PROMPTED)} train a LoRA, found target {self.target!r}")  # fmt: skip
         if self.trainable.reinitialise is not None:
             raise ValueError("trainable: reinitialise draws weights anew, which a LoRA leaves alone; give one of the two")  # fmt: skip
+        if any(side.elastic for side in self.sides.values()):
+            raise ValueError("elastic pulls weights back to what they were, and a LoRA's factors start without a meaning of their own; train the weights themselves, or leave elastic out")  # fmt: skip
+
+    def _check_negation(self) -> None:
+        """Raise ValueError where there is no vector of one task to turn round."""
+        if self.trainable.negate is None:
+            return
+        wrong = [f"{concept_player(i)}.loss: {side.loss}" for i, side in enumerate(self.forgotten) if side.loss != "data"]  # fmt: skip
+        wrong += [f"a {name} side" for name in ("retain", "replace", "attack", "histogram") if getattr(self, name) is not None]  # fmt: skip
+        wrong += ["batchnorm: train"] if self.trainable.batchnorm == "train" else []
+        wrong += ["watch, which looks while the model still learns the concept"] if self.watch is not None else []
+        if wrong:
+            raise ValueError(f"trainable.negate turns round what training on the concept alone did (forget.loss: data, method: {{name: weighted, retain: 0}}); found {'; '.join(wrong)}")  # fmt: skip
 
     def _check_memory(self, method: Any) -> None:
         """Raise ValueError where settings of memory say nothing about the target, or contradict others."""
@@ -221,9 +235,11 @@ class Recipe(Strict):
     @property
     def _idle(self) -> set[str]:
         """Settings of a side that say nothing about this target."""
-        of_prompts = {"eta", "images", "noised", "n", "timesteps"}
+        of_prompts = {"eta", "images", "noised", "n", "timesteps", "neutral", "tokens", "elastic"}
         numbers = {"vae": {"l1", "distill"}, "classifier": {"kl"}, "clip": {"kl"}}.get(self.target, {"kl", "l1", "distill"})  # fmt: skip
         numbers |= set() if "npo" in LOSS_NAMES[self.target] else {"beta"}
+        if self.target == "text_encoder":
+            numbers |= {"neutral", "tokens", "elastic"}
         return {"options", *numbers} if self.target in PROMPTED else of_prompts | numbers
 
     @property

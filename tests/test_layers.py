@@ -25,7 +25,7 @@ ALLOWED = {
     "datasets": {"errors", "resources", "environment", "data", "tiny.painter", "datasets.base"},
     "data": {"errors", "progress", "resources", "environment", "ranks", "models.base", "data"},
     "losses": {"models.base"},
-    "erasers": {"errors", "losses", "data", "models.base", "models.lora", "erasers.base", "erasers.expansion"},
+    "erasers": {"errors", "losses", "data", "models.base", "models.lora", "erasers.base", "erasers.elastic", "erasers.expansion"},
     "training": {"errors", "ranks", "files", "progress", "methods.base", "losses", "vectors", "environment", "training"},
     "tiny": {"environment", "resources", "models", "tiny"},
     "evaluation": {*BASE - {"vectors"}, "models", "data", "tiny", "evaluation"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from statistics import mean
 
 import pytest
 import torch
@@ -42,12 +44,35 @@ def a_quarter(images: Tensor) -> Tensor:
     return 0.25 + 0 * images.flatten(1).mean(1)
 
 
+def attended(model, draw) -> list[Tensor]:
+    """The maps [b, heads, places, tokens] that diffusers' own explicit attention computes on the way."""
+    from diffusers.models.attention_processor import AttnProcessor
+
+    seen, kept = [], {}
+    for name, layer in model.denoiser.named_modules():
+        if name.endswith("attn2"):
+            kept[layer] = layer.processor
+            layer.set_processor(AttnProcessor())
+            plain = layer.get_attention_scores
+            layer.get_attention_scores = lambda *args, plain=plain: seen.append(plain(*args)) or seen[-1]
+    model.denoise(draw.noisy, draw.t, draw.condition)
+    for layer, processor in kept.items():
+        layer.set_processor(processor)
+        del layer.get_attention_scores
+    return [maps.unflatten(0, (len(draw.noisy), -1)).detach() for maps in seen]
+
+
 def test_losses_are_their_formulas(tiny) -> None:
     made = eraser(tiny, "data")
     draw = made.draw("forget", [1, 2, 3])
+    marked = torch.zeros(3, draw.condition.tensors["states"].shape[1], dtype=torch.bool)
+    marked[0, 2] = marked[1, 3] = marked[1, 4] = marked[2, 1] = True
+    draw = replace(draw, positions=marked)
     before = {name: tiny.denoise(draw.noisy, draw.t, c).detach() for name, c in (("own", draw.condition), ("anchor", draw.anchor), ("null", draw.null))}  # fmt: skip
     perturb(tiny)
     now = tiny.denoise(draw.noisy, draw.t, draw.condition).detach()
+    rise = [0.5 * (mse(now[i], draw.target[i]) - mse(before["own"][i], draw.target[i])) for i in range(3)]
+    looks = [mean([float(a[b, :, :, k].square().mean()) for b, k in marked.nonzero().tolist()]) for a in attended(tiny, draw)]  # fmt: skip
     expected = {
         "data": mse(now, draw.target),
         "ascent": -mse(now, draw.target),
@@ -55,11 +80,13 @@ def test_losses_are_their_formulas(tiny) -> None:
         "distill": mse(now, before["own"]),
         "esd": mse(now, before["null"] - 2.0 * (before["own"] - before["null"])),
         "relabel": mse(now, draw.target),
+        "npo": mean([-2 / 0.5 * math.log(1 / (1 + math.exp(-x))) for x in rise]),
+        "resteer": mean(looks),
         "histogram": 0.75 * math.log(0.75 / 0.9) + 0.25 * math.log(0.25 / 0.1),
     }
     assert expected.keys() == LOSSES.keys()
     for name, value in expected.items():
-        found = LOSSES[name].compute(made, draw, Settings(eta=2.0, shows=a_quarter, alpha=0.1))
+        found = LOSSES[name].compute(made, draw, Settings(eta=2.0, shows=a_quarter, alpha=0.1, beta=0.5))
         assert float(found) == pytest.approx(value, rel=1e-5), name
         assert found.requires_grad
 
@@ -106,7 +133,7 @@ def test_data_free_draws_come_from_the_model(tiny) -> None:
     assert draw.target is None
     assert torch.isfinite(draw.noisy).all()
     assert len(set(draw.t.tolist())) == 1
-    with pytest.raises(UserError, match=r"cannot be data-free; data-free losses: anchor, distill, esd"):
+    with pytest.raises(UserError, match=r"cannot be data-free; data-free losses: anchor, distill, esd, histogram, resteer"):
         eraser(tiny, "ascent", latents=False)
 
 

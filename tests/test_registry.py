@@ -90,6 +90,7 @@ def test_resources_name_what_is_missing(tmp_path) -> None:
         ("scrub", {"rounds": 0}, "rounds must be >= 1"),
         ("mini_unlearning", {"hvp": "auto"}, "hvp must be"),
         ("uno", {"strength": "atuo"}, "strength must be 'auto'"),
+        ("erasediff", {"barrier": "nrm"}, "barrier must be 'norm' or 'gap' or 'constant'"),
         ("uno", {"ratio": float("inf")}, "ratio must be a finite number"),
     ],
 )

@@ -92,7 +92,7 @@ class Bench:
         settings: dict[str, Any] = {
             "target": "classifier",
             "forget": {"data": (self.train.inputs(range(len(self.train))), self.train.labels), "loss": spec["forget"], "indices": self.forget.tolist()},
-            "retain": {"data": "rest", "loss": spec["retain"]} if "retain" in spec else None,
+            "retain": {"data": "rest", "loss": spec["retain"], "distill": spec.get("distill", 0.0)} if "retain" in spec else None,
             "method": method,
             "training": training,
             "trainable": {"saliency": spec.get("saliency")},

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.rendering import attacks, benches, labelled, many, others, studies
+from tools.rendering import attacks, benches, labelled, leaderboard, many, others, studies
 from tools.rendering.common import RESULTS, ROOT, load
 
 
@@ -45,7 +45,7 @@ def pages() -> dict[Path, str]:
     made[RESULTS / "papers.md"] = others.paper_problems()
     if list((RESULTS / "robustness").glob("*.json")):
         made[RESULTS / "robustness.md"] = others.robustness()
-    for name, render in {**labelled.PAGES, **attacks.PAGES, **many.PAGES}.items():
+    for name, render in {**labelled.PAGES, **attacks.PAGES, **many.PAGES, **leaderboard.PAGES}.items():
         if list((RESULTS / name).glob("*.json")):
             made[RESULTS / f"{name}.md"] = render()
     made |= benches.pages()

@@ -70,18 +70,29 @@ def drawn(clip_run: Any, study: dict, base: int = 9000) -> dict[str, Any]:
     return {"shares": shares, "features": torch.stack(features)}
 
 
-def scrub(spec: dict, study: dict, classes: list[str], lr: float, seed: int, folder: Path) -> api.Run:
+def scrub(spec: dict, study: dict, classes: list[str], point: float | dict, seed: int, folder: Path) -> api.Run:
+    """The CLIP after a method at a point of its grid: a learning rate, or options as in `method.alpha: 5`."""
+    settings: dict[str, Any] = {
+        "method": spec["method"],
+        "training": {"steps": study["steps"], "batch_size": study["batch_size"], "seed": seed, "device": "cpu", "save_every": 10**6},
+    }  # fmt: skip
+    for key, value in _named(point).items():
+        section, name = key.split(".")
+        settings[section] = {**settings[section], name: value}
     return api.erase(
         model="tiny-sd",
         target="clip",
         templates=study["templates"],
         forget={"data": "painted", "options": study["data"], "classes": classes, "loss": spec["forget"], "scale": spec.get("scale", 1.0)},
-        retain={"data": "rest", "loss": "data", "l1": spec.get("l1", 0.0)},
-        method=spec["method"],
+        retain={"data": "rest", "loss": "data", "l1": spec.get("l1", 0.0), "distill": spec.get("distill", 0.0)},
         trainable={"select": "text_attention", "saliency": spec.get("saliency"), "reinitialise": spec.get("reinitialise")},
-        training={"steps": study["steps"], "batch_size": study["batch_size"], "lr": lr, "seed": seed, "device": "cpu", "save_every": 10**6},
         output=folder,
+        **settings,
     )  # fmt: skip
+
+
+def _named(point: float | dict) -> dict[str, Any]:
+    return point if isinstance(point, dict) else {"training.lr": point}
 
 
 def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
@@ -108,24 +119,31 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
     for method in methods:
         spec, began = study["methods"][method], time.monotonic()
         try:
-            best, scored = choose_rate(study, spec, classes, work / method)
+            best, scored = choose_point(study, spec, classes, work / method)
             runs = [row(scrub(spec, study, classes, best, seed, work / f"{method}_report_{seed}"), seed, spec.get("plug", False)) for seed in study["seeds"]]  # fmt: skip
         except UserError as error:  # one method that runs away must not cost the others
             failed[spec["label"]] = str(error)
             continue
-        rows.append({"method": method, "label": spec["label"], "lr": best, "grid": scored, "runs": runs})
+        rows.append({"method": method, "label": spec["label"], "point": _named(best), "grid": scored, "runs": runs})
         print(f"{name} {method}: {[round(r['accuracy']['forget']['value'], 3) for r in runs]} ({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip
     return {"task": name, "label": study["tasks"][name]["label"], "classes": classes, "seeds": study["seeds"], "settings": {k: study[k] for k in ("data", "templates", "other_templates", "select", "steps", "batch_size", "pictures")}, "rows": rows, "failed": failed, "environment": environment.describe()}  # fmt: skip
 
 
-def choose_rate(study: dict, spec: dict, classes: list[str], work: Path) -> tuple[float, list[dict[str, Any]]]:
-    """The rate with the highest test accuracy minus accuracy on the forgotten, on other training seeds and test pictures."""
+def choose_point(study: dict, spec: dict, classes: list[str], work: Path) -> tuple[dict, list[dict[str, Any]]]:
+    """The point of the grid with the highest test accuracy minus accuracy on the forgotten, on other training seeds and test pictures."""
     scored: list[dict[str, Any]] = []
-    for lr in spec["grid"]:
-        run = scrub(spec, study, classes, lr, study["select"]["seeds"][0], work.with_name(f"{work.name}_{lr}"))
+    for i, point in enumerate(spec["grid"]):
+        try:
+            run = scrub(spec, study, classes, point, study["select"]["seeds"][0], work.with_name(f"{work.name}_{i}"))
+        except UserError as error:  # a setting not to choose
+            scored.append({"point": _named(point), "score": None, "failed": str(error).split(";")[0]})
+            continue
         found = accuracies(run.model, study, classes, seed=1)  # type: ignore[arg-type]
-        scored.append({"lr": lr, "score": found["test"]["value"] - found["forget"]["value"]})
-    return max(scored, key=lambda s: s["score"])["lr"], scored
+        scored.append({"point": _named(point), "score": found["test"]["value"] - found["forget"]["value"]})
+    ended = [s for s in scored if s["score"] is not None]
+    if not ended:
+        raise UserError(f"no setting ended: {scored[-1]['failed']}")
+    return max(ended, key=lambda s: s["score"])["point"], scored
 
 
 def main() -> None:

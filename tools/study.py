@@ -51,12 +51,19 @@ def run_one(
         "point": point,
         "seed": seed,
         "run": json.loads((folder / "done.json").read_text()),
+        "size_mb": round(size(folder) / 1e6, 2),
         "evaluation": found.as_dict(),
     }
     done.write_text(dumps(result))
     shutil.rmtree(folder / "pipeline", ignore_errors=True)  # weights.safetensors is enough to make it again
     print(f"{folder}: trained {run.seconds:.0f} s, in all {time.monotonic() - began:.0f} s, score {score(result):.3f}", flush=True)  # fmt: skip
     return result, found
+
+
+def size(folder: Path) -> int:
+    """Bytes of a run's result: a LoRA's factors where there are some, else the changed tensors."""
+    factors = list((folder / "lora").glob("*.safetensors"))
+    return sum(path.stat().st_size for path in factors or [folder / "weights.safetensors"])
 
 
 def erased_model(run: api.Run) -> Any:
@@ -88,7 +95,11 @@ def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, se
     best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
     for seed in missing:
         folder = work / name / f"report_{seed}"
-        watch = {"suite": _suite_name(study, entry), **study["watch"]} if "watch" in study else None
+        watch = (
+            {"suite": _suite_name(study, entry), **study["watch"]}
+            if "watch" in study and entry.get("watch", True)
+            else None
+        )
         result, found = run_one(entry, best, seed, suite, entry.get("n", study["n"]), folder, watch)
         content = {
             "entry": name,
@@ -170,7 +181,9 @@ def _known_scores(results: Path, name: str, judge: str) -> list[dict]:
 
 
 def conflict(path: Path) -> dict:
-    """How the two gradients got on over a run, from its log."""
+    """How the two gradients got on over a run, from its log; an edit in closed form has none."""
+    if not path.exists():
+        return {"steps": 0}
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     cosines = [row["cosine"] for row in rows if row.get("cosine") is not None]
     return {

@@ -37,6 +37,7 @@ from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers.base import BatchNorm, Part, Teacher, one_each
 from concept_eraser.erasers.expansion import Expansion
 from concept_eraser.errors import UserError, first_line
+from concept_eraser.losses import preference
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,8 @@ def _diverge(model: Classifier, draw: Draw, side: Side) -> Tensor:
 
 
 def _npo(model: Classifier, draw: Draw, side: Side) -> Tensor:
-    before = -F.cross_entropy(model.logits(draw, teacher=side.teacher), draw.labels, reduction="none")
-    now = -F.cross_entropy(model.logits(draw), draw.labels, reduction="none")
-    return (2 / side.beta) * F.softplus(side.beta * (now - before)).mean()
+    before = F.cross_entropy(model.logits(draw, teacher=side.teacher), draw.labels, reduction="none")
+    return preference(F.cross_entropy(model.logits(draw), draw.labels, reduction="none"), before, side.beta)
 
 
 LOSSES: dict[str, Callable[[Classifier, Draw, Side], Tensor]] = {

@@ -7,9 +7,9 @@ Eq. 5, keeps with elastic weight consolidation (arXiv 1612.00796) what replayed 
 
 F is the diagonal of the empirical Fisher information: squares of the gradients of single examples, not of their mean.
 
-Differences: the paper's F is of pictures of all concepts, ours of the side's own; ours takes one time step and one noise
-an example; its loss is a mean over the example's numbers, as everywhere here. The public code leaves out the 1/2. So
-lambda does not carry over from the paper.
+Differences: the paper's F is of pictures of all concepts, ours of the side's own. The public code adds the gradients of
+all 1000 time steps of a picture before it squares them, and leaves out the 1/2; ours squares the gradient of one time
+step and one noise. Its lambda is about lambda / (2 x 1000^2) of ours, less what single time steps add to the square.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ class Influence(Edit):
         "samples": "ours",
         "seed": "ours",
     }
+    targets: ClassVar[tuple[str, ...] | None] = ("classifier", "clip")  # both say how probable a label is
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point"})
 
     strength: float = 1.0

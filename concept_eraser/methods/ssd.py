@@ -56,6 +56,7 @@ class SelectiveDampening(Edit):
         "batch": "the paper (the authors' code: 64)",
         "seed": "ours",
     }
+    targets: ClassVar[tuple[str, ...] | None] = ("classifier", "clip")  # both say how probable a label is
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point"})
 
     alpha: float = 10.0

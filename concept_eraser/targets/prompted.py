@@ -35,7 +35,10 @@ def build(request: Request) -> denoiser.Denoiser | text_encoder.TextEncoder:
     adapter = adapted(request, part, names)
     kind: Any = text_encoder.TextEncoder if target == "text_encoder" else denoiser.Denoiser
     try:
-        return kind(model, ready, adapter.tensors if adapter else names, adapter=adapter, rotate=request.recipe.concepts == "rotate")  # fmt: skip
+        made = kind(model, ready, adapter.tensors if adapter else names, adapter=adapter, rotate=request.recipe.concepts == "rotate")  # fmt: skip
+        if target == "denoiser":
+            _hold(made, request.recipe)
+        return made
     except BaseException:
         if adapter:
             adapter.remove()

@@ -14,6 +14,7 @@ from concept_eraser import api, registry
 from concept_eraser.errors import UserError
 from concept_eraser.methods.base import EditRequest
 from concept_eraser.methods.ssd import SelectiveDampening, factors
+from concept_eraser.models.loading import load_part
 from concept_eraser.vectors import Vec
 
 N, GONE = 40, 6
@@ -115,7 +116,7 @@ def test_a_share_of_the_examples_bounds_what_can_be_selected() -> None:
 
 def test_squared_batches_select_more_than_the_bound() -> None:
     """Gradients of one class add up: with the code's batches the paper's alpha of 10 selects, with one of ten classes."""
-    asked, x, y = request(n=400, forget=0)
+    asked, _, y = request(n=400, forget=0)
     order = (y != 0).int().argsort(stable=True)
     gone = int((y == 0).sum())
     asked = EditRequest(asked.model, tuple(order[:gone].tolist()), tuple(order[gone:].tolist()), 0.0, asked.batches, asked.loss, asked.params)  # fmt: skip
@@ -149,6 +150,18 @@ def test_a_class_goes_from_a_classifier_without_training(tmp_path: Path) -> None
     assert 0 < json.loads((run.folder / "done.json").read_text())["edit"]["selected"] < 0.5
     with pytest.raises(UserError, match=r"does not hear retain.distill"):
         api.erase(model=net, method="ssd", output=tmp_path / "b", **{**asked, "retain": {"data": "rest", "distill": 0.5}})  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [{"name": "ssd", "alpha": 1.5, "lamb": 0.1}, {"name": "influence", "samples": 4}])
+def test_a_clip_model_says_how_probable_a_label_is_too(method: dict, tmp_path: Path) -> None:
+    """Selected weights of one tower move and no others; what is written is what the model then is."""
+    asked = {"forget": {"data": "painted", "options": {"n": 40}, "classes": ["star"]}, "retain": "rest"}
+    run = api.erase(model="tiny-sd", target="clip", trainable="text_attention", templates=["a picture of a {}"], method=method,
+                    training={"device": "cpu"}, output=tmp_path, **asked)  # fmt: skip
+    before, after = load_part("tiny-sd", "clip").parts["clip"].state_dict(), run.model.parts["clip"].state_dict()
+    moved = [name for name, value in after.items() if not torch.equal(value, before[name])]
+    assert moved
+    assert all("text_model" in name and "self_attn" in name for name in moved)
 
 
 def registry_mlp() -> nn.Module:

@@ -42,7 +42,7 @@ trained on. Gap: mean absolute difference of the first four columns to Retrain o
 def classification(study: str = "classification", what: str = "a classifier of handwritten digits") -> str:
     """The field's table: a task a table, mean and standard deviation over the seeds."""
     parts = [f"# Forgetting from {what}", "", f"Rendered from `{study}/*.json` by `python -m tools.render_results`; made by `python -m tools.classify eval/studies/{study}.yaml`.", COLUMNS, ""]  # fmt: skip
-    order = {"class": 0, "random_10": 1, "random_50": 2}
+    order = {"class": 0, "half": 1, "random_10": 2, "random_50": 3}
     for content in sorted(_files(study), key=lambda c: order.get(c["task"], 9)):
         n = content["n"]
         rows = [["method", "Acc_Df", "Acc_Dr", "Acc_Dt", "MIA", "avg. gap", "attack", "AUC", "LiRA", "RTE", "setting"]]
@@ -64,13 +64,13 @@ def clip() -> str:
     """Zero-shot accuracies after scrubbing, and what the pipeline draws with the scrubbed text tower."""
     parts = ["# Scrubbing shapes from the small CLIP", "", "Rendered from `clip/*.json` by `python -m tools.render_results`; made by `python -m tools.scrub_clip eval/studies/clip.yaml`.", "Zero-shot accuracy in percent, mean ± standard deviation over the seeds. Colour and style are labels that the training never", "used. Drawn: pictures by tiny-sd with the scrubbed text tower, share that shows the asked shape; FID to the original's pictures.", ""]  # fmt: skip
     for content in _files("clip"):
-        rows = [["method", "lr", "Acc_Df", "Acc_Dr", "Acc_Dt", "colour", "style", "drawn: forgotten %", "drawn: others %", "FID to the original's", "training s"]]  # fmt: skip
+        rows = [["method", "setting", "Acc_Df", "Acc_Dr", "Acc_Dt", "colour", "style", "drawn: forgotten %", "drawn: others %", "FID to the original's", "training s"]]  # fmt: skip
         for row in content["rows"]:
             accuracy = [[100 * run["accuracy"][k]["value"] for run in row["runs"]] for k in ("forget", "retain", "test", "color", "style")]  # fmt: skip
             drawn = [run["drawn"] for run in row["runs"] if "drawn" in run]
             gone = [100 * sum(d[c]["shown"] for c in content["classes"]) / len(content["classes"]) for d in drawn]
             kept = [100 * sum(v["shown"] for k, v in d.items() if k not in content["classes"]) / (len(d) - len(content["classes"])) for d in drawn]  # fmt: skip
-            rows.append([row["label"], f"{row['lr']:g}" if "lr" in row else "", *(spread(a) for a in accuracy), spread(gone), spread(kept), spread([run.get("fid_to_original") for run in row["runs"]]), spread([run.get("seconds") for run in row["runs"]], 0)])  # fmt: skip
+            rows.append([row["label"], setting(row.get("point") or {"training.lr": row["lr"]}) if {"point", "lr"} & set(row) else "", *(spread(a) for a in accuracy), spread(gone), spread(kept), spread([run.get("fid_to_original") for run in row["runs"]]), spread([run.get("seconds") for run in row["runs"]], 0)])  # fmt: skip
         n = content["rows"][0]["runs"][0]["accuracy"]
         parts += [f"## {content['label'][0].upper()}{content['label'][1:]}: {', '.join(content['classes'])}", "", f"{n['forget']['n']} forgotten, {n['retain']['n']} retained, {n['test']['n']} test pictures; {content['settings']['pictures']} drawn a shape; seeds {content['seeds']}.", "", table(rows), "", _foot(content), ""]  # fmt: skip
     return "\n".join(parts) + "\n" + _notes("clip")

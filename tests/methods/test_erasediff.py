@@ -1,0 +1,97 @@
+"""EraseDiff: the barrier, the quadratic programme that it solves, and a toy where the losses are opposed."""
+
+from __future__ import annotations
+
+import cvxpy
+import numpy as np
+import pytest
+import torch
+
+from concept_eraser.methods.erasediff import EraseDiff
+from concept_eraser.training.closure import LossClosure
+from concept_eraser.vectors import dot, norm
+from tests.methods.zoo import COSINES, PAIRS, closure, flat, pair
+
+
+@pytest.mark.parametrize("method", [EraseDiff(), EraseDiff(eta=0.1), EraseDiff(barrier="constant", eta=0.5)])
+def test_the_forget_loss_falls_as_fast_as_asked(method: EraseDiff) -> None:
+    """<d, g_q> = max(a, <g_r, g_q>)."""
+    for retain, forget in PAIRS:
+        asked = method.eta * (float(norm(forget)) ** 2 if method.barrier == "norm" else 1.0)
+        found = method.direction(closure(retain, forget))
+        parts = float(norm(retain) * norm(forget)) + float(found.weights[1] * norm(forget) ** 2)
+        assert float(dot(found.vec, forget)) == pytest.approx(max(asked, float(dot(retain, forget))), rel=1e-6, abs=1e-12 * parts)  # fmt: skip
+        assert found.weights[0] == 1
+
+
+def test_where_retaining_forgets_fast_enough_it_is_left_alone() -> None:
+    retain, forget = pair(0.9, 3.0, 1.0)
+    found = EraseDiff().direction(closure(retain, forget))
+    assert found.weights.tolist() == [1.0, 0.0]
+    torch.testing.assert_close(flat(found.vec), flat(retain), rtol=0, atol=0)
+
+
+def test_it_serves_the_forget_loss_where_a_bargain_would_stop() -> None:
+    retain, _ = pair(0.3, 2.0, 1.0)
+    forget = tuple(-0.5 * part for part in retain)
+    found = EraseDiff().direction(closure(retain, forget)).vec
+    torch.testing.assert_close(flat(found), flat(forget))  # g_r is cancelled, and what is asked for is left
+    assert float(dot(found, retain)) < 0
+
+
+@pytest.mark.parametrize("cosine", COSINES)
+@pytest.mark.parametrize("barrier", ["norm", "constant"])
+def test_against_the_quadratic_programme(cosine: float, barrier: str) -> None:
+    """min 1/2 ||d - g_r||^2 subject to <d, g_q> >= a, by cvxpy."""
+    retain, forget = pair(cosine, 2.0, 0.7)
+    r, q = (flat(v).numpy() for v in (retain, forget))
+    d = cvxpy.Variable(len(r))
+    asked = 0.8 * (q @ q if barrier == "norm" else 1.0)
+    cvxpy.Problem(cvxpy.Minimize(cvxpy.sum_squares(d - r)), [q @ d >= asked]).solve(solver="CLARABEL")
+    found = EraseDiff(eta=0.8, barrier=barrier).direction(closure(retain, forget))
+    np.testing.assert_allclose(flat(found.vec).numpy(), d.value, atol=1e-6)
+
+
+def test_golden_value() -> None:
+    """lambda = (1 x 5 - (-1 x 1 + 2 x 2)) / 5 = 0.4, by hand: g_r = (-1, 2), g_q = (1, 2)."""
+    retain, forget = ((torch.tensor(v, dtype=torch.float64),) for v in ([-1.0, 2.0], [1.0, 2.0]))
+    found = EraseDiff().direction(closure(retain, forget))
+    assert found.weights.tolist() == pytest.approx([1.0, 0.4])
+    assert flat(found.vec).tolist() == pytest.approx([-0.6, 2.8])
+
+
+def quadratics(at: list[float]) -> tuple[torch.Tensor, LossClosure]:
+    """Retain wants (1, 0), forget wants the first coordinate to be -1."""
+    theta = torch.tensor(at, dtype=torch.float64, requires_grad=True)
+    home = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    losses = {"retain": [lambda: (theta - home).square().sum()], "forget": [lambda: (theta[0] + 1).square()]}
+    return theta, LossClosure((theta,), losses)
+
+
+def test_the_gap_is_what_k_steps_gain() -> None:
+    """f = (x + 1)^2 shrinks by (1 - 2 lr)^2 a step."""
+    theta, asked = quadratics([0.5, 0.25])
+    found = EraseDiff(barrier="gap", eta=3.0, inner_steps=3, inner_lr=0.1).direction(asked)
+    assert found.notes["gap"] == pytest.approx(1.5**2 * (1 - 0.8**6))
+    assert float(dot(found.vec, (torch.tensor([3.0, 0.0], dtype=torch.float64),))) == pytest.approx(3 * found.notes["gap"])  # fmt: skip
+    assert theta.tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("method", [EraseDiff(), EraseDiff(barrier="gap", inner_lr=0.3)])
+def test_the_constraint_wins_and_the_rest_is_kept(method: EraseDiff) -> None:
+    """It ends where forgetting is complete and, among those points, retaining is best: (-1, 0)."""
+    theta, asked = quadratics([1.0, 2.0])
+    for _ in range(400):
+        (step,) = method.direction(asked).vec
+        with torch.no_grad():
+            theta -= 0.05 * step
+    assert theta.tolist() == pytest.approx([-1.0, 0.0], abs=1e-3)
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    with pytest.raises(ValueError, match="two players"):
+        EraseDiff().check_players(("retain", "forget", "forget.2"))
+    with pytest.raises(ValueError, match="eta and inner_lr"):
+        EraseDiff(eta=0.0)
+    with pytest.raises(ValueError, match="barrier must be"):
+        EraseDiff(barrier="none")

@@ -1,0 +1,110 @@
+"""All methods on all tasks under one protocol, attacks included.
+
+    python -m tools.leaderboard eval/studies/tiny_leaderboard.yaml [--tasks star] [--methods munba,esd] [--seeds 0] [--stage train|attack]
+
+Every method has a grid of the same size, chosen on one task with training seeds and pictures that are not reported
+(tools/study.py does that); the other tasks take its setting. Then each victim is attacked. One JSON a run goes to
+eval/results/<study>/, one an attack to eval/results/<study>/attacks/; what is there is not made again, so the command
+goes on where it was stopped, also on another machine. `python -m tools.render_results` makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from concept_eraser import api
+from concept_eraser import recipe as recipes
+from concept_eraser.evaluation.suite import dumps
+from tools import study as studies
+from tools.attack_table import asked as attack_protocol
+from tools.attack_table import require_asked
+from tools.tasks import listed
+
+RESULTS = Path(__file__).parent.parent / "eval" / "results"
+
+
+def entry(board: dict[str, Any], task: str, method: str) -> dict[str, Any]:
+    """A method on a task, in the words of tools/study.py. Keys that a recipe does not have are not set in it."""
+    where, how = board["tasks"][task], board["methods"][method]
+    recipe = recipes.load(how["recipe"], [f"{k}={json.dumps(v)}" for k, v in how.get("set", {}).items()])
+    changes = dict(how.get("set", {}))
+    for side, prompts in (("forget", where["forget"]), ("replace", where["forget"]), ("retain", where["retain"])):
+        found = getattr(recipe, side)
+        if found is None:
+            continue
+        concept = found.prompts == recipe.forget.prompts  # some retain what stands in for the concept, or the concept
+        changes[f"{side}.prompts"] = where["forget"] if concept else prompts
+        if isinstance(found.anchor, dict):
+            changes[f"{side}.anchor"] = where["anchor"]
+    grid = {"grid": how["grid"]} if task == board["select"]["task"] else {"like": f"{board['select']['task']}_{method}"}
+    label = how.get("label", method)
+    return {
+        "recipe": how["recipe"],
+        "label": label,
+        "task": task,
+        "suite": where["suite"],
+        "set": changes,
+        "watch": how.get("watch", True),
+        **grid,
+    }
+
+
+def expanded(board: dict[str, Any]) -> dict[str, Any]:
+    """The board as a study of tools/study.py: one entry a task and method."""
+    sizes = {name: len(points) for name, points in board["grids"].items()}
+    if len(set(sizes.values())) != 1:
+        raise SystemExit(f"the grids must be of one size, found {sizes}")
+    entries = {f"{task}_{method}": entry(board, task, method) for task in board["tasks"] for method in board["methods"]}
+    return {**board, "suite": board["tasks"][board["select"]["task"]]["suite"], "entries": entries}
+
+
+def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path, chosen: list[str]) -> None:  # fmt: skip
+    """Attack one victim with the attacks that have no result yet. Its run must have been trained and reported."""
+    report = json.loads((results / f"{name}_seed{seed}.json").read_text())
+    suite = study["entries"][name]["suite"]
+    protocol = {**board["attack"], "suite": suite, "attacks": board["attacks"]}
+    paths = {one: results / "attacks" / f"{name}_{one}_seed{seed}.json" for one in chosen}
+    for one in [one for one in chosen if paths[one].exists()]:
+        require_asked(paths.pop(one), attack_protocol(protocol, one))
+    if not paths:
+        return
+    run = api.erase(recipes.validate(report["recipe"], name), output=work / name / f"report_{seed}", resume=True)
+    model = run.model or studies.erased_model(run)
+    for one, path in paths.items():
+        found = api.attack(model, one, suite, group=protocol["group"], before=run.recipe.model, n=protocol["n"], seed=protocol["seed"], options=board["attacks"][one], output=work / name / f"attack_{seed}_{one}")  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps({"victim": name, "training_seed": seed, "recipe": report["recipe"], **found.as_dict()}))
+        rates = {key: round(100 * rate["value"]) for key, rate in found.rates().items()}
+        print(f"{name} (seed {seed}) under {one}: {rates} % ({found.seconds:.0f} s)", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("board", type=Path)
+    parser.add_argument("--tasks", default="", help="only these, in this order")
+    parser.add_argument("--methods", default="", help="only these, in this order")
+    parser.add_argument("--attacks", default="", help="only these")
+    parser.add_argument("--seeds", default="", help="only these training seeds")
+    parser.add_argument("--stage", choices=["train", "attack", "both"], default="both")
+    parser.add_argument("--work", type=Path, default=Path("runs/leaderboard"))
+    args = parser.parse_args()
+    board = yaml.safe_load(args.board.read_text())
+    study, results = expanded(board), RESULTS / args.board.stem
+    seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else board["seeds"]
+    attacks = listed(parser, "attacks", args.attacks, board["attacks"])
+    for task in listed(parser, "tasks", args.tasks, board["tasks"]):
+        for method in listed(parser, "methods", args.methods, board["methods"]):
+            name = f"{task}_{method}"
+            if args.stage != "attack":
+                studies.run_entry(study, name, study["entries"][name], args.work, results, seeds)
+            for seed in seeds if args.stage != "train" else []:
+                attack(board, study, name, seed, args.work, results, attacks)
+
+
+if __name__ == "__main__":
+    main()
