@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from concept_eraser import jobs, measuring, ranks, resources
+from concept_eraser import jobs, matching, measuring, ranks
 from concept_eraser import recipe as recipes
 from concept_eraser.cards import card as card
 from concept_eraser.errors import UserError
@@ -175,7 +175,8 @@ def evaluate(
 
     Raises UserError for an unknown suite, judge or metric, or a judge that cannot see the concept.
     """
-    protocol = suites.load(suite if suite is not None else _suite_of(model)).scaled(n)
+    protocol = suites.load(suite if suite is not None else matching.suite_of(model)).scaled(n)
+    matching.require_kept(matching.recipe_of(model), protocol)
     original, after = _pair(model, before, allow_pickle)
     found = suites.evaluate(original, after, protocol, cache=cache, progress=progress)
     if output and ranks.is_first():
@@ -210,7 +211,7 @@ def attack(
 
     Raises UserError for an unknown attack, option, suite or group, and where the folder holds another attack.
     """
-    protocol = attacking.Protocol(suites.load(suite if suite is not None else _suite_of(model)), name, options or {}, group, n, batch, seed, hide, word)  # fmt: skip
+    protocol = attacking.Protocol(suites.load(suite if suite is not None else matching.suite_of(model)), name, options or {}, group, n, batch, seed, hide, word)  # fmt: skip
     folder = Path(output) if output is not None else None
     whole, victim = _pair(model, before, allow_pickle)
     found = attacking.run(protocol, victim, whole, folder=folder, cache=cache, progress=progress)
@@ -230,11 +231,6 @@ def measure(run: str | Path, *, before: Any = None, after: Any = None, data: dic
     return measuring.measure(Path(run), before=before, after=after, objects=data)
 
 
-def _recipe_of(model: Any) -> Recipe | None:
-    path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
-    return recipes.load(str(path)) if path is not None and path.is_file() else None
-
-
 def _options_of(model: Any) -> dict[str, float]:
     """The model options of a run folder, whatever else its recipe says (it may be of another version)."""
     path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
@@ -246,25 +242,10 @@ def _options_of(model: Any) -> dict[str, float]:
 
 def _pair(model: Any, before: Any, allow_pickle: bool) -> tuple[Model, Model]:
     """The original and the model to be measured, loaded."""
-    found = _recipe_of(model)
+    found = matching.recipe_of(model)
     known = before if before is not None else found.model if found else None
     after = load(model, allow_pickle=allow_pickle, base=known)
     original = loading.load(known if known is not None else "tiny-sd", allow_pickle=allow_pickle)
     for one in (original, after):
         one.configure(found.model_options if found else {})
     return original, after
-
-
-def _suite_of(model: Any) -> str:
-    """The suite named like the set that a run forgot. Raises UserError where there is none: another concept's would mislead."""
-    found = _recipe_of(model)
-    names = [side.prompts for side in found.forgotten] if found else []
-    if len(names) > 1:
-        known = [name for name in names if isinstance(name, str) and name in resources.names("eval")]
-        raise UserError(f"this run forgot {len(names)} concepts, and a suite measures one; give one with --suite, and one after the other to see them all" + (f", e.g. {', '.join(known)}" if known else ""))  # fmt: skip
-    name = names[0] if names else None
-    if isinstance(name, str) and name in resources.names("eval"):
-        return name
-    if found:
-        raise UserError(f"no suite is named like what this run forgot ({name}); give one with --suite (`concept-eraser list suites`, or a file of your own)")  # fmt: skip
-    return "tiny_star"

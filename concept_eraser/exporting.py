@@ -78,6 +78,7 @@ def export(
         return Exported(place)
     original = _original(base, source, allow_pickle)
     moved = differences(original, after)
+    require_its_own(Path(source), original, moved)
     if lost := sorted(left_out & moved.keys()):
         raise UserError(f"a single file of the family {after.family!r} holds the denoiser alone, and this erasure changed {' and '.join(lost)}; export --to diffusers")  # fmt: skip
     if to in ("lora", "kohya"):
@@ -142,6 +143,18 @@ def differences(before: Model, after: Model) -> Moved:
     if not moved:
         raise UserError(f"{after.source} differs in nothing from {before.source}; give the model it was made from with --before")  # fmt: skip
     return moved
+
+
+def require_its_own(source: Path, original: Model, moved: Moved) -> None:
+    """Raise UserError where a run differs from `original` in more than it trained: it was made from another model."""
+    trained = source / "weights.safetensors"
+    if not (source / "recipe.yaml").is_file() or not trained.is_file():
+        return
+    with safe_open(trained, "pt") as opened:
+        own = set(opened.keys())
+    other = next((f"{part}.{name}" for part, tensors in moved.items() for name in tensors if name not in own), None)
+    if other is not None:
+        raise UserError(f"{source} was not made from {original.source}: they differ in {other}, which that run did not train; give the model it was made from with --before")  # fmt: skip
 
 
 def _write_whole(model: Model, to: str, place: Path) -> None:

@@ -145,7 +145,7 @@ def _encoder_side(model: Model, side: Side, n: int) -> text_encoder.Side:
 def _weight(recipe: Recipe, player: str) -> tuple[bool, ...]:
     """Of two players, the one of which this is larger holds more in its pass."""
     side = recipe.sides.get(player)
-    teacher = side is not None and side.loss in ("anchor", "distill", "esd")
+    teacher = side is not None and side.loss in ("anchor", "distill", "esd", "npo")
     twice = player == "forget" and recipe.attack is not None  # with the adversary's offset and without
     return player == "histogram", twice, teacher
 

@@ -35,7 +35,7 @@ from concept_eraser.training.sharding import refuse_wrappers
 from concept_eraser.training.trackers import FOLDER as TRACKING
 from concept_eraser.training.trackers import Trackers, require
 
-MADE = ("done.json", "state.ckpt", "log.jsonl", "watch.jsonl", "weights.safetensors", "environment.json", "conflict.png", "evaluation.json", "report.html")  # fmt: skip
+MADE = ("done.json", "state.ckpt", "log.jsonl", "watch.jsonl", "weights.safetensors", "environment.json", "conflict.png", "evaluation.json", "report.html", "README.md")  # fmt: skip
 
 
 def check_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, in_memory: bool = False) -> bool:
@@ -90,7 +90,9 @@ def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str)
         ours = (folder / "recipe.yaml").exists()
         for name in MADE if ours else MADE[:4]:
             (folder / name).unlink(missing_ok=True)
-        for name in (*resources.WHOLE_MODEL, "attacks", lora_files.FOLDER, TRACKING) if ours else ():
+        for name in (
+            (*resources.WHOLE_MODEL, "attacks", "evaluations", "exports", lora_files.FOLDER, TRACKING) if ours else ()
+        ):
             shutil.rmtree(folder / name, ignore_errors=True)
     write_whole(folder / "recipe.yaml", lambda partial: _text(partial, recipes.dump(recipe, command)))
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
-from concept_eraser.exporting import Moved, differences
+from concept_eraser.exporting import Moved, differences, require_its_own
 from concept_eraser.models import loading
 from concept_eraser.models.base import Model
 from concept_eraser.training.checkpoint import write_whole
@@ -121,13 +120,7 @@ def _base_of(source: Path) -> str | None:
 def _moved(original: Model, source: str, base: Any, allow_pickle: bool) -> Moved:
     """What one erasure changed. Raises UserError where a run differs from `original` in more than it trained."""
     moved = differences(original, loading.load(source, allow_pickle=allow_pickle, base=base))
-    trained = Path(source) / "weights.safetensors"
-    if (Path(source) / "recipe.yaml").is_file() and trained.is_file():
-        with safe_open(trained, "pt") as opened:
-            own = set(opened.keys())
-        other = next((f"{part}.{name}" for part, tensors in moved.items() for name in tensors if name not in own), None)
-        if other is not None:
-            raise UserError(f"{source} was not made from {original.source}: they differ in {other}, which that run did not train; give the model it was made from with --before")  # fmt: skip
+    require_its_own(Path(source), original, moved)
     return moved
 
 

@@ -166,6 +166,8 @@ class Recipe(Strict):
             raise ValueError("training.frozen: bf16 holds the weights of the denoiser that are not trained, so it needs target: denoiser")  # fmt: skip
         if "frozen" in asked and self.training.precision != "bf16":
             raise ValueError("training.frozen: bf16 needs training.precision: bf16, since the frozen weights have no more digits to give")  # fmt: skip
+        if "frozen" in asked and self.generation.precision != "bf16":
+            raise ValueError("training.frozen: bf16 needs generation.precision: bf16, since the pictures are made by the model as it is held")  # fmt: skip
         if self.watch is not None and ({"offload", "frozen"} & set(asked)):
             raise ValueError(f"watch draws whole pictures between the steps, which training.{asked[-1]} takes the parts or the digits from; leave out one of the two")  # fmt: skip
 
@@ -314,16 +316,23 @@ def _with_preset(content: dict[str, Any], overrides: typing.Sequence[str]) -> di
     name = content.pop("memory", None)
     if name is None:
         return content
-    dealt = ("training.batch_size=", "training.micro_batches=", "training=", "generation.batch_size=", "generation=")
     try:
         spec = MethodSpec.model_validate({"name": m} if isinstance(m := content.get("method", {}), str) else m)
         exact = registry.build("method", spec.name, spec.options).needs_fp32
     except (ValidationError, UserError, TypeError, ValueError):
         exact = False  # the recipe's own check will say what is wrong with the method
     try:
-        return presets.expand(content, name, needs_fp32=exact, deal=not any(o.startswith(dealt) for o in overrides))
+        return presets.expand(
+            content, name, needs_fp32=exact, deal=[s for s in ("training", "generation") if not _deals(overrides, s)]
+        )
     except ValueError as error:
         raise UserError(f"memory: {error}") from None
+
+
+def _deals(overrides: typing.Sequence[str], section: str) -> bool:
+    """Whether an override says how much of a section is done at once."""
+    own = (f"{section}.batch_size=", f"{section}.micro_batches=")
+    return any(o.startswith(own) or (o.startswith(f"{section}=") and "batch" in o) for o in overrides)
 
 
 def validate(content: dict[str, Any], where: str) -> Recipe:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import short
+from tests.conftest import ROOT, short
 
 VERBS = ("quickstart", "erase", "generate", "evaluate", "report", "list", "show", "check", "copy")
 
@@ -135,6 +135,17 @@ def test_quickstart_erases_measures_and_reports(cli, tmp_path: Path) -> None:
     assert results["accuracy_shape", "retained"]["after"]["value"] > 0.8
     again = cli("quickstart", "-n", "16", "-q")
     assert again.returncode == 0, "a second call is answered from the finished run and the cache"
+
+
+def test_a_models_path_is_taken_as_it_is_written(cli, tmp_path: Path) -> None:
+    """Also where YAML would read a comment or a mapping in it, and a recipe whose name has an equals sign."""
+    few = ["--forget", "tiny_star", "--anchor", "shape=circle", "--retain", "tiny_rest", "--dry-run"]
+    for name in ("sd #2", "model: mine"):
+        found = cli("erase", "--model", str(tmp_path / name), *few)
+        assert found.returncode == 2
+        assert name in found.stderr
+    (tmp_path / "lr=1.yaml").write_text((ROOT / "pipelines" / "tiny_star_munba.yaml").read_text())
+    assert "unknown" not in cli("erase", "lr=1.yaml", "training.stepss=1").stderr.split("training.stepss")[0]
 
 
 def test_flags_make_a_recipe(cli) -> None:

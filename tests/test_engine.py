@@ -166,7 +166,9 @@ def test_folders_that_hold_something_else(run, tmp_path: Path) -> None:
 
 def test_overwrite_replaces_a_run(tmp_path: Path) -> None:
     concept_eraser.erase(short(training__steps=1), output=tmp_path / "run")
+    old = concept_eraser.export(tmp_path / "run", "tensors").path
     concept_eraser.erase(short(training__steps=2), output=tmp_path / "run", overwrite=True)
+    assert not old.exists(), "it was the old run's"
     assert len(logs.read(tmp_path / "run" / "log.jsonl")) == 2
 
 
@@ -196,9 +198,9 @@ def test_a_pipeline_in_memory(tiny, tmp_path: Path) -> None:
 
 
 def test_a_run_is_measured_with_the_suite_of_its_forget_set() -> None:
-    from concept_eraser import api
+    from concept_eraser import matching
 
-    assert api._suite_of("nowhere") == "tiny_star"
+    assert matching.suite_of("nowhere") == "tiny_star"
 
 
 def test_overlapping_prompts_are_refused(tmp_path: Path) -> None:

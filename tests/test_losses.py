@@ -133,7 +133,9 @@ def test_data_free_draws_come_from_the_model(tiny) -> None:
     assert draw.target is None
     assert torch.isfinite(draw.noisy).all()
     assert len(set(draw.t.tolist())) == 1
-    with pytest.raises(UserError, match=r"cannot be data-free; data-free losses: anchor, distill, esd, histogram, resteer"):
+    with pytest.raises(
+        UserError, match=r"cannot be data-free; data-free losses: anchor, distill, esd, histogram, resteer"
+    ):
         eraser(tiny, "ascent", latents=False)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import concept_eraser
-from concept_eraser import Interrupted, UserError, recipe, registry, resources
+from concept_eraser import Interrupted, UserError, matching, recipe, registry, resources
 from concept_eraser.cli.main import app
 from concept_eraser.erasers.base import Part
 from concept_eraser.evaluation import suite as suites
@@ -100,6 +100,17 @@ def test_what_a_list_cannot_be_is_said(changes: dict, message: str) -> None:
     content = many(**{k: v for k, v in changes.items() if k not in ("forget", "replace", "attack")})
     with pytest.raises(UserError, match=message):
         recipe.load(content | {k: v for k, v in changes.items() if k in ("forget", "replace", "attack")})
+
+
+def test_a_suite_that_retains_an_erased_shape_is_refused(tmp_path: Path) -> None:
+    """Else success on the second concept would count as damage to the rest."""
+    (tmp_path / "recipe.yaml").write_text(recipe.dump(recipe.load(many("star", "moon")), "none"))
+    with pytest.raises(UserError, match="as retained, which this run was to forget"):
+        matching.require_kept(matching.recipe_of(tmp_path), suites.load("tiny_star"))
+    matching.require_kept(matching.recipe_of(tmp_path), suites.load("tiny_five_moon"))
+    with pytest.raises(UserError, match=r"e\.g\. .*tiny_five_moon") as told:
+        matching.suite_of(tmp_path)
+    assert "tiny_star" not in str(told.value).split("e.g.")[1].replace("tiny_five_star", "")
 
 
 def test_every_two_player_method_works_in_turn() -> None:

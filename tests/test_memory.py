@@ -23,7 +23,7 @@ from concept_eraser.training.memory import Peak, Trained
 from concept_eraser.training.placement import Placement, narrowable
 from tests.conftest import short
 
-SAVING = {"training__checkpointing": True, "training__offload": True, "training__frozen": "bf16", "training__precision": "bf16"}  # fmt: skip
+SAVING = {"training__checkpointing": True, "training__offload": True, "training__frozen": "bf16", "training__precision": "bf16", "generation__precision": "bf16"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +220,11 @@ def test_a_preset_is_spelled_out_and_the_user_wins(name: str) -> None:
     assert recipe.load(asked.resolved()).fingerprint == asked.fingerprint
     own = recipe.load("sd14_nudity_munba", [f"memory={name}", "training.batch_size=4", "training.offload=false"])
     assert (own.training.batch_size, own.training.micro_batches, own.training.offload) == (4, 1, False)
+    assert own.generation.batch_size == asked.generation.batch_size  # of which nothing was said
+    few = recipe.load("sd14_nudity_munba", [f"memory={name}", "generation.batch_size=6"])
+    assert (few.generation.batch_size, few.training.batch_size) == (6, other.batch_size)
+    exact = recipe.load("sd14_nudity_munba", ["generation.precision=fp32", f"memory={name}"])
+    assert (exact.generation.precision, exact.training.frozen) == ("fp32", "fp32")
 
 
 def test_a_preset_leaves_alone_what_does_not_fit_the_recipe() -> None:
@@ -235,6 +240,7 @@ def test_a_preset_leaves_alone_what_does_not_fit_the_recipe() -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"training__frozen": "bf16"}, "needs training.precision: bf16"),
+    ({"training__frozen": "bf16", "training__precision": "bf16"}, "needs generation.precision: bf16"),
     ({"training__offload": True, "watch": {"suite": "tiny_star"}}, "watch draws whole pictures"),
 ])  # fmt: skip
 def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: str) -> None:

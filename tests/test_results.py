@@ -72,7 +72,10 @@ def test_selection_seeds_are_not_reported() -> None:
         pictures = {study.get("picture_seed", suites.load(name).seed) for name in named}
         assert study["select"]["picture_seed"] not in pictures, "nothing is chosen by the pictures that are reported"
         for entry in study["entries"].values():
-            recipe.load(entry.get("recipe") or study["recipe"], [f"{k}={json.dumps(v)}" for k, v in entry.get("set", {}).items()])
+            recipe.load(
+                entry.get("recipe") or study["recipe"],
+                [f"{k}={json.dumps(v)}" for k, v in entry.get("set", {}).items()],
+            )
 
 
 @pytest.mark.slow

@@ -54,13 +54,13 @@ def erase(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
     given: dict[str, Any] = {"retain": retain, "loss": loss, "method": method, "select": select, "lora": lora, "steps": steps, "lr": lr, "seed": seed, "memory": memory}  # fmt: skip
-    names = [item for item in items or [] if "=" not in item]
+    names = [item for item in items or [] if "=" not in item or Path(item).is_file()]
     if not names and not loss:
         given["loss"] = "anchor" if anchor else "esd"
-    overrides = [f"model={model}"] if model else []
+    overrides = [f"model={_quoted(model)}"] if model else []
     overrides += _concepts(forget or [], [_anchor(text) for text in anchor or []], bool(names))
     overrides += [f"{_FLAGS[key]}={_quoted(value)}" for key, value in given.items() if value is not None]
-    overrides += [item for item in items or [] if "=" in item]
+    overrides += [item for item in items or [] if item not in names]
     if len(names) > 1:
         raise UserError(f"one recipe at a time, found {', '.join(names)}; changes are written key.path=value")
     if not names and not forget:
@@ -116,7 +116,11 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
         try:
             done = api.erase(resolved, output=folder, resume=resume, overwrite=overwrite, allow_pickle=allow_pickle, command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}", progress=progress)  # fmt: skip
         except Interrupted as stop:
-            several = "" if ranks.alone() else f" (under the same launch: accelerate launch ... -m {resume_command.replace('-', '_', 1)})"
+            several = (
+                ""
+                if ranks.alone()
+                else f" (under the same launch: accelerate launch ... -m {resume_command.replace('-', '_', 1)})"
+            )
             raise Interrupted(f"{stop}\ncontinue with: {resume_command}{several}") from None
     if not ranks.is_first():
         return

@@ -137,7 +137,9 @@ class Library:
 
         try:
             with safe_open(weights, "pt") as file:
-                part = {"unet": "denoiser", "transformer": "denoiser"}.get((said := (file.metadata() or {}).get("part", "unet")), said)
+                part = {"unet": "denoiser", "transformer": "denoiser"}.get(
+                    (said := (file.metadata() or {}).get("part", "unet")), said
+                )
                 return Erased(name, base, {part: {key: file.get_tensor(key) for key in file.keys()}})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(f"{weights} is damaged ({str(error)[:100]}); erase again") from None

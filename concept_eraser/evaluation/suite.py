@@ -183,7 +183,9 @@ def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = 
     models = {
         when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))
     }
-    return Evaluation(suite, models, results, groups, environment.describe(), judge.fingerprint, refused, after.configured())
+    return Evaluation(
+        suite, models, results, groups, environment.describe(), judge.fingerprint, refused, after.configured()
+    )
 
 
 def _look(judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, pictures: dict[str, Tensor]) -> Group:

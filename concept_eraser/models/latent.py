@@ -57,7 +57,9 @@ class Latent(Model):
     pipeline_class: ClassVar[str]
     network: ClassVar[str] = "unet"  # what the pipeline calls its denoiser
     left_out: ClassVar[Mapping[str, Any]] = {}  # what the pipeline is loaded without
-    narrowed: torch.dtype | None = None  # of the denoiser's frozen weights while they are not fp32 (training/placement.py)
+    narrowed: torch.dtype | None = (
+        None  # of the denoiser's frozen weights while they are not fp32 (training/placement.py)
+    )
 
     def drawing(self) -> dict[str, Any]:
         """The latents' shape, the sampler with its configuration, and how tokenizers write down a sentence."""

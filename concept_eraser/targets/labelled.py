@@ -35,7 +35,9 @@ def build(request: Request) -> classifier.Classifier | vae.Vae:
     for name, (data, where) in chosen.items():
         side: Side = getattr(recipe, name)
         anchor = _anchor(side, data) if isinstance(side.anchor, str) else None
-        sides[name] = classifier.Side(data, where, side.loss, side.scale, anchor, side.teacher, side.l1, side.distill, side.beta)
+        sides[name] = classifier.Side(
+            data, where, side.loss, side.scale, anchor, side.teacher, side.l1, side.distill, side.beta
+        )
     return classifier.Classifier(module, sides, names, batchnorm=norm, batch_size=size)
 
 

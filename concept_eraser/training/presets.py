@@ -10,7 +10,7 @@ recipe's: that is a matter of the result, not of the card. docs/memory.md says w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,17 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def expand(content: Mapping[str, Any], name: str, *, needs_fp32: bool = False, deal: bool = True) -> dict[str, Any]:
+def expand(
+    content: Mapping[str, Any],
+    name: str,
+    *,
+    needs_fp32: bool = False,
+    deal: Collection[str] = ("training", "generation"),
+) -> dict[str, Any]:
     """A recipe's mapping with a preset's values where it says nothing, and its batches dealt.
 
     needs_fp32: the method takes differences of gradients; then nothing of the training is put into bf16.
-    deal: whether batches may be dealt; not where the user has said how they are.
+    deal: the sections whose batches may be dealt: not those of which the user has said how they are.
 
     Raises ValueError for a preset that is not there.
     """
@@ -68,11 +74,11 @@ def expand(content: Mapping[str, Any], name: str, *, needs_fp32: bool = False, d
         if isinstance(own, Mapping):  # else the recipe's own check says what is wrong with it
             unfit = _unfit(content, own, needs_fp32) if section == "training" else set()
             changed[section] = {**{key: value for key, (value, _) in values.items() if key not in unfit}, **own}
-    if deal:
+    if "training" in deal:
         changed["training"] = dealt(changed.get("training"), preset.at_once)
-        made = changed.get("generation")
-        if isinstance(made, Mapping) and isinstance(size := made.get("batch_size", 32), int):
-            changed["generation"] = {**made, "batch_size": min(size, preset.pictures)}
+    made = changed.get("generation")
+    if "generation" in deal and isinstance(made, Mapping) and isinstance(size := made.get("batch_size", 32), int):
+        changed["generation"] = {**made, "batch_size": min(size, preset.pictures)}
     return changed
 
 
@@ -81,7 +87,9 @@ def _unfit(content: Mapping[str, Any], training: Mapping[str, Any], needs_fp32: 
     unfit: set[str] = set()
     if needs_fp32:
         unfit |= {"precision", "frozen"}
-    if training.get("precision") == "fp32" or content.get("target", "denoiser") != "denoiser":
+    made = content.get("generation")
+    exact = isinstance(made, Mapping) and made.get("precision") == "fp32"
+    if exact or training.get("precision") == "fp32" or content.get("target", "denoiser") != "denoiser":
         unfit.add("frozen")
     if content.get("watch") is not None:  # it draws whole pictures between the steps
         unfit |= {"offload", "frozen"}
