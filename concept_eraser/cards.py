@@ -3,20 +3,23 @@ what attacks brought back, and what was not measured, said so. Nothing stands th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
+from concept_eraser import findings, registry
 from concept_eraser import recipe as recipes
-from concept_eraser import registry
+from concept_eraser.card_use import use
 from concept_eraser.environment import version
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import entries
+from concept_eraser.findings import Findings
 from concept_eraser.models import hub
+from concept_eraser.places import cleaned, is_place, last, named
 from concept_eraser.recipe import Recipe
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -36,28 +39,28 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
 
     folder = Path(run)
     recipe, done = finished(folder)
-    evaluation, environment = _json(folder / "evaluation.json"), _json(folder / "environment.json")
-    attacks, unlike = _attacks(folder, evaluation)
+    found, environment = findings.read(folder, recipe), findings.content(folder / "environment.json")
     content = {
         "header": yaml.safe_dump(header(recipe, license), sort_keys=False).strip(),
         "name": repository.rsplit("/", 1)[-1] if repository != "owner/name" else folder.resolve().name,
         "base": _named(recipe.model),
-        "erased": _concept(recipe, evaluation),
+        "erased": ", ".join(map(_cell, found.concepts)),
         "version": environment.get("concept_eraser") or version(),
-        "warnings": [*warnings(folder), *([f"The licence is not stated. It is at least that of the base model, {_named(recipe.model)}: fill it in above."] if license == "other" else [])],
+        "warnings": [*_warnings(found), *([f"The licence is not stated. It is at least that of the base model, {_named(recipe.model)}: fill it in above."] if license == "other" else [])],
         "concepts": list(_sides(recipe, environment)),
         "kept": _retained(recipe, environment),
-        "method": {"name": recipe.method.name, "about": registry.summary("method", recipe.method.name).rstrip(".") + ".", "options": _listed(recipe.method.options)},
+        "method": {"name": recipe.method.name, "about": registry.summary("method", recipe.method.name).rstrip(".") + ".", "options": _listed(cleaned(recipe.method.options))},
         "trained": _trained(recipe),
         "counted": f"{done['trained_parameters']:,} parameters in {done['trained_tensors']:,} tensors were trained, in {done['seconds']:g} s." if "trained_parameters" in done else "",
         "settings": [(key, value) for key, value in recipe.training.model_dump().items() if key in _SETTINGS],
-        "protocol": _protocol(evaluation),
-        "metrics": list(_metrics(evaluation)),
-        "refused": [_cell(f"{name}: {reason}") for name, reason in dict(evaluation.get("refused") or {}).items()],
-        "attacks": list(_attack_rows(attacks)),
-        "limits": list(_limits(recipe, evaluation, attacks, unlike)),
-        "commands": {"evaluate": f"concept-eraser evaluate {_place(folder)}", "attack": f"concept-eraser attack {_place(folder)} -a unlearn_diff"},
-        "use": _use(recipe, folder, repository),
+        "evaluations": [one for one in map(_evaluated, found.evaluations) if one["metrics"]],
+        "unmeasured": ", ".join(map(_cell, found.missing(found.evaluations))),
+        "several": found.several,
+        "attacks": list(_attack_rows(found.attacks, found.several)),
+        "unattacked": ", ".join(map(_cell, found.missing(list(found.attacks.values())))) if recipe.target in recipes.PROMPTED else "",
+        "limits": list(_limits(found)),
+        "commands": _commands(folder, recipe),
+        "use": use(recipe, folder, repository),
         "fingerprint": recipe.fingerprint,
         "commit": f", commit `{environment['commit']}`" if environment.get("commit") else "",
         "recipe": recipe_text(folder),
@@ -73,16 +76,26 @@ def finished(folder: Path) -> tuple[Recipe, dict[str, Any]]:
         raise UserError(f"{folder} is no run folder (it has no recipe.yaml)")
     if not (folder / "done.json").is_file():
         raise UserError(f"{folder} is not finished; go on with: concept-eraser erase {folder / 'recipe.yaml'} -o {folder} --resume")  # fmt: skip
-    return recipes.load(str(folder / "recipe.yaml")), _json(folder / "done.json")
+    return recipes.load(str(folder / "recipe.yaml")), findings.content(folder / "done.json")
 
 
 def warnings(folder: Path) -> list[str]:
     """What a reader must know before any number."""
-    evaluation = _json(folder / "evaluation.json")
-    found = [] if evaluation else ["This erasure was not evaluated."]
-    attacks, _ = _attacks(folder, evaluation)
-    prompted = recipes.load(str(folder / "recipe.yaml")).target in recipes.PROMPTED
-    return found + (["This erasure was not attacked."] if prompted and not attacks else [])
+    return _warnings(findings.read(folder, recipes.load(str(folder / "recipe.yaml"))))
+
+
+def _warnings(found: Findings) -> list[str]:
+    prompted = found.recipe.target in recipes.PROMPTED
+    said = []
+    for what, measured in (("evaluated", found.evaluations), ("attacked", list(found.attacks.values()) if prompted else None)):  # fmt: skip
+        if measured is None:
+            continue
+        missing = found.missing(measured)
+        if not measured:
+            said.append(f"This erasure was not {what}.")
+        elif missing:
+            said.append(f"{'Of what it forgot' if len(found.recipe.forgotten) > 1 else 'What it forgot'} was not {what}: {', '.join(map(_cell, missing))}.")  # fmt: skip
+    return said
 
 
 def header(recipe: Recipe, license: str) -> dict[str, Any]:
@@ -90,7 +103,7 @@ def header(recipe: Recipe, license: str) -> dict[str, Any]:
     found: dict[str, Any] = {"license": license}
     if license == "other":
         found["license_name"] = "see-base-model"
-    if hub.is_id(recipe.model) and not Path(recipe.model).exists():
+    if hub.is_id(recipe.model) and not _local(recipe.model):
         found["base_model"] = hub.split(recipe.model)[0]
     if recipe.target in recipes.PROMPTED:
         found["library_name"] = "diffusers"
@@ -102,28 +115,13 @@ def header(recipe: Recipe, license: str) -> dict[str, Any]:
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """The content of a file that a run may have; nothing where it has not."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"{path} is damaged; run the command that wrote it again") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _attacks(folder: Path, evaluation: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The attacks on the weights that were evaluated (all, where nothing was), and the names of others."""
-    victim = evaluation.get("models", {}).get("after") if evaluation else None
-    if victim is not None:
-        return entries.attacks_of(folder, entries.weights_of(victim), [])
-    return {path.name: content for path, content in entries.read_attacks(folder / "attacks")}, []
+def _local(model: str) -> bool:
+    return is_place(model) or Path(model).exists()
 
 
 def _named(model: str) -> str:
     """A model without the machine's own path."""
-    return f"`{Path(model).name}` (a local copy)" if Path(model).is_absolute() or Path(model).exists() else f"`{model}`"
+    return f"`{last(model)}` (a local copy)" if _local(model) else f"`{model}`"
 
 
 def _place(folder: Path) -> str:
@@ -138,21 +136,16 @@ def _listed(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}: {value}" for key, value in options.items()) or "none"
 
 
-def _concept(recipe: Recipe, evaluation: Mapping[str, Any]) -> str:
-    """By the evaluation's concept, else by the names of what was to be forgotten."""
-    asked = evaluation.get("protocol", {}).get("concept") if evaluation else None
-    if asked:
-        return ", ".join(f"{value} ({key})" for key, value in asked.items())
-    return ", ".join(_source(side) for side in recipe.forgotten)
+def _commands(folder: Path, recipe: Recipe) -> dict[str, str]:
+    """What to type for what was not measured; a suite measures one concept of several."""
+    more = " --suite SUITE" if len(recipe.forgotten) > 1 else ""
+    return {"evaluate": f"concept-eraser evaluate {_place(folder)}{more}", "attack": f"concept-eraser attack {_place(folder)} -a unlearn_diff{more}"}  # fmt: skip
 
 
-def _source(side: Any) -> str:
-    """The prompts or data of a side, without a machine's path."""
-    found = getattr(side, "prompts", None) or getattr(side, "data", None)
-    if isinstance(found, list | tuple):
-        return f"{len(found)} prompts"
-    text = str(found)
-    return _cell(Path(text).name if Path(text).is_absolute() else text)
+def _evaluated(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """One evaluation as the template shows it."""
+    refused = [_cell(f"{name}: {reason}") for name, reason in dict(evaluation.get("refused") or {}).items()]
+    return {"title": _cell(findings.named(findings.concept_of(evaluation))), "protocol": _protocol(evaluation), "metrics": list(_metrics(evaluation)), "refused": refused}  # fmt: skip
 
 
 def _sides(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -163,9 +156,9 @@ def _sides(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[list[str]
             continue
         rows = told.get(name, {})
         instead = getattr(side, "anchor", None)
-        shown = _listed(instead) if isinstance(instead, Mapping) else instead or "-"
+        shown = _listed(cleaned(instead)) if isinstance(instead, Mapping) else cleaned(instead) or "-"
         used = getattr(side, "n", None)
-        yield [name, f"`{_source(side)}`", str(rows.get("rows", "-")), "all" if used is None else str(used), f"`{rows['hash']}`" if "hash" in rows else "-", side.loss, _cell(shown)]  # fmt: skip
+        yield [name, f"`{_cell(findings.source(side))}`", str(rows.get("rows", "-")), "all" if used is None else str(used), f"`{rows['hash']}`" if "hash" in rows else "-", side.loss, _cell(shown)]  # fmt: skip
 
 
 def _retained(recipe: Recipe, environment: Mapping[str, Any]) -> str:
@@ -174,7 +167,7 @@ def _retained(recipe: Recipe, environment: Mapping[str, Any]) -> str:
         return "nothing was trained to be kept"
     rows = environment.get("prompts", {}).get("retain", {})
     counted = f", {rows['rows']} rows, hash `{rows['hash']}`" if "hash" in rows else ""
-    return f"`{_source(side)}`{counted} (loss {side.loss})"
+    return f"`{_cell(findings.source(side))}`{counted} (loss {side.loss})"
 
 
 def _trained(recipe: Recipe) -> str:
@@ -187,7 +180,9 @@ def _protocol(evaluation: Mapping[str, Any]) -> str:
     asked = evaluation.get("protocol")
     if not asked:
         return "Measured on labelled data, before and after."
-    groups = "; ".join(f"{name}: {g['prompts']} ({g['role']})" for name, g in asked["groups"].items())
+    groups = "; ".join(
+        f"{name}: {findings.source(SimpleNamespace(**g))} ({g['role']})" for name, g in asked["groups"].items()
+    )
     sampling = _listed(asked.get("sampling", {}))
     return f"Judge `{asked['judge']}` ({evaluation.get('judge')}), first seed {asked['seed']}, sampling {sampling}. Groups: {groups}. Protocol hash `{evaluation['protocol_hash']}`."  # fmt: skip
 
@@ -222,58 +217,72 @@ def _plain(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else "-"
 
 
-def _attack_rows(attacks: Mapping[str, Any]) -> Iterator[list[str]]:
+def _attack_rows(attacks: Mapping[str, Any], several: bool) -> Iterator[list[str]]:
+    """A row for each attack; with the concept that it looked for where a run has several."""
     for content in attacks.values():
         asked, rates = content["protocol"], content["rates"]
         n = str((rates.get("asr") or {}).get("n", "-"))
-        yield [asked["attack"], _cell(_listed(asked.get("options", {}))), _cell(asked["group"]), _interval(rates.get("pre")), _interval(rates.get("asr")), n, f"`{content['protocol_hash']}`"]  # fmt: skip
+        concept = [_cell(findings.named(findings.concept_of(content)) or "-")] if several else []
+        yield [asked["attack"], *concept, _cell(_listed(asked.get("options", {}))), _cell(asked["group"]), _interval(rates.get("pre")), _interval(rates.get("asr")), n, f"`{content['protocol_hash']}`"]  # fmt: skip
 
 
-def _limits(recipe: Recipe, evaluation: Mapping[str, Any], attacks: Mapping[str, Any], unlike: list[str]) -> Iterator[str]:  # fmt: skip
+def _limits(found: Findings) -> Iterator[str]:
     """What broke it, and what nobody looked at."""
-    prompted = recipe.target in recipes.PROMPTED
-    broke = {name: content["rates"] for name, content in attacks.items() if (content["rates"].get("asr") or {}).get("value")}  # fmt: skip
-    for name, rates in sorted(broke.items(), key=lambda item: -item[1]["asr"]["value"]):
-        without = f" ({rates['pre']['value']:.0%} without it)" if (rates.get("pre") or {}).get("value") is not None else ""  # fmt: skip
-        yield f"Under the attack {name} the concept shows for {rates['asr']['value']:.0%} of the prompts{without}."
-    if attacks and not broke:
-        yield f"None of the attacks tried ({', '.join(attacks)}) brought the concept back; others may."
-    if prompted and not attacks:
-        yield "No attack was tried. Erased concepts commonly come back under adversarial prompts or a few steps of training."  # fmt: skip
-    if unlike:
-        yield f"Left out, since they attacked other weights than those evaluated: {', '.join(unlike)}."
-    if not evaluation:
+    prompted = found.recipe.target in recipes.PROMPTED
+    if prompted:
+        yield from _broken(found)
+    if found.unlike:
+        yield f"Left out, since they attacked or measured other weights than those evaluated: {', '.join(found.unlike)}."
+    missing = ", ".join(map(_cell, found.missing(found.evaluations)))
+    if not found.evaluations and not found.several:
         yield "Not measured: whether the concept is gone, and what was lost beside it."
-    elif prompted:
-        roles = {group["role"] for group in evaluation.get("protocol", {}).get("groups", {}).values()}
-        for role, said in (("neighbour", "neighbouring concepts"), ("retain", "what was to be kept")):
-            if role not in roles:
-                yield f"Not measured: {said}."
-        few = min((row["after"]["n"] for row in evaluation["results"] if row.get("after")), default=0)
-        if 0 < few < 100:
-            yield f"Some numbers rest on {few} pictures only; read their intervals."
+    elif missing:
+        yield f"Not measured: whether these are gone, and what was lost beside them: {missing}."
+    for evaluation in found.evaluations if prompted else ():
+        yield from _unseen(evaluation, found.several)
     if prompted:
         yield "Prompts in other languages, other samplers, image-to-image and fine-tuned descendants were not measured."
 
 
-def _use(recipe: Recipe, folder: Path, repository: str) -> str:
-    if recipe.target not in recipes.PROMPTED:
-        return f'```python\nimport concept_eraser\n\nmodel = concept_eraser.measure("{_place(folder)}")  # the run folder describes itself\n```'  # fmt: skip
-    whole = f'```python\nfrom diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained("{repository}")\nimage = pipe("a prompt").images[0]\n```'  # fmt: skip
-    if not (folder / "lora").is_dir():
-        return whole
-    base = recipe.model if hub.is_id(recipe.model) and not Path(recipe.model).exists() else "path/of/the/base/model"
-    name, revision = hub.split(base) if hub.is_id(base) else (base, None)
-    pinned = f', revision="{revision}"' if revision else ""
-    return f'The whole pipeline:\n\n{whole}\n\nor its LoRA on the base model, with a strength from 0 to 1:\n\n```python\nfrom diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained("{name}"{pinned})\npipe.load_lora_weights("{repository}", adapter_name="erase")\npipe.set_adapters("erase", 1.0)\n```'  # fmt: skip
+def _broken(found: Findings) -> Iterator[str]:
+    """What attacks brought back, concept by concept."""
+
+    def what(content: Mapping[str, Any]) -> str:
+        return _cell(findings.named(findings.concept_of(content)) or "its concept") if found.several else "the concept"
+
+    broke = {name: content for name, content in found.attacks.items() if (content["rates"].get("asr") or {}).get("value")}  # fmt: skip
+    for name, content in sorted(broke.items(), key=lambda item: -item[1]["rates"]["asr"]["value"]):
+        rates = content["rates"]
+        without = f" ({rates['pre']['value']:.0%} without it)" if (rates.get("pre") or {}).get("value") is not None else ""  # fmt: skip
+        yield f"Under the attack {name} {what(content)} shows for {rates['asr']['value']:.0%} of the prompts{without}."
+    fell = {what(content) for content in broke.values()}
+    for concept in dict.fromkeys(what(content) for content in found.attacks.values()):
+        tried = [name for name, content in found.attacks.items() if what(content) == concept]
+        if concept not in fell:
+            yield f"None of the attacks tried ({', '.join(tried)}) brought {concept} back; others may."
+    missing = ", ".join(map(_cell, found.missing(list(found.attacks.values()))))
+    if missing:
+        told = f" on {missing}" if found.several else ""
+        yield f"No attack was tried{told}. Erased concepts commonly come back under adversarial prompts or a few steps of training."  # fmt: skip
+
+
+def _unseen(evaluation: Mapping[str, Any], several: bool) -> Iterator[str]:
+    """What one evaluation did not look at, or saw too few pictures of."""
+    beside = f" (beside {_cell(findings.named(findings.concept_of(evaluation)))})" if several else ""
+    roles = {group["role"] for group in evaluation.get("protocol", {}).get("groups", {}).values()}
+    for role, said in (("neighbour", "neighbouring concepts"), ("retain", "what was to be kept")):
+        if role not in roles:
+            yield f"Not measured: {said}{beside}."
+    few = min((row["after"]["n"] for row in evaluation["results"] if row.get("after")), default=0)
+    if 0 < few < 100:
+        yield f"Some numbers rest on {few} pictures only{beside}; read their intervals."
 
 
 def recipe_text(folder: Path) -> str:
-    """The recipe without its first line (a command with a path of this machine) and without paths in its values."""
-    lines = (folder / "recipe.yaml").read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if not line.startswith("# concept-eraser")]
-    found = []
-    for line in kept:
-        key, _, value = line.partition(": ")
-        found.append(f"{key}: {Path(value).name}  # a local path" if value.startswith("/") else line)
-    return "\n".join(found)
+    """The recipe as YAML without the command that opens it and with every path of this machine cut to its last component,
+    which a comment tells."""
+    content = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    places: list[str] = []
+    text = yaml.safe_dump(named(content, places), sort_keys=False, allow_unicode=True, width=math.inf)
+    told = f"# local paths, cut to their names: {', '.join(dict.fromkeys(places))}\n" if places else ""
+    return told + text.rstrip("\n")

@@ -1,7 +1,7 @@
 """A finished run on the hub: pipeline or LoRA, the model card, and the files that say how it was made and measured.
 
-The prompts that attacks found are not uploaded: the card has their rates. Configuration files lose the paths of this
-machine that diffusers writes into them. A token is passed to the hub's client and kept nowhere.
+The prompts that attacks found are not uploaded: the card has their rates. Texts lose the paths of this machine that are
+in them. Of the weights' folders only files of known kinds go up, none that is hidden. A token is passed to the hub's client and kept nowhere.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from concept_eraser import cards, resources
 from concept_eraser.errors import UserError, first_line, unknown
+from concept_eraser.evaluation import entries
 from concept_eraser.models import hub
+from concept_eraser.places import cleaned, is_place, named
 
 KINDS = ("pipeline", "lora", "both")
 TOLD = ("recipe.yaml", "environment.json", "done.json", "evaluation.json")  # beside the weights, in concept_eraser/
-_PATHS = ("_name_or_path",)  # keys that hold them in configuration files
+_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".md", ".jinja")  # what models are saved as; no pickles
+_PATHS = ("_name_or_path", "name_or_path")  # keys of configuration files that hold where a model came from
+_VOCABULARIES = ("vocab.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,15 @@ class Upload:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was (or in a dry run would be) uploaded. url: of the commit, None in a dry run."""
+    """What was (or in a dry run would be) uploaded. left_out: files of the weights' folders that are not, for they are
+    hidden, of an unknown kind, or in the card's place. url: of the commit, None in a dry run."""
 
     repository: str
     uploads: tuple[Upload, ...]
     card: str
     warnings: tuple[str, ...]
     url: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def push_to_hub(
@@ -72,13 +79,15 @@ def push_to_hub(
         raise UserError(f"{repository} names a revision; give the branch with --revision {pinned}")
     cards.finished(folder)
     card = cards.card(folder, repository=name, license=license)
-    uploads = (Upload("README.md", card.encode()), *_weights(folder, kind), *_told(folder))
-    found = Pushed(name, uploads, card, tuple(cards.warnings(folder)))
+    left_out: list[str] = []
+    uploads = (Upload("README.md", card.encode()), *_weights(folder, kind, left_out), *_told(folder))
+    found = Pushed(name, uploads, card, tuple(cards.warnings(folder)), left_out=tuple(left_out))
     return found if dry_run else _upload(found, private=private, revision=revision, token=token)
 
 
-def _weights(folder: Path, kind: str) -> Iterator[Upload]:
-    """The files of the whole model and of the LoRA, both at the top, where diffusers looks for them."""
+def _weights(folder: Path, kind: str, left_out: list[str]) -> Iterator[Upload]:
+    """The files of the whole model and of the LoRA, both at the top, where diffusers looks for them; `left_out` collects
+    the names of what is not uploaded."""
     lora = folder / "lora"
     if kind != "pipeline" and not lora.is_dir():
         raise UserError(f"{folder} trained no LoRA, so it has none to upload; --as pipeline, or write one with: concept-eraser export {folder} --to lora")  # fmt: skip
@@ -86,39 +95,64 @@ def _weights(folder: Path, kind: str) -> Iterator[Upload]:
         whole = next((folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None)
         if whole is None:
             raise UserError(f"{folder} holds no whole model (pipeline/ or model/); it may have been tidied away: erase again")  # fmt: skip
-        yield from (_clean(path, path.relative_to(whole).as_posix()) for path in sorted(whole.rglob("*")) if path.is_file())  # fmt: skip
+        yield from _known(whole, left_out)
     if kind != "pipeline":
-        yield from (Upload(path.name, path) for path in sorted(lora.iterdir()) if path.is_file())
+        yield from _known(lora, left_out)
+
+
+def _known(folder: Path, left_out: list[str]) -> Iterator[Upload]:
+    """The files below a folder that may be uploaded."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if not path.is_file():
+            continue
+        hidden = any(part.startswith(".") for part in name.parts)
+        if hidden or path.suffix not in _SUFFIXES or name.as_posix() == "README.md":
+            left_out.append(f"{folder.name}/{name.as_posix()}")
+        else:
+            yield _clean(path, name.as_posix())
 
 
 def _told(folder: Path) -> Iterator[Upload]:
-    for name in TOLD:
-        path = folder / name
+    """The run's own files in concept_eraser/, without paths of this machine."""
+    further = sorted(folder.glob(f"{entries.EVALUATIONS}/*/evaluation.json"))
+    for path in (*(folder / name for name in TOLD), *further):
         if path.is_file():
-            text = cards.recipe_text(folder) + "\n" if name == "recipe.yaml" else _without_place(path)
-            yield Upload(f"concept_eraser/{name}", text.encode())
+            text = cards.recipe_text(folder) + "\n" if path.name == "recipe.yaml" else _without_place(path)
+            yield Upload(f"concept_eraser/{path.relative_to(folder).as_posix()}", text.encode())
 
 
 def _without_place(path: Path) -> str:
-    """A JSON file of ours without the command line, which has paths of this machine, and without the models' folders."""
+    """A JSON file of ours without the command line and with every path cut to its last component."""
     content = json.loads(path.read_text(encoding="utf-8"))
     for place in (content, content.get("environment", {})):
         place.pop("command", None)
-    models = content.get("models", {})
-    for when, named in models.items():
-        source, _, print_ = str(named).rpartition(" (")
-        models[when] = f"{Path(source).name} ({print_}" if Path(source).is_absolute() else named
-    return json.dumps(content, indent=1) + "\n"
+    return json.dumps(cleaned(content), indent=1) + "\n"
 
 
 def _clean(path: Path, name: str) -> Upload:
-    if path.suffix != ".json" or path.name.startswith(("tokenizer", "vocab")):
+    """A file as it is, but for paths in a configuration: where a model came from is left out, any other is cut."""
+    if path.suffix != ".json" or path.name in _VOCABULARIES:
         return Upload(name, path)
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or not any(key in content for key in _PATHS):
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
         return Upload(name, path)
-    kept = {key: value for key, value in content.items() if key not in _PATHS or not Path(str(value)).is_absolute()}
-    return Upload(name, (json.dumps(kept, indent=2) + "\n").encode())
+    kept = named(_without_origin(content))
+    return Upload(name, path) if kept == content else Upload(name, (json.dumps(kept, indent=2) + "\n").encode())
+
+
+def _without_origin(content: Any) -> Any:
+    """A configuration without the keys that say where on this machine a model came from; ids of the hub stay."""
+    if isinstance(content, list):
+        return [_without_origin(one) for one in content]
+    if not isinstance(content, dict):
+        return content
+    return {k: _without_origin(v) for k, v in content.items() if k not in _PATHS or not _is_origin(str(v))}
+
+
+def _is_origin(text: str) -> bool:
+    return is_place(text) or Path(text).exists() or ("/" in text and not hub.is_id(text))
 
 
 def _upload(asked: Pushed, *, private: bool, revision: str | None, token: str | None) -> Pushed:
@@ -138,7 +172,7 @@ def _upload(asked: Pushed, *, private: bool, revision: str | None, token: str | 
         done = api.create_commit(asked.repository, operations, commit_message="model and card, by concept_eraser", revision=revision)  # fmt: skip
     except Exception as failed:  # the hub's client raises some twenty kinds
         raise UserError(_refusal(asked.repository, failed)) from None
-    return Pushed(asked.repository, asked.uploads, asked.card, asked.warnings, done.commit_url)
+    return Pushed(asked.repository, asked.uploads, asked.card, asked.warnings, done.commit_url, asked.left_out)
 
 
 def _refusal(repository: str, error: BaseException) -> str:

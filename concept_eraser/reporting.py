@@ -59,7 +59,7 @@ def report(
         folder, more, after = Path(run), [Path(one) for one in attacks], evaluation.models["after"]
         facts = _facts(folder)
         entries.require_useful(more, [after])
-        found = entries.attacks_of(folder, entries.weights_of(after), more)
+        found = entries.attacks_of(folder, entries.weights_of(after), more, evaluation.suite.concept)
         entry = entries.Entry(folder.resolve().name, folder, evaluation.as_dict(), facts, *found)
         attacked = overviews.attacked(entry, Studio(show_sensitive, cache, progress))
     return reports.write(evaluation, facts, Path(path), attacked, show_sensitive=show_sensitive)

@@ -72,8 +72,11 @@ ALLOWED = {
     "measuring": {*BASE, "recipe", "targets", "data", "models", "evaluation"},
     "matching": {*BASE, "recipe", "data", "evaluation"},
     "reporting": {*BASE, "recipe", "training", "evaluation"},
-    "cards": {*BASE, "recipe", "evaluation.entries", "models.hub"},
-    "publishing": {*BASE, "cards", "models.hub"},
+    "places": set(),
+    "findings": {*BASE, "places", "recipe", "evaluation.entries"},
+    "card_use": {*BASE, "places", "recipe", "models.hub"},
+    "cards": {*BASE, "places", "findings", "card_use", "recipe", "evaluation.entries", "models.hub"},
+    "publishing": {*BASE, "places", "cards", "evaluation.entries", "models.hub"},
     "api": {
         *BASE,
         "recipe",

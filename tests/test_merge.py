@@ -127,7 +127,7 @@ def test_runs_of_other_models_are_refused_by_name_and_by_weights(runs, tmp_path:
     second = concept_eraser.erase(short(model=str(runs["words"] / "pipeline"), training__steps=1), output=tmp_path / "second").folder  # fmt: skip
     with pytest.raises(UserError, match="second was not made from tiny-sd: they differ in text_encoder"):
         merging.merge(runs["star"], second, output=tmp_path / "out", before="tiny-sd")
-    with pytest.raises(UserError, match="star was not made from .*: they differ in text_encoder"):
+    with pytest.raises(UserError, match=r"star was not made from .*: they differ in text_encoder"):
         concept_eraser.export(runs["star"], "diffusers", strength=0.5, before=runs["words"], output=tmp_path / "half")
 
 

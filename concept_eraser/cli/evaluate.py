@@ -16,7 +16,7 @@ def evaluate(
     suite: Annotated[Optional[str], typer.Option(help="evaluation suite by name or file (default: the one named like the run's forget set); see `concept-eraser list suites`")] = None,
     before: Annotated[Optional[str], typer.Option(help="the model before (default: the one the run's recipe names)")] = None,
     n: Annotated[Optional[int], typer.Option("-n", min=2, help="at most so many pictures a group")] = None,
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of evaluation.json and report.html (default: the run folder)")] = None,
+    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of evaluation.json and report.html (default: the run folder; evaluations/SUITE in it where it holds another suite's)")] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="also load weights stored as pickles, which can execute code")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
@@ -32,6 +32,7 @@ def evaluate(
     """
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
+    from concept_eraser.evaluation import entries
     from concept_eraser.reporting import is_labelled
 
     ours = (Path(model) / "recipe.yaml").is_file()
@@ -45,10 +46,14 @@ def evaluate(
         found = api.evaluate(model, suite, before=before, n=n, allow_pickle=allow_pickle, progress=progress)
     if not ranks.is_first():  # of several processes one writes
         return
-    run = Path(model) if (Path(model) / "recipe.yaml").is_file() else None
+    run = Path(model) if ours else None
+    if run is not None and output is None:
+        folder = entries.place_for(run, found.suite, Path(suite).stem if suite else "_".join(found.suite.concept.values()))  # fmt: skip
     found.save(folder / "evaluation.json")
     path = api.report(found, folder / "report.html", run=run)
     summarise(found)
+    if run is not None and output is None and folder != run:
+        typer.echo(f"{run / 'evaluation.json'} is of another suite and stays; this one is kept beside it")
     typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {path}")
 
 

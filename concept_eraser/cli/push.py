@@ -42,3 +42,7 @@ def push(
     for one in done.uploads:
         typer.echo(f"  {one.name:<{width}}  {one.size:>13,} bytes")
     typer.echo(f"  {len(done.uploads)} files, {sum(one.size for one in done.uploads):,} bytes; nothing was sent")
+    if done.left_out:
+        typer.echo(
+            f"  left out, for they are hidden or of no kind that models are saved as: {', '.join(done.left_out)}"
+        )

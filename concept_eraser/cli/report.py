@@ -47,10 +47,12 @@ def _single(run: Path, attacks: list[Path], suite: str | None, output: Path | No
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
     from concept_eraser.evaluation import entries, pages
+    from concept_eraser.evaluation import suite as suites
     from concept_eraser.reporting import require_prompted
 
     require_prompted(run)
-    where = output or run / "report.html"
+    place = run if suite is None else entries.place_for(run, suites.load(suite), Path(suite).stem)
+    where = output or place / "report.html"
     pages.require_ours(where)
     protocol: str | dict | None = suite
     before = None

@@ -10,10 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from concept_eraser.environment import fingerprint
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import compare, pages
 from concept_eraser.evaluation.report import RunFacts
 from concept_eraser.evaluation.statistics import Interval
+from concept_eraser.evaluation.suite import Suite
+
+
+EVALUATIONS = "evaluations"  # in a run folder, of further suites: <suite>/evaluation.json and report.html
 
 
 @dataclass(frozen=True)
@@ -96,29 +101,64 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     return content
 
 
+def place_for(run: Path, suite: Suite, name: str) -> Path:
+    """Where an evaluation of a run goes: its folder; where that holds another suite's, evaluations/<name> in it. The number
+    of pictures makes no other suite."""
+    asked = _sort_of(suite.model_dump(mode="json"))
+    tries = [run, run / EVALUATIONS / name, run / EVALUATIONS / f"{name}-{fingerprint(asked)[:6]}"]
+    return next((place for place in tries[:-1] if _held(place) in (None, asked)), tries[-1])
+
+
+def _held(folder: Path) -> Any:
+    """The protocol of the evaluation in a folder, as `_sort_of` gives it; None where there is none that could be read."""
+    try:
+        return _sort_of(Suite.model_validate(recorded(folder, "evaluation.json")["protocol"]).model_dump(mode="json"))
+    except KeyError:
+        return None
+    except ValueError:  # damaged, or of another version
+        return {} if "protocol" in (folder / "evaluation.json").read_text(encoding="utf-8", errors="replace") else None
+
+
+def _sort_of(protocol: dict[str, Any]) -> dict[str, Any]:
+    groups = {name: {k: v for k, v in group.items() if k != "n"} for name, group in protocol["groups"].items()}
+    return {**{k: v for k, v in protocol.items() if k != "about"}, "groups": groups}
+
+
 def read_attacks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every attack.json below a folder, with the folder it lies in."""
     for path in sorted(folder.rglob("attack.json")):
         yield path.parent, compare.read(path)[1]
 
 
-def attacks_of(folder: Path, victim: str, given: Sequence[Path]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def concept_of(measured: Mapping[str, Any]) -> dict[str, str]:
+    """The attribute and value that an evaluation or attack is about; empty where it does not say."""
+    protocol = measured.get("protocol") or {}
+    return dict((protocol.get("suite") or protocol).get("concept") or {})
+
+
+def attacks_of(folder: Path, victim: str, given: Sequence[Path], concept: Mapping[str, str] | None = None) -> tuple[dict[str, dict[str, Any]], list[str]]:  # fmt: skip
     """Attacks on a model by what to call them, and the names of those that lie in its run but attacked other weights.
 
-    victim: its fingerprint; given: more folders, from which those on this victim are taken. An attack goes by its own
-    name; where there are several of a name, by that of its folder.
+    victim: its fingerprint; given: more folders, from which those on this victim are taken. concept: only attacks that
+    looked for it; those that looked for another are named among the others. An attack goes by its own name; where there
+    are several of a name, by that of its folder.
     """
     inside = list(read_attacks(folder / "attacks"))
     places = {path.resolve(): content for path, content in inside}
     places |= {path.resolve(): content for one in given for path, content in read_attacks(one)}
     ours = {path: content for path, content in places.items() if _attacked(content) == victim}
+    wrong = {path: told for path, content in ours.items() if concept and (told := concept_of(content)) and told != dict(concept)}  # fmt: skip
+    ours = {path: content for path, content in ours.items() if path not in wrong}
     times = Counter(content["protocol"]["attack"] for content in ours.values())
     found: dict[str, dict[str, Any]] = {}
     for path, content in ours.items():
         name = content["protocol"]["attack"]
         name = name if times[name] == 1 else path.name
         found[name if name not in found else str(path)] = content
-    return found, [path.name for path, _ in inside if path.resolve() not in ours]
+    strange = [path.name for path, _ in inside if path.resolve() not in ours and path.resolve() not in wrong]
+    return found, strange + [
+        f"{path.name} (which looked for {', '.join(told.values())})" for path, told in wrong.items()
+    ]
 
 
 def read(folders: Sequence[Path], facts: Mapping[Path, RunFacts], attacks: Sequence[Path] = ()) -> list[Entry]:
@@ -132,7 +172,7 @@ def read(folders: Sequence[Path], facts: Mapping[Path, RunFacts], attacks: Seque
     names, entries = names_of(folders), []
     for name, folder in zip(names, folders, strict=True):
         content = read_evaluation(folder)
-        found, unlike = attacks_of(folder, weights_of(content["models"]["after"]), attacks)
+        found, unlike = attacks_of(folder, weights_of(content["models"]["after"]), attacks, concept_of(content))
         entries.append(Entry(name, folder, content, facts.get(folder, RunFacts()), found, unlike))
     require_useful(attacks, [entry.content["models"]["after"] for entry in entries])
     contents = {entry.name: entry.content for entry in entries}

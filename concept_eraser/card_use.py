@@ -1,0 +1,58 @@
+"""How to load what was uploaded of a run, as the code that a model card shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from concept_eraser import recipe as recipes
+from concept_eraser import resources
+from concept_eraser.models import hub
+from concept_eraser.places import is_place
+from concept_eraser.recipe import Recipe
+
+
+def use(recipe: Recipe, folder: Path, repository: str) -> str:
+    """Markdown with code that loads the run's weights from a repository of the hub."""
+    whole = next((folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None)
+    if recipe.target not in recipes.PROMPTED and (whole is None or whole.name == resources.whole_model("module")):
+        return _of_module(recipe, whole, repository)
+    pipe = _python(f'from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained("{repository}")\nimage = pipe("a prompt").images[0]')  # fmt: skip
+    if not (folder / "lora").is_dir():
+        return pipe
+    local = not hub.is_id(recipe.model) or Path(recipe.model).exists() or is_place(recipe.model)
+    name, revision = ("path/of/the/base/model", None) if local else hub.split(recipe.model)
+    pinned = f', revision="{revision}"' if revision else ""
+    lora = _python(f'from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained("{name}"{pinned})\npipe.load_lora_weights("{repository}", adapter_name="erase")\npipe.set_adapters("erase", 1.0)')  # fmt: skip
+    return f"The whole pipeline:\n\n{pipe}\n\nor its LoRA on the base model, with a strength from 0 to 1:\n\n{lora}"
+
+
+def _python(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def _of_module(recipe: Recipe, whole: Path | None, repository: str) -> str:
+    """Of a classifier, CLIP model or VAE, by what its folder holds: see `Module.save` and `Clip.save`."""
+    if whole is None:
+        return "The run folder holds no whole model any more (model/), so there is nothing to load."
+    config: dict[str, Any] = json.loads((whole / "config.json").read_text()) if (whole / "config.json").is_file() else {}  # fmt: skip
+    if "architecture" in config:
+        return _python(f'from huggingface_hub import snapshot_download\n\nfrom concept_eraser.models.loading import load_part\n\nmodel = load_part(snapshot_download("{repository}"), "{recipe.target}").module')  # fmt: skip
+    library, name = ("diffusers", config.get("_class_name")) if "_class_name" in config else ("transformers", next(iter(config.get("architectures") or []), None))  # fmt: skip
+    if name:
+        words = (whole / "tokenizer_config.json").is_file()
+        more = f'\ntokenizer = AutoTokenizer.from_pretrained("{repository}")' if words else ""
+        names = ", ".join(sorted([name, *(["AutoTokenizer"] if words else [])]))
+        return _python(f'from {library} import {names}\n\nmodel = {name}.from_pretrained("{repository}"){more}')
+    return _by_its_own_code(recipe, whole, config, repository)
+
+
+def _by_its_own_code(recipe: Recipe, whole: Path, config: dict[str, Any], repository: str) -> str:
+    """Weights alone: the network is made by the function that the recipe names, else by the reader."""
+    file = next((path.name for path in sorted(whole.glob("*.safetensors"))), "model.safetensors")
+    package, colon, function = recipe.model.partition(":")
+    named = colon and package.replace(".", "").isidentifier() and function.isidentifier()
+    made = f"from {package} import {function}\n\nmodel = {function}()" if named else "model = your_own_network()"
+    about = "" if named else f"The files are weights alone: make the network as it was made for the training (it was a `{config.get('class', 'model of open_clip')}`), then load them.\n\n"  # fmt: skip
+    return about + _python(f'from huggingface_hub import hf_hub_download\nfrom safetensors.torch import load_file\n\n{made}\nmodel.load_state_dict(load_file(hf_hub_download("{repository}", "{file}")))\nmodel.eval()')  # fmt: skip

@@ -1,0 +1,114 @@
+"""What was measured of a run, concept by concept: its evaluations and its attacks, and what nobody looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation import entries
+from concept_eraser.places import cleaned, shortened
+from concept_eraser.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Findings:
+    """evaluations: of the weights at hand, the run's own evaluation.json first; attacks: on these weights, by what to call
+    them; unlike: the names of evaluations and attacks of other weights. No text in them is a path of this machine."""
+
+    recipe: Recipe
+    evaluations: list[dict[str, Any]]
+    attacks: dict[str, dict[str, Any]]
+    unlike: list[str] = field(default_factory=list)
+
+    @property
+    def several(self) -> bool:
+        """Whether "the concept" would not say which."""
+        told = [concept_of(one) for one in (*self.evaluations, *self.attacks.values())]
+        return len(self.recipe.forgotten) > 1 or len({named(one) for one in told if one}) > 1
+
+    @property
+    def concepts(self) -> list[str]:
+        """Each concept that the recipe forgets, by the name under which it was measured, else by its prompts or data."""
+        return [self._name(side) for side in self.recipe.forgotten]
+
+    def missing(self, measured: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The forgotten concepts that none of these evaluations or attacks is about."""
+        alone = len(self.recipe.forgotten) == 1
+        return [self._name(side) for side in self.recipe.forgotten if not any(_about(side, one, alone) for one in measured)]  # fmt: skip
+
+    def _name(self, side: Any) -> str:
+        alone = len(self.recipe.forgotten) == 1
+        for one in (*self.evaluations, *self.attacks.values()):
+            concept = concept_of(one)
+            if concept and _about(side, one, alone):
+                return named(concept)
+        return source(side)
+
+
+def read(folder: Path, recipe: Recipe) -> Findings:
+    """Raises UserError for a damaged file."""
+    own = content(folder / "evaluation.json")
+    more = {path.parent.name: content(path) for path in sorted(folder.glob(f"{entries.EVALUATIONS}/*/evaluation.json"))}
+    every = [one for one in (own, *more.values()) if one]
+    victim = _weights(every[0]) if every else None
+    unlike = [name for name, one in more.items() if _weights(one) != victim]
+    if victim is not None:
+        attacks, others = entries.attacks_of(folder, victim, [])
+        unlike += others
+    else:
+        attacks = {path.name: one for path, one in entries.read_attacks(folder / "attacks")}
+    return Findings(recipe, [cleaned(one) for one in every if _weights(one) == victim], cleaned(attacks), unlike)
+
+
+def content(path: Path) -> dict[str, Any]:
+    """The content of a file that a run may have; nothing where it has not. Raises UserError where it is no JSON."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{path} is damaged; run the command that wrote it again") from None
+    return found if isinstance(found, dict) else {}
+
+
+def source(side: Any) -> str:
+    """The prompts or data of a side, without a machine's path."""
+    found = getattr(side, "prompts", None) or getattr(side, "data", None)
+    return f"{len(found)} prompts" if isinstance(found, list | tuple) else shortened(str(found))
+
+
+def concept_of(measured: Mapping[str, Any]) -> dict[str, str]:
+    """The attribute and value that an evaluation or attack is about; empty where it does not say."""
+    return entries.concept_of(measured)
+
+
+def named(concept: Mapping[str, str]) -> str:
+    return ", ".join(f"{value} ({key})" for key, value in concept.items())
+
+
+def _weights(evaluation: Mapping[str, Any]) -> str | None:
+    """The fingerprint of the weights that were evaluated; None for a run on labelled data, which states none."""
+    after = evaluation.get("models", {}).get("after")
+    return None if after is None else entries.weights_of(after)
+
+
+def _about(side: Any, measured: Mapping[str, Any], alone: bool) -> bool:
+    """Whether an evaluation or attack is about what a side forgets: by its prompts, else by the name of its concept.
+
+    alone: the side is the recipe's only one, so that a name of the attribute (nudity) will do.
+    """
+    protocol = measured.get("protocol")
+    if protocol is None:  # labelled data: one for the whole run
+        return True
+    groups = protocol.get("suite", protocol).get("groups", {}).values()
+    prompts = getattr(side, "prompts", None)
+    if any(g.get("role") == "forget" and g.get("prompts") in (prompts, source(side)) for g in groups):
+        return True
+    told = " ".join(prompts) if isinstance(prompts, list | tuple) else source(side)
+    ((attribute, value),) = concept_of(measured).items() or (("", ""),)
+    words = told.lower().replace("_", " ").replace(".", " ").split()
+    return bool(value) and (value.lower() in words or (alone and attribute.lower() in words))
