@@ -13,9 +13,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from concept_eraser import changes, mistakes, registry, resources
+from concept_eraser import changes, consistency, mistakes, registry, resources
 from concept_eraser.environment import fingerprint
-from concept_eraser.errors import UserError, unknown_message
+from concept_eraser.errors import UserError
 from concept_eraser.sections import (
     ASIDE,
     LOSS_NAMES,
@@ -85,112 +85,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        method = registry.build("method", self.method.name, self.method.options)
-        if self.retain is None and self.method.name != "weighted" and getattr(method, "needs_retain", True):
-            raise ValueError(f"the method {self.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
-        if method.targets is not None and self.target not in method.targets:
-            raise ValueError(f"the method {self.method.name!r} works on {', '.join(method.targets)} only, since {method.why}; found target {self.target!r}")  # fmt: skip
-        self._check_concepts()
-        self._check_players(method)
-        self._check_sides()
-        if self.attack is not None and not method.needs_attack:
-            raise ValueError(f"the method {self.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
-        self._check_lora()
-        self._check_negation()
-        self._check_memory(method)
-        if method.needs_fp32 and self.training.precision != "fp32":
-            raise ValueError(f"the method {self.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
+        consistency.check(self, registry.build("method", self.method.name, self.method.options))
         return self
-
-    def _check_players(self, method: Any) -> None:
-        """Raise ValueError where the method cannot combine the players; it may know two, and so one concept a step."""
-        try:
-            method.check_players(self.players)
-        except ValueError as error:
-            several = len(self.players) > len(self._cast(1))
-            if several and hasattr(method, "direction") and _combines(method, self._cast(1)):
-                raise ValueError(f"{error}; or ask one concept a step with concepts: rotate, which suits every method of two players") from None  # fmt: skip
-            raise
-
-    def _check_concepts(self) -> None:
-        """Raise ValueError where a list of concepts asks for what is defined for one only."""
-        several = len(self.forgotten)
-        if several == 1:
-            if self.concepts == "rotate":
-                raise ValueError("concepts: rotate takes several concepts in turn; give forget as a list of them, or leave it out")  # fmt: skip
-            return
-        if self.target not in PROMPTED:
-            raise ValueError(f"forget: a list of concepts is for prompts (target {' or '.join(PROMPTED)}); labelled data take several classes in one side, classes: [...], found target {self.target!r}")  # fmt: skip
-        for name in ("replace", "attack", "histogram"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is defined for one concept, found {several} in forget; erase them one at a time and add the results with `concept-eraser merge`")  # fmt: skip
-        for place, side in enumerate(self.forgotten):
-            twin = next((i for i in range(place) if self.forgotten[i].prompts == side.prompts), None)
-            if twin is not None:
-                raise ValueError(f"forget: concepts {twin + 1} and {place + 1} have the same prompts; remove one of them")  # fmt: skip
-        if self.concepts == "rotate" and self.training.steps < several:
-            raise ValueError(f"concepts: rotate asks one concept a step, so {several} concepts need training.steps >= {several}, found {self.training.steps}")  # fmt: skip
-        if self.concepts == "rotate" and self.method.options.get("every", 1) != 1:
-            raise ValueError("method.every keeps a bargain for some steps, and concepts: rotate asks another concept at each; leave every at 1, or use concepts: players")  # fmt: skip
-
-    def _check_lora(self) -> None:
-        """Raise ValueError where low-rank factors are asked of what has none."""
-        if self.trainable.lora is None:
-            return
-        if self.target not in PROMPTED:
-            raise ValueError(f"trainable.lora: only the targets {' and '.join(PROMPTED)} train a LoRA, found target {self.target!r}")  # fmt: skip
-        if self.trainable.reinitialise is not None:
-            raise ValueError("trainable: reinitialise draws weights anew, which a LoRA leaves alone; give one of the two")  # fmt: skip
-        if any(side.elastic for side in self.sides.values()):
-            raise ValueError("elastic pulls weights back to what they were, and a LoRA's factors start without a meaning of their own; train the weights themselves, or leave elastic out")  # fmt: skip
-
-    def _check_negation(self) -> None:
-        """Raise ValueError where there is no vector of one task to turn round."""
-        if self.trainable.negate is None:
-            return
-        wrong = [f"{concept_player(i)}.loss: {side.loss}" for i, side in enumerate(self.forgotten) if side.loss != "data"]  # fmt: skip
-        wrong += [f"a {name} side" for name in ("retain", "replace", "attack", "histogram") if getattr(self, name) is not None]  # fmt: skip
-        wrong += ["batchnorm: train"] if self.trainable.batchnorm == "train" else []
-        wrong += ["watch, which looks while the model still learns the concept"] if self.watch is not None else []
-        if wrong:
-            raise ValueError(f"trainable.negate turns round what training on the concept alone did (forget.loss: data, method: {{name: weighted, retain: 0}}); found {'; '.join(wrong)}")  # fmt: skip
-
-    def _check_memory(self, method: Any) -> None:
-        """Raise ValueError where settings of memory say nothing about the target, or contradict others."""
-        asked = [key for key in MEMORY if getattr(self.training, key) != Training.model_fields[key].default]
-        if asked and self.target not in PROMPTED:
-            raise ValueError(f"training: {', '.join(asked)} says nothing about the target {self.target!r}; only pipelines have parts to move or to hold in bf16 ({', '.join(PROMPTED)})")  # fmt: skip
-        if asked and hasattr(method, "edit"):
-            raise ValueError(f"training: the method {self.method.name!r} edits in one go and does not hear {', '.join(asked)}; leave it out")  # fmt: skip
-        if "frozen" in asked and self.target != "denoiser":
-            raise ValueError("training.frozen: bf16 holds the weights of the denoiser that are not trained, so it needs target: denoiser")  # fmt: skip
-        if "frozen" in asked and self.training.precision != "bf16":
-            raise ValueError("training.frozen: bf16 needs training.precision: bf16, since the frozen weights have no more digits to give")  # fmt: skip
-        if "frozen" in asked and self.generation.precision != "bf16":
-            raise ValueError("training.frozen: bf16 needs generation.precision: bf16, since the pictures are made by the model as it is held")  # fmt: skip
-        if self.watch is not None and ({"offload", "frozen"} & set(asked)):
-            raise ValueError(f"watch draws whole pictures between the steps, which training.{asked[-1]} takes the parts or the digits from; leave out one of the two")  # fmt: skip
-
-    def _check_sides(self) -> None:
-        """Raise ValueError where a side does not fit the target."""
-        allowed = LOSS_NAMES[self.target]
-        for name, side in sorted(self.sides.items(), key=lambda item: item[0] == "retain"):  # the forgotten first
-            prompted = self.target in PROMPTED
-            if prompted != (side.prompts is not None):
-                raise ValueError(f"{name}: the target {self.target!r} needs {'prompts' if prompted else 'data, labelled examples'}")  # fmt: skip
-            if side.loss not in allowed:
-                raise ValueError(f"{name}.loss: {unknown_message(f'loss of target {self.target!r}', side.loss, allowed)}")  # fmt: skip
-            self._check_settings(name, side)
-            if self.target in ("clip", "classifier") and side.loss == "anchor" and not isinstance(side.anchor, str):
-                raise ValueError(f"{name}: the loss 'anchor' needs an anchor: the class to say instead, by name or number")  # fmt: skip
-        if self.forgotten[0].data == "rest":
-            raise ValueError("forget: data: rest is for the retain side; say what is to be forgotten")
-        if self.attack is not None and self.target != "denoiser":
-            raise ValueError(f"attack: the target {self.target!r} has no prompt embedding to attack; use the target 'denoiser'")  # fmt: skip
-        if self.histogram is not None and self.target not in ("denoiser", "vae"):
-            raise ValueError(f"histogram: the target {self.target!r} draws no samples that a judge could look at; use denoiser or vae")  # fmt: skip
-        if self.watch is not None and self.target not in PROMPTED:
-            raise ValueError(f"watch: the suites of prompts do not apply to the target {self.target!r}")
 
     @property
     def forgotten(self) -> list[Side]:
@@ -207,14 +103,15 @@ class Recipe(Strict):
     @property
     def cast(self) -> tuple[str, ...]:
         """All players in the order the methods expect, also the concepts that wait for their turn."""
-        return self._cast(len(self.forgotten))
+        return self.acting(len(self.forgotten))
 
     @property
     def players(self) -> tuple[str, ...]:
         """The players of one step, in the order the methods expect: of concepts in turn there is one, `forget`."""
-        return self.cast if self.concepts == "players" else self._cast(1)
+        return self.cast if self.concepts == "players" else self.acting(1)
 
-    def _cast(self, concepts: int) -> tuple[str, ...]:
+    def acting(self, concepts: int) -> tuple[str, ...]:
+        """The players in the order the methods expect, with so many concepts among them."""
         present = [name for name in PLAYERS if getattr(self, name) is not None]
         return tuple(one for name in present for one in (map(concept_player, range(concepts)) if name == "forget" else [name]))  # fmt: skip
 
@@ -225,17 +122,8 @@ class Recipe(Strict):
         content["method"] = {"name": self.method.name, **{k: default for k, (_, default) in known.items()}, **self.method.options}  # fmt: skip
         return content
 
-    def _check_settings(self, name: str, side: Side) -> None:
-        """Raise ValueError where a side is given a setting that says nothing about the target."""
-        idle = self._idle & side.model_fields_set
-        if self.target == "vae" and side.anchor is not None:
-            idle = {*idle, "anchor"}
-        changed = [key for key in sorted(idle) if getattr(side, key) != Side.model_fields[key].get_default(call_default_factory=True)]  # fmt: skip
-        if changed:
-            raise ValueError(f"{name}: {', '.join(changed)} says nothing about the target {self.target!r}")
-
     @property
-    def _idle(self) -> set[str]:
+    def idle(self) -> set[str]:
         """Settings of a side that say nothing about this target."""
         of_prompts = {"eta", "images", "noised", "n", "timesteps", "neutral", "tokens", "elastic"}
         numbers = {"vae": {"l1", "distill"}, "classifier": {"kl"}, "clip": {"kl"}}.get(self.target, {"kl", "l1", "distill"})  # fmt: skip
@@ -253,9 +141,9 @@ class Recipe(Strict):
 
     def _irrelevant(self) -> dict[str, Any]:
         """Settings that say nothing about this job, so that they are not spelled out."""
-        left_out: dict[str, Any] = dict.fromkeys(("forget", "retain", "replace"), self._idle | self._unasked)
+        left_out: dict[str, Any] = dict.fromkeys(("forget", "retain", "replace"), self.idle | self._unasked)
         if isinstance(self.forget, list):
-            left_out["forget"] = {"__all__": self._idle | self._unasked}
+            left_out["forget"] = {"__all__": self.idle | self._unasked}
         else:
             left_out["concepts"] = True
         if self.target != "clip":
@@ -280,14 +168,6 @@ class Recipe(Strict):
 
 def _listed(forget: Any) -> list[Side]:
     return forget if isinstance(forget, list) else [forget] if forget is not None else []
-
-
-def _combines(method: Any, players: tuple[str, ...]) -> bool:
-    try:
-        method.check_players(players)
-    except ValueError:
-        return False
-    return True
 
 
 def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = ()) -> Recipe:

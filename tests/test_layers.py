@@ -51,7 +51,8 @@ ALLOWED = {
     "sections": {"errors", "resources", "training.parameters"},
     "changes": {"errors", "resources"},
     "mistakes": {"errors", "sections"},
-    "recipe": {"training.presets", "errors", "registry", "resources", "environment", "sections", "changes", "mistakes"},
+    "consistency": {"errors", "sections", "recipe"},  # recipe: its type only
+    "recipe": {"training.presets", "errors", "registry", "resources", "environment", "sections", "changes", "mistakes", "consistency"},
     "targets": {
         *BASE,
         "recipe",

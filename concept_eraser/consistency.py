@@ -1,0 +1,143 @@
+"""What a recipe's sections ask of each other, beyond what each says alone: a contradiction is an error with its remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from concept_eraser.errors import unknown_message
+from concept_eraser.sections import LOSS_NAMES, MEMORY, PROMPTED, Side, Training, concept_player
+
+if TYPE_CHECKING:
+    from concept_eraser.recipe import Recipe
+
+
+def check(recipe: Recipe, method: Any) -> None:
+    """Raise ValueError where the sections of a recipe do not fit each other, or the method."""
+    if recipe.retain is None and recipe.method.name != "weighted" and getattr(method, "needs_retain", True):
+        raise ValueError(f"the method {recipe.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
+    if method.targets is not None and recipe.target not in method.targets:
+        raise ValueError(f"the method {recipe.method.name!r} works on {', '.join(method.targets)} only, since {method.why}; found target {recipe.target!r}")  # fmt: skip
+    _concepts(recipe)
+    _players(recipe, method)
+    _sides(recipe)
+    if recipe.attack is not None and not method.needs_attack:
+        raise ValueError(f"the method {recipe.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
+    _lora(recipe)
+    _negation(recipe)
+    _memory(recipe, method)
+    if method.needs_fp32 and recipe.training.precision != "fp32":
+        raise ValueError(f"the method {recipe.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
+
+
+def _players(recipe: Recipe, method: Any) -> None:
+    """Raise ValueError where the method cannot combine the players; it may know two, and so one concept a step."""
+    try:
+        method.check_players(recipe.players)
+    except ValueError as error:
+        several = len(recipe.players) > len(recipe.acting(1))
+        if several and hasattr(method, "direction") and _combines(method, recipe.acting(1)):
+            raise ValueError(f"{error}; or ask one concept a step with concepts: rotate, which suits every method of two players") from None  # fmt: skip
+        raise
+
+
+def _combines(method: Any, players: tuple[str, ...]) -> bool:
+    try:
+        method.check_players(players)
+    except ValueError:
+        return False
+    return True
+
+
+def _concepts(recipe: Recipe) -> None:
+    """Raise ValueError where a list of concepts asks for what is defined for one only."""
+    several = len(recipe.forgotten)
+    if several == 1:
+        if recipe.concepts == "rotate":
+            raise ValueError("concepts: rotate takes several concepts in turn; give forget as a list of them, or leave it out")  # fmt: skip
+        return
+    if recipe.target not in PROMPTED:
+        raise ValueError(f"forget: a list of concepts is for prompts (target {' or '.join(PROMPTED)}); labelled data take several classes in one side, classes: [...], found target {recipe.target!r}")  # fmt: skip
+    for name in ("replace", "attack", "histogram"):
+        if getattr(recipe, name) is not None:
+            raise ValueError(f"{name} is defined for one concept, found {several} in forget; erase them one at a time and add the results with `concept-eraser merge`")  # fmt: skip
+    for place, side in enumerate(recipe.forgotten):
+        twin = next((i for i in range(place) if recipe.forgotten[i].prompts == side.prompts), None)
+        if twin is not None:
+            raise ValueError(f"forget: concepts {twin + 1} and {place + 1} have the same prompts; remove one of them")  # fmt: skip
+    if recipe.concepts == "rotate" and recipe.training.steps < several:
+        raise ValueError(f"concepts: rotate asks one concept a step, so {several} concepts need training.steps >= {several}, found {recipe.training.steps}")  # fmt: skip
+    if recipe.concepts == "rotate" and recipe.method.options.get("every", 1) != 1:
+        raise ValueError("method.every keeps a bargain for some steps, and concepts: rotate asks another concept at each; leave every at 1, or use concepts: players")  # fmt: skip
+
+
+def _sides(recipe: Recipe) -> None:
+    """Raise ValueError where a side does not fit the target."""
+    allowed = LOSS_NAMES[recipe.target]
+    for name, side in sorted(recipe.sides.items(), key=lambda item: item[0] == "retain"):  # the forgotten first
+        prompted = recipe.target in PROMPTED
+        if prompted != (side.prompts is not None):
+            raise ValueError(f"{name}: the target {recipe.target!r} needs {'prompts' if prompted else 'data, labelled examples'}")  # fmt: skip
+        if side.loss not in allowed:
+            raise ValueError(f"{name}.loss: {unknown_message(f'loss of target {recipe.target!r}', side.loss, allowed)}")  # fmt: skip
+        _settings(recipe, name, side)
+        if recipe.target in ("clip", "classifier") and side.loss == "anchor" and not isinstance(side.anchor, str):
+            raise ValueError(f"{name}: the loss 'anchor' needs an anchor: the class to say instead, by name or number")  # fmt: skip
+    if recipe.forgotten[0].data == "rest":
+        raise ValueError("forget: data: rest is for the retain side; say what is to be forgotten")
+    if recipe.attack is not None and recipe.target != "denoiser":
+        raise ValueError(f"attack: the target {recipe.target!r} has no prompt embedding to attack; use the target 'denoiser'")  # fmt: skip
+    if recipe.histogram is not None and recipe.target not in ("denoiser", "vae"):
+        raise ValueError(f"histogram: the target {recipe.target!r} draws no samples that a judge could look at; use denoiser or vae")  # fmt: skip
+    if recipe.watch is not None and recipe.target not in PROMPTED:
+        raise ValueError(f"watch: the suites of prompts do not apply to the target {recipe.target!r}")
+
+
+def _settings(recipe: Recipe, name: str, side: Side) -> None:
+    """Raise ValueError where a side is given a setting that says nothing about the target."""
+    idle = recipe.idle & side.model_fields_set
+    if recipe.target == "vae" and side.anchor is not None:
+        idle = {*idle, "anchor"}
+    changed = [key for key in sorted(idle) if getattr(side, key) != Side.model_fields[key].get_default(call_default_factory=True)]  # fmt: skip
+    if changed:
+        raise ValueError(f"{name}: {', '.join(changed)} says nothing about the target {recipe.target!r}")
+
+
+def _lora(recipe: Recipe) -> None:
+    """Raise ValueError where low-rank factors are asked of what has none."""
+    if recipe.trainable.lora is None:
+        return
+    if recipe.target not in PROMPTED:
+        raise ValueError(f"trainable.lora: only the targets {' and '.join(PROMPTED)} train a LoRA, found target {recipe.target!r}")  # fmt: skip
+    if recipe.trainable.reinitialise is not None:
+        raise ValueError("trainable: reinitialise draws weights anew, which a LoRA leaves alone; give one of the two")  # fmt: skip
+    if any(side.elastic for side in recipe.sides.values()):
+        raise ValueError("elastic pulls weights back to what they were, and a LoRA's factors start without a meaning of their own; train the weights themselves, or leave elastic out")  # fmt: skip
+
+
+def _negation(recipe: Recipe) -> None:
+    """Raise ValueError where there is no vector of one task to turn round."""
+    if recipe.trainable.negate is None:
+        return
+    wrong = [f"{concept_player(i)}.loss: {side.loss}" for i, side in enumerate(recipe.forgotten) if side.loss != "data"]  # fmt: skip
+    wrong += [f"a {name} side" for name in ("retain", "replace", "attack", "histogram") if getattr(recipe, name) is not None]  # fmt: skip
+    wrong += ["batchnorm: train"] if recipe.trainable.batchnorm == "train" else []
+    wrong += ["watch, which looks while the model still learns the concept"] if recipe.watch is not None else []
+    if wrong:
+        raise ValueError(f"trainable.negate turns round what training on the concept alone did (forget.loss: data, method: {{name: weighted, retain: 0}}); found {'; '.join(wrong)}")  # fmt: skip
+
+
+def _memory(recipe: Recipe, method: Any) -> None:
+    """Raise ValueError where settings of memory say nothing about the target, or contradict others."""
+    asked = [key for key in MEMORY if getattr(recipe.training, key) != Training.model_fields[key].default]
+    if asked and recipe.target not in PROMPTED:
+        raise ValueError(f"training: {', '.join(asked)} says nothing about the target {recipe.target!r}; only pipelines have parts to move or to hold in bf16 ({', '.join(PROMPTED)})")  # fmt: skip
+    if asked and hasattr(method, "edit"):
+        raise ValueError(f"training: the method {recipe.method.name!r} edits in one go and does not hear {', '.join(asked)}; leave it out")  # fmt: skip
+    if "frozen" in asked and recipe.target != "denoiser":
+        raise ValueError("training.frozen: bf16 holds the weights of the denoiser that are not trained, so it needs target: denoiser")  # fmt: skip
+    if "frozen" in asked and recipe.training.precision != "bf16":
+        raise ValueError("training.frozen: bf16 needs training.precision: bf16, since the frozen weights have no more digits to give")  # fmt: skip
+    if "frozen" in asked and recipe.generation.precision != "bf16":
+        raise ValueError("training.frozen: bf16 needs generation.precision: bf16, since the pictures are made by the model as it is held")  # fmt: skip
+    if recipe.watch is not None and ({"offload", "frozen"} & set(asked)):
+        raise ValueError(f"watch draws whole pictures between the steps, which training.{asked[-1]} takes the parts or the digits from; leave out one of the two")  # fmt: skip
