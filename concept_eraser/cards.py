@@ -232,7 +232,7 @@ def _limits(found: Findings) -> Iterator[str]:
     if prompted:
         yield from _broken(found)
     if found.unlike:
-        yield f"Left out, since they attacked or measured other weights than those evaluated: {', '.join(found.unlike)}."
+        yield f"Left out, since they measured or attacked other weights than those evaluated: {', '.join(found.unlike)}."
     missing = ", ".join(map(_cell, found.missing(found.evaluations)))
     if not found.evaluations and not found.several:
         yield "Not measured: whether the concept is gone, and what was lost beside it."

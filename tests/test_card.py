@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
 import concept_eraser
-from concept_eraser import UserError
+from concept_eraser import UserError, places
 from concept_eraser.cli.main import app
 from tests.conftest import short
 
@@ -105,6 +105,56 @@ def test_no_path_of_this_machine(measured: Path, tmp_path: Path) -> None:
     assert str(tmp_path) not in text
     assert "`base` (a local copy)" in text
     assert "`mine.txt`" in text
+
+
+def test_no_path_in_recipe_or_suite(measured: Path, tmp_path: Path) -> None:
+    """Quoted, long enough to be wrapped by YAML, relative by way of `..`, and in a suite of one's own; still a recipe."""
+    run = tmp_path / "run"
+    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    (tmp_path / "secret place").mkdir()
+    mine = tmp_path / "secret place" / ("mine and others " * 8 + "'quoted': yes #1.txt")
+    mine.write_text("a red star\n")
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["forget"]["prompts"], recipe["retain"]["images"] = str(mine), "~/secret/pictures"
+    recipe["forget"]["anchor"] = "a circle and/or a cross"
+    (run / "recipe.yaml").write_text("# x\n" + yaml.safe_dump({**recipe, "model": "../../secret/base"}))
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    evaluation["protocol"]["groups"]["direct"]["prompts"] = str(tmp_path / "secret place" / "suite.txt")
+    evaluation["refused"] = {"fid": f"no such file: {tmp_path}/secret/fid.npz"}
+    evaluation["models"]["before"] = "../../secret/base (0123)"
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    text = concept_eraser.card(run)
+    assert "secret" not in text
+    assert str(tmp_path) not in text
+    for said in ("`base` (a local copy)", "suite.txt (forget)", "no such file: fid.npz"):
+        assert said in text
+    shown = yaml.safe_load(text.rsplit("```yaml\n", 1)[1].split("```")[0])
+    assert shown["forget"] == {**recipe["forget"], "prompts": mine.name}
+    assert shown == {**recipe, "model": "base", "forget": shown["forget"], "retain": {**recipe["retain"], "images": "pictures"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/data/base", "base"),
+        ("../../base", "base"),
+        ("../..", "local"),
+        ("~/models/base (0a1b)", "base (0a1b)"),
+        (r"C:\Users\me\base", "base"),
+        ("/a/b/x.safetensors on ../base (0a1b)", "x.safetensors on base (0a1b)"),
+        ("owner/name@v1", "owner/name@v1"),
+        ("runs/mine", "runs/mine"),
+        ("package.module:function", "package.module:function"),
+        ("/imagine a star", "/imagine a star"),
+        ("a photo of a cat and/or a dog, https://a.org/b/c", "a photo of a cat and/or a dog, https://a.org/b/c"),
+        ("cannot read /a b/c/d.npz, found 2", "cannot read /a d.npz, found 2"),
+        ("1.5 / 2", "1.5 / 2"),
+        ("", ""),
+        ("/", "/"),
+    ],
+)
+def test_places(text: str, expected: str) -> None:
+    assert places.shortened(text) == expected
 
 
 def test_an_attack_on_other_weights_is_left_out(measured: Path, tmp_path: Path) -> None:

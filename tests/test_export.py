@@ -96,6 +96,30 @@ def test_strength_0_is_the_original_and_half_is_between(kind: str, to: str, runs
     assert apart(in_diffusers(half.path, to, pipe), expected.sample(["a red star"], **ASKED)[0]) <= 1
 
 
+@pytest.mark.parametrize("to", ["lora", "kohya"])
+def test_a_lora_of_strength_0_is_read_back(to: str, runs, tmp_path: Path, shared_tiny) -> None:
+    """It changes nothing, and that is what it says; a LoRA of another model, which changes nothing either, is refused."""
+    file = exporting.export(runs["lora"], to, strength=0.0, before=shared_tiny, output=tmp_path / "none.safetensors").path  # fmt: skip
+    original = shared_tiny.sample(["a red star"], **ASKED)[0]
+    assert apart(drawn(file, base=shared_tiny), original) == 0
+    whole = exporting.export(file, "diffusers", before=shared_tiny, output=tmp_path / "whole").path
+    assert apart(drawn(whole), original) == 0
+    tensors = load_file(exporting.export(runs["lora"], to, before=shared_tiny, output=tmp_path / "full.safetensors").path)  # fmt: skip
+    save_file({name: torch.zeros_like(v) if "lora_A" in name or "down" in name else v for name, v in tensors.items()}, tmp_path / "odd.safetensors")  # fmt: skip
+    with pytest.raises(UserError, match="changes nothing in"):
+        load(tmp_path / "odd.safetensors", base=shared_tiny)
+
+
+def test_a_pickle_of_more_than_tensors_is_told_in_our_words(tmp_path: Path) -> None:
+    torch.save({"weights": Path("x")}, tmp_path / "code.pt")
+    (tmp_path / "cut.pt").write_bytes(b"garbage")
+    for name, said in (("code.pt", "it holds more than tensors, .* so it is refused"), ("cut.pt", "it is damaged")):
+        with pytest.raises(UserError, match=said) as caught:
+            load(tmp_path / name, base="tiny-sd", allow_pickle=True)
+        assert "two options" not in str(caught.value)
+        assert "Weights only" not in str(caught.value)
+
+
 def test_the_strength_slider_of_diffusers(runs, shared_tiny, pipe) -> None:
     pipe.load_lora_weights(str(runs["lora"] / "lora"), adapter_name="erase")
     for strength, expected in ((0.0, shared_tiny), (1.0, load(runs["lora"]))):

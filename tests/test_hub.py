@@ -13,13 +13,15 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 import concept_eraser
 from concept_eraser import UserError, resources
 from concept_eraser.cli.main import app
 from concept_eraser.models import hub, single_file
-from concept_eraser.models.loading import load
+from concept_eraser.models.loading import load, load_part
+from concept_eraser.models.module import build
 from tests.conftest import short
 from tests.fake_hub import TOKEN, Hub
 
@@ -155,6 +157,103 @@ def test_nothing_that_names_this_machine_is_uploaded(run: Path, tmp_path: Path) 
         assert str(tmp_path).encode() not in content, one.name
         assert str(run.parent).encode() not in content, one.name
     assert str(tmp_path) in config.read_text(), "the run's own file stays as it was"
+
+
+def test_relative_paths_and_what_is_no_part_of_a_model_stay_here(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    index, tokenizer = copied / "pipeline" / "model_index.json", copied / "pipeline" / "tokenizer" / "tokenizer_config.json"  # fmt: skip
+    for path, told in ((index, "../../secret/base"), (copied / "pipeline" / "vae" / "config.json", "runs/secret/vae"), (tokenizer, "/home/secret/words")):  # fmt: skip
+        path.write_text(json.dumps({**json.loads(path.read_text()), "_name_or_path": told, "name_or_path": told}))
+    config = copied / "pipeline" / "unet" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": "someone/tiny"}))
+    hidden = [copied / "pipeline" / ".env", copied / "pipeline" / ".git" / "config.json", copied / "lora" / ".netrc", copied / "pipeline" / "unet" / "notes.pdf", copied / "pipeline" / "README.md"]  # fmt: skip
+    for path in hidden:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("secret")
+    found = concept_eraser.push_to_hub(copied, "me/no-star", kind="both", dry_run=True)
+    contents = {one.name: one.content if isinstance(one.content, bytes) else one.content.read_bytes() for one in found.uploads}  # fmt: skip
+    assert not [name for name, content in contents.items() if b"secret" in content]
+    assert len(contents) == len(found.uploads)
+    assert json.loads(contents["unet/config.json"])["_name_or_path"] == "someone/tiny", "an id of the hub is no path"
+    assert json.loads(contents["model_index.json"])["_class_name"] == "StableDiffusionPipeline"
+    assert sorted(found.left_out) == ["lora/.netrc", "pipeline/.env", "pipeline/.git/config.json", "pipeline/README.md", "pipeline/unet/notes.pdf"]  # fmt: skip
+    done = CliRunner().invoke(app, ["push", str(copied), "me/no-star", "--dry-run"])
+    assert "left out, for they are hidden or of no kind that models are saved as: pipeline/.env" in done.output
+
+
+def test_a_half_filled_cache_is_told_by_the_hub_id(cached: Path, world) -> None:
+    """As a download that was cut off leaves it."""
+    snapshot = cached / "models--someone--tiny" / "snapshots" / MAIN
+    for lost, said in ((snapshot / "unet" / "diffusion_pytorch_model.safetensors", "unet holds no weights"), (snapshot / "vae", "it has no vae/ folder"), (snapshot / "model_index.json", "it has no model_index.json")):  # fmt: skip
+        kept = lost.rename(cached / "kept")
+        world()
+        with pytest.raises(UserError, match="cannot load someone/tiny: the download of it .* is incomplete") as caught:
+            load("someone/tiny")
+        kept.rename(lost)
+        assert said in str(caught.value)
+        assert f"remove {cached / 'models--someone--tiny'} and" in str(caught.value)
+        assert "run once with a network" in str(caught.value)
+        assert "snapshots" not in str(caught.value)
+
+
+def uploaded(folder: Path, cache: Path) -> str:
+    """The code of the card of a run, whose upload lies in the cache as if it had been fetched."""
+    found = concept_eraser.push_to_hub(folder, "me/mine", dry_run=True)
+    base = cache / "models--me--mine"
+    (base / "refs").mkdir(parents=True)
+    (base / "refs" / "main").write_text(MAIN)
+    for one in found.uploads:
+        place = base / "snapshots" / MAIN / one.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(one.content if isinstance(one.content, bytes) else one.content.read_bytes())
+    return found.card.split("## How to use it")[1].split("```python\n")[1].split("```")[0]
+
+
+def classifier(source: str, folder: Path) -> dict[str, torch.Tensor]:
+    """A run on a classifier, and its weights."""
+    settings = {"target": "classifier", "forget": {"data": "digits", "classes": [3], "loss": "relabel"}, "retain": "rest"}  # fmt: skip
+    training = {"steps": 1, "batch_size": 4, "device": "cpu"}
+    return concept_eraser.erase(model=source, output=folder, training=training, **settings).load().module.state_dict()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["architecture", "function", "clip", "vae"])
+def test_the_cards_code_loads_what_was_uploaded(kind: str, tmp_path: Path, world, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    world(offline=True)
+    run = tmp_path / "run"
+    if kind in ("architecture", "function"):
+        build("mlp", "classifier", inputs=64, hidden=8).save(tmp_path / "net")
+        (tmp_path / "cardnet.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(64, 10)\n")
+        expected = classifier("net" if kind == "architecture" else "cardnet:make", run)
+    else:
+        (run / "model").mkdir(parents=True)
+        recipe = {"model": "tiny-sd", "target": kind, "forget": {"data": "digits", "classes": ["3"], "loss": "ascent"}, "retain": {"data": "digits", "loss": "data"}, "method": {"name": "munba"}, "trainable": {"select": "all"}}  # fmt: skip
+        (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        (run / "done.json").write_text("{}")
+        if kind == "vae":
+            diffusers.AutoencoderKL.from_pretrained(FOLDER / "vae").save_pretrained(run / "model")
+        else:
+            load_part("tiny-sd", "clip").save(run / "model")
+        expected = load_part(run, kind).module.state_dict()  # type: ignore[attr-defined]
+    found: dict[str, Any] = {}
+    exec(uploaded(run, cached), found)
+    assert not found["model"].training
+    state = found["model"].state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    assert ("tokenizer" in found) == (kind == "clip")
+
+
+def test_weights_alone_are_said_to_be_so(tmp_path: Path) -> None:
+    """Of a network in memory nobody knows how it was made; the card leaves one line to its reader."""
+    run = tmp_path / "run"
+    concept_eraser.erase(model=torch.nn.Linear(64, 10), target="classifier", forget={"data": "digits", "classes": [3], "loss": "relabel"}, retain="rest", training={"steps": 1, "batch_size": 4, "device": "cpu"}, output=run)  # fmt: skip
+    text = concept_eraser.card(run, repository="me/mine")
+    assert "it was a `torch.nn.modules.linear.Linear`" in text
+    assert 'load_file(hf_hub_download("me/mine", "model.safetensors"))' in text
+    assert "concept_eraser.measure" not in text
 
 
 def test_what_is_not_pushed(run: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from concept_eraser.evaluation.report import RunFacts
 from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.evaluation.suite import Suite
 
-
 EVALUATIONS = "evaluations"  # in a run folder, of further suites: <suite>/evaluation.json and report.html
 
 

@@ -104,6 +104,13 @@ def folder_of(name: str, *, token: str | None = None, allow_pickle: bool = False
         raise UserError(f"cannot load {name}: {_reason(silent, revision, error)}") from None
 
 
+def half_filled(name: str, folder: Path, problem: str) -> str:
+    """What to say of a pipeline in the cache that lacks files. folder: its snapshot; problem: what was found there."""
+    told = problem.replace(f"{folder}/", "").replace(str(folder), "it")
+    whole = folder.parents[1] if folder.parent.name == "snapshots" else folder
+    return f"cannot load {name}: the download of it in the cache on this machine is incomplete ({told}); run once with a network, or remove {whole} and load it again"  # fmt: skip
+
+
 def _reason(silent: bool, revision: str | None, error: Exception) -> str:
     if not silent:
         return f"the hub did not give it: {first_line(error)}"

@@ -28,6 +28,10 @@ _FAMILIES = {
 _WEIGHED = ("unet", "transformer", "vae", "text_encoder")  # how the parts of a pipeline begin that have weights we load
 
 
+class Incomplete(UserError):
+    """A folder lacks files that its model needs."""
+
+
 def load_part(source: Any, target: str, *, allow_pickle: bool = False) -> Loaded:
     """Load what a job with some target trains.
 
@@ -200,7 +204,7 @@ def _configuration(name: str, token: str | None) -> str:
 def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
     index = folder / "model_index.json"
     if not index.is_file():
-        raise UserError(f"{name} is no diffusers pipeline: it has no model_index.json (found: {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'nothing'})")  # fmt: skip
+        raise Incomplete(f"{name} is no diffusers pipeline: it has no model_index.json (found: {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'nothing'})")  # fmt: skip
     try:
         content = json.loads(index.read_text())
         family = _family(content["_class_name"], name)
@@ -217,13 +221,13 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
-        raise UserError(f"{folder.parent} is incomplete: it has no {folder.name}/ folder")
+        raise Incomplete(f"{folder.parent} is incomplete: it has no {folder.name}/ folder")
     tensors = sorted(folder.glob("*.safetensors"))
     pickles = [p for p in folder.iterdir() if p.suffix in overlay.PICKLES]
     if not tensors and pickles and not allow_pickle:
         raise UserError(f"{pickles[0]} is a pickle, which can execute code when loaded; convert it to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust its author")  # fmt: skip
     if not tensors and not pickles:
-        raise UserError(f"{folder} holds no weights (*.safetensors)")
+        raise Incomplete(f"{folder} holds no weights (*.safetensors)")
     for path in tensors:
         try:
             with safe_open(path, "pt"):
@@ -234,7 +238,11 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
 
 def _from_hub(name: str, allow_pickle: bool, token: str | None) -> Model:
     """A pipeline of the hub: its folder in the cache, filled where the hub answers."""
-    return _from_folder(hub.folder_of(name, token=token, allow_pickle=allow_pickle, left_out={"safety_checker": None, "feature_extractor": None}), name, allow_pickle)  # fmt: skip
+    folder = hub.folder_of(name, token=token, allow_pickle=allow_pickle, left_out={"safety_checker": None, "feature_extractor": None})  # fmt: skip
+    try:
+        return _from_folder(folder, name, allow_pickle)
+    except Incomplete as error:
+        raise UserError(hub.half_filled(name, folder, str(error))) from None
 
 
 def _guarded(family: Any, location: str, name: str, options: dict) -> Model:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, first_line
 from concept_eraser.models import single_file
 from concept_eraser.models.base import Model
 
@@ -53,7 +54,7 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
     tensors = _read(file, allow_pickle)
     if any("lora" in name.lower() for name in tensors):
         # from the file, not from its tensors: the scale (lora_alpha) may stand in the file's header alone
-        _merge_lora(base, tensors if file.suffix in PICKLES else file, path)
+        _merge_lora(base, tensors if file.suffix in PICKLES else file, path, idle=_idle(tensors))
         return
     if hasattr(base, "pipeline") and single_file.parts_in(tensors):
         single_file.place_on(base, tensors, str(path))
@@ -113,15 +114,31 @@ def _read(file: Path, allow_pickle: bool) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds
-        raise UserError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0][:160]}") from None
+        raise UserError(f"{file} cannot be read as plain tensors: {_why(error)}") from None
     content = content.get("state_dict", content) if isinstance(content, Mapping) else content
     if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
         raise UserError(f"{file} is no state dict: expected tensors by name")
     return dict(content)
 
 
-def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path) -> None:
-    """Add a LoRA's matrices to the weights, by diffusers' own reader, and take the adapters away again."""
+def _why(error: Exception) -> str:
+    """Why torch reads no tensors from a pickle. Its own sentence tells of ways around the refusal, which are not ours."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return first_line(error)
+    if any(word in str(error) for word in ("GLOBAL", "Unsupported class", "REDUCE", "BUILD")):
+        return "it holds more than tensors, objects that can execute code, so it is refused; ask its author for a .safetensors file, or for a state dict alone"  # fmt: skip
+    return "it is damaged, or holds more than tensors; copy it again, or ask its author for a .safetensors file"
+
+
+def _idle(lora: Mapping[str, Tensor]) -> bool:
+    """Whether every pair of a LoRA has a factor of zeros, as one of strength 0: that it changes nothing is no mistake."""
+    ups = [v for name, v in lora.items() if name.endswith(("lora_B.weight", "lora_up.weight", "lora.up.weight", "lora_linear_layer.up.weight"))]  # fmt: skip
+    return bool(ups) and not any(v.any() for v in ups)
+
+
+def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle: bool) -> None:
+    """Add a LoRA's matrices to the weights, by diffusers' own reader, and take the adapters away again. idle: it is all
+    zeros, so that it may change nothing."""
     pipeline: Any = getattr(base, "pipeline", None)
     if pipeline is None or not hasattr(pipeline, "load_lora_weights"):
         raise UserError(f"{path} is a LoRA, which {base.source} cannot take: its pipeline reads none")
@@ -138,7 +155,7 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path) -> None
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{path} is a LoRA that does not fit {base.source}: {str(error).splitlines()[0][:200]}") from None  # fmt: skip
     same = all(torch.equal(v, before[name][k]) for name, part in base.parts.items() for k, v in part.state_dict().items() if k in before[name])  # fmt: skip
-    if same:
+    if same and not idle:
         raise UserError(f"{path} is a LoRA that changes nothing in {base.source}; was it made for another architecture?")  # fmt: skip
     base.source = f"{path} on {base.source}"
     for part in base.parts.values():
