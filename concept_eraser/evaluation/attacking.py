@@ -25,7 +25,7 @@ from concept_eraser.errors import UserError
 from concept_eraser.evaluation import pages, plots
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.evaluation.base import Judge
-from concept_eraser.evaluation.book import add_line, read_lines
+from concept_eraser.evaluation.book import Kept
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.evaluation.suite import Suite, dumps, group_prompts
 from concept_eraser.files import write_text
@@ -300,45 +300,3 @@ def encode(model: Model, pictures: Tensor) -> Tensor:
     """Latents of [n, h, w, 3] uint8 pictures."""
     scaled = pictures.permute(0, 3, 1, 2).float().div(127.5).sub(1)
     return torch.cat([model.encode_images(part) for part in scaled.split(ENCODED_AT_ONCE)])
-
-
-class Kept:
-    """Batches of an attack that are done, one JSON line each; the first line says of which attack. Several processes add
-    to one book, and find what the others have added."""
-
-    def __init__(self, folder: Path | None, fingerprint: str) -> None:
-        self.path = folder / "attempts.jsonl" if folder else None
-        self.head = {"attack": fingerprint}
-        self.rows: dict[str, dict[str, Any]] = {}
-        if folder is None and not ranks.alone():
-            raise UserError("an attack by several processes needs a folder for what they find; give one with --output")
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise UserError(f"{folder} is a file; give a folder with --output")
-        lines = self._read()
-        self.begun = bool(lines)
-        if lines and lines[0] != self.head:
-            raise UserError(f"{self.path} holds another attack (another model, protocol or budget); give a new folder with --output")  # fmt: skip
-
-    def _read(self) -> list[dict[str, Any]]:
-        lines = read_lines(self.path) if self.path else []
-        self.rows |= {line["batch"]: line for line in lines if "batch" in line}
-        return lines
-
-    def batch(self, name: str) -> Any:
-        """What became of a batch, None where nobody has done it."""
-        if name not in self.rows:
-            self._read()
-        return self.rows.get(name)
-
-    def add(self, name: str, done: dict[str, Any]) -> None:
-        self.rows[name] = {"batch": name, **done}
-        if self.path is None:
-            return
-        self.claim()
-        add_line(self.path, self.rows[name])
-
-    def claim(self) -> None:
-        """Say whose the folder is: when something was done, or nothing was left to do. A refused request leaves no book."""
-        if self.path is not None and not self.begun:
-            add_line(self.path, self.head)
-            self.begun = True
