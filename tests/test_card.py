@@ -147,7 +147,7 @@ def test_no_path_in_recipe_or_suite(measured: Path, tmp_path: Path) -> None:
         ("package.module:function", "package.module:function"),
         ("/imagine a star", "/imagine a star"),
         ("a photo of a cat and/or a dog, https://a.org/b/c", "a photo of a cat and/or a dog, https://a.org/b/c"),
-        ("cannot read /a b/c/d.npz, found 2", "cannot read /a d.npz, found 2"),
+        ("cannot read /a/c/d.npz, found 2", "cannot read d.npz, found 2"),
         ("1.5 / 2", "1.5 / 2"),
         ("", ""),
         ("/", "/"),
