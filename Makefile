@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 # The torch the suite was last run with. TORCH=torch takes the newest one instead.
 TORCH  ?= torch==2.13.0
+# pytest processes, one thread each; WORKERS=0 runs all tests in one.
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -30,7 +32,7 @@ quickstart: $(STAMP)
 	@INSTALL_SECONDS=$$(cat $(STAMP)) $(BIN)/concept-eraser quickstart
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .
