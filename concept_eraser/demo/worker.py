@@ -54,13 +54,15 @@ def erase(spec: dict[str, Any]) -> None:
 
 
 def measure(spec: dict[str, Any]) -> None:
-    """Evaluate a run by its suite; evaluation.json and report.html into its folder."""
+    """Evaluate a run by its suite; evaluation.json and report.html into its folder, or beside another suite's."""
     from concept_eraser import api
+    from concept_eraser.evaluation.entries import place_for
 
     folder = Path(spec["folder"])
     found = api.evaluate(str(folder), spec["suite"], n=spec["n"], progress=Reporter())
-    found.save(folder / "evaluation.json")
-    api.report(found, folder / "report.html", run=folder)
+    place = place_for(folder, found.suite, Path(spec["suite"]).stem)
+    found.save(place / "evaluation.json")
+    api.report(found, place / "report.html", run=folder)
 
 
 def attack(spec: dict[str, Any]) -> None:
