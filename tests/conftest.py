@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may depend on a download
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; threads of theirs would spin on each other's barriers
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # workers share the cores; threads of theirs would spin on each other's barriers
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).parent.parent

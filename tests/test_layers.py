@@ -52,7 +52,17 @@ ALLOWED = {
     "changes": {"errors", "resources"},
     "mistakes": {"errors", "sections"},
     "consistency": {"errors", "sections", "recipe"},  # recipe: its type only
-    "recipe": {"training.presets", "errors", "registry", "resources", "environment", "sections", "changes", "mistakes", "consistency"},
+    "recipe": {
+        "training.presets",
+        "errors",
+        "registry",
+        "resources",
+        "environment",
+        "sections",
+        "changes",
+        "mistakes",
+        "consistency",
+    },
     "targets": {
         *BASE,
         "recipe",
