@@ -23,6 +23,7 @@ from concept_eraser.merging import merge as merge
 from concept_eraser.models import loading
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.clip import Clip
+from concept_eraser.models.guards import Guard
 from concept_eraser.progress import Progress, silent
 from concept_eraser.publishing import push_to_hub as push_to_hub
 from concept_eraser.recipe import Recipe
@@ -48,11 +49,13 @@ class Run:
         return loaded
 
 
-def load(source: Any, *, allow_pickle: bool = False, base: Any = None) -> Model:
+def load(source: Any, *, allow_pickle: bool = False, base: Any = None, guard: str | None = None) -> Model:
     """Load a model by name ("tiny-sd"), folder, run folder, hub id, or from a pipeline in memory; or a LoRA, denoiser or
-    text encoder of another eraser on the `base` it was made for."""
+    text encoder of another eraser on the `base` it was made for. guard: a safeguard while sampling, e.g. "negative:a star"."""
     found = loading.load(source, allow_pickle=allow_pickle, base=base)
     found.configure(_options_of(source))
+    if guard:
+        found.protect(Guard.read(guard))
     return found
 
 
@@ -162,6 +165,7 @@ def evaluate(
     *,
     before: Any = None,
     n: int | None = None,
+    guard: str | None = None,
     output: str | Path | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
@@ -177,7 +181,7 @@ def evaluate(
     """
     protocol = suites.load(suite if suite is not None else matching.suite_of(model)).scaled(n)
     matching.require_kept(matching.recipe_of(model), protocol)
-    original, after = _pair(model, before, allow_pickle)
+    original, after = _pair(model, before, allow_pickle, guard)
     found = suites.evaluate(original, after, protocol, cache=cache, progress=progress)
     if output and ranks.is_first():
         found.save(Path(output))
@@ -197,6 +201,7 @@ def attack(
     hide: str | None = None,
     word: str | None = None,
     options: dict[str, Any] | None = None,
+    guard: str | None = None,
     output: str | Path | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
@@ -213,7 +218,7 @@ def attack(
     """
     protocol = attacking.Protocol(suites.load(suite if suite is not None else matching.suite_of(model)), name, options or {}, group, n, batch, seed, hide, word)  # fmt: skip
     folder = Path(output) if output is not None else None
-    whole, victim = _pair(model, before, allow_pickle)
+    whole, victim = _pair(model, before, allow_pickle, guard)
     found = attacking.run(protocol, victim, whole, folder=folder, cache=cache, progress=progress)
     if folder is not None and ranks.is_first():
         found.save(folder / "attack.json")
@@ -240,7 +245,7 @@ def _options_of(model: Any) -> dict[str, float]:
     return content.get("model_options", {}) if isinstance(content, dict) else {}
 
 
-def _pair(model: Any, before: Any, allow_pickle: bool) -> tuple[Model, Model]:
+def _pair(model: Any, before: Any, allow_pickle: bool, guard: str | None = None) -> tuple[Model, Model]:
     """The original and the model to be measured, loaded."""
     found = matching.recipe_of(model)
     known = before if before is not None else found.model if found else None
@@ -248,4 +253,6 @@ def _pair(model: Any, before: Any, allow_pickle: bool) -> tuple[Model, Model]:
     original = loading.load(known if known is not None else "tiny-sd", allow_pickle=allow_pickle)
     for one in (original, after):
         one.configure(found.model_options if found else {})
+    if guard:
+        after.protect(Guard.read(guard))
     return original, after

@@ -23,6 +23,7 @@ def attack(
     hide: Annotated[Optional[str], typer.Option(help="attack prompts in which this word stands for the concept's; proves an attack on an unprotected model")] = None,
     word: Annotated[Optional[str], typer.Option(help="how the prompts name the concept, where that is not the suite's value for it")] = None,
     settings: Annotated[Optional[list[str]], typer.Option("--set", help="an option of the attack, key=value; may be given several times")] = None,
+    guard: Annotated[Optional[str], typer.Option(help="sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, sld-strong: or sld-max:")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of attack.json and attempts.jsonl (default: attacks/<attack> in the run folder, or here)")] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="also load weights stored as pickles, which can execute code")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
@@ -45,9 +46,9 @@ def attack(
     from concept_eraser.cli.show_progress import bars
 
     here = Path(model) if (Path(model) / "recipe.yaml").is_file() else Path()  # nobody else's folder is written to
-    folder = output or here / "attacks" / name
+    folder = output or here / "attacks" / (name if guard is None else f"{name}-{guard.partition(':')[0]}")
     with bars(quiet) as progress:
-        found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, word=word, options=_options(settings or []), output=folder, allow_pickle=allow_pickle, progress=progress)  # fmt: skip
+        found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, word=word, options=_options(settings or []), guard=guard, output=folder, allow_pickle=allow_pickle, progress=progress)  # fmt: skip
     if ranks.is_first():
         summarise(found)
         typer.echo(f"numbers: {folder / 'attack.json'}")

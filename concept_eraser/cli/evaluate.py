@@ -16,6 +16,7 @@ def evaluate(
     suite: Annotated[Optional[str], typer.Option(help="evaluation suite by name or file (default: the one named like the run's forget set); see `concept-eraser list suites`")] = None,
     before: Annotated[Optional[str], typer.Option(help="the model before (default: the one the run's recipe names)")] = None,
     n: Annotated[Optional[int], typer.Option("-n", min=2, help="at most so many pictures a group")] = None,
+    guard: Annotated[Optional[str], typer.Option(help="sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, sld-strong: or sld-max:")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of evaluation.json and report.html (default: the run folder; evaluations/SUITE in it where it holds another suite's)")] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="also load weights stored as pickles, which can execute code")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
@@ -35,7 +36,7 @@ def evaluate(
     from concept_eraser.evaluation import entries
     from concept_eraser.reporting import is_labelled
 
-    ours = (Path(model) / "recipe.yaml").is_file()
+    ours = (Path(model) / "recipe.yaml").is_file() and not guard  # a safeguard is no part of the run
     folder = output or (Path(model) if ours else Path("evaluation"))  # nobody else's folder is written to
     if is_labelled(Path(model)):
         if suite or n:
@@ -43,7 +44,9 @@ def evaluate(
         _measure(Path(model), before, folder)
         return
     with bars(quiet) as progress:
-        found = api.evaluate(model, suite, before=before, n=n, allow_pickle=allow_pickle, progress=progress)
+        found = api.evaluate(
+            model, suite, before=before, n=n, guard=guard, allow_pickle=allow_pickle, progress=progress
+        )
     if not ranks.is_first():  # of several processes one writes
         return
     run = Path(model) if ours else None

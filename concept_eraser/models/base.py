@@ -98,6 +98,10 @@ class Model(Loaded):
         """The parts that read prompts."""
         return tuple(name for name in self.parts if name.startswith("text_encoder"))
 
+    def protect(self, guard: Any) -> None:
+        """Sample under a safeguard (models/guards.py) from now on. Raises UserError where the family cannot."""
+        raise self.lacks(f"the safeguard {guard.kind!r}")
+
     def lacks(self, what: str) -> UserError:
         """The error of a family that has several text encoders, or none, where one is needed."""
         found = f"has {' and '.join(self.readers)}" if self.readers else "is conditioned on classes, not on texts"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from concept_eraser.errors import UserError
 from concept_eraser.models import cross_attention
 from concept_eraser.models.base import Condition, Model, Weights
+from concept_eraser.models.guards import Guard
 from concept_eraser.models.words import Words
 
 log = logging.getLogger(__name__)
@@ -61,13 +63,16 @@ class Latent(Model):
         None  # of the denoiser's frozen weights while they are not fp32 (training/placement.py)
     )
 
+    guard: Guard | None = None  # a safeguard while sampling
+
     def drawing(self) -> dict[str, Any]:
         """The latents' shape, the sampler with its configuration, and how tokenizers write down a sentence."""
         scheduler = self.pipeline.scheduler
         tokenizers = [getattr(self.pipeline, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")]
         written = [[*t(SENTENCE).input_ids, t.pad_token_id, int(t.model_max_length)] for t in tokenizers if t is not None]  # fmt: skip
         told = {"pipeline": type(self.pipeline).__name__, "scheduler": [type(scheduler).__name__, {k: str(v) for k, v in sorted(scheduler.config.items()) if not k.startswith("_")}]}  # fmt: skip
-        return {**super().drawing(), **told, "tokens": written}
+        guarded = {"guard": str(self.guard)} if self.guard else {}
+        return {**super().drawing(), **told, "tokens": written, **guarded}
 
     def __init__(self, pipeline: Any, source: str) -> None:
         self.pipeline, self.source = pipeline, source
@@ -106,6 +111,12 @@ class Latent(Model):
 
     def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
         raise self.lacks("putting in a CLIP text tower")
+
+    def protect(self, guard: Guard) -> None:
+        """Sample under a safeguard from now on. Raises UserError where the family has no single text to steer by."""
+        if self.readers != ("text_encoder",):
+            raise self.lacks(f"the safeguard {guard.kind!r}")
+        self.guard, self.source = guard, f"{self.source} under {guard}"
 
     def _only_read(self, weights: Weights | None, rows: Tensor | None) -> None:
         """Raise UserError where an encoder's weights or its tokens' embeddings are to be replaced."""
@@ -188,7 +199,8 @@ class Latent(Model):
             raise ValueError(f"one seed per prompt is needed, found {len(prompts)} prompts and {len(seeds)} seeds")
         # noise is drawn on the CPU, one generator an image: a picture depends on its own seed, not on its batch
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        with self.precision(autocast or self.narrowed):
+        guarded = self.guard.around(self, len(prompts)) if self.guard else nullcontext()
+        with self.precision(autocast or self.narrowed), guarded:
             images = self.pipeline(**self._asked(prompts), generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", **self._reporting(progress)).images  # fmt: skip
         return images.float().mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
