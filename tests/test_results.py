@@ -12,11 +12,12 @@ import yaml
 from concept_eraser import recipe
 from concept_eraser.evaluation import suite as suites
 from tests.conftest import ROOT
+from tools import leaderboard
 
 RESULTS = ROOT / "eval" / "results"
-STUDIES = [path.stem for path in (ROOT / "eval" / "studies").glob("*.yaml") if "\nentries:" in path.read_text()]
+STUDIES = [path.stem for path in (ROOT / "eval" / "studies").glob("*.yaml") if "\nentries:" in path.read_text() or "\nattack:" in path.read_text()]
 FILES = sorted(path for study in STUDIES for path in (RESULTS / study).glob("*.json"))
-OTHERS = sorted(path for path in RESULTS.glob("*/*.json") if path not in FILES)
+OTHERS = sorted(path for path in [*RESULTS.glob("*/*.json"), *RESULTS.glob("*/attacks/*.json")] if path not in FILES)
 
 
 def test_rendered_files_are_up_to_date() -> None:
@@ -61,6 +62,7 @@ def test_other_results_say_where_they_come_from(path) -> None:
 def test_selection_seeds_are_not_reported() -> None:
     for path in (ROOT / "eval" / "studies").glob("*.yaml"):
         study = yaml.safe_load(path.read_text())
+        study = leaderboard.expanded(study) if "attack" in study else study
         if "victims" in study:  # chooses nothing: its settings are those of other studies
             for victim in study["victims"].values():
                 recipe.load(victim["recipe"], [f"{k}={json.dumps(v)}" for k, v in victim.get("set", {}).items()])
@@ -72,10 +74,9 @@ def test_selection_seeds_are_not_reported() -> None:
         pictures = {study.get("picture_seed", suites.load(name).seed) for name in named}
         assert study["select"]["picture_seed"] not in pictures, "nothing is chosen by the pictures that are reported"
         for entry in study["entries"].values():
-            recipe.load(
-                entry.get("recipe") or study["recipe"],
-                [f"{k}={json.dumps(v)}" for k, v in entry.get("set", {}).items()],
-            )
+            for point in study["grids"][entry["grid"]] if entry.get("grid") else [{}]:
+                changes = {**entry.get("set", {}), **point}
+                recipe.load(entry.get("recipe") or study["recipe"], [f"{k}={json.dumps(v)}" for k, v in changes.items()])  # fmt: skip
 
 
 @pytest.mark.slow
