@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,10 +107,7 @@ def two_steps(recipe: Recipe, model: Loaded, *, options: dict[str, float] | None
     size = recipe.training.batch_size if options is None else FEW
     asked = shortened(recipe, size if recipe.target in PROMPTED else min(size, recipe.training.batch_size), options=options)  # fmt: skip
     method: Any = registry.build("method", asked.method.name, asked.method.options)
-    logging.getLogger("concept_eraser").setLevel(
-        logging.ERROR
-    )  # prompts that are cut are named once, by the run itself
-    with tempfile.TemporaryDirectory(prefix="concept-eraser-") as folder:
+    with _quiet(), tempfile.TemporaryDirectory(prefix="concept-eraser-") as folder:
         job = jobs.Job(asked, model, Path(folder), silent, cache=Path(folder) / "cache")
         if hasattr(method, "edit"):
             return job.run(resume=False).seconds
@@ -118,6 +117,18 @@ def two_steps(recipe: Recipe, model: Loaded, *, options: dict[str, float] | None
     if not any(value is not None for row in rows for value in row["losses"].values()) or engine.skipped == len(rows):
         raise UserError("the losses of the two steps tried are not finite; lower training.lr or use precision fp32")
     return float(rows[-1]["seconds"]) * recipe.training.micro_batches
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, no warnings: prompts that are cut are named once, by the run itself."""
+    log = logging.getLogger("concept_eraser")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def pictures(recipe: Recipe) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,14 @@ def test_a_model_that_is_not_at_hand_is_stood_in_for_and_counted() -> None:
 
 def test_a_model_at_hand_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    level = logging.getLogger("concept_eraser").level
     few = ["training.batch_size=2", "generation.batch_size=2", "training.device=cpu"]
     shown = CliRunner().invoke(app, ["erase", "tiny_star_munba", *few, "--dry-run"])
     assert shown.exit_code == 0, shown.output
     assert "for 100 steps + about" in shown.output
     assert "for generating 800 pictures" in shown.output
     assert not list(tmp_path.iterdir())
+    assert logging.getLogger("concept_eraser").level == level, "later warnings of the process are not muted"
     assert "no trial was made" in CliRunner().invoke(app, ["erase", "tiny_star_munba", "--dry-run", "--no-trial"]).output  # fmt: skip
 
 

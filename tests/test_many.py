@@ -278,7 +278,7 @@ def test_five_concepts_end_to_end(tmp_path: Path) -> None:
     assert all(value > 0 for value in contributions)
     told = json.loads((run.folder / "environment.json").read_text())["prompts"]
     assert {name: told[name]["id"] for name in NAMES} == {n: f"tiny_{s}" for n, s in zip(NAMES, FIVE, strict=True)}
-    with pytest.raises(UserError, match=r"forgot 5 concepts, and a suite measures one.*tiny_star"):
+    with pytest.raises(UserError, match=r"forgot 5 concepts, and a suite measures one.*tiny_five_star"):
         concept_eraser.evaluate(run.folder)
     found = concept_eraser.evaluate(run.folder, "tiny_five_moon", n=2)
     assert found.find("concept_share", "direct") is not None

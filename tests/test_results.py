@@ -15,7 +15,11 @@ from tests.conftest import ROOT
 from tools import leaderboard
 
 RESULTS = ROOT / "eval" / "results"
-STUDIES = [path.stem for path in (ROOT / "eval" / "studies").glob("*.yaml") if "\nentries:" in path.read_text() or "\nattack:" in path.read_text()]
+STUDIES = [
+    path.stem
+    for path in (ROOT / "eval" / "studies").glob("*.yaml")
+    if "\nentries:" in path.read_text() or "\nattack:" in path.read_text()
+]
 FILES = sorted(path for study in STUDIES for path in (RESULTS / study).glob("*.json"))
 OTHERS = sorted(path for path in [*RESULTS.glob("*/*.json"), *RESULTS.glob("*/attacks/*.json")] if path not in FILES)
 

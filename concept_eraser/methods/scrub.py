@@ -1,4 +1,4 @@
-"""SCRUB: a student that disobeys its teacher on the forgotten examples and obeys it elsewhere (Kurmanji et al., 2302.09880).
+"""SCRUB: a student that disobeys its teacher on the forgotten examples and obeys it elsewhere (Kurmanji et al., arXiv 2302.09880).
 
 With w^o the trained model (the teacher), w^u the student, which starts from it, and d(x; w) = KL(p(x; w^o) || p(x; w)):
 

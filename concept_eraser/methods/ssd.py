@@ -1,4 +1,4 @@
-"""Selective synaptic dampening: shrink the weights that matter more to the forgotten than to all (2308.07707).
+"""Selective synaptic dampening: shrink the weights that matter more to the forgotten than to all (arXiv 2308.07707).
 
 Importance of a weight is the diagonal of the empirical Fisher matrix, with l the cross-entropy:
 
