@@ -55,7 +55,7 @@ class Bench:
         run = api.erase(recipe, output=folder, resume=True)
         done = json.loads((folder / "done.json").read_text())
         shutil.rmtree(folder / "pipeline", ignore_errors=True)  # weights.safetensors is enough to make it again
-        gradients = recipe.training.steps * recipe.training.micro_batches * len(recipe.players)
+        gradients = 0 if "edit" in done else recipe.training.steps * recipe.training.micro_batches * len(recipe.players)
         return erased_model(run), {"seconds": done["seconds"], "gradients": gradients, "runs": 1}
 
     def alone(self, entry: dict, point: dict, seed: int, folder: Path) -> list[Model]:
@@ -159,7 +159,8 @@ def main() -> None:
     work = args.work / (args.study.stem + ("_trial" if trial else ""))
     bench = Bench(study, work, work / "results" if trial else RESULTS / args.study.stem, args.steps, args.n)
     for name in args.entries.split(",") if args.entries else study["entries"]:
-        bench.run(name, [s for s in study["seeds"] if not args.seeds or str(s) in args.seeds.split(",")])
+        own = study["entries"][name].get("seeds", study["seeds"])
+        bench.run(name, [s for s in own if not args.seeds or str(s) in args.seeds.split(",")])
 
 
 if __name__ == "__main__":
