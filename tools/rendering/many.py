@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.rendering.common import change, load, mean, pooled, provenance, results, setting, share, table
+from tools.rendering.common import RESULTS, change, load, mean, pooled, provenance, results, setting, share, table
 
 
 def _of_suite(runs: list[dict], suite: str) -> list[dict]:
@@ -35,7 +35,10 @@ def page(study: str, title: str) -> str:
     rows = [head, _row(first[:1], "before"), *(_row(runs) for runs in found.values())]
     every = {f"{name}/{suite}": _of_suite(runs, suite) for name, runs in found.items() for suite in runs[0]["evaluations"]}  # fmt: skip
     about = "Shares of pictures that still show the concept, with 95 % Wilson intervals over the pictures of all seeds. Of models erased one at a time each column is the model of that concept, and what was kept is their mean. Gradients: of one loss over one batch, all runs that it took together."  # fmt: skip
-    return "\n".join([f"# {title}", "", about, "", table(rows), "", provenance(every), ""])
+    notes = RESULTS / study / "notes.md"
+    said = [notes.read_text().rstrip(), ""] if notes.exists() else []
+    made = f"Rendered from `{study}/*.json` by `python -m tools.render_results`; made by `python -m tools.many eval/studies/{study}.yaml`, which goes on where it was stopped."
+    return "\n".join([f"# {title}", "", made, about, "", table(rows), "", provenance(every), "", *said])
 
 
 TITLES = {"tiny_five": "Five concepts at once"}
