@@ -51,8 +51,8 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         "kept": _retained(recipe, environment),
         "method": {"name": recipe.method.name, "about": registry.summary("method", recipe.method.name).rstrip(".") + ".", "options": _listed(cleaned(recipe.method.options))},
         "trained": _trained(recipe),
-        "counted": f"{done['trained_parameters']:,} parameters in {done['trained_tensors']:,} tensors were trained, in {done['seconds']:g} s." if "trained_parameters" in done else "",
-        "settings": [(key, value) for key, value in recipe.training.model_dump().items() if key in _SETTINGS],
+        "counted": f"{done['trained_parameters']:,} parameters in {done['trained_tensors']:,} tensors were {'rewritten in one go' if edited(recipe) else 'trained'}, in {done['seconds']:g} s." if "trained_parameters" in done else "",
+        "settings": [] if edited(recipe) else [(key, value) for key, value in recipe.training.model_dump().items() if key in _SETTINGS],
         "evaluations": [one for one in map(_evaluated, found.evaluations) if one["metrics"]],
         "unmeasured": ", ".join(map(_cell, found.missing(found.evaluations))),
         "several": found.several,
@@ -68,6 +68,11 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
     loader = jinja2.FileSystemLoader(TEMPLATES)
     world = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return world.get_template("card.md").render(**content).rstrip() + "\n"
+
+
+def edited(recipe: Recipe) -> bool:
+    """Whether the method changes the model in one go: it hears no loss, no number of pictures and no setting of a training."""
+    return hasattr(registry.load("method", recipe.method.name), "edit")
 
 
 def finished(folder: Path) -> tuple[Recipe, dict[str, Any]]:
@@ -157,17 +162,17 @@ def _sides(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[list[str]
         rows = told.get(name, {})
         instead = getattr(side, "anchor", None)
         shown = _listed(cleaned(instead)) if isinstance(instead, Mapping) else cleaned(instead) or "-"
-        used = getattr(side, "n", None)
-        yield [name, f"`{_cell(findings.source(side))}`", str(rows.get("rows", "-")), "all" if used is None else str(used), f"`{rows['hash']}`" if "hash" in rows else "-", side.loss, _cell(shown)]  # fmt: skip
+        used, loss = (None, "-") if edited(recipe) else (getattr(side, "n", None), side.loss)
+        yield [name, f"`{_cell(findings.source(side))}`", str(rows.get("rows", "-")), "all" if used is None else str(used), f"`{rows['hash']}`" if "hash" in rows else "-", loss, _cell(shown)]  # fmt: skip
 
 
 def _retained(recipe: Recipe, environment: Mapping[str, Any]) -> str:
     side = recipe.sides.get("retain")
     if side is None:
-        return "nothing was trained to be kept"
+        return "nothing was asked to be kept"
     rows = environment.get("prompts", {}).get("retain", {})
     counted = f", {rows['rows']} rows, hash `{rows['hash']}`" if "hash" in rows else ""
-    return f"`{_cell(findings.source(side))}`{counted} (loss {side.loss})"
+    return f"`{_cell(findings.source(side))}`{counted}" + ("" if edited(recipe) else f" (loss {side.loss})")
 
 
 def _trained(recipe: Recipe) -> str:

@@ -184,6 +184,13 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     assert ModelCard(text).data.pipeline_tag == "image-classification"
 
 
+def test_a_closed_form_is_not_told_as_a_training(tmp_path: Path) -> None:
+    run = concept_eraser.erase("tiny_star_uce", output=tmp_path / "run").folder
+    text = concept_eraser.card(run)
+    assert "rewritten in one go" in text
+    assert not any(word in text for word in ("| lr |", "(loss", "| 400 |", "Trained:"))
+
+
 def test_the_command(measured: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["card", str(measured)])
     assert done.exit_code == 0, done.output
