@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import save_file
 
 from tests.conftest import ROOT, short
 
@@ -81,6 +82,16 @@ def test_absurd_numbers_are_refused(cli, extra: list[str]) -> None:
     found = cli("generate", "tiny-sd", "-p", "a star", *extra)
     assert found.returncode == 2
     assert "Traceback" not in found.stderr
+
+
+def test_a_part_is_looked_at_on_its_base(cli, tiny, tmp_path: Path) -> None:
+    tensors = {"conv_in.bias": tiny.denoiser.conv_in.bias.detach() + 1}
+    save_file(tensors, tmp_path / "part.safetensors")
+    told = cli("generate", "part.safetensors", "-p", "a star", "-n", "1", "--steps", "1")
+    assert told.returncode == 2
+    for output, before in (("there", ["part.safetensors", "--before", "tiny-sd"]), ("plain", ["tiny-sd"])):
+        assert cli("generate", *before, "-p", "a star", "-n", "1", "--steps", "1", "-o", output).returncode == 0
+    assert (tmp_path / "there" / "00000.png").read_bytes() != (tmp_path / "plain" / "00000.png").read_bytes()
 
 
 def test_the_demo_warns_before_it_opens_to_the_network(cli, tmp_path: Path) -> None:

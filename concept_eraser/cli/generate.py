@@ -18,6 +18,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="pictures are numbered from this seed")] = 0,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="denoising steps")] = 25,
     guidance: Annotated[float, typer.Option(min=0.0, max=1000.0, help="classifier-free guidance")] = 5.0,
+    before: Annotated[Optional[str], typer.Option(help="the model that a LoRA, denoiser or text encoder was made for")] = None,
     guard: Annotated[Optional[str], typer.Option(help="sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, sld-strong: or sld-max:")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of the pictures")] = Path("pictures"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
@@ -46,7 +47,11 @@ def generate(
     seeds = [seed + i if own is None else own for i, own in enumerate(generation.own_seeds(asked))]
     with bars(quiet) as progress:
         pictures = generation.generate(
-            api.load(model, guard=guard), asked, seeds, generation.Sampling(steps, guidance), progress=progress
+            api.load(model, base=before, guard=guard),
+            asked,
+            seeds,
+            generation.Sampling(steps, guidance),
+            progress=progress,
         )
     output.mkdir(parents=True, exist_ok=True)
     with (output / "metadata.jsonl").open("w") as file:
