@@ -24,10 +24,10 @@ from torch import Tensor
 
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError, unknown
+from concept_eraser.files import write_whole
 from concept_eraser.models import loading, lora_files, single_file
 from concept_eraser.models.base import Model
 from concept_eraser.models.lora import Factors, Pair, can_adapt
-from concept_eraser.training.checkpoint import write_whole
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
 _SUFFIX = ".safetensors"

@@ -19,6 +19,7 @@ from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.watch import Watch, share_of
+from concept_eraser.files import write_text, write_whole
 from concept_eraser.methods.base import Method
 from concept_eraser.models import lora_files
 from concept_eraser.models.base import Loaded, Model
@@ -27,7 +28,6 @@ from concept_eraser.recipe import Recipe
 from concept_eraser.sections import ASIDE, MEMORY
 from concept_eraser.targets import edits, labelled, prompted
 from concept_eraser.targets.base import Request
-from concept_eraser.training.checkpoint import write_whole
 from concept_eraser.training.engine import Engine, Eraser, Schedule, optimizer_class
 from concept_eraser.training.parameters import select
 from concept_eraser.training.placement import Placement, needed
@@ -94,11 +94,7 @@ def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str)
             (*resources.WHOLE_MODEL, "attacks", "evaluations", "exports", lora_files.FOLDER, TRACKING) if ours else ()
         ):
             shutil.rmtree(folder / name, ignore_errors=True)
-    write_whole(folder / "recipe.yaml", lambda partial: _text(partial, recipes.dump(recipe, command)))
-
-
-def _text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
 
 
 class Erased(Protocol):
@@ -242,12 +238,12 @@ class Job:
 
     def _write_all(self, describe: dict[str, Any], changed: dict[str, Tensor], factors: Any, done: dict[str, Any]) -> None:  # fmt: skip
         part = getattr(self.model, "network", "unet") if self.recipe.target == "denoiser" else self.recipe.target
-        self._write("environment.json", lambda p: _text(p, json.dumps(describe, indent=1) + "\n"))
+        write_text(self.folder / "environment.json", json.dumps(describe, indent=1) + "\n")
         self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": part}))
         if factors is not None:
             self._write(lora_files.FOLDER, lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE))
         self._write(resources.whole_model(self.model.family), self.model.save)
-        self._write("done.json", lambda p: _text(p, json.dumps(done, indent=1) + "\n"))
+        write_text(self.folder / "done.json", json.dumps(done, indent=1) + "\n")
         (self.folder / "state.ckpt").unlink(missing_ok=True)
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:

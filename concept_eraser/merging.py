@@ -22,9 +22,9 @@ from torch import Tensor
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
 from concept_eraser.exporting import Moved, differences, require_its_own
+from concept_eraser.files import write_whole
 from concept_eraser.models import loading
 from concept_eraser.models.base import Model
-from concept_eraser.training.checkpoint import write_whole
 
 NOTE = "merge.json"  # in the folder of the result
 Place = tuple[str, str]  # part and tensor

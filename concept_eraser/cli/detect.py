@@ -71,8 +71,8 @@ def _write(output: Path, name: str, rule: Any, found: dict, counts: dict) -> Non
     from concept_eraser import environment
     from concept_eraser.evaluation.nudity import Detector
     from concept_eraser.evaluation.suite import dumps
+    from concept_eraser.files import write_text
 
     raw = {when: {file: [[d.label, round(d.score, 4), list(d.box)] for d in some] for file, some in seen.items()} for when, (seen, _) in found.items()}  # fmt: skip
     content = {"preset": name, "classes": rule.classes, "least": rule.least, "unit": rule.unit, "counts": counts, "left_out": {when: skipped for when, (_, skipped) in found.items()}, "model": Detector().fingerprint, "detections": raw, "environment": environment.describe()}  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "detections.json").write_text(dumps(content))
+    write_text(output / "detections.json", dumps(content))

@@ -67,9 +67,9 @@ def _write(output: Path, features: str, seed: int, settings: dict[str, Any], fou
     from concept_eraser import environment
     from concept_eraser.evaluation.base import Result
     from concept_eraser.evaluation.suite import dumps
+    from concept_eraser.files import write_text
 
     results = [Result(f"{name}_{features}", "pictures", value, "lower", settings=settings).as_dict() for name, value in found.items()]  # fmt: skip
     protocol = {"seed": seed, **settings}
     content = {"protocol": protocol, "protocol_hash": environment.fingerprint(protocol), "results": results, "refused": {f"{name}_{features}": why for name, why in refused.items()}, "folders": folders, "environment": environment.describe()}  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "distance.json").write_text(dumps(content))
+    write_text(output / "distance.json", dumps(content))

@@ -32,6 +32,7 @@ def quickstart(
     from concept_eraser.evaluation import plots
     from concept_eraser.evaluation.report import verdict
     from concept_eraser.evaluation.suite import dumps
+    from concept_eraser.files import write_text
 
     began = time.monotonic()
     with bars(quiet) as progress:
@@ -48,7 +49,7 @@ def quickstart(
     if os.environ.get("INSTALL_SECONDS", "").isdigit():  # make tells
         seconds["installing"] = float(os.environ["INSTALL_SECONDS"])
     facts = {"verdict": verdict(found), "seconds": seconds, "evaluation": found.as_dict()}
-    (output / "quickstart.json").write_text(dumps(facts))
+    write_text(output / "quickstart.json", dumps(facts))
     summarise(found)
     typer.echo(f"\nerasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s), measuring {seconds['measuring']:.0f} s" + (f"; installing took {seconds['installing']:.0f} s, once" if "installing" in seconds else ""))  # fmt: skip
     typer.echo(f"pictures: {output / 'before_after.png'}")

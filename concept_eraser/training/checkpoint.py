@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from concept_eraser.errors import UserError
-from concept_eraser.files import write_whole as write_whole
+from concept_eraser.files import write_whole
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
