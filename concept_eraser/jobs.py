@@ -148,7 +148,7 @@ class Job:
             self.claim_once(accelerator)
             return Outcome(eraser, seconds, {"edit": dict(told)})
         engine = self.train(method, resume=resume)
-        notes: dict[str, Any] = {"steps": self.recipe.training.steps, "skipped_steps": engine.skipped}
+        notes: dict[str, Any] = {"steps": self.recipe.training.steps, "skipped_steps": engine.skipped, "cpu_seconds": round(engine.cpu_seconds, 2)}  # fmt: skip
         if isinstance(engine.watch, Watch):
             notes["forgotten"] = engine.watch.summary()
         return Outcome(engine.eraser, engine.seconds, notes)

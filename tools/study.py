@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import shutil
 import time
@@ -107,6 +108,7 @@ def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, se
             "task": entry.get("task", ""),
             "grid": scores,
             "conflict": conflict(folder / "log.jsonl"),
+            "cpu_seconds": cpu_seconds(folder / "log.jsonl"),
             **result,
         }
         results.mkdir(parents=True, exist_ok=True)
@@ -193,6 +195,12 @@ def conflict(path: Path) -> dict:
         "clamped": sum(row.get("clamped", 0) for row in rows),
         "degenerate": sum(row.get("degenerate", 0) for row in rows),
     }
+
+
+def cpu_seconds(path: Path) -> list[float]:
+    """What a run had taken after each of its steps, in seconds of its own process: other work beside it does not count."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [round(total, 2) for total in itertools.accumulate(row["cpu_seconds"] for row in rows)]
 
 
 def _rows(groups: list, when: str) -> Any:

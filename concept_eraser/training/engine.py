@@ -97,6 +97,7 @@ class Engine:
     skipped: int = 0
     skipped_in_a_row: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of this process, all its threads: what a busy machine does not stretch
     params: dict[str, nn.Parameter] = field(init=False)  # what the method sees: trained tensors, then the adversary's
 
     def __post_init__(self) -> None:
@@ -105,9 +106,10 @@ class Engine:
         self._require_same_start()
         self.optimizer = self._optimizer(list(self.params.values()))
         self.params = {**self.params, **self.eraser.adversary()}
-        began = time.monotonic()
+        began, busy = time.monotonic(), time.process_time()
         self.mask = self._prepare()
         self.seconds += time.monotonic() - began
+        self.cpu_seconds += time.process_time() - busy
 
     @property
     def checkpoint(self) -> Path:
@@ -142,10 +144,12 @@ class Engine:
 
     def _logged(self, step: int, log: Log | None) -> dict:
         """Do a step, count its time and write it down."""
-        began = time.monotonic()
+        began, busy = time.monotonic(), time.process_time()
         row = self._step(step)
         row["seconds"] = time.monotonic() - began
+        row["cpu_seconds"] = time.process_time() - busy
         self.seconds += row["seconds"]
+        self.cpu_seconds += row["cpu_seconds"]
         row = {"step": step + 1, **row, "memory_mb": round(peak_memory(), 1)}
         if log:
             log.write(row)

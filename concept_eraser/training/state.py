@@ -30,6 +30,7 @@ def save(engine: Engine, step: int) -> None:
         "skipped": engine.skipped,
         "skipped_in_a_row": engine.skipped_in_a_row,
         "seconds": engine.seconds,
+        "cpu_seconds": engine.cpu_seconds,
     }
     checkpoint.save(engine.checkpoint, state)
 
@@ -58,6 +59,7 @@ def restore(engine: Engine) -> int:
         state["skipped_in_a_row"],
         state["seconds"],
     )
+    engine.cpu_seconds = state.get("cpu_seconds", 0.0)
     return int(state["step"])
 
 
