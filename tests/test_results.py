@@ -21,7 +21,11 @@ STUDIES = [
     if "\nentries:" in path.read_text() or "\nattack:" in path.read_text()
 ]
 FILES = sorted(path for study in STUDIES for path in (RESULTS / study).glob("*.json"))
-OTHERS = sorted(path for path in [*RESULTS.glob("*/*.json"), *RESULTS.glob("*/attacks/*.json")] if path not in FILES)
+OTHERS = sorted(
+    path
+    for path in [*RESULTS.glob("*/*.json"), *RESULTS.glob("*/attacks/*.json"), *RESULTS.glob("*/implicit/*.json")]
+    if path not in FILES
+)
 
 
 def test_rendered_files_are_up_to_date() -> None:
@@ -49,6 +53,9 @@ def test_every_result_carries_its_provenance(path) -> None:
             assert row["after"]["n"] >= 2
             if row["after"]["low"] is not None:
                 assert row["after"]["low"] <= row["after"]["value"] <= row["after"]["high"]
+    if "guard" in content.get("point", {}):
+        assert content["recipe"] == {"model": "tiny-sd"}, "a safeguard trains nothing"
+        return
     assert content["seed"] == content["recipe"]["training"]["seed"]
     assert recipe.load(content["recipe"]).model == "tiny-sd"
     assert "took" in content or len(content["run"]["recipe"]) == 16
@@ -57,6 +64,7 @@ def test_every_result_carries_its_provenance(path) -> None:
 @pytest.mark.parametrize("path", OTHERS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_other_results_say_where_they_come_from(path) -> None:
     content = json.loads(path.read_text())
+    content = content.get("evaluation", content)
     assert content["environment"]["commit"]
     assert content["environment"]["versions"]["torch"]
     settings = content.get("settings") or content["protocol"]  # an attack's settings are its protocol
@@ -78,6 +86,8 @@ def test_selection_seeds_are_not_reported() -> None:
         pictures = {study.get("picture_seed", suites.load(name).seed) for name in named}
         assert study["select"]["picture_seed"] not in pictures, "nothing is chosen by the pictures that are reported"
         for entry in study["entries"].values():
+            if "guard" in entry:  # a safeguard has no recipe
+                continue
             for point in study["grids"][entry["grid"]] if entry.get("grid") else [{}]:
                 changes = {**entry.get("set", {}), **point}
                 recipe.load(entry.get("recipe") or study["recipe"], [f"{k}={json.dumps(v)}" for k, v in changes.items()])  # fmt: skip

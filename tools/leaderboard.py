@@ -1,10 +1,11 @@
 """All methods on all tasks under one protocol, attacks included.
 
-    python -m tools.leaderboard eval/studies/tiny_leaderboard.yaml [--tasks star] [--methods munba,esd] [--seeds 0] [--stage train|attack]
+    python -m tools.leaderboard eval/studies/tiny_leaderboard.yaml [--tasks star] [--methods munba,esd] [--seeds 0] [--stage train|implicit|attack]
 
 Every method has a grid of the same size, chosen on one task with training seeds and pictures that are not reported
-(tools/study.py does that); the other tasks take its setting. Then each victim is attacked. One JSON a run goes to
-eval/results/<study>/, one an attack to eval/results/<study>/attacks/; what is there is not made again, so the command
+(tools/study.py does that); the other tasks take its setting. Then each victim is asked by prompts without the concept's
+names, and attacked. A safeguard at inference (`guard`) has a grid of texts and nothing to train. One JSON a run goes to
+eval/results/<study>/, others to its folders implicit/ and attacks/; what is there is not made again, so the command
 goes on where it was stopped, also on another machine. `python -m tools.render_results` makes the page.
 """
 
@@ -25,12 +26,15 @@ from tools.attack_table import asked as attack_protocol
 from tools.attack_table import require_asked
 from tools.tasks import listed
 
+ORIGINAL = "tiny-sd"
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 
 
 def entry(board: dict[str, Any], task: str, method: str) -> dict[str, Any]:
     """A method on a task, in the words of tools/study.py. Keys that a recipe does not have are not set in it."""
     where, how = board["tasks"][task], board["methods"][method]
+    if "guard" in how:
+        return {"label": how["label"], "task": task, "suite": where["suite"], "guard": [kind + ":" + where["suite"].removeprefix("tiny_") for kind in how["guard"]]}  # fmt: skip
     recipe = recipes.load(how["recipe"], [f"{k}={json.dumps(v)}" for k, v in how.get("set", {}).items()])
     changes = dict(how.get("set", {}))
     for side, prompts in (("forget", where["forget"]), ("replace", where["forget"]), ("retain", where["retain"])):
@@ -63,6 +67,46 @@ def expanded(board: dict[str, Any]) -> dict[str, Any]:
     return {**board, "suite": board["tasks"][board["select"]["task"]]["suite"], "entries": entries}
 
 
+def guarded(study: dict[str, Any], name: str, results: Path) -> None:
+    """Measure the original under a safeguard, the best of its settings as seen on other pictures, and write its result."""
+    path, about = results / f"{name}_seed0.json", study["entries"][name]
+    if path.exists():
+        return
+    suite = studies.suite_of(study, about, study["select"]["picture_seed"])
+    suite = suite.model_copy(update={"groups": {k: v for k, v in suite.groups.items() if k in ("direct", "retained")}})
+    grid = []
+    for guard in about["guard"] if len(about["guard"]) > 1 else []:
+        seen = {"evaluation": api.evaluate(ORIGINAL, suite, before=ORIGINAL, n=study["select"]["n"], guard=guard).as_dict()}  # fmt: skip
+        grid.append({"point": {"guard": guard}, "score": studies.score(seen)})
+    best = max(grid, key=lambda row: row["score"])["point"]["guard"] if grid else about["guard"][0]
+    found = api.evaluate(ORIGINAL, studies.suite_of(study, about, None), before=ORIGINAL, n=study["n"], guard=best)
+    run = {"seconds": 0.0, "cpu_seconds": 0.0, "trained_parameters": 0}
+    content = {"entry": name, "label": about["label"], "task": about["task"], "grid": grid, "conflict": {"steps": 0}, "recipe": {"model": ORIGINAL}, "point": {"guard": best}, "seed": 0, "run": run, "size_mb": 0.0, "evaluation": found.as_dict()}  # fmt: skip
+    results.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps(content))
+    print(f"{name}: {best}, score {studies.score(content):.3f}", flush=True)
+
+
+def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of a reported run, and what else measuring it takes: the original of a run, or a safeguard."""
+    if "guard" in report["point"]:
+        return ORIGINAL, {"before": ORIGINAL, "guard": report["point"]["guard"]}
+    run = api.erase(recipes.validate(report["recipe"], report["entry"]), output=folder, resume=True)
+    return run.model or studies.erased_model(run), {"before": run.recipe.model}
+
+
+def implicit(board: dict[str, Any], name: str, seed: int, work: Path, results: Path) -> None:
+    """Measure one victim by prompts that show the concept without any of its names; a task may have none."""
+    report = json.loads((results / f"{name}_seed{seed}.json").read_text())
+    path, asked = results / "implicit" / f"{name}_seed{seed}.json", board["tasks"][report["task"]].get("implicit")
+    if asked is None or path.exists():
+        return
+    model, how = victim(report, work / name / f"report_{seed}")
+    found = api.evaluate(model, asked, n=board["pictures"]["implicit"], **how)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps({"victim": name, "seed": seed, "evaluation": found.as_dict()}))
+
+
 def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path, chosen: list[str]) -> None:  # fmt: skip
     """Attack one victim with the attacks that have no result yet. Its run must have been trained and reported."""
     report = json.loads((results / f"{name}_seed{seed}.json").read_text())
@@ -73,10 +117,9 @@ def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, w
         require_asked(paths.pop(one), attack_protocol(protocol, one))
     if not paths:
         return
-    run = api.erase(recipes.validate(report["recipe"], name), output=work / name / f"report_{seed}", resume=True)
-    model = run.model or studies.erased_model(run)
+    model, how = victim(report, work / name / f"report_{seed}")
     for one, path in paths.items():
-        found = api.attack(model, one, suite, group=protocol["group"], before=run.recipe.model, n=protocol["n"], seed=protocol["seed"], options=board["attacks"][one], output=work / name / f"attack_{seed}_{one}")  # fmt: skip
+        found = api.attack(model, one, suite, group=protocol["group"], n=protocol["n"], seed=protocol["seed"], options=board["attacks"][one], output=work / name / f"attack_{seed}_{one}", **how)  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dumps({"victim": name, "training_seed": seed, "recipe": report["recipe"], **found.as_dict()}))
         rates = {key: round(100 * rate["value"]) for key, rate in found.rates().items()}
@@ -90,7 +133,7 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="only these, in this order")
     parser.add_argument("--attacks", default="", help="only these")
     parser.add_argument("--seeds", default="", help="only these training seeds")
-    parser.add_argument("--stage", choices=["train", "attack", "both"], default="both")
+    parser.add_argument("--stage", choices=["train", "implicit", "attack", "all"], default="all")
     parser.add_argument("--work", type=Path, default=Path("runs/leaderboard"))
     args = parser.parse_args()
     board = yaml.safe_load(args.board.read_text())
@@ -102,9 +145,14 @@ def main() -> None:
             name = f"{task}_{method}"
             own = board["methods"][method].get("seeds", board["seeds"])  # a closed form draws nothing
             seeds = [seed for seed in asked if seed in own]
-            if args.stage != "attack":
-                studies.run_entry(study, name, study["entries"][name], args.work, results, seeds)
-            for seed in seeds if args.stage != "train" else []:
+            if args.stage in ("train", "all"):
+                if "guard" in board["methods"][method]:
+                    guarded(study, name, results)
+                else:
+                    studies.run_entry(study, name, study["entries"][name], args.work, results, seeds)
+            for seed in seeds if args.stage in ("implicit", "all") else []:
+                implicit(board, name, seed, args.work, results)
+            for seed in seeds if args.stage in ("attack", "all") else []:
                 attack(board, study, name, seed, args.work, results, attacks)
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.rendering import attacks, benches, labelled, leaderboard, many, others, studies
+from tools.rendering import attacks, benches, board_plot, labelled, leaderboard, many, others, studies
 from tools.rendering.common import RESULTS, ROOT, load
 
 
@@ -59,13 +59,17 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> int:
+    drawn = leaderboard.plots()
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    stale += [path for path, standings in drawn.items() if not board_plot.is_current(path, standings)]
     if "--check" in sys.argv:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is not what its JSON says; run python -m tools.render_results")
         return int(bool(stale))
     for path, text in pages().items():
         path.write_text(text)
+    for path in drawn.keys() & set(stale):
+        board_plot.draw(drawn[path], path)
     return 0
 
 

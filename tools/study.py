@@ -85,7 +85,7 @@ def score(result: dict) -> float:
 
 def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, seeds: list[int]) -> None:
     """Choose the entry's point, then train, evaluate and write the reported seeds that are not there yet."""
-    suite = _suite(study, entry, study.get("picture_seed"))
+    suite = suite_of(study, entry, study.get("picture_seed"))
     judge = registry.load("judge", suite.judge)().fingerprint
     paths = {seed: results / f"{name}_seed{seed}.json" for seed in seeds}
     missing = [seed for seed, path in paths.items() if not _is_current(path, judge)]
@@ -130,7 +130,7 @@ def _suite_name(study: dict, entry: dict) -> str:
     return entry.get("suite", study["suite"])
 
 
-def _suite(study: dict, entry: dict, picture_seed: int | None) -> Any:
+def suite_of(study: dict, entry: dict, picture_seed: int | None) -> Any:
     """The entry's suite, with the study's numbers of pictures, drawing others where a seed is given."""
     suite = suites.load(_suite_name(study, entry))
     asked = study.get("pictures", {})
@@ -157,7 +157,7 @@ def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:
 
     Selection has training seeds and picture seeds of its own, so that nothing reported was chosen by its own pictures.
     """
-    suite = _suite(study, entry, study["select"]["picture_seed"])
+    suite = suite_of(study, entry, study["select"]["picture_seed"])
     asked = {
         name: group for name, group in suite.groups.items() if name in ("direct", "retained")
     }  # what a score needs

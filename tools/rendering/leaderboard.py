@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from concept_eraser.evaluation.statistics import wilson
-from tools.rendering import studies
+from tools.rendering import ranks, studies
 from tools.rendering.attacks import back, rate
-from tools.rendering.common import RESULTS, ROOT, change, mean, pooled, provenance, ratio, setting, share, table
+from tools.rendering.common import (  # fmt: skip
+    RESULTS,
+    ROOT,
+    change,
+    mean,
+    pooled,
+    provenance,
+    ratio,
+    results,
+    setting,
+    share,
+    table,
+)
+from tools.rendering.ranks import Standing
 
 STUDY = "tiny_leaderboard"
 Runs = list[dict[str, Any]]
@@ -34,6 +48,15 @@ def attacked() -> dict[str, Attacked]:
     return found
 
 
+def implicit(task: str) -> dict[str, Runs]:
+    """By entry, the runs of a task measured by prompts without the concept's names."""
+    found: dict[str, Runs] = {}
+    for path in sorted((RESULTS / STUDY / "implicit").glob(f"{task}_*.json")):
+        content = json.loads(path.read_text())
+        found.setdefault(content["victim"], []).append(content)
+    return found
+
+
 def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | None:
     """Attack success over all attacks of `names` and seeds, with its Wilson interval (attempts on one prompt taken as independent);
     None where one of them is missing. Relearning is told apart: it changes the weights."""
@@ -44,7 +67,7 @@ def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | 
     return found.value, found.low, found.high
 
 
-def row(runs: Runs, attacks: Attacked, names: list[str]) -> list[str]:
+def row(runs: Runs, asked: Runs, attacks: Attacked, names: list[str]) -> list[str]:
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     rules = studies.rules_row(runs) if "forgotten" in runs[0]["run"] else None
     prompts = [name for name in names if name != "relearning"]
@@ -55,6 +78,7 @@ def row(runs: Runs, attacks: Attacked, names: list[str]) -> list[str]:
         setting(runs[0]["point"]).replace("_", " ") or "-",
         share(pooled(runs, "concept_share", "direct")),
         share(pooled(runs, "concept_share", "synonyms")),
+        share(pooled(asked, "concept_share", "implicit")) if asked else "-",
         share(pooled(runs, "none_share", "direct")),
         f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} ({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})",
         f"{change(runs, f'accuracy_{attribute}', 'neighbours'):+.1f}",
@@ -64,11 +88,61 @@ def row(runs: Runs, attacks: Attacked, names: list[str]) -> list[str]:
         *(rate(attacks[name]) if name in attacks else "-" for name in prompts),
         back(attacks["relearning"]) if "relearning" in attacks else "-",
         rules[10] if rules else "-",
-        rules[11] if rules else "-",
-        f"{sum(run['run']['seconds'] for run in runs) / len(runs):.0f}",
+        *cost(runs),
         f"{runs[0]['size_mb']:.1f}" if "size_mb" in runs[0] else "-",
         str(len(runs)),
     ]  # fmt: skip
+
+
+def cost(runs: Runs) -> list[str]:
+    """Seconds of the training process, means over the seeds: until less than 2 % show the concept, and in all. Clock time where
+    a run tells no other."""
+    whole = [run["run"].get("cpu_seconds", run["run"]["seconds"]) for run in runs]
+    reached = [run["run"].get("forgotten", {}).get("steps") for run in runs]
+    until = [run["cpu_seconds"][steps - 1] for run, steps in zip(runs, reached, strict=True) if steps and run.get("cpu_seconds")]  # fmt: skip
+    return [f"{sum(until) / len(until):.0f}" if until else "-", f"{sum(whole) / len(whole):.0f}"]
+
+
+def standing(runs: Runs, attacks: Attacked, names: list[str]) -> Standing:
+    """Counts over all seeds: the concept shown (direct and synonyms), attacks that succeed where all were made, pictures of
+    the retained that are not right."""
+    attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
+
+    def count(metric: str, group: str) -> tuple[int, int]:
+        found = [row["after"] for run in runs if (row := results(run, metric, group))]
+        return sum(round(r["value"] * r["n"]) for r in found), sum(r["n"] for r in found)
+
+    shown = [count("concept_share", group) for group in ("direct", "synonyms")]
+    right, n = count(f"accuracy_{attribute}", "retained")
+    columns = {"share": (sum(k for k, _ in shown), sum(n for _, n in shown))}
+    if all(name in attacks for name in names):
+        attempts = [a for name in names for content in attacks[name] for a in content["attempts"]]
+        columns["attacks"] = (sum(a["success"] for a in attempts), len(attempts))
+    return Standing(runs[0]["label"], {**columns, "lost": (n - right, n)})
+
+
+def standings(task: str) -> list[Standing]:
+    """Of the methods of a task, those under all attacks where some were attacked."""
+    board, fallen = yaml.safe_load((ROOT / "eval" / "studies" / f"{STUDY}.yaml").read_text()), attacked()
+    prompts = [name for name in board["attacks"] if name != "relearning"]
+    found = [standing(runs, fallen.get(name, {}), prompts) for name, runs in reports().items() if runs[0]["task"] == task]  # fmt: skip
+    complete = [one for one in found if "attacks" in one.columns]
+    return complete or found
+
+
+def plots() -> dict[Path, list[Standing]]:
+    """The pictures that the page shows, with what they should show."""
+    tasks = yaml.safe_load((ROOT / "eval" / "studies" / f"{STUDY}.yaml").read_text())["tasks"]
+    return {RESULTS / STUDY / f"plot_{task}.png": found for task in tasks if len(found := standings(task)) > 1}
+
+
+def ranked(task: str) -> str:
+    """The picture of a task and its table of ranks."""
+    found = standings(task)
+    if len(found) < 2:
+        return ""
+    labels = {"share": "concept share", "attacks": "attack success", "lost": "what is lost"}
+    return f"![concept share and attack success against what is lost]({STUDY}/plot_{task}.png)\n\n{table(ranks.rows(found, labels))}"
 
 
 def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[float, float]:
@@ -83,18 +157,19 @@ def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[float, float
 
 def page() -> str:
     board = yaml.safe_load((ROOT / "eval" / "studies" / f"{STUDY}.yaml").read_text())
-    names, found, fallen = list(board["attacks"]), reports(), attacked()
+    names, every, fallen = list(board["attacks"]), reports(), attacked()
     prompts = [name for name in names if name != "relearning"]
-    head = ["method", "setting", "direct %", "synonyms %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", *prompts, "relearning: steps to half", "steps to < 2 %", "seconds to < 2 %", "training s", "size MB", "seeds"]  # fmt: skip
+    head = ["method", "setting", "direct %", "synonyms %", "implicit %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", *prompts, "relearning: steps to half", "steps to < 2 %", "s to < 2 %", "training s", "size MB", "seeds"]  # fmt: skip
     parts = []
     for task in board["tasks"]:
-        of = {name: runs for name, runs in found.items() if runs[0]["task"] == task}
+        of = {name: runs for name, runs in every.items() if runs[0]["task"] == task}
         if not of:
             continue
-        ranked = sorted(of, key=lambda name: order(of[name], fallen.get(name, {}), names))
-        rows = [row(of[name], fallen.get(name, {}), names) for name in ranked]
-        parts.append(f"## {task}\n\n{table([head, *rows])}")
-    missing = [f"{task}: {', '.join(m for m in board['methods'] if f'{task}_{m}' not in found)}" for task in board["tasks"] if any(f"{task}_{m}" not in found for m in board["methods"])]  # fmt: skip
+        best_first = sorted(of, key=lambda name: order(of[name], fallen.get(name, {}), names))
+        asked = implicit(task)
+        rows = [row(of[name], asked.get(name, []), fallen.get(name, {}), names) for name in best_first]
+        parts += [f"## {task}\n\n{table([head, *rows])}", *([found] if (found := ranked(task)) else [])]
+    missing = [f"{task}: {', '.join(m for m in board['methods'] if f'{task}_{m}' not in every)}" for task in board["tasks"] if any(f"{task}_{m}" not in every for m in board["methods"])]  # fmt: skip
     notes = RESULTS / STUDY / "notes.md"
     return "\n\n".join(
         [
@@ -102,10 +177,14 @@ def page() -> str:
             f"Rendered from `{STUDY}/*.json` by `python -m tools.render_results`; made by `python -m tools.leaderboard eval/studies/{STUDY}.yaml`, which goes on where it was stopped.\n"
             f"Shares with 95 % Wilson intervals over all seeds' pictures; points are after minus before on the same prompts and seeds. Attacks: success rate\n"
             f"with clean prompts that show the concept included, {board['attack']['n']} prompts a training seed. Sorted by the larger of concept share and attack success, plus what is no longer retained.",
-            provenance(found),
+            "Ranks: the median with 95 % of what 4,000 draws of all counts at once give (1 is best); loss: the larger of concept share and attack success,\n"
+            "plus what is lost. Beaten by: methods that are surely better in one column and surely worse in none. Hollow marks: another is at least as\n"
+            "good in both. Seconds: of the training process on one core, whatever ran beside it; of earlier runs by the clock.",
+            provenance(every),
             *parts,
             *(["Not run yet: " + "; ".join(missing) + "."] if missing else []),
-            "## Grids: score on the selection seed (retained accuracy minus concept share)\n\n" + studies.grids(found),
+            "## Methods without a row, and why\n\n" + "\n".join(f"* {name}: {why}" for name, why in board["elsewhere"].items()),
+            "## Grids: score on the selection seed (retained accuracy minus concept share)\n\n" + studies.grids(every),
             *([notes.read_text().rstrip()] if notes.exists() else []),
         ]
     ) + "\n"  # fmt: skip

@@ -1,0 +1,77 @@
+"""The board of all methods: ranks and who beats whom, its plots, and that no method is left out without a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from concept_eraser import recipe, registry
+from tests.conftest import ROOT
+from tools import leaderboard
+from tools.rendering import board_plot, ranks
+from tools.rendering.ranks import Standing
+
+BOARD = yaml.safe_load((ROOT / "eval" / "studies" / "tiny_leaderboard.yaml").read_text())
+
+
+def standing(name: str, share: int, attacks: int, lost: int, n: int = 300) -> Standing:
+    return Standing(name, {"share": (share, n), "attacks": (attacks, n), "lost": (lost, n)})
+
+
+def test_ranks_of_what_is_far_apart_are_sure() -> None:
+    some = [standing("worst", 200, 250, 100), standing("best", 0, 5, 0), standing("middle", 80, 120, 30)]
+    rates = ranks.drawn(some)
+    for column in ("share", "attacks", "lost", "loss"):
+        assert ranks.ranks(rates[column]) == [(3, 3, 3), (1, 1, 1), (2, 2, 2)]
+    assert ranks.beaten_by(some, rates) == {"worst": ["best", "middle"], "best": [], "middle": ["best"]}
+
+
+def test_equals_share_a_rank_and_do_not_beat_each_other() -> None:
+    some = [standing("a", 3, 30, 5), standing("b", 3, 30, 5)]
+    rates = ranks.drawn(some)
+    assert [value[1:] for value in ranks.ranks(rates["loss"])] == [(1, 2), (1, 2)]
+    assert ranks.beaten_by(some, rates) == {"a": [], "b": []}
+
+
+def test_better_in_one_and_worse_in_another_beats_nobody() -> None:
+    some = [standing("robust", 0, 0, 90), standing("gentle", 0, 90, 0)]
+    assert ranks.beaten_by(some, ranks.drawn(some)) == {"robust": [], "gentle": []}
+
+
+def test_the_loss_is_the_larger_of_share_and_attacks_and_what_is_lost() -> None:
+    (rates,) = [ranks.drawn([standing("a", 90, 30, 60, n=30000)])["loss"]]
+    assert rates.mean() == pytest.approx(90 / 30000 + 60 / 30000, rel=0.1)
+
+
+def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
+    some = [standing("a", 3, 30, 5), standing("b", 0, 60, 1)]
+    path = tmp_path / "plot.png"
+    assert not board_plot.is_current(path, some)
+    board_plot.draw(some, path)
+    assert board_plot.is_current(path, some)
+    assert not board_plot.is_current(path, [some[0], standing("b", 1, 60, 1)])
+
+
+def test_every_method_has_a_row_or_a_reason() -> None:
+    entries = leaderboard.expanded(BOARD)["entries"].values()
+    asked = [recipe.load(e["recipe"], [f"{k}={v}" for k, v in e["set"].items() if k.startswith("method")]).method for e in entries if "recipe" in e]  # fmt: skip
+    rows = {method.name for method in asked}
+    named = {alias for alias, (plugin, given) in registry.named("method").items() for m in asked if (m.name, given) == (plugin, {k: m.options.get(k) for k in given})}  # fmt: skip
+    known = {*registry.names("method"), *registry.named("method")}
+    assert known - rows - named == set(BOARD["elsewhere"]), "a method is neither on the board nor explained, or both"
+    assert all(reason.strip() for reason in BOARD["elsewhere"].values())
+
+
+def test_grids_are_of_one_size_and_a_board_without_is_refused() -> None:
+    unlike = {**BOARD, "grids": {**BOARD["grids"], "closed": BOARD["grids"]["closed"][:1]}}
+    with pytest.raises(SystemExit, match="one size"):
+        leaderboard.expanded(unlike)
+
+
+def test_a_safeguard_is_a_victim_without_training() -> None:
+    entry = leaderboard.expanded(BOARD)["entries"]["blue_sld"]
+    assert entry["guard"] == ["sld-weak:blue", "sld-medium:blue", "sld-strong:blue", "sld-max:blue"]
+    model, how = leaderboard.victim({"point": {"guard": "sld-max:blue"}}, Path("nowhere"))
+    assert (model, how["guard"]) == ("tiny-sd", "sld-max:blue")

@@ -1,0 +1,60 @@
+"""The boards' pictures: concept share and attack success against what is kept. Each PNG carries the numbers it was drawn from,
+so that it is told to be old without being drawn again."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from concept_eraser.evaluation import plots
+from concept_eraser.evaluation.statistics import wilson
+from tools.rendering.ranks import Count, Standing
+
+KEY = "points"
+LABELS = {"share": "pictures that show the concept, %", "attacks": "attacks that bring it back, %"}
+
+
+def points(standings: Sequence[Standing]) -> str:
+    """What a plot shows, as text."""
+    return json.dumps({one.name: {column: list(count) for column, count in one.columns.items()} for one in standings})
+
+
+def is_current(path: Path, standings: Sequence[Standing]) -> bool:
+    return path.exists() and Image.open(path).info.get(KEY) == points(standings)
+
+
+def draw(standings: Sequence[Standing], path: Path) -> None:
+    columns = [name for name in LABELS if name in standings[0].columns]
+    figure, axes = plots.new_figure(len(columns), width=6.4, height=5.4)
+    for axis, column in zip(axes, columns, strict=True):
+        _panel(axis, standings, column)
+    found = io.BytesIO()
+    figure.savefig(found, format="png", dpi=110, metadata={KEY: points(standings)})
+    path.write_bytes(found.getvalue())
+
+
+def _panel(axis: Any, standings: Sequence[Standing], column: str) -> None:
+    """One mark a method with its 95 % intervals; the methods that no other dominates are joined by a line."""
+    placed = {one.name: (_percent(one.columns["lost"]), _percent(one.columns[column])) for one in standings}
+    best = {name for name, (x, y) in placed.items() if not any(u[0] <= x[0] and v[0] <= y[0] and (u[0], v[0]) != (x[0], y[0]) for u, v in placed.values())}  # fmt: skip
+    for number, (name, (x, y)) in enumerate(placed.items(), 1):
+        color = plots.SERIES[number % len(plots.SERIES)]
+        axis.errorbar(x[0], y[0], xerr=[[x[1]], [x[2]]], yerr=[[y[1]], [y[2]]], fmt="o", color=color, mfc=color if name in best else "white", ms=6, lw=0.7, alpha=0.85, label=f"{number} {name}")  # fmt: skip
+        axis.annotate(str(number), (x[0], y[0]), xytext=(5, 4), textcoords="offset points", fontsize=8, color=color)
+    front = sorted((placed[name][0][0], placed[name][1][0]) for name in best)
+    axis.step([x for x, _ in front], [y for _, y in front], where="post", color="#9aa7b1", lw=1, zorder=0)
+    axis.set(xlabel="retained pictures that are no longer right, %", ylabel=LABELS[column], xscale="symlog", ylim=(-4, 104))  # fmt: skip
+    axis.set_xlim(left=0)
+    axis.grid(color="#e3e8ec", lw=0.6)
+    axis.legend(fontsize=7, loc="best", ncols=2)
+
+
+def _percent(count: Count) -> tuple[float, float, float]:
+    """A share with how far its Wilson interval reaches down and up, in percent."""
+    found = wilson(*count)
+    return 100 * found.value, 100 * (found.value - found.low), 100 * (found.high - found.value)

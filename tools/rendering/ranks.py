@@ -1,0 +1,73 @@
+"""Who stands where: ranks with intervals, and who beats whom, from counts of pictures and attempts.
+
+A share of k in n is drawn from Beta(k + 1/2, n - k + 1/2) (Jeffreys' posterior); a rank's interval holds 95 % of the ranks
+over DRAWS draws of all methods at once. Attempts on one prompt are taken as independent, which narrows the intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+DRAWS = 4000
+SURE = 0.975  # of the draws, one side
+Count = tuple[int, int]  # hits of so many
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method's counts, each of something that should not happen: a concept shown, an attack that succeeds, something retained
+    that is lost. columns: name -> (hits, n), the same names for all methods of a board."""
+
+    name: str
+    columns: Mapping[str, Count]
+
+
+def drawn(standings: Sequence[Standing], seed: int = 0) -> dict[str, np.ndarray]:
+    """Rates by column, [methods, DRAWS], and `loss`: the larger of all others and what is lost, together."""
+    rng = np.random.default_rng(seed)
+    columns = list(standings[0].columns)
+    rates = {c: np.stack([rng.beta(s.columns[c][0] + 0.5, s.columns[c][1] - s.columns[c][0] + 0.5, DRAWS) for s in standings]) for c in columns}  # fmt: skip
+    return {**rates, "loss": np.maximum.reduce([rates[c] for c in columns if c != "lost"]) + rates["lost"]}
+
+
+def ranks(rates: np.ndarray) -> list[tuple[int, int, int]]:
+    """Of [methods, draws]: each method's median rank (1: least) with its 95 % interval."""
+    order = rates.argsort(axis=0).argsort(axis=0) + 1
+    return [tuple(int(v) for v in np.quantile(row, (0.5, 0.025, 0.975), method="nearest")) for row in order]  # type: ignore[misc]
+
+
+def beaten_by(standings: Sequence[Standing], rates: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
+    """For each method those that are surely better in one column and surely worse in none."""
+    found: dict[str, list[str]] = {}
+    for i, one in enumerate(standings):
+        found[one.name] = []
+        for j, other in enumerate(standings):
+            better = [float((rates[c][j] < rates[c][i]).mean()) for c in one.columns]
+            if i != j and max(better) >= SURE and min(better) > 1 - SURE:
+                found[one.name].append(other.name)
+    return found
+
+
+def rows(standings: Sequence[Standing], labels: Mapping[str, str]) -> list[list[str]]:
+    """A table's rows: rank by loss and by each column, and who beats the method; the least loss first."""
+    rates = drawn(standings)
+    by = {c: ranks(values) for c, values in rates.items()}
+    worse = beaten_by(standings, rates)
+    order = np.median(rates["loss"], axis=1).argsort()
+    columns = list(standings[0].columns)
+    head = ["method", "rank by loss", *(f"by {labels[c]}" for c in columns), "beaten by"]
+    body = [[standings[i].name, *(_rank(by[c][i]) for c in ("loss", *columns)), _names(worse[standings[i].name])] for i in order]  # fmt: skip
+    return [head, *body]
+
+
+def _rank(value: tuple[int, int, int]) -> str:
+    return f"{value[0]} [{value[1]}, {value[2]}]"
+
+
+def _names(names: Sequence[str]) -> str:
+    return (
+        ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more" if names else "-"
+    )
