@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from concept_eraser import registry
 from concept_eraser.errors import unknown_message
 from concept_eraser.sections import LOSS_NAMES, MEMORY, PROMPTED, Side, Training, concept_player
 
@@ -24,6 +25,7 @@ def check(recipe: Recipe, method: Any) -> None:
         raise ValueError(f"the method {recipe.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
     _lora(recipe)
     _negation(recipe)
+    _finish(recipe, method)
     _memory(recipe, method)
     if method.needs_fp32 and recipe.training.precision != "fp32":
         raise ValueError(f"the method {recipe.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
@@ -124,6 +126,21 @@ def _negation(recipe: Recipe) -> None:
     wrong += ["watch, which looks while the model still learns the concept"] if recipe.watch is not None else []
     if wrong:
         raise ValueError(f"trainable.negate turns round what training on the concept alone did (forget.loss: data, method: {{name: weighted, retain: 0}}); found {'; '.join(wrong)}")  # fmt: skip
+
+
+def _finish(recipe: Recipe, method: Any) -> None:
+    """Raise ValueError where a closed form cannot follow the training."""
+    if recipe.finish is None:
+        return
+    last = registry.load("method", recipe.finish.name)
+    closed = [name for name in [*registry.names("method"), *registry.named("method")] if hasattr(registry.load("method", name), "tokens")]  # fmt: skip
+    if not hasattr(last, "tokens"):
+        raise ValueError(f"finish: {unknown_message('closed form', recipe.finish.name, closed)}")
+    if recipe.target != "denoiser" or hasattr(method, "edit"):
+        found = f"target: {recipe.target}" if recipe.target != "denoiser" else f"the method {recipe.method.name!r}, which trains nothing"  # fmt: skip
+        raise ValueError(f"finish: a closed form that follows the training of a denoiser; found {found}")
+    if recipe.trainable.lora is not None:
+        raise ValueError("finish rewrites keys and values of the cross-attention, which a LoRA leaves alone; train the weights themselves, or erase with the closed form in a run of its own first")  # fmt: skip
 
 
 def _memory(recipe: Recipe, method: Any) -> None:

@@ -147,11 +147,17 @@ class Job:
             eraser, told, seconds = edits.apply(method, self.request)
             self.claim_once(accelerator)
             return Outcome(eraser, seconds, {"edit": dict(told)})
+        if self.recipe.finish:
+            edits.finish(self.request)  # what cannot follow is found before the training
         engine = self.train(method, resume=resume)
+        seconds = engine.seconds
         notes: dict[str, Any] = {"steps": self.recipe.training.steps, "skipped_steps": engine.skipped, "cpu_seconds": round(engine.cpu_seconds, 2)}  # fmt: skip
         if isinstance(engine.watch, Watch):
             notes["forgotten"] = engine.watch.summary()
-        return Outcome(engine.eraser, engine.seconds, notes)
+        if self.recipe.finish:
+            told, more = edits.finish(self.request, engine.eraser.trainable())
+            notes, seconds = {**notes, "finish": dict(told)}, seconds + more
+        return Outcome(engine.eraser, seconds, notes)
 
     def accelerator(self) -> Accelerator:
         """Where and with how many others this runs; see `join`."""

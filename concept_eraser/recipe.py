@@ -54,11 +54,12 @@ class Recipe(Strict):
     histogram: Histogram | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
     watch: Watch | None = Field(None, description="look at the concept's share while training")
     method: MethodSpec = MethodSpec()
+    finish: MethodSpec | None = Field(None, description="after the training, a closed form on the same prompts and anchors: uce, rece or mace-cfr")  # fmt: skip
     trainable: Trainable = Trainable()
     training: Training = Training()
     generation: Generation = Generation()
 
-    @field_validator("forget", "retain", "replace", "method", "trainable", mode="before")
+    @field_validator("forget", "retain", "replace", "method", "finish", "trainable", mode="before")
     @classmethod
     def _shorthand(cls, value: Any, info: Any) -> Any:
         """`method: munba`, `forget: tiny_star`, `trainable: all` stand for mappings with one entry."""
@@ -71,9 +72,11 @@ class Recipe(Strict):
             return {key: value}
         return value
 
-    @field_validator("method")
+    @field_validator("method", "finish")
     @classmethod
-    def _known_method(cls, value: MethodSpec, info: Any) -> MethodSpec:
+    def _known_method(cls, value: MethodSpec | None, info: Any) -> MethodSpec | None:
+        if value is None:
+            return None
         wrong = registry.problems("method", value.name, value.options)
         if wrong:
             raise ValueError("; ".join(wrong))
@@ -118,8 +121,10 @@ class Recipe(Strict):
     def resolved(self) -> dict[str, Any]:
         """Everything spelled out, defaults and method options included, ready for YAML."""
         content = self.model_dump(mode="json", exclude_none=True, exclude=self._irrelevant())
-        known = registry.options(registry.load("method", self.method.name))
-        content["method"] = {"name": self.method.name, **{k: default for k, (_, default) in known.items()}, **self.method.options}  # fmt: skip
+        for key in ("method", "finish"):
+            if spec := getattr(self, key):
+                known = registry.options(registry.load("method", spec.name))
+                content[key] = {"name": spec.name, **{k: default for k, (_, default) in known.items()}, **spec.options}
         return content
 
     @property

@@ -45,7 +45,8 @@ def entry(board: dict[str, Any], task: str, method: str) -> dict[str, Any]:
         changes[f"{side}.prompts"] = where["forget"] if concept else prompts
         if isinstance(found.anchor, dict):
             changes[f"{side}.anchor"] = where["anchor"]
-    grid = {"grid": how["grid"]} if task == board["select"]["task"] else {"like": f"{board['select']['task']}_{method}"}
+    home = board["select"]["task"]
+    grid = {"like": how["like"]} if "like" in how else {"grid": how["grid"]} if task == home else {"like": f"{home}_{method}"}  # fmt: skip
     label = how.get("label", method)
     return {
         "recipe": how["recipe"],
@@ -61,7 +62,7 @@ def entry(board: dict[str, Any], task: str, method: str) -> dict[str, Any]:
 def expanded(board: dict[str, Any]) -> dict[str, Any]:
     """The board as a study of tools/study.py: one entry a task and method."""
     sizes = {name: len(points) for name, points in board["grids"].items()}
-    if len(set(sizes.values())) != 1:
+    if len(set(sizes.values())) > 1:
         raise SystemExit(f"the grids must be of one size, found {sizes}")
     entries = {f"{task}_{method}": entry(board, task, method) for task in board["tasks"] for method in board["methods"]}
     return {**board, "suite": board["tasks"][board["select"]["task"]]["suite"], "entries": entries}

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from concept_eraser import registry
 from concept_eraser.erasers.base import Part
 from concept_eraser.erasers.classifier import Classifier
 from concept_eraser.errors import UserError
 from concept_eraser.methods.base import Edit, EditRequest, ProjectionEdit, all_or_nothing
 from concept_eraser.targets import labelled, projections
 from concept_eraser.targets.base import Request
+from concept_eraser.training.parameters import select
 
 
 def apply(method: Edit, request: Request) -> tuple[Part, Mapping[str, float], float]:
@@ -51,6 +54,25 @@ def apply(method: Edit, request: Request) -> tuple[Part, Mapping[str, float], fl
     except ValueError as error:
         raise UserError(str(error)) from error
     return eraser, notes, time.monotonic() - began
+
+
+def finish(request: Request, trained: Mapping[str, nn.Parameter] | None = None) -> tuple[Mapping[str, float], float]:
+    """The closed form that a recipe asks for after its training, on keys and values among the trained weights: what was done,
+    and the seconds it took. trained: by name; None only checks, before the training, that there will be such weights.
+
+    Raises UserError where the model has none, or they are not all trained.
+    """
+    recipe, model = request.recipe, projections.text_to_image(request)
+    assert recipe.finish is not None  # the caller looks
+    readers = projections.layers(model, projections.SELECTION)
+    names = [name for name, _ in model.denoiser.named_parameters()]
+    missing = sorted(set(readers) - set(select(names, recipe.trainable.select)))
+    if missing:
+        raise UserError(f"finish: {recipe.finish.name} rewrites keys and values of the cross-attention, and trainable.select: {recipe.trainable.select!r} leaves out {missing[0]}; select all, cross_attention or {projections.SELECTION}")  # fmt: skip
+    if trained is None:
+        return {}, 0.0
+    method: Any = registry.build("method", recipe.finish.name, recipe.finish.options)
+    return projections.edit(method, model, recipe, {name: trained[name] for name in readers})
 
 
 def _refuse_what_is_ignored(request: Request) -> None:

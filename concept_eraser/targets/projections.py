@@ -43,7 +43,11 @@ def apply(method: ProjectionEdit, request: Request) -> tuple[Part, Mapping[str, 
     refuse_what_is_ignored(request.recipe)
     model, recipe = text_to_image(request), request.recipe
     part = Part(model.denoiser, layers(model, recipe.trainable.select), list(recipe.players))
-    weights = part.trainable()
+    return part, *edit(method, model, recipe, part.trainable())
+
+
+def edit(method: ProjectionEdit, model: Model, recipe: Recipe, weights: Mapping[str, nn.Parameter]) -> tuple[Mapping[str, float], float]:  # fmt: skip
+    """Edit these weights in place by the prompts of a recipe: what was done, and the seconds it took."""
     began = time.monotonic()
     asked = _request(model, recipe, method.tokens, weights)
     try:
@@ -54,7 +58,7 @@ def apply(method: ProjectionEdit, request: Request) -> tuple[Part, Mapping[str, 
                     weight.copy_(asked.layers[name])
     except ValueError as error:
         raise UserError(str(error)) from error
-    return part, notes, time.monotonic() - began
+    return notes, time.monotonic() - began
 
 
 def layers(model: Model, selection: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +27,35 @@ from tools.rendering.common import (  # fmt: skip
 )
 from tools.rendering.ranks import Standing
 
-STUDY = "tiny_leaderboard"
+STUDIES = {
+    "tiny_leaderboard": "Every method under one protocol",
+    "tiny_ablation": "What the default recipe owes to each of its parts",
+}
 Runs = list[dict[str, Any]]
 Attacked = dict[str, Runs]  # attack -> its results, one a training seed
 
 
-def reports() -> dict[str, Runs]:
+def reports(study: str) -> dict[str, Runs]:
     """The measured runs by entry (task_method), seeds in order."""
     found: dict[str, Runs] = {}
-    for path in sorted((RESULTS / STUDY).glob("*.json")):
+    for path in sorted((RESULTS / study).glob("*.json")):
         content = json.loads(path.read_text())
         found.setdefault(content["entry"], []).append(content)
     return found
 
 
-def attacked() -> dict[str, Attacked]:
+def attacked(study: str) -> dict[str, Attacked]:
     found: dict[str, Attacked] = {}
-    for path in sorted((RESULTS / STUDY / "attacks").glob("*.json")):
+    for path in sorted((RESULTS / study / "attacks").glob("*.json")):
         content = json.loads(path.read_text())
         found.setdefault(content["victim"], {}).setdefault(content["protocol"]["attack"], []).append(content)
     return found
 
 
-def implicit(task: str) -> dict[str, Runs]:
+def implicit(study: str, task: str) -> dict[str, Runs]:
     """By entry, the runs of a task measured by prompts without the concept's names."""
     found: dict[str, Runs] = {}
-    for path in sorted((RESULTS / STUDY / "implicit").glob(f"{task}_*.json")):
+    for path in sorted((RESULTS / study / "implicit").glob(f"{task}_*.json")):
         content = json.loads(path.read_text())
         found.setdefault(content["victim"], []).append(content)
     return found
@@ -121,28 +125,32 @@ def standing(runs: Runs, attacks: Attacked, names: list[str]) -> Standing:
     return Standing(runs[0]["label"], {**columns, "lost": (n - right, n)})
 
 
-def standings(task: str) -> list[Standing]:
+def standings(study: str, task: str) -> list[Standing]:
     """Of the methods of a task, those under all attacks where some were attacked."""
-    board, fallen = yaml.safe_load((ROOT / "eval" / "studies" / f"{STUDY}.yaml").read_text()), attacked()
+    board, fallen = board_of(study), attacked(study)
     prompts = [name for name in board["attacks"] if name != "relearning"]
-    found = [standing(runs, fallen.get(name, {}), prompts) for name, runs in reports().items() if runs[0]["task"] == task]  # fmt: skip
+    found = [standing(runs, fallen.get(name, {}), prompts) for name, runs in reports(study).items() if runs[0]["task"] == task]  # fmt: skip
     complete = [one for one in found if "attacks" in one.columns]
     return complete or found
 
 
+def board_of(study: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "eval" / "studies" / f"{study}.yaml").read_text())
+
+
 def plots() -> dict[Path, list[Standing]]:
-    """The pictures that the page shows, with what they should show."""
-    tasks = yaml.safe_load((ROOT / "eval" / "studies" / f"{STUDY}.yaml").read_text())["tasks"]
-    return {RESULTS / STUDY / f"plot_{task}.png": found for task in tasks if len(found := standings(task)) > 1}
+    """The pictures that the pages show, with what they should show."""
+    places = [(study, task) for study in STUDIES if (RESULTS / study).is_dir() for task in board_of(study)["tasks"]]
+    return {RESULTS / study / f"plot_{task}.png": found for study, task in places if len(found := standings(study, task)) > 1}  # fmt: skip
 
 
-def ranked(task: str) -> str:
+def ranked(study: str, task: str) -> str:
     """The picture of a task and its table of ranks."""
-    found = standings(task)
+    found = standings(study, task)
     if len(found) < 2:
         return ""
     labels = {"share": "concept share", "attacks": "attack success", "lost": "what is lost"}
-    return f"![concept share and attack success against what is lost]({STUDY}/plot_{task}.png)\n\n{table(ranks.rows(found, labels))}"
+    return f"![concept share and attack success against what is lost]({study}/plot_{task}.png)\n\n{table(ranks.rows(found, labels))}"
 
 
 def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[float, float]:
@@ -155,39 +163,44 @@ def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[float, float
     return max(shown.value, total[0] if total else shown.value) + 1 - kept.value, shown.value
 
 
-def page() -> str:
-    board = yaml.safe_load((ROOT / "eval" / "studies" / f"{STUDY}.yaml").read_text())
-    names, every, fallen = list(board["attacks"]), reports(), attacked()
-    prompts = [name for name in names if name != "relearning"]
-    head = ["method", "setting", "direct %", "synonyms %", "implicit %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", *prompts, "relearning: steps to half", "steps to < 2 %", "s to < 2 %", "training s", "size MB", "seeds"]  # fmt: skip
+def page(study: str) -> str:
+    board = board_of(study)
+    names, every, fallen = list(board["attacks"]), reports(study), attacked(study)
     parts = []
     for task in board["tasks"]:
         of = {name: runs for name, runs in every.items() if runs[0]["task"] == task}
         if not of:
             continue
+        asked = implicit(study, task)
         best_first = sorted(of, key=lambda name: order(of[name], fallen.get(name, {}), names))
-        asked = implicit(task)
         rows = [row(of[name], asked.get(name, []), fallen.get(name, {}), names) for name in best_first]
-        parts += [f"## {task}\n\n{table([head, *rows])}", *([found] if (found := ranked(task)) else [])]
+        parts += [f"## {task}\n\n{table([head(names), *rows])}", *([found] if (found := ranked(study, task)) else [])]
     missing = [f"{task}: {', '.join(m for m in board['methods'] if f'{task}_{m}' not in every)}" for task in board["tasks"] if any(f"{task}_{m}" not in every for m in board["methods"])]  # fmt: skip
-    notes = RESULTS / STUDY / "notes.md"
+    reasons = "\n".join(f"* {name}: {why}" for name, why in board.get("elsewhere", {}).items())
+    grids, notes = studies.grids(every), RESULTS / study / "notes.md"
     return "\n\n".join(
         [
-            "# Every method under one protocol",
-            f"Rendered from `{STUDY}/*.json` by `python -m tools.render_results`; made by `python -m tools.leaderboard eval/studies/{STUDY}.yaml`, which goes on where it was stopped.\n"
+            f"# {STUDIES[study]}",
+            f"Rendered from `{study}/*.json` by `python -m tools.render_results`; made by `python -m tools.leaderboard eval/studies/{study}.yaml`, which goes on where it was stopped.",
+            *([notes.read_text().rstrip()] if notes.exists() else []),
+            *parts,
+            *(["Not run yet: " + "; ".join(missing) + "."] if missing else []),
+            "## How to read it\n\n"
             f"Shares with 95 % Wilson intervals over all seeds' pictures; points are after minus before on the same prompts and seeds. Attacks: success rate\n"
-            f"with clean prompts that show the concept included, {board['attack']['n']} prompts a training seed. Sorted by the larger of concept share and attack success, plus what is no longer retained.",
+            f"with clean prompts that show the concept included, {board['attack']['n']} prompts a training seed. Sorted by the larger of concept share and attack success, plus what is no longer retained.\n"
             "Ranks: the median with 95 % of what 4,000 draws of all counts at once give (1 is best); loss: the larger of concept share and attack success,\n"
             "plus what is lost. Beaten by: methods that are surely better in one column and surely worse in none. Hollow marks: another is at least as\n"
             "good in both. Seconds: of the training process on one core, whatever ran beside it; of earlier runs by the clock.",
             provenance(every),
-            *parts,
-            *(["Not run yet: " + "; ".join(missing) + "."] if missing else []),
-            "## Methods without a row, and why\n\n" + "\n".join(f"* {name}: {why}" for name, why in board["elsewhere"].items()),
-            "## Grids: score on the selection seed (retained accuracy minus concept share)\n\n" + studies.grids(every),
-            *([notes.read_text().rstrip()] if notes.exists() else []),
+            *([f"## Methods without a row, and why\n\n{reasons}"] if reasons else []),
+            *(["## Grids: score on the selection seed (retained accuracy minus concept share)\n\n" + grids] if grids else []),
         ]
     ) + "\n"  # fmt: skip
 
 
-PAGES = {STUDY: page}
+def head(names: list[str]) -> list[str]:
+    prompts = [name for name in names if name != "relearning"]
+    return ["method", "setting", "direct %", "synonyms %", "implicit %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", *prompts, "relearning: steps to half", "steps to < 2 %", "s to < 2 %", "training s", "size MB", "seeds"]  # fmt: skip
+
+
+PAGES = {study: partial(page, study) for study in STUDIES}
