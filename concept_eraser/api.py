@@ -63,6 +63,7 @@ def erase(
     recipe: str | Path | dict | Recipe | None = None,
     *,
     model: Any = None,
+    base: str | Path | None = None,
     output: str | Path | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
@@ -81,8 +82,11 @@ def erase(
               retain="tiny_rest", method="munba", training={"steps": 100})
     model: overrides the recipe's; a name, folder, hub id, or an object in memory (a pipeline, a torch module, a CLIP
         model with its tokenizer). An object in memory is changed in place, and left in eval mode, in fp32, on the device
-        of the training, with no parameter requiring a gradient but the trained ones. After an error or an interruption
+        of the training (the CPU with training.offload or frozen: bf16), with no parameter requiring a gradient but the trained ones. After an error or an interruption
         it has the weights it came with, so that a run is resumed with the same object.
+    base: where the model is a single-file checkpoint (.safetensors), the diffusers folder or hub id of its architecture,
+        of which no weights are needed; where it is a part of a pipeline (a LoRA, a denoiser), what that was made for. The
+        recipe then names the model FILE@BASE.
     forget, retain: for a classifier, VAE or CLIP model their `data` may be an object in memory too: a torch Dataset or
         a pair of arrays (inputs, labels).
     output: the run folder; default runs/<fingerprint of the recipe>.
@@ -92,6 +96,7 @@ def erase(
 
     Raises UserError for bad input, Interrupted on Ctrl-C (after saving the state).
     """
+    model = model if base is None else loading.on_base(model, base)
     source = model if model is not None and not isinstance(model, str | Path) else None
     settings, objects = _without_objects(settings)
     if isinstance(recipe, dict):

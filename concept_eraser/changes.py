@@ -9,7 +9,11 @@ import yaml
 from concept_eraser import resources
 from concept_eraser.errors import UserError
 
-SHORT = {"method": "name", "finish": "name", "trainable": "select"}  # `method: munba` is {name: munba}; all else is {prompts: ...}
+SHORT = {
+    "method": "name",
+    "finish": "name",
+    "trainable": "select",
+}  # `method: munba` is {name: munba}; all else is {prompts: ...}
 
 
 def concepts(value: list[Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from concept_eraser import registry
 from concept_eraser.errors import unknown_message
 from concept_eraser.sections import LOSS_NAMES, MEMORY, PROMPTED, Side, Training, concept_player
 
@@ -12,8 +11,8 @@ if TYPE_CHECKING:
     from concept_eraser.recipe import Recipe
 
 
-def check(recipe: Recipe, method: Any) -> None:
-    """Raise ValueError where the sections of a recipe do not fit each other, or the method."""
+def check(recipe: Recipe, method: Any, last: Any = None) -> None:
+    """Raise ValueError where the sections of a recipe do not fit each other, or the methods: that of the training, and the last."""
     if recipe.retain is None and recipe.method.name != "weighted" and getattr(method, "needs_retain", True):
         raise ValueError(f"the method {recipe.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
     if method.targets is not None and recipe.target not in method.targets:
@@ -25,8 +24,9 @@ def check(recipe: Recipe, method: Any) -> None:
         raise ValueError(f"the method {recipe.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
     _lora(recipe)
     _negation(recipe)
-    _finish(recipe, method)
+    _finish(recipe, method, last)
     _memory(recipe, method)
+    _split(recipe)
     if method.needs_fp32 and recipe.training.precision != "fp32":
         raise ValueError(f"the method {recipe.method.name!r} takes differences of gradients, which drown in the rounding of bf16; set training.precision: fp32")  # fmt: skip
 
@@ -128,14 +128,12 @@ def _negation(recipe: Recipe) -> None:
         raise ValueError(f"trainable.negate turns round what training on the concept alone did (forget.loss: data, method: {{name: weighted, retain: 0}}); found {'; '.join(wrong)}")  # fmt: skip
 
 
-def _finish(recipe: Recipe, method: Any) -> None:
+def _finish(recipe: Recipe, method: Any, last: Any) -> None:
     """Raise ValueError where a closed form cannot follow the training."""
     if recipe.finish is None:
         return
-    last = registry.load("method", recipe.finish.name)
-    closed = [name for name in [*registry.names("method"), *registry.named("method")] if hasattr(registry.load("method", name), "tokens")]  # fmt: skip
     if not hasattr(last, "tokens"):
-        raise ValueError(f"finish: {unknown_message('closed form', recipe.finish.name, closed)}")
+        raise ValueError(f"finish: {unknown_message('closed form', recipe.finish.name, ('uce', 'rece', 'mace-cfr'))}")
     if recipe.target != "denoiser" or hasattr(method, "edit"):
         found = f"target: {recipe.target}" if recipe.target != "denoiser" else f"the method {recipe.method.name!r}, which trains nothing"  # fmt: skip
         raise ValueError(f"finish: a closed form that follows the training of a denoiser; found {found}")
@@ -158,3 +156,19 @@ def _memory(recipe: Recipe, method: Any) -> None:
         raise ValueError("training.frozen: bf16 needs generation.precision: bf16, since the pictures are made by the model as it is held")  # fmt: skip
     if recipe.watch is not None and ({"offload", "frozen"} & set(asked)):
         raise ValueError(f"watch draws whole pictures between the steps, which training.{asked[-1]} takes the parts or the digits from; leave out one of the two")  # fmt: skip
+
+
+def _split(recipe: Recipe) -> None:
+    """Raise ValueError where frozen weights cannot be split among processes (training/fsdp.py)."""
+    if recipe.training.shard != "weights":
+        return
+    if recipe.target != "denoiser" or recipe.trainable.lora is None:
+        found = f"target: {recipe.target}" if recipe.target != "denoiser" else "no trainable.lora"
+        raise ValueError(f"training.shard: weights splits the weights of a denoiser that stay as they are, so it needs target: denoiser and a LoRA to train, e.g. trainable: {{lora: 8}}; found {found}. Weights that are trained stay whole, since FSDP keeps the gradient of one loss, in pieces, and a method combines one a player; use training.shard: optimizer")  # fmt: skip
+    if recipe.method.options.get("hvp") == "exact":
+        raise ValueError("training.shard: weights lets the weights of a block go after each pass, and hvp: exact would read them again for the second derivative; use hvp: difference")  # fmt: skip
+    if recipe.watch is not None:
+        raise ValueError("watch draws pictures in one process between the steps, and training.shard: weights has left it a piece of the weights; leave out one of the two")  # fmt: skip
+    player = next((name for name, side in recipe.sides.items() if side.loss == "resteer"), None)
+    if player is not None:
+        raise ValueError(f"{player}: the loss 'resteer' asks layers of attention outside of their blocks, where training.shard: weights has let their weights go; use training.shard: optimizer")  # fmt: skip

@@ -24,7 +24,7 @@ from concept_eraser.targets.base import Request
 from concept_eraser.training import memory
 from concept_eraser.training.memory import Estimate
 from concept_eraser.training.parameters import select
-from concept_eraser.training.placement import narrowable, needed
+from concept_eraser.training.placement import narrowable_of, needed
 
 
 def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
@@ -39,14 +39,14 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
     lora = recipe.trainable.lora is not None
     names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
     whole = set() if lora else set(names)
-    narrow = [weight for name, weight in narrowable(model.denoiser) if name not in whole] if training.frozen == "bf16" else []  # fmt: skip
+    narrow = [weight for _, _, weight in narrowable_of(model, whole)] if training.frozen == "bf16" else []
     with ExitStack() as stack:
         adapter = prompted.adapted(Request(recipe, model), part, names)
         if adapter is not None:
             stack.callback(adapter.remove)
         stack.enter_context(memory.pretending(*model.parts.values(), narrow=narrow))
         stack.enter_context(_as_trained(model, training.checkpointing, bool(narrow)))
-        making = {**context, **_weights(model, model.parts), "at work": _making(recipe, model)}
+        making = {**context, **_making(recipe, model)}
         eraser = _eraser(recipe, model, adapter.tensors if adapter else names, adapter)
         kept = needed(recipe.target, histogram=recipe.histogram is not None)
         there = _weights(model, kept if training.offload else model.parts)
@@ -60,12 +60,12 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
 
 @contextmanager
 def _as_trained(model: Any, checkpointing: bool, narrow: bool) -> Iterator[None]:
-    model.narrowed = torch.bfloat16 if narrow else None
+    model.narrowed = model.narrowed_readers = torch.bfloat16 if narrow else None
     model.checkpoint(checkpointing)
     try:
         yield
     finally:
-        model.narrowed = None
+        model.narrowed = model.narrowed_readers = None
         model.checkpoint(False)
 
 
@@ -74,29 +74,51 @@ def _weights(model: Model, parts: Any) -> dict[str, int]:
     return {f"weights of {name}": memory.weights_of(model.parts[name]) for name in parts}
 
 
-def _making(recipe: Recipe, model: Model) -> int:
-    """Beside the weights, while the examples are made: prompts read, pictures sampled, decoded and encoded again."""
-    side = next(iter(recipe.sides.values()))
-    tasks: list[tuple[Callable[[], Any], bool]] = [(lambda: model.encode(["a"] * min(READ_AT_ONCE, side.n)), False)]
-    if any(one.images == "generate" for one in recipe.sides.values()) and not _on_embeddings(recipe):
-        batch, narrow = recipe.generation.batch_size, recipe.generation.precision == "bf16"
-        tasks += [(lambda: _sampled(model, batch), narrow)]
-        tasks += [(lambda: _read(model), False)]
-    return max(memory.peak_of(run, bf16=bf16) for run, bf16 in tasks)
+Task = tuple[Callable[[], Any], bool]  # what is run, and whether in bf16
+
+
+def _making(recipe: Recipe, model: Model) -> dict[str, int]:
+    """Bytes by their use while the examples are made; with training.offload, of the phase that takes most."""
+    phases = _phases(recipe, model)
+    if not recipe.training.offload:
+        phases = [(tuple(model.parts), [task for _, tasks in phases for task in tasks])]
+    told = [{**_weights(model, parts), "at work": max(memory.peak_of(run, bf16=bf16) for run, bf16 in tasks)} for parts, tasks in phases]  # fmt: skip
+    return max(told, key=lambda one: sum(one.values()))
+
+
+def _phases(recipe: Recipe, model: Model) -> list[tuple[tuple[str, ...], list[Task]]]:
+    """The phases of targets/phases.py: the parts that each asks, and what it does beside other such calls."""
+    most = max(side.n for side in recipe.sides.values())
+    reading: list[Task] = [(lambda: model.encode(["a"] * min(READ_AT_ONCE, most)), False)]
+    if _on_embeddings(recipe) or all(one.images == "free" for one in recipe.sides.values()):
+        return [(model.readers, reading)]
+    seeing: list[Task] = [(lambda: _encoded(model, most), False)]
+    if all(one.images != "generate" for one in recipe.sides.values()):
+        return [(model.readers, reading), (("vae",), seeing)]
+    batch, narrow = min(recipe.generation.batch_size, most), recipe.generation.precision == "bf16"
+    one = model.encode(["a"])
+    reading += [(lambda: model.encode(["a"] * batch), narrow)]
+    drawing: list[Task] = [(lambda: _drawn(model, one, batch), narrow)]
+    seeing += [(lambda: _shown(model, batch), narrow)]
+    return [(model.readers, reading), (("denoiser",), drawing), (("vae",), seeing)]
 
 
 @torch.no_grad()
-def _sampled(model: Model, batch: int) -> None:
-    """One step with guidance, which asks for twice the batch, and the pictures."""
-    condition, null = _rows(model.encode(["a"]), 2 * batch), torch.zeros(2 * batch, dtype=torch.long)
-    model.denoise(torch.empty(2 * batch, *model.latent_shape()), null, condition)
+def _drawn(model: Model, condition: Condition, batch: int) -> None:
+    """One step with guidance, which asks for twice the batch."""
+    t = torch.zeros(2 * batch, dtype=torch.long)
+    model.denoise(torch.empty(2 * batch, *model.latent_shape()), t, _rows(condition, 2 * batch))
+
+
+@torch.no_grad()
+def _shown(model: Model, batch: int) -> None:
     model.decode(torch.empty(batch, *model.latent_shape()))
 
 
 @torch.no_grad()
-def _read(model: Model) -> None:
+def _encoded(model: Model, most: int) -> None:
     height = width = _pixels(model)
-    model.encode_images(torch.empty(chunk_of(height, width), 3, height, width))
+    model.encode_images(torch.empty(min(most, chunk_of(height, width)), 3, height, width))
 
 
 def _pixels(model: Model) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from concept_eraser.recipe import Recipe
 from concept_eraser.sections import ASIDE, MEMORY
 from concept_eraser.targets import edits, labelled, prompted
 from concept_eraser.targets.base import Request
+from concept_eraser.training import fsdp
 from concept_eraser.training.engine import Engine, Eraser, Schedule, optimizer_class
 from concept_eraser.training.parameters import select
 from concept_eraser.training.placement import Placement, needed
@@ -77,7 +79,7 @@ def join(recipe: Recipe) -> bool:
     device, there = recipe.training.device, {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}  # fmt: skip
     if not there.get(device, True):
         raise UserError(f"training.device is {device}, which this machine does not have; found: {', '.join(k for k, v in there.items() if v)}. Use auto")  # fmt: skip
-    refuse_wrappers()
+    refuse_wrappers(recipe.training.shard)
     require(recipe.training.tracker)
     cpu = device == "cpu" or not (there["cuda"] or there["mps"])
     ranks.join(cpu=cpu or None)
@@ -128,8 +130,10 @@ class Job:
     look: Callable[[int, float], None] | None = None  # asked between steps, unless the recipe watches
     claim: Callable[[], None] = lambda: None  # called once, when nothing about the input can be wrong any more
 
-    def eraser(self) -> Eraser:
-        return (prompted if self.recipe.target in recipes.PROMPTED else labelled).build(self.request)
+    def eraser(self, placement: Placement | None = None) -> Eraser:
+        """placement: moves the model's parts where they are asked by turns."""
+        request = replace(self.request, only=placement.only) if placement and placement.offload else self.request
+        return (prompted if self.recipe.target in recipes.PROMPTED else labelled).build(request)
 
     @property
     def request(self) -> Request:
@@ -147,17 +151,12 @@ class Job:
             eraser, told, seconds = edits.apply(method, self.request)
             self.claim_once(accelerator)
             return Outcome(eraser, seconds, {"edit": dict(told)})
-        if self.recipe.finish:
-            edits.finish(self.request)  # what cannot follow is found before the training
         engine = self.train(method, resume=resume)
-        seconds = engine.seconds
         notes: dict[str, Any] = {"steps": self.recipe.training.steps, "skipped_steps": engine.skipped, "cpu_seconds": round(engine.cpu_seconds, 2)}  # fmt: skip
         if isinstance(engine.watch, Watch):
             notes["forgotten"] = engine.watch.summary()
-        if self.recipe.finish:
-            told, more = edits.finish(self.request, engine.eraser.trainable())
-            notes, seconds = {**notes, "finish": dict(told)}, seconds + more
-        return Outcome(engine.eraser, seconds, notes)
+        told, more = self.finish(engine)
+        return Outcome(engine.eraser, engine.seconds + more, notes | ({"finish": dict(told)} if told else {}))
 
     def accelerator(self) -> Accelerator:
         """Where and with how many others this runs; see `join`."""
@@ -174,19 +173,24 @@ class Job:
     def train(self, method: Method, *, resume: bool) -> Engine:
         training, accelerator = self.recipe.training, self.accelerator()
         optimizer_class(training.optimizer)  # before an hour of pictures, not after it
+        if self.recipe.finish:
+            edits.finish(self.request)
+        if training.shard == "weights":
+            fsdp.require()
         placement = self.placement()
         fields = {k: v for k, v in training.model_dump().items() if k not in ("device", *MEMORY, *ASIDE)}
         eraser = None
         try:
             placement.narrow(self._selected())
-            self.model.to(accelerator.device)
-            eraser = self.eraser()
+            placement.arrive(accelerator.device)
+            eraser = self.eraser(placement)
             placement.begin(needed(self.recipe.target, histogram=self.recipe.histogram is not None))
             self.claim_once(accelerator)
-            engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise, training.shard == "optimizer", Trackers(accelerator, self.folder, self.recipe.resolved()))  # fmt: skip
-            engine.run(resume=resume)
-            if self.recipe.trainable.negate is not None:
-                eraser.negate(self.recipe.trainable.negate)
+            with self._split(eraser, accelerator):
+                engine = Engine(eraser, method, Schedule(**fields), self.folder, accelerator, self.progress, self.watch() or self.look, self.recipe.trainable.saliency, self.recipe.trainable.reinitialise, training.shard != "none", Trackers(accelerator, self.folder, self.recipe.resolved()))  # fmt: skip
+                engine.run(resume=resume)
+                if self.recipe.trainable.negate is not None:
+                    eraser.negate(self.recipe.trainable.negate)
         except BaseException:  # a model in memory must not stay half trained; the state of the run is in its folder
             if eraser is not None:
                 eraser.restore()
@@ -195,11 +199,29 @@ class Job:
             placement.undo()
         return engine
 
+    def finish(self, engine: Engine) -> tuple[Mapping[str, float], float]:
+        """The closed form after the training, where the recipe has one: what was done, and its seconds."""
+        if self.recipe.finish is None:
+            return {}, 0.0
+        try:
+            return edits.finish(self.request, engine.eraser.trainable())
+        except BaseException:
+            engine.eraser.restore()
+            raise
+
+    def _split(self, eraser: Eraser, accelerator: Accelerator) -> AbstractContextManager[None]:
+        """Inside, each of several processes holds a piece of the denoiser's frozen weights, where the recipe says so."""
+        if self.recipe.training.shard != "weights" or accelerator.num_processes < 2:
+            return nullcontext()
+        eraser.origin  # noqa: B018 - a fingerprint of whole weights, kept when it has been asked once
+        return fsdp.split(self.model, accelerator.device)
+
     def placement(self) -> Placement:
         """Where this run keeps the parts of its model. Raises UserError where a callback may want them elsewhere."""
         asked = {key: getattr(self.recipe.training, key) for key in MEMORY}
-        if self.look is not None and (asked["offload"] or asked["frozen"] == "bf16"):
-            raise UserError("look is called between steps, when training.offload or training.frozen: bf16 have taken the model's parts or digits away; leave out one of the two")  # fmt: skip
+        split = self.recipe.training.shard == "weights"
+        if self.look is not None and (asked["offload"] or asked["frozen"] == "bf16" or split):
+            raise UserError("look is called between steps, when training.offload, training.frozen: bf16 or training.shard: weights have taken the model's parts, digits or weights away; leave out one of the two")  # fmt: skip
         return Placement(self.model, **asked)
 
     def _selected(self) -> list[str]:

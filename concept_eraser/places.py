@@ -10,11 +10,20 @@ _PART = r"[\w.@+~-]+"
 _WITHIN = re.compile(rf"(?<![\w.:/~-])(?:~|\.\.)?/(?:{_PART}/)+{_PART}")  # in a sentence; not of a URL or of `and/or`
 _MODEL = re.compile(r"(.+?)( \([0-9a-f]+\))?")  # as models are named in evaluations: a path and a fingerprint
 
+FILE_ON = ".safetensors@"  # FILE.safetensors@BASE: a checkpoint of one file, and what it is read beside
+
+
+def _file_and_base(text: str) -> tuple[str, str]:
+    file, _, base = text.partition(FILE_ON)
+    return file + FILE_ON[:-1], base
+
 
 def is_place(text: str) -> bool:
     """Whether a text is a path that says where something lies on a machine: absolute, from a home, or by way of `..`."""
     if "\n" in text or not text.strip("/"):
         return False
+    if FILE_ON in text:
+        return any(map(is_place, _file_and_base(text)))
     if re.match(r"[A-Za-z]:[\\/]|\\\\", text):
         return True
     parts = PurePosixPath(text).parts
@@ -24,7 +33,9 @@ def is_place(text: str) -> bool:
 
 
 def last(text: str) -> str:
-    """The last component of a path."""
+    """The last component of a path; of a file on a base, of each."""
+    if FILE_ON in text:
+        return "@".join(last(one) if is_place(one) else one for one in _file_and_base(text))
     path = PureWindowsPath(text) if "\\" in text else PurePosixPath(text)
     return path.name if path.name not in ("", "..", "~") else "local"
 

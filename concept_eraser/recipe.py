@@ -88,7 +88,10 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        consistency.check(self, registry.build("method", self.method.name, self.method.options))
+        method, *last = [
+            registry.build("method", spec.name, spec.options) for spec in (self.method, self.finish) if spec
+        ]
+        consistency.check(self, method, *last)
         return self
 
     @property

@@ -43,6 +43,7 @@ _NOT_PLUGINS = {
     "lora_files",
     "module",
     "overlay",
+    "pieces",
     "single_file",
     "fisher",
     "gaussian_mechanism",

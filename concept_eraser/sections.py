@@ -240,12 +240,12 @@ class Training(Strict):
     weight_decay: float = Field(0.0, ge=0)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights stay in fp32")
     checkpointing: bool = Field(False, description="target denoiser, text_encoder: keep the denoiser's activations between blocks only and compute the rest again: less memory, more time, the same gradients")  # fmt: skip
-    offload: bool = Field(False, description="when the examples are encoded, parts that the training does not need (text encoders, VAE) move to the CPU")  # fmt: skip
-    frozen: Literal["fp32", "bf16"] = Field("fp32", description="bf16: the denoiser's weights that are not trained are held in bf16 while it trains; the erased model has them as they were")  # fmt: skip
+    offload: bool = Field(False, description="text encoders, denoiser and VAE are on the device by turns while the examples are made, then what the training needs; all others on the CPU")  # fmt: skip
+    frozen: Literal["fp32", "bf16"] = Field("fp32", description="bf16: weights of denoiser and text encoders that are not trained are held in bf16 while it trains; the erased model has them as they were")  # fmt: skip
     seed: int = Field(0, ge=0)
     save_every: int = Field(50, ge=1, description="steps between states that --resume can go on from")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: a GPU if there is one")
-    shard: Literal["none", "optimizer"] = Field("none", description="several processes: optimizer splits the optimizer's state among them (docs/scale.md)")  # fmt: skip
+    shard: Literal["none", "optimizer", "weights"] = Field("none", description="several processes: optimizer splits the optimizer's state among them; weights also the denoiser's weights, which a LoRA leaves as they are (docs/scale.md)")  # fmt: skip
     tracker: list[Literal["tensorboard", "wandb"]] = Field([], description="none, or where each step's numbers go beside log.jsonl: tensorboard, wandb, or a list of both")  # fmt: skip
 
     @field_validator("tracker", mode="before")

@@ -1,8 +1,10 @@
-"""A dry run's two steps: does the recipe run, and how long will it take?
+"""A dry run's two steps, or its edit: does the recipe run, and how long will it take?
 
 Where its model is at hand, two steps are made at the recipe's own batch size on a few quickly sampled pictures, and timed.
 Where it is not, a tiny pipeline of its family with random weights stands in: that finds what is wrong with losses, method,
-selection and prompts, and says nothing about time. All of it happens in a temporary folder; nothing is downloaded.
+selection and prompts, and says nothing about time. Where a named data set is not at hand, random pictures of its shape
+stand in, a few of each class, once the recipe's classes and positions have been looked for in the set's true size. All of
+it happens in a temporary folder; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -10,23 +12,26 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from concept_eraser import jobs, registry
 from concept_eraser import recipe as recipes
+from concept_eraser.data.labelled import Labelled, rest_of
+from concept_eraser.data.stand_in import NotHere, a_few, only
 from concept_eraser.errors import UserError
 from concept_eraser.models import loading
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.progress import silent
 from concept_eraser.recipe import Recipe
-from concept_eraser.sections import PROMPTED
+from concept_eraser.sections import PROMPTED, Side
 from concept_eraser.targets import labelled
 from concept_eraser.targets.base import Request
 from concept_eraser.tiny import families, published
@@ -34,89 +39,190 @@ from concept_eraser.training import log as logs
 
 STEPS = 2
 SMALL = 50_000_000  # weights of a denoiser that a CPU tries in seconds
-FEW = 2  # examples a side of a stand-in
+MUCH = 10**9  # weights x examples that an edit takes minutes for
+COARSE = 8  # pixels a side of what a classifier's stand-in sees
+FEW = 2  # examples a side of a stand-in, or a class and side of random pictures
 
 
 @dataclass(frozen=True)
-class StandIn:
-    """What takes the place of a model that is not at hand, and what to say about it."""
+class Trial:
+    """What a recipe is tried on. recipe: where pictures stand in, the same with their positions; objects: the labelled
+    data of the sides; reasons: a sentence for each thing that stands in, none where all is at hand. hollow: whether the
+    model is one of them, and options are then those of its family."""
 
+    recipe: Recipe
     model: Loaded
-    options: dict[str, float]
-    reason: str
+    objects: Mapping[str, Labelled] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+    hollow: bool = False
+    options: Mapping[str, float] = field(default_factory=dict)
     folder: Any = field(default=None, repr=False)  # kept while the model is used
 
 
-def load(recipe: Recipe, *, allow_pickle: bool = False) -> Loaded | StandIn:
-    """A recipe's model, or what stands in for it. Raises UserError where neither can be had."""
+def load(recipe: Recipe, *, allow_pickle: bool = False) -> Trial:
+    """A recipe's model and data, or what stands in for them. Raises UserError where neither can be had, and where the
+    recipe names classes or positions that its data do not have."""
+    tried = _with_data(recipe)
     try:
         found = loading.load_part(recipe.model, recipe.target, allow_pickle=allow_pickle)
     except UserError as error:
-        return _stand_in(recipe, error)
+        if Path(recipe.model).exists() or ":" in recipe.model:  # it is here, and something is wrong with it
+            raise
+        return _stand_in(tried, error)
     found.configure(recipe.model_options)
-    return found
+    return replace(tried, model=found)
 
 
-def _stand_in(recipe: Recipe, error: UserError) -> StandIn:
-    short = f"{recipe.model} is not on this machine"
-    if recipe.target == "clip":
-        return StandIn(loading.load_part("tiny-sd", "clip"), {}, f"{short}; the bundled tiny CLIP stands in")
-    if recipe.target == "classifier":
-        return _classifier(recipe, short)
+def _stand_in(tried: Trial, error: UserError) -> Trial:
+    recipe = tried.recipe
+    found: dict[str, Any] = {"hollow": True}
     family = published.family_of(recipe.model)
-    if family is None or recipe.target not in PROMPTED:
+    if recipe.target == "clip":
+        found["model"], which = loading.load_part("tiny-sd", "clip"), "the bundled tiny CLIP"
+    elif recipe.target == "classifier":
+        found["model"], which = _classifier(tried), "one linear layer"
+    elif family is None or recipe.target not in PROMPTED:
         raise error
-    if family == "sd":
-        return StandIn(loading.load("tiny-sd"), {}, f"{short}; the bundled tiny pipeline stands in")
-    folder = tempfile.TemporaryDirectory(prefix="concept-eraser-")
-    model = loading.load(families.build(family, Path(folder.name)))
-    model.source = recipe.model  # what errors speak of
-    model.configure(families.options(family))
-    return StandIn(model, families.options(family), f"{short}; a tiny random pipeline of the family {family} stands in", folder)  # fmt: skip
+    elif family == "sd":
+        found["model"], which = loading.load("tiny-sd"), "the bundled tiny pipeline"
+    else:
+        folder = tempfile.TemporaryDirectory(prefix="concept-eraser-")
+        model = loading.load(families.build(family, Path(folder.name)))
+        model.source = recipe.model  # what errors speak of
+        model.configure(families.options(family))
+        found |= {"model": model, "options": families.options(family), "folder": folder}
+        which = f"a tiny random pipeline of the family {family}"
+    return replace(
+        tried, reasons=(f"{recipe.model} is not on this machine; {which} stands in", *tried.reasons), **found
+    )
 
 
-def _classifier(recipe: Recipe, short: str) -> StandIn:
-    """One linear layer of the data's shape. Raises UserError where the data are not at hand either."""
-    nothing = loading.load_part(nn.Flatten(), "classifier")
-    ((data, rows), *_) = labelled.rows(Request(recipe, nothing)).values()
+def _classifier(tried: Trial) -> Loaded:
+    """One linear layer of the data's shape, on a coarse view of large pictures."""
+    ((data, rows), *_) = labelled.rows(Request(tried.recipe, tried.model, objects=tried.objects)).values()
     shape = data.inputs([int(rows[0])]).shape[1:]
-    layer = nn.Sequential(nn.Flatten(), nn.Linear(shape.numel(), len(data.names)))
-    return StandIn(loading.load_part(layer, "classifier"), {}, f"{short}; one linear layer stands in")
+    coarse = [nn.AdaptiveAvgPool2d(COARSE)] if len(shape) == 3 and min(shape[1:]) > COARSE else []
+    width = shape[0] * COARSE**2 if coarse else shape.numel()
+    return loading.load_part(nn.Sequential(*coarse, nn.Flatten(), nn.Linear(width, len(data.names))), "classifier")
 
 
-def shortened(recipe: Recipe, examples: int, *, options: dict[str, float] | None = None) -> Recipe:
-    """The recipe with two steps on a few quick pictures. options: of the model's family, where they are others."""
+def _with_data(recipe: Recipe) -> Trial:
+    """A trial with its sides' labelled data, and no model yet."""
+    nothing = loading.load_part(nn.Flatten(), "classifier")
+    found, absent = {}, {}
+    for name, side in recipe.sides.items():
+        if side.data not in (None, "rest"):
+            found[name], absent[name] = _opened(side)
+    if not any(absent.values()):
+        return Trial(recipe, nothing, found)
+    recipe, found = _thinned(recipe, nothing, found)
+    count = Counter({text: 0 for text in absent.values() if text})
+    for name, text in absent.items():
+        count[text] += len(found[name]) if text else 0
+    reasons = [f"{text}; {n} random pictures of its shape stand in" for text, n in count.items() if text]
+    return Trial(recipe, nothing, found, tuple(reasons))
+
+
+def _opened(side: Side) -> tuple[Labelled, str]:
+    """A side's data and "", or random pictures in their place and why. Nothing is downloaded."""
+    if side.data not in registry.names("dataset"):
+        return labelled.open_named(side.data, side.options, "train"), ""
+    named = registry.build("dataset", str(side.data), side.options)
+    fetched = getattr(named, "download", False)
+    try:
+        return (replace(named, download=False) if fetched else named).load("train"), ""
+    except NotHere:
+        known = named.known().reaching(*labelled.asked(side))
+        later = "; a run downloads it" if fetched else ""
+        return known.examples(named.title), f"{named.title} is not on this machine (looked in {named.root}{later})"
+
+
+def _chosen(recipe: Recipe, nothing: Loaded, found: dict[str, Labelled]) -> dict[str, tuple[Labelled, Tensor]]:
+    """The sides' positions in data of the true size. Raises UserError for classes and positions that these do not have.
+
+    Which class a position is of is not known: where a recipe gives both, each is looked for alone, and the class is taken.
+    """
+    sides = {name: getattr(recipe, name) for name in found}
+    if not (any(side.indices for side in sides.values()) and any(side.classes for side in sides.values())):
+        return labelled.rows(Request(recipe, nothing, objects=found))
+    chosen = {}
+    for name, side in sides.items():
+        for given in ("indices", "classes"):
+            if getattr(side, given):
+                alone = side.model_copy(update={"indices": None, "classes": None, given: getattr(side, given)})
+                chosen[name] = (found[name], labelled.choose_side(alone, found[name], recipe.generation.seed))
+    for name in recipe.players:
+        if name not in chosen and name in recipe.sides:
+            chosen[name] = (found["forget"], rest_of(*chosen["forget"]))
+    return chosen
+
+
+def _thinned(recipe: Recipe, nothing: Loaded, found: dict[str, Labelled]) -> tuple[Recipe, dict[str, Labelled]]:
+    """The recipe on a few examples of each class and side."""
     content = recipe.model_dump(exclude_none=True)
-    content["training"] |= {"steps": max(STEPS, len(recipe.forgotten)), "micro_batches": 1, "batch_size": examples, "save_every": 10**6, "tracker": [], "shard": "none"}  # fmt: skip
+    kept = {name: a_few(data, rows, FEW) for name, (data, rows) in _chosen(recipe, nothing, found).items()}
+    small = {}
+    for name, data in found.items():
+        sharing = [other for other in kept if other == name or (name == "forget" and content[other]["data"] == "rest")]
+        rows = sorted({row for other in sharing for row in kept[other]})
+        small[name] = only(data, rows)
+        content[name] = {**content[name], "indices": [rows.index(row) for row in kept[name]]}
+        for key in ("classes", "share"):
+            content[name].pop(key, None)
+    return recipes.validate(content, "the recipe"), small
+
+
+def shortened(trial: Trial) -> Recipe:
+    """The recipe with two steps on a few quick pictures, at its own batch size where nothing stands in; where something
+    does, with fewer examples, and with fewer steps of an attack inside a step."""
+    recipe = trial.recipe
+    examples = min(FEW, recipe.training.batch_size) if trial.reasons else recipe.training.batch_size
+    examples = FEW if trial.reasons and recipe.target in PROMPTED else examples
+    steps = max(STEPS, len(recipe.forgotten)) if recipe.concepts == "rotate" else STEPS  # so that each is asked
+    content = recipe.model_dump(exclude_none=True)
+    content["training"] |= {"steps": steps, "micro_batches": 1, "batch_size": examples, "save_every": 10**6, "tracker": [], "shard": "none"}  # fmt: skip
     content["generation"] |= {"steps": 1, "batch_size": min(examples, recipe.generation.batch_size)}
     content.pop("watch", None)
-    if options is not None:
-        content["model_options"] = options
+    if trial.hollow and content["method"].get("inner_steps", 0) > FEW:
+        content["method"]["inner_steps"] = FEW
     if recipe.target in PROMPTED:
         sides = content["forget"] if isinstance(content["forget"], list) else [content["forget"]]
         for side in (*sides, *(content[name] for name in ("retain", "replace", "attack") if name in content)):
             side["n"] = examples
+            if side.get("elastic"):  # as many gradients before the first step
+                side["elastic"]["n"] = min(examples, side["elastic"]["n"])
     return recipes.validate(content, "the recipe")
 
 
-def two_steps(recipe: Recipe, model: Loaded, *, options: dict[str, float] | None = None) -> float:
-    """Seconds of one step of the recipe on this machine, after the first; the model is trained and then put back.
-
-    options: given for a stand-in, which makes its steps with FEW examples and whose time says nothing.
-    """
-    size = recipe.training.batch_size if options is None else FEW
-    asked = shortened(recipe, size if recipe.target in PROMPTED else min(size, recipe.training.batch_size), options=options)  # fmt: skip
-    method: Any = registry.build("method", asked.method.name, asked.method.options)
+def run(trial: Trial) -> float:
+    """Seconds of one step on this machine, after the first, or of an edit; the model is then put back. Where something
+    stands in the time says nothing. Raises UserError where the recipe does not run."""
+    asked = trial.recipe if edits(trial.recipe) else shortened(trial)
+    if trial.hollow:
+        asked = recipes.validate(asked.model_dump(exclude_none=True) | {"model_options": dict(trial.options)}, "the recipe")  # fmt: skip
     with _quiet(), tempfile.TemporaryDirectory(prefix="concept-eraser-") as folder:
-        job = jobs.Job(asked, model, Path(folder), silent, cache=Path(folder) / "cache")
-        if hasattr(method, "edit"):
-            return job.run(resume=False).seconds
-        engine = job.train(method, resume=False)
-        rows = logs.read(Path(folder) / "log.jsonl")
-        engine.eraser.restore()
+        job = jobs.Job(asked, trial.model, Path(folder), silent, Path(folder) / "cache", trial.objects)
+        return _edit(job) if edits(asked) else _two_steps(job)
+
+
+def _two_steps(job: jobs.Job) -> float:
+    method: Any = registry.build("method", job.recipe.method.name, job.recipe.method.options)
+    engine = job.train(method, resume=False)
+    job.finish(engine)
+    rows = logs.read(job.folder / "log.jsonl")
+    engine.eraser.restore()
     if not any(value is not None for row in rows for value in row["losses"].values()) or engine.skipped == len(rows):
         raise UserError("the losses of the two steps tried are not finite; lower training.lr or use precision fp32")
-    return float(rows[-1]["seconds"]) * recipe.training.micro_batches
+    return float(rows[-1]["seconds"])
+
+
+def _edit(job: jobs.Job) -> float:
+    part = job.model.parts[job.recipe.target]
+    before = {name: value.detach().to("cpu", copy=True) for name, value in part.state_dict().items()}
+    try:
+        return job.run(resume=False).seconds
+    finally:
+        part.load_state_dict(before)
 
 
 @contextmanager
@@ -133,7 +239,7 @@ def _quiet() -> Iterator[None]:
 
 def pictures(recipe: Recipe) -> int:
     """How many pictures are generated for the sides of a recipe, where none is cached."""
-    if recipe.target not in PROMPTED or (recipe.target == "text_encoder" and not _drawn(recipe)):
+    if recipe.target not in PROMPTED or edits(recipe) or (recipe.target == "text_encoder" and not _drawn(recipe)):
         return 0
     made = sum(side.n for side in recipe.sides.values() if side.images == "generate")
     return made + (recipe.attack.n if recipe.attack else 0)
@@ -160,9 +266,13 @@ def a_picture(recipe: Recipe, model: Model) -> float:
     return (took[0] + step * (settings.steps - 1)) / n
 
 
-def worth_trying(model: Loaded) -> bool:
-    """Whether two steps take seconds here: on a GPU, or with a small model."""
-    return torch.cuda.is_available() or sum(p.numel() for part in model.parts.values() for p in part.parameters()) < SMALL  # fmt: skip
+def worth_trying(trial: Trial) -> bool:
+    """Whether two steps, or an edit, take seconds here: on a GPU, or with a small model; an edit of a classifier reads all
+    its data."""
+    weights = sum(p.numel() for part in trial.model.parts.values() for p in part.parameters())
+    if trial.objects and edits(trial.recipe):
+        return weights * max(map(len, trial.objects.values())) < MUCH
+    return torch.cuda.is_available() or weights < SMALL
 
 
 def edits(recipe: Recipe) -> bool:
@@ -170,13 +280,24 @@ def edits(recipe: Recipe) -> bool:
     return hasattr(registry.load("method", recipe.method.name), "edit")
 
 
-def told(recipe: Recipe, model: Loaded) -> str:
-    """How long the recipe will take on this machine, from two steps and a few pictures."""
-    step, steps, made = two_steps(recipe, model), recipe.training.steps, pictures(recipe)
-    parts = [f"{_long(step * steps)} for {steps} steps"]
+def told(trial: Trial) -> str:
+    """How long the recipe will take on this machine, from two steps and a few pictures; or that what stands in ran."""
+    recipe, model, edit = trial.recipe, trial.model, edits(trial.recipe)
+    try:
+        taken = run(trial)
+    except UserError as error:
+        if not (edit and trial.reasons and isinstance(error.__cause__, ValueError)):
+            raise
+        return f"the edit of this recipe began on what stands in, whose numbers it cannot take, which says little of the true ones: {error}"  # fmt: skip
+    if trial.reasons:
+        return f"{'the edit' if edit else 'two steps'} of this recipe ran on what stands in; nothing is said of time"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+    if edit:
+        return f"time (the edit was tried on {device} and taken back): about {_long(taken)}"
+    steps, made = recipe.training.steps, pictures(recipe)
+    parts = [f"{_long(taken * recipe.training.micro_batches * steps)} for {steps} steps"]
     if made and isinstance(model, Model):
         parts.append(f"{_long(a_picture(recipe, model) * made)} for generating {made} pictures (fewer where they are cached)")  # fmt: skip
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     return f"time (from two steps on {device}): about {' + about '.join(parts)}"
 
 

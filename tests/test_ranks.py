@@ -24,18 +24,18 @@ from safetensors.torch import load_file
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.models.module import build
-from concept_eraser.training.sharding import owners
+from concept_eraser.training.sharding import owners, refuse_wrappers
 from tests.conftest import ROOT, short
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
 LIMIT = 1e-5  # the largest relative difference of a tensor, in fp32
 MANY = 500  # steps, more than a test waits for
 
 
-def launch(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+def launch(folder: Path, *arguments: str, how: str = "--multi_gpu", **variables: str) -> subprocess.Popen[str]:
     """Two processes and their launcher."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.Popen([*LAUNCH, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment)  # fmt: skip
+    return subprocess.Popen([*LAUNCH, *how.split(), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment)  # fmt: skip
 
 
 def ended(process: subprocess.Popen[str], limit: float = 200) -> tuple[str, str]:
@@ -254,10 +254,23 @@ def test_wrappers_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, v
     """What `accelerate launch --use_fsdp` and `--use_deepspeed` set."""
     monkeypatch.setenv(variable, "true")
     with pytest.raises(
-        UserError, match=f"launched with {name}, which the training cannot use.*trainable.lora.*training.shard"
+        UserError, match=rf"launched with {name}\b.*which the training (cannot use|does not hear).*trainable\.lora"
     ):
         concept_eraser.erase(short(), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("shard", "version", "heard"), [("weights", "2", True), ("weights", "1", False), ("optimizer", "2", False)])  # fmt: skip
+def test_a_launch_with_fsdp(monkeypatch: pytest.MonkeyPatch, shard: str, version: str, heard: bool) -> None:
+    """Version 2 beside shard: weights means what that means; any other is told what to say instead."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", version)
+    if heard:
+        refuse_wrappers(shard)
+        assert os.environ["ACCELERATE_USE_FSDP"] == "false", "accelerate wraps nothing"
+        return
+    with pytest.raises(UserError, match=rf"launched with FSDP \(version {version}\).*set training\.shard=weights with a LoRA"):  # fmt: skip
+        refuse_wrappers(shard)
 
 
 def test_where_and_with_what_is_no_other_run() -> None:

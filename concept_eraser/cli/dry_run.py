@@ -18,14 +18,14 @@ def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
 
     lines = _sides(recipe)
     found = trials.load(recipe, allow_pickle=allow_pickle)
-    whole: Any = found
-    if isinstance(found, trials.StandIn):  # weights and memory are those of the true size
+    whole: Any = found.model
+    if found.hollow:  # weights and memory are those of the true size
         whole = published.hollow(recipe.model)
         whole.configure(recipe.model_options)
     lines.append(_weights(recipe, whole))
     if not trials.edits(recipe):
         lines += forecast.estimate(recipe, whole).lines()
-    return [*lines, *_trial(recipe, found, trial)]
+    return [*lines, *_trial(found, trial)]
 
 
 def _sides(recipe: Any) -> list[str]:
@@ -65,26 +65,20 @@ def _labelled(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
     from concept_eraser.targets.base import Request
 
     found = trials.load(recipe, allow_pickle=allow_pickle)
-    model = found.model if isinstance(found, trials.StandIn) else found
-    request = Request(recipe, model)
-    lines = [f"{name}: {len(rows)} of {len(data)} examples of {data.about}" for name, (data, rows) in labelled.rows(request).items()]  # fmt: skip
-    if not isinstance(found, trials.StandIn):
+    request, lines = Request(found.recipe, found.model, objects=found.objects), []
+    if found.recipe is recipe:  # else a few pictures stand in, and count for nothing
+        lines = [f"{name}: {len(rows)} of {len(data)} examples of {data.about}" for name, (data, rows) in labelled.rows(request).items()]  # fmt: skip
+    if not found.hollow:
         eraser = labelled.build(request)
         counts = sum(p.numel() for p in eraser.trainable().values()), sum(p.numel() for p in eraser.module.parameters())  # fmt: skip
         lines.append(f"trains {counts[0]:,} of {counts[1]:,} weights in {len(eraser.trainable())} tensors")
-    return [*lines, *_trial(recipe, found, trial)]
+    return [*lines, *_trial(found, trial)]
 
 
-def _trial(recipe: Any, found: Any, trial: bool | None) -> list[str]:
+def _trial(found: Any, trial: bool | None) -> list[str]:
     from concept_eraser import trials
 
-    if isinstance(found, trials.StandIn):
-        if trial is not False:
-            trials.two_steps(recipe, found.model, options=found.options)
-            return [f"{found.reason}: two steps of this recipe ran on it; no time is told"]
-        return [found.reason]
-    if trial is False or (trial is None and not trials.worth_trying(found)):
-        return ["time: no trial was made" + (" (on the CPU it would take minutes; ask for it with --trial)" if trial is None else "")]  # fmt: skip
-    if trials.edits(recipe):
-        return ["time: an edit in one go, not tried"]
-    return [trials.told(recipe, found)]
+    if trial is False or (trial is None and not found.hollow and not trials.worth_trying(found)):
+        slow = " (here it would take minutes; ask for it with --trial)" if trial is None else ""
+        return [*found.reasons, "time: no trial was made" + slow]
+    return [*found.reasons, trials.told(found)]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from concept_eraser import defaults
 from concept_eraser.errors import Interrupted, UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
@@ -33,7 +34,8 @@ _FLAGS = {"retain": "retain.prompts", "loss": "forget.loss", "method": "method.n
 
 def erase(
     items: Annotated[Optional[list[str]], typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe, then changes to it")] = None,
-    model: Annotated[Optional[str], typer.Option(help="tiny-sd, a diffusers folder, a run folder or a hub id")] = None,
+    model: Annotated[Optional[str], typer.Option(help="tiny-sd, a diffusers folder, a run folder or a hub id; with --base a .safetensors file")] = None,
+    base: Annotated[Optional[str], typer.Option(help="for a single-file checkpoint: a diffusers folder (weights are not needed in it) or hub id of its architecture")] = None,
     forget: Annotated[Optional[list[str]], typer.Option(help="prompt set to forget: a name or a file; once a concept")] = None,
     retain: Annotated[Optional[str], typer.Option(help="prompt set to preserve: a name or a file")] = None,
     anchor: Annotated[Optional[list[str]], typer.Option(help="what to show instead: 'a person', 'a {color} circle', or shape=circle; for several concepts one for all, or one each")] = None,
@@ -49,15 +51,17 @@ def erase(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what the run folder holds")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print the resolved recipe, estimate memory and time; no run is made and nothing downloaded")] = False,
     trial: Annotated[Optional[bool], typer.Option("--trial/--no-trial", help="with --dry-run: make two steps in a temporary folder (default: where they take seconds)")] = None,
-    memory: Annotated[Optional[str], typer.Option(help="settings for a card of that size: 8gb, 12gb, 16gb or 24gb (see `concept-eraser list presets`)")] = None,
+    memory: Annotated[Optional[str], typer.Option(help="settings for a card of that size: 8gb, 12gb, 16gb, 24gb, 32gb or 48gb (see `concept-eraser list presets`)")] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
     given: dict[str, Any] = {"retain": retain, "loss": loss, "method": method, "select": select, "lora": lora, "steps": steps, "lr": lr, "seed": seed, "memory": memory}  # fmt: skip
     names = [item for item in items or [] if "=" not in item or Path(item).is_file()]
-    if not names and not loss:
+    described = not names and bool(forget)
+    if described and not loss:
         given["loss"] = "anchor" if anchor else "esd"
-    overrides = [f"model={_quoted(model)}"] if model else []
+    overrides = defaults.settings(model, anchored=bool(anchor), retained=retain is not None) if described else []
+    overrides += [f"model={_quoted(_on_base(model, base))}"] if model or base else []
     overrides += _concepts(forget or [], [_anchor(text) for text in anchor or []], bool(names))
     overrides += [f"{_FLAGS[key]}={_quoted(value)}" for key, value in given.items() if value is not None]
     overrides += [item for item in items or [] if item not in names]
@@ -65,10 +69,34 @@ def erase(
         raise UserError(f"one recipe at a time, found {', '.join(names)}; changes are written key.path=value")
     if not names and not forget:
         raise UserError("nothing to erase: give a recipe (see `concept-eraser list recipes`) or --forget with a prompt set")  # fmt: skip
+    if described:
+        overrides += _finish(overrides)
     run(names[0] if names else {}, overrides, output, resume, overwrite, dry_run, allow_pickle, quiet, trial)
 
 
 erase.__doc__ = _EXAMPLES
+
+
+def _finish(overrides: list[str]) -> list[str]:
+    """The closed form after the training, where nothing was said about it and the model takes one."""
+    from concept_eraser import recipe as recipes
+
+    if any(one.startswith(("finish=", "finish.")) for one in overrides):
+        return []
+    asked = recipes.load({}, overrides)
+    return [f"finish={defaults.FINISH}"] if defaults.finishes(asked, defaults.family_of(asked.model)) else []
+
+
+def _on_base(model: str | None, base: str | None) -> str:
+    if base is None:
+        return str(model)
+    if model is None:
+        raise UserError(
+            "--base belongs to --model FILE.safetensors; give both, or write it in the recipe as model: FILE@BASE"
+        )
+    from concept_eraser.models import loading
+
+    return loading.on_base(model, base)
 
 
 def _anchor(text: str) -> str | dict[str, str]:

@@ -77,11 +77,34 @@ def own_seeds(prompts: Sequence[str | Prompt]) -> list[int | None]:
     return found
 
 
-def generate(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int], sampling: Sampling, *, cache: Path | None = None, what: str = "generating", progress: Progress = silent) -> Tensor:  # fmt: skip
-    """[n, h, w, 3] uint8 pictures of the prompts, from the cache where they are known.
+@dataclass(frozen=True)
+class Asked:
+    """Pictures asked of a model, and the folder of the cache that keeps them in chunks of `sampling.batch_size`."""
 
-    A prompt that states a guidance of its own is sampled with that. Under `accelerate launch` each process makes its
-    share of the chunks, none twice, and reads those of the others (the cache must be a folder that all see).
+    folder: Path
+    texts: Sequence[str]
+    seeds: Sequence[int]
+    scales: Sequence[float]  # guidance of each
+    sampling: Sampling
+
+    @property
+    def starts(self) -> range:
+        """Of the chunks."""
+        return range(0, len(self.texts), self.sampling.batch_size)
+
+    def path(self, start: int) -> Path:
+        """Of a chunk's pictures."""
+        return self.folder / f"{start:06d}.safetensors"
+
+    def calls(self, start: int) -> list[tuple[float, list[int]]]:
+        """What is sampled at once: (guidance, positions among all) of the pictures of a chunk with one guidance."""
+        chunk = range(start, min(start + self.sampling.batch_size, len(self.texts)))
+        scales = dict.fromkeys(self.scales[i] for i in chunk)
+        return [(scale, [i for i in chunk if self.scales[i] == scale]) for scale in scales]
+
+
+def ask(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int], sampling: Sampling, *, cache: Path | None = None) -> Asked:  # fmt: skip
+    """Nothing is sampled yet. A prompt that states a guidance of its own is sampled with that.
 
     cache: folder of the cache; None for `resources.cache()`.
     """
@@ -91,52 +114,65 @@ def generate(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int]
     if any(scale != sampling.guidance for scale in scales):
         content["guidance"] = scales
     folder = (resources.cache() if cache is None else cache) / "pictures" / fingerprint(content)
-    starts = range(0, len(texts), sampling.batch_size)
-    progress(what, 0, len(texts))
-    made: dict[int, Tensor] = {}
+    return Asked(folder, texts, list(seeds), scales, sampling)
+
+
+def generate(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int], sampling: Sampling, *, cache: Path | None = None, what: str = "generating", progress: Progress = silent) -> Tensor:  # fmt: skip
+    """[n, h, w, 3] uint8 pictures of the prompts, from the cache where they are known; see `ask` and `made`."""
+    return made(model, ask(model, prompts, seeds, sampling, cache=cache), what=what, progress=progress)
+
+
+def made(model: Model, asked: Asked, *, what: str = "generating", progress: Progress = silent) -> Tensor:
+    """[n, h, w, 3] uint8 pictures as asked, from the cache where they are known.
+
+    Under `accelerate launch` each process makes its share of the chunks, none twice, and reads those of the others (the
+    cache must be a folder that all see).
+    """
+    progress(what, 0, len(asked.texts))
+    found: dict[int, Tensor] = {}
 
     def chunk(start: int) -> Tensor:
-        if start not in made:
-            path = folder / f"{start:06d}.safetensors"
-            pictures = _read(path)
+        if start not in found:
+            path = asked.path(start)
+            pictures = read(path)
             if pictures is None:
-                part = slice(start, start + sampling.batch_size)
-                pictures = _sample(model, texts[part], seeds[part], scales[part], sampling)
-                _write(path, pictures)
-            made[start] = pictures
-            progress(what, sum(map(len, made.values())), len(texts))
-        return made[start]
+                pictures = _sample(model, asked, start)
+                write(path, pictures)
+            found[start] = pictures
+            progress(what, sum(map(len, found.values())), len(asked.texts))
+        return found[start]
 
-    for start in ranks.mine(starts):
+    for start in ranks.mine(asked.starts):
         chunk(start)
     ranks.wait()
-    return torch.cat([chunk(start) for start in starts])
+    return torch.cat([chunk(start) for start in asked.starts])
 
 
-def _sample(model: Model, texts: Sequence[str], seeds: Sequence[int], scales: Sequence[float], sampling: Sampling) -> Tensor:  # fmt: skip
+def _sample(model: Model, asked: Asked, start: int) -> Tensor:
     """One chunk, those of one guidance together."""
     pictures: dict[int, Tensor] = {}
-    for scale in dict.fromkeys(scales):
-        rows = [i for i, one in enumerate(scales) if one == scale]
-        found = model.sample([texts[i] for i in rows], seeds=[seeds[i] for i in rows], steps=sampling.steps, guidance=scale, autocast=sampling.autocast)  # fmt: skip
+    for scale, rows in asked.calls(start):
+        found = model.sample([asked.texts[i] for i in rows], seeds=[asked.seeds[i] for i in rows], steps=asked.sampling.steps, guidance=scale, autocast=asked.sampling.autocast)  # fmt: skip
         pictures |= dict(zip(rows, found, strict=True))
-    return torch.stack([pictures[i] for i in range(len(texts))])
+    return torch.stack([pictures[i] for i in sorted(pictures)])
 
 
-def _read(path: Path) -> Tensor | None:
+def read(path: Path, name: str = "pictures") -> Tensor | None:
+    """A chunk of the cache; None where it is not there, or damaged: then it is made again."""
     if not path.exists():
         return None
     try:
-        return load_file(path)["pictures"]
-    except (SafetensorError, OSError, KeyError):  # a damaged chunk is made again
+        return load_file(path)[name]
+    except (SafetensorError, OSError, KeyError):
         return None
 
 
-def _write(path: Path, pictures: Tensor) -> None:
+def write(path: Path, pictures: Tensor, name: str = "pictures") -> None:
+    """Put a chunk into the cache, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        save_file({"pictures": pictures.contiguous()}, partial)
+        save_file({name: pictures.contiguous()}, partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.data.labelled import Labelled, from_dataset
-from concept_eraser.errors import UserError
+from concept_eraser.data.stand_in import NotHere
 
 
 def to_tensor(size: int | None) -> Any:
@@ -19,9 +19,9 @@ def to_tensor(size: int | None) -> Any:
 
 
 def from_torchvision(make: Callable[[], Any], name: str, root: str) -> Labelled:
-    """A torchvision set as labelled data. Raises UserError where its files are not under `root`."""
+    """A torchvision set as labelled data. Raises NotHere where its files are not under `root`."""
     try:
         made = make()
     except (RuntimeError, FileNotFoundError, OSError) as error:
-        raise UserError(f"{name} is not at {Path(root).resolve()} ({str(error).splitlines()[0][:120]}); give options: {{root: <its folder>}}, or download: true where there is a network") from error  # fmt: skip
+        raise NotHere(f"{name} is not at {Path(root).resolve()} ({str(error).splitlines()[0][:120]}); give options: {{root: <its folder>}}, or download: true where there is a network") from error  # fmt: skip
     return from_dataset(made, name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from concept_eraser.data.labelled import Labelled, from_folder
-from concept_eraser.errors import UserError
+from concept_eraser.data.stand_in import Known, NotHere
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,12 @@ class CelebAHQ:
     def load(self, split: str) -> Labelled:
         folder = Path(self.root) / ("test" if split == "test" else "train")
         if not folder.is_dir():
-            raise UserError(f"CelebA-HQ is not at {folder.resolve()}; give options: {{root: <folder with train/ and test/>}}")  # fmt: skip
+            raise NotHere(f"CelebA-HQ is not at {folder.resolve()}; give options: {{root: <folder with train/ and test/>}}")  # fmt: skip
         return from_folder(folder, self.size)
+
+    def known(self) -> Known:
+        people = tuple(map(str, range(307)))
+        return Known((3, self.size, self.size), people, 15 * len(people), own=True)
 
 
 PLUGIN = CelebAHQ

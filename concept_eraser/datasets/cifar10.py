@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from concept_eraser.data.labelled import Labelled
+from concept_eraser.data.stand_in import Known
 from concept_eraser.datasets.base import from_torchvision, to_tensor
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class CIFAR10:
         from torchvision import datasets
 
         return from_torchvision(lambda: datasets.CIFAR10(self.root, train=split != "test", transform=to_tensor(None), download=self.download), "CIFAR-10", self.root)  # fmt: skip
+
+    def known(self) -> Known:
+        return Known((3, 32, 32), CLASSES, 50_000)
 
 
 PLUGIN = CIFAR10

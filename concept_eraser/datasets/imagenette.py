@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from concept_eraser.data.labelled import Labelled
+from concept_eraser.data.stand_in import Known
 from concept_eraser.datasets.base import from_torchvision, to_tensor
 
 
@@ -28,6 +29,12 @@ class Imagenette:
 
         name = "val" if split == "test" else "train"
         return from_torchvision(lambda: _labelled(datasets.Imagenette(self.root, split=name, size=self.variant, transform=to_tensor(self.size), download=self.download)), "Imagenette", self.root)  # fmt: skip
+
+    def known(self) -> Known:
+        from torchvision import datasets
+
+        folders = datasets.Imagenette._WNID_TO_CLASS  # their sorted names number the classes
+        return Known((3, self.size, self.size), tuple(folders[name][0] for name in sorted(folders)), 9_469)
 
 
 def _labelled(made: object) -> object:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from concept_eraser.data.labelled import Labelled
+from concept_eraser.data.stand_in import Known
 from concept_eraser.datasets.base import from_torchvision, to_tensor
+
+BREEDS = (
+    "Abyssinian", "American Bulldog", "American Pit Bull Terrier", "Basset Hound", "Beagle", "Bengal", "Birman", "Bombay",
+    "Boxer", "British Shorthair", "Chihuahua", "Egyptian Mau", "English Cocker Spaniel", "English Setter",
+    "German Shorthaired", "Great Pyrenees", "Havanese", "Japanese Chin", "Keeshond", "Leonberger", "Maine Coon",
+    "Miniature Pinscher", "Newfoundland", "Persian", "Pomeranian", "Pug", "Ragdoll", "Russian Blue", "Saint Bernard",
+    "Samoyed", "Scottish Terrier", "Shiba Inu", "Siamese", "Sphynx", "Staffordshire Bull Terrier", "Wheaten Terrier",
+    "Yorkshire Terrier",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,9 @@ class OxfordPets:
 
         name = "test" if split == "test" else "trainval"
         return from_torchvision(lambda: _labelled(datasets.OxfordIIITPet(self.root, split=name, transform=to_tensor(self.size), download=self.download)), "Oxford Pets", self.root)  # fmt: skip
+
+    def known(self) -> Known:
+        return Known((3, self.size, self.size), BREEDS, 3_680)
 
 
 def _labelled(made: object) -> object:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from concept_eraser.data.labelled import Labelled
+from concept_eraser.data.stand_in import Known
 from concept_eraser.datasets.base import from_torchvision, to_tensor
 
 
@@ -24,6 +25,9 @@ class SVHN:
 
         name = "test" if split == "test" else "train"
         return from_torchvision(lambda: datasets.SVHN(self.root, split=name, transform=to_tensor(None), download=self.download), "SVHN", self.root)  # fmt: skip
+
+    def known(self) -> Known:
+        return Known((3, 32, 32), tuple(map(str, range(10))), 73_257)
 
 
 PLUGIN = SVHN

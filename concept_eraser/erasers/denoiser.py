@@ -50,10 +50,10 @@ class Denoiser(Part):
         self.fisher: dict[str, list[Tensor]] = {}  # of the sides that hold the weights elastically
         self.delta: nn.Parameter | None = None  # of the attack
         if "attack" in sides:
-            one = model.null().tensors.get(EMBEDDING)
+            one = sides["attack"].examples.null.tensors.get(EMBEDDING)
             if one is None:
                 raise model.lacks("an adversary on the text's embedding")
-            self.delta = nn.Parameter(torch.zeros_like(one, dtype=torch.float32))
+            self.delta = nn.Parameter(torch.zeros_like(one, dtype=torch.float32, device=model.device))
         for name, side in sides.items():
             if side.examples.latents is None and LOSSES[side.loss].needs_target:
                 allowed = sorted(k for k, v in LOSSES.items() if not v.needs_target)

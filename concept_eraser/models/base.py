@@ -46,6 +46,7 @@ class Loaded(ABC):
     family: ClassVar[str]
     source: str  # name, folder or hub id it came from
     parts: Mapping[str, nn.Module]
+    working: torch.device | None = None  # where it computes while its parts lie apart (training/placement.py)
     options: ClassVar[Mapping[str, str]] = {}  # of the family, attributes of the same names: what each one is
 
     def configure(self, given: Mapping[str, Any]) -> None:
@@ -69,7 +70,7 @@ class Loaded(ABC):
 
     @property
     def device(self) -> torch.device:
-        return next(next(iter(self.parts.values())).parameters()).device
+        return self.working or next(next(iter(self.parts.values())).parameters()).device
 
     @abstractmethod
     def to(self, device: torch.device) -> Loaded: ...

@@ -71,9 +71,12 @@ class DiT(Variance):
     def _reporting(self, progress: Callable[[int], None] | None) -> dict[str, Any]:
         return {}  # this pipeline reports nothing
 
-    def sample(self, prompts: Sequence[str] | Condition, *, guidance: float, **settings: Any) -> Tensor:
+    def allow(self, guidance: float) -> None:
         if guidance > 1 and self.classes != NULL_OF_PIPELINE:
             raise UserError(f"{self.source} knows {self.classes} classes; diffusers' DiTPipeline guides models of {NULL_OF_PIPELINE} classes only. Sample with guidance 1 or less")  # fmt: skip
+
+    def sample(self, prompts: Sequence[str] | Condition, *, guidance: float, **settings: Any) -> Tensor:
+        self.allow(guidance)
         return super().sample(prompts, guidance=guidance, **settings)
 
     def save(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ ADVICE = "give a local folder, or set HF_HOME to a cache that holds it"
 
 
 def is_id(name: str) -> bool:
-    return _ID.fullmatch(name) is not None
+    return _ID.fullmatch(name) is not None and ".safetensors" not in name  # FILE.safetensors@BASE: see loading.on_base
 
 
 def split(name: str) -> tuple[str, str | None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.errors import UserError
-from concept_eraser.models import cross_attention
+from concept_eraser.models import cross_attention, pieces
 from concept_eraser.models.base import Condition, Model, Weights
 from concept_eraser.models.guards import Guard
 from concept_eraser.models.words import Words
@@ -59,10 +59,9 @@ class Latent(Model):
     pipeline_class: ClassVar[str]
     network: ClassVar[str] = "unet"  # what the pipeline calls its denoiser
     left_out: ClassVar[Mapping[str, Any]] = {}  # what the pipeline is loaded without
-    narrowed: torch.dtype | None = (
-        None  # of the denoiser's frozen weights while they are not fp32 (training/placement.py)
-    )
-
+    # of frozen weights while they are not fp32 (training/placement.py): the denoiser's, the text encoders'
+    narrowed: torch.dtype | None = None
+    narrowed_readers: torch.dtype | None = None
     guard: Guard | None = None  # a safeguard while sampling
 
     def drawing(self) -> dict[str, Any]:
@@ -131,6 +130,14 @@ class Latent(Model):
         return float(config.scaling_factor), float(getattr(config, "shift_factor", None) or 0.0)
 
     @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        if self.narrowed_readers is None:
+            return super().encode(prompts)
+        with self.precision(self.narrowed_readers):
+            found = super().encode(prompts)
+        return Condition({k: v.float() if v.is_floating_point() else v for k, v in found.tensors.items()})
+
+    @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
         factor, shift = self._vae_scale()
         return (self.pipeline.vae.encode(images.to(self.device)).latent_dist.mean - shift) * factor
@@ -193,6 +200,9 @@ class Latent(Model):
 
         return {"callback_on_step_end": report}
 
+    def allow(self, guidance: float) -> None:
+        """Raise UserError where the pipeline cannot sample with that guidance."""
+
     @torch.no_grad()
     def sample(self, prompts: Sequence[str] | Condition, *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
         if len(prompts) != len(seeds):
@@ -202,7 +212,7 @@ class Latent(Model):
         guarded = self.guard.around(self, len(prompts)) if self.guard else nullcontext()
         with self.precision(autocast or self.narrowed), guarded:
             images = self.pipeline(**self._asked(prompts), generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", **self._reporting(progress)).images  # fmt: skip
-        return images.float().mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
+        return pieces.to_bytes(images)
 
 
 class Sized(Latent):

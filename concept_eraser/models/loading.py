@@ -18,14 +18,29 @@ from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.module import CONFIG, Module, open_folder
 
 BUNDLED = {"tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"}
-_FAMILIES = {
+FAMILIES = {
     "StableDiffusionPipeline": "sd",
     "StableDiffusionXLPipeline": "sdxl",
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
     "DiTPipeline": "dit",
 }
+_FILE_ON = ".safetensors@"
 _WEIGHED = ("unet", "transformer", "vae", "text_encoder")  # how the parts of a pipeline begin that have weights we load
+
+
+def on_base(file: Any, base: Any) -> str:
+    """The one name of a single-file checkpoint, or of a part of a pipeline, and of what it is read beside: FILE@BASE.
+
+    Raises UserError where there is no such file, or the base has no name.
+    """
+    if not isinstance(file, str | Path) or Path(file).suffix != ".safetensors":
+        raise UserError(f"a base belongs to a model that is one .safetensors file, found the model {file if isinstance(file, str | Path) else type(file).__name__}; leave it out")  # fmt: skip
+    if not isinstance(base, str | Path):
+        raise UserError(f"a base is a diffusers folder or a hub id, found a {type(base).__name__}; for one in memory give model=concept_eraser.load(FILE, base=...)")  # fmt: skip
+    if not Path(file).is_file():
+        raise UserError(f"no such model: {file}")
+    return f"{file}@{base}"
 
 
 class Incomplete(UserError):
@@ -47,7 +62,7 @@ def load_part(source: Any, target: str, *, allow_pickle: bool = False) -> Loaded
         return load(source, allow_pickle=allow_pickle)
     if target == "clip":
         return _clip(source)
-    if type(source).__name__ in _FAMILIES:
+    if type(source).__name__ in FAMILIES:
         return load(source)  # a pipeline, of which the VAE is a part
     if isinstance(source, nn.Module):
         return Module(source, target, f"a {type(source).__name__} in memory")
@@ -125,7 +140,8 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: st
 
     source: "tiny-sd", a diffusers folder, a run folder of ours, a hub id ("owner/name", "owner/name@revision"), a
         diffusers pipeline object, or a Model (returned as it is); or a part of a pipeline that another eraser made: a
-        LoRA, a state dict or folder of the denoiser or the text encoder (see overlay.py).
+        LoRA, a state dict or folder of the denoiser or the text encoder (see overlay.py); or FILE.safetensors@BASE, one of
+        these or a single-file checkpoint with its base.
     allow_pickle: also load weights stored as pickles, which can execute code; off by default.
     base: for a part, the model it was made for (which stays as it is); for a single-file checkpoint (.safetensors in the
         original layout), the diffusers folder of its architecture; not asked for otherwise.
@@ -141,6 +157,11 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: st
     if name in BUNDLED:
         return _from_folder(resources.tiny_weights() / name, name, allow_pickle)
     path = Path(name)
+    file, at, beside = name.partition(_FILE_ON)
+    if at and not path.exists():
+        if not Path(file + _FILE_ON[:-1]).is_file():
+            raise UserError(f"no such model: {file}{_FILE_ON[:-1]}")
+        return _part(Path(file + _FILE_ON[:-1]), beside, allow_pickle, token)
     if path.is_dir() and (path / "pipeline").is_dir():
         return _from_folder(path / "pipeline", name, allow_pickle)
     if overlay.is_overlay(path):
@@ -157,9 +178,9 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: st
 
 
 def _family(class_name: str, name: str) -> Any:
-    if class_name not in _FAMILIES:
-        raise UserError(f"{name} is a {class_name}, which is not supported; supported: {', '.join(_FAMILIES)}")
-    return registry.load("model", _FAMILIES[class_name])
+    if class_name not in FAMILIES:
+        raise UserError(f"{name} is a {class_name}, which is not supported; supported: {', '.join(FAMILIES)}")
+    return registry.load("model", FAMILIES[class_name])
 
 
 def _from_object(pipeline: Any) -> Model:
@@ -170,9 +191,9 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
     """A part of a pipeline on the base it was made for, or a checkpoint in the original layout."""
     held = overlay.parts_in(path) if path.is_file() else set()
     if base is None and held:
-        raise UserError(f"{path} is a single-file checkpoint: weights without configuration, scheduler and tokenizer; give a diffusers folder of the same architecture with --before (base=), or convert it once: concept-eraser export {path} --before FOLDER --to diffusers")  # fmt: skip
+        raise UserError(f"{path} is a single-file checkpoint: weights without configuration, scheduler and tokenizer; give a diffusers folder or hub id of the same architecture with --base (erase), --before (other commands) or base=, or convert it once: concept-eraser export {path} --before FOLDER --to diffusers")  # fmt: skip
     if base is None:
-        raise UserError(f"{path} is only a part of a pipeline (a LoRA, a denoiser or a text encoder); give the model it was made for with --before")  # fmt: skip
+        raise UserError(f"{path} is only a part of a pipeline (a LoRA, a denoiser or a text encoder); give the model it was made for with --before (erase: --base)")  # fmt: skip
     in_memory = not isinstance(base, str | Path)
     if held:
         if in_memory:

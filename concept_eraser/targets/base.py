@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from concept_eraser.recipe import Recipe
 
 @dataclass(frozen=True)
 class Request:
-    """objects: what the recipe can only name because it lives in memory: data sets of sides, a judge."""
+    """objects: what the recipe can only name because it lives in memory: data sets of sides, a judge. only: with
+    training.offload, called with the parts of the model that are asked next; the others leave the device."""
 
     recipe: Recipe
     model: Loaded
     progress: Progress = silent
     cache: Path | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
+    only: Callable[[Sequence[str]], None] | None = None

@@ -51,7 +51,7 @@ def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
     """For each player the data and the positions in it, in the players' order; forget and retain apart."""
     recipe, found = request.recipe, {}
     forget = _open(request, "forget")
-    found["forget"] = (forget, _choose(recipe.forgotten[0], forget, recipe.generation.seed))
+    found["forget"] = (forget, choose_side(recipe.forgotten[0], forget, recipe.generation.seed))
     for name in ("retain", "replace"):
         side: Side | None = getattr(recipe, name)
         if side is None:
@@ -60,7 +60,7 @@ def rows(request: Request) -> dict[str, tuple[Labelled, Tensor]]:
             found[name] = (forget, labelled.rest_of(forget, found["forget"][1]))
             continue
         data = _open(request, name)
-        found[name] = (data, _choose(side, data, recipe.generation.seed))
+        found[name] = (data, choose_side(side, data, recipe.generation.seed))
         if name == "retain" and labelled.same_examples(data, forget):
             labelled.require_apart(found["forget"][1], found[name][1], data.about)
     if recipe.target != "vae":
@@ -94,11 +94,18 @@ def open_named(source: str | None, options: dict[str, Any], split: str) -> Label
         raise UserError(f"{error}. Named sets: {', '.join(registry.names('dataset'))}") from None
 
 
-def _choose(side: Side, data: Labelled, seed: int) -> Tensor:
+def choose_side(side: Side, data: Labelled, seed: int) -> Tensor:
+    """The positions in the data that a side means; see `labelled.choose`."""
     listed = side.indices
     if isinstance(listed, str):
         listed = read_indices(Path(listed))
     return labelled.choose(data, classes=side.classes, share=side.share, indices=listed, seed=seed)
+
+
+def asked(side: Side) -> tuple[list[str], int]:
+    """The classes that a side names, and the last position (-1: it gives none)."""
+    listed = read_indices(Path(side.indices)) if isinstance(side.indices, str) else side.indices or []
+    return [str(name) for name in side.classes or []], max(listed, default=-1)
 
 
 def read_indices(path: Path) -> list[int]:

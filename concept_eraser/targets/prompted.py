@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from concept_eraser.models.lora import Adapter, layers_of
 from concept_eraser.recipe import Recipe
 from concept_eraser.sections import Histogram, Side, role
 from concept_eraser.targets.base import Request
+from concept_eraser.targets.phases import Missing
 from concept_eraser.training.parameters import select
+from concept_eraser.training.placement import needed
 
 
 def build(request: Request) -> denoiser.Denoiser | text_encoder.TextEncoder:
@@ -31,6 +33,8 @@ def build(request: Request) -> denoiser.Denoiser | text_encoder.TextEncoder:
     part = model.parts[target]
     names = select([name for name, _ in part.named_parameters()], request.recipe.trainable.select)
     ready: Any = _encoder_sides(request) if target == "text_encoder" else sides(request)
+    if request.only is not None:
+        request.only(needed(target, histogram=request.recipe.histogram is not None))
     # last of all: the pictures of the sides are made, and found in the cache, by the model as it came
     adapter = adapted(request, part, names)
     kind: Any = text_encoder.TextEncoder if target == "text_encoder" else denoiser.Denoiser
@@ -80,8 +84,11 @@ def described(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def sides(request: Request) -> dict[str, denoiser.Side]:
     """The players in the order the methods expect, with their data ready."""
-    recipe = request.recipe
-    made = {name: _side(request, name, side, source) for name, (side, source) in _sets(request).items()}
+    recipe, model = request.recipe, text_to_image(request)
+    plans = {name: _plan(request, name, side, source, LOSSES[side.loss].images) for name, (side, source) in _sets(request).items()}  # fmt: skip
+    read: dict[str, batches.Examples] = {}
+    latents = _latents(request, plans, lambda: read.update({name: _read(model, plan) for name, plan in plans.items()}))
+    made = {name: _side(plan.side, replace(read[name], latents=latents[name])) for name, plan in plans.items()}
     if recipe.histogram:  # of the forget side's own examples, where the concept would show
         made["histogram"] = replace(made["forget"], loss="histogram", scale=1.0, timesteps=recipe.histogram.timesteps, settings=_judged(recipe.histogram))  # fmt: skip
     if recipe.attack:
@@ -95,13 +102,17 @@ def _judged(histogram: Histogram) -> Settings:
     return Settings(shows=lambda images: judge.probability(images, attribute, value), alpha=histogram.alpha)
 
 
-def _side(request: Request, player: str, side: Side, source: prompts.PromptSet) -> denoiser.Side:
-    rows, latents = _examples(request, player, side, source, LOSSES[side.loss].images)
-    anchors = [row.anchored(side.anchor) for row in rows] if side.anchor else None
-    model, texts = text_to_image(request), [row.text for row in rows]
-    examples = batches.make_examples(model, texts, latents=latents, anchors=anchors)
+def _read(model: Model, plan: _Plan) -> batches.Examples:
+    """The examples of a side, their latents still missing."""
+    side, texts = plan.side, [row.text for row in plan.rows]
+    anchors = [row.anchored(side.anchor) for row in plan.rows] if side.anchor else None
+    examples = batches.make_examples(model, texts, latents=None, anchors=anchors)
     if side.loss == "resteer" and model.attention_layers():
         examples = replace(examples, positions=model.concept_tokens(texts, anchors, end=side.tokens != "concept"))
+    return examples
+
+
+def _side(side: Side, examples: batches.Examples) -> denoiser.Side:
     settings = Settings(side.teacher, side.eta, neutral=side.neutral or "null", beta=side.beta)
     elastic = side.elastic.weight if side.elastic else 0.0
     return denoiser.Side(examples, side.loss, settings, side.scale, side.timesteps, elastic=elastic)
@@ -116,14 +127,14 @@ def _hold(eraser: denoiser.Denoiser, recipe: Recipe) -> None:
 
 def _encoder_sides(request: Request) -> dict[str, text_encoder.Side]:
     model, made = text_to_image(request), {}
-    for name, (side, source) in _sets(request).items():
-        loss = text_encoder.LOSSES[side.loss]
-        rows, latents = list(source.take(side.n, request.recipe.generation.seed).prompts), None
-        if loss.through == "denoiser":
-            rows, latents = _examples(request, name, side, source, loss.images)
-        tokens = model.tokenize([row.text for row in rows])
-        anchors = model.tokenize([row.anchored(side.anchor) for row in rows]) if side.anchor else None
-        made[name] = text_encoder.Side(_on_cpu(tokens), side.loss, anchors and _on_cpu(anchors), latents, side.scale, side.teacher, side.timesteps, side.beta)  # fmt: skip
+    losses = {name: text_encoder.LOSSES[side.loss] for name, side in request.recipe.sides.items()}
+    plans = {name: _plan(request, name, side, source, losses[name].images, shown=losses[name].through == "denoiser") for name, (side, source) in _sets(request).items()}  # fmt: skip
+    latents = _latents(request, plans)
+    for name, plan in plans.items():
+        side = plan.side
+        tokens = model.tokenize([row.text for row in plan.rows])
+        anchors = model.tokenize([row.anchored(side.anchor) for row in plan.rows]) if side.anchor else None
+        made[name] = text_encoder.Side(_on_cpu(tokens), side.loss, anchors and _on_cpu(anchors), latents[name], side.scale, side.teacher, side.timesteps, side.beta)  # fmt: skip
     return made
 
 
@@ -131,28 +142,37 @@ def _on_cpu(tokens: Condition) -> Condition:
     return tokens.to(torch.device("cpu"))
 
 
-def _examples(request: Request, player: str, side: Side, source: prompts.PromptSet, whose: str) -> tuple[list[prompts.Prompt], torch.Tensor | None]:  # fmt: skip
-    """The prompts of a side, one an example, and the latents of their images; None where x_t is sampled on the fly."""
+@dataclass(frozen=True)
+class _Plan:
+    """A side before the model is asked anything. rows: one an example; pictures: those of a folder [n, h, w, 3], those asked
+    of the model, or None where x_t is sampled on the fly."""
+
+    side: Side
+    rows: list[prompts.Prompt]
+    pictures: torch.Tensor | generate.Asked | None = None
+
+
+def _plan(request: Request, player: str, side: Side, source: prompts.PromptSet, whose: str, *, shown: bool = True) -> _Plan:  # fmt: skip
+    """shown: whether the loss asks for images at all; whose: of the prompt or its anchor, unless the side says."""
     rows = list(source.take(side.n, request.recipe.generation.seed).prompts)
-    if side.images == "free":
-        return rows, None
+    if side.images == "free" or not shown:
+        return _Plan(side, rows)
     if side.images != "generate":
         return _from_folder(request, side, source)
-    return rows, _generated(request, player, side, rows, whose)
+    return _Plan(side, rows, _asked(request, player, side, rows, whose))
 
 
-def _generated(request: Request, player: str, side: Side, rows: list[prompts.Prompt], whose: str) -> torch.Tensor:  # fmt: skip
+def _asked(request: Request, player: str, side: Side, rows: list[prompts.Prompt], whose: str) -> generate.Asked:
     """Images by the model itself; those of the anchor where the loss noises the anchor's images."""
     settings, model = request.recipe.generation, text_to_image(request)
     of_anchor = (side.noised or whose) == "anchor"
     shown = [row.anchored(side.anchor) if of_anchor and side.anchor else row.text for row in rows]
     sampling = generate.Sampling(settings.steps, settings.guidance, settings.batch_size, settings.precision)
     base = environment.derive_seed(settings.seed, role(player))  # a concept has the pictures it has alone
-    pictures = generate.generate(model, shown, generate.seeds_for(shown, base), sampling, cache=request.cache, what=f"generating {player} images", progress=request.progress)  # fmt: skip
-    return batches.encode_pictures(model, pictures)
+    return generate.ask(model, shown, generate.seeds_for(shown, base), sampling, cache=request.cache)
 
 
-def _from_folder(request: Request, side: Side, source: prompts.PromptSet) -> tuple[list[prompts.Prompt], torch.Tensor]:  # fmt: skip
+def _from_folder(request: Request, side: Side, source: prompts.PromptSet) -> _Plan:
     """A folder's images; its captions, or the set's only prompt for images without one."""
     model = text_to_image(request)
     _channels, height, width = model.latent_shape()
@@ -160,4 +180,34 @@ def _from_folder(request: Request, side: Side, source: prompts.PromptSet) -> tup
     only = source.texts[0] if len(source) == 1 else None
     pictures, captions = images.read_folder(Path(side.images), (height * scale, width * scale), caption=only)
     known = {prompt.text: prompt for prompt in source.prompts}
-    return [known.get(c, prompts.Prompt(c)) for c in captions], batches.encode_pictures(model, pictures)
+    return _Plan(side, [known.get(c, prompts.Prompt(c)) for c in captions], pictures)
+
+
+def _latents(request: Request, plans: Mapping[str, _Plan], read: Callable[[], None] | None = None) -> dict[str, torch.Tensor | None]:  # fmt: skip
+    """The latents of every side's images. With training.offload in three phases, each with its parts of the model alone on
+    the device: the text encoders (`read`, which encodes the examples' prompts, is called then), the denoiser, the VAE."""
+    model, only = text_to_image(request), request.only
+    if only is not None:
+        missing = Missing(model, [plan.pictures for plan in plans.values() if isinstance(plan.pictures, generate.Asked)], request.progress)  # fmt: skip
+        if read or missing:
+            only(model.readers)
+    if read:
+        read()
+    if only is not None:
+        if missing:
+            missing.read()
+            only(("denoiser",))
+            missing.draw()
+        if any(plan.pictures is not None for plan in plans.values()):
+            only(("vae",))
+            missing.show()
+    return {name: _encoded(request, name, plan.pictures) for name, plan in plans.items()}
+
+
+def _encoded(request: Request, player: str, pictures: torch.Tensor | generate.Asked | None) -> torch.Tensor | None:
+    if pictures is None:
+        return None
+    model = text_to_image(request)
+    if isinstance(pictures, generate.Asked):
+        pictures = generate.made(model, pictures, what=f"generating {player} images", progress=request.progress)
+    return batches.encode_pictures(model, pictures)

@@ -1,9 +1,13 @@
 """Where the parts of a pipeline lie while it is trained, and in what precision: offload, frozen, checkpointing.
 
-The examples are made by the whole model on the training's device. Then parts that no loss needs go to the CPU. Frozen
-weights (those of linear layers and convolutions; all others are small) may be held in bf16: they do not move, and the
+With offload no two parts lie on the device that are not asked together: the text encoders while the prompts of all examples
+are read, the denoiser while their pictures are drawn, the VAE while these are decoded and encoded, and then what the losses
+need. The others wait on the CPU.
+
+Frozen weights (those of linear layers and convolutions; all others are small) may be held in bf16: they do not move, and the
 forward pass is in bf16 anyway. Their fp32 values wait on the CPU and are put back at the end, so that an erased model
-differs from the original in what was trained and in nothing else.
+differs from the original in what was trained and in nothing else. The VAE stays in fp32: its 84 million weights are small
+beside what it holds at work, which stays as it is, and the latents it makes are what the losses compare with.
 """
 
 from __future__ import annotations
@@ -19,53 +23,77 @@ WIDE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # whose weights autocast re
 
 
 class Placement:
-    """Of one model (parts by name, `.to(device)`, `.checkpoint(on)`, `.narrowed`) during one training.
+    """Of one model (parts by name, `.to(device)`, `.checkpoint(on)`, `.narrowed`, `.narrowed_readers`, `.working`) during one
+    training.
 
-    The order: `narrow`, the model's `to(device)`, the examples, `begin`, the training, and in any case `undo`.
+    The order: `narrow`, `arrive`, the examples (which call `only`), `begin`, the training, and in any case `undo`.
     """
 
     def __init__(self, model: Any, *, checkpointing: bool = False, offload: bool = False, frozen: str = "fp32") -> None:
         self.model, self.checkpointing, self.offload = model, checkpointing, offload
         self.frozen = frozen
         self.away: list[str] = []  # parts on the CPU
-        self._wide: dict[str, Tensor] = {}  # fp32 values of narrowed weights, by name
+        self._wide: dict[str, dict[str, Tensor]] = {}  # fp32 values of narrowed weights, by part and name
 
     def narrow(self, trained: Iterable[str]) -> None:
-        """Hold the denoiser's weights in bf16 where asked for, all but those named (none: a LoRA is trained)."""
+        """Hold the weights of denoiser and text encoders in bf16 where asked for, all but those of the denoiser that are
+        named (none: a LoRA is trained)."""
         if self.frozen != "bf16":
             return
         kept = set(trained)
-        for name, weight in narrowable(self.model.denoiser):
-            if name not in kept:
-                self._wide[name] = weight.data.to(CPU)
-                weight.data = weight.data.to(torch.bfloat16)
-        self.model.narrowed = torch.bfloat16
+        for part, name, weight in narrowable_of(self.model, kept):
+            self._wide.setdefault(part, {})[name] = weight.data.to(CPU)
+            weight.data = weight.data.to(torch.bfloat16)
+        self.model.narrowed = self.model.narrowed_readers = torch.bfloat16
+
+    def arrive(self, device: torch.device) -> None:
+        """Bring the model to the training's device; with offload its parts come when they are asked (`only`)."""
+        if self.offload:
+            self.model.working = device
+        else:
+            self.model.to(device)
+
+    def only(self, parts: Sequence[str]) -> None:
+        """With offload: these parts on the device, and no others."""
+        if not self.offload:
+            return
+        self.away = [name for name in self.model.parts if name not in parts]
+        for name in self.away:  # first of all, since the device may not hold both
+            self.model.parts[name].to(CPU)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        for name in parts:
+            self.model.parts[name].to(self.model.device)
 
     def begin(self, needed: Sequence[str]) -> None:
         """The examples are ready: move the parts that the training does not need, and set checkpointing."""
-        if self.offload:
-            self.away = [name for name in self.model.parts if name not in needed]
-            for name in self.away:
-                self.model.parts[name].to(CPU)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        self.only(needed)
         if self.checkpointing:
             self.model.checkpoint(True)
 
     def undo(self) -> None:
-        """All parts on one device again, in fp32: that of the training, or the CPU where frozen weights were in bf16,
-        since the device may not hold them all in fp32."""
+        """All parts on one device again, in fp32: that of the training, or the CPU where parts came and went or frozen
+        weights were in bf16, since the device may not hold them all in fp32."""
         if self.checkpointing:
             self.model.checkpoint(False)
-        if self._wide:
+        self.model.working = None
+        if self.offload or self._wide:
             self.model.to(CPU)
-            weights = dict(narrowable(self.model.denoiser))
-            for name, value in self._wide.items():
+        for part, values in self._wide.items():
+            weights = dict(narrowable(self.model.parts[part]))
+            for name, value in values.items():
                 weights[name].data = value
-            self._wide, self.model.narrowed = {}, None
-        elif self.away:
-            self.model.to(self.model.device)
-        self.away = []
+        if self._wide:
+            self.model.narrowed = self.model.narrowed_readers = None
+        self._wide, self.away = {}, []
+
+
+def narrowable_of(model: Any, kept: Iterable[str] = ()) -> list[tuple[str, str, Tensor]]:
+    """The weights of a model that may be held in bf16 while it trains: (part, name, weight) of the denoiser, all but those
+    kept, and of the text encoders."""
+    own = set(kept)
+    readers = [(part, *found) for part in model.readers for found in narrowable(model.parts[part])]
+    return [("denoiser", *found) for found in narrowable(model.denoiser) if found[0] not in own] + readers
 
 
 def narrowable(module: nn.Module) -> list[tuple[str, Tensor]]:

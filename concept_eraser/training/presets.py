@@ -31,7 +31,7 @@ class Preset:
 _ALL: dict[str, dict[str, tuple[Any, str]]] = {
     "training": {
         "checkpointing": (True, "activations of one block at a time, for about a third more time a step"),
-        "offload": (True, "text encoders and VAE are needed for the examples only, which are encoded once"),
+        "offload": (True, "text encoders, denoiser and VAE make the examples by turns, and the training asks the denoiser alone"),
         "precision": ("bf16", "activations and the weights' working copies at half the size; what is trained stays in fp32"),
     },
     "generation": {"precision": ("bf16", "pictures for training need no more")},
@@ -40,15 +40,18 @@ _FROZEN: dict[str, dict[str, tuple[Any, str]]] = {
     **_ALL,
     "training": {
         **_ALL["training"],
-        "frozen": ("bf16", "weights that do not move, at half the size: the forward pass reads no more digits of them"),
+        "frozen": ("bf16", "weights that do not move, those of text encoders too, at half the size: the forward pass reads no more digits of them"),
     },
-}
+}  # fmt: skip
 
+# 24 GB hold what fits them in fp32; the larger cards are for Flux, whose weights fit no smaller one even in bf16
 PRESETS: dict[str, Preset] = {
     "8gb": Preset("a card of 8 GB", 1, 1, _FROZEN),
     "12gb": Preset("a card of 12 GB", 1, 1, _FROZEN),
     "16gb": Preset("a card of 16 GB", 2, 2, _FROZEN),
     "24gb": Preset("a card of 24 GB", 4, 4, _ALL),
+    "32gb": Preset("a card of 32 GB", 4, 4, _FROZEN),
+    "48gb": Preset("a card of 48 GB", 8, 8, _FROZEN),
 }
 
 

@@ -3,8 +3,9 @@
 Each process keeps the state of some tensors (for Adam twice their size), steps these, and sends them to the others: the
 weights are those of the whole optimizer, bit by bit, where all processes hold the same gradients.
 
-Gradients and weights are not split: a method asks for one gradient a player and their inner products, which no wrapper
-that works by hooks on `.grad` (FSDP, DeepSpeed) can give it. So these are refused (`refuse_wrappers`).
+Gradients and trained weights are not split: a method asks for one gradient a player and their inner products, which no
+wrapper that works by hooks on `.grad` (FSDP, DeepSpeed) can give it. So launches with these are refused
+(`refuse_wrappers`). Frozen weights under a LoRA may be split, see fsdp.py.
 """
 
 from __future__ import annotations
@@ -18,15 +19,25 @@ from torch import Tensor, nn
 
 from concept_eraser.errors import UserError
 
-_WRAPPERS = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config"}  # fmt: skip
+FSDP = "ACCELERATE_USE_FSDP"
+_WRAPPERS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config"}  # fmt: skip
 
 
-def refuse_wrappers() -> None:
+def refuse_wrappers(shard: str = "none") -> None:
     """Raise UserError where accelerate was told to wrap the model: the wrapper would stay idle, and the memory that it
-    promises would not be saved."""
+    promises would not be saved. FSDP 2 may be asked for beside training.shard: weights, which means it."""
+    if _told(FSDP):
+        version = os.environ.get("FSDP_VERSION", "1")
+        if shard != "weights" or version != "2":
+            raise UserError(f"accelerate was launched with FSDP (version {version}), which the training does not hear: it would keep the gradient of one loss, and a method combines one a player. To split the denoiser's weights set training.shard=weights with a LoRA (trainable.lora), and leave --use_fsdp out or give it with --fsdp_version 2 (docs/scale.md)")  # fmt: skip
+        os.environ[FSDP] = "false"  # the training splits the weights itself
     for variable, name in _WRAPPERS.items():
-        if os.environ.get(variable, "").lower() in ("1", "true"):
-            raise UserError(f"accelerate was launched with {name}, which the training cannot use: a method combines one gradient a player, and {name} keeps only the gradient of one loss. Launch without it (accelerate launch --multi_gpu --num_processes N ...); to save memory use trainable.lora, training.checkpointing, training.precision bf16 and training.shard optimizer (docs/scale.md)")  # fmt: skip
+        if _told(variable):
+            raise UserError(f"accelerate was launched with {name}, which the training cannot use: a method combines one gradient a player, and {name} keeps only the gradient of one loss. Launch without it (accelerate launch --multi_gpu --num_processes N ...); to save memory use trainable.lora, training.checkpointing, training.precision bf16 and training.shard weights or optimizer (docs/scale.md)")  # fmt: skip
+
+
+def _told(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true")
 
 
 AT_ONCE = 2**24  # numbers sent together: 64 MB in fp32
