@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from concept_eraser.recipe import Recipe
 
 FINISH = "uce"
-BUNDLED = ["training.steps=100", "training.lr=4e-4", "training.decay=linear", "generation.steps=12", "generation.batch_size=64", "generation.precision=bf16"]  # fmt: skip
+BUNDLED = ["training.steps=100", "training.lr=1e-4", "training.decay=linear", "generation.steps=12", "generation.batch_size=64", "generation.precision=bf16"]  # fmt: skip
 OTHERS = ["training.lr=1e-5"]  # MUNBa and ESD on Stable Diffusion 1.4; not measured here
 
 

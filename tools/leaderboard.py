@@ -46,7 +46,8 @@ def entry(board: dict[str, Any], task: str, method: str) -> dict[str, Any]:
         if isinstance(found.anchor, dict):
             changes[f"{side}.anchor"] = where["anchor"]
     home = board["select"]["task"]
-    grid = {"like": how["like"]} if "like" in how else {"grid": how["grid"]} if task == home else {"like": f"{home}_{method}"}  # fmt: skip
+    chosen = {"grid": how.get("grid")} if task == home else {"like": f"{home}_{method}"}
+    grid = chosen if "grid" in how else {"like": how["like"]} if "like" in how else {}
     label = how.get("label", method)
     return {
         "recipe": how["recipe"],

@@ -24,6 +24,7 @@ def pages() -> dict[Path, str]:
         "quickstart": others.quickstart_block(),
         "methods": others.methods_table(),
         "attacks": others.attacks_table(),
+        "default": leaderboard.default_block(),
     }
     titles: dict[str, Any] = {
         "tiny_star": ("Erasing star from tiny-sd", studies.star_table),

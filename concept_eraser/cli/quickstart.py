@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+RECIPE = "tiny_star_munba_uce"
 PAIRS = 12  # pictures of a row of before_after.png
 
 
@@ -36,7 +37,7 @@ def quickstart(
 
     began = time.monotonic()
     with bars(quiet) as progress:
-        run = api.erase("tiny_star_munba", output=output, resume=True, command=f"concept-eraser erase tiny_star_munba --output {output}", progress=progress)  # fmt: skip
+        run = api.erase(RECIPE, output=output, resume=True, command=f"concept-eraser erase {RECIPE} --output {output}", progress=progress)  # fmt: skip
         erased = time.monotonic()
         found = api.evaluate(str(run.folder), "tiny_star", n=n, progress=progress)
     measured = time.monotonic()

@@ -16,6 +16,7 @@ from concept_eraser.evaluation.statistics import wilson
 from tools.rendering.ranks import Count, Standing
 
 KEY = "points"
+TICKS = (0, 1, 2, 5, 10, 20, 50, 100)
 LABELS = {"share": "pictures that show the concept, %", "attacks": "attacks that bring it back, %"}
 
 
@@ -48,8 +49,13 @@ def _panel(axis: Any, standings: Sequence[Standing], column: str) -> None:
         axis.annotate(str(number), (x[0], y[0]), xytext=(5, 4), textcoords="offset points", fontsize=8, color=color)
     front = sorted((placed[name][0][0], placed[name][1][0]) for name in best)
     axis.step([x for x, _ in front], [y for _, y in front], where="post", color="#9aa7b1", lw=1, zorder=0)
-    axis.set(xlabel="retained pictures that are no longer right, %", ylabel=LABELS[column], xscale="symlog", ylim=(-4, 104))  # fmt: skip
-    axis.set_xlim(left=0)
+    axis.set(xlabel="retained pictures that are no longer right, %", ylabel=LABELS[column], ylim=(-4, 104))
+    axis.set_xscale("symlog", linthresh=1)
+    most = 1.2 * max(x[0] + x[2] for x, _ in placed.values())
+    ticks = [tick for tick in TICKS if tick <= most]
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlim(0, most)
     axis.grid(color="#e3e8ec", lw=0.6)
     axis.legend(fontsize=7, loc="best", ncols=2)
 

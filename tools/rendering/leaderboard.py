@@ -103,7 +103,7 @@ def cost(runs: Runs) -> list[str]:
     a run tells no other."""
     whole = [run["run"].get("cpu_seconds", run["run"]["seconds"]) for run in runs]
     reached = [run["run"].get("forgotten", {}).get("steps") for run in runs]
-    until = [run["cpu_seconds"][steps - 1] for run, steps in zip(runs, reached, strict=True) if steps and run.get("cpu_seconds")]  # fmt: skip
+    until = [run["cpu_seconds"][int(steps) - 1] for run, steps in zip(runs, reached, strict=True) if steps and run.get("cpu_seconds")]  # fmt: skip
     return [f"{sum(until) / len(until):.0f}" if until else "-", f"{sum(whole) / len(whole):.0f}"]
 
 
@@ -201,6 +201,20 @@ def page(study: str) -> str:
 def head(names: list[str]) -> list[str]:
     prompts = [name for name in names if name != "relearning"]
     return ["method", "setting", "direct %", "synonyms %", "implicit %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", *prompts, "relearning: steps to half", "steps to < 2 %", "s to < 2 %", "training s", "size MB", "seeds"]  # fmt: skip
+
+
+def default_block(study: str = "tiny_leaderboard", task: str = "star", most: int = 8) -> str:
+    """The board's best under all attacks, for the README, and how many methods were attacked so far."""
+    board, fallen, asked = board_of(study), attacked(study), implicit(study, task)
+    prompts = [name for name in board["attacks"] if name != "relearning"]
+    of = {name: runs for name, runs in reports(study).items() if runs[0]["task"] == task and all(a in fallen.get(name, {}) for a in board["attacks"])}  # fmt: skip
+    rows = []
+    for name in sorted(of, key=lambda name: order(of[name], fallen[name], list(board["attacks"])))[:most]:
+        cells = row(of[name], asked.get(name, []), fallen[name], list(board["attacks"]))
+        found = dict(zip(head(list(board["attacks"])), cells, strict=True))
+        rows.append([found[key] for key in ("method", "direct %", "implicit %", "retained % (points)", "all prompt attacks %", "relearning: steps to half", "training s", "seeds")])  # fmt: skip
+    told = ["method", "star, direct %", "implicit prompts %", "other shapes % (points)", f"all {len(prompts)} attacks by prompt %", "relearning: steps to half", "training s", "seeds"]  # fmt: skip
+    return table([told, *rows]) + f"\n\n{len(of)} of {len(board['methods'])} methods are attacked so far."
 
 
 PAGES = {study: partial(page, study) for study in STUDIES}
