@@ -75,3 +75,10 @@ def test_a_safeguard_is_a_victim_without_training() -> None:
     assert entry["guard"] == ["sld-weak:blue", "sld-medium:blue", "sld-strong:blue", "sld-max:blue"]
     model, how = leaderboard.victim({"point": {"guard": "sld-max:blue"}}, Path("nowhere"))
     assert (model, how["guard"]) == ("tiny-sd", "sld-max:blue")
+
+
+def test_as_many_steps_as_the_budget_of_seconds_holds() -> None:
+    assert leaderboard.same_time(100, 40.0, 80.0) == 200
+    assert leaderboard.same_time(100, 240.0, 80.0) == 33
+    assert leaderboard.same_time(100, 84.0, 80.0) is None
+    assert leaderboard.same_time(100, 1e6, 80.0) == 1

@@ -1,11 +1,11 @@
 """All methods on all tasks under one protocol, attacks included.
 
-    python -m tools.leaderboard eval/studies/tiny_leaderboard.yaml [--tasks star] [--methods munba,esd] [--seeds 0] [--stage train|implicit|attack]
+    python -m tools.leaderboard eval/studies/tiny_leaderboard.yaml [--tasks star] [--methods munba,esd] [--seeds 0] [--stage train|implicit|time|attack]
 
 Every method has a grid of the same size, chosen on one task with training seeds and pictures that are not reported
 (tools/study.py does that); the other tasks take its setting. Then each victim is asked by prompts without the concept's
-names, and attacked. A safeguard at inference (`guard`) has a grid of texts and nothing to train. One JSON a run goes to
-eval/results/<study>/, others to its folders implicit/ and attacks/; what is there is not made again, so the command
+names, trained again with as many seconds as one of the methods takes (`time`), and attacked. A safeguard at inference (`guard`) has a grid of texts and nothing to train. One JSON a run goes to
+eval/results/<study>/, others to its folders implicit/, time/ and attacks/; what is there is not made again, so the command
 goes on where it was stopped, also on another machine. `python -m tools.render_results` makes the page.
 """
 
@@ -109,6 +109,30 @@ def implicit(board: dict[str, Any], name: str, seed: int, work: Path, results: P
     path.write_text(dumps({"victim": name, "seed": seed, "evaluation": found.as_dict()}))
 
 
+def same_time(steps: int, seconds: float, budget: float) -> int | None:
+    """How many steps take the budget where so many take these seconds; None where that is within a tenth anyway."""
+    return None if abs(seconds / budget - 1) < 0.1 else max(1, round(steps * budget / seconds))
+
+
+def equal_time(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path) -> None:
+    """Train once more, at the method's setting, for as many seconds of its process as the method `like` took for its steps."""
+    report, how = json.loads((results / f"{name}_seed{seed}.json").read_text()), board.get("time")
+    path = results / "time" / f"{name}_seed{seed}.json"
+    if how is None or seed not in how["seeds"] or path.exists() or "cpu_seconds" not in report["run"] or "guard" in report["point"]:  # fmt: skip
+        return
+    other = results / f"{report['task']}_{how['like']}_seed{seed}.json"
+    if not other.exists():
+        raise SystemExit(f"{other.name} is not there yet, and its seconds are the budget; run --methods {how['like']} first")  # fmt: skip
+    steps = same_time(report["recipe"]["training"]["steps"], report["run"]["cpu_seconds"], json.loads(other.read_text())["run"]["cpu_seconds"])  # fmt: skip
+    if steps is None:
+        return
+    entry = study["entries"][name]
+    suite, point = studies.suite_of(study, entry, None), {**report["point"], "training.steps": steps}
+    result, _ = studies.run_one(entry, point, seed, suite, study["n"], work / name / f"time_{seed}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps({"entry": name, "label": report["label"], "task": report["task"], **result}))
+
+
 def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path, chosen: list[str]) -> None:  # fmt: skip
     """Attack one victim with the attacks that have no result yet. Its run must have been trained and reported."""
     report = json.loads((results / f"{name}_seed{seed}.json").read_text())
@@ -135,7 +159,7 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="only these, in this order")
     parser.add_argument("--attacks", default="", help="only these")
     parser.add_argument("--seeds", default="", help="only these training seeds")
-    parser.add_argument("--stage", choices=["train", "implicit", "attack", "all"], default="all")
+    parser.add_argument("--stage", choices=["train", "implicit", "time", "attack", "all"], default="all")
     parser.add_argument("--work", type=Path, default=Path("runs/leaderboard"))
     args = parser.parse_args()
     board = yaml.safe_load(args.board.read_text())
@@ -154,6 +178,8 @@ def main() -> None:
                     studies.run_entry(study, name, study["entries"][name], args.work, results, seeds)
             for seed in seeds if args.stage in ("implicit", "all") else []:
                 implicit(board, name, seed, args.work, results)
+            for seed in seeds if args.stage in ("time", "all") else []:
+                equal_time(board, study, name, seed, args.work, results)
             for seed in seeds if args.stage in ("attack", "all") else []:
                 attack(board, study, name, seed, args.work, results, attacks)
 

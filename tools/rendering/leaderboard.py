@@ -153,6 +153,22 @@ def ranked(study: str, task: str) -> str:
     return f"![concept share and attack success against what is lost]({study}/plot_{task}.png)\n\n{table(ranks.rows(found, labels))}"
 
 
+def timed(study: str, task: str) -> str:
+    """The runs with equal seconds, and those that took about as many anyway."""
+    how = board_of(study).get("time")
+    found = [json.loads(path.read_text()) for path in sorted((RESULTS / study / "time").glob(f"{task}_*.json"))]
+    if how is None or not found:
+        return ""
+    again = {run["entry"] for run in found}
+    rest = [run for name, runs in reports(study).items() if name not in again and runs[0]["task"] == task for run in runs if run["seed"] in how["seeds"] and run["run"].get("steps")]  # fmt: skip
+    rows = [["method", "steps", "s", "direct %", "synonyms %", "retained % (points)"]]
+    for run in sorted([*found, *rest], key=lambda run: order([run], {}, [])):
+        attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
+        kept = f"{share(pooled([run], f'accuracy_{attribute}', 'retained'))} ({change([run], f'accuracy_{attribute}', 'retained'):+.1f})"
+        rows.append([run["label"], str(run["run"]["steps"]), f"{run['run']['cpu_seconds']:.0f}", share(pooled([run], "concept_share", "direct")), share(pooled([run], "concept_share", "synonyms")), kept])  # fmt: skip
+    return f"With as many seconds as {how['like']}'s steps take (seed {', '.join(map(str, how['seeds']))}):\n\n{table(rows)}"
+
+
 def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[float, float]:
     """Sorted by what a user loses: the concept's share or what attacks bring back, the larger, and what is no longer kept."""
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
@@ -174,7 +190,10 @@ def page(study: str) -> str:
         asked = implicit(study, task)
         best_first = sorted(of, key=lambda name: order(of[name], fallen.get(name, {}), names))
         rows = [row(of[name], asked.get(name, []), fallen.get(name, {}), names) for name in best_first]
-        parts += [f"## {task}\n\n{table([head(names), *rows])}", *([found] if (found := ranked(study, task)) else [])]
+        parts += [
+            f"## {task}\n\n{table([head(names), *rows])}",
+            *(found for found in (ranked(study, task), timed(study, task)) if found),
+        ]
     missing = [f"{task}: {', '.join(m for m in board['methods'] if f'{task}_{m}' not in every)}" for task in board["tasks"] if any(f"{task}_{m}" not in every for m in board["methods"])]  # fmt: skip
     reasons = "\n".join(f"* {name}: {why}" for name, why in board.get("elsewhere", {}).items())
     grids, notes = studies.grids(every), RESULTS / study / "notes.md"
