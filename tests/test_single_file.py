@@ -218,7 +218,7 @@ def test_what_cannot_be_written_or_read(opened, tmp_path: Path, shared_tiny) -> 
             load(tmp_path / "wrong.safetensors", base=folder)
     with pytest.raises(UserError, match="does not fit"):
         load(tmp_path / "wrong.safetensors", base=shared_tiny)
-    with pytest.raises(UserError, match="give a diffusers folder of the same architecture with --before"):
+    with pytest.raises(UserError, match="give a diffusers folder or hub id of the same architecture with --base"):
         load(tmp_path / "wrong.safetensors")
 
 
