@@ -169,14 +169,15 @@ def timed(study: str, task: str) -> str:
     return f"With as many seconds as {how['like']}'s steps take (seed {', '.join(map(str, how['seeds']))}):\n\n{table(rows)}"
 
 
-def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[float, float]:
-    """Sorted by what a user loses: the concept's share or what attacks bring back, the larger, and what is no longer kept."""
+def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[bool, float, float]:
+    """Sorted by what a user loses: the concept's share or what attacks bring back, the larger, and what is no longer kept. Methods
+    that are not under all attacks yet come last."""
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     shown, kept = pooled(runs, "concept_share", "direct"), pooled(runs, f"accuracy_{attribute}", "retained")
     total = broken(attacks, [name for name in names if name != "relearning"])
     assert shown is not None  # every suite measures both
     assert kept is not None
-    return max(shown.value, total[0] if total else shown.value) + 1 - kept.value, shown.value
+    return total is None, max(shown.value, total[0] if total else shown.value) + 1 - kept.value, shown.value
 
 
 def page(study: str) -> str:
