@@ -50,6 +50,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         "concepts": list(_sides(recipe, environment)),
         "kept": _retained(recipe, environment),
         "method": {"name": recipe.method.name, "about": registry.summary("method", recipe.method.name).rstrip(".") + ".", "options": _listed(cleaned(recipe.method.options))},
+        "finish": {"name": recipe.finish.name, "about": registry.summary("method", registry.resolve("method", recipe.finish.name, {})[0]).rstrip(".") + "."} if recipe.finish else None,
         "trained": _trained(recipe),
         "counted": f"{done['trained_parameters']:,} parameters in {done['trained_tensors']:,} tensors were {'rewritten in one go' if edited(recipe) else 'trained'}, in {done['seconds']:g} s." if "trained_parameters" in done else "",
         "settings": [] if edited(recipe) else [(key, value) for key, value in recipe.training.model_dump().items() if key in _SETTINGS],
@@ -114,7 +115,12 @@ def header(recipe: Recipe, license: str) -> dict[str, Any]:
         found["library_name"] = "diffusers"
     if recipe.target in _TASKS:
         found["pipeline_tag"] = _TASKS[recipe.target]
-    found["tags"] = ["concept-erasure", "machine-unlearning", "concept-eraser", recipe.method.name]
+    found["tags"] = [
+        "concept-erasure",
+        "machine-unlearning",
+        "concept-eraser",
+        *(spec.name for spec in (recipe.method, recipe.finish) if spec),
+    ]
     if recipe.trainable.lora is not None:
         found["tags"].append("lora")
     return found

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from concept_eraser.recipe import Recipe
 
 
-def check(recipe: Recipe, method: Any, last: Any = None) -> None:
-    """Raise ValueError where the sections of a recipe do not fit each other, or the methods: that of the training, and the last."""
+def check(recipe: Recipe, method: Any) -> None:
+    """Raise ValueError where the sections of a recipe do not fit each other, or the method."""
     if recipe.retain is None and recipe.method.name != "weighted" and getattr(method, "needs_retain", True):
         raise ValueError(f"the method {recipe.method.name!r} needs a retain set; to forget without one use method: {{name: weighted, retain: 0}}")  # fmt: skip
     if method.targets is not None and recipe.target not in method.targets:
@@ -24,7 +24,7 @@ def check(recipe: Recipe, method: Any, last: Any = None) -> None:
         raise ValueError(f"the method {recipe.method.name!r} has no lower-level problem to give `attack` to; use forum or adversarial")  # fmt: skip
     _lora(recipe)
     _negation(recipe)
-    _finish(recipe, method, last)
+    _finish(recipe, method)
     _memory(recipe, method)
     _split(recipe)
     if method.needs_fp32 and recipe.training.precision != "fp32":
@@ -128,15 +128,15 @@ def _negation(recipe: Recipe) -> None:
         raise ValueError(f"trainable.negate turns round what training on the concept alone did (forget.loss: data, method: {{name: weighted, retain: 0}}); found {'; '.join(wrong)}")  # fmt: skip
 
 
-def _finish(recipe: Recipe, method: Any, last: Any) -> None:
+def _finish(recipe: Recipe, method: Any) -> None:
     """Raise ValueError where a closed form cannot follow the training."""
     if recipe.finish is None:
         return
-    if not hasattr(last, "tokens"):
-        raise ValueError(f"finish: {unknown_message('closed form', recipe.finish.name, ('uce', 'rece', 'mace-cfr'))}")
     if recipe.target != "denoiser" or hasattr(method, "edit"):
         found = f"target: {recipe.target}" if recipe.target != "denoiser" else f"the method {recipe.method.name!r}, which trains nothing"  # fmt: skip
         raise ValueError(f"finish: a closed form that follows the training of a denoiser; found {found}")
+    if recipe.trainable.saliency is not None:
+        raise ValueError("finish rewrites all keys and values of the cross-attention, also those that trainable.saliency holds; leave out one of the two")  # fmt: skip
     if recipe.trainable.lora is not None:
         raise ValueError("finish rewrites keys and values of the cross-attention, which a LoRA leaves alone; train the weights themselves, or erase with the closed form in a run of its own first")  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from concept_eraser.data.batches import READ_AT_ONCE, Examples, chunk_of
 from concept_eraser.erasers import denoiser, text_encoder
-from concept_eraser.losses import LOSSES, Settings
+from concept_eraser.losses import Settings
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.recipe import Recipe
 from concept_eraser.sections import PROMPTED, Side
@@ -152,7 +152,8 @@ def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any
 
 def _denoiser_side(model: Model, side: Side, condition: Condition, null: Condition) -> denoiser.Side:
     n, rows = len(condition), torch.zeros(len(condition), dtype=torch.long)
-    latents = torch.empty(n, *model.latent_shape()) if LOSSES[side.loss].needs_target or side.images != "free" else None
+    # of data-free sides too: sampling holds nothing for a backward pass, and where it stops cannot be drawn without content
+    latents = torch.empty(n, *model.latent_shape())
     shown = (condition, rows) if side.anchor else (None, None)
     return denoiser.Side(Examples(latents, condition, rows, shown[0], shown[1], null), side.loss, Settings(side.teacher, side.eta, neutral=side.neutral or "null", beta=side.beta), side.scale, side.timesteps)  # fmt: skip
 

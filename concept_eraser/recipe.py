@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from concept_eraser import changes, consistency, mistakes, registry, resources
 from concept_eraser.environment import fingerprint
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, unknown_message
 from concept_eraser.sections import (
     ASIDE,
     LOSS_NAMES,
@@ -36,6 +36,7 @@ from concept_eraser.sections import (
 )
 from concept_eraser.training import presets
 
+CLOSED = ("mace-cfr", "rece", "uce")  # closed forms of the cross-attention, which may follow a training
 CLIMBING = ("a", "ga", "a-d", "gdiff", "sa")  # names that promise ascent; the rules behind them take any loss
 
 
@@ -68,6 +69,8 @@ class Recipe(Strict):
             return {"data": "rest"}
         if info.field_name == "forget" and isinstance(value, list):
             return changes.concepts(value)
+        if info.field_name == "finish" and value == "none":
+            return None
         if isinstance(value, str) or (key == "prompts" and isinstance(value, list)):
             return {key: value}
         return value
@@ -77,6 +80,8 @@ class Recipe(Strict):
     def _known_method(cls, value: MethodSpec | None, info: Any) -> MethodSpec | None:
         if value is None:
             return None
+        if info.field_name == "finish" and value.name not in CLOSED:
+            raise ValueError(f"{unknown_message('closed form', value.name, CLOSED)}; finish: none leaves it out")
         wrong = registry.problems("method", value.name, value.options)
         if wrong:
             raise ValueError("; ".join(wrong))
@@ -88,10 +93,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        method, *last = [
-            registry.build("method", spec.name, spec.options) for spec in (self.method, self.finish) if spec
-        ]
-        consistency.check(self, method, *last)
+        consistency.check(self, registry.build("method", self.method.name, self.method.options))
         return self
 
     @property

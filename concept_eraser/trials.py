@@ -66,7 +66,9 @@ def load(recipe: Recipe, *, allow_pickle: bool = False) -> Trial:
     try:
         found = loading.load_part(recipe.model, recipe.target, allow_pickle=allow_pickle)
     except UserError as error:
-        if Path(recipe.model).exists() or ":" in recipe.model:  # it is here, and something is wrong with it
+        if (
+            Path(recipe.model).exists() or ":" in recipe.model or recipe.model.startswith((".", "/", "~"))
+        ):  # it is here, or should be
             raise
         return _stand_in(tried, error)
     found.configure(recipe.model_options)
@@ -76,7 +78,7 @@ def load(recipe: Recipe, *, allow_pickle: bool = False) -> Trial:
 def _stand_in(tried: Trial, error: UserError) -> Trial:
     recipe = tried.recipe
     found: dict[str, Any] = {"hollow": True}
-    family = published.family_of(recipe.model)
+    family = published.family_of(recipe.model.partition(".safetensors@")[2] or recipe.model)
     if recipe.target == "clip":
         found["model"], which = loading.load_part("tiny-sd", "clip"), "the bundled tiny CLIP"
     elif recipe.target == "classifier":

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from concept_eraser import defaults, recipe, resources
 from concept_eraser.cli.main import app
+from concept_eraser.targets import projections
 
 module = importlib.import_module("concept_eraser.cli.erase")  # the package has a function of that name
 FLAGS = ("--forget", "tiny_star", "--anchor", "shape=circle", "--retain", "tiny_rest")
@@ -44,7 +45,11 @@ def test_the_default_is_the_recipe_that_is_measured(resolved) -> None:
         (("--select", "cross_attention"), "uce"),
         (("--select", "all_but_cross_attention"), None),
         (("--loss", "esd"), None),
-        (("--method", "weighted"), "uce"),
+        (("--method", "weighted"), None),
+        (("method=ga",), None),
+        (("trainable.saliency=0.5",), None),
+        (("finish.lamb=0.1",), "uce"),
+        (("finish=none",), None),
         (("finish=rece",), "rece"),
         (("finish=null",), None),
     ],
@@ -81,6 +86,42 @@ def test_a_models_family_is_read_from_its_folder(tmp_path: Path) -> None:
     assert (resources.tiny_weights() / "tiny-sd" / "model_index.json").is_file()
 
 
+def test_an_edit_is_given_nothing_that_it_does_not_hear(resolved) -> None:
+    found = resolved(*FLAGS, "--method", "uce")
+    projections.refuse_what_is_ignored(found)
+    assert found.trainable.select == "cross_attention_kv"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--forget", "tiny_star", "--anchor", "shape=circle", "retain.prompts=tiny_rest"),
+        ("--forget", "tiny_star", "forget.anchor.shape=circle", "retain=tiny_rest"),
+        ("--forget", "tiny_star", "forget.anchor={shape: circle}", "retain=tiny_rest", "model=tiny-sd"),
+    ],
+)
+def test_however_it_is_written_it_means_the_same(flags: tuple[str, ...], resolved) -> None:
+    assert resolved(*flags).resolved() == resolved(*FLAGS).resolved()
+
+
+def test_a_model_given_as_an_override_is_not_the_bundled_one(resolved, tmp_path: Path) -> None:
+    for way in (("--model", str(tmp_path)), (f"model={tmp_path}",)):
+        assert resolved(*FLAGS, *way).training.lr == 1e-5
+
+
+def test_a_model_in_the_hubs_cache_tells_its_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--me--mine" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--me--mine" / "refs").mkdir()
+    (tmp_path / "models--me--mine" / "refs" / "main").write_text("abc")
+    (snapshot / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    assert defaults.family_of("me/mine") == "sd"
+
+
 def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
-    assert "training.lr=1e-5" in defaults.settings("runwayml/some", anchored=True, retained=True)
-    assert not any(one.startswith("generation") for one in defaults.settings("./mine", anchored=True, retained=True))
+    asked = ["model=runwayml/some", "forget=tiny_star", "forget.anchor=a circle", "retain=tiny_rest"]
+    found = defaults.completed(asked)
+    assert "training.lr=1e-5" in found
+    assert not any(one.startswith("generation") for one in found)

@@ -64,6 +64,23 @@ def test_a_broken_recipe_is_found() -> None:
         trials.run(found)
 
 
+@pytest.mark.parametrize("name", ["tiny_star_free", "sdxl_vangogh_esd"])
+def test_data_free_sides_are_estimated(name: str) -> None:
+    shown = CliRunner().invoke(app, ["erase", name, "--dry-run", "--no-trial"])
+    assert shown.exit_code == 0, shown.output
+    assert "memory (an estimate" in shown.output
+
+
+def test_a_dry_run_is_made_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("concept_eraser.ranks.alone", lambda: False)
+    assert "run it without" in str(CliRunner().invoke(app, ["erase", "tiny_star_munba", "--dry-run"]).exception)
+
+
+def test_an_edit_that_does_not_hear_a_setting_is_told_without_a_trial() -> None:
+    shown = CliRunner().invoke(app, ["erase", "tiny_star_uce", "training.lr=1", "--dry-run", "--no-trial"])
+    assert "does not hear training.lr" in str(shown.exception)
+
+
 def test_an_unknown_model_has_no_stand_in() -> None:
     with pytest.raises(UserError, match="cannot load nobody/nothing"):
         trials.load(recipe.load("sd14_nudity_munba", ["model=nobody/nothing"]))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import concept_eraser
-from concept_eraser import UserError, recipe
+from concept_eraser import UserError, cards, recipe
 from concept_eraser.errors import Interrupted
 
 FORGET = {"prompts": ["a red star", "a blue star"], "loss": "anchor", "anchor": {"shape": "circle"}, "n": 4}
@@ -39,6 +39,9 @@ def test_it_is_the_closed_form_on_what_the_training_left(tmp_path: Path) -> None
     done = json.loads((both.folder / "done.json").read_text())
     assert done["steps"] == 2
     assert done["finish"]["moved"] > 0
+    card = cards.card(both.folder)
+    assert "with munba, then uce," in card
+    assert "Then, in closed form" in card
 
 
 def test_a_resumed_run_is_finished_once(tmp_path: Path) -> None:
@@ -58,7 +61,11 @@ def test_a_resumed_run_is_finished_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"finish": "munba"}, "finish: unknown closed form 'munba'.*mace-cfr.*rece.*uce"),
+        ({"finish": "munba"}, "finish: unknown closed form 'munba'.*mace-cfr.*rece.*uce.*finish: none leaves it out"),
+        (
+            {"finish": "uce", "trainable": {"select": "all", "saliency": 0.5}},
+            "also those that trainable.saliency holds",
+        ),
         ({"finish": {"name": "uce", "lamda": 1}}, "lamda"),
         ({"finish": "uce", "trainable": {"lora": 4}}, "which a LoRA leaves alone"),
         ({"finish": "uce", "target": "text_encoder"}, "found target: text_encoder"),

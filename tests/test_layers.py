@@ -116,7 +116,7 @@ ALLOWED = {
         "tiny.painter",
         "demo",
     },
-    "defaults": {"recipe", "models.loading", "tiny.published"},
+    "defaults": {"recipe", "registry", "models", "tiny.published"},
     "cli": {
         *BASE,
         "defaults",

@@ -14,13 +14,16 @@ def report(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
 
 def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
     from concept_eraser import forecast, trials
+    from concept_eraser.targets import projections
     from concept_eraser.tiny import published
 
     lines = _sides(recipe)
+    if trials.edits(recipe):
+        projections.refuse_what_is_ignored(recipe)
     found = trials.load(recipe, allow_pickle=allow_pickle)
     whole: Any = found.model
     if found.hollow:  # weights and memory are those of the true size
-        whole = published.hollow(recipe.model)
+        whole = published.hollow(recipe.model.partition(".safetensors@")[2] or recipe.model)
         whole.configure(recipe.model_options)
     lines.append(_weights(recipe, whole))
     if not trials.edits(recipe):

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser import defaults
 from concept_eraser.errors import Interrupted, UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
@@ -57,11 +56,7 @@ def erase(
 ) -> None:  # fmt: skip
     given: dict[str, Any] = {"retain": retain, "loss": loss, "method": method, "select": select, "lora": lora, "steps": steps, "lr": lr, "seed": seed, "memory": memory}  # fmt: skip
     names = [item for item in items or [] if "=" not in item or Path(item).is_file()]
-    described = not names and bool(forget)
-    if described and not loss:
-        given["loss"] = "anchor" if anchor else "esd"
-    overrides = defaults.settings(model, anchored=bool(anchor), retained=retain is not None) if described else []
-    overrides += [f"model={_quoted(_on_base(model, base))}"] if model or base else []
+    overrides = [f"model={_quoted(_on_base(model, base))}"] if model or base else []
     overrides += _concepts(forget or [], [_anchor(text) for text in anchor or []], bool(names))
     overrides += [f"{_FLAGS[key]}={_quoted(value)}" for key, value in given.items() if value is not None]
     overrides += [item for item in items or [] if item not in names]
@@ -69,22 +64,14 @@ def erase(
         raise UserError(f"one recipe at a time, found {', '.join(names)}; changes are written key.path=value")
     if not names and not forget:
         raise UserError("nothing to erase: give a recipe (see `concept-eraser list recipes`) or --forget with a prompt set")  # fmt: skip
-    if described:
-        overrides += _finish(overrides)
+    if not names:
+        from concept_eraser import defaults
+
+        overrides = defaults.completed(overrides)
     run(names[0] if names else {}, overrides, output, resume, overwrite, dry_run, allow_pickle, quiet, trial)
 
 
 erase.__doc__ = _EXAMPLES
-
-
-def _finish(overrides: list[str]) -> list[str]:
-    """The closed form after the training, where nothing was said about it and the model takes one."""
-    from concept_eraser import recipe as recipes
-
-    if any(one.startswith(("finish=", "finish.")) for one in overrides):
-        return []
-    asked = recipes.load({}, overrides)
-    return [f"finish={defaults.FINISH}"] if defaults.finishes(asked, defaults.family_of(asked.model)) else []
 
 
 def _on_base(model: str | None, base: str | None) -> str:
@@ -135,6 +122,8 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
     resolved = recipes.load(recipe, overrides)
     folder = output or Path("runs") / _default_name(recipe, overrides, resolved)
     resume_command = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
+    if dry_run and not ranks.alone():
+        raise UserError("a dry run is made by one process; run it without `accelerate launch`")
     if dry_run:
         _dry_run(resolved, folder, allow_pickle, trial)
         return
