@@ -9,11 +9,8 @@ import yaml
 from concept_eraser import resources
 from concept_eraser.errors import UserError
 
-SHORT = {
-    "method": "name",
-    "finish": "name",
-    "trainable": "select",
-}  # `method: munba` is {name: munba}; all else is {prompts: ...}
+# `method: munba` is {name: munba}; all else is {prompts: ...}
+SHORT = {"method": "name", "finish": "name", "trainable": "select"}
 
 
 def concepts(value: list[Any]) -> Any:
@@ -36,7 +33,10 @@ def apply(content: dict[str, Any], text: str) -> None:
     if not equals or not key.strip():
         raise UserError(f"cannot read the override {text!r}; write key.path=value, e.g. training.lr=1e-4")
     path = key.strip().split(".")
-    found = yaml.safe_load(value) if value else None
+    try:
+        found = yaml.safe_load(value) if value else None
+    except yaml.YAMLError:
+        raise UserError(f"cannot read the override {text!r}; its value is no YAML, e.g. training.lr=1e-4 or forget='{{prompts: tiny_star}}'") from None  # fmt: skip
     if len(path) > 1 and path[0] == "forget" and isinstance(content.get("forget"), list):
         content["forget"] = _of_concepts(content["forget"], path[1:], found)
     else:

@@ -11,58 +11,43 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import yaml
-
+from concept_eraser import changes, places, registry
 from concept_eraser import recipe as recipes
-from concept_eraser import registry
 
 FINISH = "uce"
 BUNDLED = ("training.steps=100", "training.lr=1e-4", "training.decay=linear", "generation.steps=12", "generation.batch_size=64", "generation.precision=bf16")  # fmt: skip
 OTHERS = ("training.lr=1e-5",)  # MUNBa and ESD on Stable Diffusion 1.4; not measured here
-ALONE = (
-    "method",
-    "finish",
-    "trainable.saliency",
-    "trainable.reinitialise",
-    "trainable.negate",
-)  # nothing follows these
+ALONE = ("saliency", "reinitialise", "negate")  # what is trained so is not rewritten afterwards
 
 
 def completed(asked: Sequence[str]) -> list[str]:
     """The user's changes to an empty recipe (`key.path=value`), with what they leave open. Raises UserError for what no recipe is."""
-    given = dict(one.partition("=")[::2] for one in asked)
-    method = str(_value(given, "method.name", "method") or "munba")
-    if hasattr(registry.load("method", method), "edit"):
-        selected = _has(given, "trainable")
-        return [*([] if selected else ["trainable.select=cross_attention_kv"]), *asked]
-    anchored = _says(given, "forget", "anchor")
-    before = list(BUNDLED if _value(given, "model") in (None, "tiny-sd") else OTHERS)
-    after = [] if _says(given, "forget", "loss") else ["forget.loss=anchor" if anchored else "forget.loss=esd"]
-    if anchored and _has(given, "retain") and not _says(given, "retain", "loss"):
+    given: dict[str, Any] = {}
+    for one in asked:
+        changes.apply(given, one)
+    method, trainable, retain = given.get("method"), given.get("trainable"), given.get("retain")
+    name = method.get("name", "munba") if isinstance(method, dict) else method or "munba"
+    if isinstance(name, str) and hasattr(registry.load("method", name), "edit"):
+        return [*([] if trainable else ["trainable.select=cross_attention_kv"]), *asked]
+    anchored = _says(given.get("forget"), "anchor")
+    before = list(BUNDLED if given.get("model", "tiny-sd") == "tiny-sd" else OTHERS)
+    after = [] if _says(given.get("forget"), "loss") else ["forget.loss=anchor" if anchored else "forget.loss=esd"]
+    if anchored and retain and not _says(retain, "loss"):
         after.append("retain.loss=distill")
-    if _has(given, "finish") and not {"finish", "finish.name"} & given.keys():
+    if isinstance(given.get("finish"), dict) and "name" not in given["finish"]:
         before.append(f"finish.name={FINISH}")
     found = [*before, *asked, *after]
-    if any(_has(given, key) for key in ALONE):
+    if "method" in given or "finish" in given or any(_says(trainable, key) for key in ALONE):
         return found
     whole = recipes.load({}, found)
     return [*found, f"finish={FINISH}"] if finishes(whole, family_of(whole.model)) else found
 
 
-def _has(given: dict[str, str], key: str) -> bool:
-    return any(name == key or name.startswith(key + ".") for name in given)
-
-
-def _says(given: dict[str, str], side: str, key: str) -> bool:
-    """Whether a side is given this key, by its path or inside a mapping."""
-    inside = _value(given, side)
-    return _has(given, f"{side}.{key}") or any(isinstance(one, dict) and key in one for one in (inside if isinstance(inside, list) else [inside]))  # fmt: skip
-
-
-def _value(given: dict[str, str], *keys: str) -> object:
-    """The last of some keys that is given, read as YAML."""
-    return next((yaml.safe_load(given[key]) for key in keys if key in given), None)
+def _says(sides: Any, key: str) -> bool:
+    """Whether a section, or one of a list of them, has this key."""
+    return any(isinstance(one, dict) and key in one for one in (sides if isinstance(sides, list) else [sides]))
 
 
 def family_of(source: str) -> str | None:
@@ -76,7 +61,7 @@ def family_of(source: str) -> str | None:
 
     if source in OURS:
         return "sd"
-    place = source.partition(".safetensors@")[2] or source
+    place = places.base_of(source)
     indices = [Path(place) / "pipeline" / "model_index.json", Path(place) / "model_index.json"]
     if hub.is_id(place):
         repository, revision = hub.split(place)
@@ -84,7 +69,10 @@ def family_of(source: str) -> str | None:
         indices += [Path(cached)] if isinstance(cached, str) else []
     for index in indices:
         if index.is_file():
-            return FAMILIES.get(str(json.loads(index.read_text()).get("_class_name")))
+            try:
+                return FAMILIES.get(str(json.loads(index.read_text())["_class_name"]))
+            except (ValueError, KeyError, TypeError):
+                return None  # damaged, which loading it will tell
     return published.family_of(place)
 
 

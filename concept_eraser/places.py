@@ -18,6 +18,11 @@ def _file_and_base(text: str) -> tuple[str, str]:
     return file + FILE_ON[:-1], base
 
 
+def base_of(text: str) -> str:
+    """What a checkpoint of one file is read beside; of any other model the text itself."""
+    return _file_and_base(text)[1] if FILE_ON in text else text
+
+
 def is_place(text: str) -> bool:
     """Whether a text is a path that says where something lies on a machine: absolute, from a home, or by way of `..`."""
     if "\n" in text or not text.strip("/"):

@@ -78,7 +78,7 @@ def load(recipe: Recipe, *, allow_pickle: bool = False) -> Trial:
 def _stand_in(tried: Trial, error: UserError) -> Trial:
     recipe = tried.recipe
     found: dict[str, Any] = {"hollow": True}
-    family = published.family_of(recipe.model.partition(".safetensors@")[2] or recipe.model)
+    family = published.family_of(recipe.model)
     if recipe.target == "clip":
         found["model"], which = loading.load_part("tiny-sd", "clip"), "the bundled tiny CLIP"
     elif recipe.target == "classifier":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from concept_eraser import defaults, recipe, resources
+from concept_eraser import UserError, defaults, recipe, resources
 from concept_eraser.cli.main import app
 from concept_eraser.targets import projections
 
@@ -118,6 +118,18 @@ def test_a_model_in_the_hubs_cache_tells_its_family(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
     assert defaults.family_of("me/mine") == "sd"
+
+
+@pytest.mark.parametrize("wrong", ["retain=[a", "forget={x", "method={name: uce"])
+def test_a_value_that_is_no_yaml_is_an_error_that_says_so(wrong: str) -> None:
+    with pytest.raises(UserError, match="its value is no YAML"):
+        defaults.completed(["forget=tiny_star", wrong])
+
+
+def test_a_damaged_index_tells_no_family(tmp_path: Path) -> None:
+    for damaged in ("{", "[]", "{}"):
+        (tmp_path / "model_index.json").write_text(damaged)
+        assert defaults.family_of(str(tmp_path)) is None
 
 
 def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:

@@ -23,7 +23,7 @@ def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
     found = trials.load(recipe, allow_pickle=allow_pickle)
     whole: Any = found.model
     if found.hollow:  # weights and memory are those of the true size
-        whole = published.hollow(recipe.model.partition(".safetensors@")[2] or recipe.model)
+        whole = published.hollow(recipe.model)
         whole.configure(recipe.model_options)
     lines.append(_weights(recipe, whole))
     if not trials.edits(recipe):

@@ -16,6 +16,7 @@ from concept_eraser.errors import UserError, unknown
 from concept_eraser.models import hub, overlay, single_file
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.module import CONFIG, Module, open_folder
+from concept_eraser.places import FILE_ON
 
 BUNDLED = {"tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"}
 FAMILIES = {
@@ -25,7 +26,6 @@ FAMILIES = {
     "FluxPipeline": "flux",
     "DiTPipeline": "dit",
 }
-_FILE_ON = ".safetensors@"
 _WEIGHED = ("unet", "transformer", "vae", "text_encoder")  # how the parts of a pipeline begin that have weights we load
 
 
@@ -157,11 +157,11 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: st
     if name in BUNDLED:
         return _from_folder(resources.tiny_weights() / name, name, allow_pickle)
     path = Path(name)
-    file, at, beside = name.partition(_FILE_ON)
+    file, at, beside = name.partition(FILE_ON)
     if at and not path.exists():
-        if not Path(file + _FILE_ON[:-1]).is_file():
-            raise UserError(f"no such model: {file}{_FILE_ON[:-1]}")
-        return _part(Path(file + _FILE_ON[:-1]), beside, allow_pickle, token)
+        if not Path(file + FILE_ON[:-1]).is_file():
+            raise UserError(f"no such model: {file}{FILE_ON[:-1]}")
+        return _part(Path(file + FILE_ON[:-1]), beside, allow_pickle, token)
     if path.is_dir() and (path / "pipeline").is_dir():
         return _from_folder(path / "pipeline", name, allow_pickle)
     if overlay.is_overlay(path):

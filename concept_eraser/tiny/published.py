@@ -15,6 +15,7 @@ import torch
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from concept_eraser.models.base import Model
+from concept_eraser.places import base_of
 from concept_eraser.tiny.families import clip_tokenizer, t5_text
 
 
@@ -92,15 +93,20 @@ KNOWN = {  # hub id -> short name
 }
 
 
+def _id(source: str) -> str:
+    """Without a revision; of a checkpoint of one file, that of its base."""
+    return base_of(source).partition("@")[0]
+
+
 def family_of(source: str) -> str | None:
     """The family of a published model by its hub id, with or without a revision; None for one that is not known."""
-    name = KNOWN.get(source.partition("@")[0])
+    name = KNOWN.get(_id(source))
     return MADE[name][0] if name else None
 
 
 def hollow(source: str) -> Model:
     """A published model without weights, by hub id or short name."""
-    family, make = MADE[KNOWN.get(source.partition("@")[0], source)]
+    family, make = MADE[KNOWN.get(_id(source), source)]
     plugin = importlib.import_module(f"concept_eraser.models.{family}").PLUGIN
     with torch.device("meta"):
         pipeline = make()
