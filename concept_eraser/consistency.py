@@ -86,8 +86,8 @@ def _sides(recipe: Recipe) -> None:
             raise ValueError(f"{name}: the loss 'anchor' needs an anchor: the class to say instead, by name or number")  # fmt: skip
     if recipe.forgotten[0].data == "rest":
         raise ValueError("forget: data: rest is for the retain side; say what is to be forgotten")
-    if recipe.attack is not None and recipe.target != "denoiser":
-        raise ValueError(f"attack: the target {recipe.target!r} has no prompt embedding to attack; use the target 'denoiser'")  # fmt: skip
+    if recipe.attack is not None and recipe.target not in PROMPTED:
+        raise ValueError(f"attack: the target {recipe.target!r} has no prompt embedding to attack; use the target {' or '.join(map(repr, PROMPTED))}")  # fmt: skip
     if recipe.histogram is not None and recipe.target not in ("denoiser", "vae"):
         raise ValueError(f"histogram: the target {recipe.target!r} draws no samples that a judge could look at; use denoiser or vae")  # fmt: skip
     if recipe.watch is not None and recipe.target not in PROMPTED:

@@ -12,7 +12,7 @@ from concept_eraser.errors import unknown_message
 # Names of the losses, repeated here because importing them imports torch; a test compares them.
 LOSS_NAMES = {
     "denoiser": ("anchor", "ascent", "data", "distill", "esd", "npo", "relabel", "resteer"),
-    "text_encoder": ("anchor", "ascent", "data", "distill", "npo", "relabel"),
+    "text_encoder": ("anchor", "ascent", "data", "distill", "esd", "npo", "relabel"),
     "clip": ("anchor", "ascent", "boundary", "data", "distill", "diverge", "npo", "relabel"),
     "vae": ("anchor", "ascent", "data", "distill"),
     "classifier": ("anchor", "ascent", "boundary", "data", "distill", "diverge", "expand", "npo", "relabel"),
@@ -139,7 +139,8 @@ Forget = Annotated[
 
 
 class Attack(Strict):
-    """An adversary inside the training: an offset of the forgotten prompts' embedding that wants the concept back."""
+    """An adversary inside the training: an offset of the forgotten prompts' embedding that wants the concept back; where the
+    text encoder is trained, of their tokens' embeddings."""
 
     decay: float = Field(1e-4, ge=0, description="c in the attack's loss, the training loss on the forgotten images + c/2 ||offset||^2")  # fmt: skip
     n: int = Field(400, ge=1, description="how many images of the forgotten prompts to generate for it")

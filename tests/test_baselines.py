@@ -97,6 +97,24 @@ def test_npo_of_a_text_encoder(tiny) -> None:
     assert float((losses() - before).abs().min()) > 1e-5
 
 
+def test_esd_of_a_text_encoder_goes_through_the_denoiser(tiny) -> None:
+    """What the denoiser says under the encoder in training, against what it says under the teacher's, away from nothing."""
+    tokens = tiny.tokenize(["a red star", "a blue star"])
+    latents = torch.randn(2, *tiny.latent_shape(), generator=torch.Generator().manual_seed(0))
+    names = [name for name, _ in tiny.parts["text_encoder"].named_parameters()]
+    made = text_encoder.TextEncoder(tiny, {"forget": text_encoder.Side(tokens, "esd", latents=latents, eta=0.7)}, names)
+    draw = made.draw("forget", [3, 4])
+    empty = tiny.tokenize(["", ""])
+    free, given = (tiny.denoise(draw.noisy, draw.t, tiny.embed(asked)).detach() for asked in (empty, draw.tokens))
+    with torch.no_grad():
+        for parameter in made.trainable().values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    now = tiny.denoise(draw.noisy, draw.t, tiny.embed(draw.tokens))
+    found = made.loss("forget", draw)
+    torch.testing.assert_close(found, (now - (free - 0.7 * (given - free))).square().mean(), rtol=1e-5, atol=1e-7)
+    assert found.requires_grad
+
+
 # --- what esd pushes away to --------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,11 @@ def closure_of(tiny, tmp_path, **changes) -> LossClosure:
     return of_step(eraser, params, draws, inner=range(len(eraser.trainable()), len(params)))
 
 
+# with an adversary: on what the text encoder says, or, where that is trained, on the tokens that it reads
+ADVERSARIES = [{}, {"target": "text_encoder", "trainable__select": "all"}]
+ON = ["denoiser", "text encoder"]
+
+
 def relative(found: Vec, expected: Vec) -> float:
     difference = tuple(a - b for a, b in zip(found, expected, strict=True))
     return float((dot(difference, difference) / dot(expected, expected)).sqrt())
@@ -62,8 +67,9 @@ def test_exact_products_through_an_operator_without_a_second_derivative_are_refu
     assert relative(asked.hvp("retain", (torch.ones_like(w),)), exact) < 1e-3
 
 
-def test_the_adversary_shifts_the_forgotten_prompts_and_nothing_else(tiny, tmp_path) -> None:
-    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8})
+@pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
+def test_the_adversary_shifts_the_forgotten_prompts_and_nothing_else(tiny, tmp_path, where: dict) -> None:
+    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, **where)
     assert asked.players == ("retain", "forget", "attack")
     delta = asked.params[-1]
     assert asked.inner == (len(asked.params) - 1,)
@@ -77,10 +83,11 @@ def test_the_adversary_shifts_the_forgotten_prompts_and_nothing_else(tiny, tmp_p
     assert float(asked.grad("attack", of=asked.inner)[0].norm()) > 0
 
 
+@pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
 @pytest.mark.parametrize("loss", ["esd", "anchor"])
-def test_under_attack_the_teacher_sees_the_clean_prompt(tiny, tmp_path, loss: str) -> None:
+def test_under_attack_the_teacher_sees_the_clean_prompt(tiny, tmp_path, loss: str, where: dict) -> None:
     """The gradient along delta is that of the loss (central differences), which it is not if the target moves too."""
-    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, forget__loss=loss)
+    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, forget__loss=loss, **where)
     delta = asked.params[-1]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -113,9 +120,10 @@ def test_a_skipped_step_leaves_the_method_as_it_was(tiny, tmp_path, monkeypatch)
     assert all(torch.isfinite(v).all() for v in engine.method.state_dict().values())
 
 
-def test_the_attack_finds_the_concept_again(tiny, tmp_path) -> None:
+@pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
+def test_the_attack_finds_the_concept_again(tiny, tmp_path, where: dict) -> None:
     """Its loss falls along its own gradient."""
-    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8})
+    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, **where)
     before = float(asked._pieces["attack"][0]())
     for _ in range(5):
         (slope,) = asked.grad("attack", of=asked.inner)
@@ -124,9 +132,10 @@ def test_the_attack_finds_the_concept_again(tiny, tmp_path) -> None:
     assert float(asked._pieces["attack"][0]()) < before
 
 
+@pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
 @pytest.mark.parametrize("method", ["forum", "adversarial"])
-def test_bilevel_methods_run_and_leave_the_adversary_out_of_the_weights(method: str, tmp_path) -> None:
-    given = short(method={"name": method, "inner_steps": 1}, attack={"n": 8}, training__steps=2)
+def test_bilevel_methods_run_and_leave_the_adversary_out_of_the_weights(method: str, where: dict, tmp_path) -> None:
+    given = short(method={"name": method, "inner_steps": 1}, attack={"n": 8}, training__steps=2, **where)
     whole = concept_eraser.erase(given, output=tmp_path / "whole")
     rows = logs.read(whole.folder / "log.jsonl")
     assert rows[0]["losses"].keys() >= {"retain", "forget"}
@@ -139,6 +148,7 @@ def test_bilevel_methods_run_and_leave_the_adversary_out_of_the_weights(method: 
     [
         ({"method": {"name": "forum"}}, "FORUM needs a lower-level problem"),
         ({"attack": {}}, "no lower-level problem to give"),
+        ({"attack": {}, "method": "forum", "target": "classifier", "forget": {"data": "digits", "classes": [3]}, "retain": "rest"}, "no prompt embedding to attack"),
         ({"method": {"name": "uno"}, "training__precision": "bf16"}, "rounding of bf16"),
         ({"method": {"name": "uno-hat"}}, "asks a judge"),
         ({"method": {"name": "s"}, "replace": {"prompts": "tiny_star", "loss": "relabel", "anchor": "a circle"}}, "two players"),
@@ -164,13 +174,18 @@ def test_a_third_player_says_what_to_show_instead(method: dict, tmp_path) -> Non
 BILEVEL = [{"name": "forum", "inner_steps": 1, "warm": False}, {"name": "adversarial", "inner_steps": 1}]
 
 
-@pytest.mark.parametrize("method", ["uno-s", "a-d", "minmax_ngd", *BILEVEL], ids=lambda m: m if isinstance(m, str) else m["name"])  # fmt: skip
+ENCODER = {"name": "adversarial", "inner_steps": 1, "retain": 0.3}  # of AdvUnlearn, on the text encoder
+
+
+@pytest.mark.parametrize("method", ["uno-s", "a-d", "minmax_ngd", *BILEVEL, ENCODER], ids=lambda m: m if isinstance(m, str) else "-".join(map(str, m.values())))  # fmt: skip
 @pytest.mark.parametrize("inside", [False, True], ids=["between steps", "inside a step"])
 def test_methods_with_a_memory_resume_bit_by_bit(method, inside: bool, tmp_path, monkeypatch) -> None:
     """Ctrl-C, between two steps or in the middle of one, leaves a state from which the same weights come out."""
     given = short(method=method, forget__loss="ascent", training__steps=4)
     if isinstance(method, dict):
         given["attack"] = {"n": 8}
+    if method is ENCODER:
+        given.update(target="text_encoder", trainable={"select": "all"}, forget={**given["forget"], "loss": "esd"})
     whole = concept_eraser.erase(given, output=tmp_path / "whole")
 
     def stop(what: str, done: int, total: int, note: str = "") -> None:

@@ -44,7 +44,10 @@ def test_five_mistakes_are_five_lines() -> None:
         ({"trainable__select": "re:["}, "no regular expression"),
         ({"target": "vaee"}, "'denoiser', 'text_encoder'"),
         ({"target": "vae"}, "forget: the target 'vae' needs data"),
-        ({"target": "text_encoder", "forget__loss": "esd"}, "forget.loss: unknown loss of target 'text_encoder' 'esd'"),
+        (
+            {"target": "text_encoder", "forget__loss": "resteer"},
+            "forget.loss: unknown loss of target 'text_encoder' 'resteer'",
+        ),
         ({"forget__data": "digits"}, "not both"),
         ({"forget__classes": [1]}, "belong to labelled data"),
         ({"forgett": 1}, "did you mean 'forget'"),

@@ -70,7 +70,10 @@ def size(folder: Path) -> int:
 def erased_model(run: api.Run) -> Any:
     """The erased model, from the changed tensors of a finished run."""
     model = api.load(run.recipe.model)
-    model.denoiser.load_state_dict(load_file(run.folder / "weights.safetensors"), strict=False)
+    changed = load_file(run.folder / "weights.safetensors")
+    found = model.parts[run.recipe.target].load_state_dict(changed, strict=False)
+    if found.unexpected_keys:
+        raise SystemExit(f"{run.folder}: weights.safetensors is not of {run.recipe.target}, e.g. {found.unexpected_keys[0]}")  # fmt: skip
     return model
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ class Part:
     adapter: where a LoRA is trained, the factors that `selected` names; they are at their start, so the teacher is the
     module without them.
     """
+
+    delta: nn.Parameter | None = None  # the offset of an adversary, where a target has one
 
     def __init__(self, module: nn.Module, selected: Sequence[str], players: Sequence[str], *, batchnorm: BatchNorm = "frozen", batch_size: int = 2, adapter: Adapter | None = None, rotate: bool = False) -> None:  # fmt: skip
         self.module, self.selected, self.batchnorm = module, tuple(selected), batchnorm
@@ -119,8 +122,18 @@ class Part:
         return self.adapter.merge() if self.adapter else {**self.trainable(), **self.buffers()}
 
     def adversary(self) -> dict[str, nn.Parameter]:
-        """The variable of a lower-level problem; there is none here."""
-        return {}
+        """The variable of a lower-level problem, if there is one."""
+        return {} if self.delta is None else {"attack.delta": self.delta}
+
+    def under_attack(self, player: str, draw: Any, side: Any, compute: Callable[[Any], Tensor]) -> Tensor:
+        """A side's loss on a draw, where an adversary may move the forgotten prompts: the adversary's own at its offset, with
+        c/2 ||delta||^2; the forgotten prompts' without it and with it, added; all others as they are."""
+        if self.delta is None or player not in ("attack", "forget"):
+            return side.scale * compute(draw)
+        moved = replace(draw, attacked=True)
+        if player == "attack":
+            return compute(moved) + 0.5 * side.decay * self.delta.square().sum()
+        return side.scale * (compute(draw) + compute(moved))
 
     def settle(self, player: str, draw: Any) -> None:
         """Move the running statistics by one batch; nothing to do where they are frozen."""

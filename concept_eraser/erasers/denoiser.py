@@ -9,7 +9,7 @@ asked at delta and at 0, and added.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ class Denoiser(Part):
         super().__init__(model.denoiser, selected, list(sides), adapter=adapter, rotate=rotate)
         self.model, self.sides = model, sides
         self.fisher: dict[str, list[Tensor]] = {}  # of the sides that hold the weights elastically
-        self.delta: nn.Parameter | None = None  # of the attack
         if "attack" in sides:
             one = sides["attack"].examples.null.tensors.get(EMBEDDING)
             if one is None:
@@ -60,10 +59,6 @@ class Denoiser(Part):
                 raise UserError(f"{name}: the loss {side.loss!r} needs images, so it cannot be data-free; data-free losses: {', '.join(allowed)}")  # fmt: skip
             if side.loss == "resteer" and not model.attention_layers():
                 raise UserError(f"{name}: the loss 'resteer' asks a UNet's cross-attention with the text, as Stable Diffusion 1, 2 and XL have it; {model.source} ({model.family}) has none")  # fmt: skip
-
-    def adversary(self) -> dict[str, nn.Parameter]:
-        """The variable of the lower-level problem, if there is one."""
-        return {} if self.delta is None else {"attack.delta": self.delta}
 
     def draw(self, player: str, seeds: Sequence[int]) -> Draw:
         """Choose examples, time steps and noise of one micro-batch, one seed an example.
@@ -125,20 +120,12 @@ class Denoiser(Part):
 
     def loss(self, player: str, draw: Draw) -> Tensor:
         name = self.side_of(player)
-        asked = self._asked(player, self.sides[name], draw)
+        side = self.sides[name]
+        asked = self.under_attack(player, draw, side, lambda d: LOSSES[side.loss].compute(self, d, side.settings))
         if name not in self.fisher:
             return asked
         weights = list(self.trainable().values())
-        return asked + self.sides[name].elastic * penalty(weights, list(self.originals.values()), self.fisher[name])
-
-    def _asked(self, player: str, side: Side, draw: Draw) -> Tensor:
-        compute = LOSSES[side.loss].compute
-        if self.delta is None or player not in ("attack", "forget"):
-            return side.scale * compute(self, draw, side.settings)
-        attacked = replace(draw, attacked=True)
-        if player == "attack":
-            return compute(self, attacked, side.settings) + 0.5 * side.decay * self.delta.square().sum()
-        return side.scale * (compute(self, draw, side.settings) + compute(self, attacked, side.settings))
+        return asked + side.elastic * penalty(weights, list(self.originals.values()), self.fisher[name])
 
     def _attacked(self, condition: Condition) -> Condition:
         assert self.delta is not None

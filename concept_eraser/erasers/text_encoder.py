@@ -8,6 +8,14 @@ With E(c) what the denoiser is conditioned on for a prompt c [tokens, width], E*
 * ascent   the negative of it
 * relabel  data on images of the anchor, as the target of the prompt
 * npo      of the examples' `data`, as for a denoiser (see losses.py)
+* esd      ||eps(x_t, E(c)) - (eps(x_t, E*("")) - eta (eps(x_t, E*(c)) - eps(x_t, E*(""))))||^2; with an attack, the forget
+           loss of AdvUnlearn (arXiv 2405.15234)
+
+With a side named `attack` there is an adversary: one offset delta of the embeddings of the tokens [1, tokens, width],
+added to the forgotten prompts where the encoder in training (never its teacher) reads them. Its loss is `data` on the
+forgotten images under E(c + delta), plus c/2 ||delta||^2; the forget loss is then asked at delta and at 0, and added.
+An offset of what the encoder says, as the denoiser's adversary has, could not be answered by an encoder. AdvUnlearn's
+adversary is a prefix of one token or a few; this one moves all tokens of the prompt, start, end and padding included.
 
 The result is a drop-in `text_encoder/` folder for every pipeline with the same encoder.
 """
@@ -16,11 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from concept_eraser.erasers.base import Part, Teacher
 from concept_eraser.errors import UserError
@@ -41,6 +49,8 @@ class Side:
     teacher: Teacher = "frozen"
     timesteps: tuple[int, int] = (0, 1000)
     beta: float = 0.1
+    eta: float = 1.0
+    decay: float = 0.0  # of an attack: the c in c/2 ||delta||^2
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class Draw:
     t: Tensor | None = None
     target: Tensor | None = None
     terms: int = 1
+    attacked: bool = False  # whether the encoder in training reads the tokens with an adversary's offset
 
 
 class TextEncoder(Part):
@@ -61,6 +72,9 @@ class TextEncoder(Part):
     def __init__(self, model: Model, sides: Mapping[str, Side], selected: Sequence[str], *, adapter: Adapter | None = None, rotate: bool = False) -> None:  # fmt: skip
         super().__init__(model.parts["text_encoder"], selected, list(sides), adapter=adapter, rotate=rotate)
         self.model, self.sides = model, sides
+        self.null = model.tokenize([""])
+        if "attack" in sides:
+            self.delta = nn.Parameter(torch.zeros_like(model.table[self.null.tensors["ids"]]))  # [1, tokens, width]
         for name, side in sides.items():
             if LOSSES[side.loss].through == "denoiser" and side.latents is None:
                 raise UserError(f"{name}: the loss {side.loss!r} goes through the denoiser and needs images; losses on the embeddings need none: anchor, distill")  # fmt: skip
@@ -81,16 +95,17 @@ class TextEncoder(Part):
         noisy = self.model.corrupt(latents, noise, t)
         return Draw(tokens, anchors, noisy, t, self.model.target(latents, noise, t), noisy.numel())
 
-    def embed(self, tokens: Condition | None, *, teacher: Teacher | None = None) -> Condition:
+    def embed(self, tokens: Condition | None, *, teacher: Teacher | None = None, attacked: bool = False) -> Condition:
         assert tokens is not None
         if teacher is None:
-            return self.model.embed(tokens)
+            rows = self.model.table[tokens.tensors["ids"]] + self.delta if attacked and self.delta is not None else None
+            return self.model.embed(tokens, rows=rows)
         with torch.no_grad():
             return self.model.embed(tokens, self.originals if teacher == "frozen" else None)
 
     def loss(self, player: str, draw: Draw) -> Tensor:
         side = self.sides[self.side_of(player)]
-        return side.scale * LOSSES[side.loss].compute(self, draw, side)
+        return self.under_attack(player, draw, side, lambda d: LOSSES[side.loss].compute(self, d, side))
 
 
 def _apart(a: Condition, b: Condition) -> Tensor:
@@ -100,18 +115,16 @@ def _apart(a: Condition, b: Condition) -> Tensor:
 
 
 def _anchor(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
-    return _apart(model.embed(draw.tokens), model.embed(draw.anchors, teacher=side.teacher))
+    return _apart(model.embed(draw.tokens, attacked=draw.attacked), model.embed(draw.anchors, teacher=side.teacher))
 
 
 def _distill(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
-    return _apart(model.embed(draw.tokens), model.embed(draw.tokens, teacher=side.teacher))
+    return _apart(model.embed(draw.tokens, attacked=draw.attacked), model.embed(draw.tokens, teacher=side.teacher))
 
 
 def _data(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
-    assert draw.noisy is not None  # refused beforehand
-    assert draw.t is not None
-    assert draw.target is not None
-    return (model.model.denoise(draw.noisy, draw.t, model.embed(draw.tokens)).float() - draw.target).square().mean()
+    assert draw.target is not None  # refused beforehand
+    return (_through(model, draw, None).float() - draw.target).square().mean()
 
 
 def _npo(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
@@ -120,11 +133,19 @@ def _npo(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
     return preference(now, before, side.beta)
 
 
+def _esd(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
+    nothing = replace(draw, tokens=model.null.to(model.model.device).repeat(len(draw.tokens)))
+    free, given = (_through(model, asked, side.teacher).float() for asked in (nothing, draw))
+    return (_through(model, draw, None).float() - (free - side.eta * (given - free))).square().mean()
+
+
 def _through(model: TextEncoder, draw: Draw, teacher: Teacher | None) -> Tensor:
+    """What the denoiser predicts for a draw's tokens, as the encoder in training or a teacher reads them."""
     assert draw.noisy is not None
     assert draw.t is not None
     with nullcontext() if teacher is None else torch.no_grad():
-        return model.model.denoise(draw.noisy, draw.t, model.embed(draw.tokens, teacher=teacher))
+        read = model.embed(draw.tokens, teacher=teacher, attacked=draw.attacked)
+        return model.model.denoise(draw.noisy, draw.t, read)
 
 
 def _ascent(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
@@ -143,6 +164,7 @@ LOSSES = {
     "distill": Loss(_distill, "embedding"),
     "data": Loss(_data, "denoiser"),
     "ascent": Loss(_ascent, "denoiser"),
+    "esd": Loss(_esd, "denoiser"),
     "npo": Loss(_npo, "denoiser"),
     "relabel": Loss(_data, "denoiser", images="anchor"),
 }

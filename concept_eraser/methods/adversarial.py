@@ -3,7 +3,7 @@
     omega <- omega - eta grad_omega f, T times;      theta <- theta - mu sum_i w_i grad_theta F_i(theta, omega)
 
 (Madry et al., arXiv 1706.06083, with f and F as in FORUM; for concept erasing, AdvUnlearn, arXiv 2405.15234, is of
-this kind.) Deliberate differences: the attack is an offset of the embedding, warm-started and descended by plain
+this kind: ESD's loss, the text encoder trained, `tiny_star_advunlearn`.) Deliberate differences: the attack is an offset of the embedding, warm-started and descended by plain
 gradient steps like FORUM's, so that only the treatment of the two levels differs; no projection on a ball, the attack's
 loss carries c/2 ||omega||^2 instead. `inner_steps: 0` is training without an attack.
 """

@@ -126,16 +126,19 @@ def _hold(eraser: denoiser.Denoiser, recipe: Recipe) -> None:
 
 
 def _encoder_sides(request: Request) -> dict[str, text_encoder.Side]:
-    model, made = text_to_image(request), {}
-    losses = {name: text_encoder.LOSSES[side.loss] for name, side in request.recipe.sides.items()}
-    plans = {name: _plan(request, name, side, source, losses[name].images, shown=losses[name].through == "denoiser") for name, (side, source) in _sets(request).items()}  # fmt: skip
+    model, recipe, made = text_to_image(request), request.recipe, {}
+    sets = _sets(request)
+    losses = {name: text_encoder.LOSSES[side.loss] for name, (side, _) in sets.items()}
+    plans = {name: _plan(request, name, side, source, losses[name].images, shown=losses[name].through == "denoiser") for name, (side, source) in sets.items()}  # fmt: skip
     latents = _latents(request, plans)
     for name, plan in plans.items():
         side = plan.side
         tokens = model.tokenize([row.text for row in plan.rows])
         anchors = model.tokenize([row.anchored(side.anchor) for row in plan.rows]) if side.anchor else None
-        made[name] = text_encoder.Side(_on_cpu(tokens), side.loss, anchors and _on_cpu(anchors), latents[name], side.scale, side.teacher, side.timesteps, side.beta)  # fmt: skip
-    return made
+        made[name] = text_encoder.Side(_on_cpu(tokens), side.loss, anchors and _on_cpu(anchors), latents[name], side.scale, side.teacher, side.timesteps, side.beta, side.eta)  # fmt: skip
+    if recipe.attack:
+        made["attack"] = replace(made["attack"], decay=recipe.attack.decay)
+    return {name: made[name] for name in recipe.cast}
 
 
 def _on_cpu(tokens: Condition) -> Condition:
