@@ -31,18 +31,24 @@ def test_classify(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from tools.rendering import labelled
 
     monkeypatch.setattr(classify, "RESULTS", tmp_path)
-    for methods in ("munba,rewind,shs", "iu,be"):
+    describe = classify.environment.describe
+    for commit, methods in (("aaaa", "munba,rewind,shs"), ("bbbb", "iu,be")):
+        monkeypatch.setattr(classify.environment, "describe", lambda commit=commit: {**describe(), "commit": commit})
         monkeypatch.setattr(sys, "argv", ["classify", str(small), "--tasks", "class", "--methods", methods])
         classify.main()
     found = json.loads((tmp_path / "toy" / "class.json").read_text())
     assert [row["method"] for row in found["rows"]] == ["original", "retrain", "be", "shs", "munba", "iu", "rewind"]
+    assert {row["method"]: row["environment"]["commit"] for row in found["rows"]}["munba"] == "aaaa"  # as it was made
+    assert {row["method"]: row["environment"]["commit"] for row in found["rows"]}["be"] == "bbbb"
     retrained = found["rows"][1]["runs"]
     assert all(run["gap"] == 0 and run["forget"] < 5 for run in retrained)  # a class never seen is never said
     assert found["n"] == {"forget": 146, "retain": 1291, "test": 164}
     (tmp_path / "classification").mkdir()
     (tmp_path / "classification" / "class.json").write_text(json.dumps(found))
     monkeypatch.setattr(labelled, "RESULTS", tmp_path)
-    assert "| Retrain | 0.0 ± 0.0 |" in labelled.classification()
+    page = labelled.classification()
+    assert "| Retrain | 0.0 ± 0.0 |" in page
+    assert "Commits aaaa, bbbb; torch" in page
 
 
 def test_a_study_of_pictures_and_names_it_does_not_have(

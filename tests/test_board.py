@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+import concept_eraser
 from concept_eraser import recipe, registry
-from tests.conftest import ROOT
-from tools import leaderboard
+from tests.conftest import ROOT, short
+from tools import leaderboard, study
 from tools.rendering import board_plot, ranks
 from tools.rendering.ranks import Standing
 
@@ -82,3 +84,14 @@ def test_as_many_steps_as_the_budget_of_seconds_holds() -> None:
     assert leaderboard.same_time(100, 240.0, 80.0) == 33
     assert leaderboard.same_time(100, 84.0, 80.0) is None
     assert leaderboard.same_time(100, 1e6, 80.0) == 1
+
+
+@pytest.mark.parametrize("target", ["denoiser", "text_encoder"])
+def test_a_finished_run_is_made_again_from_its_changed_tensors(target: str, tmp_path: Path) -> None:
+    """Whatever part was trained: a victim that is silently the original would be attacked in its place."""
+    select = "all" if target == "text_encoder" else "cross_attention"
+    run = concept_eraser.erase(short(target=target, trainable__select=select, training__steps=1, training__lr=1e-2), output=tmp_path / "run")  # fmt: skip
+    again = study.erased_model(run).parts[target].state_dict()
+    assert all(torch.equal(again[name], value) for name, value in run.model.parts[target].state_dict().items())
+    before = concept_eraser.load("tiny-sd").parts[target].state_dict()
+    assert any(not torch.equal(again[name], value) for name, value in before.items())

@@ -31,9 +31,14 @@ def main(doc: str | None, results: Path, run_task: RunTask) -> None:
         with tempfile.TemporaryDirectory() as work:
             found = run_task(study, name, chosen["methods"], Path(work))
         path = folder / f"{name}.json"
-        if path.exists():
-            found["rows"] = merged(json.loads(path.read_text())["rows"], found["rows"], list(study["methods"]))
+        older = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        found["rows"] = merged(placed(older), placed(found), list(study["methods"]))
         path.write_text(dumps(found))
+
+
+def placed(content: dict[str, Any]) -> list[dict]:
+    """A task's rows, each with the environment that it was measured in: rows are not all made by one call."""
+    return [{"environment": content["environment"], **row} for row in content["rows"]]
 
 
 def merged(old: list[dict], new: list[dict], methods: list[str]) -> list[dict]:

@@ -25,7 +25,8 @@ def _files(study: str) -> list[dict[str, Any]]:
 
 def _foot(content: dict[str, Any]) -> str:
     environment = content["environment"]
-    return f"Commit {str(environment['commit'])[:12]}; torch {environment['versions']['torch']}; {environment['device']}, {environment['threads']} thread(s)."  # fmt: skip
+    made = sorted({str(row.get("environment", environment)["commit"])[:12] for row in content["rows"]})
+    return f"Commit{'s' if len(made) > 1 else ''} {', '.join(made)}; torch {environment['versions']['torch']}; {environment['device']}, {environment['threads']} thread(s)."  # fmt: skip
 
 
 def _notes(study: str) -> str:
