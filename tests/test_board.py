@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 import concept_eraser
 from concept_eraser import recipe, registry
 from tests.conftest import ROOT, short
-from tools import leaderboard, study
+from tools import choosing, leaderboard, runs
 from tools.rendering import board_plot, ranks
 from tools.rendering.ranks import Standing
 
@@ -91,7 +92,40 @@ def test_a_finished_run_is_made_again_from_its_changed_tensors(target: str, tmp_
     """Whatever part was trained: a victim that is silently the original would be attacked in its place."""
     select = "all" if target == "text_encoder" else "cross_attention"
     run = concept_eraser.erase(short(target=target, trainable__select=select, training__steps=1, training__lr=1e-2), output=tmp_path / "run")  # fmt: skip
-    again = study.erased_model(run).parts[target].state_dict()
+    again = runs.erased_model(run).parts[target].state_dict()
     assert all(torch.equal(again[name], value) for name, value in run.model.parts[target].state_dict().items())
     before = concept_eraser.load("tiny-sd").parts[target].state_dict()
     assert any(not torch.equal(again[name], value) for name, value in before.items())
+
+
+def test_a_point_is_scored_by_what_is_retained_and_what_is_left() -> None:
+    def run(share: float, kept: float) -> dict:
+        rows = [("concept_share", "direct", share), ("accuracy_shape", "retained", kept)]
+        asked = {"protocol": {"concept": {"shape": "star"}}}
+        return {
+            "evaluation": {**asked, "results": [{"metric": m, "group": g, "after": {"value": v}} for m, g, v in rows]}
+        }
+
+    seen = [run(0.1, 0.9), run(0.3, 0.7)]
+    plain = choosing.row({"lr": 1}, seen, [None, None])
+    assert plain["score"] == pytest.approx(((0.9 - 0.1) + (0.7 - 0.3)) / 2)
+    assert "attacked" not in plain
+    assert choosing.row({"lr": 1}, seen, [0.5, 0.2])["score"] == pytest.approx(((0.9 - 0.5) + (0.7 - 0.3)) / 2)
+
+
+def test_a_grid_scored_without_the_attack_is_scored_again(tmp_path: Path) -> None:
+    path = tmp_path / "star_munba_seed0.json"
+    path.write_text(json.dumps({"evaluation": {"judge": "j"}, "grid": [{"point": {}, "score": 1.0, "share": [0.0]}]}))
+    assert choosing.known({}, tmp_path, "star_munba", "j")
+    assert not choosing.known(BOARD, tmp_path, "star_munba", "j")
+    assert not choosing.known({}, tmp_path, "star_munba", "another judge")
+
+
+def test_a_result_of_a_setting_that_is_no_longer_reported_is_not_taken_for_it(tmp_path: Path) -> None:
+    report = {"recipe": {"training": {"lr": 1e-4}}, "point": {"training.lr": 1e-4}}
+    path = tmp_path / "attack.json"
+    assert not leaderboard.is_of(path, report)
+    path.write_text(json.dumps(report))
+    assert leaderboard.is_of(path, report)
+    assert not leaderboard.is_of(path, {**report, "recipe": {"training": {"lr": 4e-4}}})
+    assert not leaderboard.is_of(path, {**report, "point": {"guard": "sld-max:star"}})

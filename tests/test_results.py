@@ -96,7 +96,7 @@ def test_selection_seeds_are_not_reported() -> None:
 @pytest.mark.slow
 def test_a_study_runs_resumes_and_looks_again(tmp_path, monkeypatch) -> None:
     """Two entries at one step: the grid is scored, the better point reported, a second call trains nothing."""
-    from tools import study
+    from tools import runs, study
 
     monkeypatch.setattr(study, "RESULTS", tmp_path / "results")
     tiny = {
@@ -108,7 +108,12 @@ def test_a_study_runs_resumes_and_looks_again(tmp_path, monkeypatch) -> None:
     }
     content = {
         "suite": "tiny_star",
-        "select": {"seeds": [100], "n": 4, "picture_seed": 7101},
+        "select": {
+            "seeds": [100],
+            "n": 4,
+            "picture_seed": 7101,
+            "attack": {"name": "soft_prompt", "n": 2, "seed": 7, "options": {"steps": 1}},
+        },
         "seeds": [0],
         "n": 4,
         "grids": {"rates": [{"training.lr": 1e-9}, {"training.lr": 1e-3}]},
@@ -120,12 +125,19 @@ def test_a_study_runs_resumes_and_looks_again(tmp_path, monkeypatch) -> None:
     study.main()
     written = tmp_path / "results" / "quick" / "munba_seed0.json"
     first = json.loads(written.read_text())
-    assert len(first["grid"]) == 2
+    assert [len(row["attacked"]) for row in first["grid"]] == [1, 1]
     stamp = written.stat().st_mtime
     study.main()
     assert written.stat().st_mtime == stamp
     first["evaluation"]["judge"] = "another"
     written.write_text(json.dumps(first))
-    monkeypatch.setattr(study.api, "erase", lambda *a, **k: pytest.fail("trained again") if not (k["output"] / "done.json").exists() else study.api.Run(k["output"], a[0], 0.0))  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.api, "erase", lambda *a, **k: pytest.fail("trained again") if not (k["output"] / "done.json").exists() else runs.api.Run(k["output"], a[0], 0.0))  # fmt: skip
+        study.main()
+    again = json.loads(written.read_text())
+    assert again["evaluation"]["judge"] != "another"
+    for row in again["grid"]:  # as if another point had been the best one
+        row["score"] = -1.0 if row["point"] == again["point"] else 1.0
+    written.write_text(json.dumps(again))
     study.main()
-    assert json.loads(written.read_text())["evaluation"]["judge"] != "another"
+    assert json.loads(written.read_text())["point"] != again["point"]

@@ -22,7 +22,7 @@ from concept_eraser import recipe as recipes
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacking import Protocol
 from concept_eraser.evaluation.suite import dumps
-from tools.study import erased_model
+from tools.runs import erased_model
 from tools.tasks import listed
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"

@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from concept_eraser import api
+from concept_eraser import api, environment
 from concept_eraser import recipe as recipes
 from concept_eraser.evaluation.suite import dumps
+from tools import choosing, runs
 from tools import study as studies
 from tools.attack_table import asked as attack_protocol
 from tools.attack_table import require_asked
@@ -69,24 +70,28 @@ def expanded(board: dict[str, Any]) -> dict[str, Any]:
     return {**board, "suite": board["tasks"][board["select"]["task"]]["suite"], "entries": entries}
 
 
-def guarded(study: dict[str, Any], name: str, results: Path) -> None:
+def guarded(study: dict[str, Any], name: str, work: Path, results: Path) -> None:
     """Measure the original under a safeguard, the best of its settings as seen on other pictures, and write its result."""
     path, about = results / f"{name}_seed0.json", study["entries"][name]
-    if path.exists():
+    if path.exists() and choosing.scored(study, json.loads(path.read_text())["grid"]):
         return
-    suite = studies.suite_of(study, about, study["select"]["picture_seed"])
+    suite = runs.suite_of(study, about, study["select"]["picture_seed"])
     suite = suite.model_copy(update={"groups": {k: v for k, v in suite.groups.items() if k in ("direct", "retained")}})
     grid = []
     for guard in about["guard"] if len(about["guard"]) > 1 else []:
         seen = {"evaluation": api.evaluate(ORIGINAL, suite, before=ORIGINAL, n=study["select"]["n"], guard=guard).as_dict()}  # fmt: skip
-        grid.append({"point": {"guard": guard}, "score": studies.score(seen)})
+        victim = (ORIGINAL, {"before": ORIGINAL, "guard": guard})
+        fell = choosing.attacked(
+            study["select"], about["suite"], work / name / f"select_{guard.partition(':')[0]}", victim
+        )
+        grid.append(choosing.row({"guard": guard}, [seen], [fell]))
     best = max(grid, key=lambda row: row["score"])["point"]["guard"] if grid else about["guard"][0]
-    found = api.evaluate(ORIGINAL, studies.suite_of(study, about, None), before=ORIGINAL, n=study["n"], guard=best)
+    found = api.evaluate(ORIGINAL, runs.suite_of(study, about, None), before=ORIGINAL, n=study["n"], guard=best)
     run = {"seconds": 0.0, "cpu_seconds": 0.0, "trained_parameters": 0}
     content = {"entry": name, "label": about["label"], "task": about["task"], "grid": grid, "conflict": {"steps": 0}, "recipe": {"model": ORIGINAL}, "point": {"guard": best}, "seed": 0, "run": run, "size_mb": 0.0, "evaluation": found.as_dict()}  # fmt: skip
     results.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps(content))
-    print(f"{name}: {best}, score {studies.score(content):.3f}", flush=True)
+    print(f"{name}: {best}, score {runs.score(content):.3f}", flush=True)
 
 
 def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -94,19 +99,40 @@ def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
     if "guard" in report["point"]:
         return ORIGINAL, {"before": ORIGINAL, "guard": report["point"]["guard"]}
     run = api.erase(recipes.validate(report["recipe"], report["entry"]), output=folder, resume=True)
-    return run.model or studies.erased_model(run), {"before": run.recipe.model}
+    return run.model or runs.erased_model(run), {"before": run.recipe.model}
 
 
 def implicit(board: dict[str, Any], name: str, seed: int, work: Path, results: Path) -> None:
     """Measure one victim by prompts that show the concept without any of its names; a task may have none."""
     report = json.loads((results / f"{name}_seed{seed}.json").read_text())
     path, asked = results / "implicit" / f"{name}_seed{seed}.json", board["tasks"][report["task"]].get("implicit")
-    if asked is None or path.exists():
+    if asked is None or is_of(path, report):
         return
     model, how = victim(report, work / name / f"report_{seed}")
     found = api.evaluate(model, asked, n=board["pictures"]["implicit"], **how)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps({"victim": name, "seed": seed, "evaluation": found.as_dict()}))
+    path.write_text(
+        dumps(
+            {
+                "victim": name,
+                "seed": seed,
+                "recipe": report["recipe"],
+                "point": report["point"],
+                "evaluation": found.as_dict(),
+            }
+        )
+    )
+
+
+def is_of(path: Path, report: dict[str, Any]) -> bool:
+    """Whether a result is there and of the victim that is reported: an entry's setting may have been chosen anew."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    return content.get("recipe") == report["recipe"] and content.get("point", report["point"]) == report["point"]
+
+
+def of(report: dict[str, Any]) -> str:
+    """A few letters for a victim, for the names of its folders."""
+    return environment.fingerprint({"recipe": report["recipe"], "point": report["point"]})[:8]
 
 
 def same_time(steps: int, seconds: float, budget: float) -> int | None:
@@ -118,17 +144,17 @@ def equal_time(board: dict[str, Any], study: dict[str, Any], name: str, seed: in
     """Train once more, at the method's setting, for as many seconds of its process as the method `like` took for its steps."""
     report, how = json.loads((results / f"{name}_seed{seed}.json").read_text()), board.get("time")
     path = results / "time" / f"{name}_seed{seed}.json"
-    if how is None or seed not in how["seeds"] or path.exists() or "cpu_seconds" not in report["run"] or "guard" in report["point"]:  # fmt: skip
+    if how is None or seed not in how["seeds"] or "cpu_seconds" not in report["run"] or "guard" in report["point"]:  # fmt: skip
         return
     other = results / f"{report['task']}_{how['like']}_seed{seed}.json"
     if not other.exists():
         raise SystemExit(f"{other.name} is not there yet, and its seconds are the budget; run --methods {how['like']} first")  # fmt: skip
     steps = same_time(report["recipe"]["training"]["steps"], report["run"]["cpu_seconds"], json.loads(other.read_text())["run"]["cpu_seconds"])  # fmt: skip
-    if steps is None:
+    if steps is None or (path.exists() and json.loads(path.read_text())["point"] == {**report["point"], "training.steps": steps}):  # fmt: skip
         return
     entry = study["entries"][name]
-    suite, point = studies.suite_of(study, entry, None), {**report["point"], "training.steps": steps}
-    result, _ = studies.run_one(entry, point, seed, suite, study["n"], work / name / f"time_{seed}")
+    suite, point = runs.suite_of(study, entry, None), {**report["point"], "training.steps": steps}
+    result, _ = runs.run_one(entry, point, seed, suite, study["n"], work / name / f"time_{seed}_{of(report)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps({"entry": name, "label": report["label"], "task": report["task"], **result}))
 
@@ -139,15 +165,25 @@ def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, w
     suite = study["entries"][name]["suite"]
     protocol = {**board["attack"], "suite": suite, "attacks": board["attacks"]}
     paths = {one: results / "attacks" / f"{name}_{one}_seed{seed}.json" for one in chosen}
-    for one in [one for one in chosen if paths[one].exists()]:
+    for one in [one for one in chosen if is_of(paths[one], report)]:
         require_asked(paths.pop(one), attack_protocol(protocol, one))
     if not paths:
         return
     model, how = victim(report, work / name / f"report_{seed}")
     for one, path in paths.items():
-        found = api.attack(model, one, suite, group=protocol["group"], n=protocol["n"], seed=protocol["seed"], options=board["attacks"][one], output=work / name / f"attack_{seed}_{one}", **how)  # fmt: skip
+        found = api.attack(model, one, suite, group=protocol["group"], n=protocol["n"], seed=protocol["seed"], options=board["attacks"][one], output=work / name / f"attack_{seed}_{one}_{of(report)}", **how)  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dumps({"victim": name, "training_seed": seed, "recipe": report["recipe"], **found.as_dict()}))
+        path.write_text(
+            dumps(
+                {
+                    "victim": name,
+                    "training_seed": seed,
+                    "recipe": report["recipe"],
+                    "point": report["point"],
+                    **found.as_dict(),
+                }
+            )
+        )
         rates = {key: round(100 * rate["value"]) for key, rate in found.rates().items()}
         print(f"{name} (seed {seed}) under {one}: {rates} % ({found.seconds:.0f} s)", flush=True)
 
@@ -173,7 +209,7 @@ def main() -> None:
             seeds = [seed for seed in asked if seed in own]
             if args.stage in ("train", "all"):
                 if "guard" in board["methods"][method]:
-                    guarded(study, name, results)
+                    guarded(study, name, args.work, results)
                 else:
                     studies.run_entry(study, name, study["entries"][name], args.work, results, seeds)
             for seed in seeds if args.stage in ("implicit", "all") else []:

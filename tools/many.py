@@ -25,7 +25,8 @@ from concept_eraser import api
 from concept_eraser import recipe as recipes
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import dumps
-from tools.study import RESULTS, erased_model
+from tools.runs import erased_model
+from tools.study import RESULTS
 
 Model = tuple[Any, dict[str, Any]]  # what is measured, and what it took
 

@@ -3,8 +3,7 @@
     python -m tools.study eval/studies/tiny_star.yaml [--entries munba,sum] [--seeds 0] [--work runs/studies]
 
 For each entry every point of its grid is trained on the selection seeds and scored on a small evaluation; the best
-one is trained on the reported seeds and evaluated in full. Score: retained accuracy of the concept's attribute
-minus the concept's share for direct prompts. Every run is kept, so an interrupted study goes on where it stopped.
+one is trained on the reported seeds and evaluated in full; tools/choosing.py says how. Every run is kept, so an interrupted study goes on where it stopped.
 One JSON a reported run goes to eval/results/<study>/; `python -m tools.render_results` makes the tables.
 """
 
@@ -15,95 +14,36 @@ import io
 import itertools
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
 
-from concept_eraser import api, registry
-from concept_eraser import recipe as recipes
+from concept_eraser import registry
 from concept_eraser.evaluation import plots
-from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.suite import Evaluation, dumps
-
-RESULTS = Path(__file__).parent.parent / "eval" / "results"
-
-
-def run_one(
-    entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path, watch: dict | None = None
-) -> tuple[dict, Evaluation | None]:
-    """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with pictures if just made)."""
-    done = folder / f"result_{n}.json"
-    if done.exists():
-        kept = json.loads(done.read_text())
-        if kept["evaluation"].get("judge") == registry.load("judge", suite.judge)().fingerprint:
-            return kept, None  # a run seen by another judge is looked at again; its pictures are cached
-    asked = {**entry.get("set", {}), **point, "training.seed": seed} | ({"watch": watch} if watch else {})
-    changes = [f"{k}={json.dumps(v)}" for k, v in asked.items()]
-    recipe = recipes.load(entry["recipe"], changes)
-    began = time.monotonic()
-    run = api.erase(recipe, output=folder, resume=True)
-    found = api.evaluate(run.model or erased_model(run), suite, before=recipe.model, n=n)
-    result = {
-        "recipe": recipe.resolved(),
-        "point": point,
-        "seed": seed,
-        "run": json.loads((folder / "done.json").read_text()),
-        "size_mb": round(size(folder) / 1e6, 2),
-        "evaluation": found.as_dict(),
-    }
-    done.write_text(dumps(result))
-    shutil.rmtree(folder / "pipeline", ignore_errors=True)  # weights.safetensors is enough to make it again
-    print(f"{folder}: trained {run.seconds:.0f} s, in all {time.monotonic() - began:.0f} s, score {score(result):.3f}", flush=True)  # fmt: skip
-    return result, found
-
-
-def size(folder: Path) -> int:
-    """Bytes of a run's result: a LoRA's factors where there are some, else the changed tensors."""
-    factors = list((folder / "lora").glob("*.safetensors"))
-    return sum(path.stat().st_size for path in factors or [folder / "weights.safetensors"])
-
-
-def erased_model(run: api.Run) -> Any:
-    """The erased model, from the changed tensors of a finished run."""
-    model = api.load(run.recipe.model)
-    changed = load_file(run.folder / "weights.safetensors")
-    found = model.parts[run.recipe.target].load_state_dict(changed, strict=False)
-    if found.unexpected_keys:
-        raise SystemExit(f"{run.folder}: weights.safetensors is not of {run.recipe.target}, e.g. {found.unexpected_keys[0]}")  # fmt: skip
-    return model
-
-
-def _after(result: dict, metric: str, group: str) -> float:
-    return next(r["after"]["value"] for r in result["evaluation"]["results"] if (r["metric"], r["group"]) == (metric, group))  # fmt: skip
-
-
-def score(result: dict) -> float:
-    attribute = next(iter(result["evaluation"]["protocol"]["concept"]))
-    return _after(result, f"accuracy_{attribute}", "retained") - _after(result, "concept_share", "direct")
+from concept_eraser.evaluation.suite import dumps
+from tools.choosing import RESULTS, chosen, is_current
+from tools.runs import run_one, suite_name, suite_of
 
 
 def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, seeds: list[int]) -> None:
-    """Choose the entry's point, then train, evaluate and write the reported seeds that are not there yet."""
+    """Choose the entry's point, then train, evaluate and write the reported seeds that are not there yet, or at another."""
     suite = suite_of(study, entry, study.get("picture_seed"))
     judge = registry.load("judge", suite.judge)().fingerprint
-    paths = {seed: results / f"{name}_seed{seed}.json" for seed in seeds}
-    missing = [seed for seed, path in paths.items() if not _is_current(path, judge)]
-    if not missing:
-        return
-    scores = _known_scores(results, name, judge) or chosen_elsewhere(study, entry, work, results, judge)
-    scores = scores or select(study, name, entry, work)
+    scores = chosen(study, name, entry, work, results, judge)
     best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
-    for seed in missing:
-        folder = work / name / f"report_{seed}"
-        watch = (
-            {"suite": _suite_name(study, entry), **study["watch"]}
-            if "watch" in study and entry.get("watch", True)
-            else None
-        )
+    watch = (
+        {"suite": suite_name(study, entry), **study["watch"]} if "watch" in study and entry.get("watch", True) else None
+    )
+    for seed in seeds:
+        path, folder = results / f"{name}_seed{seed}.json", work / name / f"report_{seed}"
+        if is_current(path, judge) and (older := json.loads(path.read_text()))["point"] == best:
+            if older["grid"] != scores:
+                path.write_text(dumps({**older, "grid": scores}))
+            continue
+        if path.exists() and json.loads(path.read_text())["point"] != best:
+            shutil.rmtree(folder, ignore_errors=True)  # of a point that is no longer the best
         result, found = run_one(entry, best, seed, suite, entry.get("n", study["n"]), folder, watch)
         content = {
             "entry": name,
@@ -115,7 +55,7 @@ def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, se
             **result,
         }
         results.mkdir(parents=True, exist_ok=True)
-        paths[seed].write_text(dumps(content))
+        path.write_text(dumps(content))
         if found and seed == seeds[0]:
             groups = [found.groups[g] for g in ("direct", "synonyms", "retained")]
             sheet = plots.grid(_rows(groups, "before"), _rows(groups, "after"), 16, zoom=1)
@@ -127,62 +67,6 @@ def smaller(png: bytes) -> bytes:
     kept = io.BytesIO()
     Image.open(io.BytesIO(png)).convert("RGB").save(kept, "JPEG", quality=88, subsampling=0)
     return kept.getvalue()
-
-
-def _suite_name(study: dict, entry: dict) -> str:
-    return entry.get("suite", study["suite"])
-
-
-def suite_of(study: dict, entry: dict, picture_seed: int | None) -> Any:
-    """The entry's suite, with the study's numbers of pictures, drawing others where a seed is given."""
-    suite = suites.load(_suite_name(study, entry))
-    asked = study.get("pictures", {})
-    sizes = {name: group.model_copy(update={"n": asked.get(name, group.n)}) for name, group in suite.groups.items()}
-    suite = suite.model_copy(update={"groups": sizes})
-    return suite if picture_seed is None else suite.model_copy(update={"seed": picture_seed})
-
-
-def chosen_elsewhere(study: dict, entry: dict, work: Path, results: Path, judge: str) -> list[dict]:
-    """The grid of the entry that this one takes its setting from: `like: entry`, or `like: study/entry`; [] if none."""
-    if "like" not in entry:
-        return []
-    *other, name = entry["like"].split("/")
-    if other:
-        scores = _known_scores(RESULTS / other[0], name, judge)
-        if not scores:
-            raise SystemExit(f"like: {entry['like']}: eval/results holds no grid of it; run that study first")
-        return scores
-    return _known_scores(results, name, judge) or select(study, name, study["entries"][name], work)
-
-
-def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:
-    """The score of every point of the entry's grid on the selection seeds; [] where there is nothing to choose.
-
-    Selection has training seeds and picture seeds of its own, so that nothing reported was chosen by its own pictures.
-    """
-    suite = suite_of(study, entry, study["select"]["picture_seed"])
-    asked = {
-        name: group for name, group in suite.groups.items() if name in ("direct", "retained")
-    }  # what a score needs
-    suite = suite.model_copy(update={"groups": asked})
-    points = study["grids"][entry["grid"]] if entry.get("grid") else []
-    scores = []
-    for point in points:
-        folder = work / name / ("select_" + "_".join(str(v) for v in point.values()))
-        runs = [run_one(entry, point, s, suite, study["select"]["n"], Path(f"{folder}_{s}"))[0] for s in study["select"]["seeds"]]  # fmt: skip
-        share = [_after(run, "concept_share", "direct") for run in runs]
-        scores.append({"point": point, "score": sum(map(score, runs)) / len(runs), "share": share})
-    return scores
-
-
-def _is_current(path: Path, judge: str) -> bool:
-    return path.exists() and json.loads(path.read_text())["evaluation"].get("judge") == judge
-
-
-def _known_scores(results: Path, name: str, judge: str) -> list[dict]:
-    """The grid of a result written earlier, perhaps on another machine."""
-    known = [p for p in sorted(results.glob(f"{name}_seed*.json")) if _is_current(p, judge)]
-    return json.loads(known[0].read_text())["grid"] if known else []
 
 
 def conflict(path: Path) -> dict:

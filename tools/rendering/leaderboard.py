@@ -213,7 +213,7 @@ def page(study: str) -> str:
             "good in both. Seconds: of the training process on one core, whatever ran beside it; of earlier runs by the clock.",
             provenance(every),
             *([f"## Methods without a row, and why\n\n{reasons}"] if reasons else []),
-            *(["## Grids: score on the selection seed (retained accuracy minus concept share)\n\n" + grids] if grids else []),
+            *(["## Grids: score on the selection seed\n\nRetained accuracy minus the larger of concept share and the success of a soft prompt on that seed's model (24 prompts; in brackets).\n\n" + grids] if grids else []),
         ]
     ) + "\n"  # fmt: skip
 

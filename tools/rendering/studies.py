@@ -129,7 +129,11 @@ def grids(found: dict[str, list[dict]]) -> str:
     lines = []
     for runs in found.values():
         if runs[0]["grid"]:
-            points = "; ".join(f"{setting(g['point'])}: {g['score']:.3f}" for g in runs[0]["grid"])
+            points = "; ".join(
+                f"{setting(g['point'])}: {g['score']:.3f}"
+                + (f" ({sum(g['attacked']) / len(g['attacked']):.2f})" if "attacked" in g else "")
+                for g in runs[0]["grid"]
+            )
             lines.append(f"* {runs[0]['label']}: {points}")
     return "\n".join(dict.fromkeys(lines))  # entries that take over another's grid repeat it
 

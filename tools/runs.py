@@ -1,0 +1,83 @@
+"""One run of a study: a recipe at one point of a grid and one training seed, trained and evaluated, and kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from concept_eraser import api, registry
+from concept_eraser import recipe as recipes
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.suite import Evaluation, dumps
+
+
+def run_one(
+    entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path, watch: dict | None = None
+) -> tuple[dict, Evaluation | None]:
+    """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with pictures if just made)."""
+    done = folder / f"result_{n}.json"
+    if done.exists():
+        kept = json.loads(done.read_text())
+        if kept["evaluation"].get("judge") == registry.load("judge", suite.judge)().fingerprint:
+            return kept, None  # a run seen by another judge is looked at again; its pictures are cached
+    asked = {**entry.get("set", {}), **point, "training.seed": seed} | ({"watch": watch} if watch else {})
+    changes = [f"{k}={json.dumps(v)}" for k, v in asked.items()]
+    recipe = recipes.load(entry["recipe"], changes)
+    began = time.monotonic()
+    run = api.erase(recipe, output=folder, resume=True)
+    found = api.evaluate(run.model or erased_model(run), suite, before=recipe.model, n=n)
+    result = {
+        "recipe": recipe.resolved(),
+        "point": point,
+        "seed": seed,
+        "run": json.loads((folder / "done.json").read_text()),
+        "size_mb": round(size(folder) / 1e6, 2),
+        "evaluation": found.as_dict(),
+    }
+    done.write_text(dumps(result))
+    shutil.rmtree(folder / "pipeline", ignore_errors=True)  # weights.safetensors is enough to make it again
+    print(f"{folder}: trained {run.seconds:.0f} s, in all {time.monotonic() - began:.0f} s, score {score(result):.3f}", flush=True)  # fmt: skip
+    return result, found
+
+
+def size(folder: Path) -> int:
+    """Bytes of a run's result: a LoRA's factors where there are some, else the changed tensors."""
+    factors = list((folder / "lora").glob("*.safetensors"))
+    return sum(path.stat().st_size for path in factors or [folder / "weights.safetensors"])
+
+
+def erased_model(run: api.Run) -> Any:
+    """The erased model, from the changed tensors of a finished run."""
+    model = api.load(run.recipe.model)
+    changed = load_file(run.folder / "weights.safetensors")
+    found = model.parts[run.recipe.target].load_state_dict(changed, strict=False)
+    if found.unexpected_keys:
+        raise SystemExit(f"{run.folder}: weights.safetensors is not of {run.recipe.target}, e.g. {found.unexpected_keys[0]}")  # fmt: skip
+    return model
+
+
+def after(result: dict, metric: str, group: str) -> float:
+    return next(r["after"]["value"] for r in result["evaluation"]["results"] if (r["metric"], r["group"]) == (metric, group))  # fmt: skip
+
+
+def score(result: dict) -> float:
+    attribute = next(iter(result["evaluation"]["protocol"]["concept"]))
+    return after(result, f"accuracy_{attribute}", "retained") - after(result, "concept_share", "direct")
+
+
+def suite_name(study: dict, entry: dict) -> str:
+    return entry.get("suite", study["suite"])
+
+
+def suite_of(study: dict, entry: dict, picture_seed: int | None) -> Any:
+    """The entry's suite, with the study's numbers of pictures, drawing others where a seed is given."""
+    suite = suites.load(suite_name(study, entry))
+    asked = study.get("pictures", {})
+    sizes = {name: group.model_copy(update={"n": asked.get(name, group.n)}) for name, group in suite.groups.items()}
+    suite = suite.model_copy(update={"groups": sizes})
+    return suite if picture_seed is None else suite.model_copy(update={"seed": picture_seed})
