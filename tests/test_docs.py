@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from concept_eraser import recipe, registry
+
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 
@@ -20,3 +22,13 @@ def test_the_page_on_targets_runs_as_written(tmp_path: Path, monkeypatch: pytest
         exec(block, namespace)
     done = sorted(path.parent.name for path in tmp_path.glob("runs/*/done.json"))
     assert done == ["classifier", "clip", "denoiser", "text_encoder", "vae"]
+
+
+def test_the_page_on_methods_names_what_there_is() -> None:
+    """Every recipe loads with the changes that stand beside it, and every method of the registry is on the page."""
+    page = (DOCS / "methods.md").read_text()
+    asked = re.findall(r"`((?:tiny|sd14)_\w+)([^`]*)`", page)
+    assert len(asked) > 20
+    shown = {recipe.load(name, changes.split()).method.name for name, changes in asked}
+    missing = [name for name in registry.names("method") if name not in shown and f"method: {name}" not in page]
+    assert missing == ["surgery"], "the rules of surgery stand there by their papers' names"
