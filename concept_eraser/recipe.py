@@ -189,7 +189,7 @@ def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = 
         content, where = dict(source), "the recipe"
     else:
         path = resources.find("pipelines", str(source))
-        where = str(path)
+        where = f"{path} with {', '.join(overrides)}" if 0 < len(overrides) < 4 else str(path)
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -95,7 +95,7 @@ class Side(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Side:
         if (self.prompts is None) == (self.data is None):
-            raise ValueError("give either prompts (for a text-to-image model) or data (labelled examples)" + (", not both" if self.prompts else ""))  # fmt: skip
+            raise ValueError("give either prompts (for a text-to-image model) or data (labelled examples)" + (", not both" if self.prompts else "; a side that the recipe does not have needs it beside its other settings"))  # fmt: skip
         if self.data == "rest" and (self.classes or self.share or self.indices or self.options):
             raise ValueError(
                 "data: rest is all that the forget side leaves; it takes no classes, share, indices or options"

@@ -137,3 +137,18 @@ def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
     found = defaults.completed(asked)
     assert "training.lr=1e-5" in found
     assert not any(one.startswith("generation") for one in found)
+
+
+@pytest.mark.parametrize(
+    ("recipe_", "changes", "name"),
+    [
+        ("pipelines/tiny_star.yaml", [], "tiny_star"),
+        ("pipelines/tiny_star.yaml", ["training.seed=1"], "tiny_star-abcdefgh"),
+        ("runs/first/recipe.yaml", [], "first"),  # goes on where it was
+        ("runs/first/recipe.yaml", ["training.seed=1"], "first-abcdefgh"),  # and a changed one does not
+        ({}, ["forget.prompts=tiny_star"], "abcdefgh"),
+    ],
+)
+def test_a_run_has_a_folder_of_its_own(recipe_: str | dict, changes: list[str], name: str) -> None:
+    resolved_ = type("Resolved", (), {"fingerprint": "abcdefghijkl"})
+    assert module._default_name(recipe_, changes, resolved_) == name

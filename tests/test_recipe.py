@@ -136,3 +136,10 @@ def test_a_method_that_promises_ascent_does_not_train_on_the_forgotten(name: str
         recipe.load(content)
     content["forget"] = {"data": "digits", "classes": [3], "loss": "ascent"}
     assert recipe.load(content).forget.loss == "ascent"
+
+
+def test_a_mistake_says_which_changes_it_came_with() -> None:
+    with pytest.raises(UserError, match=r"tiny_star_esd.yaml with retain.loss=distill:\n  retain: give either prompts"):
+        recipe.load("tiny_star_esd", ["retain.loss=distill"])
+    with pytest.raises(UserError, match=r"tiny_star_esd.yaml:\n"):  # too many to repeat
+        recipe.load("tiny_star_esd", ["retain.loss=distill", "training.lr=1", "training.steps=2", "training.seed=1"])

@@ -149,12 +149,12 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
 
 
 def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
-    if isinstance(recipe, str) and Path(recipe).name == "recipe.yaml":
-        return Path(recipe).parent.name
-    if isinstance(recipe, str) and not overrides:
-        return Path(recipe).stem
-    stem = Path(recipe).stem + "-" if isinstance(recipe, str) else ""
-    return stem + resolved.fingerprint[:8]
+    """A recipe's own name, of a run's recipe its folder's; with a few letters of the changes where there are some."""
+    if not isinstance(recipe, str):
+        return str(resolved.fingerprint[:8])
+    path = Path(recipe)
+    stem = path.parent.name if path.name == "recipe.yaml" else path.stem
+    return f"{stem}-{resolved.fingerprint[:8]}" if overrides else stem
 
 
 def _dry_run(resolved: Any, folder: Path, allow_pickle: bool, trial: bool | None) -> None:
