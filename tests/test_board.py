@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,16 @@ def test_a_result_of_a_setting_that_is_no_longer_reported_is_not_taken_for_it(tm
     assert leaderboard.is_of(path, report)
     assert not leaderboard.is_of(path, {**report, "recipe": {"training": {"lr": 4e-4}}})
     assert not leaderboard.is_of(path, {**report, "point": {"guard": "sld-max:star"}})
+
+
+def test_the_memory_of_three_steps_is_told_above_what_was_there(tmp_path: Path) -> None:
+    """All weights with their gradients and moments take more than a twentieth of them does."""
+    sizes = {}
+    for select in ("cross_attention", "all"):
+        asked, told = tmp_path / f"{select}.json", tmp_path / f"{select}_told.json"
+        asked.write_text(json.dumps(recipe.load("tiny_star_munba", [f"trainable.select={select}"]).resolved()))
+        subprocess.run([sys.executable, "-m", "tools.footprint", str(asked), str(told)], check=True, cwd=ROOT)
+        sizes[select] = json.loads(told.read_text())
+    assert sizes["cross_attention"]["before_mb"] > 100
+    moved = 4 * 3.7e6 * 4 / 2**20  # gradients of two players and two moments, of the 3.7 million more, in MB
+    assert sizes["all"]["steps_mb"] - sizes["cross_attention"]["steps_mb"] > 0.5 * moved

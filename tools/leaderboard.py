@@ -1,11 +1,11 @@
 """All methods on all tasks under one protocol, attacks included.
 
-    python -m tools.leaderboard eval/studies/tiny_leaderboard.yaml [--tasks star] [--methods munba,esd] [--seeds 0] [--stage train|implicit|time|attack]
+    python -m tools.leaderboard eval/studies/tiny_leaderboard.yaml [--tasks star] [--methods munba,esd] [--seeds 0] [--stage train|implicit|memory|time|attack]
 
 Every method has a grid of the same size, chosen on one task with training seeds and pictures that are not reported
 (tools/study.py does that); the other tasks take its setting. Then each victim is asked by prompts without the concept's
-names, trained again with as many seconds as one of the methods takes (`time`), and attacked. A safeguard at inference (`guard`) has a grid of texts and nothing to train. One JSON a run goes to
-eval/results/<study>/, others to its folders implicit/, time/ and attacks/; what is there is not made again, so the command
+names, trained again with as many seconds as one of the methods takes (`time`), its memory is measured (`memory`), and it is attacked. A safeguard at inference (`guard`) has a grid of texts and nothing to train. One JSON a run goes to
+eval/results/<study>/, others to its folders implicit/, memory/, time/ and attacks/; what is there is not made again, so the command
 goes on where it was stopped, also on another machine. `python -m tools.render_results` makes the page.
 """
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,20 @@ def of(report: dict[str, Any]) -> str:
     return environment.fingerprint({"recipe": report["recipe"], "point": report["point"]})[:8]
 
 
+def memory(name: str, seed: int, work: Path, results: Path) -> None:
+    """Measure the memory of a reported run's steps, in a process of its own; a closed form and a safeguard have no steps."""
+    report = json.loads((results / f"{name}_seed{seed}.json").read_text())
+    path = results / "memory" / f"{name}_seed{seed}.json"
+    if not report["run"].get("steps") or is_of(path, report):
+        return
+    asked, told = (work / name / f"memory_{kind}.json" for kind in ("asked", "told"))
+    asked.parent.mkdir(parents=True, exist_ok=True)
+    asked.write_text(json.dumps(report["recipe"]))
+    subprocess.run([sys.executable, "-m", "tools.footprint", str(asked), str(told)], check=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps({"victim": name, "recipe": report["recipe"], "point": report["point"], **json.loads(told.read_text())}))  # fmt: skip
+
+
 def same_time(steps: int, seconds: float, budget: float) -> int | None:
     """How many steps take the budget where so many take these seconds; None where that is within a tenth anyway."""
     return None if abs(seconds / budget - 1) < 0.1 else max(1, round(steps * budget / seconds))
@@ -195,7 +211,7 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="only these, in this order")
     parser.add_argument("--attacks", default="", help="only these")
     parser.add_argument("--seeds", default="", help="only these training seeds")
-    parser.add_argument("--stage", choices=["train", "implicit", "time", "attack", "all"], default="all")
+    parser.add_argument("--stage", choices=["train", "implicit", "memory", "time", "attack", "all"], default="all")
     parser.add_argument("--work", type=Path, default=Path("runs/leaderboard"))
     args = parser.parse_args()
     board = yaml.safe_load(args.board.read_text())
@@ -214,6 +230,8 @@ def main() -> None:
                     studies.run_entry(study, name, study["entries"][name], args.work, results, seeds)
             for seed in seeds if args.stage in ("implicit", "all") else []:
                 implicit(board, name, seed, args.work, results)
+            for seed in seeds[:1] if args.stage in ("memory", "all") else []:  # the same whatever the seed
+                memory(name, seed, args.work, results)
             for seed in seeds if args.stage in ("time", "all") else []:
                 equal_time(board, study, name, seed, args.work, results)
             for seed in seeds if args.stage in ("attack", "all") else []:

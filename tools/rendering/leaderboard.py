@@ -44,19 +44,29 @@ def reports(study: str) -> dict[str, Runs]:
     return found
 
 
+def further(study: str, folder: str) -> Runs:
+    """What else was measured of the reported runs: results of a run whose setting has been chosen anew since are left out."""
+    reported = {(run["entry"], run["seed"]): (run["recipe"], run["point"]) for runs in reports(study).values() for run in runs}  # fmt: skip
+    found = []
+    for path in sorted((RESULTS / study / folder).glob("*.json")):
+        content = json.loads(path.read_text())
+        recipe, point = reported.get((content["victim"], int(path.stem.rpartition("seed")[2])), (None, None))
+        if content["recipe"] == recipe and content.get("point", point) == point:
+            found.append(content)
+    return found
+
+
 def attacked(study: str) -> dict[str, Attacked]:
     found: dict[str, Attacked] = {}
-    for path in sorted((RESULTS / study / "attacks").glob("*.json")):
-        content = json.loads(path.read_text())
+    for content in further(study, "attacks"):
         found.setdefault(content["victim"], {}).setdefault(content["protocol"]["attack"], []).append(content)
     return found
 
 
-def implicit(study: str, task: str) -> dict[str, Runs]:
-    """By entry, the runs of a task measured by prompts without the concept's names."""
+def of_victims(study: str, folder: str) -> dict[str, Runs]:
+    """By entry, what a folder holds of it: `implicit`, prompts without the concept's names; `memory`, the steps' footprint."""
     found: dict[str, Runs] = {}
-    for path in sorted((RESULTS / study / "implicit").glob(f"{task}_*.json")):
-        content = json.loads(path.read_text())
+    for content in further(study, folder):
         found.setdefault(content["victim"], []).append(content)
     return found
 
@@ -71,7 +81,7 @@ def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | 
     return found.value, found.low, found.high
 
 
-def row(runs: Runs, asked: Runs, attacks: Attacked, names: list[str]) -> list[str]:
+def row(runs: Runs, asked: Runs, held: Runs, attacks: Attacked, names: list[str]) -> list[str]:
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     rules = studies.rules_row(runs) if "forgotten" in runs[0]["run"] else None
     prompts = [name for name in names if name != "relearning"]
@@ -93,6 +103,7 @@ def row(runs: Runs, asked: Runs, attacks: Attacked, names: list[str]) -> list[st
         back(attacks["relearning"]) if "relearning" in attacks else "-",
         rules[10] if rules else "-",
         *cost(runs),
+        f"{held[0]['steps_mb']:.0f}" if held else "-",
         f"{runs[0]['size_mb']:.1f}" if "size_mb" in runs[0] else "-",
         str(len(runs)),
     ]  # fmt: skip
@@ -183,14 +194,16 @@ def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[bool, float,
 def page(study: str) -> str:
     board = board_of(study)
     names, every, fallen = list(board["attacks"]), reports(study), attacked(study)
+    asked, held = of_victims(study, "implicit"), of_victims(study, "memory")
     parts = []
     for task in board["tasks"]:
         of = {name: runs for name, runs in every.items() if runs[0]["task"] == task}
         if not of:
             continue
-        asked = implicit(study, task)
         best_first = sorted(of, key=lambda name: order(of[name], fallen.get(name, {}), names))
-        rows = [row(of[name], asked.get(name, []), fallen.get(name, {}), names) for name in best_first]
+        rows = [
+            row(of[name], asked.get(name, []), held.get(name, []), fallen.get(name, {}), names) for name in best_first
+        ]
         parts += [
             f"## {task}\n\n{table([head(names), *rows])}",
             *(found for found in (ranked(study, task), timed(study, task)) if found),
@@ -210,7 +223,8 @@ def page(study: str) -> str:
             f"with clean prompts that show the concept included, {board['attack']['n']} prompts a training seed. Sorted by the larger of concept share and attack success, plus what is no longer retained.\n"
             "Ranks: the median with 95 % of what 4,000 draws of all counts at once give (1 is best); loss: the larger of concept share and attack success,\n"
             "plus what is lost. Beaten by: methods that are surely better in one column and surely worse in none. Hollow marks: another is at least as\n"
-            "good in both. Seconds: of the training process on one core, whatever ran beside it; of earlier runs by the clock.",
+            "good in both. Seconds: of the training process on one core, whatever ran beside it; of earlier runs by the clock.\n"
+            "Memory: the process's peak in three steps above what it held before them, in a process of its own. Steps have 16 examples a side.",
             provenance(every),
             *([f"## Methods without a row, and why\n\n{reasons}"] if reasons else []),
             *(["## Grids: score on the selection seed\n\nRetained accuracy minus the larger of concept share and the success of a soft prompt on that seed's model (24 prompts; in brackets).\n\n" + grids] if grids else []),
@@ -220,17 +234,17 @@ def page(study: str) -> str:
 
 def head(names: list[str]) -> list[str]:
     prompts = [name for name in names if name != "relearning"]
-    return ["method", "setting", "direct %", "synonyms %", "implicit %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", *prompts, "relearning: steps to half", "steps to < 2 %", "s to < 2 %", "training s", "size MB", "seeds"]  # fmt: skip
+    return ["method", "setting", "direct %", "synonyms %", "implicit %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", *prompts, "relearning: steps to half", "steps to < 2 %", "s to < 2 %", "training s", "memory of the steps, MB", "size MB", "seeds"]  # fmt: skip
 
 
 def default_block(study: str = "tiny_leaderboard", task: str = "star", most: int = 8) -> str:
     """The board's best under all attacks, for the README, and how many methods were attacked so far."""
-    board, fallen, asked = board_of(study), attacked(study), implicit(study, task)
+    board, fallen, asked = board_of(study), attacked(study), of_victims(study, "implicit")
     prompts = [name for name in board["attacks"] if name != "relearning"]
     of = {name: runs for name, runs in reports(study).items() if runs[0]["task"] == task and all(a in fallen.get(name, {}) for a in board["attacks"])}  # fmt: skip
     rows = []
     for name in sorted(of, key=lambda name: order(of[name], fallen[name], list(board["attacks"])))[:most]:
-        cells = row(of[name], asked.get(name, []), fallen[name], list(board["attacks"]))
+        cells = row(of[name], asked.get(name, []), [], fallen[name], list(board["attacks"]))
         found = dict(zip(head(list(board["attacks"])), cells, strict=True))
         rows.append([found[key] for key in ("method", "direct %", "implicit %", "retained % (points)", "all prompt attacks %", "relearning: steps to half", "training s", "seeds")])  # fmt: skip
     told = ["method", "star, direct %", "implicit prompts %", "other shapes % (points)", f"all {len(prompts)} attacks by prompt %", "relearning: steps to half", "training s", "seeds"]  # fmt: skip
