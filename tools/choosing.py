@@ -1,8 +1,8 @@
 """Which point of its grid an entry of a study is reported at: chosen on training seeds and pictures that are not reported.
 
 A point's score is what is retained minus what is left: retained accuracy of the concept's attribute minus the concept's
-share for direct prompts. With `select: {attack: ...}` what is left is the larger of that share and of the attack's success, on
-prompts and noise of the selection's own: of two settings that both seem to forget, the one that does is reported.
+share for direct prompts; with `select: {attack: ...}` minus that attack's success too, on prompts and noise of the selection's own: of
+two settings that both seem to forget, the one that does is reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from concept_eraser import api
 from concept_eraser import recipe as recipes
 from concept_eraser.evaluation.suite import dumps
-from tools.runs import after, erased_model, run_one, suite_name, suite_of
+from tools.runs import after, erased_model, run_one, score, suite_name, suite_of
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 
@@ -60,14 +60,8 @@ def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:
 def row(point: dict, runs: list[dict], fell: list[float | None]) -> dict:
     """A scored point: of each run the share of direct prompts that still show the concept, and of those that an attack made."""
     share = [after(run, "concept_share", "direct") for run in runs]
-    left = [max(s, f or 0.0) for s, f in zip(share, fell, strict=True)]
-    score = sum(retained(run) - gone for run, gone in zip(runs, left, strict=True)) / len(runs)
-    return {"point": point, "score": score, "share": share, **({"attacked": fell} if None not in fell else {})}
-
-
-def retained(run: dict) -> float:
-    """The retained prompts' accuracy of the concept's attribute."""
-    return after(run, f"accuracy_{next(iter(run['evaluation']['protocol']['concept']))}", "retained")
+    total = sum(score(run) - (back or 0.0) for run, back in zip(runs, fell, strict=True)) / len(runs)
+    return {"point": point, "score": total, "share": share, **({"attacked": fell} if None not in fell else {})}
 
 
 def attacked(how: dict[str, Any], suite: str, folder: Path, victim: tuple[Any, dict] | None = None) -> float | None:

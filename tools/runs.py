@@ -20,14 +20,16 @@ def run_one(
     entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path, watch: dict | None = None
 ) -> tuple[dict, Evaluation | None]:
     """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with pictures if just made)."""
+    asked = {**entry.get("set", {}), **point, "training.seed": seed} | ({"watch": watch} if watch else {})
+    recipe = recipes.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in asked.items()])
+    of = folder / "recipe.yaml"
+    if of.exists() and recipes.load(str(of)).fingerprint != recipe.fingerprint:
+        shutil.rmtree(folder)  # of a setting that was chosen before
     done = folder / f"result_{n}.json"
     if done.exists():
         kept = json.loads(done.read_text())
         if kept["evaluation"].get("judge") == registry.load("judge", suite.judge)().fingerprint:
             return kept, None  # a run seen by another judge is looked at again; its pictures are cached
-    asked = {**entry.get("set", {}), **point, "training.seed": seed} | ({"watch": watch} if watch else {})
-    changes = [f"{k}={json.dumps(v)}" for k, v in asked.items()]
-    recipe = recipes.load(entry["recipe"], changes)
     began = time.monotonic()
     run = api.erase(recipe, output=folder, resume=True)
     found = api.evaluate(run.model or erased_model(run), suite, before=recipe.model, n=n)

@@ -13,7 +13,6 @@ import argparse
 import io
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,6 @@ def run_entry(study: dict, name: str, entry: dict, work: Path, results: Path, se
             if older["grid"] != scores:
                 path.write_text(dumps({**older, "grid": scores}))
             continue
-        if path.exists() and json.loads(path.read_text())["point"] != best:
-            shutil.rmtree(folder, ignore_errors=True)  # of a point that is no longer the best
         result, found = run_one(entry, best, seed, suite, entry.get("n", study["n"]), folder, watch)
         content = {
             "entry": name,

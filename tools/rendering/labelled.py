@@ -25,7 +25,7 @@ def _files(study: str) -> list[dict[str, Any]]:
 
 def _foot(content: dict[str, Any]) -> str:
     environment = content["environment"]
-    made = sorted({str(row.get("environment", environment)["commit"])[:12] for row in content["rows"]})
+    made = sorted({str(row.get("environment", environment)["commit"])[:12] for row in content.get("rows", [content])})
     return f"Commit{'s' if len(made) > 1 else ''} {', '.join(made)}; torch {environment['versions']['torch']}; {environment['device']}, {environment['threads']} thread(s)."  # fmt: skip
 
 

@@ -227,7 +227,7 @@ def page(study: str) -> str:
             "Memory: the process's peak in three steps above what it held before them, in a process of its own. Steps have 16 examples a side.",
             provenance(every),
             *([f"## Methods without a row, and why\n\n{reasons}"] if reasons else []),
-            *(["## Grids: score on the selection seed\n\nRetained accuracy minus the larger of concept share and the success of a soft prompt on that seed's model (24 prompts; in brackets).\n\n" + grids] if grids else []),
+            *(["## Grids: score on the selection seed\n\nRetained accuracy minus concept share minus the success of a soft prompt on that seed's model (24 prompts; in brackets).\n\n" + grids] if grids else []),
         ]
     ) + "\n"  # fmt: skip
 
