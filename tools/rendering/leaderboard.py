@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from concept_eraser.evaluation.statistics import wilson
-from tools.rendering import ranks, studies
+from tools.rendering import claims, ranks, studies
 from tools.rendering.attacks import back, rate
 from tools.rendering.common import (  # fmt: skip
     RESULTS,
@@ -164,6 +164,26 @@ def ranked(study: str, task: str) -> str:
     return f"![concept share and attack success against what is lost]({study}/plot_{task}.png)\n\n{table(ranks.rows(found, labels))}"
 
 
+def claimed(study: str, task: str) -> str:
+    """What papers say against what the task found; told of the methods that are under all attacks."""
+    board, fallen = board_of(study), attacked(study)
+    of = {name.removeprefix(f"{task}_"): runs for name, runs in reports(study).items() if runs[0]["task"] == task}
+    prompts = [name for name in board["attacks"] if name != "relearning"]
+    found = {name: standing(runs, fallen.get(f"{task}_{name}", {}), prompts) for name, runs in of.items()}
+    complete = {name: one for name, one in found.items() if "attacks" in one.columns}
+    if "claims" not in board or len(complete) < 2:
+        return ""
+    label = {name: how.get("label", name) for name, how in board["methods"].items()}
+    told = table(claims.rows(board["claims"], complete, {k: until(of[k]) for k in complete if "forgotten" in of[k][0]["run"]}, label))  # fmt: skip
+    return f"What papers say, and what is so here (of the methods under all attacks):\n\n{told}"
+
+
+def until(runs: Runs) -> list[float]:
+    """Of each seed, the seconds of its process until less than 2 % show the concept; infinite where they never do."""
+    reached = [run["run"]["forgotten"]["steps"] for run in runs]
+    return [claims.NEVER if not steps else run["cpu_seconds"][int(steps) - 1] if run.get("cpu_seconds") else run["run"]["forgotten"]["seconds"] for run, steps in zip(runs, reached, strict=True)]  # fmt: skip
+
+
 def timed(study: str, task: str) -> str:
     """The runs with equal seconds, and those that took about as many anyway."""
     how = board_of(study).get("time")
@@ -206,7 +226,7 @@ def page(study: str) -> str:
         ]
         parts += [
             f"## {task}\n\n{table([head(names), *rows])}",
-            *(found for found in (ranked(study, task), timed(study, task)) if found),
+            *(found for found in (ranked(study, task), claimed(study, task), timed(study, task)) if found),
         ]
     missing = [f"{task}: {', '.join(m for m in board['methods'] if f'{task}_{m}' not in every)}" for task in board["tasks"] if any(f"{task}_{m}" not in every for m in board["methods"])]  # fmt: skip
     reasons = "\n".join(f"* {name}: {why}" for name, why in board.get("elsewhere", {}).items())

@@ -1,0 +1,55 @@
+"""What papers say against a board: verdicts from counts that are far apart, close, and missing."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tools.rendering import claims
+from tools.rendering.ranks import Standing
+
+LABEL = {name: name.upper() for name in ("a", "b", "c", "d")}
+
+
+def standing(name: str, attacks: int, lost: int = 10) -> Standing:
+    return Standing(name, {"share": (0, 300), "attacks": (attacks, 100), "lost": (lost, 300)})
+
+
+BOARD = {"a": standing("A", 2), "b": standing("B", 40), "c": standing("C", 45, lost=90), "d": standing("D", 4)}
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        ({"method": "a", "column": "attacks", "better_than": ["b", "c"]}, "holds"),
+        ({"method": "a", "column": "attacks"}, "undecided: surely so for 2 of 3, the reverse for none"),
+        ({"method": "b", "column": "attacks"}, "does not hold: against A, D"),
+        ({"method": "b", "column": "attacks", "better_than": ["c"]}, "undecided: surely so for 0 of 1, the reverse for none"),
+        ({"method": "c", "column": "lost", "worse_than": ["a"]}, "holds"),
+        ({"method": "a", "column": "lost", "worse_than": ["c"]}, "does not hold: against C"),
+        ({"method": "a", "column": "attacks", "no_worse": True}, "holds: none is surely better, 2 of 3 surely worse"),
+        ({"method": "c", "column": "attacks", "no_worse": True}, "does not hold: against A, D"),
+        ({"method": "e", "column": "attacks"}, "-"),
+        ({"method": "a", "column": "attacks", "better_than": ["e"]}, "-"),
+    ],
+)  # fmt: skip
+def test_a_verdict_goes_by_what_is_sure(claim: dict, words: str) -> None:
+    _, row = claims.rows([{"says": "so", **claim}], BOARD, {}, LABEL)
+    assert row[2] == words
+
+
+def test_seconds_go_by_the_slowest_and_the_fastest_seed() -> None:
+    seconds = {"a": [3.0, 4.0], "b": [5.0, claims.NEVER], "d": [3.5, 9.0]}
+    said = [{"says": "fast", "method": "a", "column": "seconds", "better_than": ["b"]}, {"says": "fastest", "method": "a", "column": "seconds"}]  # fmt: skip
+    _, one, all_ = claims.rows(said, BOARD, seconds, LABEL)
+    assert one == ["fast", "A 4 s; B never", "holds"]
+    assert all_[2] == "undecided: surely so for 1 of 2, the reverse for none"
+
+
+def test_the_boards_claims_are_of_its_methods_and_columns() -> None:
+    board = yaml.safe_load((ROOT / "eval" / "studies" / "tiny_leaderboard.yaml").read_text())
+    for claim in board["claims"]:
+        named = {claim["method"], *claim.get("better_than", []), *claim.get("worse_than", [])}
+        assert named <= set(board["methods"]), claim
+        assert claim["column"] in ("share", "attacks", "lost", "seconds"), claim
