@@ -109,18 +109,53 @@ def test_a_point_is_scored_by_what_is_retained_and_what_is_left() -> None:
         }
 
     seen = [run(0.1, 0.9), run(0.3, 0.7)]
-    plain = choosing.row({"lr": 1}, seen, [None, None])
-    assert plain["score"] == pytest.approx(((0.9 - 0.1) + (0.7 - 0.3)) / 2)
-    assert "attacked" not in plain
-    assert choosing.row({"lr": 1}, seen, [0.5, 0.2])["score"] == pytest.approx(plain["score"] - 0.35)
+    plain = choosing.row({"lr": 1}, seen, [None, None], None)
+    assert plain == {"point": {"lr": 1}, "score": pytest.approx(((0.9 - 0.1) + (0.7 - 0.3)) / 2), "share": [0.1, 0.3]}
+    found = choosing.row({"lr": 1}, seen, [0.5, 0.2], "abc")
+    assert found["score"] == pytest.approx(plain["score"] - 0.35)
+    assert found["by"] == "abc"
 
 
-def test_a_grid_scored_without_the_attack_is_scored_again(tmp_path: Path) -> None:
-    path = tmp_path / "star_munba_seed0.json"
-    path.write_text(json.dumps({"evaluation": {"judge": "j"}, "grid": [{"point": {}, "score": 1.0, "share": [0.0]}]}))
-    assert choosing.known({}, tmp_path, "star_munba", "j")
-    assert not choosing.known(BOARD, tmp_path, "star_munba", "j")
-    assert not choosing.known({}, tmp_path, "star_munba", "another judge")
+def grid(by: str | None, *rates: float) -> list[dict]:
+    return [{"point": {"training.lr": r}, "score": 1.0, "share": [0.0], **({"by": by, "attacked": [0.5]} if by else {})} for r in rates]  # fmt: skip
+
+
+def test_a_grid_scored_in_another_way_is_scored_again(tmp_path: Path) -> None:
+    study = {"select": {"attack": {"name": "soft_prompt", "n": 24}, "picture_seed": 7}, "grids": {"rates": [{"training.lr": 1.0}, {"training.lr": 2.0}]}, "entries": {"m": {"grid": "rates"}}}  # fmt: skip
+    by = choosing.scorer(study, "j")
+
+    def known(content: list[dict], judge: str = "j", asked: dict = study) -> list[dict]:
+        (tmp_path / "m_seed1.json").write_text(json.dumps({"evaluation": {"judge": "j"}, "grid": content}))
+        return choosing.known(asked, tmp_path, "m", judge)
+
+    assert known(grid(by, 1.0, 2.0))
+    assert not known(grid(None, 1.0, 2.0)), "before there was an attack"
+    assert not known(grid("another", 1.0, 2.0)), "by another attack"
+    assert not known(grid(by, 1.0, 3.0)), "other points"
+    assert not known(grid(by, 1.0, 2.0), judge="another")
+    assert known(grid(by, 1.0, 2.0), asked={}), "another study that takes the setting over"
+    (tmp_path / "m_seed0.json").write_text(json.dumps({"evaluation": {"judge": "j"}, "grid": grid(None, 1.0, 2.0)}))
+    assert known(grid(by, 1.0, 2.0)), "one seed's file knows it"
+    other = {**study, "select": {**study["select"], "picture_seed": 8}}
+    assert choosing.scorer(other, "j") != by
+
+
+def test_the_selection_attacks_other_prompts_and_noise_than_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    asked = []
+
+    class Found:
+        def as_dict(self) -> dict:
+            return {"rates": {"asr": {"value": 0.25}}}
+
+    monkeypatch.setattr(choosing.api, "attack", lambda model, name, suite, **how: asked.append(suite.seed) or Found())
+    study = leaderboard.expanded(BOARD)
+    entry = study["entries"]["star_munba"]
+    assert choosing.attacked(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
+    assert choosing.attacked(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
+    assert asked == [BOARD["select"]["picture_seed"]]
+    assert asked[0] != runs.suite_of(study, entry, None).seed
+    choosing.attacked(study, entry, "another judge", tmp_path / "a", ("tiny-sd", {}))
+    assert len(asked) == 2
 
 
 def test_a_result_of_a_setting_that_is_no_longer_reported_is_not_taken_for_it(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_study_runs_resumes_and_looks_again(tmp_path, monkeypatch) -> None:
             "seeds": [100],
             "n": 4,
             "picture_seed": 7101,
-            "attack": {"name": "soft_prompt", "n": 2, "seed": 7, "options": {"steps": 1}},
+            "attack": {"name": "soft_prompt", "n": 4, "seed": 7, "options": {"steps": 1}},
         },
         "seeds": [0],
         "n": 4,

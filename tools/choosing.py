@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import api
+from concept_eraser import api, environment
 from concept_eraser import recipe as recipes
 from concept_eraser.evaluation.suite import dumps
-from tools.runs import after, erased_model, run_one, score, suite_name, suite_of
+from tools.runs import after, erased_model, run_one, score, suite_of
 
 RESULTS = Path(__file__).parent.parent / "eval" / "results"
 
@@ -23,7 +23,7 @@ def chosen(study: dict, name: str, entry: dict, work: Path, results: Path, judge
     """The scored grid of an entry: as a result of it holds it, as that of the entry has that this one is `like`, or found now."""
     if "like" in entry:
         return _elsewhere(study, entry, work, results, judge)
-    return known(study, results, name, judge) or select(study, name, entry, work)
+    return known(study, results, name, judge) or select(study, name, entry, work, judge)
 
 
 def _elsewhere(study: dict, entry: dict, work: Path, results: Path, judge: str) -> list[dict]:
@@ -34,10 +34,10 @@ def _elsewhere(study: dict, entry: dict, work: Path, results: Path, judge: str) 
         if not scores:
             raise SystemExit(f"like: {entry['like']}: eval/results holds no grid of it; run that study first")
         return scores
-    return known(study, results, name, judge) or select(study, name, study["entries"][name], work)
+    return known(study, results, name, judge) or select(study, name, study["entries"][name], work, judge)
 
 
-def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:
+def select(study: dict, name: str, entry: dict, work: Path, judge: str) -> list[dict]:
     """The score of every point of the entry's grid on the selection seeds; [] where there is nothing to choose.
 
     Selection has training seeds and picture seeds of its own, so that nothing reported was chosen by its own pictures.
@@ -52,34 +52,44 @@ def select(study: dict, name: str, entry: dict, work: Path) -> list[dict]:
     for point in points:
         folder = work / name / ("select_" + "_".join(str(v) for v in point.values()))
         runs = [run_one(entry, point, s, suite, study["select"]["n"], Path(f"{folder}_{s}"))[0] for s in study["select"]["seeds"]]  # fmt: skip
-        fell = [attacked(study["select"], suite_name(study, entry), Path(f"{folder}_{s}")) for s in study["select"]["seeds"]]  # fmt: skip
-        scores.append(row(point, runs, fell))
+        fell = [attacked(study, entry, judge, Path(f"{folder}_{s}")) for s in study["select"]["seeds"]]
+        scores.append(row(point, runs, fell, scorer(study, judge)))
     return scores
 
 
-def row(point: dict, runs: list[dict], fell: list[float | None]) -> dict:
+def row(point: dict, runs: list[dict], fell: list[float | None], by: str | None) -> dict:
     """A scored point: of each run the share of direct prompts that still show the concept, and of those that an attack made."""
     share = [after(run, "concept_share", "direct") for run in runs]
     total = sum(score(run) - (back or 0.0) for run, back in zip(runs, fell, strict=True)) / len(runs)
-    return {"point": point, "score": total, "share": share, **({"attacked": fell} if None not in fell else {})}
+    return {"point": point, "score": total, "share": share, **({"attacked": fell, "by": by} if by else {})}
 
 
-def attacked(how: dict[str, Any], suite: str, folder: Path, victim: tuple[Any, dict] | None = None) -> float | None:
-    """The success of the selection's attack on a finished run (or on what is given); None where the study has none."""
-    if "attack" not in how:
+def attacked(
+    study: dict, entry: dict, judge: str, folder: Path, victim: tuple[Any, dict] | None = None
+) -> float | None:
+    """The success of the selection's attack on a finished run (or on what is given), with the selection's own prompts and
+    noise; None where the study has none."""
+    if "attack" not in study["select"]:
         return None
-    kept = folder / "attacked.json"
-    if not kept.exists():
+    kept, by = folder / "attacked.json", scorer(study, judge)
+    if not kept.exists() or json.loads(kept.read_text())["by"] != by:
         if victim is None:
             recipe = recipes.load(str(folder / "recipe.yaml"))
             run = api.erase(recipe, output=folder, resume=True)
             victim = (run.model or erased_model(run), {"before": recipe.model})
         model, told = victim
-        asked = {key: how["attack"][key] for key in ("n", "seed", "options")}
-        found = api.attack(model, how["attack"]["name"], suite, group="direct", output=folder / "attacked", **asked, **told)  # fmt: skip
+        how, suite = study["select"]["attack"], suite_of(study, entry, study["select"]["picture_seed"])
+        asked = {key: how[key] for key in ("n", "seed", "options")}
+        found = api.attack(model, how["name"], suite, group="direct", output=folder / f"attacked_{by}", **asked, **told)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(dumps(found.as_dict()))
+        kept.write_text(dumps({"by": by, **found.as_dict()}))
     return float(json.loads(kept.read_text())["rates"]["asr"]["value"])
+
+
+def scorer(study: dict, judge: str) -> str | None:
+    """A few letters for what scores a study's points beside their pictures: the attack, its prompts and noise, the judge."""
+    select = study.get("select", {})
+    return environment.fingerprint({"attack": select["attack"], "pictures": select["picture_seed"], "judge": judge})[:8] if "attack" in select else None  # fmt: skip
 
 
 def is_current(path: Path, judge: str) -> bool:
@@ -87,12 +97,16 @@ def is_current(path: Path, judge: str) -> bool:
 
 
 def known(study: dict, results: Path, name: str, judge: str) -> list[dict]:
-    """The grid of a result written earlier, perhaps on another machine; [] where it was scored in another way."""
-    there = [p for p in sorted(results.glob(f"{name}_seed*.json")) if is_current(p, judge)]
-    grid = json.loads(there[0].read_text())["grid"] if there else []
-    return grid if scored(study, grid) else []
+    """The grid of a result written earlier, perhaps on another machine; [] where it is another, or was scored in another way."""
+    there = [
+        json.loads(p.read_text())["grid"] for p in sorted(results.glob(f"{name}_seed*.json")) if is_current(p, judge)
+    ]
+    return next((grid for grid in there if scored(study, name, grid, judge)), [])
 
 
-def scored(study: dict, grid: list[dict]) -> bool:
-    """Whether a grid was scored as the study asks, with its attack if it has one."""
-    return "attack" not in study.get("select", {}) or all("attacked" in row for row in grid)
+def scored(study: dict, name: str, grid: list[dict], judge: str) -> bool:
+    """Whether a grid is the one that the study asks for (where it says), and scored by its attack if it has one."""
+    asked = study.get("entries", {}).get(name, {}).get("grid")
+    points = study["grids"][asked] if asked else [row["point"] for row in grid]
+    by = scorer(study, judge)
+    return [row["point"] for row in grid] == points and (by is None or all(row.get("by") == by for row in grid))

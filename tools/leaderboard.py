@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from concept_eraser import api, environment
+from concept_eraser import api, environment, registry
 from concept_eraser import recipe as recipes
 from concept_eraser.evaluation.suite import dumps
 from tools import choosing, runs
@@ -75,18 +75,17 @@ def expanded(board: dict[str, Any]) -> dict[str, Any]:
 def guarded(study: dict[str, Any], name: str, work: Path, results: Path) -> None:
     """Measure the original under a safeguard, the best of its settings as seen on other pictures, and write its result."""
     path, about = results / f"{name}_seed0.json", study["entries"][name]
-    if path.exists() and choosing.scored(study, json.loads(path.read_text())["grid"]):
-        return
     suite = runs.suite_of(study, about, study["select"]["picture_seed"])
+    judge = registry.load("judge", suite.judge)().fingerprint
+    if choosing.is_current(path, judge) and choosing.scored(study, name, json.loads(path.read_text())["grid"], judge):
+        return
     suite = suite.model_copy(update={"groups": {k: v for k, v in suite.groups.items() if k in ("direct", "retained")}})
     grid = []
     for guard in about["guard"] if len(about["guard"]) > 1 else []:
         seen = {"evaluation": api.evaluate(ORIGINAL, suite, before=ORIGINAL, n=study["select"]["n"], guard=guard).as_dict()}  # fmt: skip
         victim = (ORIGINAL, {"before": ORIGINAL, "guard": guard})
-        fell = choosing.attacked(
-            study["select"], about["suite"], work / name / f"select_{guard.partition(':')[0]}", victim
-        )
-        grid.append(choosing.row({"guard": guard}, [seen], [fell]))
+        fell = choosing.attacked(study, about, judge, work / name / f"select_{guard.partition(':')[0]}", victim)
+        grid.append(choosing.row({"guard": guard}, [seen], [fell], choosing.scorer(study, judge)))
     best = max(grid, key=lambda row: row["score"])["point"]["guard"] if grid else about["guard"][0]
     found = api.evaluate(ORIGINAL, runs.suite_of(study, about, None), before=ORIGINAL, n=study["n"], guard=best)
     run = {"seconds": 0.0, "cpu_seconds": 0.0, "trained_parameters": 0}
@@ -100,7 +99,9 @@ def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model of a reported run, and what else measuring it takes: the original of a run, or a safeguard."""
     if "guard" in report["point"]:
         return ORIGINAL, {"before": ORIGINAL, "guard": report["point"]["guard"]}
-    run = api.erase(recipes.validate(report["recipe"], report["entry"]), output=folder, resume=True)
+    recipe = recipes.validate(report["recipe"], report["entry"])
+    runs.clear(folder, recipe)
+    run = api.erase(recipe, output=folder, resume=True)
     return run.model or runs.erased_model(run), {"before": run.recipe.model}
 
 
@@ -166,6 +167,8 @@ def equal_time(board: dict[str, Any], study: dict[str, Any], name: str, seed: in
     if not other.exists():
         raise SystemExit(f"{other.name} is not there yet, and its seconds are the budget; run --methods {how['like']} first")  # fmt: skip
     steps = same_time(report["recipe"]["training"]["steps"], report["run"]["cpu_seconds"], json.loads(other.read_text())["run"]["cpu_seconds"])  # fmt: skip
+    if steps is None:
+        path.unlink(missing_ok=True)  # of a setting that took another time
     if steps is None or (path.exists() and json.loads(path.read_text())["point"] == {**report["point"], "training.steps": steps}):  # fmt: skip
         return
     entry = study["entries"][name]

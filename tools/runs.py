@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from concept_eraser import api, registry
 from concept_eraser import recipe as recipes
+from concept_eraser.errors import UserError
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Evaluation, dumps
 
@@ -20,11 +21,8 @@ def run_one(
     entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path, watch: dict | None = None
 ) -> tuple[dict, Evaluation | None]:
     """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with pictures if just made)."""
-    asked = {**entry.get("set", {}), **point, "training.seed": seed} | ({"watch": watch} if watch else {})
-    recipe = recipes.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in asked.items()])
-    of = folder / "recipe.yaml"
-    if of.exists() and recipes.load(str(of)).fingerprint != recipe.fingerprint:
-        shutil.rmtree(folder)  # of a setting that was chosen before
+    recipe = asked(entry, point, seed, watch)
+    clear(folder, recipe)
     done = folder / f"result_{n}.json"
     if done.exists():
         kept = json.loads(done.read_text())
@@ -45,6 +43,23 @@ def run_one(
     shutil.rmtree(folder / "pipeline", ignore_errors=True)  # weights.safetensors is enough to make it again
     print(f"{folder}: trained {run.seconds:.0f} s, in all {time.monotonic() - began:.0f} s, score {score(result):.3f}", flush=True)  # fmt: skip
     return result, found
+
+
+def asked(entry: dict, point: dict, seed: int, watch: dict | None = None) -> recipes.Recipe:
+    """An entry's recipe at one point of its grid and one training seed."""
+    changes = {**entry.get("set", {}), **point, "training.seed": seed} | ({"watch": watch} if watch else {})
+    return recipes.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in changes.items()])
+
+
+def clear(folder: Path, recipe: recipes.Recipe) -> None:
+    """Take away a run of another setting, chosen before or on another machine, or of a version whose recipes differ."""
+    of = folder / "recipe.yaml"
+    try:
+        other = of.exists() and recipes.load(str(of)).fingerprint != recipe.fingerprint
+    except UserError:
+        other = True
+    if other:
+        shutil.rmtree(folder)
 
 
 def size(folder: Path) -> int:
