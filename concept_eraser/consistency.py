@@ -81,6 +81,8 @@ def _sides(recipe: Recipe) -> None:
             raise ValueError(f"{name}: the target {recipe.target!r} needs {'prompts' if prompted else 'data, labelled examples'}")  # fmt: skip
         if side.loss not in allowed:
             raise ValueError(f"{name}.loss: {unknown_message(f'loss of target {recipe.target!r}', side.loss, allowed)}")  # fmt: skip
+        if recipe.target == "text_encoder" and side.images == "free" and side.loss == "esd":
+            raise ValueError(f"{name}: of a text encoder the loss 'esd' needs images, so images: free is not possible")
         _settings(recipe, name, side)
         if recipe.target in ("clip", "classifier") and side.loss == "anchor" and not isinstance(side.anchor, str):
             raise ValueError(f"{name}: the loss 'anchor' needs an anchor: the class to say instead, by name or number")  # fmt: skip

@@ -88,7 +88,7 @@ def _making(recipe: Recipe, model: Model) -> dict[str, int]:
 
 def _phases(recipe: Recipe, model: Model) -> list[tuple[tuple[str, ...], list[Task]]]:
     """The phases of targets/phases.py: the parts that each asks, and what it does beside other such calls."""
-    most = max(side.n for side in recipe.sides.values())
+    most = max(*(side.n for side in recipe.sides.values()), recipe.attack.n if recipe.attack else 0)
     reading: list[Task] = [(lambda: model.encode(["a"] * min(READ_AT_ONCE, most)), False)]
     if _on_embeddings(recipe) or all(one.images == "free" for one in recipe.sides.values()):
         return [(model.readers, reading)]
@@ -128,7 +128,7 @@ def _pixels(model: Model) -> int:
 
 def _on_embeddings(recipe: Recipe) -> bool:
     """Whether no loss asks for pictures."""
-    return recipe.target == "text_encoder" and all(text_encoder.LOSSES[side.loss].through == "embedding" for side in recipe.sides.values())  # fmt: skip
+    return recipe.target == "text_encoder" and recipe.attack is None and not any(prompted.shown(recipe.target, side.loss) for side in recipe.sides.values())  # fmt: skip
 
 
 def _rows(one: Condition, n: int) -> Condition:
@@ -168,9 +168,10 @@ def _encoder_side(model: Model, side: Side, n: int) -> text_encoder.Side:
 def _weight(recipe: Recipe, player: str) -> tuple[bool, ...]:
     """Of two players, the one of which this is larger holds more in its pass."""
     side = recipe.sides.get(player)
+    denoised = prompted.shown(recipe.target, side.loss if side else "data")
     teacher = side is not None and side.loss in ("anchor", "distill", "esd", "npo")
     twice = player == "forget" and recipe.attack is not None  # with the adversary's offset and without
-    return player == "histogram", twice, teacher
+    return player == "histogram", denoised, twice, teacher
 
 
 def _pass(eraser: Any, player: str, recipe: Recipe, params: list[nn.Parameter]) -> int:

@@ -32,7 +32,7 @@ from concept_eraser.models.base import Loaded, Model
 from concept_eraser.progress import silent
 from concept_eraser.recipe import Recipe
 from concept_eraser.sections import PROMPTED, Side
-from concept_eraser.targets import labelled
+from concept_eraser.targets import labelled, prompted
 from concept_eraser.targets.base import Request
 from concept_eraser.tiny import families, published
 from concept_eraser.training import log as logs
@@ -241,14 +241,14 @@ def _quiet() -> Iterator[None]:
 
 def pictures(recipe: Recipe) -> int:
     """How many pictures are generated for the sides of a recipe, where none is cached."""
-    if recipe.target not in PROMPTED or edits(recipe) or (recipe.target == "text_encoder" and not _drawn(recipe)):
+    if recipe.target not in PROMPTED or edits(recipe):
         return 0
-    made = sum(side.n for side in recipe.sides.values() if side.images == "generate")
+    made = sum(
+        side.n
+        for side in recipe.sides.values()
+        if side.images == "generate" and prompted.shown(recipe.target, side.loss)
+    )
     return made + (recipe.attack.n if recipe.attack else 0)
-
-
-def _drawn(recipe: Recipe) -> bool:
-    return any(side.loss in ("data", "ascent", "relabel") for side in recipe.sides.values())
 
 
 def a_picture(recipe: Recipe, model: Model) -> float:

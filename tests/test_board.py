@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from concept_eraser import recipe, registry
 from tests.conftest import ROOT, short
 from tools import choosing, leaderboard, runs
 from tools.rendering import board_plot, ranks
+from tools.rendering import leaderboard as pages
 from tools.rendering.ranks import Standing
 
 BOARD = yaml.safe_load((ROOT / "eval" / "studies" / "tiny_leaderboard.yaml").read_text())
@@ -179,3 +181,50 @@ def test_the_memory_of_three_steps_is_told_above_what_was_there(tmp_path: Path) 
     assert sizes["cross_attention"]["before_mb"] > 100
     moved = 4 * 3.7e6 * 4 / 2**20  # gradients of two players and two moments, of the 3.7 million more, in MB
     assert sizes["all"]["steps_mb"] - sizes["cross_attention"]["steps_mb"] > 0.5 * moved
+
+
+@pytest.fixture
+def board_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of results that holds MUNBa and ESD on the star, as they are committed."""
+    folder = tmp_path / "tiny_leaderboard"
+    folder.mkdir()
+    for path in (ROOT / "eval" / "results" / "tiny_leaderboard").glob("star_*_seed?.json"):
+        if path.name.startswith(("star_munba_seed", "star_esd_seed")):
+            shutil.copy(path, folder)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    return folder
+
+
+def changed(path: Path, **values: object) -> dict:
+    """A result with other values at some places, `a__b` for a key b in a."""
+    content = json.loads(path.read_text())
+    for place, value in values.items():
+        *parents, last = place.split("__")
+        target = content
+        for parent in parents:
+            target = target[parent]
+        target[last] = value
+    return content
+
+
+def test_seeds_of_an_older_setting_are_not_pooled_with_the_new_one(board_of_two: Path) -> None:
+    assert [run["seed"] for run in pages.reports("tiny_leaderboard")["star_munba"]] == [0, 1, 2]
+    path = board_of_two / "star_munba_seed0.json"
+    path.write_text(json.dumps(changed(path, recipe__training__lr=9e-9, point={"training.lr": 9e-9})))
+    assert [run["seed"] for run in pages.reports("tiny_leaderboard")["star_munba"]] == [0]
+
+
+def test_equal_seconds_are_told_of_the_reported_setting_only(board_of_two: Path) -> None:
+    assert pages.timed("tiny_leaderboard", "star") == ""
+    report = board_of_two / "star_esd_seed0.json"
+    (board_of_two / "time").mkdir()
+    point = {**json.loads(report.read_text())["point"], "training.steps": 162}
+    again = changed(report, recipe__training__steps=162, run__steps=162, point=point)
+    del again["recipe"]["watch"]  # it is not looked at while it trains
+    (board_of_two / "time" / "star_esd_seed0.json").write_text(json.dumps(again))
+    page = pages.timed("tiny_leaderboard", "star")
+    assert "| ESD-x | 162 |" in page
+    assert "| MUNBa | 100 |" in page
+    again["recipe"]["training"]["lr"] = 9e-9
+    (board_of_two / "time" / "star_esd_seed0.json").write_text(json.dumps(again))
+    assert pages.timed("tiny_leaderboard", "star") == ""

@@ -146,9 +146,12 @@ def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
         ("pipelines/tiny_star.yaml", ["training.seed=1"], "tiny_star-abcdefgh"),
         ("runs/first/recipe.yaml", [], "first"),  # goes on where it was
         ("runs/first/recipe.yaml", ["training.seed=1"], "first-abcdefgh"),  # and a changed one does not
+        ("recipe.yaml", [], "here"),  # asked from inside its folder
         ({}, ["forget.prompts=tiny_star"], "abcdefgh"),
     ],
 )
-def test_a_run_has_a_folder_of_its_own(recipe_: str | dict, changes: list[str], name: str) -> None:
+def test_a_run_has_a_folder_of_its_own(recipe_: str | dict, changes: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     resolved_ = type("Resolved", (), {"fingerprint": "abcdefghijkl"})
     assert module._default_name(recipe_, changes, resolved_) == name

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import concept_eraser
-from concept_eraser import UserError, recipe, registry, resources, trials
+from concept_eraser import UserError, forecast, recipe, registry, resources, trials
 from concept_eraser.cli.main import app
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.data.stand_in import a_few, only
@@ -189,3 +189,21 @@ def test_stand_ins_are_deterministic_and_as_the_set_says() -> None:
     assert data.inputs([0]).std() > 0.5
     assert registry.build("dataset", "imagenette", {}).known().names[1] == "English springer"
     assert a_few(data, torch.tensor([0, 37, 74, 1]), 2) == [0, 1, 37]
+
+
+def test_pictures_of_a_text_encoders_sides_are_those_that_the_denoiser_sees() -> None:
+    asked = {"forget.n": 30, "retain.n": 50, "attack.n": 7}
+    changes = [f"{key}={value}" for key, value in asked.items()]
+    assert trials.pictures(recipe.load("tiny_star_advunlearn", changes)) == 30 + 7
+    assert trials.pictures(recipe.load("tiny_star_text_encoder", changes[:2])) == 0
+    npo = recipe.load("tiny_star_text_encoder", [*changes[:2], "forget.loss=npo"])
+    assert trials.pictures(npo) == 30
+
+
+def test_the_memory_of_an_attack_on_a_text_encoder_counts_the_denoisers_pass() -> None:
+    """Whatever the forget loss asks, the attack's goes through the denoiser, and pictures are made for it."""
+    quiet = recipe.load("tiny_star_text_encoder", ["method=weighted"])
+    loud = recipe.load("tiny_star_text_encoder", ["method=adversarial", "attack={}"])
+    through = recipe.load("tiny_star_text_encoder", ["method=weighted", "forget.loss=data", "training.batch_size=32"])
+    one, two, three = (forecast.estimate(r, concept_eraser.load("tiny-sd"), gpu=False).training for r in (quiet, loud, through))  # fmt: skip
+    assert two > three > 1.5 * one

@@ -26,11 +26,11 @@ EXAMPLES = 16
 def shortened(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe with as few steps and pictures as show its memory; batches, weights and method are its own."""
     short = json.loads(json.dumps(recipe))
-    for side in ("forget", "retain", "replace", "attack"):
-        if side in short:
-            short[side]["n"] = EXAMPLES
-        if "elastic" in short.get(side, {}):
-            short[side]["elastic"]["n"] = EXAMPLES
+    asked = [short[key] for key in ("forget", "retain", "replace", "attack") if key in short]
+    for side in (one for some in asked for one in (some if isinstance(some, list) else [some])):
+        side["n"] = EXAMPLES
+        if "elastic" in side:
+            side["elastic"]["n"] = EXAMPLES
     short["training"]["steps"], short["generation"]["steps"] = STEPS, 2
     for key in ("watch", "finish"):
         short.pop(key, None)

@@ -153,7 +153,7 @@ def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
     if not isinstance(recipe, str):
         return str(resolved.fingerprint[:8])
     path = Path(recipe)
-    stem = path.parent.name if path.name == "recipe.yaml" else path.stem
+    stem = path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
     return f"{stem}-{resolved.fingerprint[:8]}" if overrides else stem
 
 

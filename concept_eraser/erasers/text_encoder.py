@@ -15,7 +15,8 @@ With a side named `attack` there is an adversary: one offset delta of the embedd
 added to the forgotten prompts where the encoder in training (never its teacher) reads them. Its loss is `data` on the
 forgotten images under E(c + delta), plus c/2 ||delta||^2; the forget loss is then asked at delta and at 0, and added.
 An offset of what the encoder says, as the denoiser's adversary has, could not be answered by an encoder. AdvUnlearn's
-adversary is a prefix of one token or a few; this one moves all tokens of the prompt, start, end and padding included.
+adversary is a prefix of one token or a few, and its forget loss is asked under attack alone; this one moves all tokens of the
+prompt, start, end and padding included.
 
 The result is a drop-in `text_encoder/` folder for every pipeline with the same encoder.
 """

@@ -129,7 +129,7 @@ def _encoder_sides(request: Request) -> dict[str, text_encoder.Side]:
     model, recipe, made = text_to_image(request), request.recipe, {}
     sets = _sets(request)
     losses = {name: text_encoder.LOSSES[side.loss] for name, (side, _) in sets.items()}
-    plans = {name: _plan(request, name, side, source, losses[name].images, shown=losses[name].through == "denoiser") for name, (side, source) in sets.items()}  # fmt: skip
+    plans = {name: _plan(request, name, side, source, losses[name].images, shown=shown("text_encoder", side.loss)) for name, (side, source) in sets.items()}  # fmt: skip
     latents = _latents(request, plans)
     for name, plan in plans.items():
         side = plan.side
@@ -139,6 +139,11 @@ def _encoder_sides(request: Request) -> dict[str, text_encoder.Side]:
     if recipe.attack:
         made["attack"] = replace(made["attack"], decay=recipe.attack.decay)
     return {name: made[name] for name in recipe.cast}
+
+
+def shown(target: str, loss: str) -> bool:
+    """Whether a loss asks for pictures; of a text encoder's those that go through the denoiser do."""
+    return target != "text_encoder" or text_encoder.LOSSES[loss].through == "denoiser"
 
 
 def _on_cpu(tokens: Condition) -> Condition:

@@ -36,12 +36,26 @@ Attacked = dict[str, Runs]  # attack -> its results, one a training seed
 
 
 def reports(study: str) -> dict[str, Runs]:
-    """The measured runs by entry (task_method), seeds in order."""
+    """The measured runs by entry (task_method), seeds in order; seeds that are still of an older setting than the first are left
+    out, since a setting that is chosen anew is run seed by seed."""
     found: dict[str, Runs] = {}
     for path in sorted((RESULTS / study).glob("*.json")):
         content = json.loads(path.read_text())
-        found.setdefault(content["entry"], []).append(content)
+        runs = found.setdefault(content["entry"], [])
+        if not runs or alike(runs[0], content, "seed"):
+            runs.append(content)
     return found
+
+
+def alike(one: dict[str, Any], other: dict[str, Any], apart: str) -> bool:
+    """Whether two runs are of one setting, but for a key of the training, and for being looked at meanwhile."""
+
+    def setting_of(run: dict[str, Any]) -> Any:
+        recipe = {key: value for key, value in run["recipe"].items() if key != "watch"}
+        point = {key: value for key, value in run["point"].items() if key != f"training.{apart}"}
+        return {**recipe, "training": {k: v for k, v in recipe.get("training", {}).items() if k != apart}}, point
+
+    return bool(setting_of(one) == setting_of(other))
 
 
 def further(study: str, folder: str) -> Runs:
@@ -74,7 +88,7 @@ def of_victims(study: str, folder: str) -> dict[str, Runs]:
 def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | None:
     """Attack success over all attacks of `names` and seeds, with its Wilson interval (attempts on one prompt taken as independent);
     None where one of them is missing. Relearning is told apart: it changes the weights."""
-    if any(name not in attacks for name in names):
+    if not names or any(name not in attacks for name in names):
         return None
     attempts = [a for name in names for content in attacks[name] for a in content["attempts"]]
     found = wilson(sum(a["success"] for a in attempts), len(attempts))
@@ -187,7 +201,9 @@ def until(runs: Runs) -> list[float]:
 def timed(study: str, task: str) -> str:
     """The runs with equal seconds, and those that took about as many anyway."""
     how = board_of(study).get("time")
-    found = [json.loads(path.read_text()) for path in sorted((RESULTS / study / "time").glob(f"{task}_*.json"))]
+    reported = {(run["entry"], run["seed"]): run for runs in reports(study).values() for run in runs}
+    there = [json.loads(path.read_text()) for path in sorted((RESULTS / study / "time").glob(f"{task}_*.json"))]
+    found = [run for run in there if (report := reported.get((run["entry"], run["seed"]))) and alike(report, run, "steps")]  # fmt: skip
     if how is None or not found:
         return ""
     again = {run["entry"] for run in found}
