@@ -17,7 +17,8 @@ from concept_eraser import changes, places, registry
 from concept_eraser import recipe as recipes
 
 FINISH = "uce"
-BUNDLED = ("training.steps=100", "training.lr=1e-4", "training.decay=linear", "generation.steps=12", "generation.batch_size=64", "generation.precision=bf16")  # fmt: skip
+BUNDLED = ("training.steps=100", "training.decay=linear", "generation.steps=12", "generation.batch_size=64", "generation.precision=bf16")  # fmt: skip
+RATE, CAREFUL = "training.lr=8e-4", "training.lr=1e-4"  # the board's choice for this recipe; of any other
 OTHERS = ("training.lr=1e-5",)  # MUNBa and ESD on Stable Diffusion 1.4; not measured here
 ALONE = ("saliency", "reinitialise", "negate")  # what is trained so is not rewritten afterwards
 
@@ -32,7 +33,8 @@ def completed(asked: Sequence[str]) -> list[str]:
     if isinstance(name, str) and hasattr(registry.load("method", name), "edit"):
         return [*([] if trainable else ["trainable.select=cross_attention_kv"]), *asked]
     anchored = _says(given.get("forget"), "anchor")
-    before = list(BUNDLED if given.get("model", "tiny-sd") == "tiny-sd" else OTHERS)
+    rate = RATE if anchored and "method" not in given else CAREFUL
+    before = [*BUNDLED, rate] if given.get("model", "tiny-sd") == "tiny-sd" else list(OTHERS)
     after = [] if _says(given.get("forget"), "loss") else ["forget.loss=anchor" if anchored else "forget.loss=esd"]
     if anchored and retain and not _says(retain, "loss"):
         after.append("retain.loss=distill")

@@ -16,7 +16,7 @@ import concept_eraser
 from concept_eraser import recipe, registry
 from tests.conftest import ROOT, short
 from tools import choosing, leaderboard, runs
-from tools.rendering import board_plot, ranks
+from tools.rendering import board, board_plot, ranks
 from tools.rendering import leaderboard as pages
 from tools.rendering.ranks import Standing
 
@@ -191,7 +191,8 @@ def board_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in (ROOT / "eval" / "results" / "tiny_leaderboard").glob("star_*_seed?.json"):
         if path.name.startswith(("star_munba_seed", "star_esd_seed")):
             shutil.copy(path, folder)
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    for module in (board, pages):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
     return folder
 
 
@@ -208,10 +209,10 @@ def changed(path: Path, **values: object) -> dict:
 
 
 def test_seeds_of_an_older_setting_are_not_pooled_with_the_new_one(board_of_two: Path) -> None:
-    assert [run["seed"] for run in pages.reports("tiny_leaderboard")["star_munba"]] == [0, 1, 2]
+    assert [run["seed"] for run in board.reports("tiny_leaderboard")["star_munba"]] == [0, 1, 2]
     path = board_of_two / "star_munba_seed0.json"
     path.write_text(json.dumps(changed(path, recipe__training__lr=9e-9, point={"training.lr": 9e-9})))
-    assert [run["seed"] for run in pages.reports("tiny_leaderboard")["star_munba"]] == [0]
+    assert [run["seed"] for run in board.reports("tiny_leaderboard")["star_munba"]] == [0]
 
 
 def test_equal_seconds_are_told_of_the_reported_setting_only(board_of_two: Path) -> None:

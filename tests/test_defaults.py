@@ -155,3 +155,16 @@ def test_a_run_has_a_folder_of_its_own(recipe_: str | dict, changes: list[str], 
     monkeypatch.chdir(tmp_path / "here")
     resolved_ = type("Resolved", (), {"fingerprint": "abcdefghijkl"})
     assert module._default_name(recipe_, changes, resolved_) == name
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        (FLAGS, 8e-4),
+        ((*FLAGS[:2], *FLAGS[4:]), 1e-4),  # no anchor: ESD's loss
+        ((*FLAGS, "--method", "weighted"), 1e-4),  # no bargain
+        ((*FLAGS, "--lr", "3e-5"), 3e-5),
+    ],
+)
+def test_the_measured_rate_is_that_of_the_measured_recipe_alone(resolved, flags: tuple[str, ...], rate: float) -> None:
+    assert resolved(*flags).training.lr == rate

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from concept_eraser.evaluation.statistics import wilson
-from tools.rendering import claims, ranks, studies
+from tools.rendering import choices, claims, ranks, studies
 from tools.rendering.attacks import back, rate
+from tools.rendering.board import Attacked, Runs, alike, attacked, board_of, of_victims, reports
 from tools.rendering.common import (  # fmt: skip
     RESULTS,
-    ROOT,
     change,
     mean,
     pooled,
@@ -31,58 +28,6 @@ STUDIES = {
     "tiny_leaderboard": "Every method under one protocol",
     "tiny_ablation": "What the default recipe owes to each of its parts",
 }
-Runs = list[dict[str, Any]]
-Attacked = dict[str, Runs]  # attack -> its results, one a training seed
-
-
-def reports(study: str) -> dict[str, Runs]:
-    """The measured runs by entry (task_method), seeds in order; seeds that are still of an older setting than the first are left
-    out, since a setting that is chosen anew is run seed by seed."""
-    found: dict[str, Runs] = {}
-    for path in sorted((RESULTS / study).glob("*.json")):
-        content = json.loads(path.read_text())
-        runs = found.setdefault(content["entry"], [])
-        if not runs or alike(runs[0], content, "seed"):
-            runs.append(content)
-    return found
-
-
-def alike(one: dict[str, Any], other: dict[str, Any], apart: str) -> bool:
-    """Whether two runs are of one setting, but for a key of the training, and for being looked at meanwhile."""
-
-    def setting_of(run: dict[str, Any]) -> Any:
-        recipe = {key: value for key, value in run["recipe"].items() if key != "watch"}
-        point = {key: value for key, value in run["point"].items() if key != f"training.{apart}"}
-        return {**recipe, "training": {k: v for k, v in recipe.get("training", {}).items() if k != apart}}, point
-
-    return bool(setting_of(one) == setting_of(other))
-
-
-def further(study: str, folder: str) -> Runs:
-    """What else was measured of the reported runs: results of a run whose setting has been chosen anew since are left out."""
-    reported = {(run["entry"], run["seed"]): (run["recipe"], run["point"]) for runs in reports(study).values() for run in runs}  # fmt: skip
-    found = []
-    for path in sorted((RESULTS / study / folder).glob("*.json")):
-        content = json.loads(path.read_text())
-        recipe, point = reported.get((content["victim"], int(path.stem.rpartition("seed")[2])), (None, None))
-        if content["recipe"] == recipe and content.get("point", point) == point:
-            found.append(content)
-    return found
-
-
-def attacked(study: str) -> dict[str, Attacked]:
-    found: dict[str, Attacked] = {}
-    for content in further(study, "attacks"):
-        found.setdefault(content["victim"], {}).setdefault(content["protocol"]["attack"], []).append(content)
-    return found
-
-
-def of_victims(study: str, folder: str) -> dict[str, Runs]:
-    """By entry, what a folder holds of it: `implicit`, prompts without the concept's names; `memory`, the steps' footprint."""
-    found: dict[str, Runs] = {}
-    for content in further(study, folder):
-        found.setdefault(content["victim"], []).append(content)
-    return found
 
 
 def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | None:
@@ -159,10 +104,6 @@ def standings(study: str, task: str) -> list[Standing]:
     return complete or found
 
 
-def board_of(study: str) -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "eval" / "studies" / f"{study}.yaml").read_text())
-
-
 def plots() -> dict[Path, list[Standing]]:
     """The pictures that the pages show, with what they should show."""
     places = [(study, task) for study in STUDIES if (RESULTS / study).is_dir() for task in board_of(study)["tasks"]]
@@ -190,6 +131,14 @@ def claimed(study: str, task: str) -> str:
     label = {name: how.get("label", name) for name, how in board["methods"].items()}
     told = table(claims.rows(board["claims"], complete, {k: until(of[k]) for k in complete if "forgotten" in of[k][0]["run"]}, label))  # fmt: skip
     return f"What papers say, and what is so here (of the methods under all attacks):\n\n{told}"
+
+
+def chosen(study: str, task: str) -> str:
+    """What selection without an attack would have reported."""
+    board, fallen = board_of(study), attacked(study)
+    prompts = [name for name in board["attacks"] if name != "relearning"]
+    now = {name: (runs[0], [fallen[name][p][0] for p in prompts]) for name, runs in reports(study).items() if all(p in fallen.get(name, {}) for p in prompts)}  # fmt: skip
+    return choices.page(RESULTS / study / "by_pictures", task, now)
 
 
 def until(runs: Runs) -> list[float]:
@@ -242,7 +191,11 @@ def page(study: str) -> str:
         ]
         parts += [
             f"## {task}\n\n{table([head(names), *rows])}",
-            *(found for found in (ranked(study, task), claimed(study, task), timed(study, task)) if found),
+            *(
+                found
+                for found in (ranked(study, task), chosen(study, task), claimed(study, task), timed(study, task))
+                if found
+            ),
         ]
     missing = [f"{task}: {', '.join(m for m in board['methods'] if f'{task}_{m}' not in every)}" for task in board["tasks"] if any(f"{task}_{m}" not in every for m in board["methods"])]  # fmt: skip
     reasons = "\n".join(f"* {name}: {why}" for name, why in board.get("elsewhere", {}).items())
