@@ -34,6 +34,8 @@ def draw(standings: Sequence[Standing], path: Path) -> None:
     figure, axes = plots.new_figure(len(columns), width=6.4, height=5.4)
     for axis, column in zip(axes, columns, strict=True):
         _panel(axis, standings, column)
+    # below both, since a board has more methods than a panel has room
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=4)
     found = io.BytesIO()
     figure.savefig(found, format="png", dpi=110, metadata={KEY: points(standings)})
     path.write_bytes(found.getvalue())
@@ -57,7 +59,6 @@ def _panel(axis: Any, standings: Sequence[Standing], column: str) -> None:
     axis.minorticks_off()
     axis.set_xlim(0, most)
     axis.grid(color="#e3e8ec", lw=0.6)
-    axis.legend(fontsize=7, loc="best", ncols=2)
 
 
 def _percent(count: Count) -> tuple[float, float, float]:
