@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,18 @@ def short(**changes: Any) -> dict[str, Any]:
         "training": {"steps": 4, "batch_size": 4, "save_every": 2, "device": "cpu"},
         "generation": {"steps": 2, "batch_size": 8},
     }
+    return with_values(recipe, changes)
+
+
+def with_values(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping with other values at some places, in place: `a__b` is the key b in a."""
     for path, value in changes.items():
-        place = recipe
+        place = content
         *parents, last = path.split("__")
         for name in parents:
             place = place[name]
         place[last] = value
-    return recipe
+    return content
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import yaml
 
 import concept_eraser
 from concept_eraser import recipe, registry
-from tests.conftest import ROOT, short
+from tests.conftest import ROOT, short, with_values
 from tools import choosing, leaderboard, runs
 from tools.rendering import board, board_plot, ranks
 from tools.rendering import leaderboard as pages
@@ -197,15 +197,8 @@ def board_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def changed(path: Path, **values: object) -> dict:
-    """A result with other values at some places, `a__b` for a key b in a."""
-    content = json.loads(path.read_text())
-    for place, value in values.items():
-        *parents, last = place.split("__")
-        target = content
-        for parent in parents:
-            target = target[parent]
-        target[last] = value
-    return content
+    """A result with other values at some places."""
+    return with_values(json.loads(path.read_text()), values)
 
 
 def test_seeds_of_an_older_setting_are_not_pooled_with_the_new_one(board_of_two: Path) -> None:
