@@ -25,7 +25,7 @@ norm of all the maps, which has the same minimum; the mean does not grow with pi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -48,7 +48,6 @@ class Draw:
     target: Tensor | None  # None when there are no clean latents (data-free)
     positions: Tensor | None = None  # [b, tokens] bool: the tokens of the prompt that stand for the concept
     attacked: bool = False  # whether the model in training (not its teacher) sees the prompt with an adversary's offset
-    told: dict[str, Tensor] = field(default_factory=dict, compare=False)  # the frozen teacher's answers, by condition
 
     @property
     def terms(self) -> int:

@@ -121,26 +121,6 @@ def test_a_skipped_step_leaves_the_method_as_it_was(tiny, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
-@pytest.mark.parametrize(("teacher", "again"), [("frozen", 0), ("current", 1)])
-def test_a_frozen_teacher_is_asked_once_a_draw(tiny, tmp_path, monkeypatch, where: dict, teacher: str, again: int) -> None:  # fmt: skip
-    """Methods ask about one draw at several weights; its answers are the same, and a draw of the next step has its own."""
-    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, forget__loss="esd", forget__teacher=teacher, **where)  # fmt: skip
-    passes, denoise = [], type(tiny).denoise
-
-    def counted(self, *given, **more):
-        passes.append(torch.is_grad_enabled())
-        return denoise(self, *given, **more)
-
-    monkeypatch.setattr(type(tiny), "denoise", counted)
-    first = asked.grad("forget")
-    taught = passes.count(False)
-    assert taught == 2 * (1 + again), "its prompt and the empty one; a current teacher also for the attacked half"
-    second = asked.grad("forget")
-    assert passes.count(False) == taught * (1 + again)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
 def test_the_attack_finds_the_concept_again(tiny, tmp_path, where: dict) -> None:
     """Its loss falls along its own gradient."""
     asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, **where)

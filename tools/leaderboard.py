@@ -113,24 +113,19 @@ def implicit(board: dict[str, Any], name: str, seed: int, work: Path, results: P
         return
     model, how = victim(report, work / name / f"report_{seed}")
     found = api.evaluate(model, asked, n=board["pictures"]["implicit"], **how)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        dumps(
-            {
-                "victim": name,
-                "seed": seed,
-                "recipe": report["recipe"],
-                "point": report["point"],
-                "evaluation": found.as_dict(),
-            }
-        )
-    )
+    write(path, name, report, {"seed": seed, "evaluation": found.as_dict()})
 
 
 def is_of(path: Path, report: dict[str, Any]) -> bool:
     """Whether a result is there and of the victim that is reported: an entry's setting may have been chosen anew."""
     content = json.loads(path.read_text()) if path.exists() else {}
     return content.get("recipe") == report["recipe"] and content.get("point", report["point"]) == report["point"]
+
+
+def write(path: Path, name: str, report: dict[str, Any], found: dict[str, Any]) -> None:
+    """Write what was measured of a victim, with the setting that `is_of` knows it by."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps({"victim": name, "recipe": report["recipe"], "point": report["point"], **found}))
 
 
 def of(report: dict[str, Any]) -> str:
@@ -148,8 +143,7 @@ def memory(name: str, seed: int, work: Path, results: Path) -> None:
     asked.parent.mkdir(parents=True, exist_ok=True)
     asked.write_text(json.dumps(report["recipe"]))
     subprocess.run([sys.executable, "-m", "tools.footprint", str(asked), str(told)], check=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps({"victim": name, "recipe": report["recipe"], "point": report["point"], **json.loads(told.read_text())}))  # fmt: skip
+    write(path, name, report, json.loads(told.read_text()))
 
 
 def same_time(steps: int, seconds: float, budget: float) -> int | None:
@@ -191,18 +185,7 @@ def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, w
     model, how = victim(report, work / name / f"report_{seed}")
     for one, path in paths.items():
         found = api.attack(model, one, suite, group=protocol["group"], n=protocol["n"], seed=protocol["seed"], options=board["attacks"][one], output=work / name / f"attack_{seed}_{one}_{of(report)}", **how)  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            dumps(
-                {
-                    "victim": name,
-                    "training_seed": seed,
-                    "recipe": report["recipe"],
-                    "point": report["point"],
-                    **found.as_dict(),
-                }
-            )
-        )
+        write(path, name, report, {"training_seed": seed, **found.as_dict()})
         rates = {key: round(100 * rate["value"]) for key, rate in found.rates().items()}
         print(f"{name} (seed {seed}) under {one}: {rates} % ({found.seconds:.0f} s)", flush=True)
 

@@ -92,22 +92,13 @@ class Denoiser(Part):
         return Draw(noisy, times, batch.condition, batch.anchor, batch.null, None, batch.positions)
 
     def predict(self, draw: Draw, condition: Condition | None = None, *, teacher: Teacher | None = None) -> Tensor:
-        """The prediction for a draw, by the model in training or (without gradients) by a teacher.
-
-        The frozen teacher says the same however often a method asks about one draw, so it is asked once.
-        """
+        """The prediction for a draw, by the model in training or (without gradients) by a teacher."""
         given = draw.condition if condition is None else condition
         if teacher is None:
             seen = self._attacked(given) if draw.attacked and condition is None else given
             return self.model.denoise(draw.noisy, draw.t, seen)
         weights = self.originals if teacher == "frozen" else None
-        key = next((k for k in ("condition", "anchor", "null") if getattr(draw, k) is given), None) if weights else None
-        if key in draw.told:
-            return draw.told[key]
-        said = no_grad_prediction(lambda: self.model.denoise(draw.noisy, draw.t, given, weights))
-        if key is not None:
-            draw.told[key] = said
-        return said
+        return no_grad_prediction(lambda: self.model.denoise(draw.noisy, draw.t, given, weights))
 
     def picture(self, draw: Draw) -> Tensor:
         """The images that the prediction for a draw amounts to, decoded from one-step x_0: [b, 3, h, w]."""

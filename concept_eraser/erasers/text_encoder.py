@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -65,7 +65,6 @@ class Draw:
     target: Tensor | None = None
     terms: int = 1
     attacked: bool = False  # whether the encoder in training reads the tokens with an adversary's offset
-    told: dict[str, Tensor] = field(default_factory=dict, compare=False)  # targets by the frozen teacher, by loss
 
 
 class TextEncoder(Part):
@@ -136,14 +135,9 @@ def _npo(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
 
 
 def _esd(model: TextEncoder, draw: Draw, side: Side) -> Tensor:
-    target = draw.told.get("esd")  # asked again at other weights, as methods do, a frozen teacher says the same
-    if target is None:
-        nothing = replace(draw, tokens=model.null.to(model.model.device).repeat(len(draw.tokens)))
-        free, given = (_through(model, asked, side.teacher).float() for asked in (nothing, draw))
-        target = free - side.eta * (given - free)
-        if side.teacher == "frozen":
-            draw.told["esd"] = target
-    return (_through(model, draw, None).float() - target).square().mean()
+    nothing = replace(draw, tokens=model.null.to(model.model.device).repeat(len(draw.tokens)))
+    free, given = (_through(model, asked, side.teacher).float() for asked in (nothing, draw))
+    return (_through(model, draw, None).float() - (free - side.eta * (given - free))).square().mean()
 
 
 def _through(model: TextEncoder, draw: Draw, teacher: Teacher | None) -> Tensor:

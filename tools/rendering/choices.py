@@ -6,25 +6,23 @@ The runs that were reported before the selection had an attack are kept in a boa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.evaluation.statistics import wilson
+from tools.rendering.attacks import rate
 from tools.rendering.common import pooled, setting, share, table
 
-Results = Sequence[dict[str, Any]]
+Results = list[dict[str, Any]]
 
 
 def told(run: dict[str, Any], attacks: Results) -> list[str]:
     """A run's setting, what it retains, and what the attacks by prompt brought back, all together."""
     attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
-    attempts = [a["success"] for found in attacks for a in found["attempts"]]
-    fell = wilson(sum(attempts), len(attempts)) if attempts else None
     return [
         setting(run["point"]).replace("_", " "),
         share(pooled([run], f"accuracy_{attribute}", "retained")),
-        f"{100 * fell.value:.0f} [{100 * fell.low:.0f}, {100 * fell.high:.0f}]" if fell else "-",
+        rate(attacks),
     ]
 
 
