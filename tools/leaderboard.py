@@ -175,7 +175,8 @@ def equal_time(board: dict[str, Any], study: dict[str, Any], name: str, seed: in
 def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path, chosen: list[str]) -> None:  # fmt: skip
     """Attack one victim with the attacks that have no result yet. Its run must have been trained and reported."""
     report = json.loads((results / f"{name}_seed{seed}.json").read_text())
-    suite = study["entries"][name]["suite"]
+    entry = study["entries"][name]
+    suite = runs.suite_of(study, entry, board["picture_seed"]) if "picture_seed" in board else entry["suite"]
     protocol = {**board["attack"], "suite": suite, "attacks": board["attacks"]}
     paths = {one: results / "attacks" / f"{name}_{one}_seed{seed}.json" for one in chosen}
     for one in [one for one in chosen if is_of(paths[one], report)]:

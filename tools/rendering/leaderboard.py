@@ -27,6 +27,7 @@ from tools.rendering.ranks import Standing
 STUDIES = {
     "tiny_leaderboard": "Every method under one protocol",
     "tiny_ablation": "What the default recipe owes to each of its parts",
+    "tiny_default": "Which setting for the default recipe? Candidates on seeds and pictures that are reported nowhere else",
 }
 
 
