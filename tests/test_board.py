@@ -14,6 +14,7 @@ import yaml
 
 import concept_eraser
 from concept_eraser import recipe, registry
+from concept_eraser.evaluation import suite as suites
 from tests.conftest import ROOT, short, with_values
 from tools import choosing, leaderboard, runs, study
 from tools.rendering import board, board_plot, ranks
@@ -71,13 +72,25 @@ def test_every_method_has_a_row_or_a_reason() -> None:
     assert all(reason.strip() for reason in BOARD["elsewhere"].values())
 
 
-@pytest.mark.parametrize("name", ["tiny_leaderboard", "tiny_ablation"])
+@pytest.mark.parametrize("name", ["tiny_leaderboard", "tiny_ablation", "tiny_default"])
 def test_every_run_of_a_board_is_a_recipe(name: str) -> None:
     """A mistake in one is told here, and not after its grid was trained."""
     found = leaderboard.expanded(yaml.safe_load((ROOT / "eval" / "studies" / f"{name}.yaml").read_text()))
     for entry in found["entries"].values():
         for point in found["grids"].get(entry.get("grid"), [{}]) if "recipe" in entry else ():
             assert runs.asked(entry, point, 0, study.watched(found, entry)).forgotten
+
+
+def test_what_the_default_is_chosen_by_is_reported_nowhere_else() -> None:
+    """Neither training seeds nor noise nor attacked prompts of the candidates are those of the board's rows."""
+    candidates = yaml.safe_load((ROOT / "eval" / "studies" / "tiny_default.yaml").read_text())
+    found, reported = leaderboard.expanded(candidates), suites.load("tiny_star")
+    for entry in found["entries"].values():
+        assert leaderboard.attacked_suite(found, entry).seed == runs.suite_of(found, entry, found["picture_seed"]).seed != reported.seed  # fmt: skip
+    assert not {*candidates["seeds"]} & {*BOARD["seeds"]}
+    assert candidates["attack"]["seed"] != BOARD["attack"]["seed"]
+    rows = leaderboard.expanded(BOARD)
+    assert leaderboard.attacked_suite(rows, rows["entries"]["star_munba"]) == "tiny_star"
 
 
 def test_grids_are_of_one_size_and_a_board_without_is_refused() -> None:

@@ -172,11 +172,15 @@ def equal_time(board: dict[str, Any], study: dict[str, Any], name: str, seed: in
     path.write_text(dumps({"entry": name, "label": report["label"], "task": report["task"], **result}))
 
 
+def attacked_suite(study: dict[str, Any], entry: dict[str, Any]) -> Any:
+    """The suite whose prompts and noise are attacked: a board that has pictures of its own is attacked at those."""
+    return runs.suite_of(study, entry, study["picture_seed"]) if "picture_seed" in study else entry["suite"]
+
+
 def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path, chosen: list[str]) -> None:  # fmt: skip
     """Attack one victim with the attacks that have no result yet. Its run must have been trained and reported."""
     report = json.loads((results / f"{name}_seed{seed}.json").read_text())
-    entry = study["entries"][name]
-    suite = runs.suite_of(study, entry, board["picture_seed"]) if "picture_seed" in board else entry["suite"]
+    suite = attacked_suite(study, study["entries"][name])
     protocol = {**board["attack"], "suite": suite, "attacks": board["attacks"]}
     paths = {one: results / "attacks" / f"{name}_{one}_seed{seed}.json" for one in chosen}
     for one in [one for one in chosen if is_of(paths[one], report)]:
