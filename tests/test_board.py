@@ -53,6 +53,24 @@ def test_the_loss_is_the_larger_of_share_and_attacks_and_what_is_lost() -> None:
     assert rates.mean() == pytest.approx(90 / 30000 + 60 / 30000, rel=0.1)
 
 
+def test_tasks_weigh_the_same_whatever_their_numbers_of_pictures() -> None:
+    few, many = [standing("a", 0, 0, 50, n=100)], [standing("a", 10000, 0, 0, n=10000)]
+    rates = ranks.together([few, many])
+    assert rates["share"].mean() == pytest.approx(0.5, abs=0.01)
+    assert rates["lost"].mean() == pytest.approx(0.25, abs=0.02)
+    (head, row) = ranks.rows(few, {"share": "share", "attacks": "attacks", "lost": "lost"}, rates)
+    assert head[1:4] == ["share %", "attacks %", "lost %"]
+    assert row[1].startswith("50.")
+
+
+def test_a_board_has_its_tasks_together_once_methods_are_on_all_of_them() -> None:
+    found = pages.together("tiny_leaderboard")
+    assert "star, blue, dotted" in found
+    assert "MUNBa, then UCE" in found
+    assert "EraseDiff" not in found or all(list((ROOT / "eval/results/tiny_leaderboard/attacks").glob(f"{task}_erasediff_*")) for task in BOARD["tasks"])  # fmt: skip
+    assert pages.together("tiny_default") == ""
+
+
 def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
     some = [standing("a", 3, 30, 5), standing("b", 0, 60, 1)]
     path = tmp_path / "plot.png"

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tools.rendering import claims
+from tools.rendering import claims, ranks
 from tools.rendering.ranks import Standing
 
 LABEL = {name: name.upper() for name in ("a", "b", "c", "d")}
@@ -37,6 +37,18 @@ BOARD = {"a": standing("A", 2), "b": standing("B", 40), "c": standing("C", 45, l
 def test_a_verdict_goes_by_what_is_sure(claim: dict, words: str) -> None:
     _, row = claims.rows([{"says": "so", **claim}], BOARD, {}, LABEL)
     assert row[2] == words
+
+
+def test_over_several_tasks_the_means_decide() -> None:
+    """What another wins on one task and loses on the next is not surely better."""
+    other = {"a": standing("A", 2), "b": standing("B", 40), "c": standing("C", 45, lost=90), "d": standing("D", 95)}
+    drawn = ranks.together([list(BOARD.values()), list(other.values())])
+    said = [{"says": "best", "method": "d", "column": "attacks", "no_worse": True}, {"says": "all", "method": "a", "column": "attacks", "no_worse": True}, {"says": "fast", "method": "a", "column": "seconds", "no_worse": True}, {"says": "so", "method": "a", "column": "attacks"}]  # fmt: skip
+    _, *found = claims.whole(said, BOARD, drawn)
+    assert [row[0] for row in found] == ["best", "all"], "no seconds, and only claims against all"
+    assert found[0][2] == "does not hold: against A, B", "D wins the first task, and 45 against 50 is undecided"
+    assert found[1][1].startswith("A 2.")
+    assert found[1][2] == "holds: none is surely better, 3 of 3 surely worse"
 
 
 def test_seconds_go_by_the_slowest_and_the_fastest_seed() -> None:

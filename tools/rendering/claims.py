@@ -18,14 +18,32 @@ from tools.rendering.ranks import SURE, Standing
 NEVER = float("inf")
 
 
-def sides(standings: Mapping[str, Standing], seconds: Mapping[str, Sequence[float]], one: str, others: Sequence[str], column: str) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Of the others those that `one` is surely better than, and those that are surely better than it."""
+Rates = Mapping[str, np.ndarray]  # as ranks.drawn and ranks.together make them
+
+
+def sides(standings: Mapping[str, Standing], seconds: Mapping[str, Sequence[float]], one: str, others: Sequence[str], column: str, drawn: Rates | None = None) -> tuple[list[str], list[str]]:  # fmt: skip
+    """Of the others those that `one` is surely better than, and those that are surely better than it. drawn: the standings' rates,
+    where they are not of one task."""
     if column == "seconds":
         mine = seconds[one]
         return [o for o in others if max(mine) < min(seconds[o])], [o for o in others if max(seconds[o]) < min(mine)]
-    rates = dict(zip(standings, ranks.drawn(list(standings.values()))[column], strict=True))
+    drawn = ranks.drawn(list(standings.values())) if drawn is None else drawn
+    rates = dict(zip(standings, drawn[column], strict=True))
     better = {o: float((rates[one] < rates[o]).mean()) for o in others}
     return [o for o, p in better.items() if p >= SURE], [o for o, p in better.items() if p <= 1 - SURE]
+
+
+def whole(claims: Sequence[Mapping[str, Any]], standings: Mapping[str, Standing], drawn: Rates) -> list[list[str]]:
+    """A table's rows, by rates over several tasks: of the claims that a method is as good as any."""
+    found = [["said", "here", "verdict"]]
+    label = {name: one.name for name, one in standings.items()}
+    for claim in claims:
+        one, column = claim["method"], claim["column"]
+        if claim.get("no_worse") and one in standings and column in drawn:
+            others = [name for name in standings if name != one]
+            mine = 100 * float(np.median(drawn[column][list(standings).index(one)]))
+            found.append([claim["says"], f"{label[one]} {mine:.1f} %", verdict(claim, others, *sides(standings, {}, one, others, column, drawn), label)])  # fmt: skip
+    return found
 
 
 def verdict(claim: Mapping[str, Any], others: Sequence[str], over: Sequence[str], under: Sequence[str], label: Mapping[str, str]) -> str:  # fmt: skip

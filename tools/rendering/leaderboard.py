@@ -29,6 +29,7 @@ STUDIES = {
     "tiny_ablation": "What the default recipe owes to each of its parts",
     "tiny_default": "Which setting for the default recipe? Candidates on seeds and pictures that are reported nowhere else",
 }
+LABELS = {"share": "concept share", "attacks": "attack success", "lost": "what is lost"}
 
 
 def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | None:
@@ -116,8 +117,23 @@ def ranked(study: str, task: str) -> str:
     found = standings(study, task)
     if len(found) < 2:
         return ""
-    labels = {"share": "concept share", "attacks": "attack success", "lost": "what is lost"}
-    return f"![concept share and attack success against what is lost]({study}/plot_{task}.png)\n\n{table(ranks.rows(found, labels))}"
+    return f"![concept share and attack success against what is lost]({study}/plot_{task}.png)\n\n{table(ranks.rows(found, LABELS))}"
+
+
+def together(study: str) -> str:
+    """Methods that are under all attacks on every task, by their means over the tasks; "" for a board of one task."""
+    tasks = list(board_of(study)["tasks"])
+    known = [{one.name: one for one in standings(study, task) if "attacks" in one.columns} for task in tasks]
+    label = {how.get("label", name): name for name, how in board_of(study)["methods"].items()}
+    names = [name for name in known[0] if all(name in one for one in known)]
+    if len(tasks) < 2 or len(names) < 2:
+        return ""
+    found = [[one[name] for name in names] for one in known]
+    drawn = ranks.together(found)
+    rows = ranks.rows(found[0], LABELS, drawn)
+    said = claims.whole(board_of(study).get("claims", []), {label[one.name]: one for one in found[0]}, drawn)
+    judged = f"\n\n{table(said)}" if len(said) > 1 else ""
+    return f"## All tasks together\n\nMeans over {', '.join(tasks)}, each weighing the same, of the {len(names)} methods that are measured on all of them, at one setting for all:\n\n{table(rows)}{judged}"
 
 
 def claimed(study: str, task: str) -> str:
@@ -207,6 +223,7 @@ def page(study: str) -> str:
             f"Rendered from `{study}/*.json` by `python -m tools.render_results`; made by `python -m tools.leaderboard eval/studies/{study}.yaml`, which goes on where it was stopped.",
             *([notes.read_text().rstrip()] if notes.exists() else []),
             *parts,
+            *([whole] if (whole := together(study)) else []),
             *(["Not run yet: " + "; ".join(missing) + "."] if missing else []),
             "## How to read it\n\n"
             f"Shares with 95 % Wilson intervals over all seeds' pictures; points are after minus before on the same prompts and seeds. Attacks: success rate\n"

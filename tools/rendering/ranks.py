@@ -33,6 +33,13 @@ def drawn(standings: Sequence[Standing], seed: int = 0) -> dict[str, np.ndarray]
     return {**rates, "loss": np.maximum.reduce([rates[c] for c in columns if c != "lost"]) + rates["lost"]}
 
 
+def together(tasks: Sequence[Sequence[Standing]]) -> dict[str, np.ndarray]:
+    """Rates by column and `loss` as means over tasks, each drawn by itself, so that a task does not weigh more for having more
+    pictures. tasks: the same methods in the same order."""
+    found = [drawn(standings, seed) for seed, standings in enumerate(tasks)]
+    return {c: np.mean([rates[c] for rates in found], axis=0) for c in found[0]}
+
+
 def ranks(rates: np.ndarray) -> list[tuple[int, int, int]]:
     """Of [methods, draws]: each method's median rank (1: least) with its 95 % interval."""
     order = rates.argsort(axis=0).argsort(axis=0) + 1
@@ -51,16 +58,23 @@ def beaten_by(standings: Sequence[Standing], rates: Mapping[str, np.ndarray]) ->
     return found
 
 
-def rows(standings: Sequence[Standing], labels: Mapping[str, str]) -> list[list[str]]:
-    """A table's rows: rank by loss and by each column, and who beats the method; the least loss first."""
-    rates = drawn(standings)
+def rows(standings: Sequence[Standing], labels: Mapping[str, str], rates: Mapping[str, np.ndarray] | None = None) -> list[list[str]]:  # fmt: skip
+    """A table's rows: rank by loss and by each column, and who beats the method; the least loss first. With `rates` (of `together`)
+    also what the ranks are of, which the tables of the tasks do not show."""
+    shown = rates is not None
+    rates = drawn(standings) if rates is None else rates
     by = {c: ranks(values) for c, values in rates.items()}
     worse = beaten_by(standings, rates)
     order = np.median(rates["loss"], axis=1).argsort()
     columns = list(standings[0].columns)
-    head = ["method", "rank by loss", *(f"by {labels[c]}" for c in columns), "beaten by"]
-    body = [[standings[i].name, *(_rank(by[c][i]) for c in ("loss", *columns)), _names(worse[standings[i].name])] for i in order]  # fmt: skip
+    head = ["method", *(f"{labels[c]} %" for c in columns if shown), "rank by loss", *(f"by {labels[c]}" for c in columns), "beaten by"]  # fmt: skip
+    body = [[standings[i].name, *(_rate(rates[c][i]) for c in columns if shown), *(_rank(by[c][i]) for c in ("loss", *columns)), _names(worse[standings[i].name])] for i in order]  # fmt: skip
     return [head, *body]
+
+
+def _rate(draws: np.ndarray) -> str:
+    low, value, high = 100 * np.quantile(draws, (1 - SURE, 0.5, SURE))
+    return f"{value:.1f} [{low:.1f}, {high:.1f}]"
 
 
 def _rank(value: tuple[int, int, int]) -> str:
