@@ -25,6 +25,7 @@ def pages() -> dict[Path, str]:
         "methods": others.methods_table(),
         "attacks": others.attacks_table(),
         "default": leaderboard.default_block(),
+        "together": leaderboard.together_block(),
     }
     titles: dict[str, Any] = {
         "tiny_star": ("Erasing star from tiny-sd", studies.star_table),

@@ -120,20 +120,34 @@ def ranked(study: str, task: str) -> str:
     return f"![concept share and attack success against what is lost]({study}/plot_{task}.png)\n\n{table(ranks.rows(found, LABELS))}"
 
 
-def together(study: str) -> str:
-    """Methods that are under all attacks on every task, by their means over the tasks; "" for a board of one task."""
+def over_tasks(study: str) -> tuple[list[str], list[list[str]], list[list[str]]]:
+    """Of the methods that are under all attacks on every task: the tasks, the table of their means over them, and the claims' table;
+    without tables for a board of one task."""
     tasks = list(board_of(study)["tasks"])
     known = [{one.name: one for one in standings(study, task) if "attacks" in one.columns} for task in tasks]
     label = {how.get("label", name): name for name, how in board_of(study)["methods"].items()}
     names = [name for name in known[0] if all(name in one for one in known)]
     if len(tasks) < 2 or len(names) < 2:
-        return ""
+        return tasks, [], []
     found = [[one[name] for name in names] for one in known]
     drawn = ranks.together(found)
     rows = ranks.rows(found[0], LABELS, drawn)
     said = claims.whole(board_of(study).get("claims", []), {label[one.name]: one for one in found[0]}, drawn)
+    return tasks, rows, said
+
+
+def together(study: str) -> str:
+    """All tasks as one: who stands where by the means over them; "" for a board of one task."""
+    tasks, rows, said = over_tasks(study)
     judged = f"\n\n{table(said)}" if len(said) > 1 else ""
-    return f"## All tasks together\n\nMeans over {', '.join(tasks)}, each weighing the same, of the {len(names)} methods that are measured on all of them, at one setting for all:\n\n{table(rows)}{judged}"
+    return f"## All tasks together\n\nMeans over {', '.join(tasks)}, each weighing the same, of the {len(rows) - 1} methods that are measured on all of them, at one setting for all:\n\n{table(rows)}{judged}" if rows else ""  # fmt: skip
+
+
+def together_block(study: str = "tiny_leaderboard") -> str:
+    """The same for the README, without the ranks."""
+    tasks, rows, _ = over_tasks(study)
+    shown = [[row[0], *row[1:4], row[-1] or "-"] for row in rows]
+    return f"Means over {', '.join(tasks)}, of the methods that are measured on all of them:\n\n{table(shown)}"
 
 
 def claimed(study: str, task: str) -> str:
