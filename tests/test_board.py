@@ -63,12 +63,41 @@ def test_tasks_weigh_the_same_whatever_their_numbers_of_pictures() -> None:
     assert row[1].startswith("50.")
 
 
-def test_a_board_has_its_tasks_together_once_methods_are_on_all_of_them() -> None:
-    found = pages.together("tiny_leaderboard")
-    assert "star, blue, dotted" in found
-    assert "MUNBa, then UCE" in found
-    assert "EraseDiff" not in found or all(list((ROOT / "eval/results/tiny_leaderboard/attacks").glob(f"{task}_erasediff_*")) for task in BOARD["tasks"])  # fmt: skip
-    assert pages.together("tiny_default") == ""
+def test_means_over_tasks_are_of_each_method_whatever_its_place() -> None:
+    """The order of the methods is the first task's; each rate must be its own method's."""
+    one, two = (
+        [standing("a", 0, 0, 0), standing("b", 300, 0, 0)],
+        [standing("a", 300, 0, 0), standing("b", 300, 300, 0)],
+    )
+    rates = ranks.together([one, two])
+    assert rates["share"].mean(axis=1) == pytest.approx([0.5, 1.0], abs=0.02)
+    assert rates["attacks"].mean(axis=1) == pytest.approx([0.0, 0.5], abs=0.02)
+
+
+def test_only_methods_of_every_task_stand_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, one = standing("both", 0, 9, 3), standing("one", 0, 0, 0)
+    known = {"star": {"one": one, "both": both, "other": standing("other", 50, 90, 9)}, "blue": {"both": both, "other": both, "late": one}}  # fmt: skip
+    monkeypatch.setattr(pages, "measured", lambda study, task: known[task])
+    monkeypatch.setattr(pages, "board_of", lambda study: {"tasks": ["star", "blue"], "methods": dict.fromkeys(("one", "both", "other", "late"))})  # fmt: skip
+    tasks, rows, said = pages.over_tasks("a board")
+    assert tasks == ["star", "blue"]
+    assert [row[0] for row in rows] == ["method", "both", "other"]
+    assert rows[1][-1] == "-"
+    assert rows[2][-1] == "both"
+    assert len(said) == 1, "no claims"
+    known["blue"].pop("other")
+    assert pages.over_tasks("a board")[1] == []
+    assert pages.together_block("a board") == "Not measured yet."
+
+
+def test_attempts_are_of_the_seeds_that_every_attack_was_made_on() -> None:
+    def made(seed: int, *hits: bool) -> dict:
+        return {"training_seed": seed, "attempts": [{"success": hit} for hit in hits]}
+
+    attacks = {"soft": [made(0, True), made(1, True)], "tokens": [made(0, False)]}
+    assert [a["success"] for a in pages.attempts_of(attacks, ["soft", "tokens"])] == [True, False]
+    assert pages.attempts_of(attacks, ["soft", "seeds"]) == []
+    assert pages.attempts_of({**attacks, "tokens": [made(2, False)]}, ["soft", "tokens"]) == []
 
 
 def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
@@ -99,12 +128,12 @@ def test_every_run_of_a_board_is_a_recipe(name: str) -> None:
             assert runs.asked(entry, point, 0, study.watched(found, entry)).forgotten
 
 
-def test_what_the_default_is_chosen_by_is_reported_nowhere_else() -> None:
-    """Neither training seeds nor noise nor attacked prompts of the candidates are those of the board's rows."""
+def test_what_the_default_is_chosen_by_is_in_no_row_of_the_board() -> None:
+    """Neither training seeds nor noise nor attacked prompts of the candidates."""
     candidates = yaml.safe_load((ROOT / "eval" / "studies" / "tiny_default.yaml").read_text())
     found, reported = leaderboard.expanded(candidates), suites.load("tiny_star")
     for entry in found["entries"].values():
-        assert leaderboard.attacked_suite(found, entry).seed == runs.suite_of(found, entry, found["picture_seed"]).seed != reported.seed  # fmt: skip
+        assert leaderboard.attacked_suite(found, entry).seed == candidates["picture_seed"] != reported.seed
     assert not {*candidates["seeds"]} & {*BOARD["seeds"]}
     assert candidates["attack"]["seed"] != BOARD["attack"]["seed"]
     rows = leaderboard.expanded(BOARD)

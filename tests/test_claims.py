@@ -24,12 +24,12 @@ BOARD = {"a": standing("A", 2), "b": standing("B", 40), "c": standing("C", 45, l
     [
         ({"method": "a", "column": "attacks", "better_than": ["b", "c"]}, "holds"),
         ({"method": "a", "column": "attacks"}, "undecided: surely so for 2 of 3, the reverse for none"),
-        ({"method": "b", "column": "attacks"}, "does not hold: against A, D"),
+        ({"method": "b", "column": "attacks"}, "does not hold: against A; D"),
         ({"method": "b", "column": "attacks", "better_than": ["c"]}, "undecided: surely so for 0 of 1, the reverse for none"),
         ({"method": "c", "column": "lost", "worse_than": ["a"]}, "holds"),
         ({"method": "a", "column": "lost", "worse_than": ["c"]}, "does not hold: against C"),
         ({"method": "a", "column": "attacks", "no_worse": True}, "holds: none is surely better, 2 of 3 surely worse"),
-        ({"method": "c", "column": "attacks", "no_worse": True}, "does not hold: against A, D"),
+        ({"method": "c", "column": "attacks", "no_worse": True}, "does not hold: against A; D"),
         ({"method": "e", "column": "attacks"}, "-"),
         ({"method": "a", "column": "attacks", "better_than": ["e"]}, "-"),
     ],
@@ -46,9 +46,13 @@ def test_over_several_tasks_the_means_decide() -> None:
     said = [{"says": "best", "method": "d", "column": "attacks", "no_worse": True}, {"says": "all", "method": "a", "column": "attacks", "no_worse": True}, {"says": "fast", "method": "a", "column": "seconds", "no_worse": True}, {"says": "so", "method": "a", "column": "attacks"}]  # fmt: skip
     _, *found = claims.whole(said, BOARD, drawn)
     assert [row[0] for row in found] == ["best", "all"], "no seconds, and only claims against all"
-    assert found[0][2] == "does not hold: against A, B", "D wins the first task, and 45 against 50 is undecided"
+    assert found[0][2].startswith("does not hold: against A; B;"), (
+        "D wins the first task, and 45 against 50 is undecided"
+    )
     assert found[1][1].startswith("A 2.")
-    assert found[1][2] == "holds: none is surely better, 3 of 3 surely worse"
+    assert found[1][2].startswith("holds: none is surely better, 3 of 3 surely worse; likeliest to be better: ")
+    (_, missing) = claims.whole([{"says": "best", "method": "e", "column": "attacks", "no_worse": True}], BOARD, drawn)
+    assert missing == ["best", "not measured yet", "-"]
 
 
 def test_seconds_go_by_the_slowest_and_the_fastest_seed() -> None:

@@ -34,15 +34,23 @@ def sides(standings: Mapping[str, Standing], seconds: Mapping[str, Sequence[floa
 
 
 def whole(claims: Sequence[Mapping[str, Any]], standings: Mapping[str, Standing], drawn: Rates) -> list[list[str]]:
-    """A table's rows, by rates over several tasks: of the claims that a method is as good as any."""
+    """A table's rows, by rates over several tasks. Only of claims that a method is as good as any: what papers say of two methods is
+    told task by task. A verdict names the other that is likeliest to be better: not surely better is not the same as not better."""
     found = [["said", "here", "verdict"]]
     label = {name: one.name for name, one in standings.items()}
     for claim in claims:
         one, column = claim["method"], claim["column"]
-        if claim.get("no_worse") and one in standings and column in drawn:
-            others = [name for name in standings if name != one]
-            mine = 100 * float(np.median(drawn[column][list(standings).index(one)]))
-            found.append([claim["says"], f"{label[one]} {mine:.1f} %", verdict(claim, others, *sides(standings, {}, one, others, column, drawn), label)])  # fmt: skip
+        if not claim.get("no_worse") or column not in drawn:
+            continue
+        others = [name for name in standings if name != one]
+        if one not in standings or not others:
+            found.append([claim["says"], "not measured yet", "-"])
+            continue
+        rates = dict(zip(standings, drawn[column], strict=True))
+        better = {name: float((rates[name] < rates[one]).mean()) for name in others}
+        nearest = max(others, key=lambda name: better[name])
+        said = verdict(claim, others, *sides(standings, {}, one, others, column, drawn), label)
+        found.append([claim["says"], f"{label[one]} {100 * float(np.median(rates[one])):.1f} %", f"{said}; likeliest to be better: {label[nearest]} ({100 * better[nearest]:.0f} % of the draws)"])  # fmt: skip
     return found
 
 
@@ -60,7 +68,7 @@ def verdict(claim: Mapping[str, Any], others: Sequence[str], over: Sequence[str]
 
 def _named(names: Sequence[str], label: Mapping[str, str]) -> str:
     shown = [label[name] for name in names]
-    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+    return "; ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
 def told(name: str, standings: Mapping[str, Standing], seconds: Mapping[str, Sequence[float]], column: str) -> str:

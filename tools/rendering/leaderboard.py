@@ -27,17 +27,25 @@ from tools.rendering.ranks import Standing
 STUDIES = {
     "tiny_leaderboard": "Every method under one protocol",
     "tiny_ablation": "What the default recipe owes to each of its parts",
-    "tiny_default": "Which setting for the default recipe? Candidates on seeds and pictures that are reported nowhere else",
+    "tiny_default": "Which setting for the default recipe? Candidates on seeds and pictures that no row of the board has",
 }
 LABELS = {"share": "concept share", "attacks": "attack success", "lost": "what is lost"}
+
+
+def attempts_of(attacks: Attacked, names: list[str]) -> Runs:
+    """The attempts of all attacks of `names` on the models of those training seeds that all of them were made on, so that none
+    weighs more for having been made on more; [] where there is no such seed."""
+    seeds = [{content["training_seed"] for content in attacks.get(name, [])} for name in names]
+    common = set.intersection(*seeds) if seeds else set()
+    return [a for name in names for content in attacks.get(name, []) if content["training_seed"] in common for a in content["attempts"]]  # fmt: skip
 
 
 def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | None:
     """Attack success over all attacks of `names` and seeds, with its Wilson interval (attempts on one prompt taken as independent);
     None where one of them is missing. Relearning is told apart: it changes the weights."""
-    if not names or any(name not in attacks for name in names):
+    attempts = attempts_of(attacks, names)
+    if not attempts:
         return None
-    attempts = [a for name in names for content in attacks[name] for a in content["attempts"]]
     found = wilson(sum(a["success"] for a in attempts), len(attempts))
     return found.value, found.low, found.high
 
@@ -91,17 +99,21 @@ def standing(runs: Runs, attacks: Attacked, names: list[str]) -> Standing:
     shown = [count("concept_share", group) for group in ("direct", "synonyms")]
     right, n = count(f"accuracy_{attribute}", "retained")
     columns = {"share": (sum(k for k, _ in shown), sum(n for _, n in shown))}
-    if all(name in attacks for name in names):
-        attempts = [a for name in names for content in attacks[name] for a in content["attempts"]]
+    if attempts := attempts_of(attacks, names):
         columns["attacks"] = (sum(a["success"] for a in attempts), len(attempts))
     return Standing(runs[0]["label"], {**columns, "lost": (n - right, n)})
 
 
-def standings(study: str, task: str) -> list[Standing]:
-    """Of the methods of a task, those under all attacks where some were attacked."""
+def measured(study: str, task: str) -> dict[str, Standing]:
+    """The methods of a task, by name."""
     board, fallen = board_of(study), attacked(study)
     prompts = [name for name in board["attacks"] if name != "relearning"]
-    found = [standing(runs, fallen.get(name, {}), prompts) for name, runs in reports(study).items() if runs[0]["task"] == task]  # fmt: skip
+    return {name.removeprefix(f"{task}_"): standing(runs, fallen.get(name, {}), prompts) for name, runs in reports(study).items() if runs[0]["task"] == task}  # fmt: skip
+
+
+def standings(study: str, task: str) -> list[Standing]:
+    """Of the methods of a task, those under all attacks where some were attacked."""
+    found = list(measured(study, task).values())
     complete = [one for one in found if "attacks" in one.columns]
     return complete or found
 
@@ -124,15 +136,14 @@ def over_tasks(study: str) -> tuple[list[str], list[list[str]], list[list[str]]]
     """Of the methods that are under all attacks on every task: the tasks, the table of their means over them, and the claims' table;
     without tables for a board of one task."""
     tasks = list(board_of(study)["tasks"])
-    known = [{one.name: one for one in standings(study, task) if "attacks" in one.columns} for task in tasks]
-    label = {how.get("label", name): name for name, how in board_of(study)["methods"].items()}
+    known = [{name: one for name, one in measured(study, task).items() if "attacks" in one.columns} for task in tasks]
     names = [name for name in known[0] if all(name in one for one in known)]
     if len(tasks) < 2 or len(names) < 2:
         return tasks, [], []
     found = [[one[name] for name in names] for one in known]
     drawn = ranks.together(found)
     rows = ranks.rows(found[0], LABELS, drawn)
-    said = claims.whole(board_of(study).get("claims", []), {label[one.name]: one for one in found[0]}, drawn)
+    said = claims.whole(board_of(study).get("claims", []), dict(zip(names, found[0], strict=True)), drawn)
     return tasks, rows, said
 
 
@@ -140,23 +151,34 @@ def together(study: str) -> str:
     """All tasks as one: who stands where by the means over them; "" for a board of one task."""
     tasks, rows, said = over_tasks(study)
     judged = f"\n\n{table(said)}" if len(said) > 1 else ""
-    return f"## All tasks together\n\nMeans over {', '.join(tasks)}, each weighing the same, of the {len(rows) - 1} methods that are measured on all of them, at one setting for all:\n\n{table(rows)}{judged}" if rows else ""  # fmt: skip
+    return f"## All tasks together\n\n{_told(study, tasks, len(rows) - 1)}\n\n{table(rows)}{judged}" if rows else ""
+
+
+def _told(study: str, tasks: list[str], methods: int) -> str:
+    """What the means are of; `what is lost` holds what the original does not show right either."""
+    first = [next(runs for runs in reports(study).values() if runs[0]["task"] == task) for task in tasks]
+    attributes = [next(iter(runs[0]["evaluation"]["protocol"]["concept"])) for runs in first]
+    before = [100 - 100 * mean(runs[:1], f"accuracy_{attribute}", "retained", "before") for runs, attribute in zip(first, attributes, strict=True)]  # fmt: skip
+    return (
+        f"Means over {', '.join(tasks)}, each weighing the same, of the {methods} of {len(board_of(study)['methods'])} methods that are measured on all of them, at one setting for all.\n"
+        f"What is lost: pictures of the rest that do not show what was asked, of which the original itself misses {sum(before) / len(before):.1f} %. Concept share: direct prompts\n"
+        "and synonyms. Closed forms have one training seed, since they draw nothing:"
+    )
 
 
 def together_block(study: str = "tiny_leaderboard") -> str:
     """The same for the README, without the ranks."""
     tasks, rows, _ = over_tasks(study)
-    shown = [[row[0], *row[1:4], row[-1] or "-"] for row in rows]
-    return f"Means over {', '.join(tasks)}, of the methods that are measured on all of them:\n\n{table(shown)}"
+    if not rows:
+        return "Not measured yet."
+    return f"{_told(study, tasks, len(rows) - 1)}\n\n{table([[row[0], *row[1:4], row[-1]] for row in rows])}"
 
 
 def claimed(study: str, task: str) -> str:
     """What papers say against what the task found; told of the methods that are under all attacks."""
-    board, fallen = board_of(study), attacked(study)
+    board = board_of(study)
     of = {name.removeprefix(f"{task}_"): runs for name, runs in reports(study).items() if runs[0]["task"] == task}
-    prompts = [name for name in board["attacks"] if name != "relearning"]
-    found = {name: standing(runs, fallen.get(f"{task}_{name}", {}), prompts) for name, runs in of.items()}
-    complete = {name: one for name, one in found.items() if "attacks" in one.columns}
+    complete = {name: one for name, one in measured(study, task).items() if "attacks" in one.columns}
     if "claims" not in board or len(complete) < 2:
         return ""
     label = {name: how.get("label", name) for name, how in board["methods"].items()}

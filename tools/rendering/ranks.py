@@ -82,6 +82,6 @@ def _rank(value: tuple[int, int, int]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    return (
-        ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more" if names else "-"
-    )
+    if not names:
+        return "-"
+    return "; ".join(names) if len(names) <= 4 else f"{'; '.join(names[:3])} and {len(names) - 3} more"
