@@ -299,6 +299,11 @@ def test_equal_seconds_are_told_of_the_reported_setting_only(board_of_two: Path)
     page = pages.timed("tiny_leaderboard", "star")
     assert "| ESD-x | 162 |" in page
     assert "| MUNBa | 100 |" in page
+    assert "yet:" not in page
+    slow = board_of_two / "star_slow_seed0.json"
+    slow.write_text(json.dumps(changed(board_of_two / "star_munba_seed0.json", entry="star_slow", label="SLOW", run__cpu_seconds=500.0)))  # fmt: skip
+    assert pages.timed("tiny_leaderboard", "star").endswith("Not run with as many seconds yet: SLOW.")
+    slow.unlink()
     again["recipe"]["training"]["lr"] = 9e-9
     (board_of_two / "time" / "star_esd_seed0.json").write_text(json.dumps(again))
     assert pages.timed("tiny_leaderboard", "star") == ""

@@ -201,7 +201,7 @@ def until(runs: Runs) -> list[float]:
 
 
 def timed(study: str, task: str) -> str:
-    """The runs with equal seconds, and those that took about as many anyway."""
+    """The runs with equal seconds, and those that took within a tenth of as many anyway; which are not run so yet."""
     how = board_of(study).get("time")
     reported = {(run["entry"], run["seed"]): run for runs in reports(study).values() for run in runs}
     there = [json.loads(path.read_text()) for path in sorted((RESULTS / study / "time").glob(f"{task}_*.json"))]
@@ -209,13 +209,17 @@ def timed(study: str, task: str) -> str:
     if how is None or not found:
         return ""
     again = {run["entry"] for run in found}
+    budget = {seed: run["run"]["cpu_seconds"] for (entry, seed), run in reported.items() if entry == f"{task}_{how['like']}"}  # fmt: skip
     rest = [run for name, runs in reports(study).items() if name not in again and runs[0]["task"] == task for run in runs if run["seed"] in how["seeds"] and run["run"].get("steps")]  # fmt: skip
+    near = [run for run in rest if abs(run["run"]["cpu_seconds"] / budget[run["seed"]] - 1) < 0.1]
+    pending = [run["label"] for run in rest if run not in near]
     rows = [["method", "steps", "s", "direct %", "synonyms %", "retained % (points)"]]
-    for run in sorted([*found, *rest], key=lambda run: order([run], {}, [])):
+    for run in sorted([*found, *near], key=lambda run: order([run], {}, [])):
         attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
         kept = f"{share(pooled([run], f'accuracy_{attribute}', 'retained'))} ({change([run], f'accuracy_{attribute}', 'retained'):+.1f})"
         rows.append([run["label"], str(run["run"]["steps"]), f"{run['run']['cpu_seconds']:.0f}", share(pooled([run], "concept_share", "direct")), share(pooled([run], "concept_share", "synonyms")), kept])  # fmt: skip
-    return f"With as many seconds as {how['like']}'s steps take (seed {', '.join(map(str, how['seeds']))}):\n\n{table(rows)}"
+    left = f"\n\nNot run with as many seconds yet: {'; '.join(pending)}." if pending else ""
+    return f"With as many seconds as {how['like']}'s steps take (seed {', '.join(map(str, how['seeds']))}):\n\n{table(rows)}{left}"
 
 
 def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[bool, float, float]:
