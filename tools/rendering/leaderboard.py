@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from concept_eraser.evaluation.statistics import wilson
+from tools.leaderboard import same_time
 from tools.rendering import choices, claims, ranks, studies
 from tools.rendering.attacks import back, rate
 from tools.rendering.board import Attacked, Runs, alike, attacked, board_of, of_victims, reports
@@ -162,7 +163,7 @@ def _told(study: str, tasks: list[str], methods: int) -> str:
     return (
         f"Means over {', '.join(tasks)}, each weighing the same, of the {methods} of {len(board_of(study)['methods'])} methods that are measured on all of them, at one setting for all.\n"
         f"What is lost: pictures of the rest that do not show what was asked, of which the original itself misses {sum(before) / len(before):.1f} %. Concept share: direct prompts\n"
-        "and synonyms. Closed forms have one training seed, since they draw nothing:"
+        "and synonyms. What draws nothing has one training seed, as the tasks' tables tell:"
     )
 
 
@@ -211,8 +212,9 @@ def timed(study: str, task: str) -> str:
     again = {run["entry"] for run in found}
     budget = {seed: run["run"]["cpu_seconds"] for (entry, seed), run in reported.items() if entry == f"{task}_{how['like']}"}  # fmt: skip
     rest = [run for name, runs in reports(study).items() if name not in again and runs[0]["task"] == task for run in runs if run["seed"] in how["seeds"] and run["run"].get("steps")]  # fmt: skip
-    near = [run for run in rest if abs(run["run"]["cpu_seconds"] / budget[run["seed"]] - 1) < 0.1]
-    pending = [run["label"] for run in rest if run not in near]
+    again_in = [same_time(run["run"]["steps"], run["run"]["cpu_seconds"], budget[run["seed"]]) for run in rest]
+    near = [run for run, steps in zip(rest, again_in, strict=True) if steps is None]
+    pending = [run["label"] for run, steps in zip(rest, again_in, strict=True) if steps is not None]
     rows = [["method", "steps", "s", "direct %", "synonyms %", "retained % (points)"]]
     for run in sorted([*found, *near], key=lambda run: order([run], {}, [])):
         attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
