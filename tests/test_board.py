@@ -48,6 +48,14 @@ def test_better_in_one_and_worse_in_another_beats_nobody() -> None:
     assert ranks.beaten_by(some, ranks.drawn(some)) == {"robust": [], "gentle": []}
 
 
+def test_what_is_said_of_two_does_not_change_because_a_third_joins_them() -> None:
+    two = [standing("a", 3, 30, 5), standing("b", 3, 45, 2)]
+    alone, beside = ranks.drawn(two), ranks.drawn([standing("c", 9, 9, 9), *two])
+    for column in ("share", "attacks", "lost", "loss"):
+        assert (alone[column] == beside[column][1:]).all()
+    assert len({tuple(row[:3]) for row in alone["share"]}) == 2, "equal counts are drawn each by itself"
+
+
 def test_the_loss_is_the_larger_of_share_and_attacks_and_what_is_lost() -> None:
     (rates,) = [ranks.drawn([standing("a", 90, 30, 60, n=30000)])["loss"]]
     assert rates.mean() == pytest.approx(90 / 30000 + 60 / 30000, rel=0.1)

@@ -270,7 +270,7 @@ def page(study: str) -> str:
             "## How to read it\n\n"
             f"Shares with 95 % Wilson intervals over all seeds' pictures; points are after minus before on the same prompts and seeds. Attacks: success rate\n"
             f"with clean prompts that show the concept included, {board['attack']['n']} prompts a training seed. Sorted by the larger of concept share and attack success, plus what is no longer retained.\n"
-            "Ranks: the median with 95 % of what 4,000 draws of all counts at once give (1 is best); loss: the larger of concept share and attack success,\n"
+            f"Ranks: the median with 95 % of what {ranks.DRAWS:,} draws of all counts at once give (1 is best); loss: the larger of concept share and attack success,\n"
             "plus what is lost. Beaten by: methods that are surely better in one column and surely worse in none. Hollow marks: another is at least as\n"
             "good in both. Seconds: of the training process on one core, whatever ran beside it; of earlier runs by the clock.\n"
             "Memory: the process's peak in three steps above what it held before them, in a process of its own. Steps have 16 examples a side.",
