@@ -139,8 +139,6 @@ def _finish(recipe: Recipe, method: Any) -> None:
         raise ValueError(f"finish: a closed form that follows the training of a denoiser; found {found}")
     if recipe.trainable.saliency is not None:
         raise ValueError("finish rewrites all keys and values of the cross-attention, also those that trainable.saliency holds; leave out one of the two")  # fmt: skip
-    if recipe.trainable.lora is not None:
-        raise ValueError("finish rewrites keys and values of the cross-attention, which a LoRA leaves alone; train the weights themselves, or erase with the closed form in a run of its own first")  # fmt: skip
 
 
 def _memory(recipe: Recipe, method: Any) -> None:

@@ -200,10 +200,12 @@ class Job:
         return engine
 
     def finish(self, engine: Engine) -> tuple[Mapping[str, float], float]:
-        """The closed form after the training, where the recipe has one: what was done, and its seconds."""
+        """The closed form after the training, where the recipe has one: what was done, and its seconds. A LoRA is merged before
+        it, so what is written are the weights of its layers: the closed form is no LoRA of that rank."""
         if self.recipe.finish is None:
             return {}, 0.0
         try:
+            engine.eraser.absorb()
             return edits.finish(self.request, engine.eraser.trainable())
         except BaseException:
             engine.eraser.restore()

@@ -44,6 +44,37 @@ def test_it_is_the_closed_form_on_what_the_training_left(tmp_path: Path) -> None
     assert "Then, in closed form" in card
 
 
+def test_a_lora_is_merged_before_it(tmp_path: Path) -> None:
+    lora = {"trainable": {"select": "all", "lora": {"rank": 2, "conv": True}}}
+    plain = concept_eraser.erase(asked(**lora), output=tmp_path / "plain")
+    edit = {"forget": {"prompts": FORGET["prompts"], "anchor": "a green circle"}, "retain": RETAIN["prompts"], "method": "uce", "trainable": "cross_attention_kv"}  # fmt: skip
+    by_hand = concept_eraser.erase({**edit, "model": str(plain.folder)}, output=tmp_path / "edit")
+    both = concept_eraser.erase(asked(finish="uce", **lora), output=tmp_path / "both")
+    mine, theirs, edited = (load_file(run.folder / "weights.safetensors") for run in (both, plain, by_hand))
+    assert mine.keys() == theirs.keys()
+    assert 0 < len(edited) < len(mine)
+    for name, value in mine.items():
+        torch.testing.assert_close(value, edited.get(name, theirs[name]), rtol=1e-6, atol=1e-7)
+    assert (plain.folder / "lora").is_dir()
+    assert not (both.folder / "lora").exists(), "what is written is more than the factors"
+
+
+def test_a_lora_that_was_merged_can_be_taken_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A closed form that fails leaves a model in memory as it came."""
+    model = concept_eraser.load("tiny-sd")
+    before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
+
+    def fail(*_: Any) -> None:
+        raise UserError("no")
+
+    monkeypatch.setattr("concept_eraser.targets.projections.edit", fail)
+    with pytest.raises(UserError, match="no"):
+        concept_eraser.erase(asked(finish="uce", trainable={"select": "all", "lora": 2}), model=model, output=tmp_path / "run")  # fmt: skip
+    after = model.denoiser.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_a_resumed_run_is_finished_once(tmp_path: Path) -> None:
     whole = concept_eraser.erase(asked(finish="uce"), output=tmp_path / "whole")
 
@@ -67,7 +98,6 @@ def test_a_resumed_run_is_finished_once(tmp_path: Path) -> None:
             "also those that trainable.saliency holds",
         ),
         ({"finish": {"name": "uce", "lamda": 1}}, "lamda"),
-        ({"finish": "uce", "trainable": {"lora": 4}}, "which a LoRA leaves alone"),
         ({"finish": "uce", "target": "text_encoder"}, "found target: text_encoder"),
         ({"finish": "rece", "method": "uce"}, "'uce', which trains nothing"),
     ],

@@ -117,6 +117,14 @@ class Part:
         for name, parameter in self.trainable().items():
             parameter.copy_(self.originals[name] - scale * (parameter - self.originals[name]))
 
+    def absorb(self) -> None:
+        """Merge a LoRA into its layers: from now on these are what was trained, also for `restore`. Nothing without a LoRA."""
+        if self.adapter is None:
+            return
+        self.originals = {name: weight.detach().clone() for name, weight in self.adapter.base().items()}
+        self.adapter.merge()
+        self.adapter, self.selected = None, tuple(self.originals)
+
     def finish(self) -> dict[str, Tensor]:
         """End the training: the tensors that it moved, by the module's own names; a LoRA is merged into its layers."""
         return self.adapter.merge() if self.adapter else {**self.trainable(), **self.buffers()}
