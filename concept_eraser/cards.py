@@ -121,7 +121,7 @@ def header(recipe: Recipe, license: str) -> dict[str, Any]:
         "concept-eraser",
         *(spec.name for spec in (recipe.method, recipe.finish) if spec),
     ]
-    if recipe.trainable.lora is not None:
+    if recipe.trainable.lora is not None and recipe.finish is None:  # a closed form after it writes whole weights
         found["tags"].append("lora")
     return found
 

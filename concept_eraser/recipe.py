@@ -55,7 +55,7 @@ class Recipe(Strict):
     histogram: Histogram | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
     watch: Watch | None = Field(None, description="look at the concept's share while training")
     method: MethodSpec = MethodSpec()
-    finish: MethodSpec | None = Field(None, description="after the training, a closed form on the same prompts and anchors: uce, rece or mace-cfr")  # fmt: skip
+    finish: MethodSpec | None = Field(None, description="after the training, a closed form on the same prompts and anchors: uce, rece or mace-cfr; a LoRA is merged before it, and whole weights are written")  # fmt: skip
     trainable: Trainable = Trainable()
     training: Training = Training()
     generation: Generation = Generation()

@@ -57,6 +57,8 @@ def test_a_lora_is_merged_before_it(tmp_path: Path) -> None:
         torch.testing.assert_close(value, edited.get(name, theirs[name]), rtol=1e-6, atol=1e-7)
     assert (plain.folder / "lora").is_dir()
     assert not (both.folder / "lora").exists(), "what is written is more than the factors"
+    assert "- lora" in cards.card(plain.folder)
+    assert "- lora" not in cards.card(both.folder)
 
 
 def test_a_lora_that_was_merged_can_be_taken_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
