@@ -17,6 +17,7 @@ from concept_eraser.errors import Interrupted
 FORGET = {"prompts": ["a red star", "a blue star"], "loss": "anchor", "anchor": {"shape": "circle"}, "n": 4}
 RETAIN = {"prompts": ["a red heart", "a blue house"], "loss": "distill", "n": 4}
 QUICK = {"training": {"steps": 2, "batch_size": 2, "lr": 1e-3, "save_every": 1, "device": "cpu"}, "generation": {"steps": 2, "batch_size": 4}}  # fmt: skip
+EDIT = {"forget": {"prompts": FORGET["prompts"], "anchor": "a green circle"}, "retain": RETAIN["prompts"], "method": "uce", "trainable": "cross_attention_kv"}  # fmt: skip
 
 
 def asked(**changes: Any) -> dict[str, Any]:
@@ -26,8 +27,7 @@ def asked(**changes: Any) -> dict[str, Any]:
 
 def test_it_is_the_closed_form_on_what_the_training_left(tmp_path: Path) -> None:
     plain = concept_eraser.erase(asked(), output=tmp_path / "plain")
-    edit = {"forget": {"prompts": FORGET["prompts"], "anchor": "a green circle"}, "retain": RETAIN["prompts"], "method": "uce", "trainable": "cross_attention_kv"}  # fmt: skip
-    by_hand = concept_eraser.erase({**edit, "model": str(plain.folder)}, output=tmp_path / "edit")
+    by_hand = concept_eraser.erase({**EDIT, "model": str(plain.folder)}, output=tmp_path / "edit")
     both = concept_eraser.erase(asked(finish="uce"), output=tmp_path / "both")
     mine, theirs = load_file(both.folder / "weights.safetensors"), load_file(plain.folder / "weights.safetensors")
     assert mine.keys() == theirs.keys()
@@ -47,8 +47,7 @@ def test_it_is_the_closed_form_on_what_the_training_left(tmp_path: Path) -> None
 def test_a_lora_is_merged_before_it(tmp_path: Path) -> None:
     lora = {"trainable": {"select": "all", "lora": {"rank": 2, "conv": True}}}
     plain = concept_eraser.erase(asked(**lora), output=tmp_path / "plain")
-    edit = {"forget": {"prompts": FORGET["prompts"], "anchor": "a green circle"}, "retain": RETAIN["prompts"], "method": "uce", "trainable": "cross_attention_kv"}  # fmt: skip
-    by_hand = concept_eraser.erase({**edit, "model": str(plain.folder)}, output=tmp_path / "edit")
+    by_hand = concept_eraser.erase({**EDIT, "model": str(plain.folder)}, output=tmp_path / "edit")
     both = concept_eraser.erase(asked(finish="uce", **lora), output=tmp_path / "both")
     mine, theirs, edited = (load_file(run.folder / "weights.safetensors") for run in (both, plain, by_hand))
     assert mine.keys() == theirs.keys()

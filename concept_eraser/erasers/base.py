@@ -121,9 +121,10 @@ class Part:
         """Merge a LoRA into its layers: from now on these are what was trained, also for `restore`. Nothing without a LoRA."""
         if self.adapter is None:
             return
-        self.originals = {name: weight.detach().clone() for name, weight in self.adapter.base().items()}
-        self.adapter.merge()
-        self.adapter, self.selected = None, tuple(self.originals)
+        adapter, self.adapter = self.adapter, None  # first, so that a merge that is interrupted can be taken back too
+        self.originals = {name: weight.detach().to("cpu", copy=True) for name, weight in adapter.base().items()}
+        self.selected = tuple(self.originals)
+        adapter.merge()
 
     def finish(self) -> dict[str, Tensor]:
         """End the training: the tensors that it moved, by the module's own names; a LoRA is merged into its layers."""
