@@ -121,10 +121,10 @@ class Part:
         """Merge a LoRA into its layers: from now on these are what was trained, also for `restore`. Nothing without a LoRA."""
         if self.adapter is None:
             return
-        adapter, self.adapter = self.adapter, None  # first, so that a merge that is interrupted can be taken back too
-        self.originals = {name: weight.detach().to("cpu", copy=True) for name, weight in adapter.base().items()}
-        self.selected = tuple(self.originals)
-        adapter.merge()
+        adapter, kept = self.adapter, {name: weight.detach().to("cpu", copy=True) for name, weight in self.adapter.base().items()}  # fmt: skip
+        adapter.remove()
+        self.adapter, self.originals, self.selected = None, kept, tuple(kept)
+        adapter.merge()  # last: what `restore` takes back may be a part of it
 
     def finish(self) -> dict[str, Tensor]:
         """End the training: the tensors that it moved, by the module's own names; a LoRA is merged into its layers."""
