@@ -2,8 +2,10 @@
 
 On the bundled model it is measured against other methods, attacks included (eval/results/tiny_leaderboard.md). With an
 anchor: MUNBa's bargain between showing the anchor at noised pictures of the concept and saying what the model said
-elsewhere, on all weights, a quarter of the concept's examples without a prompt (see losses.py), and then, where the model has keys and values that are linear in the text (Stable Diffusion 1, 2,
-XL), these in closed form. Without an anchor: ESD's loss. A method that is named is run alone, and whatever is asked wins.
+elsewhere, on a LoRA of all linear layers and convolutions, a quarter of the concept's examples without a prompt (see
+losses.py). Who says which weights may move trains these themselves, and then, where the model has keys and values that are
+linear in the text (Stable Diffusion 1, 2, XL), these in closed form; a LoRA is better off without (tiny_default.md). Without an
+anchor: ESD's loss. A method that is named is run alone, and whatever is asked wins.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from concept_eraser import recipe as recipes
 
 FINISH = "uce"
 BUNDLED = ("training.steps=100", "training.decay=linear", "generation.steps=12", "generation.batch_size=64", "generation.precision=bf16")  # fmt: skip
-RATE, CAREFUL = "training.lr=8e-4", "training.lr=1e-4"  # the board's choice for this recipe; of any other
-OTHERS = ("training.lr=1e-5",)  # MUNBa and ESD on Stable Diffusion 1.4; not measured here
+LORA = {"rank": 64, "conv": True}
+# learning rates on the bundled model: the board's choice on a LoRA and on all weights; of any other recipe
+LORA_RATE, RATE, CAREFUL = 2e-3, 8e-4, 1e-4
+# on other models, not measured here: MUNBa and ESD on Stable Diffusion 1.4; what LoRAs on it are usually trained at
+OTHERS, LORA_OTHERS = 1e-5, 1e-4
 EMPTY = 0.25  # the board's recipe
 ALONE = ("saliency", "reinitialise", "negate")  # what is trained so is not rewritten afterwards
 
@@ -35,11 +40,15 @@ def completed(asked: Sequence[str]) -> list[str]:
         return [*([] if trainable else ["trainable.select=cross_attention_kv"]), *asked]
     concepts = _concepts(given.get("forget"))
     anchored = any("anchor" in one for one in concepts.values())
-    rate = RATE if anchored and "method" not in given else CAREFUL
-    before = [*BUNDLED, rate] if given.get("model", "tiny-sd") == "tiny-sd" else list(OTHERS)
     after = [
         f"{key}.loss={'anchor' if 'anchor' in one else 'esd'}" for key, one in concepts.items() if "loss" not in one
     ]
+    lora = _lora(given, concepts)
+    if lora is not None:
+        after.append(f"trainable.lora={json.dumps(lora)}")
+    rate = CAREFUL if "method" in given or not anchored else LORA_RATE if lora is not None else RATE
+    tiny = given.get("model", "tiny-sd") == "tiny-sd"
+    before = [*BUNDLED, f"training.lr={rate}"] if tiny else [f"training.lr={OTHERS if lora is None else LORA_OTHERS}"]
     if anchored and retain and not _says(retain, "loss"):
         after.append("retain.loss=distill")
     if isinstance(given.get("finish"), dict) and "name" not in given["finish"]:
@@ -54,6 +63,17 @@ def completed(asked: Sequence[str]) -> list[str]:
     if "finish" in given or any(_says(trainable, key) for key in ALONE):
         return found
     return [*found, f"finish={FINISH}"] if finishes(whole, family) else found
+
+
+def _lora(given: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The LoRA of the default recipe, as far as its settings are left open; None where other weights or another recipe are asked for."""
+    trainable = given.get("trainable", {})
+    anchored = all("anchor" in one and one.get("loss", "anchor") == "anchor" for one in concepts.values())
+    open_ = isinstance(trainable, dict) and trainable.keys() <= {"lora"} and trainable.get("lora", {}) is not None
+    if "method" in given or given.get("target", "denoiser") != "denoiser" or not anchored or not open_:
+        return None
+    asked = trainable.get("lora", {})
+    return {**LORA, **(asked if isinstance(asked, dict) else {"rank": asked})}
 
 
 def _concepts(forget: Any) -> dict[str, dict[str, Any]]:
@@ -99,8 +119,9 @@ def family_of(source: str) -> str | None:
 
 
 def holds(recipe: recipes.Recipe, family: str | None) -> list[bool]:
-    """Of each concept, whether its examples should hold what guidance subtracts: where all weights learn, and it subtracts."""
-    learns = recipe.target == "denoiser" and recipe.trainable.select == "all" and recipe.trainable.lora is None
+    """Of each concept, whether its examples should hold what guidance subtracts: where all layers learn, and it subtracts."""
+    trained = recipe.trainable
+    learns = recipe.target == "denoiser" and trained.select == "all" and (trained.lora is None or trained.lora.conv)
     held = [side.loss == "anchor" and side.images != "free" and side.teacher == "frozen" for side in recipe.forgotten]
     return [learns and family != "flux" and one for one in held]
 

@@ -34,14 +34,42 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., recipe.Recipe]:
 
 def test_the_default_is_the_recipe_that_is_measured(resolved) -> None:
     """All that decides about the weights; only the seed of the training and the recipe's own words may differ."""
-    mine, measured = resolved(*FLAGS).resolved(), recipe.load("tiny_star_munba_uce").resolved()
+    mine, measured = resolved(*FLAGS).resolved(), recipe.load("tiny_star_munba_lora").resolved()
     assert mine == measured
+
+
+def test_all_weights_then_the_closed_form_is_one_word_away(resolved) -> None:
+    mine, measured = resolved(*FLAGS, "--select", "all").resolved(), recipe.load("tiny_star_munba_uce").resolved()
+    assert mine == measured
+    assert resolved(*FLAGS, "trainable.lora=null").resolved() == measured
+
+
+def test_a_lora_where_it_is_measured_and_with_what_is_asked_of_it(resolved) -> None:
+    default = {"rank": 64, "alpha": 64.0, "conv": True}
+    for more, expected in {
+        (): default,
+        ("--lora", "16"): {"rank": 16, "alpha": 16.0, "conv": True},
+        ("trainable.lora=16",): {"rank": 16, "alpha": 16.0, "conv": True},
+        ("trainable.lora.conv=false",): {**default, "conv": False},
+        ("trainable.lora.alpha=1",): {**default, "alpha": 1.0},
+        ("finish=uce",): default,
+        ("forget.images=free",): default,
+        ("--select", "cross_attention", "--lora", "4"): {"rank": 4, "alpha": 4.0, "conv": False},
+        ("--select", "cross_attention"): None,
+        ("--method", "weighted"): None,
+        ("--loss", "esd"): None,
+        ("trainable.saliency=0.5",): None,
+        ("target=text_encoder",): None,
+    }.items():
+        assert resolved(*FLAGS, *more).resolved()["trainable"].get("lora") == expected, more
 
 
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
+        ((), None),
         (("--lora", "4"), None),
+        (("--select", "all"), "uce"),
         (("--select", "cross_attention"), "uce"),
         (("--select", "all_but_cross_attention"), None),
         (("--loss", "esd"), None),
@@ -75,7 +103,10 @@ def test_what_guidance_subtracts_is_held_where_it_is_measured(resolved) -> None:
         ("--method", "weighted"): 0.0,
         ("target=text_encoder",): 0.0,
         ("--select", "cross_attention"): 0.0,
-        ("--lora", "4"): 0.0,
+        ("--select", "all"): 0.25,
+        ("--lora", "4"): 0.25,
+        ("trainable.lora.conv=false",): 0.0,
+        ("--select", "all", "--lora", "4"): 0.0,
         ("forget.images=free",): 0.0,
         ("forget.teacher=current",): 0.0,
         ("model=black-forest-labs/FLUX.1-dev",): 0.0,
@@ -103,7 +134,7 @@ def test_without_an_anchor_it_is_esd(resolved) -> None:
 def test_several_concepts_have_the_default_each(resolved) -> None:
     found = resolved("--forget", "tiny_star", "--anchor", "shape=circle", "--forget", "tiny_moon", "--anchor", "shape=cross", "--retain", "tiny_five_rest")  # fmt: skip
     assert [(side.loss, side.empty_prompts) for side in found.forgotten] == [("anchor", 0.25), ("anchor", 0.25)]
-    assert found.finish.name == "uce"  # type: ignore[union-attr]
+    assert found.trainable.lora.rank == 64  # type: ignore[union-attr]
 
 
 def test_a_models_family_is_read_from_its_folder(tmp_path: Path) -> None:
@@ -137,7 +168,8 @@ def test_however_it_is_written_it_means_the_same(flags: tuple[str, ...], resolve
 
 def test_a_model_given_as_an_override_is_not_the_bundled_one(resolved, tmp_path: Path) -> None:
     for way in (("--model", str(tmp_path)), (f"model={tmp_path}",)):
-        assert resolved(*FLAGS, *way).training.lr == 1e-5
+        assert resolved(*FLAGS, *way).training.lr == 1e-4
+        assert resolved(*FLAGS, *way, "--select", "all").training.lr == 1e-5
 
 
 def test_a_model_in_the_hubs_cache_tells_its_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +198,7 @@ def test_a_damaged_index_tells_no_family(tmp_path: Path) -> None:
 def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
     asked = ["model=runwayml/some", "forget=tiny_star", "forget.anchor=a circle", "retain=tiny_rest"]
     found = defaults.completed(asked)
-    assert "training.lr=1e-5" in found
+    assert "training.lr=0.0001" in found
     assert not any(one.startswith("generation") for one in found)
 
 
@@ -191,7 +223,8 @@ def test_a_run_has_a_folder_of_its_own(recipe_: str | dict, changes: list[str], 
 @pytest.mark.parametrize(
     ("flags", "rate"),
     [
-        (FLAGS, 8e-4),
+        (FLAGS, 2e-3),
+        ((*FLAGS, "--select", "all"), 8e-4),
         ((*FLAGS[:2], *FLAGS[4:]), 1e-4),  # no anchor: ESD's loss
         ((*FLAGS, "--method", "weighted"), 1e-4),  # no bargain
         ((*FLAGS, "--lr", "3e-5"), 3e-5),
