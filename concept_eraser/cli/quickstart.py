@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-RECIPE = "tiny_star_munba_uce"
+RECIPE = "tiny_star_munba_lora"
 PAIRS = 12  # pictures of a row of before_after.png
 
 

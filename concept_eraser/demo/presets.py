@@ -23,7 +23,8 @@ KINDS = ("forget", "synonym", "neighbour", "retain")
 MOST = 24  # prompts of a kind that are offered
 METHODS = {  # what the form calls it -> the shipped recipe whose method, losses and measured rate are taken
     "MUNBa: Nash bargaining": "tiny_star_munba",
-    "MUNBa, then UCE (what erase does without a recipe)": "tiny_star_munba_uce",
+    "MUNBa on a LoRA (what erase does without a recipe)": "tiny_star_munba_lora",
+    "MUNBa on all weights, then UCE": "tiny_star_munba_uce",
     "Plain sum of the two losses": "tiny_star_sum",
     "PCGrad": "tiny_star_pcgrad",
     "UNO, with an anchor": "tiny_star_uno_anchor",
