@@ -23,6 +23,8 @@ Any setting can be changed by key.path=value.
 
   concept-eraser erase --model ./my-sd15 --forget my_forget.txt --anchor "a person" --retain my_retain.txt
 
+  concept-eraser erase --forget tiny_star --anchor shape=circle --retain tiny_rest --select all    (all weights, then a closed form: harder to bring back)
+
   concept-eraser erase --forget tiny_star --anchor shape=circle --forget tiny_moon --anchor shape=cross --retain tiny_five_rest
 
   concept-eraser erase tiny_star_munba --resume      (go on after Ctrl-C or a crash)
@@ -40,8 +42,8 @@ def erase(
     anchor: Annotated[Optional[list[str]], typer.Option(help="what to show instead: 'a person', 'a {color} circle', or shape=circle; for several concepts one for all, or one each")] = None,
     loss: Annotated[Optional[str], typer.Option(help="forget loss: anchor, esd, ascent, relabel, distill")] = None,
     method: Annotated[Optional[str], typer.Option(help="see `concept-eraser list methods`")] = None,
-    select: Annotated[Optional[str], typer.Option(help="which weights may move, e.g. all, cross_attention")] = None,
-    lora: Annotated[Optional[int], typer.Option(metavar="RANK", help="train a LoRA of this rank on them instead")] = None,
+    select: Annotated[Optional[str], typer.Option(help="train these weights themselves, e.g. all, cross_attention; with --lora, a LoRA of their layers")] = None,
+    lora: Annotated[Optional[int], typer.Option(metavar="RANK", help="train a LoRA of this rank (without a recipe, where there is an anchor: 64)")] = None,
     steps: Annotated[Optional[int], typer.Option(help="training steps")] = None,
     lr: Annotated[Optional[float], typer.Option(help="learning rate")] = None,
     seed: Annotated[Optional[int], typer.Option(help="training seed")] = None,
