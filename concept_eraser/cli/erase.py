@@ -145,7 +145,8 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
         return
     again = "" if done.model else " (finished before; --overwrite does it again)"
     typer.echo(f"erased in {done.seconds:.0f} s of training{again}; run folder: {folder}")
-    loads = f"    (or load it: StableDiffusionPipeline.from_pretrained('{folder / 'pipeline'}'))"
+    alone = f"; the LoRA alone: {folder / 'lora'}" if (folder / "lora").is_dir() else ""
+    loads = f"    (or load it: DiffusionPipeline.from_pretrained('{folder / 'pipeline'}'){alone})"
     whole = loads if (folder / "pipeline").is_dir() else f"    (the whole model: {folder / 'model'})"
     typer.echo(f"next: concept-eraser evaluate {folder}{whole}")
 
