@@ -23,6 +23,9 @@ def concepts(value: list[Any]) -> Any:
             raise ValueError(f"a list of texts is one concept's prompts, and these are names of prompt sets; for one concept each write [{wanted}]")  # fmt: skip
         return {"prompts": value}
     sides = [{"prompts": item} if isinstance(item, str | list) else item for item in value]
+    for item in sides:
+        if not isinstance(item, dict):
+            raise ValueError(f"{item!r} is neither a text nor a mapping such as {{prompts: NAME}}")
     return sides[0] if len(sides) == 1 else sides
 
 

@@ -3,9 +3,10 @@
 On the bundled model it is measured against other methods, attacks included (eval/results/tiny_leaderboard.md). With an
 anchor: MUNBa's bargain between showing the anchor at noised pictures of the concept and saying what the model said
 elsewhere, on a LoRA of all linear layers and convolutions, a quarter of the concept's examples without a prompt (see
-losses.py). Who says which weights may move trains these themselves, and then, where the model has keys and values that are
-linear in the text (Stable Diffusion 1, 2, XL), these in closed form; a LoRA is better off without (tiny_default.md). Without an
-anchor: ESD's loss. A method that is named is run alone, and whatever is asked wins.
+losses.py). Who selects weights trains these themselves, and then, where the model has keys and values that are linear in
+the text (Stable Diffusion 1, 2, XL), these in closed form; behind a LoRA that does not help (tiny_ablation.md). Where only
+some concepts have an anchor all weights are trained, without the closed form; where none has, by ESD's loss. A method that
+is named is run alone, and whatever is asked wins.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def completed(asked: Sequence[str]) -> list[str]:
     lora = _lora(given, concepts)
     if lora is not None:
         after.append(f"trainable.lora={json.dumps(lora)}")
-    rate = CAREFUL if "method" in given or not anchored else LORA_RATE if lora is not None else RATE
+    low = lora is not None or (isinstance(trainable, dict) and not _off(trainable.get("lora")))
+    rate = CAREFUL if "method" in given or not anchored else LORA_RATE if low else RATE
     tiny = given.get("model", "tiny-sd") == "tiny-sd"
-    before = [*BUNDLED, f"training.lr={rate}"] if tiny else [f"training.lr={OTHERS if lora is None else LORA_OTHERS}"]
+    before = [*BUNDLED, f"training.lr={rate}"] if tiny else [f"training.lr={LORA_OTHERS if low else OTHERS}"]
     if anchored and retain and not _says(retain, "loss"):
         after.append("retain.loss=distill")
     if isinstance(given.get("finish"), dict) and "name" not in given["finish"]:
@@ -66,14 +68,25 @@ def completed(asked: Sequence[str]) -> list[str]:
 
 
 def _lora(given: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The LoRA of the default recipe, as far as its settings are left open; None where other weights or another recipe are asked for."""
+    """The LoRA of the default recipe, as far as its settings are left open; None where other weights or another recipe are asked
+    for, where a concept has no anchor, and with elastic weights, which a LoRA has none of."""
     trainable = given.get("trainable", {})
-    anchored = all("anchor" in one and one.get("loss", "anchor") == "anchor" for one in concepts.values())
-    open_ = isinstance(trainable, dict) and trainable.keys() <= {"lora"} and trainable.get("lora", {}) is not None
-    if "method" in given or given.get("target", "denoiser") != "denoiser" or not anchored or not open_:
+    every = all("anchor" in one and one.get("loss", "anchor") == "anchor" for one in concepts.values())
+    elastic = _says(given.get("retain"), "elastic") or any("elastic" in one for one in concepts.values())
+    if "method" in given or given.get("target", "denoiser") != "denoiser" or not every or elastic:
+        return None
+    if not isinstance(trainable, dict) or any(key in trainable for key in ALONE):
         return None
     asked = trainable.get("lora", {})
-    return {**LORA, **(asked if isinstance(asked, dict) else {"rank": asked})}
+    others = "select" in trainable and not (trainable["select"] == "all" and "lora" in trainable)
+    if others or _off(asked):
+        return None
+    return {**LORA, **(asked if isinstance(asked, dict) else {} if asked is True else {"rank": asked})}
+
+
+def _off(lora: Any) -> bool:
+    """Whether this asks for no LoRA, as sections.Trainable reads it."""
+    return lora is None or lora is False or lora == "none"
 
 
 def _concepts(forget: Any) -> dict[str, dict[str, Any]]:

@@ -222,6 +222,12 @@ class Trainable(Strict):
     negate: float | None = Field(None, gt=0, description="after training on the concept, turn round what it did: W becomes W - this x (trained W - W) (task arithmetic)")  # fmt: skip
     reinitialise: float | None = Field(None, gt=0, lt=1, description="before training, this share of the selected weights is drawn anew: those with the largest |gradient x weight| of the forget loss (Scissorhands: 0.1 or 0.9)")  # fmt: skip
 
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _on_or_off(cls, value: Any) -> Any:
+        """`lora: none` and `false` are none, `true` one with the usual settings."""
+        return None if value is False or value == "none" else {} if value is True else value
+
     @field_validator("select")
     @classmethod
     def _known_selection(cls, value: str) -> str:

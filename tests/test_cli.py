@@ -120,6 +120,9 @@ def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
     assert "2/2" in erased.stderr, "progress is shown"
     folder = next((tmp_path / "runs").iterdir())
     assert f"(or load it: DiffusionPipeline.from_pretrained('runs/{folder.name}/pipeline'))" in erased.stdout
+    low = cli("erase", "mine.yaml", "training.steps=1", "trainable.lora=2", "-o", "runs/low")
+    assert "; the LoRA alone: runs/low/lora)" in low.stdout
+    assert (tmp_path / "runs" / "low" / "lora").is_dir()
     suite = {"concept": {"shape": "star"}, "sampling": {"steps": 2}, "groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 4}, "retained": {"prompts": "tiny_rest", "role": "retain", "n": 4}}}  # fmt: skip
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
     measured = cli("evaluate", str(folder), "--suite", "suite.yaml")

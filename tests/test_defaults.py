@@ -33,7 +33,6 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., recipe.Recipe]:
 
 
 def test_the_default_is_the_recipe_that_is_measured(resolved) -> None:
-    """All that decides about the weights; only the seed of the training and the recipe's own words may differ."""
     mine, measured = resolved(*FLAGS).resolved(), recipe.load("tiny_star_munba_lora").resolved()
     assert mine == measured
 
@@ -55,6 +54,14 @@ def test_a_lora_where_it_is_measured_and_with_what_is_asked_of_it(resolved) -> N
         ("finish=uce",): default,
         ("forget.images=free",): default,
         ("--select", "cross_attention", "--lora", "4"): {"rank": 4, "alpha": 4.0, "conv": False},
+        ("--select", "all", "--lora", "64"): default,
+        ("trainable={select: all, lora: {rank: 64, conv: true}}",): default,
+        ("trainable.lora=true",): default,
+        ("trainable.batchnorm=frozen",): default,
+        ("trainable.lora=none",): None,
+        ("trainable.lora=false",): None,
+        ("retain.elastic={weight: 1.0}",): None,
+        ("trainable.reinitialise=0.1",): None,
         ("--select", "cross_attention"): None,
         ("--method", "weighted"): None,
         ("--loss", "esd"): None,
@@ -106,7 +113,8 @@ def test_what_guidance_subtracts_is_held_where_it_is_measured(resolved) -> None:
         ("--select", "all"): 0.25,
         ("--lora", "4"): 0.25,
         ("trainable.lora.conv=false",): 0.0,
-        ("--select", "all", "--lora", "4"): 0.0,
+        ("--select", "all", "--lora", "4"): 0.25,
+        ("--select", "cross_attention", "--lora", "4"): 0.0,
         ("forget.images=free",): 0.0,
         ("forget.teacher=current",): 0.0,
         ("model=black-forest-labs/FLUX.1-dev",): 0.0,
@@ -129,6 +137,18 @@ def test_what_one_concept_says_is_of_that_one(resolved) -> None:
 def test_without_an_anchor_it_is_esd(resolved) -> None:
     found = resolved("--forget", "tiny_star", "--retain", "tiny_rest")
     assert (found.forgotten[0].loss, found.finish) == ("esd", None)
+
+
+def test_where_only_some_concepts_have_an_anchor_all_weights_are_trained(resolved) -> None:
+    mixed = (
+        "forget=[{prompts: tiny_star, anchor: {shape: circle}}, {prompts: tiny_moon}]",
+        "retain=tiny_five_rest",
+        "--forget",
+        "tiny_star",
+    )
+    for asked in ((*mixed[2:], *mixed[:2]), ("--forget", "tiny_star", "--forget", "tiny_moon", "--anchor", "a circle", "--retain", "tiny_five_rest", "forget.2.loss=esd")):  # fmt: skip
+        found = resolved(*asked)
+        assert (found.trainable.select, found.trainable.lora, found.finish) == ("all", None, None)
 
 
 def test_several_concepts_have_the_default_each(resolved) -> None:
@@ -198,7 +218,7 @@ def test_a_damaged_index_tells_no_family(tmp_path: Path) -> None:
 def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
     asked = ["model=runwayml/some", "forget=tiny_star", "forget.anchor=a circle", "retain=tiny_rest"]
     found = defaults.completed(asked)
-    assert "training.lr=0.0001" in found
+    assert f"training.lr={defaults.LORA_OTHERS}" in found
     assert not any(one.startswith("generation") for one in found)
 
 
@@ -225,6 +245,10 @@ def test_a_run_has_a_folder_of_its_own(recipe_: str | dict, changes: list[str], 
     [
         (FLAGS, 2e-3),
         ((*FLAGS, "--select", "all"), 8e-4),
+        ((*FLAGS, "--select", "cross_attention", "--lora", "4"), 2e-3),
+        ((*FLAGS, "--model", "nobody/some", "--select", "cross_attention", "--lora", "4"), 1e-4),
+        ((*FLAGS, "--model", "nobody/some", "--method", "weighted"), 1e-5),
+        ((*FLAGS[:2], *FLAGS[4:], "--lora", "4"), 1e-4),
         ((*FLAGS[:2], *FLAGS[4:]), 1e-4),  # no anchor: ESD's loss
         ((*FLAGS, "--method", "weighted"), 1e-4),  # no bargain
         ((*FLAGS, "--lr", "3e-5"), 3e-5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from concept_eraser import recipe
+from concept_eraser.cli import quickstart
 from tests.conftest import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
@@ -69,3 +71,8 @@ def test_a_second_make_does_not_install_again() -> None:
     assert planned.returncode == 0
     assert "pip" not in planned.stdout
     assert "concept-eraser quickstart" in planned.stdout
+
+
+def test_what_the_readme_printed_is_of_the_recipe_that_quickstart_runs() -> None:
+    facts = json.loads((ROOT / "eval" / "results" / "quickstart.json").read_text())
+    assert facts["recipe"] == quickstart.RECIPE

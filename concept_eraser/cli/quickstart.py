@@ -49,7 +49,7 @@ def quickstart(
     seconds = {"erasing": erased - began, "training": run.seconds, "measuring": measured - erased}
     if os.environ.get("INSTALL_SECONDS", "").isdigit():  # make tells
         seconds["installing"] = float(os.environ["INSTALL_SECONDS"])
-    facts = {"verdict": verdict(found), "seconds": seconds, "evaluation": found.as_dict()}
+    facts = {"recipe": RECIPE, "verdict": verdict(found), "seconds": seconds, "evaluation": found.as_dict()}
     write_text(output / "quickstart.json", dumps(facts))
     summarise(found)
     typer.echo(f"\nerasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s), measuring {seconds['measuring']:.0f} s" + (f"; installing took {seconds['installing']:.0f} s, once" if "installing" in seconds else ""))  # fmt: skip

@@ -125,7 +125,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
         with gr.Column(scale=2, min_width=280):
             concept = gr.Dropdown(presets.concepts(), value="shape: star", label="Forget", elem_id="concept")
             anchor = gr.Dropdown(presets.other_values("shape: star"), value="circle", label="Show instead", allow_custom_value=True, elem_id="anchor")  # fmt: skip
-            method = gr.Dropdown(list(presets.METHODS), value=Form.method, label="Method", info="losses and learning rate are those of the shipped recipe of that name", elem_id="method")  # fmt: skip
+            method = gr.Dropdown(list(presets.METHODS), value=Form.method, label="Method", info="losses, weights that move and learning rate are those of the shipped recipe of that name", elem_id="method")  # fmt: skip
             steps = gr.Slider(5, 500, STEPS, step=5, label="Training steps", elem_id="train-steps")
             with gr.Accordion("Size, seed, name", open=False):
                 size = gr.Slider(4, 400, PICTURES, step=4, label="Pictures a side", info="the model draws them itself before the training", elem_id="train-pictures")  # fmt: skip

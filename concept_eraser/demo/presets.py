@@ -21,7 +21,7 @@ from concept_eraser.tiny import painter
 WORLD: Mapping[str, Sequence[str]] = {"shape": painter.SHAPES, "color": painter.COLORS, "style": painter.STYLES}
 KINDS = ("forget", "synonym", "neighbour", "retain")
 MOST = 24  # prompts of a kind that are offered
-METHODS = {  # what the form calls it -> the shipped recipe whose method, losses and measured rate are taken
+METHODS = {  # what the form calls it -> the shipped recipe that is taken, but for prompts, steps and sizes
     "MUNBa: Nash bargaining": "tiny_star_munba",
     "MUNBa on a LoRA (what erase does without a recipe)": "tiny_star_munba_lora",
     "MUNBa on all weights, then UCE": "tiny_star_munba_uce",
