@@ -18,7 +18,6 @@ from typing import Any
 
 from concept_eraser import changes, places, registry
 from concept_eraser import recipe as recipes
-from concept_eraser.sections import no_lora
 
 FINISH = "uce"
 BUNDLED = ("training.steps=100", "training.decay=linear", "generation.steps=12", "generation.batch_size=64", "generation.precision=bf16")  # fmt: skip
@@ -48,7 +47,7 @@ def completed(asked: Sequence[str]) -> list[str]:
     lora = _lora(given, concepts)
     if lora is not None:
         after.append(f"trainable.lora={json.dumps(lora)}")
-    low = lora is not None or (isinstance(trainable, dict) and not no_lora(trainable.get("lora")))
+    low = lora is not None or (isinstance(trainable, dict) and not _off(trainable.get("lora")))
     rate = CAREFUL if "method" in given or not anchored else LORA_RATE if low else RATE
     tiny = given.get("model", "tiny-sd") == "tiny-sd"
     before = [*BUNDLED, f"training.lr={rate}"] if tiny else [f"training.lr={LORA_OTHERS if low else OTHERS}"]
@@ -80,9 +79,14 @@ def _lora(given: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict[st
         return None
     asked = trainable.get("lora", {})
     others = "select" in trainable and not (trainable["select"] == "all" and "lora" in trainable)
-    if others or no_lora(asked):
+    if others or _off(asked):
         return None
     return {**LORA, **(asked if isinstance(asked, dict) else {} if asked is True else {"rank": asked})}
+
+
+def _off(lora: Any) -> bool:
+    """Whether this asks for no LoRA, as sections.Trainable reads it."""
+    return lora is None or lora is False or lora == "none"
 
 
 def _concepts(forget: Any) -> dict[str, dict[str, Any]]:

@@ -196,11 +196,6 @@ class MethodSpec(BaseModel):
         return dict(self.model_extra or {})
 
 
-def no_lora(value: Any) -> bool:
-    """Whether a recipe's `lora` asks for none."""
-    return value is None or value is False or value == "none"
-
-
 class Lora(Strict):
     """Low-rank factors in place of the weights: W + alpha / rank x up down."""
 
@@ -231,7 +226,7 @@ class Trainable(Strict):
     @classmethod
     def _on_or_off(cls, value: Any) -> Any:
         """`lora: none` and `false` are none, `true` one with the usual settings."""
-        return None if no_lora(value) else {} if value is True else value
+        return None if value is False or value == "none" else {} if value is True else value
 
     @field_validator("select")
     @classmethod
