@@ -161,6 +161,15 @@ def test_a_safeguard_is_a_victim_without_training() -> None:
     assert (model, how["guard"]) == ("tiny-sd", "sld-max:blue")
 
 
+def test_a_safeguard_is_measured_at_the_setting_that_the_first_task_chose(tmp_path: Path) -> None:
+    study = leaderboard.expanded(BOARD)
+    with pytest.raises(SystemExit, match="star_sld_seed0"):
+        leaderboard.guard_of(study, "blue_sld", "judge", tmp_path, tmp_path)
+    chosen = {"grid": [{"point": {"guard": "sld-weak:star"}, "score": 0.5}], "point": {"guard": "sld-weak:star"}}
+    (tmp_path / "star_sld_seed0.json").write_text(json.dumps(chosen))
+    assert leaderboard.guard_of(study, "blue_sld", "judge", tmp_path, tmp_path) == (chosen["grid"], "sld-weak:blue")
+
+
 def test_as_many_steps_as_the_budget_of_seconds_holds() -> None:
     assert leaderboard.same_time(100, 40.0, 80.0) == 200
     assert leaderboard.same_time(100, 240.0, 80.0) == 33
@@ -259,16 +268,19 @@ def test_a_result_of_a_setting_that_is_no_longer_reported_is_not_taken_for_it(tm
 
 
 def test_the_memory_of_three_steps_is_told_above_what_was_there(tmp_path: Path) -> None:
-    """All weights with their gradients and moments take more than a twentieth of them does."""
+    """All weights with their gradients and moments take more than a twentieth of them does; a mask that is made of all
+    gradients before the first step, and frees them, does not make the steps small."""
     sizes = {}
-    for select in ("cross_attention", "all"):
-        asked, told = tmp_path / f"{select}.json", tmp_path / f"{select}_told.json"
-        asked.write_text(json.dumps(recipe.load("tiny_star_munba", [f"trainable.select={select}"]).resolved()))
+    for name, settings in {"cross_attention": {}, "all": {}, "masked": {"select": "all", "saliency": 0.5}}.items():
+        asked, told = tmp_path / f"{name}.json", tmp_path / f"{name}_told.json"
+        chosen = [f"trainable.{key}={value}" for key, value in ({"select": name} | settings).items()]
+        asked.write_text(json.dumps(recipe.load("tiny_star_munba", chosen).resolved()))
         subprocess.run([sys.executable, "-m", "tools.footprint", str(asked), str(told)], check=True, cwd=ROOT)
-        sizes[select] = json.loads(told.read_text())
+        sizes[name] = json.loads(told.read_text())
     assert sizes["cross_attention"]["before_mb"] > 100
     moved = 4 * 3.7e6 * 4 / 2**20  # gradients of two players and two moments, of the 3.7 million more, in MB
     assert sizes["all"]["steps_mb"] - sizes["cross_attention"]["steps_mb"] > 0.5 * moved
+    assert sizes["masked"]["steps_mb"] > 0.8 * sizes["all"]["steps_mb"]
 
 
 @pytest.fixture

@@ -37,7 +37,9 @@ def entry(board: dict[str, Any], task: str, method: str) -> dict[str, Any]:
     """A method on a task, in the words of tools/study.py. Keys that a recipe does not have are not set in it."""
     where, how = board["tasks"][task], board["methods"][method]
     if "guard" in how:
-        return {"label": how["label"], "task": task, "suite": where["suite"], "guard": [kind + ":" + where["suite"].removeprefix("tiny_") for kind in how["guard"]]}  # fmt: skip
+        guards = [kind + ":" + where["suite"].removeprefix("tiny_") for kind in how["guard"]]
+        home = {} if task == board["select"]["task"] else {"like": f"{board['select']['task']}_{method}"}
+        return {"label": how["label"], "task": task, "suite": where["suite"], "guard": guards, **home}
     recipe = recipes.load(how["recipe"], [f"{k}={json.dumps(v)}" for k, v in how.get("set", {}).items()])
     changes = dict(how.get("set", {}))
     for side, prompts in (("forget", where["forget"]), ("replace", where["forget"]), ("retain", where["retain"])):
@@ -73,12 +75,35 @@ def expanded(board: dict[str, Any]) -> dict[str, Any]:
 
 
 def guarded(study: dict[str, Any], name: str, work: Path, results: Path) -> None:
-    """Measure the original under a safeguard, the best of its settings as seen on other pictures, and write its result."""
+    """Measure the original under a safeguard, at the setting that `guard_of` chooses, and write its result."""
     path, about = results / f"{name}_seed0.json", study["entries"][name]
-    suite = runs.suite_of(study, about, study["select"]["picture_seed"])
-    judge = registry.load("judge", suite.judge)().fingerprint
-    if choosing.is_current(path, judge) and choosing.scored(study, name, json.loads(path.read_text())["grid"], judge):
+    judge = registry.load("judge", runs.suite_of(study, about, None).judge)().fingerprint
+    kept = json.loads(path.read_text()) if choosing.is_current(path, judge) else None
+    if kept and "like" not in about and choosing.scored(study, name, kept["grid"], judge):
         return
+    grid, best = guard_of(study, name, judge, work, results)
+    if kept and kept["grid"] == grid and kept["point"] == {"guard": best}:
+        return
+    found = api.evaluate(ORIGINAL, runs.suite_of(study, about, None), before=ORIGINAL, n=study["n"], guard=best)
+    run = {"seconds": 0.0, "cpu_seconds": 0.0, "trained_parameters": 0}
+    content = {"entry": name, "label": about["label"], "task": about["task"], "grid": grid, "conflict": {"steps": 0}, "recipe": {"model": ORIGINAL}, "point": {"guard": best}, "seed": 0, "run": run, "size_mb": 0.0, "evaluation": found.as_dict()}  # fmt: skip
+    results.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps(content))
+    print(f"{name}: {best}, score {runs.score(content):.3f}", flush=True)
+
+
+def guard_of(study: dict[str, Any], name: str, judge: str, work: Path, results: Path) -> tuple[list[dict[str, Any]], str]:  # fmt: skip
+    """The scored settings of a safeguard and which is the best: as seen on other pictures and under the selection's attack, or,
+    as other methods' settings are, what another task chose (`like`)."""
+    about = study["entries"][name]
+    if "like" in about:
+        other = results / f"{about['like']}_seed0.json"
+        if not other.exists():
+            raise SystemExit(f"{other.name} is not there yet, and chooses the setting; run its task first")
+        chosen = json.loads(other.read_text())
+        kind = chosen["point"]["guard"].partition(":")[0]
+        return chosen["grid"], next(guard for guard in about["guard"] if guard.startswith(f"{kind}:"))
+    suite = runs.suite_of(study, about, study["select"]["picture_seed"])
     suite = suite.model_copy(update={"groups": {k: v for k, v in suite.groups.items() if k in ("direct", "retained")}})
     grid = []
     for guard in about["guard"] if len(about["guard"]) > 1 else []:
@@ -87,12 +112,7 @@ def guarded(study: dict[str, Any], name: str, work: Path, results: Path) -> None
         fell = choosing.attacked(study, about, judge, work / name / f"select_{guard.partition(':')[0]}", victim)
         grid.append(choosing.row({"guard": guard}, [seen], [fell], choosing.scorer(study, judge)))
     best = max(grid, key=lambda row: row["score"])["point"]["guard"] if grid else about["guard"][0]
-    found = api.evaluate(ORIGINAL, runs.suite_of(study, about, None), before=ORIGINAL, n=study["n"], guard=best)
-    run = {"seconds": 0.0, "cpu_seconds": 0.0, "trained_parameters": 0}
-    content = {"entry": name, "label": about["label"], "task": about["task"], "grid": grid, "conflict": {"steps": 0}, "recipe": {"model": ORIGINAL}, "point": {"guard": best}, "seed": 0, "run": run, "size_mb": 0.0, "evaluation": found.as_dict()}  # fmt: skip
-    results.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps(content))
-    print(f"{name}: {best}, score {runs.score(content):.3f}", flush=True)
+    return grid, best
 
 
 def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
