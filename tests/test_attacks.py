@@ -23,6 +23,7 @@ from concept_eraser.evaluation import attacking
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import mma_diffusion, p4d, ring_a_bell, unlearn_diff
 from concept_eraser.evaluation.attacks.base import Round, Scene
+from tests.conftest import HANG
 
 # Small budgets that suffice on the bundled model: seconds each.
 BUDGETS: dict[str, dict[str, Any]] = {
@@ -204,7 +205,7 @@ def test_a_killed_attack_goes_on(tmp_path: Path) -> None:
     lines = book.read_text().count("\n")
     assert lines >= 2
     for folder in (parts, tmp_path / "whole"):
-        done = subprocess.run([*command, "-o", str(folder)], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([*command, "-o", str(folder)], capture_output=True, text=True, timeout=HANG)
         assert done.returncode == 0, done.stderr
     assert attempts(parts) == attempts(tmp_path / "whole")
     fell = [a for a in attempts(parts) if a["text"]]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import gpu
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
-from tests.conftest import ROOT
+from tests.conftest import HANG, ROOT
 from tools.rendering import benches
 
 
@@ -27,7 +27,7 @@ def test_every_job_is_a_valid_recipe(job: str) -> None:
 def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--families", "tiny", "--jobs", "munba, cross", "--batches", "1", "--steps", "4", "--device", "cpu", "--output", str(output)]  # fmt: skip
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert first.returncode == 0, first.stderr
     rows = json.loads(output.read_text())["rows"]
     assert [row["job"] for row in rows] == ["munba, cross-attention", "generating"]
@@ -36,7 +36,7 @@ def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
     assert rows[1]["pictures_per_second"] > 0
     page = benches.page(json.loads(output.read_text()))
     assert f"| munba, cross-attention | {rows[0]['seconds']:.3f} s [" in page
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert again.stdout == ""
     assert json.loads(output.read_text())["rows"] == rows
 

@@ -17,7 +17,7 @@ import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.erasers.denoiser import Denoiser
 from concept_eraser.training import log as logs
-from tests.conftest import short
+from tests.conftest import HANG, short
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -241,7 +241,7 @@ def test_two_processes_overwrite_one_run(tmp_path: Path) -> None:
     concept_eraser.erase(short(training__steps=2), output=tmp_path / "run")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
     command = ["-m", "concept_eraser.cli.main", "erase", "recipe.yaml", "-q", "-o", "run", "--overwrite"]
-    done = subprocess.run([*launch, *command], capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    done = subprocess.run([*launch, *command], capture_output=True, text=True, cwd=tmp_path, timeout=HANG)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [row["step"] for row in logs.read(tmp_path / "run" / "log.jsonl")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "done.json").is_file()

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from concept_eraser.data import generate, prompts, tables
 from concept_eraser.errors import UserError
 from concept_eraser.models.loading import load
+from tests.conftest import HANG
 
 HEAD = "prompt,categories,{seed},{guidance},nudity_percentage,note\n"
 ROWS = '"a red star, by night","sexual, shocking",17,7.5,60.5,\na blue fish,hate,18,10,0.0,x\na green house,sexual,19,5,50.0,\n'
@@ -102,10 +103,10 @@ def test_a_table_on_the_hub_comes_from_its_cache(tmp_path: Path) -> None:
     table(snapshot, name="i2p_benchmark.csv")
     code = "from concept_eraser.data import prompts; print(prompts.load('hf://AIML-TUDA/i2p/i2p_benchmark.csv').prompts[2].seed)"  # fmt: skip
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=HANG)
     assert done.stdout.strip() == "19", done.stderr[-500:]
     code = code.replace("i2p_benchmark", "absent").replace("print(", "print(1, ")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=HANG)
     assert "Download the file and give its path" in done.stderr
     with pytest.raises(UserError, match="names no file"):
         prompts.load("hf://owner/dataset")
@@ -154,7 +155,7 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
         for verb, further in (("evaluate", []), ("attack", ["-a", "seed_search", "--set", "tries=1", "-n", "6", "--batch", "2", "--hide", "shape"])):  # fmt: skip
             command = [*program, "concept_eraser.cli.main", verb, "theirs", *shared, *further, "-o", f"{way}_{verb}"]
             environment = {**os.environ, "CONCEPT_ERASER_CACHE": str(tmp_path / f"cache_{way}"), "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+            done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=HANG)
             assert done.returncode == 0, done.stderr[-2000:]
             name = "evaluation.json" if verb == "evaluate" else "attack.json"
             content = json.loads((tmp_path / f"{way}_{verb}" / name).read_text())

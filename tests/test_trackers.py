@@ -19,7 +19,7 @@ from concept_eraser import UserError
 from concept_eraser.errors import Interrupted
 from concept_eraser.training import log as logs
 from concept_eraser.training import trackers
-from tests.conftest import short
+from tests.conftest import HANG, short
 
 
 def events(folder: Path) -> Any:
@@ -104,7 +104,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=2, training__tracker="wandb")))
     environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}  # fmt: skip
     command = [sys.executable, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "run", "-q"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = (tmp_path / "run" / trackers.FOLDER).rglob("*.wandb")
     logged = history(path)
