@@ -127,7 +127,7 @@ def test_every_method_has_a_row_or_a_reason() -> None:
     assert all(reason.strip() for reason in BOARD["elsewhere"].values())
 
 
-@pytest.mark.parametrize("name", ["tiny_leaderboard", "tiny_ablation", "tiny_default"])
+@pytest.mark.parametrize("name", ["tiny_leaderboard", "tiny_ablation", "tiny_default", "tiny_edges"])
 def test_every_run_of_a_board_is_a_recipe(name: str) -> None:
     """A mistake in one is told here, and not after its grid was trained."""
     found = leaderboard.expanded(yaml.safe_load((ROOT / "eval" / "studies" / f"{name}.yaml").read_text()))

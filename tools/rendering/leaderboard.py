@@ -29,6 +29,7 @@ STUDIES = {
     "tiny_leaderboard": "Every method under one protocol",
     "tiny_ablation": "What the default recipe owes to each of its parts",
     "tiny_default": "Which setting for the default recipe? Candidates on seeds and pictures that no row of the board has",
+    "tiny_edges": "Would more, or less, than a grid's last rate have served a method better?",
 }
 LABELS = {"share": "concept share", "attacks": "attack success", "lost": "what is lost"}
 
