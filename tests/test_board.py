@@ -17,7 +17,7 @@ from concept_eraser import recipe, registry
 from concept_eraser.evaluation import suite as suites
 from tests.conftest import ROOT, short, with_values
 from tools import choosing, leaderboard, runs, study
-from tools.rendering import board, board_plot, ranks
+from tools.rendering import board, board_plot, ranks, seconds
 from tools.rendering import leaderboard as pages
 from tools.rendering.ranks import Standing
 
@@ -103,9 +103,9 @@ def test_attempts_are_of_the_seeds_that_every_attack_was_made_on() -> None:
         return {"training_seed": seed, "attempts": [{"success": hit} for hit in hits]}
 
     attacks = {"soft": [made(0, True), made(1, True)], "tokens": [made(0, False)]}
-    assert [a["success"] for a in pages.attempts_of(attacks, ["soft", "tokens"])] == [True, False]
-    assert pages.attempts_of(attacks, ["soft", "seeds"]) == []
-    assert pages.attempts_of({**attacks, "tokens": [made(2, False)]}, ["soft", "tokens"]) == []
+    assert [a["success"] for a in board.attempts_of(attacks, ["soft", "tokens"])] == [True, False]
+    assert board.attempts_of(attacks, ["soft", "seeds"]) == []
+    assert board.attempts_of({**attacks, "tokens": [made(2, False)]}, ["soft", "tokens"]) == []
 
 
 def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def board_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in (ROOT / "eval" / "results" / "tiny_leaderboard").glob("star_*_seed?.json"):
         if path.name.startswith(("star_munba_seed", "star_esd_seed")):
             shutil.copy(path, folder)
-    for module in (board, pages):
+    for module in (board, pages, seconds):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     return folder
 
@@ -309,24 +309,32 @@ def test_seeds_of_an_older_setting_are_not_pooled_with_the_new_one(board_of_two:
 
 
 def test_equal_seconds_are_told_of_the_reported_setting_only(board_of_two: Path) -> None:
-    assert pages.timed("tiny_leaderboard", "star") == ""
+    assert seconds.timed("tiny_leaderboard", "star") == ""
     report = board_of_two / "star_esd_seed0.json"
     (board_of_two / "time").mkdir()
     point = {**json.loads(report.read_text())["point"], "training.steps": 162}
     again = changed(report, recipe__training__steps=162, run__steps=162, point=point)
     del again["recipe"]["watch"]  # it is not looked at while it trains
     (board_of_two / "time" / "star_esd_seed0.json").write_text(json.dumps(again))
-    page = pages.timed("tiny_leaderboard", "star")
+    page = seconds.timed("tiny_leaderboard", "star")
     assert "| ESD-x | 162 |" in page
     assert "| MUNBa | 100 |" in page
     assert "yet:" not in page
+    (board_of_two / "time" / "attacks").mkdir()
+    for one in BOARD["time"]["attacks"]:
+        found = json.loads((ROOT / "eval" / "results" / "tiny_leaderboard" / "attacks" / f"star_esd_{one}_seed0.json").read_text())  # fmt: skip
+        told = {**found, "recipe": again["recipe"], "point": point, "attempts": [{"success": True}] * 9}
+        (board_of_two / "time" / "attacks" / f"star_esd_{one}_seed0.json").write_text(json.dumps(told))
+    page = seconds.timed("tiny_leaderboard", "star")
+    assert "100 [93, 100]" in page, "of the model of as many seconds, and not of the row's"
+    assert page.index("| ESD-x |") < page.index("| MUNBa |"), "what is not under all attacks yet comes last"
     slow = board_of_two / "star_slow_seed0.json"
     slow.write_text(json.dumps(changed(board_of_two / "star_munba_seed0.json", entry="star_slow", label="SLOW", run__cpu_seconds=500.0)))  # fmt: skip
-    assert pages.timed("tiny_leaderboard", "star").endswith("Not run with as many seconds yet: SLOW.")
+    assert seconds.timed("tiny_leaderboard", "star").endswith("Not run with as many seconds yet: SLOW.")
     slow.unlink()
     again["recipe"]["training"]["lr"] = 9e-9
     (board_of_two / "time" / "star_esd_seed0.json").write_text(json.dumps(again))
-    assert pages.timed("tiny_leaderboard", "star") == ""
+    assert seconds.timed("tiny_leaderboard", "star") == ""
 
 
 def test_a_setting_is_not_taken_over_from_a_recipe_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

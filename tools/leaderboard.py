@@ -4,7 +4,7 @@
 
 Every method has a grid of the same size, chosen on one task with training seeds and pictures that are not reported
 (tools/study.py does that); the other tasks take its setting. Then each victim is asked by prompts without the concept's
-names, trained again with as many seconds as one of the methods takes (`time`), its memory is measured (`memory`), and it is attacked. A safeguard at inference (`guard`) has a grid of texts and nothing to train. One JSON a run goes to
+names, trained again with as many seconds as one of the methods takes (`time`, attacked there, too), its memory is measured (`memory`), and it is attacked. A safeguard at inference (`guard`) has a grid of texts and nothing to train. One JSON a run goes to
 eval/results/<study>/, others to its folders implicit/, memory/, time/ and attacks/; what is there is not made again, so the command
 goes on where it was stopped, also on another machine. `python -m tools.render_results` makes the page.
 """
@@ -171,25 +171,26 @@ def same_time(steps: int, seconds: float, budget: float) -> int | None:
     return None if abs(seconds / budget - 1) < 0.1 else max(1, round(steps * budget / seconds))
 
 
-def equal_time(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path) -> None:
-    """Train once more, at the method's setting, for as many seconds of its process as the method `like` took for its steps."""
+def equal_time(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path) -> Path | None:  # fmt: skip
+    """Train once more, at the method's setting, for as many seconds of its process as the method `like` took for its steps.
+    The run's folder; None where there is no such run, or its steps took those seconds anyway."""
     report, how = json.loads((results / f"{name}_seed{seed}.json").read_text()), board.get("time")
     path = results / "time" / f"{name}_seed{seed}.json"
     if how is None or seed not in how["seeds"] or "cpu_seconds" not in report["run"] or "guard" in report["point"]:  # fmt: skip
-        return
+        return None
     other = results / f"{report['task']}_{how['like']}_seed{seed}.json"
     if not other.exists():
         raise SystemExit(f"{other.name} is not there yet, and its seconds are the budget; run --methods {how['like']} first")  # fmt: skip
     steps = same_time(report["recipe"]["training"]["steps"], report["run"]["cpu_seconds"], json.loads(other.read_text())["run"]["cpu_seconds"])  # fmt: skip
     if steps is None:
         path.unlink(missing_ok=True)  # of a setting that took another time
-    if steps is None or (path.exists() and json.loads(path.read_text())["point"] == {**report["point"], "training.steps": steps}):  # fmt: skip
-        return
-    entry = study["entries"][name]
-    suite, point = runs.suite_of(study, entry, None), {**report["point"], "training.steps": steps}
-    result, _ = runs.run_one(entry, point, seed, suite, study["n"], work / name / f"time_{seed}_{of(report)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps({"entry": name, "label": report["label"], "task": report["task"], **result}))
+        return None
+    entry, point, folder = study["entries"][name], {**report["point"], "training.steps": steps}, work / name / f"time_{seed}_{of(report)}"  # fmt: skip
+    if not path.exists() or json.loads(path.read_text())["point"] != point:
+        result, _ = runs.run_one(entry, point, seed, runs.suite_of(study, entry, None), study["n"], folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps({"entry": name, "label": report["label"], "task": report["task"], **result}))
+    return folder
 
 
 def attacked_suite(study: dict[str, Any], entry: dict[str, Any]) -> Any:
@@ -197,8 +198,9 @@ def attacked_suite(study: dict[str, Any], entry: dict[str, Any]) -> Any:
     return runs.suite_of(study, entry, study["picture_seed"]) if "picture_seed" in study else entry["suite"]
 
 
-def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path, chosen: list[str]) -> None:  # fmt: skip
-    """Attack one victim with the attacks that have no result yet. Its run must have been trained and reported."""
+def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, work: Path, results: Path, chosen: list[str], folder: Path | None = None) -> None:  # fmt: skip
+    """Attack one victim with the attacks that have no result yet. Its run must have been trained and reported; `folder` is
+    where that was done, unless it is a row's own."""
     report = json.loads((results / f"{name}_seed{seed}.json").read_text())
     suite = attacked_suite(study, study["entries"][name])
     protocol = {**board["attack"], "suite": suite, "attacks": board["attacks"]}
@@ -207,7 +209,7 @@ def attack(board: dict[str, Any], study: dict[str, Any], name: str, seed: int, w
         require_asked(paths.pop(one), attack_protocol(protocol, one))
     if not paths:
         return
-    model, how = victim(report, work / name / f"report_{seed}")
+    model, how = victim(report, folder or work / name / f"report_{seed}")
     for one, path in paths.items():
         found = api.attack(model, one, suite, group=protocol["group"], n=protocol["n"], seed=protocol["seed"], options=board["attacks"][one], output=work / name / f"attack_{seed}_{one}_{of(report)}", **how)  # fmt: skip
         write(path, name, report, {"training_seed": seed, **found.as_dict()})
@@ -244,7 +246,10 @@ def main() -> None:
             for seed in seeds[:1] if args.stage in ("memory", "all") else []:  # the same whatever the seed
                 memory(name, seed, args.work, results)
             for seed in seeds if args.stage in ("time", "all") else []:
-                equal_time(board, study, name, seed, args.work, results)
+                folder = equal_time(board, study, name, seed, args.work, results)
+                if folder is not None:
+                    under = [one for one in board["time"].get("attacks", []) if one in attacks]
+                    attack(board, study, name, seed, args.work, results / "time", under, folder)
             for seed in seeds if args.stage in ("attack", "all") else []:
                 attack(board, study, name, seed, args.work, results, attacks)
 

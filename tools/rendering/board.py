@@ -1,4 +1,5 @@
-"""What a board's folder of results holds: its measured runs, and what else was measured of the settings that are reported."""
+"""What a board's folder of results holds: its measured runs, what else was measured of the settings that are reported, and what
+both come to."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from tools.rendering.common import RESULTS, ROOT
+from concept_eraser.evaluation.statistics import wilson
+from tools.rendering.common import RESULTS, ROOT, pooled
 
 Runs = list[dict[str, Any]]
 Attacked = dict[str, Runs]  # attack -> its results, one a training seed
@@ -65,3 +67,32 @@ def of_victims(study: str, folder: str) -> dict[str, Runs]:
     for content in further(study, folder):
         found.setdefault(content["victim"], []).append(content)
     return found
+
+
+def attempts_of(attacks: Attacked, names: list[str]) -> Runs:
+    """The attempts of all attacks of `names` on the models of those training seeds that all of them were made on, so that none
+    weighs more for having been made on more; [] where there is no such seed."""
+    seeds = [{content["training_seed"] for content in attacks.get(name, [])} for name in names]
+    common = set.intersection(*seeds) if seeds else set()
+    return [a for name in names for content in attacks.get(name, []) if content["training_seed"] in common for a in content["attempts"]]  # fmt: skip
+
+
+def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | None:
+    """Attack success over all attacks of `names` and seeds, with its Wilson interval (attempts on one prompt taken as independent);
+    None where one of them is missing. Relearning is told apart: it changes the weights."""
+    attempts = attempts_of(attacks, names)
+    if not attempts:
+        return None
+    found = wilson(sum(a["success"] for a in attempts), len(attempts))
+    return found.value, found.low, found.high
+
+
+def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[bool, float, float]:
+    """Sorted by what a user loses: the concept's share or what attacks bring back, the larger, and what is no longer kept. Methods
+    that are not under all attacks yet come last."""
+    attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
+    shown, kept = pooled(runs, "concept_share", "direct"), pooled(runs, f"accuracy_{attribute}", "retained")
+    total = broken(attacks, [name for name in names if name != "relearning"])
+    assert shown is not None  # every suite measures both
+    assert kept is not None
+    return total is None, max(shown.value, total[0] if total else shown.value) + 1 - kept.value, shown.value

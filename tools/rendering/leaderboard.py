@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
-from concept_eraser.evaluation.statistics import wilson
-from tools.leaderboard import same_time
 from tools.rendering import choices, claims, ranks, studies
 from tools.rendering.attacks import back, rate
-from tools.rendering.board import Attacked, Runs, alike, attacked, board_of, of_victims, reports
+from tools.rendering.board import Attacked, Runs, attacked, attempts_of, board_of, broken, of_victims, order, reports
 from tools.rendering.common import (  # fmt: skip
     RESULTS,
     change,
@@ -24,6 +21,7 @@ from tools.rendering.common import (  # fmt: skip
     table,
 )
 from tools.rendering.ranks import Standing
+from tools.rendering.seconds import timed
 
 STUDIES = {
     "tiny_leaderboard": "Every method under one protocol",
@@ -32,24 +30,6 @@ STUDIES = {
     "tiny_edges": "Would more, or less, than a grid's last rate have served a method better?",
 }
 LABELS = {"share": "concept share", "attacks": "attack success", "lost": "what is lost"}
-
-
-def attempts_of(attacks: Attacked, names: list[str]) -> Runs:
-    """The attempts of all attacks of `names` on the models of those training seeds that all of them were made on, so that none
-    weighs more for having been made on more; [] where there is no such seed."""
-    seeds = [{content["training_seed"] for content in attacks.get(name, [])} for name in names]
-    common = set.intersection(*seeds) if seeds else set()
-    return [a for name in names for content in attacks.get(name, []) if content["training_seed"] in common for a in content["attempts"]]  # fmt: skip
-
-
-def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | None:
-    """Attack success over all attacks of `names` and seeds, with its Wilson interval (attempts on one prompt taken as independent);
-    None where one of them is missing. Relearning is told apart: it changes the weights."""
-    attempts = attempts_of(attacks, names)
-    if not attempts:
-        return None
-    found = wilson(sum(a["success"] for a in attempts), len(attempts))
-    return found.value, found.low, found.high
 
 
 def row(runs: Runs, asked: Runs, held: Runs, attacks: Attacked, names: list[str]) -> list[str]:
@@ -200,40 +180,6 @@ def until(runs: Runs) -> list[float]:
     """Of each seed, the seconds of its process until less than 2 % show the concept; infinite where they never do."""
     reached = [run["run"]["forgotten"]["steps"] for run in runs]
     return [claims.NEVER if not steps else run["cpu_seconds"][int(steps) - 1] if run.get("cpu_seconds") else run["run"]["forgotten"]["seconds"] for run, steps in zip(runs, reached, strict=True)]  # fmt: skip
-
-
-def timed(study: str, task: str) -> str:
-    """The runs with equal seconds, and those that took within a tenth of as many anyway; which are not run so yet."""
-    how = board_of(study).get("time")
-    reported = {(run["entry"], run["seed"]): run for runs in reports(study).values() for run in runs}
-    there = [json.loads(path.read_text()) for path in sorted((RESULTS / study / "time").glob(f"{task}_*.json"))]
-    found = [run for run in there if (report := reported.get((run["entry"], run["seed"]))) and alike(report, run, "steps")]  # fmt: skip
-    if how is None or not found:
-        return ""
-    again = {run["entry"] for run in found}
-    budget = {seed: run["run"]["cpu_seconds"] for (entry, seed), run in reported.items() if entry == f"{task}_{how['like']}"}  # fmt: skip
-    rest = [run for name, runs in reports(study).items() if name not in again and runs[0]["task"] == task for run in runs if run["seed"] in how["seeds"] and run["run"].get("steps")]  # fmt: skip
-    again_in = [same_time(run["run"]["steps"], run["run"]["cpu_seconds"], budget[run["seed"]]) for run in rest]
-    near = [run for run, steps in zip(rest, again_in, strict=True) if steps is None]
-    pending = [run["label"] for run, steps in zip(rest, again_in, strict=True) if steps is not None]
-    rows = [["method", "steps", "s", "direct %", "synonyms %", "retained % (points)"]]
-    for run in sorted([*found, *near], key=lambda run: order([run], {}, [])):
-        attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
-        kept = f"{share(pooled([run], f'accuracy_{attribute}', 'retained'))} ({change([run], f'accuracy_{attribute}', 'retained'):+.1f})"
-        rows.append([run["label"], str(run["run"]["steps"]), f"{run['run']['cpu_seconds']:.0f}", share(pooled([run], "concept_share", "direct")), share(pooled([run], "concept_share", "synonyms")), kept])  # fmt: skip
-    left = f"\n\nNot run with as many seconds yet: {'; '.join(pending)}." if pending else ""
-    return f"With as many seconds as {how['like']}'s steps take (seed {', '.join(map(str, how['seeds']))}):\n\n{table(rows)}{left}"
-
-
-def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[bool, float, float]:
-    """Sorted by what a user loses: the concept's share or what attacks bring back, the larger, and what is no longer kept. Methods
-    that are not under all attacks yet come last."""
-    attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
-    shown, kept = pooled(runs, "concept_share", "direct"), pooled(runs, f"accuracy_{attribute}", "retained")
-    total = broken(attacks, [name for name in names if name != "relearning"])
-    assert shown is not None  # every suite measures both
-    assert kept is not None
-    return total is None, max(shown.value, total[0] if total else shown.value) + 1 - kept.value, shown.value
 
 
 def page(study: str) -> str:
