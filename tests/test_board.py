@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
@@ -306,6 +307,24 @@ def test_seeds_of_an_older_setting_are_not_pooled_with_the_new_one(board_of_two:
     path = board_of_two / "star_munba_seed0.json"
     path.write_text(json.dumps(changed(path, recipe__training__lr=9e-9, point={"training.lr": 9e-9})))
     assert [run["seed"] for run in board.reports("tiny_leaderboard")["star_munba"]] == [0]
+
+
+def test_a_model_of_equal_seconds_is_trained_where_it_is_another(board_of_two: Path, tmp_path: Path) -> None:
+    """Not again where it is there, not for another seed, and not where the steps of the row took those seconds anyway."""
+    made = functools.partial(leaderboard.equal_time, BOARD, leaderboard.expanded(BOARD), work=tmp_path, results=board_of_two)  # fmt: skip
+    (board_of_two / "time").mkdir()
+    there = board_of_two / "time" / "star_esd_seed0.json"
+    shutil.copy(ROOT / "eval" / "results" / "tiny_leaderboard" / "time" / there.name, there)
+    before = there.read_text()
+    folder = made("star_esd", 0)
+    assert folder is not None
+    assert folder.parent == tmp_path / "star_esd"
+    assert there.read_text() == before
+    assert made("star_esd", 1) is None
+    stale = board_of_two / "time" / "star_munba_seed0.json"
+    stale.write_text(before)
+    assert made("star_munba", 0) is None
+    assert not stale.exists()
 
 
 def test_equal_seconds_are_told_of_the_reported_setting_only(board_of_two: Path) -> None:
