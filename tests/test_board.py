@@ -118,6 +118,17 @@ def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
     assert not board_plot.is_current(path, [some[0], standing("b", 1, 60, 1)])
 
 
+@pytest.mark.parametrize("length", [6, 40, 65, 160])
+def test_the_names_of_a_plot_lie_inside_it_and_leave_its_panels_room(length: int) -> None:
+    """However long they are."""
+    figure = board_plot.figure_of([standing(f"{number} " + "names " * (length // 6), 3, 30, 5) for number in range(24)])
+    names = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= names.x0
+    assert names.x1 <= figure.bbox.x1
+    assert all(axis.get_window_extent().y0 > names.y1 for axis in figure.axes)
+    assert all(axis.get_window_extent().height > 250 for axis in figure.axes)
+
+
 def test_every_method_has_a_row_or_a_reason() -> None:
     entries = leaderboard.expanded(BOARD)["entries"].values()
     asked = [recipe.load(e["recipe"], [f"{k}={v}" for k, v in e["set"].items() if k.startswith("method")]).method for e in entries if "recipe" in e]  # fmt: skip

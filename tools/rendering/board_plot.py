@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from tools.rendering.ranks import Count, Standing
 KEY = "points"
 TICKS = (0, 1, 2, 5, 10, 20, 50, 100)
 WIDE, HIGH = 11, 8  # of a number, in points
+LINE, ACROSS, KEYS = (
+    70,
+    105,
+    12,
+)  # of the names, in letters: the longest line, how many a panel is wide, and what a mark and gaps take
 LABELS = {"share": "pictures that show the concept, %", "attacks": "attacks that bring it back, %"}
 
 
@@ -31,17 +37,26 @@ def is_current(path: Path, standings: Sequence[Standing]) -> bool:
 
 
 def draw(standings: Sequence[Standing], path: Path) -> None:
+    found = io.BytesIO()
+    figure_of(standings).savefig(found, format="png", dpi=110, metadata={KEY: points(standings)})
+    path.write_bytes(found.getvalue())
+
+
+def figure_of(standings: Sequence[Standing]) -> Any:
+    """The panels and, below both, the names, since a board has more methods than a panel has room; as many columns of them as
+    the longest leaves room for, and the figure as much higher as they need."""
     columns = [name for name in LABELS if name in standings[0].columns]
-    figure, axes = plots.new_figure(len(columns), width=6.4, height=5.4)
+    names = [textwrap.wrap(f"{number} {one.name}", LINE) for number, one in enumerate(standings, 1)]
+    beside = max(1, min(4, ACROSS * len(columns) // (max(len(line) for name in names for line in name) + KEYS)))
+    lines = -(-sum(len(name) for name in names) // beside)
+    figure, axes = plots.new_figure(len(columns), width=6.4, height=5.4 + 0.14 * max(0, lines - 8))
     marks = [_panel(axis, standings, column) for axis, column in zip(axes, columns, strict=True)]
-    # below both, since a board has more methods than a panel has room
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=4)
+    handles, _ = axes[0].get_legend_handles_labels()
+    figure.legend(handles, ["\n".join(name) for name in names], fontsize=7, loc="outside lower center", ncols=beside)
     figure.draw_without_rendering()  # from here on the axes lie where they will be seen
     for axis, places in zip(axes, marks, strict=True):
         _number(axis, places)
-    found = io.BytesIO()
-    figure.savefig(found, format="png", dpi=110, metadata={KEY: points(standings)})
-    path.write_bytes(found.getvalue())
+    return figure
 
 
 def _panel(axis: Any, standings: Sequence[Standing], column: str) -> list[tuple[float, float]]:
@@ -50,7 +65,7 @@ def _panel(axis: Any, standings: Sequence[Standing], column: str) -> list[tuple[
     best = {name for name, (x, y) in placed.items() if not any(u[0] <= x[0] and v[0] <= y[0] and (u[0], v[0]) != (x[0], y[0]) for u, v in placed.values())}  # fmt: skip
     for number, (name, (x, y)) in enumerate(placed.items(), 1):
         color = plots.SERIES[number % len(plots.SERIES)]
-        axis.errorbar(x[0], y[0], xerr=[[x[1]], [x[2]]], yerr=[[y[1]], [y[2]]], fmt="o", color=color, mfc=color if name in best else "white", ms=6, lw=0.7, alpha=0.85, label=f"{number} {name}")  # fmt: skip
+        axis.errorbar(x[0], y[0], xerr=[[x[1]], [x[2]]], yerr=[[y[1]], [y[2]]], fmt="o", color=color, mfc=color if name in best else "white", ms=6, lw=0.7, alpha=0.85, label=name)  # fmt: skip
     front = sorted((placed[name][0][0], placed[name][1][0]) for name in best)
     axis.step([x for x, _ in front], [y for _, y in front], where="post", color="#9aa7b1", lw=1, zorder=0)
     axis.set(xlabel="retained pictures that are no longer right, %", ylabel=LABELS[column], ylim=(-0.8, 130))
