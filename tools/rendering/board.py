@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from concept_eraser.evaluation.statistics import wilson
 from tools.rendering.common import RESULTS, ROOT, pooled
 
 Runs = list[dict[str, Any]]
@@ -71,20 +70,10 @@ def of_victims(study: str, folder: str) -> dict[str, Runs]:
 
 def attempts_of(attacks: Attacked, names: list[str]) -> Runs:
     """The attempts of all attacks of `names` on the models of those training seeds that all of them were made on, so that none
-    weighs more for having been made on more; [] where there is no such seed."""
+    weighs more for having been made on more; [] where there is no such seed. Attempts on one prompt are taken as independent."""
     seeds = [{content["training_seed"] for content in attacks.get(name, [])} for name in names]
     common = set.intersection(*seeds) if seeds else set()
     return [a for name in names for content in attacks.get(name, []) if content["training_seed"] in common for a in content["attempts"]]  # fmt: skip
-
-
-def broken(attacks: Attacked, names: list[str]) -> tuple[float, float, float] | None:
-    """Attack success over all attacks of `names` and seeds, with its Wilson interval (attempts on one prompt taken as independent);
-    None where one of them is missing. Relearning is told apart: it changes the weights."""
-    attempts = attempts_of(attacks, names)
-    if not attempts:
-        return None
-    found = wilson(sum(a["success"] for a in attempts), len(attempts))
-    return found.value, found.low, found.high
 
 
 def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[bool, float, float]:
@@ -92,7 +81,8 @@ def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[bool, float,
     that are not under all attacks yet come last."""
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     shown, kept = pooled(runs, "concept_share", "direct"), pooled(runs, f"accuracy_{attribute}", "retained")
-    total = broken(attacks, [name for name in names if name != "relearning"])
+    attempts = attempts_of(attacks, [name for name in names if name != "relearning"])  # that one changes the weights
+    fell = sum(a["success"] for a in attempts) / len(attempts) if attempts else 0.0
     assert shown is not None  # every suite measures both
     assert kept is not None
-    return total is None, max(shown.value, total[0] if total else shown.value) + 1 - kept.value, shown.value
+    return not attempts, max(shown.value, fell) + 1 - kept.value, shown.value

@@ -19,11 +19,8 @@ from tools.rendering.ranks import Count, Standing
 KEY = "points"
 TICKS = (0, 1, 2, 5, 10, 20, 50, 100)
 WIDE, HIGH = 11, 8  # of a number, in points
-LINE, ACROSS, KEYS = (
-    70,
-    105,
-    12,
-)  # of the names, in letters: the longest line, how many a panel is wide, and what a mark and gaps take
+LINE = 70  # the longest line of a name, in letters
+ACROSS, KEYS = 105, 12  # in such letters: how wide a panel is, and what a mark and the gaps beside it take
 LABELS = {"share": "pictures that show the concept, %", "attacks": "attacks that bring it back, %"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tools.rendering import choices, claims, ranks, studies
 from tools.rendering.attacks import back, rate
-from tools.rendering.board import Attacked, Runs, attacked, attempts_of, board_of, broken, of_victims, order, reports
+from tools.rendering.board import Attacked, Runs, attacked, attempts_of, board_of, of_victims, order, reports
 from tools.rendering.common import (  # fmt: skip
     RESULTS,
     change,
@@ -36,7 +36,6 @@ def row(runs: Runs, asked: Runs, held: Runs, attacks: Attacked, names: list[str]
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     rules = studies.rules_row(runs) if "forgotten" in runs[0]["run"] else None
     prompts = [name for name in names if name != "relearning"]
-    total = broken(attacks, prompts)
     fid = mean(runs, "fid_judge", "retained", "after") - mean(runs, "fid_judge", "retained", "before")
     return [
         runs[0]["label"],
@@ -49,7 +48,7 @@ def row(runs: Runs, asked: Runs, held: Runs, attacks: Attacked, names: list[str]
         f"{change(runs, f'accuracy_{attribute}', 'neighbours'):+.1f}",
         f"{fid:+.1f}",
         f"{ratio(runs, 'clip_score', 'retained'):+.1f} %",
-        "-" if total is None else f"{100 * total[0]:.0f} [{100 * total[1]:.0f}, {100 * total[2]:.0f}]",
+        rate([{"attempts": attempts_of(attacks, prompts)}]),
         *(rate(attacks[name]) if name in attacks else "-" for name in prompts),
         back(attacks["relearning"]) if "relearning" in attacks else "-",
         rules[10] if rules else "-",

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from tools.leaderboard import same_time
-from tools.rendering.board import Attacked, Runs, alike, attacked, board_of, broken, order, reports
+from tools.rendering.attacks import rate
+from tools.rendering.board import Attacked, Runs, alike, attacked, attempts_of, board_of, order, reports
 from tools.rendering.common import RESULTS, change, pooled, share, table
 
 Run = dict[str, Any]
@@ -53,6 +54,5 @@ def attacks_on(run: Run, attacks: dict[str, Attacked]) -> Attacked:
 def row(run: Run, attacks: Attacked, names: list[str]) -> list[str]:
     attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
     kept = f"{share(pooled([run], f'accuracy_{attribute}', 'retained'))} ({change([run], f'accuracy_{attribute}', 'retained'):+.1f})"
-    total = broken(attacks, names)
-    fell = "-" if total is None else f"{100 * total[0]:.0f} [{100 * total[1]:.0f}, {100 * total[2]:.0f}]"
+    fell = rate([{"attempts": attempts_of(attacks, names)}])
     return [run["label"], str(run["run"]["steps"]), f"{run['run']['cpu_seconds']:.0f}", share(pooled([run], "concept_share", "direct")), share(pooled([run], "concept_share", "synonyms")), kept, fell]  # fmt: skip
