@@ -49,6 +49,7 @@ def row(runs: Runs, asked: Runs, held: Runs, attacks: Attacked, names: list[str]
         f"{fid:+.1f}",
         f"{ratio(runs, 'clip_score', 'retained'):+.1f} %",
         rate([{"attempts": attempts_of(attacks, prompts)}]),
+        rate([{"attempts": attempts_of(attacks, prompts[:1])}], clean=True),  # every attack has the same prompts
         *(rate(attacks[name]) if name in attacks else "-" for name in prompts),
         back(attacks["relearning"]) if "relearning" in attacks else "-",
         rules[10] if rules else "-",
@@ -215,7 +216,7 @@ def page(study: str) -> str:
             *(["Not run yet: " + "; ".join(missing) + "."] if missing else []),
             "## How to read it\n\n"
             f"Shares with 95 % Wilson intervals over all seeds' pictures; points are after minus before on the same prompts and seeds. Attacks: success rate\n"
-            f"with clean prompts that show the concept included, {board['attack']['n']} prompts a training seed. Sorted by the larger of concept share and attack success, plus what is no longer retained.\n"
+            f"with clean prompts that show the concept included, {board['attack']['n']} prompts a training seed; before it, in a column of its own: how many of them show it clean. Sorted by the larger of concept share and attack success, plus what is no longer retained.\n"
             f"Ranks: the median with 95 % of what {ranks.DRAWS:,} draws of all counts at once give (1 is best); loss: the larger of concept share and attack success,\n"
             "plus what is lost. Beaten by: methods that are surely better in one column and surely worse in none. Hollow marks: another is at least as\n"
             "good in both. Seconds: of the training process on one core, whatever ran beside it; of earlier runs by the clock.\n"
@@ -229,7 +230,7 @@ def page(study: str) -> str:
 
 def head(names: list[str]) -> list[str]:
     prompts = [name for name in names if name != "relearning"]
-    return ["method", "setting", "direct %", "synonyms %", "implicit %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", *prompts, "relearning: steps to half", "steps to < 2 %", "s to < 2 %", "training s", "memory of the steps, MB", "size MB", "seeds"]  # fmt: skip
+    return ["method", "setting", "direct %", "synonyms %", "implicit %", "none, direct %", "retained % (points)", "neighbours, points", "FID (judge)", "CLIP score", "all prompt attacks %", "their prompts, clean %", *prompts, "relearning: steps to half", "steps to < 2 %", "s to < 2 %", "training s", "memory of the steps, MB", "size MB", "seeds"]  # fmt: skip
 
 
 def default_block(study: str = "tiny_leaderboard", task: str = "star", most: int = 8) -> str:
