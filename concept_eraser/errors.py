@@ -34,3 +34,21 @@ def unknown_message(what: str, found: str, allowed: Iterable[str], *, hint: str 
     close = difflib.get_close_matches(str(found), options, n=1, cutoff=0.5)
     guess = f"; did you mean {close[0]!r}?" if close else ";"
     return f"unknown {what} {found!r}{guess} available: {', '.join(options) or '(none)'}{'. ' + hint if hint else ''}"
+
+
+def shown(value: object, limit: int = 200) -> str:
+    """A value as it stands in a message: its `repr`, cut off after `limit` characters.
+
+    Containers are not walked to their end, so that the message about a huge value is made in no time.
+    """
+    import reprlib
+
+    short = reprlib.Repr()
+    short.maxlist = short.maxtuple = short.maxdict = short.maxset = 8
+    short.maxstring = short.maxother = short.maxlong = limit
+    short.maxlevel = 4
+    try:
+        text = short.repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

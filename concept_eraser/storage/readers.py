@@ -1,0 +1,281 @@
+"""One guarded reader for each kind of file that a user, or a stranger, may give.
+
+A reader checks what it can before it reads: that the path is a regular file (a pipe would wait for ever, a device never
+ends), and that the file is not larger than its kind is in practice. It then parses without running code, and refuses what
+grows when it is used: aliases of YAML that expand to more than a file of that size could say, and nesting beyond DEPTH.
+
+Every reader raises UserError that names the file, what is wrong, and what to do. No other exception leaves a reader.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.errors import UserError, first_line
+
+MEGABYTE = 2**20
+YAML_BYTES = 4 * MEGABYTE  # recipes, suites, prompt sets
+JSON_BYTES = 64 * MEGABYTE  # configurations, evaluations, vocabularies
+TABLE_BYTES = 1024 * MEGABYTE  # tables of prompts (the captions of COCO take 67 MB)
+LOG_BYTES = 1024 * MEGABYTE  # logs of runs and attacks
+TEXT_BYTES = 64 * MEGABYTE
+DEPTH = 50  # of nested lists and mappings
+NODES = 200_000  # values in a YAML file, aliases expanded
+
+_NEXT_STEP = {
+    errno.ENOENT: "there is no such file; check the path",
+    errno.EACCES: "this user may not read it; change its permissions or copy it",
+    errno.EPERM: "this user may not read it; change its permissions or copy it",
+    errno.EISDIR: "it is a folder; give a file",
+    errno.ENOTDIR: "a part of its path is a file; check the path",
+    errno.ENAMETOOLONG: "its name is too long for this system; check the path",
+    errno.ELOOP: "its links lead in a circle; give the file itself",
+    errno.EIO: "the disk could not read it; copy it again from where it came from",
+    errno.ESTALE: "its network folder has gone; connect it again",
+}
+
+
+def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises UserError where there is no such file, it is a folder, pipe or device, it has more than `limit` bytes, or the
+    system does not let this user read it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))  # a pipe must not wait
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISDIR(status.st_mode):
+                raise UserError(f"{path} is a folder; give a file")
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"{path} is no regular file (a pipe or a device); give a file")
+            if status.st_size > limit:
+                raise UserError(f"{path} has {size_text(status.st_size)}; at most {size_text(limit)} are read of a file of this kind. Check that it is the right file, or split it")  # fmt: skip
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise UserError(cannot("read", path, error)) from None
+    except ValueError:  # a path with a null byte
+        raise UserError(f"{str(path)!r} cannot be the name of a file; check the path") from None
+    if len(content) > limit:  # it grew, or the system does not state its size (/proc)
+        raise UserError(f"{path} has more than {size_text(limit)}, which no file of this kind has; check that it is the right file")  # fmt: skip
+    return content
+
+
+def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
+    """A text in UTF-8. Raises UserError as `read_bytes`, and where the file is no UTF-8."""
+    content = read_bytes(path, limit)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8 (byte {error.start} is wrong); save it as UTF-8") from None
+
+
+def read_yaml(path: Path, limit: int = YAML_BYTES) -> Any:
+    """What a YAML file holds; None where it is empty. Raises UserError as `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(path, limit), str(path))
+
+
+def read_json(path: Path, kind: type | tuple[type, ...] = dict, limit: int = JSON_BYTES) -> Any:
+    """What a JSON file holds, a mapping unless `kind` says otherwise.
+
+    Raises UserError as `read_text`, and where the file is no JSON, is nested deeper than DEPTH, or holds another kind.
+    """
+    return parse_json(read_text(path, limit), str(path), kind)
+
+
+def read_lines(path: Path, limit: int = LOG_BYTES) -> list[dict[str, Any]]:
+    """The mappings of a JSON Lines file; [] where there is no file.
+
+    A line that is no whole mapping is left out: a kill may cut the last line of a log anywhere.
+    """
+    return [] if not path.exists() else whole_lines(read_bytes(path, limit).decode("utf-8", errors="replace"))
+
+
+def whole_lines(text: str) -> list[dict[str, Any]]:
+    """The mappings in a text of one JSON object a line; other lines are left out."""
+    found = []
+    for line in text.split("\n"):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            found.append(row)
+    return found
+
+
+def parse_json(text: str, where: str, kind: type | tuple[type, ...] = dict) -> Any:
+    """The value of a JSON text. `where` names its source in errors. Raises UserError as `read_json`."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise UserError(f"{where} is nested deeper than {DEPTH} levels; check that it is the right file") from None
+    except ValueError as error:  # of the syntax, or a whole number of thousands of digits
+        raise UserError(f"{where} is damaged: it is no JSON ({first_line(error)}); copy it again, or run the command that wrote it") from None  # fmt: skip
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(found, kinds):
+        wanted = " or ".join({dict: "a mapping", list: "a list", str: "a text"}.get(one, one.__name__) for one in kinds)
+        raise UserError(f"{where} is damaged: expected {wanted}, found {type(found).__name__}; copy it again, or run the command that wrote it")  # fmt: skip
+    if _deeper_than(found, DEPTH):
+        raise UserError(f"{where} is nested deeper than {DEPTH} levels; check that it is the right file")
+    return found
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text, of plain types only; None where it is empty. `where` names its source in errors.
+
+    Raises UserError where it is no YAML, is nested deeper than DEPTH, its aliases lead in a circle, or they expand to more
+    than NODES values.
+    """
+    import yaml
+
+    if len(text) > YAML_BYTES:
+        raise UserError(f"{where} has {size_text(len(text))}; at most {size_text(YAML_BYTES)} are read of a YAML file")
+    loader = None
+    try:
+        _require_shallow(text, where)
+        loader = _yaml_loader()(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _require_bounded(node, where)
+        return loader.construct_document(node)
+    except UserError:
+        raise
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is no valid YAML: {' '.join(str(error).split())[:300]}") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested deeper than {DEPTH} levels; write it flatter") from None
+    except (ValueError, OverflowError, TypeError, AttributeError) as error:
+        # a number of thousands of digits, a date that does not exist, a key that cannot be one
+        raise UserError(f"{where} is no valid YAML: {first_line(error)}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+@cache
+def _yaml_loader() -> Any:
+    """The loader of plain types: libyaml's where it is built in, which is ten times as fast."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _require_bounded(root: Any, where: str) -> None:
+    """Raise UserError where a YAML node, its aliases expanded, is too deep or too large, or contains itself."""
+    from yaml import MappingNode, SequenceNode
+
+    expanded: dict[int, int] = {}  # nodes below a node, by its identity; an alias is the same node again
+    open_nodes: set[int] = set()
+
+    def count(node: Any, depth: int) -> int:
+        if id(node) in open_nodes:
+            raise UserError(f"{where}: an alias (*name) stands inside what it stands for; write the value out")
+        if depth > DEPTH:
+            raise UserError(f"{where} is nested deeper than {DEPTH} levels; write it flatter")
+        if id(node) in expanded:
+            return expanded[id(node)]
+        children: Iterator[Any] = iter(())
+        if isinstance(node, SequenceNode):
+            children = iter(node.value)
+        elif isinstance(node, MappingNode):
+            children = (one for pair in node.value for one in pair)
+        open_nodes.add(id(node))
+        total = 1
+        for child in children:
+            total += count(child, depth + 1)
+            if total > NODES:
+                raise UserError(f"{where} holds more than {NODES:,} values, its aliases (*name) written out; make it smaller")  # fmt: skip
+        open_nodes.discard(id(node))
+        expanded[id(node)] = total
+        return total
+
+    count(root, 0)
+
+
+def _require_shallow(text: str, where: str) -> None:
+    """Raise UserError where a YAML text is nested too deep, by its events: libyaml composes nodes by recursion in C, which
+    ends the process where the stack ends."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, _yaml_loader()):
+        if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
+            depth += 1
+            if depth > DEPTH:
+                raise UserError(f"{where} is nested deeper than {DEPTH} levels; write it flatter")
+        elif isinstance(event, yaml.SequenceEndEvent | yaml.MappingEndEvent):
+            depth -= 1
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    """Whether lists and mappings are nested in each other more than `limit` deep."""
+    level = [value]
+    for _ in range(limit):
+        level = [inner for one in level if isinstance(one, dict | list) for inner in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+        if not level:
+            return False
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file by name, on the CPU.
+
+    Raises UserError where it is no regular file, damaged or truncated.
+    """
+    from safetensors.torch import load_file
+
+    require_regular(path)
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors has an error class of its own, and raises others too
+        raise UserError(f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again") from None  # fmt: skip
+
+
+def read_tensor_header(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Metadata and names of the tensors of a safetensors file; no tensor is read. Raises UserError as `read_tensors`."""
+    from safetensors import safe_open
+
+    require_regular(path)
+    try:
+        with safe_open(path, "pt") as opened:
+            return dict(opened.metadata() or {}), list(opened.keys())
+    except Exception as error:
+        raise UserError(f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again") from None  # fmt: skip
+
+
+def require_regular(path: Path) -> None:
+    """Raise UserError where a path is no regular file that can be read."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise UserError(cannot("read", path, error)) from None
+    if not stat.S_ISREG(status.st_mode):
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file (a pipe or a device)"
+        raise UserError(f"{path} is {what}; give a file")
+
+
+def cannot(verb: str, path: Path | str, error: BaseException) -> str:
+    """What a failed access says to a user: the path, the system's reason, and what to do."""
+    code = getattr(error, "errno", None)
+    reason = getattr(error, "strerror", None) or first_line(error)
+    step = _NEXT_STEP.get(code or 0, "check the path and its permissions")
+    return f"cannot {verb} {path}: {str(reason).lower() if code else reason}; {step}"
+
+
+def size_text(count: int) -> str:
+    """Bytes for a reader: 12 bytes, 3.4 MB."""
+    if count < 10_000:
+        return f"{count} bytes"
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
