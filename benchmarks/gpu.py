@@ -25,7 +25,7 @@ import torch
 
 from concept_eraser import api, environment
 from concept_eraser.errors import UserError
-from concept_eraser.files import write_text
+from concept_eraser.storage.writers import write_text
 from concept_eraser.models.loading import load
 from concept_eraser.tiny import published
 from concept_eraser.training import log
@@ -181,7 +181,9 @@ def measure(families: list[str], jobs: list[str], batches: list[int], steps: int
         pipeline = pipelines[family]
         found = generation(pipeline, family, batch, device) if job == "generating" else step(pipeline, family, job, batch, steps, device)  # fmt: skip
         known.append({"family": family, "job": job, "batch": batch, "pixels": PIXELS[family], **found})
-        write_text(output, json.dumps({"environment": environment.describe(), "rows": known}, indent=1) + "\n")
+        write_text(
+            output, json.dumps({"environment": environment.describe(), "rows": known}, indent=1) + "\n", overwrite=True
+        )
         print(f"{family}, {job}, batch {batch}: {found}", flush=True)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from concept_eraser import jobs, matching, measuring, ranks
 from concept_eraser import recipe as recipes
@@ -29,6 +28,9 @@ from concept_eraser.publishing import push_to_hub as push_to_hub
 from concept_eraser.recipe import Recipe
 from concept_eraser.reporting import overview as overview
 from concept_eraser.reporting import report as report
+from concept_eraser.storage import locks, output_folder
+from concept_eraser.storage.readers import read_yaml
+from concept_eraser.storage.writers import write_folder
 from concept_eraser.training import log as logs
 
 
@@ -69,6 +71,7 @@ def erase(
     resume: bool = False,
     overwrite: bool = False,
     allow_pickle: bool = False,
+    allow_code: bool = False,
     command: str = "",
     progress: Progress = silent,
     cache: Path | None = None,
@@ -92,10 +95,14 @@ def erase(
     output: the run folder; default runs/<fingerprint of the recipe>.
     look: called before the first step and after each with (steps done, seconds of training so far); the time it takes is
         not counted. The model in memory is the one in training: sample it, measure it, leave its weights alone.
-    resume: go on with an unfinished run. overwrite: replace what the folder holds.
+    resume: go on with an unfinished run. overwrite: replace the run that the folder holds: its files are set aside, and
+        removed when the new run is finished. Files that this package did not write stay.
+    allow_code: also call a model that a recipe names as package.module:function. One that `model` or `overrides` name is
+        called without it.
 
-    Raises UserError for bad input, Interrupted on Ctrl-C (after saving the state).
+    Raises UserError for bad input and for a folder that is not ours or in use, Interrupted on Ctrl-C (after saving the state).
     """
+    allow_code = allow_code or isinstance(model, str) or any(one.startswith("model=") for one in overrides)
     model = model if base is None else loading.on_base(model, base)
     source = model if model is not None and not isinstance(model, str | Path) else None
     settings, objects = _without_objects(settings)
@@ -105,17 +112,24 @@ def erase(
     folder = Path(output) if output else Path("runs") / job.fingerprint
     jobs.join(job)
     in_memory = source is not None or bool(objects)
-    if ranks.agreed(lambda: jobs.check_folder(folder, job, resume=resume, overwrite=overwrite, in_memory=in_memory)):
-        done = json.loads((folder / "done.json").read_text())
-        return Run(folder, job, done["seconds"])
-    loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle)
-    loaded.configure(job.model_options)
-    told = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
-    work = jobs.Job(job, loaded, folder, progress, cache, objects, look, lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=told))  # fmt: skip
-    done = work.write(work.run(resume=resume))
-    if ranks.is_first():
-        plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
-    return Run(folder, job, done["seconds"], loaded)
+    with ExitStack() as lock:
+
+        def is_finished() -> bool:
+            lock.enter_context(locks.locked(folder, "erase"))
+            return jobs.check_folder(folder, job, resume=resume, overwrite=overwrite, in_memory=in_memory)
+
+        if ranks.agreed(is_finished):
+            return Run(folder, job, jobs.read_done(folder)["seconds"])
+        loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle, allow_code=allow_code)  # fmt: skip
+        loaded.configure(job.model_options)
+        told = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
+        work = jobs.Job(job, loaded, folder, progress, cache, objects, look, lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=told))  # fmt: skip
+        done = work.write(work.run(resume=resume))
+        if ranks.is_first():
+            plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
+            output_folder.seal(folder)
+            output_folder.remove_set_aside(folder)
+        return Run(folder, job, done["seconds"], loaded)
 
 
 def _recipe(recipe: Any, model: Any, overrides: Sequence[str], settings: dict[str, Any]) -> Recipe:
@@ -160,7 +174,7 @@ def plug(pipeline: Any, clip: Any, *, output: str | Path | None = None) -> Model
         raise UserError(f"{tower.source} is no CLIP model")
     model.take_text_tower(tower.text_tower())
     if output is not None:
-        model.save(Path(output))
+        write_folder(Path(output), model.save, kind="model")
     return model
 
 
@@ -180,17 +194,35 @@ def evaluate(
 
     model: what to measure, see `load`; suite: an evaluation suite by name or path (default: the one named like the prompt set
     that the run forgot, else tiny_star); before: the original (default: the model that
-    a run's recipe names, else tiny-sd; needed for a LoRA or another part of a pipeline); n: at most so many pictures a group.
+    a run's recipe names, else tiny-sd; needed for a LoRA or another part of a pipeline); n: at most so many pictures a group;
+    output: a folder, into which evaluation.json goes.
 
-    Raises UserError for an unknown suite, judge or metric, or a judge that cannot see the concept.
+    Raises UserError for an unknown suite, judge or metric, a judge that cannot see the concept, and where the folder cannot
+    be written to or holds an evaluation.json that is not ours.
     """
+    folder = _output_folder(output)
     protocol = suites.load(suite if suite is not None else matching.suite_of(model)).scaled(n)
     matching.require_kept(matching.recipe_of(model), protocol)
-    original, after = _pair(model, before, allow_pickle, guard)
-    found = suites.evaluate(original, after, protocol, cache=cache, progress=progress)
-    if output and ranks.is_first():
-        found.save(Path(output))
+    with _results(folder, "evaluation", "evaluation.json"):
+        original, after = _pair(model, before, allow_pickle, guard)
+        found = suites.evaluate(original, after, protocol, cache=cache, progress=progress)
+        if folder is not None and ranks.is_first():
+            output_folder.claim(folder, "evaluation")
+            found.save(folder / "evaluation.json")
     return found
+
+
+def _output_folder(output: str | Path | None) -> Path | None:
+    """Where results go. Raises UserError for the name of a file."""
+    folder = Path(output) if output is not None else None
+    if folder is not None and folder.suffix in (".json", ".html", ".md"):
+        raise UserError(f"output is a folder, found {folder}; give the folder that the files go into")
+    return folder
+
+
+def _results(folder: Path | None, kind: str, *names: str) -> AbstractContextManager[None]:
+    """The lock of a folder of results, held by the first of several processes."""
+    return nullcontext() if folder is None or not ranks.is_first() else output_folder.results(folder, kind, names)
 
 
 def attack(
@@ -222,23 +254,25 @@ def attack(
     Raises UserError for an unknown attack, option, suite or group, and where the folder holds another attack.
     """
     protocol = attacking.Protocol(suites.load(suite if suite is not None else matching.suite_of(model)), name, options or {}, group, n, batch, seed, hide, word)  # fmt: skip
-    folder = Path(output) if output is not None else None
-    whole, victim = _pair(model, before, allow_pickle, guard)
-    found = attacking.run(protocol, victim, whole, folder=folder, cache=cache, progress=progress)
-    if folder is not None and ranks.is_first():
-        found.save(folder / "attack.json")
-        plots.save(attacking.sheet(found, victim, whole), folder / "attack.png")
+    folder = _output_folder(output)
+    with _results(folder, "attack", "attack.json", "attack.png", "attempts.jsonl"):
+        whole, victim = _pair(model, before, allow_pickle, guard)
+        found = attacking.run(protocol, victim, whole, folder=folder, cache=cache, progress=progress)
+        if folder is not None and ranks.is_first():
+            found.save(folder / "attack.json")
+            plots.save(attacking.sheet(found, victim, whole), folder / "attack.png")
+            output_folder.seal(folder)
     return found
 
 
-def measure(run: str | Path, *, before: Any = None, after: Any = None, data: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+def measure(run: str | Path, *, before: Any = None, after: Any = None, data: dict[str, Any] | None = None, allow_code: bool = False) -> dict[str, Any]:  # fmt: skip
     """Measure a run on labelled data, before and after: accuracies with intervals and membership attacks of a classifier
     or CLIP model, or the PSNR of what a VAE reconstructs.
 
     before, after: the model it started from and the erased one, if they were in memory; data: likewise its data sets, by
-        "forget", "retain", "test".
+        "forget", "retain", "test". allow_code: call a model that the run's recipe names as package.module:function.
     """
-    return measuring.measure(Path(run), before=before, after=after, objects=data)
+    return measuring.measure(Path(run), before=before, after=after, objects=data, allow_code=allow_code)
 
 
 def _options_of(model: Any) -> dict[str, float]:
@@ -246,8 +280,9 @@ def _options_of(model: Any) -> dict[str, float]:
     path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
     if path is None or not path.is_file():
         return {}
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content.get("model_options", {}) if isinstance(content, dict) else {}
+    content = read_yaml(path)
+    options = content.get("model_options", {}) if isinstance(content, dict) else {}
+    return options if isinstance(options, dict) else {}
 
 
 def _pair(model: Any, before: Any, allow_pickle: bool, guard: str | None = None) -> tuple[Model, Model]:

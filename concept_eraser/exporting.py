@@ -12,22 +12,23 @@ is told, and refused above a bound.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError, unknown
-from concept_eraser.files import write_whole
 from concept_eraser.models import loading, lora_files, single_file
-from concept_eraser.models.base import Model
+from concept_eraser.models.base import Model, require_finite
 from concept_eraser.models.lora import Factors, Pair, can_adapt
+from concept_eraser.storage.manifest import require_intact
+from concept_eraser.storage.readers import read_tensor_header, read_tensors
+from concept_eraser.storage.writers import write_file, write_folder, write_tensors
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
 _SUFFIX = ".safetensors"
@@ -106,7 +107,7 @@ def _place(source: Path, to: str, output: str | Path | None) -> Path:
     if (place.suffix == _SUFFIX) != (to != "diffusers"):
         wanted = f"a {_SUFFIX} file" if to != "diffusers" else "a folder"
         raise UserError(f"--to {to} writes {wanted}, found the output {place}")
-    if place.exists():
+    if os.path.lexists(place):
         raise UserError(f"{place} exists already; give another --output, or remove it")
     return place
 
@@ -150,15 +151,19 @@ def require_its_own(source: Path, original: Model, moved: Moved) -> None:
     trained = source / "weights.safetensors"
     if not (source / "recipe.yaml").is_file() or not trained.is_file():
         return
-    with safe_open(trained, "pt") as opened:
-        own = set(opened.keys())
+    own = set(read_tensor_header(trained)[1])
     other = next((f"{part}.{name}" for part, tensors in moved.items() for name in tensors if name not in own), None)
     if other is not None:
         raise UserError(f"{source} was not made from {original.source}: they differ in {other}, which that run did not train; give the model it was made from with --before")  # fmt: skip
 
 
 def _write_whole(model: Model, to: str, place: Path) -> None:
-    write_whole(place, model.save if to == "diffusers" else lambda path: single_file.write(model, path))
+    for part, module in model.parts.items():
+        require_finite(module.state_dict(), f"the weights of the {part}", "give a smaller --strength")
+    if to == "diffusers":
+        write_folder(place, model.save, kind="model")
+    else:
+        write_file(place, lambda path: single_file.write(model, path))
 
 
 def _write_tensors(model: Model, moved: Moved, place: Path, strength: float) -> None:
@@ -167,7 +172,8 @@ def _write_tensors(model: Model, moved: Moved, place: Path, strength: float) -> 
     ((part, tensors),) = moved.items()
     values = {name: torch.lerp(*pair, strength).contiguous() for name, pair in tensors.items()}
     header = {"format": "pt", "part": getattr(model, "network", "unet") if part == "denoiser" else part}
-    write_whole(place, lambda path: save_file(values, path, metadata=header))
+    require_finite(values, "the exported tensors", "give a smaller --strength")
+    write_tensors(place, values, header)
 
 
 def _write_lora(source: Path, model: Model, moved: Moved, to: str, place: Path, *, strength: float, rank: int | None, max_error: float) -> Exported:  # fmt: skip
@@ -178,7 +184,10 @@ def _write_lora(source: Path, model: Model, moved: Moved, to: str, place: Path, 
         found, error = low_rank(model, moved, rank, max_error)
     notes = {"strength": f"{strength:g}", "relative_error": f"{error:.3g}"}
     scaled = [one.scaled(strength) for one in found]
-    write_whole(place, lambda path: lora_files.save(model, scaled, path, kohya=to == "kohya", notes=notes))
+    for one in scaled:
+        factors = {f"{layer} ({i})": value for layer, pair in one.layers.items() for i, value in enumerate(pair)}
+        require_finite(factors, "the LoRA's factors", "give a smaller --strength")
+    write_file(place, lambda path: lora_files.save(model, scaled, path, kohya=to == "kohya", notes=notes))
     return Exported(place, max(one.rank for one in found), error)
 
 
@@ -188,9 +197,11 @@ def _own_factors(source: Path, model: Model) -> list[Factors]:
     file = folder / lora_files.FILE if source.is_dir() else source
     if not file.is_file() or file.suffix != _SUFFIX:
         return []
-    with safe_open(file, "pt") as opened:
-        header, names = opened.metadata() or {}, list(opened.keys())
-    return lora_files.read(model, load_file(file), header, str(file)) if any("lora" in name for name in names) else []
+    require_intact(file)
+    header, names = read_tensor_header(file)
+    return (
+        lora_files.read(model, read_tensors(file), header, str(file)) if any("lora" in name for name in names) else []
+    )
 
 
 def _explain(found: Sequence[Factors], moved: Moved) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from concept_eraser import environment, ranks, registry, resources
@@ -20,16 +17,18 @@ from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.watch import Watch, share_of
-from concept_eraser.files import write_text, write_whole
 from concept_eraser.methods.base import Method
 from concept_eraser.models import lora_files
-from concept_eraser.models.base import Loaded, Model
+from concept_eraser.models.base import Loaded, Model, require_finite
 from concept_eraser.progress import Progress
 from concept_eraser.recipe import Recipe
 from concept_eraser.sections import ASIDE, MEMORY
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.readers import read_json
+from concept_eraser.storage.writers import remove_file, write_folder, write_json, write_tensors, write_text
 from concept_eraser.targets import edits, labelled, prompted
 from concept_eraser.targets.base import Request
-from concept_eraser.training import fsdp
+from concept_eraser.training import checkpoint, fsdp
 from concept_eraser.training.engine import Engine, Eraser, Schedule, optimizer_class
 from concept_eraser.training.parameters import select
 from concept_eraser.training.placement import Placement, needed
@@ -37,7 +36,7 @@ from concept_eraser.training.sharding import refuse_wrappers
 from concept_eraser.training.trackers import FOLDER as TRACKING
 from concept_eraser.training.trackers import Trackers, require
 
-MADE = ("done.json", "state.ckpt", "log.jsonl", "watch.jsonl", "weights.safetensors", "environment.json", "conflict.png", "evaluation.json", "report.html", "README.md")  # fmt: skip
+KIND = "run"  # of output folder
 
 
 def check_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, in_memory: bool = False) -> bool:
@@ -45,30 +44,33 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool,
 
     in_memory: the model or its data is an object that the recipe only names, so that a finished run may be another's.
 
-    Raises UserError where the folder holds another run, or this one unfinished without `resume`.
+    Raises UserError where the folder is not ours, holds another run, or this one unfinished without `resume`.
     """
+    ours = output_folder.require_claimable(folder, KIND, alone=True)
     path = folder / "recipe.yaml"
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; give the folder of a run")
-    if not path.exists():
-        if folder.exists() and any(folder.iterdir()) and not overwrite:
-            raise UserError(f"{folder} is not empty and holds no run of ours; give a new folder, or pass --overwrite")
-    elif not overwrite:
-        try:
-            other = recipes.load(str(path))
-        except UserError:
-            raise UserError(f"{folder} holds another run (its recipe.yaml does not fit this version); give a new folder, or pass --overwrite") from None  # fmt: skip
-        if other.fingerprint != recipe.fingerprint:
-            raise UserError(f"{folder} holds another run (differs in {', '.join(environment.differences(other.resolved(), recipe.resolved())) or 'nothing visible'}); give a new folder with --output, or pass --overwrite")  # fmt: skip
-        if (folder / "done.json").exists():
-            if in_memory:
-                raise UserError(f"{folder} holds a finished run on an object in memory, which may not have been this one; give another output, or overwrite=True")  # fmt: skip
-            return True
-        if not resume and (folder / "state.ckpt").exists():
-            raise UserError(
-                f"{folder} holds this run, unfinished; continue with --resume, or start over with --overwrite"
-            )
+    if not ours or overwrite or not path.exists():
+        return False
+    try:
+        other = recipes.load(str(path))
+    except UserError:
+        raise UserError(f"{folder} holds another run (its recipe.yaml does not fit this version); give a new folder, or pass --overwrite") from None  # fmt: skip
+    if other.fingerprint != recipe.fingerprint:
+        raise UserError(f"{folder} holds another run (differs in {', '.join(environment.differences(other.resolved(), recipe.resolved())) or 'nothing visible'}); give a new folder with --output, or pass --overwrite")  # fmt: skip
+    if (folder / "done.json").exists():
+        if in_memory:
+            raise UserError(f"{folder} holds a finished run on an object in memory, which may not have been this one; give another output, or overwrite=True")  # fmt: skip
+        return True
+    if not resume and checkpoint.exists(folder / "state.ckpt"):
+        raise UserError(f"{folder} holds this run, unfinished; continue with --resume, or start over with --overwrite")
     return False
+
+
+def read_done(folder: Path) -> dict[str, Any]:
+    """What a finished run says of itself. Raises UserError where that is damaged."""
+    content = read_json(folder / "done.json")
+    if not isinstance(content.get("seconds"), int | float):
+        raise UserError(f"{folder / 'done.json'} is damaged: it does not say how long the run took; run it again with --overwrite")  # fmt: skip
+    return content
 
 
 def join(recipe: Recipe) -> bool:
@@ -87,16 +89,21 @@ def join(recipe: Recipe) -> bool:
 
 
 def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str) -> None:
-    """Write the recipe, and take away what an earlier run left: called when model and data have been found to fit."""
-    if overwrite and folder.exists():
-        ours = (folder / "recipe.yaml").exists()
-        for name in MADE if ours else MADE[:4]:
-            (folder / name).unlink(missing_ok=True)
-        for name in (
-            (*resources.WHOLE_MODEL, "attacks", "evaluations", "exports", lora_files.FOLDER, TRACKING) if ours else ()
-        ):
-            shutil.rmtree(folder / name, ignore_errors=True)
+    """Mark the folder and write the recipe; what an earlier run left there is set aside first (`overwrite`).
+
+    Called when model and data have been found to fit. Raises UserError as `output_folder.claim`.
+    """
+    output_folder.claim(folder, KIND, alone=True)
+    if overwrite:
+        output_folder.set_aside(folder, keep=_own_files(folder, recipe))
     write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
+
+
+def _own_files(folder: Path, recipe: Recipe) -> set[str]:
+    """Names of files in the run folder that the recipe itself reads: prompt files that lie beside it."""
+    paths = [Path(text) for side in recipe.sides.values() for text in (side.prompts, side.data) if isinstance(text, str)]  # fmt: skip
+    root = folder.resolve()
+    return {path.resolve().relative_to(root).as_posix() for path in paths if path.is_file() and path.resolve().is_relative_to(root)}  # fmt: skip
 
 
 class Erased(Protocol):
@@ -152,6 +159,7 @@ class Job:
             self.claim_once(accelerator)
             return Outcome(eraser, seconds, {"edit": dict(told)})
         engine = self.train(method, resume=resume)
+        self._require_trained(engine)
         notes: dict[str, Any] = {"steps": self.recipe.training.steps, "skipped_steps": engine.skipped, "cpu_seconds": round(engine.cpu_seconds, 2)}  # fmt: skip
         if isinstance(engine.watch, Watch):
             notes["forgotten"] = engine.watch.summary()
@@ -253,6 +261,12 @@ class Job:
         factors = adapter.factors(self.recipe.target) if adapter else None
         changed = {name: value.detach().cpu().contiguous() for name, value in outcome.eraser.finish().items()}
         counted = trained if adapter else changed
+        try:
+            require_finite(changed, "the erased weights", f"lower training.lr (now {self.recipe.training.lr:g}) or the method's own factors, and start over with --overwrite")  # fmt: skip
+        except UserError:
+            if hasattr(outcome.eraser, "restore"):
+                outcome.eraser.restore()
+            raise
         done = {
             "recipe": self.recipe.fingerprint,
             "seconds": round(outcome.seconds, 2),
@@ -268,13 +282,17 @@ class Job:
 
     def _write_all(self, describe: dict[str, Any], changed: dict[str, Tensor], factors: Any, done: dict[str, Any]) -> None:  # fmt: skip
         part = getattr(self.model, "network", "unet") if self.recipe.target == "denoiser" else self.recipe.target
-        write_text(self.folder / "environment.json", json.dumps(describe, indent=1) + "\n")
-        self._write("weights.safetensors", lambda p: save_file(changed, p, metadata={"format": "pt", "part": part}))
+        write_json(self.folder / "environment.json", describe)
+        write_tensors(self.folder / "weights.safetensors", changed, {"format": "pt", "part": part})
         if factors is not None:
-            self._write(lora_files.FOLDER, lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE))
-        self._write(resources.whole_model(self.model.family), self.model.save)
-        write_text(self.folder / "done.json", json.dumps(done, indent=1) + "\n")
-        (self.folder / "state.ckpt").unlink(missing_ok=True)
+            write_folder(self.folder / lora_files.FOLDER, lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE))  # fmt: skip
+        write_folder(self.folder / resources.whole_model(self.model.family), self.model.save)
+        write_json(self.folder / "done.json", done)
+        for path in (self.folder / "state.ckpt", checkpoint.previous(self.folder / "state.ckpt")):
+            remove_file(path)
 
-    def _write(self, name: str, write: Callable[[Path], None]) -> None:
-        write_whole(self.folder / name, write)
+    def _require_trained(self, engine: Engine) -> None:
+        """Raise UserError where every step was skipped: the model is what it was, and no run is finished."""
+        if engine.skipped and engine.skipped >= self.recipe.training.steps:
+            engine.eraser.restore()
+            raise UserError(f"all {engine.skipped} steps were skipped, since no loss and no combined gradient was finite, so nothing was trained; lower training.lr (now {self.recipe.training.lr:g}), use precision fp32, or check the data. The log is in {self.folder / 'log.jsonl'}")  # fmt: skip

@@ -3,14 +3,12 @@ examples, or how well the VAE reconstructs them, before and after. `api.measure`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from concept_eraser import environment, resources
@@ -18,22 +16,25 @@ from concept_eraser import recipe as recipes
 from concept_eraser.data.labelled import Labelled, open_data, rest_of
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import classification, reconstruction
-from concept_eraser.files import write_text
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.clip import Clip
-from concept_eraser.models.loading import load_part
+from concept_eraser.models.loading import load_part, names_code
 from concept_eraser.models.module import WEIGHTS
+from concept_eraser.storage.manifest import require_intact
+from concept_eraser.storage.readers import read_tensors
+from concept_eraser.storage.writers import write_json
 from concept_eraser.targets import labelled
 from concept_eraser.targets.base import Request
 
 MEASURED = ("classifier", "clip", "vae")
 
 
-def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mapping[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mapping[str, Any] | None = None, allow_code: bool = False) -> dict[str, Any]:  # fmt: skip
     """The numbers of a run, as JSON: per set of at least two examples the accuracy with its interval, and the membership
     attack.
 
     before, after: the model it started from and the erased one, where they cannot be loaded because they were in memory;
+    allow_code: where the run's recipe names the model as package.module:function, call it;
     objects: the data sets in memory by side ("forget", "retain", "test"), where the run had them from Python.
 
     Raises UserError where the run is of another target, or its data or model are not at hand.
@@ -45,7 +46,7 @@ def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mappin
     if recipe.target not in MEASURED:
         raise UserError(f"{run} erased from a {recipe.target}; labelled data measures {', '.join(MEASURED)} only")
     given = dict(objects or {})
-    after = _after(run, recipe, after)
+    after = _after(run, recipe, after, allow_code)
     request = Request(recipe, after, objects={k: v for k, v in given.items() if k != "test"})
     chosen = labelled.rows(request)
     (data, forget), (other, retain) = chosen["forget"], chosen["retain"] if "retain" in chosen else _rest(chosen)
@@ -63,7 +64,7 @@ def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mappin
     few = sorted(name for name, (_, rows) in sets.items() if len(rows) < 2)  # they have no interval
     sets = {name: value for name, value in sets.items() if name not in few}
     found: dict[str, Any] = {}
-    for when, model in (("before", _before(recipe, before)), ("after", after)):
+    for when, model in (("before", _before(recipe, before, allow_code)), ("after", after)):
         if model is None:
             continue
         module = _module(model, data, recipe)
@@ -82,30 +83,32 @@ def measure(run: Path, *, before: Any = None, after: Any = None, objects: Mappin
 
 
 def save(found: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(found, indent=1) + "\n")
+    """Write the JSON file. Raises UserError as `writers.write_file`."""
+    write_json(path, found)
 
 
-def _before(recipe: recipes.Recipe, given: Any) -> Loaded | None:
+def _before(recipe: recipes.Recipe, given: Any, allow_code: bool) -> Loaded | None:
     """The original; None where the recipe names an object that was in memory and none is given."""
     if given is not None:
-        return load_part(given, recipe.target)
+        return load_part(given, recipe.target, allow_code=True)  # named by the caller
     if recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "):
         return None
-    return load_part(recipe.model, recipe.target)
+    return load_part(recipe.model, recipe.target, allow_code=allow_code)
 
 
-def _after(run: Path, recipe: recipes.Recipe, given: Any) -> Loaded:
+def _after(run: Path, recipe: recipes.Recipe, given: Any, allow_code: bool) -> Loaded:
     """The erased model: the given one, the saved one, or the one that the recipe's function makes with saved weights."""
     if given is not None:
-        return load_part(given, recipe.target)
-    if ":" in recipe.model and not Path(recipe.model).exists():
-        made = load_part(recipe.model, recipe.target)
-        tensors = load_file(run / resources.whole_model(made.family) / WEIGHTS)
+        return load_part(given, recipe.target, allow_code=True)
+    if names_code(recipe.model):
+        made = load_part(recipe.model, recipe.target, allow_code=allow_code)
+        file = run / resources.whole_model(made.family) / WEIGHTS
+        require_intact(file)
+        tensors = read_tensors(file)
         next(iter(made.parts.values())).load_state_dict(tensors)
         return made
     try:
-        return load_part(run, recipe.target)
+        return load_part(str(run), recipe.target)
     except UserError as error:
         raise UserError(f"{error}. In Python: measure(run, after=<the erased model>)") from None
 

@@ -9,8 +9,8 @@ others: measure it.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +22,9 @@ from torch import Tensor
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
 from concept_eraser.exporting import Moved, differences, require_its_own
-from concept_eraser.files import write_whole
 from concept_eraser.models import loading
-from concept_eraser.models.base import Model
+from concept_eraser.models.base import Model, require_finite
+from concept_eraser.storage.writers import write_folder, write_json
 
 NOTE = "merge.json"  # in the folder of the result
 Place = tuple[str, str]  # part and tensor
@@ -66,7 +66,7 @@ def merge(
     asked = [str(source) for source in sources]
     factors = _weights(asked, weights)
     place = Path(output)
-    if place.exists():
+    if os.path.lexists(place):
         raise UserError(f"{place} exists already; give another --output, or remove it")
     base = before if before is not None else _common_base(asked)
     original = loading.load(base, allow_pickle=allow_pickle)
@@ -158,11 +158,12 @@ def _write(model: Model, sums: Mapping[Place, Tensor], told: Merged) -> None:
     def write(folder: Path) -> None:
         model.save(folder)
         note = {key: value for key, value in asdict(told).items() if key != "path"}
-        (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / NOTE, note)
 
+    require_finite({f"{part}.{name}": value for (part, name), value in moved.items()}, "the merged weights", "give smaller --weights")  # fmt: skip
     try:
         _set(model, moved)
-        write_whole(told.path, write)
+        write_folder(told.path, write, kind="model")
     finally:
         _set(model, kept)
 

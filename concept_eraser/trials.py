@@ -59,12 +59,12 @@ class Trial:
     folder: Any = field(default=None, repr=False)  # kept while the model is used
 
 
-def load(recipe: Recipe, *, allow_pickle: bool = False) -> Trial:
+def load(recipe: Recipe, *, allow_pickle: bool = False, allow_code: bool = False) -> Trial:
     """A recipe's model and data, or what stands in for them. Raises UserError where neither can be had, and where the
     recipe names classes or positions that its data do not have."""
     tried = _with_data(recipe)
     try:
-        found = loading.load_part(recipe.model, recipe.target, allow_pickle=allow_pickle)
+        found = loading.load_part(recipe.model, recipe.target, allow_pickle=allow_pickle, allow_code=allow_code)
     except UserError as error:
         if (
             Path(recipe.model).exists() or ":" in recipe.model or recipe.model.startswith((".", "/", "~"))

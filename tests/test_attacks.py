@@ -305,7 +305,8 @@ def test_fallen_prompts_stay_as_they_are(tiny, shared_tiny) -> None:
 
 
 def test_a_book_that_was_cut_is_read_and_written_on(tmp_path: Path) -> None:
-    from concept_eraser.evaluation.book import add_line, read_lines
+    from concept_eraser.storage.readers import read_lines
+    from concept_eraser.storage.writers import append_line as add_line
 
     book = tmp_path / "book.jsonl"
     add_line(book, {"a": 1})

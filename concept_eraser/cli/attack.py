@@ -44,9 +44,12 @@ def attack(
     """
     from concept_eraser import api
     from concept_eraser.cli.show_progress import bars
+    from concept_eraser.storage import output_folder
 
     here = Path(model) if (Path(model) / "recipe.yaml").is_file() else Path()  # nobody else's folder is written to
     folder = output or here / "attacks" / (name if guard is None else f"{name}-{guard.partition(':')[0]}")
+    if output is None and here != Path():
+        output_folder.require_claimable(folder, "attack", inside=here)
     with bars(quiet) as progress:
         found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, word=word, options=_options(settings or []), guard=guard, output=folder, allow_pickle=allow_pickle, progress=progress)  # fmt: skip
     if ranks.is_first():

@@ -31,9 +31,9 @@ def card(
     if output is None:
         typer.echo(text, nl=False)
         return
-    if output.exists() and not overwrite:
+    if output.is_file() and not overwrite:
         raise UserError(f"{output} exists already; give another --output, or --overwrite")
-    from concept_eraser.files import write_text
+    from concept_eraser.storage.writers import write_text
 
-    write_text(output, text)
+    write_text(output, text, overwrite=overwrite)
     typer.echo(f"written: {output}")

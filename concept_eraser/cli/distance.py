@@ -38,36 +38,37 @@ def distance(
     from concept_eraser.cli.show_progress import bars
     from concept_eraser.data.images import picture_files
     from concept_eraser.evaluation.metrics import fid
+    from concept_eraser.storage import output_folder
 
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output} is a file; give a folder with --output")
     for folder in (after, reference):
         picture_files(folder, deep=True)  # an empty second folder is told before the first is looked at
     used = fid.features(features, mode=mode, model=model, weights=weights)
-    with bars(quiet) as progress:
-        (a, told), (b, real) = (used.of_folder(folder, progress=progress) for folder in (after, reference))
-    found, refused = fid.distances(a, b, seed)
-    settings = fid.described(features, used, len(a), len(b), f"folder {real['folder']} ({real['hash']})")
-    for key, value in settings.items():
-        typer.echo(f"  {key:<12} {value}")
-    for name, value in found.items():
-        ends = f"  [{value.low:.4g}, {value.high:.4g}]" if value.low == value.low else ""
-        typer.echo(f"{name}_{features}  {value.value:.4g}{ends}")
-    for folder, one in ((after, told), (reference, real)):
-        if one["left_out"]:
-            typer.echo(f"left out of {folder}: {len(one['left_out'])}", err=True)
-            typer.echo("\n".join(f"  {reason}" for reason in one["left_out"]), err=True)
-    _write(output, features, seed, settings, found, refused, {"after": told, "reference": real})
-    typer.echo(f"numbers: {output / 'distance.json'}")
-    if refused:
-        raise UserError("; ".join(f"no {name}_{features}: {why}" for name, why in refused.items()))
+    with output_folder.results(output, "distance", ["distance.json"]):
+        with bars(quiet) as progress:
+            (a, told), (b, real) = (used.of_folder(folder, progress=progress) for folder in (after, reference))
+        found, refused = fid.distances(a, b, seed)
+        settings = fid.described(features, used, len(a), len(b), f"folder {real['folder']} ({real['hash']})")
+        for key, value in settings.items():
+            typer.echo(f"  {key:<12} {value}")
+        for name, value in found.items():
+            ends = f"  [{value.low:.4g}, {value.high:.4g}]" if value.low == value.low else ""
+            typer.echo(f"{name}_{features}  {value.value:.4g}{ends}")
+        for folder, one in ((after, told), (reference, real)):
+            if one["left_out"]:
+                typer.echo(f"left out of {folder}: {len(one['left_out'])}", err=True)
+                typer.echo("\n".join(f"  {reason}" for reason in one["left_out"]), err=True)
+        output_folder.claim(output, "distance")
+        _write(output, features, seed, settings, found, refused, {"after": told, "reference": real})
+        typer.echo(f"numbers: {output / 'distance.json'}")
+        if refused:
+            raise UserError("; ".join(f"no {name}_{features}: {why}" for name, why in refused.items()))
 
 
 def _write(output: Path, features: str, seed: int, settings: dict[str, Any], found: dict, refused: dict, folders: dict[str, Any]) -> None:  # fmt: skip
     from concept_eraser import environment
     from concept_eraser.evaluation.base import Result
     from concept_eraser.evaluation.suite import dumps
-    from concept_eraser.files import write_text
+    from concept_eraser.storage.writers import write_text
 
     results = [Result(f"{name}_{features}", "pictures", value, "lower", settings=settings).as_dict() for name, value in found.items()]  # fmt: skip
     protocol = {"seed": seed, **settings}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
-def report(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
+def report(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool = False) -> list[str]:
     """Sides, weights, memory, time. trial: make two steps; None: where they take seconds."""
     from concept_eraser.recipe import PROMPTED
 
-    return (_prompted if recipe.target in PROMPTED else _labelled)(recipe, allow_pickle, trial)
+    return (_prompted if recipe.target in PROMPTED else _labelled)(recipe, allow_pickle, trial, allow_code)
 
 
-def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
+def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool) -> list[str]:
     from concept_eraser import forecast, trials
     from concept_eraser.targets import projections
     from concept_eraser.tiny import published
@@ -20,7 +20,7 @@ def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
     lines = _sides(recipe)
     if trials.edits(recipe):
         projections.refuse_what_is_ignored(recipe)
-    found = trials.load(recipe, allow_pickle=allow_pickle)
+    found = trials.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
     whole: Any = found.model
     if found.hollow:  # weights and memory are those of the true size
         whole = published.hollow(recipe.model)
@@ -61,13 +61,13 @@ def _weights(recipe: Any, model: Any) -> str:
     return f"trains a LoRA of {own:,} numbers on {layers} layers, beside {of:,} weights"
 
 
-def _labelled(recipe: Any, allow_pickle: bool, trial: bool | None) -> list[str]:
+def _labelled(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool) -> list[str]:
     """How many examples each side has, how many weights would move, and two steps."""
     from concept_eraser import trials
     from concept_eraser.targets import labelled
     from concept_eraser.targets.base import Request
 
-    found = trials.load(recipe, allow_pickle=allow_pickle)
+    found = trials.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
     request, lines = Request(found.recipe, found.model, objects=found.objects), []
     if found.recipe is recipe:  # else a few pictures stand in, and count for nothing
         lines = [f"{name}: {len(rows)} of {len(data)} examples of {data.about}" for name, (data, rows) in labelled.rows(request).items()]  # fmt: skip

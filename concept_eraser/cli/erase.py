@@ -54,6 +54,7 @@ def erase(
     trial: Annotated[Optional[bool], typer.Option("--trial/--no-trial", help="with --dry-run: make two steps in a temporary folder (default: where they take seconds)")] = None,
     memory: Annotated[Optional[str], typer.Option(help="settings for a card of that size: 8gb, 12gb, 16gb, 24gb, 32gb or 48gb (see `concept-eraser list presets`)")] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="call a model that a recipe names as package.module:function (it runs code; one that --model names is called without this)")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
     given: dict[str, Any] = {"retain": retain, "loss": loss, "method": method, "select": select, "lora": lora, "steps": steps, "lr": lr, "seed": seed, "memory": memory}  # fmt: skip
@@ -70,7 +71,8 @@ def erase(
         from concept_eraser import defaults
 
         overrides = defaults.completed(overrides)
-    run(names[0] if names else {}, overrides, output, resume, overwrite, dry_run, allow_pickle, quiet, trial)
+    allow_code = allow_code or any(override.startswith("model=") for override in overrides)
+    run(names[0] if names else {}, overrides, output, resume, overwrite, dry_run, allow_pickle, quiet, trial, allow_code=allow_code)  # fmt: skip
 
 
 erase.__doc__ = _EXAMPLES
@@ -115,7 +117,7 @@ def _quoted(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str | dict | list) else str(value)
 
 
-def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, overwrite: bool, dry_run: bool, allow_pickle: bool, quiet: bool, trial: bool | None = None) -> None:  # fmt: skip
+def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, overwrite: bool, dry_run: bool, allow_pickle: bool, quiet: bool, trial: bool | None = None, *, allow_code: bool = False) -> None:  # fmt: skip
     """Resolve, check, train, and say where the result is and what to do next."""
     from concept_eraser import ranks
     from concept_eraser import recipe as recipes
@@ -127,13 +129,13 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
     if dry_run and not ranks.alone():
         raise UserError("a dry run is made by one process; run it without `accelerate launch`")
     if dry_run:
-        _dry_run(resolved, folder, allow_pickle, trial)
+        _dry_run(resolved, folder, allow_pickle, trial, allow_code)
         return
     from concept_eraser import api
 
     with bars(quiet) as progress:
         try:
-            done = api.erase(resolved, output=folder, resume=resume, overwrite=overwrite, allow_pickle=allow_pickle, command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}", progress=progress)  # fmt: skip
+            done = api.erase(resolved, output=folder, resume=resume, overwrite=overwrite, allow_pickle=allow_pickle, allow_code=allow_code, command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}", progress=progress)  # fmt: skip
         except Interrupted as stop:
             several = (
                 ""
@@ -160,7 +162,7 @@ def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
     return f"{stem}-{resolved.fingerprint[:8]}" if overrides else stem
 
 
-def _dry_run(resolved: Any, folder: Path, allow_pickle: bool, trial: bool | None) -> None:
+def _dry_run(resolved: Any, folder: Path, allow_pickle: bool, trial: bool | None, allow_code: bool) -> None:
     """Everything but the run: check data and model, count weights and memory, make two steps, tell the time."""
     import os
 
@@ -168,6 +170,6 @@ def _dry_run(resolved: Any, folder: Path, allow_pickle: bool, trial: bool | None
     from concept_eraser import recipe as recipes
     from concept_eraser.cli import dry_run
 
-    lines = dry_run.report(resolved, allow_pickle, trial)
+    lines = dry_run.report(resolved, allow_pickle, trial, allow_code)
     typer.echo(recipes.dump(resolved, f"concept-eraser erase <this file> --output {folder}"))
     typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -19,6 +20,7 @@ def evaluate(
     guard: Annotated[Optional[str], typer.Option(help="sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, sld-strong: or sld-max:")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of evaluation.json and report.html (default: the run folder; evaluations/SUITE in it where it holds another suite's)")] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="also load weights stored as pickles, which can execute code")] = False,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="labelled data: call a model that the run's recipe names as package.module:function")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip
     """Measure a model against the one before it, on the same prompts and seeds; write numbers and a report.
@@ -31,43 +33,63 @@ def evaluate(
 
       concept-eraser evaluate somebodys_lora.safetensors --before tiny-sd --suite tiny_star
     """
-    from concept_eraser import api
+    from concept_eraser import api, matching
     from concept_eraser.cli.show_progress import bars
     from concept_eraser.evaluation import entries
+    from concept_eraser.evaluation import suite as suites
     from concept_eraser.reporting import is_labelled
+    from concept_eraser.storage import output_folder
 
     ours = (Path(model) / "recipe.yaml").is_file() and not guard  # a safeguard is no part of the run
-    folder = output or (Path(model) if ours else Path("evaluation"))  # nobody else's folder is written to
+    run = Path(model) if ours else None
     if is_labelled(Path(model)):
         if suite or n:
             raise UserError(f"{model} erased from labelled data, which no suite of prompts measures; leave out --suite and -n")  # fmt: skip
-        _measure(Path(model), before, folder)
+        _measure(Path(model), before, output or Path(model), allow_code)
         return
-    with bars(quiet) as progress:
-        found = api.evaluate(
-            model, suite, before=before, n=n, guard=guard, allow_pickle=allow_pickle, progress=progress
-        )
-    if not ranks.is_first():  # of several processes one writes
-        return
-    run = Path(model) if ours else None
+    folder, inside = output or Path("evaluation"), None  # nobody else's folder is written to
     if run is not None and output is None:
-        folder = entries.place_for(run, found.suite, Path(suite).stem if suite else "_".join(found.suite.concept.values()))  # fmt: skip
-    found.save(folder / "evaluation.json")
-    path = api.report(found, folder / "report.html", run=run)
+        protocol = suites.load(suite or matching.suite_of(model))
+        folder, inside = entries.place_for(run, protocol, Path(suite).stem if suite else "_".join(protocol.concept.values())), run  # fmt: skip
+    first = ranks.is_first()  # of several processes one writes
+    with _results(folder, inside, "evaluation.json", "report.html") if first else nullcontext():
+        with bars(quiet) as progress:
+            found = api.evaluate(model, suite, before=before, n=n, guard=guard, allow_pickle=allow_pickle, progress=progress)  # fmt: skip
+        if not first:
+            return
+        output_folder.claim(folder, "evaluation", inside=inside)
+        found.save(folder / "evaluation.json")
+        path = api.report(found, folder / "report.html", run=run)
     summarise(found)
-    if run is not None and output is None and folder != run:
-        typer.echo(f"{run / 'evaluation.json'} is of another suite and stays; this one is kept beside it")
+    if inside is not None and folder != run:
+        typer.echo(f"{inside / 'evaluation.json'} is of another suite and stays; this one is kept beside it")
     typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {path}")
 
 
-def _measure(run: Path, before: str | None, folder: Path) -> None:
+def _results(folder: Path, inside: Path | None, *names: str) -> AbstractContextManager[None]:
+    from concept_eraser.storage import output_folder
+
+    return output_folder.results(folder, "evaluation", names, inside=inside)
+
+
+def _measure(run: Path, before: str | None, folder: Path, allow_code: bool) -> None:
     """Accuracies and membership attack of a run on a classifier or CLIP model, or what a VAE still reconstructs."""
+    from concept_eraser import measuring
+    from concept_eraser.storage import output_folder
+
+    with _results(folder, None, "evaluation.json"):
+        found = measuring.measure(run, before=before, allow_code=allow_code)
+        output_folder.claim(folder, "evaluation")
+        measuring.save(found, folder / "evaluation.json")
+    _show_measured(found)
+    typer.echo(f"numbers: {folder / 'evaluation.json'}")
+
+
+def _show_measured(found: Any) -> None:
+    """A table of what labelled data say."""
     from rich.console import Console
     from rich.table import Table
 
-    from concept_eraser import measuring
-
-    found = measuring.measure(run, before=before)
     table = Table(box=None, header_style="bold")
     for column in ("measure", "set", *found["results"], "n"):
         table.add_column(column)
@@ -86,8 +108,6 @@ def _measure(run: Path, before: str | None, folder: Path) -> None:
         typer.echo(f"fewer than two examples, so left out: {', '.join(found['too_few'])}")
     if "table" in shown:
         typer.echo("MIA: share of forgotten examples that a membership attack calls non-members (its own accuracy on\nmembers and test examples; 50: it knows nothing); AUC: forgotten against test examples of their classes, 0.5: no trace.")  # fmt: skip
-    measuring.save(found, folder / "evaluation.json")
-    typer.echo(f"numbers: {folder / 'evaluation.json'}")
 
 
 def summarise(found: Any) -> None:

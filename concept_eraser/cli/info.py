@@ -164,12 +164,13 @@ def copy(
 
       concept-eraser copy tiny_star_munba my_recipe.yaml
     """
+    from concept_eraser.storage.writers import write_text
+
     if file.exists():
         raise UserError(f"{file} exists already; give another name")
     for kind in _DATA.values():
         if name in resources.names(kind):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(resources.find(kind, name).read_text(encoding="utf-8"), encoding="utf-8")
+            write_text(file, resources.find(kind, name).read_text(encoding="utf-8"))
             typer.echo(f"copied {name} to {file}")
             return
     raise unknown("recipe, prompt set or suite", name, [n for kind in _DATA.values() for n in resources.names(kind)])

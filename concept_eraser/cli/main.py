@@ -26,6 +26,7 @@ from concept_eraser.cli import (
     push,
     quickstart,
     report,
+    verify,
 )
 from concept_eraser.errors import Interrupted, Told, UserError
 
@@ -52,7 +53,7 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, export.export, merge.merge, card.card, push.push, info.list_, info.show, info.check, info.copy):  # fmt: skip
+for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, export.export, merge.merge, card.card, push.push, verify.verify, info.list_, info.show, info.check, info.copy):  # fmt: skip
     options: dict[str, Any] = {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
     app.command(name=verb.__name__.rstrip("_"), **options)(_interruptible(verb))
 

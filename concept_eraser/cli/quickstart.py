@@ -33,7 +33,7 @@ def quickstart(
     from concept_eraser.evaluation import plots
     from concept_eraser.evaluation.report import verdict
     from concept_eraser.evaluation.suite import dumps
-    from concept_eraser.files import write_text
+    from concept_eraser.storage.writers import write_text
 
     began = time.monotonic()
     with bars(quiet) as progress:

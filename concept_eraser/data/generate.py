@@ -8,15 +8,14 @@ Pictures are stored in chunks as they are made; an interrupted generation goes o
 from __future__ import annotations
 
 import hashlib
-import os
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from concept_eraser import ranks, resources
@@ -24,6 +23,11 @@ from concept_eraser.data.prompts import Prompt
 from concept_eraser.environment import derive_seed, fingerprint
 from concept_eraser.models.base import Model
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage import cache as chunks
+from concept_eraser.storage.cache import CacheFull
+
+_LOG = logging.getLogger(__name__)
+_TOLD: list[str] = []  # what was said of a full cache, once a process
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def made(model: Model, asked: Asked, *, what: str = "generating", progress: Prog
             pictures = read(path)
             if pictures is None:
                 pictures = _sample(model, asked, start)
-                write(path, pictures)
+                keep(partial(write, path, pictures))
             found[start] = pictures
             progress(what, sum(map(len, found.values())), len(asked.texts))
         return found[start]
@@ -157,23 +161,26 @@ def _sample(model: Model, asked: Asked, start: int) -> Tensor:
     return torch.stack([pictures[i] for i in sorted(pictures)])
 
 
+def keep(write_it: Callable[[], None]) -> None:
+    """Write to the cache. Where it is full, a process that works alone goes on: the next run makes again what is missing.
+
+    Raises CacheFull under `accelerate launch`: the other processes look for it there.
+    """
+    try:
+        write_it()
+    except CacheFull as error:
+        if not ranks.alone():
+            raise
+        if not _TOLD:
+            _LOG.warning("results are not kept for the next run: %s", error)
+            _TOLD.append(str(error))
+
+
 def read(path: Path, name: str = "pictures") -> Tensor | None:
     """A chunk of the cache; None where it is not there, or damaged: then it is made again."""
-    if not path.exists():
-        return None
-    try:
-        return load_file(path)[name]
-    except (SafetensorError, OSError, KeyError):
-        return None
+    return (chunks.read_chunk(path) or {}).get(name)
 
 
 def write(path: Path, pictures: Tensor, name: str = "pictures") -> None:
-    """Put a chunk into the cache, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        save_file({name: pictures.contiguous()}, partial)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    """Put a chunk into the cache, whole or not at all. Raises CacheFull where that fails."""
+    chunks.write_chunk(path, {name: pictures})

@@ -5,6 +5,7 @@ Captions: `name.png` beside `name.txt`, or a `metadata.jsonl` as in `datasets`' 
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,13 @@ def read_picture(path: Path) -> np.ndarray:
     if min(array.shape[:2]) < 2:
         raise UserError(f"{path} has {array.shape[1]} x {array.shape[0]} pixels; at least 2 x 2 are needed")
     return array
+
+
+def png(picture: Tensor) -> bytes:
+    """An image [h, w, 3] uint8 as a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(picture.cpu().numpy()).save(buffer, "png")
+    return buffer.getvalue()
 
 
 def picture_files(folder: Path, *, deep: bool = False) -> list[Path]:

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from concept_eraser import resources
+from concept_eraser.data.generate import keep
 from concept_eraser.data.labelled import Labelled, from_arrays
 from concept_eraser.environment import fingerprint
+from concept_eraser.storage.cache import read_chunk, write_chunk
 
 SIZE = 28
 VERSION = 1  # of the drawing; part of the cache's key
@@ -73,19 +75,16 @@ class Fonts:
         return from_arrays(x.reshape(len(x), -1) if self.flat else x[:, None], y, about="fonts")
 
     def _made(self, count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-        path = (
-            resources.cache() / "datasets" / f"fonts-{fingerprint([VERSION, asdict(self) | {'flat': True}, split])}.npz"
-        )
-        if path.exists():
-            with np.load(path) as kept:
-                return kept["x"], kept["y"]
+        import torch
+
+        key = fingerprint([VERSION, asdict(self) | {"flat": True}, split])
+        path = resources.cache() / "datasets" / f"fonts-{key}.safetensors"
+        if (kept := read_chunk(path)) is not None:
+            return kept["x"].numpy(), kept["y"].numpy()
         rng = np.random.default_rng([self.seed, split == "test", 28])
         y = rng.integers(0, 10, count)
         x = np.stack([draw(int(digit), rng) for digit in y])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial.npz")
-        np.savez_compressed(partial, x=x, y=y)
-        partial.replace(path)
+        keep(lambda: write_chunk(path, {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}))
         return x, y
 
 

@@ -23,9 +23,9 @@ from concept_eraser.data import generate
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import attacking, suite
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
-from concept_eraser.evaluation.book import add_line
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress
+from concept_eraser.storage.writers import append_line as add_line
 
 
 class Spent(Exception):

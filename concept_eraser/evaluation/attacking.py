@@ -28,9 +28,9 @@ from concept_eraser.evaluation.base import Judge
 from concept_eraser.evaluation.book import Kept
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.evaluation.suite import Suite, dumps, group_prompts
-from concept_eraser.files import write_text
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage.writers import write_text
 
 ENCODED_AT_ONCE = 16
 
@@ -115,8 +115,9 @@ class Campaign:
     def as_dict(self) -> dict[str, Any]:
         return {"protocol": self.protocol, "protocol_hash": environment.fingerprint(self.protocol), "models": self.models, "rates": self.rates(), "cost": self.cost, "seconds": round(self.seconds, 1), "attempts": [asdict(a) for a in self.attempts], "curves": self.curves, "environment": self.environment, **({"sensitive": True} if self.sensitive else {})}  # fmt: skip
 
-    def save(self, path: Path) -> None:
-        write_text(path, dumps(self.as_dict()))
+    def save(self, path: Path, *, overwrite: bool = False) -> None:
+        """Write the JSON file. overwrite: also replace a file that no manifest of ours lists. Raises UserError otherwise."""
+        write_text(path, dumps(self.as_dict()), overwrite=overwrite)
 
 
 def run(protocol: Protocol, victim: Model, original: Model, *, folder: Path | None = None, cache: Path | None = None, progress: Progress = silent) -> Campaign:  # fmt: skip

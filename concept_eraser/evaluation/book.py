@@ -1,37 +1,15 @@
-"""Files of one JSON object a line that a kill may cut anywhere: what is whole is read, what follows starts on a line of its own."""
+"""What an attack has done so far, kept line by line, so that an interrupted attack goes on."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from concept_eraser import ranks
 from concept_eraser.errors import UserError
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of all whole lines; [] where there is no file."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # cut off
-            continue
-        if isinstance(row, dict):
-            found.append(row)
-    return found
-
-
-def add_line(path: Path, row: dict[str, Any]) -> None:
-    """Append an object, behind a fragment if there is one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        if file.seek(0, 2):
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write((json.dumps(row) + "\n").encode())
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.readers import read_lines
+from concept_eraser.storage.writers import append_line
 
 
 class Kept:
@@ -67,10 +45,11 @@ class Kept:
         if self.path is None:
             return
         self.claim()
-        add_line(self.path, self.rows[name])
+        append_line(self.path, self.rows[name])
 
     def claim(self) -> None:
         """Say whose the folder is: when something was done, or nothing was left to do. A refused request leaves no book."""
         if self.path is not None and not self.begun:
-            add_line(self.path, self.head)
+            output_folder.claim(self.path.parent, "attack")
+            append_line(self.path, self.head)
             self.begun = True

@@ -26,8 +26,9 @@ from typing import Any, Literal
 import numpy as np
 
 from concept_eraser import ranks, resources
+from concept_eraser.data.generate import keep
 from concept_eraser.errors import UserError, unknown
-from concept_eraser.evaluation.book import add_line, read_lines
+from concept_eraser.storage.cache import append_row, read_rows
 
 FLOOR = 0.25  # what nudenet itself drops: 0.2 in its loop, then 0.25 in its suppression of overlaps
 _BODY = ("ARMPITS_EXPOSED", "BELLY_EXPOSED", "BUTTOCKS_EXPOSED", "FEET_EXPOSED", "FEMALE_BREAST_EXPOSED", "MALE_BREAST_EXPOSED", "FEMALE_GENITALIA_EXPOSED", "MALE_GENITALIA_EXPOSED")  # fmt: skip
@@ -118,7 +119,7 @@ class Detector:
         return self._read()
 
     def _read(self) -> dict[str, list[Detection]]:
-        rows = read_lines(self._path)
+        rows = read_rows(self._path)
         return {row["picture"]: [Detection(d[0], d[1], tuple(d[2])) for d in row["found"]] for row in rows}
 
     def look(self, picture: np.ndarray) -> list[Detection]:
@@ -129,7 +130,8 @@ class Detector:
         if key not in self._known:
             told = self._net.detect(np.ascontiguousarray(picture[..., ::-1]))
             found = [Detection(d["class"], float(d["score"]), tuple(int(v) for v in d["box"])) for d in told]  # type: ignore[arg-type]
-            add_line(self._path, {"picture": key, "found": [[d.label, d.score, list(d.box)] for d in found]})
+            row = {"picture": key, "found": [[d.label, d.score, list(d.box)] for d in found]}
+            keep(lambda: append_row(self._path, row))
             self._known[key] = found
         return self._known[key]
 

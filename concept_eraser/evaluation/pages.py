@@ -15,7 +15,7 @@ from torch import Tensor
 
 from concept_eraser.environment import version
 from concept_eraser.errors import UserError
-from concept_eraser.files import write_text
+from concept_eraser.storage.writers import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 CELLS = 8  # a blurred picture keeps so many colours across and down, nothing else
@@ -96,5 +96,5 @@ def require_ours(path: Path) -> None:
 def write(text: str, path: Path) -> Path:
     """The page as a file. Raises UserError where the place is taken by something else."""
     require_ours(path)
-    write_text(path, text)
+    write_text(path, text, overwrite=True)  # a page of ours, see require_ours
     return path

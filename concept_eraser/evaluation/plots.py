@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from concept_eraser.storage.writers import write_bytes
+
 _INK, _ACCENT, _SECOND = "#22303c", "#b3402f", "#2f6f9f"
 SERIES = (_SECOND, _ACCENT, "#4b8b3b", "#8a5aa5", "#c98a1b", "#3aa6a0", "#7a6650", "#d0678c")  # more than two, in order
 
@@ -118,5 +120,6 @@ def stacked(rows: Sequence[Tensor], columns: int, zoom: int = 2, gap: int = 2) -
 
 
 def save(content: bytes | None, path: Path) -> None:
+    """Write a figure, if there is one. Raises UserError as `writers.write_file`."""
     if content is not None:
-        path.write_bytes(content)
+        write_bytes(path, content)

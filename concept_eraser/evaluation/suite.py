@@ -16,9 +16,9 @@ from concept_eraser import environment, registry, resources
 from concept_eraser.data import generate, prompts
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation.base import Evidence, Group, Judge, Metric, Result
-from concept_eraser.files import write_text
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage.writers import write_text
 
 
 class _Strict(BaseModel):
@@ -131,8 +131,9 @@ class Evaluation:
     def find(self, metric: str, group: str) -> Result | None:
         return next((r for r in self.results if r.metric == metric and r.group == group), None)
 
-    def save(self, path: Path) -> None:
-        write_text(path, dumps(self.as_dict()))
+    def save(self, path: Path, *, overwrite: bool = False) -> None:
+        """Write the JSON file. overwrite: also replace a file that no manifest of ours lists. Raises UserError otherwise."""
+        write_text(path, dumps(self.as_dict()), overwrite=overwrite)
 
 
 def dumps(content: Any) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 
 from concept_eraser import environment, registry
 from concept_eraser.data import generate, prompts
-from concept_eraser.evaluation.book import read_lines
 from concept_eraser.evaluation.suite import Suite
 from concept_eraser.models.base import Model
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage.readers import read_lines
+from concept_eraser.storage.writers import write_growing
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Watch:
         if step % self.every or gone:
             return
         self.rows.append({"step": step, "seconds": seconds, "share": self.share()})
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        write_growing(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def summary(self) -> dict[str, Any]:
         """Steps and seconds to the bound (None where it was not reached), and the looks themselves."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from concept_eraser.storage.writers import write_file, write_text
 from concept_eraser.vectors import Vec
 
 
@@ -45,13 +46,13 @@ class History:
         before = tuple(v.detach().clone() for v in velocity) if velocity is not None else None
         step = Iteration(weights, tuple(int(i) for i in indices), float(lr), float(momentum), before)
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save(vars(step), self.folder / f"{self.seen % self.k}.pt")
+            place = self.folder / f"{self.seen % self.k}.pt"
+            write_file(place, lambda partial: torch.save(vars(step), partial), overwrite=True)
         else:
             self._kept = [*self._kept, step][-self.k :]
         self.seen += 1
         if self.folder is not None:
-            (self.folder / "seen.txt").write_text(f"{self.seen} of {self.k}")
+            write_text(self.folder / "seen.txt", f"{self.seen} of {self.k}", overwrite=True)
 
     @classmethod
     def open(cls, params: Vec, folder: Path) -> History:

@@ -211,3 +211,11 @@ def moments(encoded: Any) -> tuple[Tensor, Tensor]:
 def pictures(decoded: Any) -> Tensor:
     """What a VAE's decode gives, a tensor or diffusers' output."""
     return getattr(decoded, "sample", decoded)
+
+
+def require_finite(tensors: Mapping[str, Tensor], what: str, advice: str) -> None:
+    """Raise UserError where a tensor holds a value that is not finite: such weights are no result."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            count = int((~value.isfinite()).sum())
+            raise UserError(f"{what} are not finite ({count} values of {name}), so they are not written; {advice}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from concept_eraser import registry, resources
-from concept_eraser.errors import UserError, unknown
+from concept_eraser.errors import UserError, first_line, shown, unknown
 from concept_eraser.models import hub, overlay, single_file
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.module import CONFIG, Module, open_folder
 from concept_eraser.places import FILE_ON
+from concept_eraser.storage.manifest import require_intact
 
 BUNDLED = {"tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"}
 FAMILIES = {
@@ -26,6 +28,7 @@ FAMILIES = {
     "FluxPipeline": "flux",
     "DiTPipeline": "dit",
 }
+_CODE = re.compile(r"[^\d\W]\w*(\.[^\d\W]\w*)*:[^\d\W]\w*")  # package.module:function
 _WEIGHED = ("unet", "transformer", "vae", "text_encoder")  # how the parts of a pipeline begin that have weights we load
 
 
@@ -47,12 +50,15 @@ class Incomplete(UserError):
     """A folder lacks files that its model needs."""
 
 
-def load_part(source: Any, target: str, *, allow_pickle: bool = False) -> Loaded:
+def load_part(source: Any, target: str, *, allow_pickle: bool = False, allow_code: bool = False) -> Loaded:
     """Load what a job with some target trains.
 
     A denoiser or text encoder: see `load`. A classifier, VAE or CLIP model: a torch module in memory (for CLIP also the
     pair of a transformers CLIPModel and its tokenizer), the folder of a saved one, a run folder, "tiny-sd" (its VAE or
     its small CLIP), or "package.module:function", called without arguments to make the module.
+
+    allow_code: also import and call "package.module:function". It runs code, so it is for names that the user has given
+    himself, never for what a recipe or a run folder says.
 
     Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
     """
@@ -66,28 +72,36 @@ def load_part(source: Any, target: str, *, allow_pickle: bool = False) -> Loaded
         return load(source)  # a pipeline, of which the VAE is a part
     if isinstance(source, nn.Module):
         return Module(source, target, f"a {type(source).__name__} in memory")
-    if isinstance(source, str) and ":" in source and not Path(source).exists():
+    if names_code(source):
+        if not allow_code:
+            raise UserError(f"the model {shown(source)} names Python code, which is not run for a recipe or a run folder: they may be a stranger's. If you trust it, pass --allow-code (allow_code=True), or name the model yourself with --model")  # fmt: skip
         return Module(_made_by(source), target, source)
     if not isinstance(source, str | Path):
         raise UserError(f"a {type(source).__name__} cannot be trained as a {target}; give a torch module, or the folder of a saved one")  # fmt: skip
     path = Path(source)
     for folder in (path / resources.whole_model("module"), path):
         if (folder / CONFIG).is_file():
+            require_intact(folder)
             return _autoencoder(folder) if target == "vae" and "_class_name" in (folder / CONFIG).read_text() else open_folder(folder, target)  # fmt: skip
     if target == "vae":
         return load(source, allow_pickle=allow_pickle)
     raise UserError(f"no such {target}: {source!r}; give the folder of a saved one, a run folder, package.module:function, or in Python the module itself")  # fmt: skip
 
 
+def names_code(source: Any) -> bool:
+    """Whether a model is named as "package.module:function", which is code to be run."""
+    return isinstance(source, str) and _CODE.fullmatch(source) is not None and not Path(source).exists()
+
+
 def _made_by(source: str) -> nn.Module:
     """The module that a function named on the command line makes."""
-    name, _, attribute = source.partition(":")
+    name, _, attribute = source.rpartition(":")
     if str(Path.cwd()) not in sys.path:  # as `python -m` does; the console script does not
         sys.path.insert(0, str(Path.cwd()))
     try:
         made = getattr(importlib.import_module(name), attribute)()
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"cannot call {source} without arguments: {error}") from error
+    except Exception as error:  # whatever the code raises
+        raise UserError(f"cannot call {source} without arguments: {first_line(error)}") from error
     if not isinstance(made, nn.Module):
         raise UserError(f"{source} returned a {type(made).__name__}, not a torch module")
     return made
@@ -116,6 +130,7 @@ def _clip(source: Any) -> Loaded:
     path = Path(source)
     for folder in (path / resources.whole_model("clip"), path):
         if (folder / CONFIG).is_file():
+            require_intact(folder)
             return family.from_folder(folder, str(source))
     raise UserError(f"no such CLIP model: {source!r}; give a folder that CLIPModel.save_pretrained wrote, a run folder, 'tiny-sd', or in Python (model, tokenizer) or an open_clip model")  # fmt: skip
 
@@ -157,6 +172,7 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: st
     if name in BUNDLED:
         return _from_folder(resources.tiny_weights() / name, name, allow_pickle)
     path = Path(name)
+    require_intact(path / "pipeline" if (path / "pipeline").is_dir() else path)
     file, at, beside = name.partition(FILE_ON)
     if at and not path.exists():
         if not Path(file + FILE_ON[:-1]).is_file():

@@ -121,7 +121,8 @@ def parse_json(text: str, where: str, kind: type | tuple[type, ...] = dict) -> A
         raise UserError(f"{where} is damaged: it is no JSON ({first_line(error)}); copy it again, or run the command that wrote it") from None  # fmt: skip
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(found, kinds):
-        wanted = " or ".join({dict: "a mapping", list: "a list", str: "a text"}.get(one, one.__name__) for one in kinds)
+        names: dict[type, str] = {dict: "a mapping", list: "a list", str: "a text"}
+        wanted = " or ".join(names.get(one, one.__name__) for one in kinds)
         raise UserError(f"{where} is damaged: expected {wanted}, found {type(found).__name__}; copy it again, or run the command that wrote it")  # fmt: skip
     if _deeper_than(found, DEPTH):
         raise UserError(f"{where} is nested deeper than {DEPTH} levels; check that it is the right file")

@@ -20,6 +20,7 @@ from concept_eraser.data.generate import Asked
 from concept_eraser.models import pieces
 from concept_eraser.models.base import Model
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage.cache import remove_chunk
 
 CODES = "codes"  # what a chunk's file is called, and the tensor in it, before its pictures are shown
 
@@ -76,7 +77,7 @@ class Missing:
                 decoded = pieces.show(self.model, codes[[i - start for i in rows]], autocast=asked.sampling.autocast)
                 shown |= dict(zip(rows, decoded, strict=True))
             generate.write(path, torch.stack([shown[i] for i in sorted(shown)]))
-            _codes(path).unlink()
+            remove_chunk(_codes(path))
             self.progress("decoding pictures", done, len(self.chunks))
 
 

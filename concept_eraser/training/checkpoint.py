@@ -1,25 +1,85 @@
-"""The state of a run in progress, replaced atomically so that a kill at any moment leaves a whole one."""
+"""The state of a run in progress. The one before is kept, so that a damaged state costs the steps between them only.
+
+A state carries the SHA-256 of all that is in it: every tensor, every counter. A flipped bit is noticed when it is read.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from concept_eraser.errors import UserError
-from concept_eraser.files import write_whole
+from concept_eraser.errors import UserError, first_line
+from concept_eraser.storage.digests import value_digest
+from concept_eraser.storage.readers import require_regular
+from concept_eraser.storage.writers import give_second_name, write_file
+
+_LOG = logging.getLogger(__name__)
+_DIGEST = "sha256"
+
+
+def previous(path: Path) -> Path:
+    """Where the state before the last one lies."""
+    return path.with_name(f"previous_{path.name}")
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a state, or the one before it."""
+    return path.exists() or previous(path).exists()
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    write_whole(path, lambda partial: torch.save(state, partial))
+    """Write a state; the last one becomes the one before. A kill at any moment leaves a whole one.
+
+    Raises UserError where it cannot be written.
+    """
+    content = {**state, _DIGEST: _digest(state)}
+
+    def write(partial: Path) -> None:
+        torch.save(content, partial)
+        if path.is_file() and not path.is_symlink():
+            write_file(previous(path), lambda place: give_second_name(path, place), growing=True)
+
+    write_file(path, write, growing=True)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint of ours, tensors and plain values only (no pickle is executed)."""
+    """Read the last state, or where it is damaged the one before (tensors and plain values only: no pickle is executed).
+
+    Raises UserError where neither is whole.
+    """
+    problems = []
+    for place in (path, previous(path)):
+        if not os.path.lexists(place):
+            continue
+        try:
+            state = _read(place)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            _LOG.warning("%s; the run goes on from the state before, after %s steps", problems[0], state.get("step"))
+        return state
+    raise UserError(f"{'; '.join(problems)}. No other state is left: start over with --overwrite")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    require_regular(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise UserError(
-            f"the checkpoint {path} is damaged ({str(error).splitlines()[0][:120]}); delete it to start over"
-        ) from error
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen kinds
+        raise UserError(f"the checkpoint {path} is damaged ({first_line(error)[:120]})") from None
+    if not isinstance(state, dict) or state.pop(_DIGEST, None) != _digest(state):
+        raise UserError(f"the checkpoint {path} is damaged (its content is not what was written)")
+    return state
+
+
+def _digest(state: dict[str, Any]) -> str | None:
+    """The digest of a state; None where a method keeps a value that has none."""
+    try:
+        return value_digest(state)
+    except TypeError:
+        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import resource
 import sys
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from concept_eraser.storage.readers import read_lines
+from concept_eraser.storage.writers import append_line, write_growing
 from concept_eraser.vectors import cosine
 
 
@@ -22,28 +23,16 @@ class Log:
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
-        old = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in old if _step(line) is not None and (_step(line) or 0) <= keep]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        os.replace(partial, path)
+        rows = [row for row in read(path) if row["step"] <= keep]
+        write_growing(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write(self, row: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(_finite(row)) + "\n")
+        append_line(self.path, _finite(row))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a log; a last line cut off by a kill is left out."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if _step(line) is not None]
-
-
-def _step(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return None
+    return [row for row in read_lines(path) if isinstance(row.get("step"), int)]
 
 
 def _finite(value: Any) -> Any:

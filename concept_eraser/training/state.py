@@ -40,7 +40,7 @@ def restore(engine: Engine) -> int:
 
     Raises UserError where it is of another run, or not all processes see it.
     """
-    there = engine.checkpoint.exists()
+    there = checkpoint.exists(engine.checkpoint)
     if not ranks.same(there):
         raise UserError(f"not all processes see {engine.checkpoint}; the run folder must lie where all of them can read it")  # fmt: skip
     if not there:

@@ -14,6 +14,9 @@ from typing import Any
 from accelerate import Accelerator
 
 from concept_eraser.errors import UserError, first_line
+from concept_eraser.storage.output_folder import own_folder
+from concept_eraser.storage.readers import read_text
+from concept_eraser.storage.writers import write_text
 
 FOLDER = "tracking"  # in the run folder
 PROJECT = "concept-eraser"
@@ -45,7 +48,7 @@ class Trackers:
         """
         if not self.accelerator.is_main_process or not self.accelerator.log_with:
             return
-        (self.folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        own_folder(self.folder, FOLDER)
         each = {
             "tensorboard": {"purge_step": done + 1 if done else None},
             "wandb": {
@@ -64,8 +67,8 @@ class Trackers:
         """The run's name for a service: a new one for a new run, the same when it goes on."""
         path = self.folder / FOLDER / "id"
         if not done or not path.exists():
-            path.write_text(secrets.token_hex(6) + "\n")
-        return path.read_text().strip()
+            write_text(path, secrets.token_hex(6) + "\n", overwrite=True)
+        return read_text(path).strip()
 
     def log(self, row: Mapping[str, Any]) -> None:
         """One step: its numbers by dotted name, losses/forget for {"losses": {"forget": ...}}."""

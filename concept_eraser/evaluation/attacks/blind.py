@@ -10,15 +10,17 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from concept_eraser.data.generate import keep
 from concept_eraser.environment import derive_seed, fingerprint
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
-from concept_eraser.evaluation.book import add_line, read_lines
+from concept_eraser.storage.cache import append_row, read_rows
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class BlindAttack(Attack):
 
 def recalled(path: Path | None, search: Callable[[], Iterator[Offer]]) -> Iterator[Offer]:
     """What a deterministic search yields: from the file what it has, then searched from the start, and written down."""
-    rows = {row["round"]: row for row in read_lines(path)} if path else {}
+    rows = {row["round"]: row for row in read_rows(path)} if path else {}
     number = 0
     while number in rows:
         if rows[number]["offer"] is None:  # the budget was spent here
@@ -69,11 +71,11 @@ def recalled(path: Path | None, search: Callable[[], Iterator[Offer]]) -> Iterat
         number += 1
     for offer in islice(search(), number, None):
         if path:
-            add_line(path, {"round": number, "offer": asdict(offer)})
+            keep(partial(append_row, path, {"round": number, "offer": asdict(offer)}))
         number += 1
         yield offer
     if path:
-        add_line(path, {"round": number, "offer": None})
+        keep(partial(append_row, path, {"round": number, "offer": None}))
 
 
 def _fingerprint(part: nn.Module) -> str:

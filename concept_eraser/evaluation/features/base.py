@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from concept_eraser import environment, ranks, resources
+from concept_eraser.data.generate import keep
 from concept_eraser.data.images import read_pictures
 from concept_eraser.errors import UserError
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage.cache import CHECK_BYTES, append_records, check_of
 
 
 class Features(ABC):
@@ -69,7 +71,7 @@ class Features(ABC):
         return self._extract(map(np.asarray, pictures))
 
     def _extract(self, pictures: Iterable[np.ndarray]) -> np.ndarray:
-        memory = Memory(resources.cache() / "features" / f"{environment.fingerprint(self.settings)}.rows", self.dim)
+        memory = Memory(resources.cache() / "features" / f"{environment.fingerprint(self.settings)}.checked", self.dim)
         waiting: dict[tuple[int, ...], dict[str, Tensor]] = {}  # by shape, as a batch holds one shape
         keys = []
         for array in pictures:
@@ -112,21 +114,23 @@ class Features(ABC):
 
 
 class Memory:
-    """Rows [d] float32 by the hash of a picture, in a file of whole records that a kill may cut anywhere."""
+    """Rows [d] float32 by the hash of a picture, in a file of records that a kill may cut anywhere. A record that does not fit
+    its check is as good as missing."""
 
     def __init__(self, path: Path, dim: int) -> None:
         self._path = path
-        self._record = np.dtype([("picture", "S32"), ("row", "<f4", (dim,))])
-        known = np.fromfile(path, self._record) if path.exists() else np.empty(0, self._record)
-        self.rows = {key.decode(): row for key, row in zip(known["picture"], known["row"], strict=True)}
+        self._record = np.dtype([("picture", "S32"), ("row", "<f4", (dim,)), ("check", "V8")])
+        known = np.fromfile(path, self._record) if path.is_file() else np.empty(0, self._record)
+        whole = (one for one in known if one["check"].tobytes() == check_of(one.tobytes()[:-CHECK_BYTES]))
+        self.rows = {one["picture"].decode(): one["row"].copy() for one in whole}
 
     def add(self, rows: dict[str, np.ndarray]) -> None:
         """Keep more rows, behind the last whole record."""
         self.rows |= rows
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:  # one write a batch, so that two processes do not mix
-            file.truncate(file.tell() - file.tell() % self._record.itemsize)
-            file.write(np.array([(key.encode(), row) for key, row in rows.items()], self._record).tobytes())
+        records = np.array([(key.encode(), row, b"") for key, row in rows.items()], self._record)
+        bodies = (one.tobytes()[:-CHECK_BYTES] for one in records)
+        content = b"".join(body + check_of(body) for body in bodies)
+        keep(lambda: append_records(self._path, content, self._record.itemsize))
 
 
 def picture_hash(picture: np.ndarray) -> str:

@@ -1,0 +1,122 @@
+"""The cache's files: chunks of tensors, rows of JSON, and records of one size. Each carries its own SHA-256.
+
+What is in the cache can be made again, so nothing in it is ever trusted: a chunk, row or record that does not fit its digest
+is as good as missing, and is made again.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.errors import UserError
+from concept_eraser.storage.digests import value_digest
+from concept_eraser.storage.readers import LOG_BYTES, cannot, read_bytes, whole_lines
+from concept_eraser.storage.writers import is_full
+
+_DIGEST = "sha256"
+CHECK_BYTES = 8  # of the digest of a record
+
+
+class CacheFull(UserError):
+    """The cache cannot take more: its disk is full, or it cannot be written to."""
+
+
+def read_chunk(path: Path) -> dict[str, Any] | None:
+    """The tensors of a chunk by name; None where there is none, or where it is not what was written."""
+    from safetensors import safe_open
+
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as opened:
+            digest = (opened.metadata() or {}).get(_DIGEST)
+            tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+    except Exception:  # safetensors has an error class of its own, and raises others too
+        return None
+    return tensors if digest == value_digest(tensors) else None
+
+
+def write_chunk(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Put tensors into the cache, whole or not at all. Raises CacheFull where that fails."""
+    from safetensors.torch import save_file
+
+    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(ordered, partial, metadata={_DIGEST: value_digest(ordered)})
+        os.replace(partial, path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if is_full(error) or isinstance(error, OSError):
+            raise CacheFull(_failure(path, error)) from error
+        raise
+
+
+def remove_chunk(path: Path) -> None:
+    """Take a chunk out of the cache, if it is there."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of the cache that are what was written; [] where there is no file."""
+    try:
+        text = read_bytes(path, LOG_BYTES).decode("utf-8", errors="replace") if path.is_file() else ""
+    except UserError:
+        return []
+    return [line["row"] for line in whole_lines(text) if isinstance(line.get("row"), dict) and line.get(_DIGEST) == _row_digest(line["row"])]  # fmt: skip
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a row to a file of the cache, behind a fragment that a kill has left. Raises CacheFull where that fails."""
+    kept = json.loads(json.dumps(row))  # as it will be read
+    _append(path, (json.dumps({"row": kept, _DIGEST: _row_digest(kept)}) + "\n").encode(), line=True)
+
+
+def _row_digest(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def append_records(path: Path, records: bytes, size: int) -> None:
+    """Append records of one size, behind the last whole one. Raises CacheFull where that fails."""
+    _append(path, records, size=size)
+
+
+def check_of(record: bytes) -> bytes:
+    """What a record carries of its own digest."""
+    return hashlib.sha256(record).digest()[:CHECK_BYTES]
+
+
+def _append(path: Path, content: bytes, *, size: int = 1, line: bool = False) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        with os.fdopen(
+            os.open(path, flags, 0o666), "r+b", buffering=0
+        ) as file:  # one write, so that two processes do not mix
+            end = file.seek(0, os.SEEK_END)
+            if end % size:
+                file.truncate(end - end % size)
+            if line and end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                content = b"\n" + content
+            file.write(content)
+    except OSError as error:
+        raise CacheFull(_failure(path, error)) from error
+
+
+def _failure(path: Path, error: BaseException) -> str:
+    advice = "name another folder with the variable CONCEPT_ERASER_CACHE"
+    if is_full(error):
+        return f"cannot write to the cache {path.parent}: the disk is full; free some space, or {advice}"
+    if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"cannot write to the cache {path.parent}: this user may not, or it is read-only; {advice}"
+    return f"{cannot('write to the cache', path.parent, error)}, or {advice}"

@@ -1,0 +1,315 @@
+"""The mark of a folder of ours, with the SHA-256 of every file that we wrote there.
+
+A folder is ours only by its mark. Only files that the mark lists are ever replaced, set aside or removed, and only where
+they still hold what we wrote. A user's own files in the same folder are never touched.
+
+The mark is `.concept_eraser.json`:
+
+    {"made_by": "concept_eraser", "format": 1, "kind": "run",
+     "files": {"weights.safetensors": {"size": 123, "mtime_ns": 1, "sha256": "..."}},
+     "folders": ["tracking"]}
+
+`sha256` is null while a file grows (a log). `folders` are folders whose whole content is ours (files of other libraries).
+The mark may come from a stranger, so its names are checked: none leads out of its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from concept_eraser.errors import UserError
+from concept_eraser.storage import locks
+from concept_eraser.storage.digests import file_digest
+from concept_eraser.storage.readers import read_json
+
+MARK = ".concept_eraser.json"
+OURS = (MARK, locks.LOCK)  # our own files beside those that a manifest lists
+SMALL = 32 * 2**20  # bytes up to which a file is hashed on every read, whatever its time says
+_HALF_WRITTEN = ".partial"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file was when it was written. sha256: None while it grows."""
+
+    size: int
+    mtime_ns: int
+    sha256: str | None
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """The record of a file as it is now."""
+        digest, status = file_digest(path), path.stat()
+        return cls(status.st_size, status.st_mtime_ns, digest)
+
+
+@dataclass
+class Manifest:
+    """The content of a mark. files: by the path below the folder, with slashes."""
+
+    kind: str
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+
+
+State = Literal["intact", "growing", "changed", "missing", "link"]
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What became of a listed file."""
+
+    name: str
+    state: State
+
+
+def read(folder: Path) -> Manifest | None:
+    """The manifest of a folder; None where the folder has no mark.
+
+    Raises UserError where the mark is damaged, or names a file outside the folder.
+    """
+    path = folder / MARK
+    if not os.path.lexists(path):
+        return None
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, which concept_eraser does not make; the folder is not used. Remove the link if the folder is yours")  # fmt: skip
+    content = read_json(path)
+    try:
+        if content["made_by"] != "concept_eraser" or content["format"] != 1:
+            raise ValueError("another program or version wrote it")
+        files = {_name(name): _record(entry) for name, entry in dict(content["files"]).items()}
+        folders = [_name(name) for name in list(content.get("folders", []))]
+        return Manifest(str(content["kind"])[:40], files, folders)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({str(error)[:100]}); nothing in {folder} is changed. Remove the mark if the folder is yours") from None  # fmt: skip
+
+
+def _name(name: Any) -> str:
+    path = PurePosixPath(name)
+    if not isinstance(name, str) or not name or path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:  # fmt: skip
+        raise ValueError("a name in it leads out of the folder")
+    if path.as_posix() != name or name == ".":
+        raise ValueError("a name in it is not written plainly")
+    return name
+
+
+def _record(entry: Any) -> FileRecord:
+    record = FileRecord(**entry)
+    whole = isinstance(record.size, int) and isinstance(record.mtime_ns, int)
+    if not whole or not (record.sha256 is None or isinstance(record.sha256, str)):
+        raise ValueError("an entry of it is of the wrong type")
+    return record
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Put the mark into a folder, whole or not at all."""
+    content = {
+        "made_by": "concept_eraser",
+        "format": 1,
+        "kind": manifest.kind,
+        "files": {name: asdict(record) for name, record in sorted(manifest.files.items())},
+        "folders": sorted(manifest.folders),
+    }
+    partial = folder / f"{MARK}.{os.getpid()}{_HALF_WRITTEN}"
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, folder / MARK)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def folder_of(path: Path) -> Path | None:
+    """The nearest marked folder at or above a path; None where there is none."""
+    for folder in (path, *path.parents):
+        if os.path.lexists(folder / MARK):
+            return folder
+    return None
+
+
+@contextmanager
+def changed(folder: Path) -> Iterator[Manifest]:
+    """The manifest of a marked folder, to be changed inside; then it is written. One process changes it at a time."""
+    with held(folder):
+        manifest = read(folder)
+        if manifest is None:
+            raise UserError(f"{folder} has lost its mark ({MARK}) while it was written to; run the command again with a new --output")  # fmt: skip
+        yield manifest
+        write(folder, manifest)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Short mutual exclusion of those who change one manifest, by a lock on the folder itself."""
+    if locks.fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for _ in range(600):
+            if locks._take(descriptor) is not False:
+                break
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def record(paths: Iterable[Path]) -> None:
+    """List files with their digests in the manifest of the nearest marked folder; those in none are listed nowhere."""
+    for folder, some in _by_folder(paths).items():
+        records = {path.relative_to(folder).as_posix(): FileRecord.of(path) for path in some}
+        with changed(folder) as manifest:
+            manifest.files |= records
+
+
+def expect(paths: Iterable[Path]) -> None:
+    """List files that are about to be written, without a digest."""
+    for folder, some in _by_folder(paths).items():
+        names = [path.relative_to(folder).as_posix() for path in some]
+        with changed(folder) as manifest:
+            manifest.files |= dict.fromkeys(names, FileRecord(0, 0, None))
+
+
+def _by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
+    """Paths by the nearest marked folder above them."""
+    grouped: dict[Path, list[Path]] = {}
+    for path in paths:
+        folder = folder_of(path.parent)
+        if folder is not None:
+            grouped.setdefault(folder, []).append(path)
+    return grouped
+
+
+def forget(path: Path) -> None:
+    """Take a file, or all files below a folder, out of the manifest of the nearest marked folder."""
+    folder = folder_of(path.parent)
+    if folder is None:
+        return
+    name = path.relative_to(folder).as_posix()
+    with changed(folder) as manifest:
+        for one in [one for one in manifest.files if one == name or one.startswith(f"{name}/")]:
+            del manifest.files[one]
+        manifest.folders = [one for one in manifest.folders if one != name]
+
+
+def seal(folder: Path) -> None:
+    """Record the digests of files that grew and do so no longer."""
+    with changed(folder) as manifest:
+        for name, entry in list(manifest.files.items()):
+            path = folder / name
+            if entry.sha256 is None and is_plain(folder, name) and path.is_file():
+                manifest.files[name] = FileRecord.of(path)
+
+
+def is_plain(folder: Path, name: str) -> bool:
+    """Whether no part of a listed path below the folder is a symbolic link."""
+    place = folder
+    for part in PurePosixPath(name).parts:
+        place = place / part
+        if place.is_symlink():
+            return False
+    return True
+
+
+def state_of(folder: Path, name: str, entry: FileRecord, *, hashed: bool = True) -> State:
+    """Whether a listed file is what was written.
+
+    hashed: compare its digest. Without it a file above SMALL bytes of the recorded size and time is taken for intact, so
+    that reading a model of gigabytes costs nothing more.
+    """
+    path = folder / name
+    if not is_plain(folder, name):
+        return "link"
+    try:
+        status = path.stat()
+    except OSError:
+        return "missing"
+    if not path.is_file():
+        return "changed"
+    if entry.sha256 is None:
+        return "growing"
+    if status.st_size != entry.size:
+        return "changed"
+    if not hashed and status.st_size > SMALL and status.st_mtime_ns == entry.mtime_ns:
+        return "intact"
+    return "intact" if file_digest(path) == entry.sha256 else "changed"
+
+
+def verify(folder: Path) -> list[FileState]:
+    """The state of every listed file of a marked folder, all hashed.
+
+    Raises UserError where the folder has no mark.
+    """
+    manifest = read(folder)
+    if manifest is None:
+        raise UserError(f"{folder} has no manifest ({MARK}): concept_eraser did not write it, or an early version did, or it was copied without its hidden files. Copy it with them (cp -r)")  # fmt: skip
+    return [FileState(name, state_of(folder, name, entry)) for name, entry in sorted(manifest.files.items())]
+
+
+def unlisted(folder: Path) -> list[str]:
+    """Files below a marked folder that neither its manifest nor one further inside lists: a user's own."""
+    own = []
+    for place, folders, files in os.walk(folder):
+        here = Path(place)
+        manifest = read(here) if (here / MARK).is_file() else None
+        if manifest is not None and here != folder:
+            own += [f"{here.relative_to(folder).as_posix()}/{name}" for name in unlisted(here)]
+            folders.clear()
+            continue
+        listed = read(folder)
+        for name in files:
+            path = (here / name).relative_to(folder).as_posix()
+            ours = name in OURS or (name.startswith(".") and name.endswith(_HALF_WRITTEN))
+            if not ours and listed is not None and path not in listed.files and not _within(path, listed.folders):
+                own.append(path)
+    return sorted(own)
+
+
+def _within(path: str, folders: Iterable[str]) -> bool:
+    return any(path.startswith(f"{folder}/") for folder in folders)
+
+
+def require_intact(path: Path) -> None:
+    """Raise UserError where a file that we wrote, or one below a folder that we wrote, is no longer what was written.
+
+    What no manifest lists is not checked: it is somebody else's. A link inside a marked folder that leads out of it is
+    refused: a run folder of a stranger must not make us read another file.
+    """
+    folder = folder_of(path)
+    manifest = read(folder) if folder is not None else None
+    if folder is None or manifest is None:
+        return
+    below = "" if path == folder else path.relative_to(folder).as_posix()
+    _require_inside(folder, path)
+    for name, entry in manifest.files.items():
+        if below and name != below and not name.startswith(f"{below}/"):
+            continue
+        state = state_of(folder, name, entry, hashed=False)
+        if state == "changed":
+            raise UserError(f"{folder / name} is not what concept_eraser wrote: it is damaged, or somebody changed it. Make it again, or accept it as it is with: concept-eraser verify {folder} --accept")  # fmt: skip
+        if state == "link":
+            raise UserError(f"{folder / name} is a link where a file was written; it is not read. Put the file in its place")  # fmt: skip
+        if state == "missing" and name.endswith(".safetensors"):
+            raise UserError(f"{folder / name} is missing, which was written with the rest; copy the whole folder again")
+
+
+def _require_inside(folder: Path, path: Path) -> None:
+    """Raise UserError where a path, or what is below it, leads out of a marked folder by a symbolic link."""
+    root = folder.resolve()
+    places = [path]
+    if path.is_dir() and not path.is_symlink():
+        places += [Path(place) / name for place, folders, files in os.walk(path) for name in (*folders, *files)]
+    for place in places:
+        if place.is_symlink() and not place.resolve().is_relative_to(root):
+            raise UserError(f"{place} is a link that leads out of {folder}; it is not followed. Put the file itself in its place")  # fmt: skip

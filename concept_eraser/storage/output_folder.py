@@ -1,0 +1,254 @@
+"""Output folders: a run, an evaluation, an attack, a set of images. One is ours only by its mark.
+
+    with locks.locked(folder, "erase"):
+        claim(folder, "run", alone=True)
+        ...                                  # writers list what they write
+        seal(folder); remove_set_aside(folder)
+
+What `--overwrite` replaces is moved aside first, into `.replaced-1` of the same folder, and removed when the new result is
+complete. A file that the user has changed since, or that the manifest does not list, is not removed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+from concept_eraser.errors import UserError
+from concept_eraser.storage import locks, manifest, writers
+from concept_eraser.storage.manifest import MARK, OURS, Manifest
+from concept_eraser.storage.readers import cannot
+
+ASIDE = ".replaced-"
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder holds nothing but our lock, or is not there."""
+    if not folder.is_dir():
+        return True
+    try:
+        return all(path.name in OURS and path.name != MARK for path in folder.iterdir())
+    except OSError as error:
+        raise UserError(cannot("read", folder, error)) from None
+
+
+def require_claimable(folder: Path, kind: str, *, alone: bool = False, inside: Path | None = None) -> bool:
+    """Whether a folder is ours already. Nothing is changed.
+
+    Args:
+        folder: the output folder; it may be missing.
+        kind: what is written there: "run", "evaluation", "attack", "images", ...
+        alone: the folder must be empty, or marked as of this kind. Otherwise it may hold a user's files too.
+        inside: a run folder that the output folder belongs to: no link may lead out of it.
+
+    Raises:
+        UserError: the folder is a file or a link out of `inside`, or (alone) holds something else.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give a folder with --output")
+    if inside is not None and not folder.resolve().is_relative_to(inside.resolve()):
+        raise UserError(
+            f"{folder} is a link that leads out of {inside}; remove it, or give another place with --output"
+        )
+    mark = manifest.read(folder)
+    if not alone:
+        return mark is not None
+    if mark is None and not is_empty(folder):
+        raise UserError(f"{folder} is not empty and concept_eraser did not make it, so nothing in it is replaced; give a new folder with --output")  # fmt: skip
+    if mark is not None and mark.kind != kind:
+        raise UserError(
+            f"{folder} is the folder of another kind of result ({mark.kind}, not {kind}); give another one with --output"
+        )
+    return mark is not None
+
+
+def claim(folder: Path, kind: str, *, alone: bool = False, inside: Path | None = None) -> None:
+    """Mark a folder as ours, if it is not. Arguments and errors: see `require_claimable`."""
+    if not require_claimable(folder, kind, alone=alone, inside=inside):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with manifest.held(folder):
+                if manifest.read(folder) is None:  # another process of the same launch may have been first
+                    manifest.write(folder, Manifest(kind))
+                    writers.expect_anew(folder)
+        except OSError as error:
+            raise UserError(f"{cannot('write to', folder, error)}, or give another --output") from None
+
+
+@contextmanager
+def results(folder: Path, kind: str, names: Iterable[str] = (), *, inside: Path | None = None) -> Iterator[None]:
+    """Hold the lock of a folder of results; the caller marks it with `claim` when there is something to write.
+
+    Whether the results can be written is found out here, before the work: the folder can be made and written to, and none
+    of the files `names` is there that is not ours.
+
+    Args:
+        folder: where results go; it may be a run folder, or hold a user's own files.
+        kind: what the results are, e.g. "evaluation"; also what the lock says to others.
+        names: of the files that will be written.
+        inside: a run folder that the folder belongs to: no link may lead out of it.
+
+    Raises:
+        UserError: see `require_claimable`, `locks.locked` and `writers.require_free`.
+    """
+    require_claimable(folder, kind, inside=inside)
+    with locks.locked(folder, f"write the {kind}"):
+        for name in names:
+            writers.require_free(folder / name)
+        yield
+
+
+def seal(folder: Path) -> None:
+    """Record the digests of the files of a marked folder that grew and do so no longer."""
+    manifest.seal(folder)
+    writers.expect_anew(folder)
+
+
+def accept(folder: Path) -> list[str]:
+    """Record the files of a marked folder as they are now; the names of those whose record changed.
+
+    A file that is missing is taken out. A link is never accepted: put the file itself in its place.
+    """
+    accepted = []
+    with manifest.changed(folder) as content:
+        for name, entry in list(content.files.items()):
+            state = manifest.state_of(folder, name, entry)
+            if state == "missing":
+                del content.files[name]
+                accepted.append(name)
+            elif state == "changed":
+                content.files[name] = manifest.FileRecord.of(folder / name)
+                accepted.append(name)
+    return accepted
+
+
+def own_folder(folder: Path, name: str) -> Path:
+    """A folder below a marked one that another library fills, e.g. a tracker: all in it is ours, if we have made it.
+
+    Raises UserError where the name is taken by a file or a link.
+    """
+    place = folder / name
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
+        raise UserError(f"{place} is no folder; move it away, or give another --output")
+    if not place.exists():
+        place.mkdir(parents=True)
+        if manifest.read(folder) is not None:
+            with manifest.changed(folder) as content:
+                content.folders = sorted({*content.folders, name})
+    return place
+
+
+def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
+    """Move every file that a marked folder lists, and those of marked folders inside it, into `.replaced-N`.
+
+    The mark goes with them, so that what was set aside is a whole result still; the folder gets a new mark.
+
+    Args:
+        folder: a marked folder.
+        keep: names of listed files that stay where they are, e.g. prompt files that the new recipe reads.
+
+    Returns:
+        where they lie now; None where there was nothing to move.
+
+    Raises:
+        UserError: the folder has no mark, or a file cannot be moved.
+    """
+    content = manifest.read(folder)
+    if content is None:
+        raise UserError(f"{folder} has no mark of ours, so nothing in it is replaced; give a new folder with --output")
+    aside = next(place for n in range(1, 10_000) if not os.path.lexists(place := folder / f"{ASIDE}{n}"))
+    try:
+        moved = _move(folder, aside, content, keep)
+        for inner in _marked_inside(folder):
+            inner_content = manifest.read(inner)
+            if inner_content is not None:
+                moved |= _move(inner, aside / inner.relative_to(folder), inner_content)
+                (inner / MARK).unlink(missing_ok=True)
+                _remove_empty_folders(inner, folder)
+        stayed = {name: entry for name, entry in content.files.items() if name in keep}
+        manifest.write(folder, Manifest(content.kind, stayed))
+        writers.expect_anew(folder)
+    except OSError as error:
+        raise UserError(f"{cannot('set aside what is in', folder, error)}. What was moved lies in {aside}") from None
+    return aside if moved else None
+
+
+def _move(folder: Path, aside: Path, content: Manifest, keep: Collection[str] = ()) -> bool:
+    """Move what a manifest lists; whether there was anything."""
+    moved = False
+    for name in [*content.files, *content.folders]:
+        path = folder / name
+        if name in keep or not os.path.lexists(path) or not manifest.is_plain(folder, str(PurePosixPath(name).parent)):
+            continue
+        target = aside / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(path, target)
+        moved = True
+        _remove_empty_folders(path.parent, folder)
+    if moved:
+        manifest.write(aside, content)
+    return moved
+
+
+def _marked_inside(folder: Path) -> list[Path]:
+    """Marked folders below a marked folder, outermost first, but for those set aside; links are not followed."""
+    places = []
+    for place, folders, _ in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(ASIDE)]
+        if Path(place) != folder and (Path(place) / MARK).is_file():
+            places.append(Path(place))
+    return places
+
+
+def _remove_empty_folders(place: Path, root: Path) -> None:
+    """Remove a folder that has become empty, and those above it below the root."""
+    while place != root and root in place.parents:
+        try:
+            place.rmdir()
+        except OSError:
+            return
+        place = place.parent
+
+
+def remove_set_aside(folder: Path) -> list[Path]:
+    """Remove what was set aside in a folder, now that the new result is complete.
+
+    Only files that their manifest lists and that still hold what we wrote are removed.
+
+    Returns:
+        files that stay since somebody changed or added them.
+    """
+    for aside in sorted(folder.glob(f"{ASIDE}*")):
+        if aside.is_symlink() or not aside.is_dir():
+            continue
+        for place in [*reversed(_marked_inside(aside)), aside]:
+            content = manifest.read(place) if (place / MARK).is_file() else None
+            for name, entry in (content.files if content else {}).items():
+                path = place / name
+                changed = manifest.state_of(place, name, entry, hashed=False) not in ("intact", "growing")
+                if os.path.lexists(path) and not changed:
+                    path.unlink()
+                    _remove_empty_folders(path.parent, folder)
+            for name in content.folders if content else ():
+                if manifest.is_plain(place, name):
+                    _remove_tree(place / name)
+            left = [p for p in place.rglob("*") if p.name != MARK] if place.is_dir() else []
+            if place.is_dir() and not left:
+                (place / MARK).unlink(missing_ok=True)
+                _remove_empty_folders(place, folder)
+    return [path for aside in folder.glob(f"{ASIDE}*") for path in aside.rglob("*") if path.is_file() and path.name != MARK]  # fmt: skip
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder whose whole content is ours (a manifest names the folder)."""
+    for place, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            (Path(place) / name).unlink(missing_ok=True)
+        for name in folders:
+            path = Path(place) / name
+            with suppress(OSError):
+                path.unlink() if path.is_symlink() else path.rmdir()
+    with suppress(OSError):
+        folder.rmdir()

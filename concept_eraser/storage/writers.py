@@ -1,0 +1,327 @@
+"""Writers of files and of folders. A kill at any moment leaves the earlier one, or the new one, whole.
+
+Files and folders have writers of their own: a file writer never removes a folder, a folder writer never removes a file that
+it did not write. What is written into a marked folder (see `manifest`) is listed there with its SHA-256.
+
+A file that is there already is replaced only where the manifest of its folder lists it, or where the caller says that the
+user asked for it (`overwrite`). New content is written beside its place, brought to the disk (fsync), then renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.errors import UserError
+from concept_eraser.storage import locks, manifest
+from concept_eraser.storage.readers import cannot
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# safetensors and torch wrap the system's error in one of their own
+_FULL_TEXTS = ("No space left", "File too large", "os error 28", "os error 27", "unexpected pos")
+_PARTIAL = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}\.partial")
+
+
+def write_file(path: Path, write: Callable[[Path], None], *, overwrite: bool = False, growing: bool = False) -> None:  # fmt: skip
+    """Write a file whole or not at all.
+
+    Args:
+        path: where to; folders above it are made.
+        write: puts the content into the path that it is given, in the same folder.
+        overwrite: also replace a file that no manifest lists. A folder is never replaced.
+        growing: the file will change, so no digest of it is recorded before its folder is sealed.
+
+    Raises:
+        UserError: `path` is a folder or a link, holds a file that is not ours, cannot be written to, or the disk is full.
+    """
+    require_free(path, overwrite=overwrite)
+    locks.make_folder(path.parent)
+    with _Staged(path) as partial:
+        write(partial)
+        _finish(partial)
+        _expect([path])
+        os.replace(partial, path)
+    _sync_folder(path.parent)
+    if not growing:
+        manifest.record([path])
+        _EXPECTED.discard(path.absolute())
+
+
+def write_text(path: Path, text: str, *, overwrite: bool = False) -> None:
+    """Write a text in UTF-8. Raises UserError as `write_file`."""
+    write_file(path, lambda partial: _put(partial, text.encode()), overwrite=overwrite)
+
+
+def write_bytes(path: Path, content: bytes, *, overwrite: bool = False) -> None:
+    """Write bytes. Raises UserError as `write_file`."""
+    write_file(path, lambda partial: _put(partial, content), overwrite=overwrite)
+
+
+def write_json(path: Path, content: Any, *, overwrite: bool = False) -> None:
+    """Write a value as JSON. Raises UserError as `write_file`."""
+    write_text(path, json.dumps(content, indent=1) + "\n", overwrite=overwrite)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str], *, overwrite: bool = False) -> None:  # fmt: skip
+    """Write tensors by name as safetensors; equal tensors and metadata give equal bytes. Raises UserError as `write_file`."""
+    from safetensors.torch import save_file
+
+    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    write_file(path, lambda partial: save_file(contiguous, partial, metadata=dict(metadata)), overwrite=overwrite)
+
+
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a mapping as one line of JSON, behind a fragment that a kill has left.
+
+    Raises UserError where the file is a folder or a link, cannot be written to, or the disk is full.
+    """
+    locks.make_folder(path.parent)
+    _expect([path])
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        with os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            fragment = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            file.write((b"\n" if fragment else b"") + (json.dumps(row) + "\n").encode())
+    except OSError as error:
+        raise UserError(_failure(path, error)) from error
+
+
+_EXPECTED: set[Path] = set()  # files that this process has listed without a digest
+
+
+def _expect(paths: list[Path]) -> None:
+    """List files before they are put in place: a kill in between must not leave a file that the manifest does not know."""
+    new = [path for path in paths if path.absolute() not in _EXPECTED]
+    manifest.expect(new)
+    _EXPECTED.update(path.absolute() for path in new)
+
+
+def expect_anew(folder: Path) -> None:
+    """Forget what this process has listed in a folder: its manifest is a new one, or its files are sealed."""
+    own = folder.absolute()
+    _EXPECTED.difference_update([path for path in _EXPECTED if own in path.parents])
+
+
+def write_growing(path: Path, text: str) -> None:
+    """Write the first lines of a file that grows, whole or not at all. Raises UserError as `write_file`."""
+    write_file(path, lambda partial: _put(partial, text.encode()), growing=True)
+
+
+def write_folder(path: Path, write: Callable[[Path], None], *, kind: str | None = None) -> None:
+    """Write a folder whole or not at all, and list its files.
+
+    Args:
+        path: where to. A folder that is there is replaced only where a manifest lists all of its files.
+        write: fills the empty folder that it is given.
+        kind: mark the folder as one of ours, of this kind, with a manifest of its own; else its files are listed in the
+            manifest of the marked folder that it lies in.
+
+    Raises:
+        UserError: `path` is a file or a link, holds files that are not ours, cannot be written to, or the disk is full.
+    """
+    require_free_folder(path)
+    locks.make_folder(path.parent)
+    with _Staged(path) as partial:
+        partial.mkdir()
+        write(partial)
+        names = sorted(p.relative_to(partial) for p in partial.rglob("*") if p.is_file())
+        for name in names:
+            _finish(partial / name)
+        if kind is not None:
+            records = {name.as_posix(): manifest.FileRecord.of(partial / name) for name in names}
+            manifest.write(partial, manifest.Manifest(kind, records))
+        else:
+            manifest.expect([path / name for name in names])
+        earlier = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.earlier")
+        if path.is_dir():
+            os.rename(path, earlier)
+        os.rename(partial, path)
+        shutil.rmtree(earlier, ignore_errors=True)  # listed whole, see require_free_folder
+    _sync_folder(path.parent)
+    if kind is not None:
+        return
+    manifest.forget(path)
+    manifest.record([path / name for name in names])
+
+
+def give_second_name(path: Path, place: Path) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    try:
+        os.link(path, place)
+    except OSError:
+        shutil.copyfile(path, place)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file that a manifest lists, if it is there. Raises UserError for a file that none lists."""
+    if not os.path.lexists(path):
+        return
+    if not is_listed(path):
+        raise UserError(f"{path} was not written by concept_eraser, so it is not removed; remove it yourself")
+    path.unlink()
+    manifest.forget(path)
+
+
+def require_free(path: Path, *, overwrite: bool = False) -> None:
+    """Raise UserError where a file cannot be written to a path because of what is there."""
+    try:
+        there = os.path.lexists(path)
+    except ValueError:
+        raise UserError(f"{str(path)!r} cannot be the name of a file; give another one") from None
+    if not there:
+        return
+    if path.is_dir() and not path.is_symlink():
+        raise UserError(f"{path} is a folder; give the name of a file")
+    if overwrite and not path.is_symlink():
+        return
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, which is not written through; give another name with --output, or remove the link")  # fmt: skip
+    if not is_listed(path):
+        raise UserError(f"{path} exists and was not written by concept_eraser; give another name with --output, or move it away")  # fmt: skip
+
+
+def require_free_folder(path: Path) -> None:
+    """Raise UserError where a folder cannot be written to a path because of what is there."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise UserError(f"{path} is {'a link' if path.is_symlink() else 'a file'}; give the name of a new folder")
+    for place, _, files in os.walk(path):
+        for name in files:
+            if not is_listed(Path(place) / name):
+                raise UserError(f"{Path(place) / name} was not written by concept_eraser, so {path} is not replaced; give another --output, or move it away")  # fmt: skip
+
+
+def is_listed(path: Path) -> bool:
+    """Whether the nearest marked folder lists a file."""
+    folder = manifest.folder_of(path.parent)
+    content = manifest.read(folder) if folder is not None else None
+    return folder is not None and content is not None and path.relative_to(folder).as_posix() in content.files
+
+
+class _Staged:
+    """The path beside a target that its content is written to; nothing is left of it after an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(f".{path.name[:120]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+
+    def __enter__(self) -> Path:
+        _remove_left_over(self.path)
+        return self.partial
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        _remove(self.partial)
+        if isinstance(error, UserError):
+            return
+        if is_full(error) or isinstance(error, OSError):
+            raise UserError(_failure(self.path, error)) from error
+
+
+def _remove_left_over(path: Path) -> None:
+    """Remove what a process that was killed has left half-written for the same target."""
+    for other in path.parent.glob(f".{_escaped(path.name[:120])}.*.partial") if path.parent.is_dir() else ():
+        parts = _PARTIAL.fullmatch(other.name)
+        if parts and not locks.is_alive(int(parts[2])):
+            _remove(other)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _put(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+
+
+def _finish(path: Path) -> None:
+    """Bring a file to the disk; of safetensors the header is put in one order first, so that equal content has equal bytes."""
+    if path.suffix == ".safetensors" or _is_tensors(path):
+        order_header(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if (
+            os.fstat(descriptor).st_mode & 0o777
+        ) == 0o600:  # safetensors' own; others may read what the user's umask lets them
+            os.fchmod(descriptor, 0o666 & ~_umask())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    """The permissions that this process takes from new files. Reading it sets it for a moment."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _is_tensors(path: Path) -> bool:
+    parts = _PARTIAL.fullmatch(path.name)
+    return parts is not None and parts[1].endswith(".safetensors")
+
+
+def order_header(path: Path) -> None:
+    """Sort the metadata in the header of a safetensors file, in place: the library writes them in random order."""
+    with path.open("r+b") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        text = file.read(length)
+        header = json.loads(text)
+        if "__metadata__" not in header or len(header["__metadata__"]) < 2:
+            return
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        if len(ordered) == length:
+            file.seek(8)
+            file.write(ordered)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a rename to the disk, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk is full or a limit of size is reached."""
+    return getattr(error, "errno", None) in _FULL or any(text in str(error) for text in _FULL_TEXTS)
+
+
+def _failure(path: Path, error: BaseException) -> str:
+    if is_full(error):
+        return f"cannot write {path}: the disk is full or a size limit is reached; earlier files are intact. Free some space, then continue with --resume"  # fmt: skip
+    code = getattr(error, "errno", None)
+    if code == errno.ELOOP:
+        return f"{path} is a link, which is not written through; give another name with --output, or remove the link"
+    if code == errno.EISDIR:
+        return f"{path} is a folder; give the name of a file"
+    if code in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"cannot write {path}: this user may not, or it is read-only; give another --output"
+    if code == errno.ENAMETOOLONG:
+        return f"cannot write {path}: the name is too long for this system; give a shorter one"
+    return cannot("write", path, error)
