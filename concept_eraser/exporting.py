@@ -28,7 +28,7 @@ from concept_eraser.models.base import Model, require_finite
 from concept_eraser.models.lora import Factors, Pair, can_adapt
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_tensor_header, read_tensors
-from concept_eraser.storage.writers import write_file, write_folder, write_tensors
+from concept_eraser.storage.writers import probe, write_file, write_folder, write_tensors
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
 _SUFFIX = ".safetensors"
@@ -109,6 +109,7 @@ def _place(source: Path, to: str, output: str | Path | None) -> Path:
         raise UserError(f"--to {to} writes {wanted}, found the output {place}")
     if os.path.lexists(place):
         raise UserError(f"{place} exists already; give another --output, or remove it")
+    probe(place)
     return place
 
 

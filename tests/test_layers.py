@@ -116,7 +116,7 @@ ALLOWED = {
         "tiny.painter",
         "demo",
     },
-    "defaults": {"changes", "places", "recipe", "registry", "models", "tiny.published"},
+    "defaults": {"changes", "places", "recipe", "registry", "storage", "models", "tiny.published"},
     "cli": {
         *BASE,
         "defaults",

@@ -178,7 +178,8 @@ def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
 def _move(folder: Path, aside: Path, content: Manifest, keep: Collection[str] = ()) -> bool:
     """Move what a manifest lists; whether there was anything."""
     moved = False
-    for name in [*content.files, *content.folders]:
+    inside = tuple(f"{name}/" for name in content.folders)
+    for name in [*content.folders, *(one for one in content.files if not one.startswith(inside))]:
         path = folder / name
         if name in keep or not os.path.lexists(path) or not manifest.is_plain(folder, str(PurePosixPath(name).parent)):
             continue
