@@ -11,6 +11,7 @@ is named is run alone, and whatever is asked wins.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
