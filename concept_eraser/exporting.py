@@ -31,6 +31,7 @@ from concept_eraser.storage.readers import read_tensor_header, read_tensors
 from concept_eraser.storage.writers import probe, write_file, write_folder, write_tensors
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
+STRONGEST = 1000  # times an erasure; beyond it the weights lose all digits
 _SUFFIX = ".safetensors"
 Moved = dict[str, dict[str, tuple[Tensor, Tensor]]]  # part -> tensor -> (before, after)
 
@@ -71,8 +72,8 @@ def export(
     place = _place(Path(source), to, output)
     base = before if before is not None else _base_of(Path(source))
     after = loading.load(source, allow_pickle=allow_pickle, base=base)
-    if not (math.isfinite(strength) and math.isfinite(max_error)):
-        raise UserError(f"strength and max_error are finite numbers, found {strength} and {max_error}")
+    if not (abs(strength) <= STRONGEST and math.isfinite(max_error)):
+        raise UserError(f"strength is a number from -{STRONGEST} to {STRONGEST} and max_error a finite one, found {strength:g} and {max_error:g}")  # fmt: skip
     left_out = set(after.parts) - set(single_file.written_parts(after)) if to == "single-file" else set()
     if to in ("diffusers", "single-file") and strength == 1 and not (left_out and base is not None):
         _write_whole(after, to, place)

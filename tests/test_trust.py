@@ -213,10 +213,15 @@ def test_a_run_whose_steps_were_all_skipped_is_not_finished(tmp_path: Path, monk
 
 
 def test_weights_that_are_not_finite_are_no_run(tmp_path: Path, tiny: Any) -> None:
-    """The step before the last one is finite, and what it makes of the weights is not."""
+    """Every loss and step was finite, and a weight is not: it is put in between two steps."""
     before = {name: value.clone() for name, value in tiny.parts["denoiser"].state_dict().items()}
-    with pytest.raises(UserError, match=r"not finite"):
-        concept_eraser.erase(short(training__lr=3e38, training__steps=1), model=tiny.pipeline, output=tmp_path / "run")
+
+    def spoil(step: int, seconds: float) -> None:
+        if step == 4:
+            tiny.pipeline.unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_q.weight.data[0, 0] = torch.inf
+
+    with pytest.raises(UserError, match=r"the erased weights are not finite \(1 values"):
+        concept_eraser.erase(short(), model=tiny.pipeline, output=tmp_path / "run", look=spoil)
     assert not (tmp_path / "run" / "done.json").exists()
     after = tiny.pipeline.unet.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -226,10 +231,11 @@ def test_a_merge_that_is_not_finite_is_not_written(run: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"not finite.*smaller --weights"):
         concept_eraser.merge(str(run), weights=[1e308], output=tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    with pytest.raises(UserError, match=r"not finite.*smaller --strength"):
-        concept_eraser.export(str(run), "tensors", strength=1e300, output=tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=r"not finite.*smaller --strength"):
-        concept_eraser.export(str(run), "diffusers", strength=1e300, output=tmp_path / "x")
+    for strength in (1e300, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="from -1000 to 1000"):
+            concept_eraser.export(str(run), "tensors", strength=strength, output=tmp_path / "x.safetensors")
+        with pytest.raises(UserError, match="from -1000 to 1000"):
+            concept_eraser.export(str(run), "diffusers", strength=strength, output=tmp_path / "x")
     assert not (tmp_path / "x.safetensors").exists()
     assert not (tmp_path / "x").exists()
 
