@@ -192,6 +192,7 @@ def test_an_overwrite_that_fails_leaves_the_earlier_run_whole(cli: Cli, run: Pat
     aside = tree(run / ".replaced-1")
     before.pop(manifest.MARK), aside.pop(manifest.MARK)
     assert aside == before
+    assert "lies in runs/star/.replaced-1" in done.stderr
     assert not (run / "done.json").exists()
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short()))
     assert cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q").returncode == 0

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.errors import Interrupted, Told, UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
 
@@ -142,7 +142,11 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
                 if ranks.alone()
                 else f" (under the same launch: accelerate launch ... -m {resume_command.replace('-', '_', 1)})"
             )
-            raise Interrupted(f"{stop}\ncontinue with: {resume_command}{several}") from None
+            raise Interrupted(f"{stop}\ncontinue with: {resume_command}{several}{_set_aside(folder)}") from None
+        except Told:
+            raise
+        except UserError as error:
+            raise UserError(f"{error}{_set_aside(folder)}") from None
     if not ranks.is_first():
         return
     again = "" if done.model else " (finished before; --overwrite does it again)"
@@ -151,6 +155,14 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
     loads = f"    (or load it: DiffusionPipeline.from_pretrained('{folder / 'pipeline'}'){alone})"
     whole = loads if (folder / "pipeline").is_dir() else f"    (the whole model: {folder / 'model'})"
     typer.echo(f"next: concept-eraser evaluate {folder}{whole}")
+
+
+def _set_aside(folder: Path) -> str:
+    """Where the run lies that an unfinished one is about to replace."""
+    from concept_eraser.storage import output_folder
+
+    places = output_folder.places_set_aside(folder) if folder.is_dir() else []
+    return f"\nthe run that was there before lies in {places[0]} until the new one is finished" if places else ""
 
 
 def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:

@@ -213,6 +213,11 @@ def _remove_empty_folders(place: Path, root: Path) -> None:
         place = place.parent
 
 
+def places_set_aside(folder: Path) -> list[Path]:
+    """Where earlier results of a folder lie that were set aside and not removed yet."""
+    return sorted(place for place in folder.glob(f"{ASIDE}*") if place.is_dir() and not place.is_symlink())
+
+
 def remove_set_aside(folder: Path) -> list[Path]:
     """Remove what was set aside in a folder, now that the new result is complete.
 
@@ -221,9 +226,7 @@ def remove_set_aside(folder: Path) -> list[Path]:
     Returns:
         files that stay since somebody changed or added them.
     """
-    for aside in sorted(folder.glob(f"{ASIDE}*")):
-        if aside.is_symlink() or not aside.is_dir():
-            continue
+    for aside in places_set_aside(folder):
         for place in [*reversed(_marked_inside(aside)), aside]:
             content = manifest.read(place) if (place / MARK).is_file() else None
             for name, entry in (content.files if content else {}).items():
@@ -239,7 +242,7 @@ def remove_set_aside(folder: Path) -> list[Path]:
             if place.is_dir() and not left:
                 (place / MARK).unlink(missing_ok=True)
                 _remove_empty_folders(place, folder)
-    return [path for aside in folder.glob(f"{ASIDE}*") for path in aside.rglob("*") if path.is_file() and path.name != MARK]  # fmt: skip
+    return [path for aside in places_set_aside(folder) for path in aside.rglob("*") if path.is_file() and path.name != MARK]  # fmt: skip
 
 
 def _remove_tree(folder: Path) -> None:

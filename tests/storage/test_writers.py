@@ -179,6 +179,17 @@ def test_permissions_follow_the_users_umask(tmp_path: Path) -> None:
     assert [(tmp_path / n).stat().st_mode & 0o777 for n in ("a.safetensors", "a.txt")] == [0o644, 0o644]
 
 
+def test_content_is_on_the_disk_before_it_gets_its_name(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    synced, replaced = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), synced(fd))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(f"rename {b}"), replaced(a, b))[1])
+    writers.write_text(ours / "a", "1")
+    rename = order.index(f"rename {ours / 'a'}")
+    assert any(Path(one).name.startswith(".a.") for one in order[:rename])
+    assert str(ours) in order[rename:]  # and the folder after it
+
+
 def test_only_what_is_listed_is_removed(ours: Path) -> None:
     writers.write_text(ours / "state.ckpt", "x")
     (ours / "mine").write_text("x")
