@@ -306,10 +306,10 @@ def test_folders_of_one_part_are_checked(target: str, folder: Path, tmp_path: Pa
     monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", never)
     monkeypatch.setattr(transformers.CLIPModel, "from_pretrained", never)
     code("modeling.py", edited("config.json", auto_map={"AutoModel": "modeling.Payload"}))(part.parent / target)
-    with pytest.raises(UserError, match="auto_map.*names Python code"):
+    with pytest.raises(UserError, match=r"auto_map.*names Python code"):
         load_part(part, target)
     (part / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="expected a mapping"):
+    with pytest.raises(UserError, match=r"expected a mapping|holds no model of ours"):
         load_part(part, target)
     assert not (tmp_path / "canary").exists()
 

@@ -49,7 +49,11 @@ class TorchJD(GramMethod):
         try:
             self._rule(2)
         except ImportError as error:
-            raise ValueError(f"the method torchjd with rule {self.rule} needs TorchJD and its solvers, which cannot be imported here ({error}); install them with: pip install 'concept-eraser[torchjd]'. {_SOLVERS.get(self.rule, _QUADPROG)}") from None  # fmt: skip
+            raise ValueError(
+                f"the method torchjd with rule {self.rule} needs TorchJD and its solvers, which "
+                f"cannot be imported here ({error}); install them with: pip install "
+                f"'concept-eraser[torchjd]'. {_SOLVERS.get(self.rule, _QUADPROG)}"
+            ) from None
 
     def laws(self) -> frozenset[str]:
         return frozenset({"stationarity"}) if self.rule == "MGDA" else frozenset()  # UPGrad regularises its program

@@ -1,16 +1,18 @@
 """What a model folder is checked for before diffusers or transformers is given it.
 
-A folder that a stranger made is data. It may name weights and settings of classes that are listed here, and nothing that
-makes a library import a module, run a file, or fetch something from a network:
+A folder that a stranger made is data. It may name weights and settings of classes that are listed
+here. It may name nothing that makes a library import a module, run a file, or use a network:
 
-* model_index.json names classes of diffusers (models, schedulers) and of transformers (`TRANSFORMERS`) only
+* model_index.json names models and schedulers of diffusers, and classes in `TRANSFORMERS`, only
 * no file of code lies beside the weights (`CODE`)
-* no configuration has a key that names code, kernels, quantizers or another model (`_REFUSED`), and no path in it leaves
-  the folder
-* no symbolic link leads out of the folder; a snapshot in the hub's cache may lead to the blobs of the same repository
+* no configuration has a key that names code, kernels, quantizers or another model (`_REFUSED`)
+* no path in a configuration leaves the folder
+* no symbolic link leads out of the folder; a snapshot in the hub's cache may lead to the blobs of
+  the same repository
 
-The libraries refuse much of this themselves, but not in all versions. Every problem is a UserError of one sentence. The
-check reads configurations only, no weights; pickles are refused where the weights are looked at (`loading`).
+The libraries refuse much of this themselves, but not in all versions. Every problem is a UserError
+of one sentence. The check reads configurations only, no weights. Pickles are refused where the
+weights are checked (`loading`).
 """
 
 from __future__ import annotations
@@ -25,19 +27,44 @@ from concept_eraser.errors import UserError, shown
 from concept_eraser.storage.readers import JSON_BYTES, cannot, read_json, size_text
 
 INDEX = "model_index.json"
-CODE = frozenset((".py", ".pyc", ".pyo", ".pyw", ".pyd", ".pyx", ".pyz", ".so", ".dll", ".dylib", ".egg", ".whl", ".jinja"))  # fmt: skip
+CODE = frozenset(
+    [".py", ".pyc", ".pyo", ".pyw", ".pyd", ".pyx", ".pyz", ".so", ".dll", ".dylib", ".egg", ".whl", ".jinja"],
+)
 FILES = 10_000  # entries of a model folder
-TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast", "PreTrainedTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "TokenizersBackend")  # fmt: skip
-TRANSFORMERS = frozenset((
-    *TOKENIZERS, "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel",
-    "CLIPVisionModelWithProjection", "SiglipVisionModel",
-    "CLIPFeatureExtractor", "CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil", "SiglipImageProcessor",
-))  # fmt: skip
-_PLAIN_CODE = ("stable_diffusion", "StableDiffusionSafetyChecker")  # as Stable Diffusion 1 and 2 name it; never loaded
-_CONFIGURATIONS = frozenset((
-    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "scheduler_config.json",
-    "special_tokens_map.json", "tokenizer_config.json",
-))  # fmt: skip
+TOKENIZERS = (
+    "CLIPTokenizer",
+    "CLIPTokenizerFast",
+    "PreTrainedTokenizerFast",
+    "T5Tokenizer",
+    "T5TokenizerFast",
+    "TokenizersBackend",
+)
+TRANSFORMERS = frozenset(
+    (
+        *TOKENIZERS,
+        "CLIPTextModel",
+        "CLIPTextModelWithProjection",
+        "T5EncoderModel",
+        "CLIPVisionModelWithProjection",
+        "SiglipVisionModel",
+        "CLIPFeatureExtractor",
+        "CLIPImageProcessor",
+        "CLIPImageProcessorFast",
+        "CLIPImageProcessorPil",
+        "SiglipImageProcessor",
+    )
+)
+# As the index of Stable Diffusion 1 and 2 names it; the part is never loaded.
+_SAFETY_CHECKER = ("safety_checker", "stable_diffusion", "StableDiffusionSafetyChecker")
+_CONFIGURATIONS = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "scheduler_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _REFUSED = {  # keys of configurations, and what a library does where it meets them
     "auto_map": "names Python code",
@@ -57,9 +84,22 @@ _REFUSED = {  # keys of configurations, and what a library does where it meets t
     "use_pretrained_backbone": "fetches another model",
     "use_timm_backbone": "fetches another model",
 }
-_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", None)  # no kernel of the hub
-_ATTENTION_KEYS = ("_attn_implementation", "_attn_implementation_internal", "attn_implementation", "_experts_implementation")  # fmt: skip
-_PATHS = ("vocab_file", "merges_file", "tokenizer_file", "spm_file", "fast_tokenizer_files", "tokenizer_config_file", "added_tokens_file")  # fmt: skip
+_ATTENTION = ("eager", "sdpa")  # the others are, or fall back to, kernels of the hub
+_ATTENTION_KEYS = (
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "attn_implementation",
+    "_experts_implementation",
+)
+_PATHS = (
+    "vocab_file",
+    "merges_file",
+    "tokenizer_file",
+    "spm_file",
+    "fast_tokenizer_files",
+    "tokenizer_config_file",
+    "added_tokens_file",
+)
 _WEIGHTS = (".safetensors", ".bin")  # of shards; loading says whether a pickle may be opened
 
 
@@ -67,7 +107,7 @@ def check_pipeline(folder: Path) -> dict[str, Any]:
     """The content of a pipeline folder's model_index.json, after all checks of the folder.
 
     Raises:
-        UserError: where something in it could make a library run or fetch code, or its index is damaged.
+        UserError: where something in it could make a library run or fetch code, or is damaged.
     """
     index = check_index(folder / INDEX)
     root = _root_of(folder)
@@ -79,7 +119,7 @@ def check_pipeline(folder: Path) -> dict[str, Any]:
 
 
 def check_part(folder: Path) -> None:
-    """Check the folder of one model: what CLIPModel.save_pretrained or AutoencoderKL.save_pretrained wrote.
+    """Check the folder of one model, as CLIPModel.save_pretrained writes it.
 
     Raises:
         UserError: as `check_pipeline`.
@@ -88,14 +128,18 @@ def check_part(folder: Path) -> None:
 
 
 def check_index(file: Path) -> dict[str, Any]:
-    """The content of a model_index.json that names nothing but classes of diffusers and transformers.
+    """The content of a model_index.json that names classes of diffusers and transformers only.
 
     Raises:
         UserError: where it is damaged, or names something else.
     """
     index = read_json(file)
-    if not isinstance(index.get("_class_name"), str):
-        raise UserError(f"{file} is damaged: its _class_name is {shown(index.get('_class_name'))}, expected the name of a pipeline class of diffusers; copy the checkpoint again")  # fmt: skip
+    named = index.get("_class_name")
+    if not isinstance(named, str):
+        raise UserError(
+            f"{file} is damaged: its _class_name is {shown(named)}, expected the "
+            "name of a pipeline class of diffusers; copy the checkpoint again"
+        )
     _check_keys({key: value for key, value in index.items() if key != "id2label"}, file)
     for name, named in index.items():
         if name.startswith("_"):
@@ -103,43 +147,62 @@ def check_index(file: Path) -> dict[str, Any]:
         if isinstance(named, list):
             _check_component(name, named, file)
         elif isinstance(named, dict) and name != "id2label":
-            raise UserError(f"{file}: the entry {shown(name)} is a mapping; expected [library, class] or a plain value, so remove it or copy the checkpoint again")  # fmt: skip
+            raise UserError(
+                f"{file}: the entry {shown(name)} is a mapping; expected [library, class] or a "
+                "plain value, so remove it or copy the checkpoint again"
+            )
     return index
 
 
 def components(index: Mapping[str, Any]) -> list[str]:
     """The names of the parts that a checked index says are there."""
-    return [name for name, named in index.items() if isinstance(named, list) and not name.startswith("_") and all(named)]  # fmt: skip
+    lists = {name: named for name, named in index.items() if isinstance(named, list)}
+    return [name for name, named in lists.items() if not name.startswith("_") and all(named)]
 
 
 def _check_component(name: str, named: list[Any], file: Path) -> None:
     """One entry of the index: [library, class], or [null, null] for a part that is left out."""
     if not name.isidentifier():
-        raise UserError(f"{file}: {shown(name)} cannot be the name of a part; expected a plain name such as 'unet', so copy the checkpoint again")  # fmt: skip
+        raise UserError(
+            f"{file}: {shown(name)} cannot be the name of a part; expected a plain name such as "
+            "'unet', so copy the checkpoint again"
+        )
     if named == [None, None]:
         return
     if len(named) != 2 or not all(isinstance(one, str) and one.isidentifier() for one in named):
-        raise UserError(f"{file}: the part {name!r} is {shown(named)}; expected [library, class], both plain names, or [null, null]. Do not load it unless you know its author")  # fmt: skip
+        raise UserError(
+            f"{file}: the part {name!r} is {shown(named)}; expected [library, class], both plain "
+            "names, or [null, null]. Do not load it unless you know its author"
+        )
     library, class_name = named
-    if (name, library, class_name) == ("safety_checker", *_PLAIN_CODE):
+    if (name, library, class_name) == _SAFETY_CHECKER:
         return
     if library not in ("diffusers", "transformers"):
-        raise UserError(f"{file}: the part {name!r} is of the library {shown(library)}, whose code would run; only diffusers and transformers are allowed. Use a pipeline without custom code")  # fmt: skip
-    allowed = class_name in TRANSFORMERS if library == "transformers" else _is_part_of_diffusers(class_name)
+        raise UserError(
+            f"{file}: the part {name!r} is of the library {shown(library)}, whose code would run; "
+            "only diffusers and transformers are allowed. Use a pipeline without custom code"
+        )
+    if library == "transformers":
+        allowed, kinds = class_name in TRANSFORMERS, ", ".join(sorted(TRANSFORMERS))
+    else:
+        allowed, kinds = _is_part_of_diffusers(class_name), "its models and schedulers"
     if not allowed:
-        kinds = ", ".join(sorted(TRANSFORMERS)) if library == "transformers" else "its models and schedulers"
-        raise UserError(f"{file}: the part {name!r} is {library}'s {shown(class_name)}, which is no part that is loaded; of {library} these are: {kinds}. Use a pipeline of such parts")  # fmt: skip
+        raise UserError(
+            f"{file}: the part {name!r} is {library}'s {shown(class_name)}, which is no part that "
+            f"is loaded; of {library} these are: {kinds}. Use a pipeline of such parts"
+        )
 
 
 def _is_part_of_diffusers(class_name: str) -> bool:
     import diffusers
 
     found = getattr(diffusers, class_name, None)
-    return isinstance(found, type) and issubclass(found, (diffusers.ModelMixin, diffusers.SchedulerMixin))
+    bases = (diffusers.ModelMixin, diffusers.SchedulerMixin)
+    return isinstance(found, type) and issubclass(found, bases)
 
 
 def _root_of(folder: Path) -> Path:
-    """The folder that links of a model may not leave: its own, or the hub cache's folder of its repository."""
+    """The folder that a model's links may not leave: its own, or its repository's in the hub cache."""
     try:
         own = folder.resolve(strict=True)
     except (OSError, RuntimeError) as error:
@@ -154,7 +217,9 @@ def _check_files(folder: Path, root: Path, *, deep: bool) -> None:
     """Check every file of a folder, of its subfolders too where `deep`."""
     for number, path in enumerate(_walk(folder, deep)):
         if number >= FILES:
-            raise UserError(f"{folder} has more than {FILES:,} files, which no model has; check that it is the right folder")  # fmt: skip
+            raise UserError(
+                f"{folder} has more than {FILES:,} files, which no model has; check that it is the right folder"
+            )
         _check_link(path, root)
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -162,15 +227,21 @@ def _check_files(folder: Path, root: Path, *, deep: bool) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is no regular file (a pipe or a device); remove it, or copy the model again")
         if CODE & {suffix.lower() for suffix in path.suffixes}:
-            raise UserError(f"{path} is code beside a model's weights, which a library may run; only weights and configurations are read. Remove it if you trust its author and do not need it")  # fmt: skip
+            raise UserError(
+                f"{path} is code beside a model's weights, which a library may run; only weights "
+                "and configurations are read. Remove it if you trust its author and do not need it"
+            )
         if path.name in _ADAPTERS:
-            raise UserError(f"{path} belongs to an adapter, for which transformers would load another model; merge it into the weights first, or remove it")  # fmt: skip
+            raise UserError(
+                f"{path} belongs to an adapter, for which transformers would load another model; "
+                "merge it into the weights first, or remove it"
+            )
         if path.suffix == ".json":
             _check_json(path, status.st_size)
 
 
 def _walk(folder: Path, deep: bool) -> Iterator[Path]:
-    """A folder and what is in it. What a link leads to is listed only after the link was checked, by who iterates."""
+    """A folder and what is in it. Folders behind links are not entered."""
     yield folder
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -195,7 +266,10 @@ def _check_link(path: Path, root: Path) -> None:
 
 def _check_json(path: Path, size: int) -> None:
     if size > JSON_BYTES:
-        raise UserError(f"{path} has {size_text(size)}; at most {size_text(JSON_BYTES)} are read of a configuration. Check that it is the right file")  # fmt: skip
+        raise UserError(
+            f"{path} has {size_text(size)}; at most {size_text(JSON_BYTES)} are read of a "
+            "configuration. Check that it is the right file"
+        )
     if path.name.endswith(".index.json"):
         _check_shards(path)
     elif path.name in _CONFIGURATIONS:
@@ -206,14 +280,21 @@ def _check_shards(path: Path) -> None:
     """The index of weights in several files: it names files of its own folder only."""
     shards = read_json(path).get("weight_map")
     if not isinstance(shards, dict):
-        raise UserError(f"{path} is damaged: its weight_map is {shown(shards)}, expected a mapping of tensors to files; copy the checkpoint again")  # fmt: skip
+        raise UserError(
+            f"{path} is damaged: its weight_map is {shown(shards)}, expected a mapping of tensors "
+            "to files; copy the checkpoint again"
+        )
     for file in shards.values():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(_WEIGHTS):
-            raise UserError(f"{path} names the weights {shown(file)}; expected the name of a file beside it ({' or '.join(_WEIGHTS)}), so copy the checkpoint again")  # fmt: skip
+        plain = isinstance(file, str) and Path(file).name == file and "\\" not in file
+        if not plain or not file.endswith(_WEIGHTS):
+            raise UserError(
+                f"{path} names the weights {shown(file)}; expected the name of a file beside it ("
+                f"{' or '.join(_WEIGHTS)}), so copy the checkpoint again"
+            )
 
 
 def _check_keys(content: Mapping[str, Any], file: Path) -> None:
-    """Refuse, at any depth of a configuration, what names code, another model, or a path out of the folder."""
+    """Refuse what names code, another model, or a path out of the folder, at any depth."""
     level: list[Any] = [content]
     while level:
         one = level.pop()
@@ -227,20 +308,35 @@ def _check_keys(content: Mapping[str, Any], file: Path) -> None:
 
 def _check_entry(key: str, value: Any, file: Path) -> None:
     if key in _REFUSED and value not in (None, False, [], {}, ""):
-        raise UserError(f"{file} has {key}: {shown(value, 80)}, which {_REFUSED[key]}; remove the entry, or use a model without it")  # fmt: skip
+        raise UserError(
+            f"{file} has {key}: {shown(value, 80)}, which {_REFUSED[key]}; remove the entry, or use a model without it"
+        )
     if key in _ATTENTION_KEYS:
-        wrong = [one for one in (value.values() if isinstance(value, dict) else [value]) if isinstance(one, list | dict) or one not in _ATTENTION]  # fmt: skip
+        kinds = list(value.values()) if isinstance(value, dict) else [value]  # of parts by name
+        wrong = [one for one in kinds if one is not None and one not in _ATTENTION]
         if wrong:
-            raise UserError(f"{file} has {key}: {shown(wrong[0], 80)}, which may name code of the hub; allowed are {', '.join(one for one in _ATTENTION if one)}. Remove the entry")  # fmt: skip
+            raise UserError(
+                f"{file} has {key}: {shown(wrong[0], 80)}, which may name code of the hub; allowed "
+                f"are {', '.join(_ATTENTION)}. Remove the entry"
+            )
     if key in _PATHS:
         for path in value if isinstance(value, list) else [value]:
             if path is not None and not _stays(path):
-                raise UserError(f"{file} has {key}: {shown(path, 80)}, a path out of the model's folder; remove the entry, or name a file of the folder")  # fmt: skip
+                raise UserError(
+                    f"{file} has {key}: {shown(path, 80)}, a path out of the model's folder; remove "
+                    "the entry, or name a file of the folder"
+                )
     if key == "tokenizer_class" and value is not None and value not in TOKENIZERS:
-        raise UserError(f"{file} names the tokenizer {shown(value, 80)}; allowed are {', '.join(TOKENIZERS)}. Use a pipeline with one of these")  # fmt: skip
+        raise UserError(
+            f"{file} names the tokenizer {shown(value, 80)}; allowed are {', '.join(TOKENIZERS)}. "
+            "Use a pipeline with one of these"
+        )
     if key == "_class_name" and not isinstance(value, str):
-        raise UserError(f"{file} has _class_name: {shown(value, 80)}, which is no class name but may name Python code; copy the checkpoint again")  # fmt: skip
-    if key == "_commit_hash" and not (value is None or (isinstance(value, str) and value.isalnum())):
+        raise UserError(
+            f"{file} has _class_name: {shown(value, 80)}, which is no class name but may name "
+            "Python code; copy the checkpoint again"
+        )
+    if key == "_commit_hash" and value is not None and not str(value).isalnum():
         raise UserError(f"{file} has _commit_hash: {shown(value, 80)}, which is no commit; remove the entry")
 
 

@@ -271,4 +271,6 @@ def _guarded(family: Any, location: str, name: str, options: dict) -> Model:
     except UserError:
         raise
     except Exception as error:  # a configuration of wrong types makes the libraries raise any kind
-        raise UserError(f"cannot load {name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:300]}") from error
+        raise UserError(
+            f"cannot load {name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:300]}"
+        ) from error
