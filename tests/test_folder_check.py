@@ -248,7 +248,6 @@ HARMLESS: dict[str, Change] = {
     "where a configuration once lay": config("unet", _name_or_path="/home/somebody/../model"),
     "where a tokenizer once lay": words(name_or_path="/home/somebody/x", special_tokens_map_file="./special_tokens_map.json", tokenizer_class="CLIPTokenizer"),
     "attention of transformers": config("text_encoder", _attn_implementation="sdpa"),
-    "nothing quantized": config("text_encoder", quantization_config=None, auto_map={}),
     "a token that reads like a key": file("tokenizer/added_tokens.json", json.dumps({"auto_map": 1234})),
     "a page": file("README.md", "text"),
 }  # fmt: skip

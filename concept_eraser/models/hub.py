@@ -98,9 +98,8 @@ def folder_of(name: str, *, token: str | None = None, allow_pickle: bool = False
             return Path(snapshot_download(repository, allow_patterns=["*.json", "*.txt", "*.model"], **told))
         if silent:
             return Path(snapshot_download(repository, **told))
-        check_index(
-            Path(hf_hub_download(repository, INDEX, revision=revision, token=token))
-        )  # before diffusers reads it
+        # before diffusers reads it: the index decides what diffusers would download and import
+        check_index(Path(hf_hub_download(repository, INDEX, revision=revision, token=token)))
         from diffusers import DiffusionPipeline  # late: it takes seconds, and a hub that is not there is told at once
 
         return Path(DiffusionPipeline.download(repository, use_safetensors=None if allow_pickle else True, **told, **(left_out or {})))  # fmt: skip

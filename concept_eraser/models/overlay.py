@@ -85,10 +85,8 @@ def _part_of(path: Path) -> str | None:
         return None
     check_part(path)
     content = read_json(config)
-    architectures = content.get("architectures")
-    named = content.get("_class_name") or (
-        architectures[0] if isinstance(architectures, list) and architectures else None
-    )
+    architectures = content.get("architectures") or [None]
+    named = content.get("_class_name") or (architectures[0] if isinstance(architectures, list) else None)
     if isinstance(named, str) and named in _PARTS:
         return _PARTS[named]
     raise UserError(f"{path} holds a {shown(named, 80) if named else 'model of no name'}, which is no part of a pipeline that is read; {' and '.join(_PARTS)} are")  # fmt: skip
