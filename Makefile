@@ -9,13 +9,21 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: quickstart test lint types check results clean help
+# A part of the suite, e.g. make test-lowest TESTS="tests/test_models.py tests/test_lora.py"; empty: all of it.
+TESTS ?=
+PIP    := -m pip install -q --disable-pip-version-check
+
+.PHONY: quickstart test test-lowest test-newest lint types check results licences clean help
 
 help:
 	@echo "make quickstart   install into $(VENV), erase a concept from the bundled model, measure, report"
 	@echo "make test         install into $(VENV) and run the test suite"
+	@echo "make test-lowest  the suite with the lower bound of every library, in .venv-lowest; torch stays $(TORCH)"
+	@echo "make test-newest  the suite with the newest of every library, in .venv-newest; torch stays $(TORCH),"
+	@echo "                  TORCH=torch takes the newest, which may bring gigabytes of CUDA"
 	@echo "make check        ruff and mypy"
 	@echo "make results      render eval/results/*.md from their JSON"
+	@echo "make licences     render docs/licences.md from what is installed"
 
 # torch first and then held, so that a CPU build which is at hand is not replaced by one with gigabytes of CUDA.
 $(STAMP): pyproject.toml tools/mend_torchvision.py
@@ -34,6 +42,32 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+# Before a release, not in CI. Both hold torch at TORCH: the other builds are not at hand everywhere, and large.
+test-lowest: .venv-lowest/.installed
+	@echo "lowest libraries, with $$(cat .venv-lowest/torch.txt); the bound of torch itself is not tested here"
+	.venv-lowest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+.venv-lowest/.installed: pyproject.toml tools/lowest.py tools/mend_torchvision.py
+	$(PYTHON) -m venv --clear .venv-lowest
+	.venv-lowest/bin/python $(PIP) "$(TORCH)"
+	.venv-lowest/bin/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > .venv-lowest/torch.txt
+	$(PYTHON) -m tools.lowest > .venv-lowest/lowest.txt
+	.venv-lowest/bin/python $(PIP) -c .venv-lowest/torch.txt -c .venv-lowest/lowest.txt -e ".[dev]"
+	.venv-lowest/bin/python tools/mend_torchvision.py
+	touch $@
+
+test-newest: .venv-newest/.installed
+	@echo "newest libraries, with $$(cat .venv-newest/torch.txt)"
+	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+.venv-newest/.installed: pyproject.toml tools/mend_torchvision.py
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python $(PIP) --upgrade "$(TORCH)"
+	.venv-newest/bin/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > .venv-newest/torch.txt
+	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -c .venv-newest/torch.txt -e ".[dev]"
+	.venv-newest/bin/python tools/mend_torchvision.py
+	touch $@
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,6 +75,9 @@ check: $(STAMP)
 
 results: $(STAMP)
 	$(BIN)/python -m tools.render_results
+
+licences: $(STAMP)
+	$(BIN)/python -m tools.licences
 
 clean:
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache dist

@@ -35,6 +35,7 @@ _NOT_PLUGINS = {
     "blind",
     "cross_attention",
     "flow",
+    "folder_check",
     "guards",
     "hub",
     "latent",
