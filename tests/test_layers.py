@@ -8,22 +8,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "concept_eraser"
-BASE = {"errors", "progress", "vectors", "registry", "resources", "environment", "ranks", "files"}
+BASE = {"errors", "progress", "vectors", "registry", "resources", "environment", "ranks", "files", "limits", "storage"}
 ALLOWED = {
     "errors": set(),
+    "limits": {"errors"},
     "progress": set(),
     "vectors": set(),
-    "registry": {"errors"},
+    "registry": {"errors", "limits"},
     "resources": {"errors"},
     "environment": set(),
     "ranks": {"errors"},
     "__main__": {"cli"},
     "files": {"errors"},
+    "storage": {"errors", "storage"},
     "methods": {"vectors", "methods"},
     "models": {"errors", "registry", "resources", "places", "models", "tiny.clip"},
     "architectures": set(),
     "datasets": {"errors", "resources", "environment", "data", "tiny.painter", "datasets.base"},
-    "data": {"errors", "progress", "resources", "environment", "ranks", "models.base", "data"},
+    "data": {"errors", "limits", "progress", "resources", "environment", "ranks", "models.base", "storage", "data"},
     "losses": {"models.base"},
     "erasers": {
         "errors",
@@ -48,13 +50,15 @@ ALLOWED = {
     },
     "tiny": {"environment", "resources", "places", "models", "tiny"},
     "evaluation": {*BASE - {"vectors"}, "models", "data", "tiny", "evaluation"},
-    "sections": {"errors", "resources", "training.parameters"},
-    "changes": {"errors", "resources"},
+    "sections": {"errors", "limits", "resources", "training.parameters", "data.templates"},
+    "changes": {"errors", "resources", "storage"},
     "mistakes": {"errors", "sections"},
     "consistency": {"errors", "sections", "recipe"},  # recipe: its type only
     "recipe": {
         "training.presets",
         "errors",
+        "limits",
+        "storage",
         "registry",
         "resources",
         "environment",

@@ -27,6 +27,7 @@ TABLE_BYTES = 1024 * MEGABYTE  # tables of prompts (the captions of COCO take 67
 LOG_BYTES = 1024 * MEGABYTE  # logs of runs and attacks
 TEXT_BYTES = 64 * MEGABYTE
 DEPTH = 50  # of nested lists and mappings
+_NO_PLAIN_TYPES = tuple(f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary"))
 NODES = 200_000  # values in a YAML file, aliases expanded
 
 _NEXT_STEP = {
@@ -184,6 +185,8 @@ def _require_bounded(root: Any, where: str) -> None:
         if id(node) in expanded:
             return expanded[id(node)]
         children: Iterator[Any] = iter(())
+        if str(node.tag) in _NO_PLAIN_TYPES:
+            raise UserError(f"{where} has a value marked !!{node.tag.rpartition(':')[2]}; write it as a text or a list")
         if isinstance(node, SequenceNode):
             children = iter(node.value)
         elif isinstance(node, MappingNode):
