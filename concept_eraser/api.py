@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from concept_eraser import jobs, matching, measuring, ranks
 from concept_eraser import recipe as recipes
 from concept_eraser.cards import card as card
@@ -29,6 +27,7 @@ from concept_eraser.publishing import push_to_hub as push_to_hub
 from concept_eraser.recipe import Recipe
 from concept_eraser.reporting import overview as overview
 from concept_eraser.reporting import report as report
+from concept_eraser.storage.readers import read_yaml
 from concept_eraser.training import log as logs
 
 
@@ -246,8 +245,9 @@ def _options_of(model: Any) -> dict[str, float]:
     path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
     if path is None or not path.is_file():
         return {}
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content.get("model_options", {}) if isinstance(content, dict) else {}
+    content = read_yaml(path)
+    options = content.get("model_options") if isinstance(content, dict) else None
+    return options if isinstance(options, dict) else {}
 
 
 def _pair(model: Any, before: Any, allow_pickle: bool, guard: str | None = None) -> tuple[Model, Model]:
