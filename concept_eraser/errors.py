@@ -65,7 +65,8 @@ def mistakes_message(mistakes: Iterable[str], where: str) -> str:
     lines = [line if len(line) <= 900 else f"{line[:897]}..." for line in mistakes]
     where = where if len(where) <= 300 else f"...{where[-297:]}"
     head = f"{len(lines)} mistakes in {where}:" if len(lines) > 1 else f"a mistake in {where}:"
-    part, room = [], 3500 - len(head)
+    part: list[str] = []
+    room = 3500 - len(head)
     for line in lines[:20]:
         room -= len(line) + 3
         if room < 0 and part:

@@ -24,7 +24,14 @@ from concept_eraser.errors import UserError, first_line, shown
 from concept_eraser.progress import Progress, silent
 from concept_eraser.storage.readers import parse_json, read_text, require_regular
 
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF")  # of Pillow; MPO: what some phones call .jpg
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "BMP",
+    "GIF",
+    "TIFF",
+)  # of Pillow; its reader of JPEG takes MPO too, which some phones write
 CAPTION_BYTES = 100_000
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

@@ -75,23 +75,22 @@ def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
     if not rows:
         return []
     columns = rows[0][1]
-    text, seed, guidance = (_column(columns, names) for names in (_TEXT, _SEED, _GUIDANCE))
-    if text is None:
-        raise UserError(f"{path} has no column of prompts ({' or '.join(_TEXT)}); it has {names_text(columns)}")
     strange = [key for key in where if key not in columns]
     if strange:
         raise UserError(f"{path} has no column {shown(strange[0])}; it has {names_text(columns)}")
-    others = {text, seed, guidance}
     selection = []
     for place, row in rows:
-        if not row.get(text) or not all(test(row.get(column)) for column, test in tests.items()):
+        text, seed, guidance = (_column(row, names) for names in (_TEXT, _SEED, _GUIDANCE))
+        if text is None:
+            raise UserError(f"{place} has no column of prompts ({' or '.join(_TEXT)}); it has {names_text(row)}")
+        if not row[text] or not all(test(row.get(column)) for column, test in tests.items()):
             continue
         words = row[text]
         if not isinstance(words, str) or not words.strip():
             raise UserError(f"{place}: {text} is {shown(words)}; expected a prompt, a text")
         if wrong := text_problem(words):
             raise UserError(f"{place}: the text {shown(words)} {wrong}")
-        fields = {k: str(v) for k, v in row.items() if k not in others and v not in (None, "")}
+        fields = {k: str(v) for k, v in row.items() if k not in (text, seed, guidance) and v not in (None, "")}
         own_seed = _number(row, seed, place, lambda value: limits.whole(value, 0, limits.SEED))
         own_guidance = _number(row, guidance, place, lambda value: limits.number(value, 0, limits.GUIDANCE))
         selection.append(Row(words.strip(), fields, own_seed, own_guidance))

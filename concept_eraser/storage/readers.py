@@ -60,6 +60,8 @@ def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
             if status.st_size > limit:
                 raise UserError(f"{path} has {size_text(status.st_size)}; at most {size_text(limit)} are read of a file of this kind. Check that it is the right file, or split it")  # fmt: skip
             content = file.read(limit + 1)
+    except UserError:  # a ValueError too
+        raise
     except OSError as error:
         raise UserError(cannot("read", path, error)) from None
     except ValueError:  # a path with a null byte
