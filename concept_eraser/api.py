@@ -283,7 +283,7 @@ def _options_of(model: Any) -> dict[str, float]:
     if path is None or not path.is_file():
         return {}
     content = read_yaml(path)
-    options = content.get("model_options", {}) if isinstance(content, dict) else {}
+    options = content.get("model_options") if isinstance(content, dict) else None
     return options if isinstance(options, dict) else {}
 
 

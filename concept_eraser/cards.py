@@ -21,6 +21,7 @@ from concept_eraser.findings import Findings
 from concept_eraser.models import hub
 from concept_eraser.places import cleaned, is_place, last, named
 from concept_eraser.recipe import Recipe
+from concept_eraser.storage.readers import read_yaml
 
 TEMPLATES = Path(__file__).parent / "templates"
 _TASKS = {"denoiser": "text-to-image", "text_encoder": "text-to-image", "classifier": "image-classification", "clip": "zero-shot-image-classification"}  # fmt: skip
@@ -292,7 +293,7 @@ def _unseen(evaluation: Mapping[str, Any], several: bool) -> Iterator[str]:
 def recipe_text(folder: Path) -> str:
     """The recipe as YAML without the command that opens it and with every path of this machine cut to its last component,
     which a comment tells."""
-    content = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    content = read_yaml(folder / "recipe.yaml")
     places: list[str] = []
     text = yaml.safe_dump(named(content, places), sort_keys=False, allow_unicode=True, width=math.inf)
     told = f"# local paths, cut to their names: {', '.join(dict.fromkeys(places))}\n" if places else ""

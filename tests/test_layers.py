@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "concept_eraser"
-BASE = {"errors", "progress", "vectors", "registry", "resources", "environment", "ranks", "storage"}
+BASE = {"errors", "limits", "progress", "vectors", "registry", "resources", "environment", "ranks", "storage"}
 ALLOWED = {
     "errors": set(),
+    "limits": {"errors"},
     "progress": set(),
     "vectors": set(),
-    "registry": {"errors"},
+    "registry": {"errors", "limits"},
     "resources": {"errors"},
     "environment": set(),
     "ranks": {"errors"},
@@ -23,7 +24,7 @@ ALLOWED = {
     "models": {"errors", "registry", "resources", "places", "storage", "models", "tiny.clip"},
     "architectures": set(),
     "datasets": {"errors", "resources", "environment", "storage", "data", "tiny.painter", "datasets.base"},
-    "data": {"errors", "progress", "resources", "environment", "ranks", "storage", "models.base", "data"},
+    "data": {"errors", "limits", "progress", "resources", "environment", "ranks", "models.base", "storage", "data"},
     "losses": {"models.base"},
     "erasers": {
         "errors",
@@ -48,13 +49,15 @@ ALLOWED = {
     },
     "tiny": {"environment", "resources", "places", "models", "tiny"},
     "evaluation": {*BASE - {"vectors"}, "models", "data", "tiny", "evaluation"},
-    "sections": {"errors", "resources", "training.parameters"},
-    "changes": {"errors", "resources"},
+    "sections": {"errors", "limits", "resources", "training.parameters", "data.templates"},
+    "changes": {"errors", "resources", "storage"},
     "mistakes": {"errors", "sections"},
     "consistency": {"errors", "sections", "recipe"},  # recipe: its type only
     "recipe": {
         "training.presets",
         "errors",
+        "limits",
+        "storage",
         "registry",
         "resources",
         "environment",

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from concept_eraser import limits
+from concept_eraser.cli.bounds import finite
 from concept_eraser.errors import Interrupted, Told, UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
@@ -43,10 +45,10 @@ def erase(
     loss: Annotated[Optional[str], typer.Option(help="forget loss: anchor, esd, ascent, relabel, distill")] = None,
     method: Annotated[Optional[str], typer.Option(help="see `concept-eraser list methods`")] = None,
     select: Annotated[Optional[str], typer.Option(help="train these weights themselves, e.g. all, cross_attention; with --lora, a LoRA of their linear layers")] = None,
-    lora: Annotated[Optional[int], typer.Option(metavar="RANK", help="train a LoRA of this rank (default without a recipe, where every concept has an anchor: 64)")] = None,
-    steps: Annotated[Optional[int], typer.Option(help="training steps")] = None,
-    lr: Annotated[Optional[float], typer.Option(help="learning rate")] = None,
-    seed: Annotated[Optional[int], typer.Option(help="training seed")] = None,
+    lora: Annotated[Optional[int], typer.Option(metavar="RANK", min=1, max=limits.RANK, help="train a LoRA of this rank (default without a recipe, where every concept has an anchor: 64)")] = None,
+    steps: Annotated[Optional[int], typer.Option(min=1, max=limits.TRAINING_STEPS, help="training steps")] = None,
+    lr: Annotated[Optional[float], typer.Option(min=0.0, max=limits.LEARNING_RATE, callback=finite, help="learning rate")] = None,
+    seed: Annotated[Optional[int], typer.Option(min=0, max=limits.SEED, help="training seed")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="run folder (default: runs/<recipe name or fingerprint>)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what the run folder holds")] = False,

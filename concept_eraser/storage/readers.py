@@ -27,6 +27,7 @@ TABLE_BYTES = 1024 * MEGABYTE  # tables of prompts (the captions of COCO take 67
 LOG_BYTES = 1024 * MEGABYTE  # logs of runs and attacks
 TEXT_BYTES = 64 * MEGABYTE
 DEPTH = 50  # of nested lists and mappings
+_NO_PLAIN_TYPES = tuple(f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary"))
 NODES = 200_000  # values in a YAML file, aliases expanded
 
 _NEXT_STEP = {
@@ -59,6 +60,8 @@ def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
             if status.st_size > limit:
                 raise UserError(f"{path} has {size_text(status.st_size)}; at most {size_text(limit)} are read of a file of this kind. Check that it is the right file, or split it")  # fmt: skip
             content = file.read(limit + 1)
+    except UserError:  # a ValueError too
+        raise
     except OSError as error:
         raise UserError(cannot("read", path, error)) from None
     except ValueError:  # a path with a null byte
@@ -185,6 +188,8 @@ def _require_bounded(root: Any, where: str) -> None:
         if id(node) in expanded:
             return expanded[id(node)]
         children: Iterator[Any] = iter(())
+        if str(node.tag) in _NO_PLAIN_TYPES:
+            raise UserError(f"{where} has a value marked !!{node.tag.rpartition(':')[2]}; write it as a text or a list")
         if isinstance(node, SequenceNode):
             children = iter(node.value)
         elif isinstance(node, MappingNode):
