@@ -787,7 +787,8 @@ def test_a_measurement_is_shown_while_it_runs_and_when_it_is_done(measured: Desk
     assert job.state == "done", job.error
     shown = clock.texts(measured)["measured"]
     assert "done in" in shown
-    assert "alert" not in shown
+    assert 'role="alert">not measured: fid: ' in shown  # of two pictures a group
+    assert "FID needs more pictures" in shown
 
 
 def test_a_run_of_own_prompts_is_measured_to_the_end(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Form:
 def models(desk: Desk) -> list[str]:
     """What can be erased from: the bundled model, and the models and results of the runs."""
     names = desk.library.finished()
-    bases = [base for name in names if not safety.names_code(base := desk.library.base_of(name))]
+    bases = [base for base in desk.library.bases_of(names) if not safety.names_code(base)]
     return list(dict.fromkeys([BUNDLED, *bases, *names]))
 
 

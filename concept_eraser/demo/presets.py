@@ -91,15 +91,29 @@ def concept_of(recipe: Recipe) -> tuple[str, str] | None:
     forget = recipe.forgotten[0]
     if forget.prompts is None or len(recipe.forgotten) > 1:
         return None
-    rows = _rows(forget.prompts)
-    if rows is None:
+    anchored = tuple(forget.anchor) if isinstance(forget.anchor, dict) else ()
+    return _concept(json.dumps(forget.prompts), _changed(forget.prompts), anchored)
+
+
+@lru_cache(maxsize=1024)
+def _concept(prompts: str, changed: float, anchored: tuple[str, ...]) -> tuple[str, str] | None:
+    """The same from what decides it; the page asks every second, and a prompt set is read once for each change."""
+    loaded = _load(json.loads(prompts))
+    if loaded is None:
         return None
-    anchored = forget.anchor if isinstance(forget.anchor, dict) else {}
     for attribute in sorted(WORLD, key=lambda name: name not in anchored):
-        found = {row.fields.get(attribute) for row in rows}
+        found = {row.fields.get(attribute) for row in loaded.prompts}
         if len(found) == 1 and (value := found.pop()) in WORLD[attribute]:
             return attribute, str(value)
     return None
+
+
+def _changed(source: Any) -> float:
+    """When the file of a prompt set was changed; 0 where it has none."""
+    try:
+        return resources.find("prompts", source).stat().st_mtime if isinstance(source, str) else 0.0
+    except (UserError, OSError, ValueError):
+        return 0.0
 
 
 def told(recipe: Recipe) -> str:
@@ -159,11 +173,6 @@ def _said(prompt: str, value: str, word: str) -> str:
 def _some(source: Any) -> list[str]:
     loaded = _load(source)
     return loaded.take(min(MOST, len(loaded)), 1).texts if loaded else []
-
-
-def _rows(source: Any) -> Sequence[sets.Prompt] | None:
-    loaded = _load(source)
-    return loaded.prompts if loaded else None
 
 
 def _load(source: Any) -> sets.PromptSet | None:

@@ -13,6 +13,7 @@ from concept_eraser import resources
 from concept_eraser.demo import figures, presets, safety
 from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, sentence
 from concept_eraser.demo.jobs import Job
+from concept_eraser.demo.state import recipe_in
 from concept_eraser.errors import UserError
 from concept_eraser.storage.readers import MEGABYTE, read_json
 
@@ -127,7 +128,7 @@ def runs_table(desk: Desk) -> str:
     """The runs at hand: what they forgot, how, how long it took, and what was measured."""
     rows = []
     for name, folder in desk.library.folders().items():
-        recipe = desk.library.recipe(name)
+        recipe = recipe_in(folder)
         if recipe is None:
             continue
         concept, shares, seconds = presets.concept_of(recipe), measured(folder), _facts(folder / "done.json")[1]

@@ -73,8 +73,9 @@ class Library:
         inside = []
         for path in self.runs.iterdir() if self.runs.is_dir() else ():
             recipe = path / "recipe.yaml"
-            if safety.can_be_listed(path.name) and _is_file(recipe) and safety.lies_inside(recipe, self.runs):
-                inside.append((_stamp(recipe), path))
+            linked = path.is_symlink() or recipe.is_symlink()  # few are, and to follow links takes time
+            if safety.can_be_listed(path.name) and _is_file(recipe):
+                inside += [(_stamp(recipe), path)] if not linked or safety.lies_inside(recipe, self.runs) else []
         inside.sort(key=lambda pair: pair[0], reverse=True)
         newest = [path for _, path in inside[: safety.LISTED]]
         return {**self._given, **{p.name: p for p in newest if p.name not in self._given}}
@@ -92,22 +93,27 @@ class Library:
         for name, folder in self.folders().items():
             if name in self._given and not (folder / "recipe.yaml").is_file():
                 found += [name] if "denoiser" in targets else []
-            elif _is_file(folder / "done.json") and (recipe := self.recipe(name)) and recipe.target in targets:
+            elif _is_file(folder / "done.json") and (recipe := recipe_in(folder)) and recipe.target in targets:
                 found.append(name)
         return [name for name in found if name not in self.dropped]
 
     def unfinished(self) -> list[str]:
-        return [n for n, p in self.folders().items() if _is_file(p / "recipe.yaml") and not _is_file(p / "done.json") and self.recipe(n)]  # fmt: skip
+        return [n for n, p in self.folders().items() if _is_file(p / "recipe.yaml") and not _is_file(p / "done.json") and recipe_in(p)]  # fmt: skip
 
     def recipe(self, name: str) -> Recipe | None:
         """The recipe of a run; None where it has none that this version reads."""
-        path = self.folder(name) / "recipe.yaml"
-        return _recipe(path.parent, _stamp(path)) if _is_file(path) else None
+        return recipe_in(self.folder(name))
 
     def base_of(self, name: str | None) -> str:
         """What a run started from: a model's name or folder."""
         recipe = self.recipe(name) if name else None
         return recipe.model if recipe else (self.before if name and self.before else BUNDLED)
+
+    def bases_of(self, names: Sequence[str]) -> list[str]:
+        """What several runs started from, each once."""
+        known = self.folders()
+        recipes = [recipe_in(known[name]) for name in names if name in known]
+        return list(dict.fromkeys(recipe.model if recipe else (self.before or BUNDLED) for recipe in recipes))
 
     def options_of(self, name: str | None) -> Options:
         """What a run's recipe sets of the family's options."""
@@ -291,6 +297,12 @@ def _stamp(path: Path) -> float:
 def _size(erased: Erased) -> int:
     """Bytes of a run's tensors."""
     return sum(tensor.nbytes for tensors in erased.parts.values() for tensor in tensors.values())
+
+
+def recipe_in(folder: Path) -> Recipe | None:
+    """The recipe of a run folder; None where it has none that this version reads."""
+    path = folder / "recipe.yaml"
+    return _recipe(folder, _stamp(path)) if _is_file(path) else None
 
 
 _READ: dict[Path, tuple[float, Recipe | None]] = {}
