@@ -21,7 +21,20 @@ import yaml
 from PIL import Image
 
 from concept_eraser import api
-from concept_eraser.demo import attack, clock, compare, erase, figures, guard, labelled, presets, results, safety, state
+from concept_eraser.demo import (
+    attack,
+    clock,
+    compare,
+    erase,
+    figures,
+    guard,
+    labelled,
+    presets,
+    results,
+    safety,
+    state,
+    uploads,
+)
 from concept_eraser.demo.desk import Desk
 from concept_eraser.demo.guard import Guard
 from concept_eraser.demo.login import ALL, EACH, WINDOW, Account, Attempts
@@ -406,11 +419,17 @@ def test_what_gradio_leaves_open_needs_the_login_too(tmp_path: Path, monkeypatch
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     with TestClient(gradio_app(tmp_path, attempts=Attempts()), PAGE) as client:
         cancel = {"session_hash": "s", "fn_index": 0, "event_id": "e"}
-        assert client.get("/gradio_api/heartbeat/x").status_code == 401
+        assert client.get("/gradio_api/token").status_code == 401
         assert client.post("/gradio_api/cancel", json=cancel).status_code == 401
         assert client.post("/gradio_api/upload", files={"files": ("a", b"1")}).status_code == 401
         assert client.post("/login", data={"username": "me", "password": "right-word"}).status_code == 200
         assert client.post("/gradio_api/cancel", json=cancel).status_code == 200
+        client.cookies.clear()
+        assert client.post("/gradio_api/cancel", json=cancel).status_code == 401
+    here = ("127.0.0.1:7860", ("127.0.0.1", 7860))
+    for attempts, status in ((Attempts(), 401), (None, 200)):  # a heartbeat never ends, so Gradio is not asked for one
+        app = Guard(welcome, "127.0.0.1", [], Uploads(tmp_path), attempts)
+        assert ask(app, "http", *here, path="/gradio_api/heartbeat/x") == status
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -428,8 +447,9 @@ def test_what_gradio_leaves_open_needs_the_login_too(tmp_path: Path, monkeypatch
         (["--allow-host", "http://lab.example"], "--allow-host is a name"),
     ],
 )
-def test_the_network_is_let_in_with_a_password_only(cli: Any, options: list[str], sentence: str) -> None:
-    told = cli("demo", "--no-browser", *options)
+def test_the_network_is_let_in_with_a_password_only(tmp_path: Path, options: list[str], sentence: str) -> None:
+    command = [sys.executable, "-m", "concept_eraser.cli.main", "demo", "--no-browser", *options]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert told.returncode == 2, told
     assert sentence in told.stderr
     assert len(told.stderr.splitlines()) == 1
@@ -831,3 +851,20 @@ def test_metrics_that_were_refused_are_shown_with_their_reason(monkeypatch: pyte
     job.kind, job.state, job.note = "measure", "done", note
     shown = results.live(None, job)  # type: ignore[arg-type]
     assert 'role="alert">not measured: fid: 2 pictures' in shown
+
+
+def test_the_document_states_the_limits_of_the_code() -> None:
+    text = " ".join((Path(__file__).parent.parent / "docs" / "demo.md").read_text().split())
+    for limit in (
+        f"at least {safety.PASSWORD} characters",
+        f"beyond {guard.BODY // 2**20} MB that is no upload",
+        f"beyond {uploads.REQUEST // 10**6} MB in all or {uploads.FILE // 10**6} MB a file",
+        f"beyond {uploads.TOTAL // 10**6} MB or {uploads.FILES} files",
+        f"after {uploads.AGE / 60:.0f} minutes",
+        f"{EACH} wrong passwords within a minute from one address, or {ALL} from all",
+        f"{guard.OPEN_EACH} open requests of one address, or {guard.OPEN} of all",
+        f"at most {safety.PIXELS // 10**6} million pixels. At most {safety.WAITING} jobs wait",
+        f"less than {safety.FREE // 2**30} GB left. At most {state.BASES} models",
+    ):
+        assert limit in text, limit
+    assert WINDOW == 60
