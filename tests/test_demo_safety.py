@@ -483,6 +483,34 @@ def test_ctrl_c_during_the_start_is_one_sentence(tmp_path: Path, delay: float) -
     assert not list(tmp_path.glob("concept-eraser-demo-*"))
 
 
+SWALLOWS = """
+import pathlib, time
+pathlib.Path(__file__).with_name("begun").touch()
+try:
+    time.sleep(60)
+except BaseException:
+    raise ImportError("half imported") from None
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_import_that_swallows_ctrl_c_ends_in_one_sentence_too(tmp_path: Path, number: signal.Signals) -> None:
+    """As compiled libraries do, which turn it into an error of their own."""
+    (tmp_path / "gradio.py").write_text(SWALLOWS)
+    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen([sys.executable, "-c", START], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": search})  # fmt: skip
+    until = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < until
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert err == "stopped before the page was open; nothing was changed\n"
+    assert not list(tmp_path.glob("concept-eraser-demo-*"))
+
+
 # --- recipes that name code -------------------------------------------------------------------------------------------
 
 
