@@ -233,8 +233,10 @@ def test_an_address_in_place_of_a_file_is_not_fetched(browser: Any, monkeypatch:
     for key in ("path", "\\u0070ath"):
         body = '{"session_hash": "s", "fn_index": 0, "data": [{"%s": "https://example.org/large", "meta": {"_type": "gradio.FileData"}}]}'
         for route in ("queue/join", "call/same", "run/same", "api/same"):
-            answer = browser.post(f"/gradio_api/{route}", content=body % key, headers={"content-type": "application/json"})  # fmt: skip
-            assert answer.status_code == 403, (route, answer.text)
+            for encoding in ("utf-8", "utf-16", "utf-32"):  # a JSON parser reads all of them
+                content = (body % key).encode(encoding)
+                answer = browser.post(f"/gradio_api/{route}", content=content, headers={"content-type": "application/json"})  # fmt: skip
+                assert answer.status_code == 403, (route, encoding, answer.text)
     time.sleep(0.2)
     assert fetched == []
 
