@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,8 +68,9 @@ def _stopped_at_once() -> Iterator[Any]:
 
     def leave(*_: Any) -> None:
         os.write(2, b"stopped before the page was open; nothing was changed\n")
-        scratch = os.environ.get("GRADIO_TEMP_DIR", "")
-        if "concept-eraser-demo-" in scratch:  # this server's own, see page.serve
+        scratch = Path(os.environ.get("GRADIO_TEMP_DIR", ""))
+        own = scratch.name.startswith("concept-eraser-demo-") and str(scratch.parent) == tempfile.gettempdir()
+        if own:  # this server's, see page.serve
             shutil.rmtree(scratch, ignore_errors=True)
         sys.stdout.flush()
         os._exit(130)

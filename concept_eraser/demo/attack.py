@@ -12,6 +12,7 @@ from concept_eraser.demo import figures, pictures, presets, safety
 from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, sentence
 from concept_eraser.demo.jobs import Job
 from concept_eraser.errors import UserError
+from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import MEGABYTE, read_json
 
 # Attacks whose own settings look at a picture every few minutes only; somebody who watches wants to see it move.
@@ -43,12 +44,12 @@ def start(desk: Desk, run: str, attack: str, n: Any, rounds: Any, seconds: Any, 
     suite = presets.suite_of(recipe)
     if attack == "paraphrase" and suite != "tiny_star":
         raise UserError("the attack 'paraphrase' has a list of other names for the star only; choose another attack")
-    folder = safety.claim(desk.library.folder(run) / "attacks", "", f"demo-{attack}")
+    folder = safety.claim(desk.library.folder(run) / "attacks", "", f"demo-{attack}", "attack")
     spec = {"kind": "attack", "run": str(desk.library.folder(run)), "base": recipe.model, "suite": suite, "attack": attack, "options": CADENCE.get(attack, {}), "folder": str(folder), **numbers}  # fmt: skip
     try:
         return desk.jobs.add("attack", f"{attack} on {run}", spec, folder)
     except BaseException:
-        folder.rmdir()
+        output_folder.discard(folder)
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -12,6 +11,8 @@ from concept_eraser.demo.jobs import Job, Jobs
 from concept_eraser.demo.presets import print_unforeseen
 from concept_eraser.demo.state import Library
 from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.manifest import MARK
 
 
 @dataclass
@@ -31,8 +32,8 @@ class Desk:
         if job.kind == "erase":
             self.library.dropped.discard(job.folder.name)
         begun = job.state in ("done", "running") or not job.folder.is_dir()
-        if not begun and {p.name for p in job.folder.iterdir()} <= {"forget.yaml", "retain.yaml"}:
-            shutil.rmtree(job.folder)
+        if not begun and {p.name for p in job.folder.iterdir()} <= {"forget.yaml", "retain.yaml", MARK}:
+            output_folder.discard(job.folder)
 
 
 def sentence(error: BaseException) -> str:

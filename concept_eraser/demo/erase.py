@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, senten
 from concept_eraser.demo.jobs import Job
 from concept_eraser.demo.state import BUNDLED
 from concept_eraser.errors import UserError
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.writers import write_text
 
 STEPS, PICTURES = 80, 96  # of a run that shall be done in a minute or two on two cores
 
@@ -66,7 +67,7 @@ def start(desk: Desk, form: Form) -> Job:
         recipes.load(content)
         return desk.jobs.add("erase", f"erasing {title} ({folder.name})", {"kind": "erase", "recipe": content, "folder": str(folder)}, folder)  # fmt: skip
     except BaseException:
-        shutil.rmtree(folder)
+        output_folder.discard(folder)
         raise
 
 
@@ -77,7 +78,7 @@ def _of_the_world(form: Form, folder: Path) -> dict[str, Any]:
     instead = safety.one_of("anchor", form.anchor, presets.other_values(form.concept))
     values = {"forget": [value], "retain": [v for v in presets.WORLD[attribute] if v != value]}
     for side, some in values.items():
-        (folder / f"{side}.yaml").write_text(presets.prompt_set(attribute, some), encoding="utf-8")
+        write_text(folder / f"{side}.yaml", presets.prompt_set(attribute, some))
     return {side: str(folder / f"{side}.yaml") for side in values} | {"anchor": {attribute: instead}}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.errors import UserError, shown, unknown_message
+from concept_eraser.storage import output_folder
 
 PROMPT = 300  # characters
 LINES = 200  # prompts of one's own, one a line
@@ -175,7 +176,7 @@ def require_account(host: str, auth: tuple[str, str] | None) -> None:
         raise UserError(f"the password has {len(auth[1])} characters; on {host}, where others can reach the page, it needs at least {PASSWORD}")  # fmt: skip
 
 
-def claim(runs: Path, name: str, wanted: str) -> Path:
+def claim(runs: Path, name: str, wanted: str, kind: str = "run") -> Path:
     """Make the folder of a new run: by the name given, or by one like the wanted one that is not taken. Two who ask at the
     same time get two folders. Raises UserError as `new_folder`."""
     plain = (re.sub(r"[^A-Za-z0-9._-]+", "-", wanted).strip("-._") or "run")[:56]
@@ -184,9 +185,6 @@ def claim(runs: Path, name: str, wanted: str) -> Path:
         if not name and (runs / tried).exists():
             continue
         folder = new_folder(runs, tried)
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
+        if output_folder.make(folder, kind):
+            return folder
     raise UserError(f"there is a run {name or plain!r} already; give another name")

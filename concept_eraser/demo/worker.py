@@ -14,7 +14,9 @@ from typing import Any
 
 from concept_eraser.demo import safety
 from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import read_yaml
+from concept_eraser.storage.writers import write_text
 
 
 def say(**told: Any) -> None:
@@ -53,9 +55,9 @@ def erase(spec: dict[str, Any]) -> None:
         raise UserError(f"{folder / 'recipe.yaml'} is damaged: expected a mapping, found {type(content).__name__}; erase again")  # fmt: skip
     recipe = recipes.load(content)
     safety.require_no_code(recipe)
-    folder.mkdir(parents=True, exist_ok=True)
+    output_folder.claim(folder, "run", alone=True)
     if not (folder / "recipe.yaml").exists():  # from now on the run can be resumed, even while its pictures are drawn
-        (folder / "recipe.yaml").write_text(recipes.dump(recipe, command), encoding="utf-8")
+        write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
     api.erase(recipe, output=folder, resume=True, command=command, progress=Reporter())
 
 
@@ -69,6 +71,7 @@ def measure(spec: dict[str, Any]) -> None:
     found = api.evaluate(str(folder), spec["suite"], n=spec["n"], progress=Reporter())
     name = Path(spec["suite"]).stem if isinstance(spec["suite"], str) else "own_prompts"
     place = place_for(folder, found.suite, name)
+    output_folder.claim(place, "evaluation", inside=folder)
     found.save(place / "evaluation.json")
     api.report(found, place / "report.html", run=folder)
     refused = "; ".join(f"{metric}: {reason}" for metric, reason in found.refused.items())[:1000]

@@ -124,6 +124,36 @@ def accept(folder: Path) -> list[str]:
     return accepted
 
 
+def make(folder: Path, kind: str) -> bool:
+    """Make a new marked folder. False where the name is taken: of two who ask at once, one gets it.
+
+    Raises UserError where the folder cannot be made.
+    """
+    locks.make_folder(folder.parent)
+    try:
+        folder.mkdir()
+        manifest.write(folder, Manifest(kind))
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UserError(f"{cannot('make', folder, error)}, or give another place") from None
+    writers.expect_anew(folder)
+    return True
+
+
+def discard(folder: Path) -> None:
+    """Remove a marked folder with the files that its manifest lists. A user's own files stay, and then the folder too."""
+    content = manifest.read(folder)
+    for name in content.files if content is not None else ():
+        if manifest.is_plain(folder, name):
+            (folder / name).unlink(missing_ok=True)
+            _remove_empty_folders((folder / name).parent, folder)
+    if content is not None:
+        (folder / MARK).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def own_folder(folder: Path, name: str) -> Path:
     """A folder below a marked one that another library fills, e.g. a tracker: all in it is ours, if we have made it.
 
