@@ -46,7 +46,8 @@ def test_pcgrad_against_torchjd(cosine: float) -> None:
     found = Surgery(rule="pcgrad").direction(closure(retain, forget))
     expected = PCGrad()(torch.stack([flat(retain), flat(forget)]))
     torch.testing.assert_close(flat(found.vec), expected)
-    assert found.notes["projected"] == int(cosine < 0)
+    if cosine:  # at a right angle rounding decides the sign, and the sum is the same either way
+        assert found.notes["projected"] == int(cosine < 0)
 
 
 def test_descent_surgery_does_not_notice_the_sign_of_the_forget_loss() -> None:
