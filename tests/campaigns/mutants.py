@@ -60,7 +60,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "concept_eraser/methods/forum.py": [LAWS, OPTIONS, METHODS + "forum.py", METHODS + "forum_checked.py"],
     "concept_eraser/methods/gaussian_mechanism.py": [METHODS + "gaussian_mechanism.py"],
-    "concept_eraser/methods/history.py": [METHODS + "mini_unlearning.py", METHODS + "mini_checked.py"],
+    "concept_eraser/methods/history.py": [METHODS + "history.py", METHODS + "mini_unlearning.py"],
     "concept_eraser/methods/influence.py": [LAWS, OPTIONS, METHODS + "influence.py"],
     "concept_eraser/methods/mini_unlearning.py": [
         LAWS, OPTIONS, METHODS + "mini_unlearning.py", METHODS + "mini_checked.py"
@@ -502,7 +502,12 @@ def run_module(path: str, known: dict[str, Any] | None, *, survivors_only: bool,
     timeouts = sum(v == "timeout" for v in verdicts.values()) + (known["timeouts"] if again and known else 0)
     alive = [one for one in asked if verdicts[one.key] in ("survived", "not reached")]
     listed = [
-        {"line": one.line, "key": one.key, "reached": verdicts[one.key] == "survived", "reason": reasons.get(one.key, "")}  # fmt: skip
+        {
+            "line": one.line,
+            "key": one.key,
+            "reached": verdicts[one.key] == "survived",
+            "reason": reasons.get(one.key, ""),
+        }  # fmt: skip
         for one in alive
     ]
     return {
