@@ -64,7 +64,7 @@ def test_each_kind_has_its_limit(tmp_path: Path, read: Callable, limit: int) -> 
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, limit + 1)
-    with pytest.raises(UserError, match="at most .* are read of a file of this kind"):
+    with pytest.raises(UserError, match=r"at most .* are read of a file of this kind"):
         read(path)
     assert readers.TABLE_BYTES == 1024 * MIB
     if limit > 64 * MIB:
@@ -318,7 +318,7 @@ def test_keys_of_mappings_are_counted_too() -> None:
 def test_an_alias_used_twice_is_no_circle() -> None:
     assert readers.parse_yaml("a: &x [1]\nb: *x\nc: [*x]", "x") == {"a": [1], "b": [1], "c": [[1]]}
     for text in ("&a [*a]", "&a {b: [*a]}", "&a {? [*a] : 1}"):
-        with pytest.raises(UserError, match="x: an alias .* stands inside what it stands for"):
+        with pytest.raises(UserError, match=r"x: an alias .* stands inside what it stands for"):
             readers.parse_yaml(text, "x")
 
 

@@ -192,7 +192,7 @@ def test_kernel_distance_draw_by_draw_against_clean_fid(first: int, second: int,
     a, b = rng.normal(size=(first, 5)), 1.5 * rng.normal(size=(second, 5)) + 0.3
     n, subsets = min(first, second), 40
     m, h = min(n, size), min(n // 2, size)
-    np.random.seed(7)  # noqa: NPY002
+    np.random.seed(7)
     whole = first == second == m
     values = np.array([theirs(a, b, num_subsets=1, max_subset_size=m) for _ in range(1 if whole else subsets)])
     scatter = values if h == m else np.array([theirs(a, b, num_subsets=1, max_subset_size=h) for _ in range(subsets)])
@@ -211,7 +211,7 @@ def test_kernel_distance_draws_as_clean_fid_does_without_being_told() -> None:
 
     rng = np.random.default_rng(8)
     a, b = rng.normal(size=(12, 3)), rng.normal(size=(9, 3)) + 1
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     assert statistics.kernel_distance(a, b).value == pytest.approx(theirs(a, b), rel=1e-9)
     ours, reference = signature(statistics.kernel_distance).parameters, signature(theirs).parameters
     assert ours["size"].default == reference["max_subset_size"].default

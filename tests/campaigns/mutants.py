@@ -8,13 +8,15 @@ Why this is no library. mutmut 3 makes no mutants of decorated functions (proper
 contextmanager) and of values at the level of a class or a module (the options of every method), and it makes many
 of strings, which are messages here. cosmic-ray starts a process for each mutant: 5 s to import torch and collect
 the tests, times some thousand mutants. Here a process with torch and the collected tests forks for each mutant. The
-child gives the functions in question the mutant's code, runs the tests that reach the mutated line, fastest first,
-and ends at the first failure. What is not inside a function (options, constants, default arguments) is mutated in
-the source, which a child imports anew.
+child gives the functions in question the mutant's code, and classes and module the mutant's values (options,
+constants, default arguments), runs the tests that reach the mutated line, fastest first, and ends at the first
+failure. What another module or a test took from the module while it was collected keeps its value: some mutants of
+constants survive by that, none is killed by it.
 
 No mutants are made of: docstrings, strings and messages, annotations, decorators, the arguments of `raise`, `assert`
 (types only), `__repr__`, protocols and abstract methods, and the argument `strict` of zip. A mutant is shown to
-the fastest tests that reach it, up to BUDGET seconds. A mutant that exceeds its time limit counts as killed and is counted apart.
+the fastest tests that reach it, up to BUDGET seconds. A mutant that exceeds its time limit counts as killed and is
+counted apart.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ import argparse
 import ast
 import hashlib
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import random
@@ -34,7 +34,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -277,18 +277,13 @@ def _other_values(value: Any) -> list[Any]:
 class Recorder:
     """A pytest plugin: whether a test failed, how long each takes and which lines of the module it reaches."""
 
-    def __init__(self, loop: Callable[[Any, Recorder], None] | None = None, only: list[str] | None = None) -> None:
-        self.loop, self.only, self.failed = loop, only, False
+    def __init__(self, loop: Callable[[Any, Recorder], None]) -> None:
+        self.loop, self.failed = loop, False
         self.failures: list[str] = []
         self.seconds: dict[str, float] = {}
 
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        if self.only is not None:
-            by_id = {item.nodeid: item for item in items}
-            items[:] = [by_id[one] for one in self.only if one in by_id]
-
     def pytest_runtestloop(self, session: Any) -> bool | None:
-        if self.loop is None or session.testsfailed:
+        if session.testsfailed:
             return None
         self.loop(session, self)
         return True
@@ -358,23 +353,47 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _patch(path: str, code: CodeType, mutant: Mutant, functions: dict[tuple[str, int], list[FunctionType]]) -> None:
-    """Give the functions that hold the mutated line the mutant's code. Raises LookupError where there are none."""
-    name = ".".join(mutant.function[1:])
-    names = {(one.co_qualname, one.co_firstlineno): one for one in _codes(code) if one.co_qualname == name}
-    patched = 0
-    for key, new in names.items():
-        for function in functions.get(key, ()):
-            function.__code__ = new
-            patched += 1
-    if not patched:
-        raise LookupError(name)
+    """Put the mutant into the loaded module. Raises ImportError where such a module cannot be imported."""
     module = sys.modules[path.removesuffix(".py").replace("/", ".")]
+    fresh: dict[str, Any] = {"__name__": module.__name__, "__file__": module.__file__}
+    try:
+        exec(code, fresh)
+    except Exception as error:
+        raise ImportError(str(error)) from error
+    if mutant.function[:1] != ("def",):
+        _take_values(module, fresh)
+    name = ".".join(mutant.function[1:])
+    for one in _codes(code):
+        if one.co_qualname != name:
+            continue
+        for function in functions.get((name, one.co_firstlineno), ()):
+            if function.__code__.co_freevars == one.co_freevars:
+                function.__code__ = one
+            else:  # `super()` is gone, and with it the cell of its class
+                owner = getattr(module, mutant.function[1])
+                setattr(owner, mutant.function[2], vars(fresh[mutant.function[1]])[mutant.function[2]])
     for value in vars(module).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()
 
 
-RETRY = 99  # exit code of a child that cannot put the mutant into a loaded function
+BROKEN = 71  # exit code of a child where this program failed, not the mutant
+VALUES = int | float | str | tuple | frozenset | dict | None
+
+
+def _take_values(old: Any, fresh: Mapping[str, Any]) -> None:
+    """Give a module or a class the values and default arguments of its mutant, and what dataclass wrote for it."""
+    for name, new in fresh.items():
+        known = vars(old).get(name)
+        if isinstance(new, FunctionType) and isinstance(known, FunctionType):
+            if new.__code__.co_filename == "<string>" and name not in ("__setattr__", "__delattr__"):
+                setattr(old, name, new)
+            elif new.__module__ == known.__module__:
+                known.__defaults__, known.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
+        elif isinstance(new, type) and isinstance(known, type) and new.__module__ == fresh.get("__name__"):
+            _take_values(known, dict(vars(new)))
+        elif name == "__dataclass_fields__" or (isinstance(new, VALUES) and not name.startswith("__")):
+            setattr(old, name, new)
 
 
 def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scratch: Path) -> Callable:
@@ -398,10 +417,9 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
                 functions.setdefault((one.__code__.co_qualname, one.__code__.co_firstlineno), []).append(one)
         verdicts: dict[str, str] = {}
         for mutant in chosen:
-            if mutant.function[:1] != ("def",):
-                continue
             spans = _lines_of(mutant)
-            reached = [item for item in ordered if lines[item.nodeid] & spans]
+            in_function = mutant.function[:1] == ("def",)
+            reached = [item for item in ordered if not in_function or lines[item.nodeid] & spans]
             reached = _affordable(reached, [seconds[item.nodeid] for item in reached])
 
             def work(mutant: Mutant = mutant, reached: list[Any] = reached) -> int:
@@ -409,19 +427,20 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
                 mutant.apply()
                 try:
                     _patch(path, compile(tree, full, "exec"), mutant, functions)
-                except (ValueError, LookupError):  # other free variables, or no such function yet
-                    return RETRY
+                except ImportError:
+                    return 1
+                except Exception:
+                    return BROKEN
                 recorder.run(reached)
                 return int(recorder.failed)
 
             limit = 8 + 6 * sum(seconds[item.nodeid] for item in reached)
             code = _in_child(work, limit)
-            if code != RETRY:
-                verdicts[mutant.key] = "timeout" if code is None else "survived" if code == 0 else "killed"
-                if not reached:
-                    verdicts[mutant.key] = "not reached"
-        tests = _affordable([[i.nodeid, seconds[i.nodeid]] for i in ordered], [seconds[i.nodeid] for i in ordered])
-        answer.write_text(json.dumps({"verdicts": verdicts, "tests": tests}))
+            if code == BROKEN:
+                raise RuntimeError(f"{path}, line {mutant.line}: cannot be put into the module: {mutant.key}")
+            verdict = "timeout" if code is None else "survived" if code == 0 else "killed"
+            verdicts[mutant.key] = verdict if reached else "not reached"
+        answer.write_text(json.dumps(verdicts))
 
     return loop
 
@@ -467,22 +486,6 @@ def _baseline(items: list[Any], recorder: Recorder, full: str, answer: Path) -> 
     return 0
 
 
-class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from the mutated syntax tree."""
-
-    def __init__(self, name: str, code: CodeType, full: str) -> None:
-        self.name, self.code, self.full = name, code, full
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, origin=self.full)
-
-    def exec_module(self, module: Any) -> None:
-        module.__file__ = self.full
-        exec(self.code, module.__dict__)
-
-
 def run_module(path: str, known: dict[str, Any] | None, *, survivors_only: bool, most: int) -> dict[str, Any]:
     """The result of one module. known: what the last run wrote about it."""
     digest = _digest(path)
@@ -507,7 +510,7 @@ def run_module(path: str, known: dict[str, Any] | None, *, survivors_only: bool,
             "key": one.key,
             "reached": verdicts[one.key] == "survived",
             "reason": reasons.get(one.key, ""),
-        }  # fmt: skip
+        }
         for one in alive
     ]
     return {
@@ -530,7 +533,7 @@ def _digest(path: str) -> str:
 
 
 def _verdicts(path: str, tree: ast.Module, asked: list[Mutant], scratch: Path) -> dict[str, str]:
-    answer, full = scratch / "answer.json", str(ROOT / path)
+    answer = scratch / "answer.json"
 
     def server() -> int:
         if not os.environ.get("MUTANTS_DEBUG"):
@@ -540,21 +543,7 @@ def _verdicts(path: str, tree: ast.Module, asked: list[Mutant], scratch: Path) -
     code = _in_child(server, 6 * 3600)
     if code != 0 or not answer.exists():
         raise SystemExit(f"{path}: its tests could not be collected or fail without a mutant (exit code {code}); run them: pytest {' '.join(TESTS[path])}")  # fmt: skip
-    content = json.loads(answer.read_text())
-    verdicts, tests = content["verdicts"], content["tests"]
-    for mutant in asked:
-        if mutant.key not in verdicts:
-            name = path.removesuffix(".py").replace("/", ".")
-
-            def work(mutant: Mutant = mutant, name: str = name) -> int:
-                _silence()
-                mutant.apply()
-                sys.meta_path.insert(0, _Mutated(name, compile(tree, full, "exec"), full))
-                return _pytest(TESTS[path], Recorder(only=[one for one, _ in tests]), scratch)
-
-            code = _in_child(work, 40 + 6 * sum(s for _, s in tests))
-            verdicts[mutant.key] = "timeout" if code is None else "survived" if code == 0 else "killed"
-    return verdicts
+    return json.loads(answer.read_text())
 
 
 def main() -> None:
@@ -565,8 +554,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="leave out modules that would take longer")
     parser.add_argument("--most", type=int, default=MOST, help="mutants a module at most")
     parser.add_argument("--count", action="store_true", help="only say how many mutants there are")
-    if sys.argv[1:] == ["history"]:  # TEMPORARY
-        sys.argv[1:] = ["--missing", "--seconds", "470"]
     options = parser.parse_args()
     paths = [p for p in TESTS if not options.modules or any(Path(p).stem == m for m in options.modules)]
     if options.count:

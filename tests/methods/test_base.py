@@ -47,9 +47,14 @@ def test_an_edit_is_whole_or_not_at_all() -> None:
     with pytest.raises(ValueError, match=r"ran away .* nothing was changed; try less"), all_or_nothing(params, "try less"):  # fmt: skip
         move(NAN)
     assert params[1].tolist() == [2, 5, 2]
-    with pytest.raises(KeyboardInterrupt), all_or_nothing(params, ""):
-        move(7.0)
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with all_or_nothing(params, ""):
+            move(7.0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert params[1].tolist() == [2, 5, 2]
 
 

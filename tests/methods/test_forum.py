@@ -524,5 +524,5 @@ def test_a_program_without_a_solution_says_so() -> None:
 def test_which_floors_fit_how_many_players() -> None:
     Forum(floor=1 / 3).check_players(("retain", "forget", "replace", "attack"))
     Forum(floor=0.5).check_players(("retain", "forget", "attack"))
-    with pytest.raises(ValueError, match="at most 1/3 for 3 losses, found 0.34"):
+    with pytest.raises(ValueError, match=r"at most 1/3 for 3 losses, found 0\.34"):
         Forum(floor=0.34).check_players(("retain", "forget", "replace", "attack"))

@@ -50,7 +50,7 @@ def test_the_bounds_hold_at_the_bound(name: str, option: str, low: str, high: fl
         made = plugin(**{option: int(value) if whole else value})
         assert getattr(made, option) == value
     for value in outside:
-        with pytest.raises(ValueError, match="must|expected"):
+        with pytest.raises(ValueError, match=r"must|expected"):
             plugin(**{option: int(value) if whole else value})
 
 

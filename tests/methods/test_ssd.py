@@ -205,7 +205,7 @@ def test_the_bound_of_alpha_at_the_bound() -> None:
 
 def test_batches_of_all_examples_are_drawn_in_the_order_of_the_seed() -> None:
     """Importance for all, in batches of four of torch's own permutation of the forgotten and then the retained."""
-    whole, x, y = request()
+    whole, _, _ = request()
     for seed in (0, 3):
         asked, _, _ = request()
         before = [p.detach().clone() for p in asked.params]
