@@ -14,9 +14,9 @@ failure. What another module or a test took from the module while it was collect
 constants survive by that, none is killed by it.
 
 No mutants are made of: docstrings, strings and messages, annotations, decorators, the arguments of `raise`, `assert`
-(types only), `__repr__`, protocols and abstract methods, and the argument `strict` of zip. A mutant is shown to
-the fastest tests that reach it, up to BUDGET seconds. A mutant that exceeds its time limit counts as killed and is
-counted apart.
+(types only), `__repr__`, protocols and abstract methods, and the arguments strict, dtype and device. A mutant is
+shown to the fastest tests that reach it, up to BUDGET seconds. A mutant that exceeds its time limit counts as killed
+and is counted apart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).parent / "results" / "mutants.json"
-BUDGET = 3.0  # seconds of tests a mutant: the fastest that reach it, as many as fit, and one at least
+BUDGET = 3.0  # seconds of tests a mutant: the fastest that reach it, as many as fit, and one at least; --budget
 MOST = 1000  # mutants a module; beyond, this many are drawn with SEED
 SEED = 0
 MEMORY = 16 * 2**30  # bytes of address space of a child
@@ -165,7 +165,7 @@ def _left_out(node: ast.AST, field: str) -> bool:
 
 
 def _is_no_code(node: ast.AST) -> bool:
-    """Docstrings, imports, assertions, `__repr__`, protocols, abstract methods, `strict=`, what types alone need."""
+    """Docstrings, imports, assertions, `__repr__`, protocols, abstract methods, `strict=`, `dtype=`, `device=`."""
     if isinstance(node, ast.FunctionDef):
         return node.name == "__repr__" or any("abstractmethod" in ast.unparse(one) for one in node.decorator_list)
     if isinstance(node, ast.ClassDef):
@@ -174,7 +174,7 @@ def _is_no_code(node: ast.AST) -> bool:
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.unparse(node.test)
-    return (isinstance(node, ast.keyword) and node.arg in ("strict", "repr")) or isinstance(
+    return (isinstance(node, ast.keyword) and node.arg in ("strict", "repr", "dtype", "device")) or isinstance(
         node, ast.Import | ast.ImportFrom | ast.Assert
     )
 
@@ -396,7 +396,7 @@ def _take_values(old: Any, fresh: Mapping[str, Any]) -> None:
             setattr(old, name, new)
 
 
-def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scratch: Path) -> Callable:
+def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scratch: Path, budget: float) -> Callable:
     """The test loop of a process that has collected the tests: baseline, then a fork for each mutant in a function."""
 
     def loop(session: Any, recorder: Recorder) -> None:
@@ -415,12 +415,14 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
         for one in gc.get_objects():
             if isinstance(one, FunctionType) and one.__code__.co_filename == full:
                 functions.setdefault((one.__code__.co_qualname, one.__code__.co_firstlineno), []).append(one)
+        gc.collect()
+        gc.freeze()  # else the collector of every child copies all pages
         verdicts: dict[str, str] = {}
         for mutant in chosen:
             spans = _lines_of(mutant)
             in_function = mutant.function[:1] == ("def",)
             reached = [item for item in ordered if not in_function or lines[item.nodeid] & spans]
-            reached = _affordable(reached, [seconds[item.nodeid] for item in reached])
+            reached = _affordable(reached, [seconds[item.nodeid] for item in reached], budget)
 
             def work(mutant: Mutant = mutant, reached: list[Any] = reached) -> int:
                 _silence()
@@ -445,10 +447,10 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
     return loop
 
 
-def _affordable(tests: list[Any], seconds: list[float]) -> list[Any]:
-    """The first tests, until BUDGET is spent; one at least."""
+def _affordable(tests: list[Any], seconds: list[float], budget: float) -> list[Any]:
+    """The first tests, until the budget is spent; one at least."""
     spent, number = 0.0, 0
-    while number < len(tests) and (number == 0 or spent + seconds[number] <= BUDGET):
+    while number < len(tests) and (number == 0 or spent + seconds[number] <= budget):
         spent, number = spent + seconds[number], number + 1
     return tests[:number]
 
@@ -486,7 +488,9 @@ def _baseline(items: list[Any], recorder: Recorder, full: str, answer: Path) -> 
     return 0
 
 
-def run_module(path: str, known: dict[str, Any] | None, *, survivors_only: bool, most: int) -> dict[str, Any]:
+def run_module(
+    path: str, known: dict[str, Any] | None, *, survivors_only: bool, most: int, budget: float
+) -> dict[str, Any]:
     """The result of one module. known: what the last run wrote about it."""
     digest = _digest(path)
     tree = ast.parse((ROOT / path).read_text())
@@ -499,7 +503,7 @@ def run_module(path: str, known: dict[str, Any] | None, *, survivors_only: bool,
     began = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="mutants-"))
     try:
-        verdicts = _verdicts(path, tree, asked, scratch)
+        verdicts = _verdicts(path, tree, asked, scratch, budget)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     timeouts = sum(v == "timeout" for v in verdicts.values()) + (known["timeouts"] if again and known else 0)
@@ -532,13 +536,13 @@ def _digest(path: str) -> str:
     return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:12]
 
 
-def _verdicts(path: str, tree: ast.Module, asked: list[Mutant], scratch: Path) -> dict[str, str]:
+def _verdicts(path: str, tree: ast.Module, asked: list[Mutant], scratch: Path, budget: float) -> dict[str, str]:
     answer = scratch / "answer.json"
 
     def server() -> int:
         if not os.environ.get("MUTANTS_DEBUG"):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return _pytest(TESTS[path], Recorder(_serve(path, tree, asked, answer, scratch)), scratch)
+        return _pytest(TESTS[path], Recorder(_serve(path, tree, asked, answer, scratch, budget)), scratch)
 
     code = _in_child(server, 6 * 3600)
     if code != 0 or not answer.exists():
@@ -553,6 +557,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only modules whose source has no result yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="leave out modules that would take longer")
     parser.add_argument("--most", type=int, default=MOST, help="mutants a module at most")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of tests a mutant")
     parser.add_argument("--count", action="store_true", help="only say how many mutants there are")
     options = parser.parse_args()
     paths = [p for p in TESTS if not options.modules or any(Path(p).stem == m for m in options.modules)]
@@ -578,10 +583,11 @@ def main() -> None:
         if options.missing and known is not None and known["source"] == _digest(path):
             continue
         number = len(known["survivors"]) if known and options.survivors else len(_of(path))
-        if time.monotonic() - began + 8 + 0.7 * number > options.seconds:
+        if time.monotonic() - began + 12 + 0.45 * number > options.seconds:
             print(f"{path}: left out, --seconds would not be enough", flush=True)
             continue
-        found = run_module(path, known, survivors_only=options.survivors, most=options.most)
+        how = {"survivors_only": options.survivors, "most": options.most, "budget": options.budget}
+        found = run_module(path, known, **how)
         content["modules"][path] = found
         RESULT.write_text(_as_text(content["modules"]))
         share = found["killed"] / max(1, found["mutants"])

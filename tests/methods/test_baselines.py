@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from concept_eraser.methods import weighted
 from concept_eraser.methods.ngdiff import NGDiff
 from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.weighted import Weighted
@@ -182,3 +183,21 @@ def test_which_weights_make_a_method(options: dict, fine: bool) -> None:
         return
     with pytest.raises(ValueError, match="weight"):
         Weighted(**options)
+
+
+def test_the_settings_with_names_do_what_their_names_say() -> None:
+    """Who is asked for a gradient at the first two steps: nothing but forgetting, nothing but retaining, both, in turn."""
+    expected = {
+        "finetune": [["retain"], ["retain"]],
+        "ga": [["forget"], ["forget"]],
+        "a": [["forget"], ["forget"]],
+        "gdiff": [["retain", "forget"], ["retain", "forget"]],
+        "a-d": [["forget"], ["retain"]],
+    }
+    assert set(weighted.NAMED) == set(expected)
+    for name, asked in expected.items():
+        for step, players in enumerate(asked):
+            given = closure(*pair(0.1, 1.0, 2.0))
+            given.step = step
+            Weighted(**weighted.NAMED[name]).direction(given)
+            assert given.asked == players, name

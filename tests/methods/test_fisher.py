@@ -113,6 +113,18 @@ def test_every_solver_inverts_its_matrix(solver: str, likelihood: str) -> None:
     assert found.shape == (2, 3)
 
 
+@pytest.mark.parametrize("likelihood", ["softmax", "gaussian"])
+def test_kfac_of_one_layer_with_a_bias_and_three_outputs(likelihood: str) -> None:
+    """Exact for one sample, weights and bias together: torch's mean over the outputs is taken out again."""
+    torch.manual_seed(0)
+    model, (x, labels, targets) = nn.Linear(4, 3, dtype=FLOAT), samples(1, 4, 3)
+    fisher = Fisher(Risk(model, likelihood), [(x, labels if likelihood == "softmax" else targets)], 0.4)
+    v = (torch.arange(12, dtype=FLOAT).reshape(3, 4), torch.tensor([1.0, -1.0, 2.0], dtype=FLOAT))
+    for found, exact in zip(algebra.solve(fisher, v, "kfac"), algebra.solve(fisher, v, "exact"), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-9)
+        assert not found.requires_grad
+
+
 def test_lissa_without_a_sigma_takes_a_tenth_more_than_the_largest_eigenvalue() -> None:
     """A few iterations are the filter (1 - (1 - a / sigma)^(T + 1)) / a of every eigenvalue a."""
     model, (x, _, y) = linear(), samples()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from concept_eraser import registry
+from concept_eraser.methods import mini_unlearning, munba, uce
 from concept_eraser.methods.base import Method
 
 LOADED = {name: registry.load("method", name) for name in registry.names("method")}
@@ -119,6 +120,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_the_defaults_of_the_papers(name: str) -> None:
     made = LOADED[name]()
     assert {option: getattr(made, option) for option in PUBLISHED[name]} == PUBLISHED[name]
+
+
+def test_settings_with_names_differ_in_what_they_say() -> None:
+    for module, name, option, value in (
+        (mini_unlearning, "rewind", "rewind", True),
+        (uce, "mace-cfr", "tokens", "context"),
+        (munba, "munba-printed", "formula", "printed"),
+    ):
+        assert module.NAMED[name] == {option: value}
+        assert getattr(module.PLUGIN(), option) != value
 
 
 def test_what_limits_nothing_and_draws_nothing_by_default() -> None:

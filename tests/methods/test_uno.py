@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from concept_eraser import registry
+from concept_eraser.methods import uno
 from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.uno import Uno
 from concept_eraser.training.closure import LossClosure
@@ -260,3 +261,12 @@ def test_the_step_of_the_difference_is_the_option() -> None:
     errors = [float((flat(Uno(strength=1.0, size=size).direction(closure).vec) - exact).norm()) for size in (0.1, 0.05)]
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.3)
     torch.testing.assert_close(flat(Uno(strength=1.0).direction(closure).vec), flat(Uno(strength=1.0, size=0.01).direction(closure).vec))  # fmt: skip
+
+
+def test_the_settings_with_names_are_the_papers() -> None:
+    """UNO-S alternates; a hat asks the judge; S^ projects at every step, H has no c^2 term."""
+    made = {name: Uno(**options) for name, options in uno.NAMED.items()}
+    assert {name for name, method in made.items() if method.alternate} == {"uno-s", "uno-s-hat"}
+    assert {name for name, method in made.items() if method.histogram == 1} == {"uno-hat", "uno-s-hat", "s-hat", "h"}
+    assert made["uno-s"].histogram == 0
+    assert {name: method.rule for name, method in made.items() if method.rule != "uno"} == {"s-hat": "surgery", "h": "none"}  # fmt: skip
