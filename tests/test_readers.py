@@ -325,13 +325,19 @@ def test_an_alias_used_twice_is_no_circle() -> None:
 @pytest.mark.parametrize(
     "text",
     ["a: [", "a: b: c", "!!python/object/apply:os.getcwd []", "? [1]\n: 2", "2024-02-30", "a\x00b", "--- 1\n--- 2",
-     "1" * 5000, "!!binary a", "!!timestamp x", "!!float x"],
+     "1" * 5000, "!!timestamp x", "!!float x"],
 )  # fmt: skip
 def test_what_is_no_plain_yaml_is_a_user_error(text: str) -> None:
     with pytest.raises(UserError, match="x is no valid YAML: ") as caught:
         readers.parse_yaml(text, "x")
     assert len(str(caught.value)) <= 320
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["!!binary a", "a: !!binary YQ==", "!!set {a, b}"])
+def test_types_that_are_no_texts_numbers_lists_or_mappings_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="x has a value marked !!(binary|set)"):
+        readers.parse_yaml(text, "x")
 
 
 def test_a_long_complaint_of_the_parser_is_cut() -> None:
