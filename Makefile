@@ -13,7 +13,7 @@ STAMP  := $(VENV)/.installed
 TESTS ?=
 PIP    := -m pip install -q --disable-pip-version-check
 
-.PHONY: quickstart test test-lowest test-newest lint types check results licences clean help
+.PHONY: quickstart test test-lowest test-newest fuzz faults mutants check results licences clean help
 
 help:
 	@echo "make quickstart   install into $(VENV), erase a concept from the bundled model, measure, report"
@@ -21,6 +21,9 @@ help:
 	@echo "make test-lowest  the suite with the lower bound of every library, in .venv-lowest; torch stays $(TORCH)"
 	@echo "make test-newest  the suite with the newest of every library, in .venv-newest; torch stays $(TORCH),"
 	@echo "                  TORCH=torch takes the newest, which may bring gigabytes of CUDA"
+	@echo "make fuzz         100,000 damaged inputs and 1,000 random command lines; counts in tests/campaigns/results"
+	@echo "make faults       kills, full disks and the like, on real processes; a table in tests/campaigns/results"
+	@echo "make mutants      mutation testing of methods, vectors, statistics and storage"
 	@echo "make check        ruff and mypy"
 	@echo "make results      render eval/results/*.md from their JSON"
 	@echo "make licences     render docs/licences.md from what is installed"
@@ -67,6 +70,17 @@ test-newest: .venv-newest/.installed
 	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -c .venv-newest/torch.txt -e ".[dev]"
 	.venv-newest/bin/python tools/mend_torchvision.py
 	touch $@
+
+# Before a release, not in CI: each takes up to hours, and writes its counts to tests/campaigns/results.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.campaigns.fuzz --n 100000
+	$(BIN)/python -m tests.campaigns.commands --n 1000 --seed 0
+
+faults: $(STAMP)
+	$(BIN)/python -m tests.campaigns.faults --kills 50
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.campaigns.mutants
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -269,3 +269,44 @@ def test_nothing_else_writes(path: Path) -> None:
         if _opens_to_write(node) or (name in WRITING_CALLS and not ours and (module(path), name) not in EXCEPTIONS):
             found.append(f"{name} in line {node.lineno}")
     assert not found, f"{module(path)} writes by itself ({', '.join(found)}); use concept_eraser.storage.writers"
+
+
+# Who may parse what a file holds. Each kind of file has one guarded reader.
+PARSERS = {
+    "json.load", "yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.unsafe_load", "pickle.load", "pickle.loads",
+    "torch.load", "np.load", "np.fromfile", "csv.reader", "csv.DictReader", "safetensors.torch.load_file", "load_file",
+    "safe_open",
+}  # fmt: skip
+READERS = {  # (module, call): why
+    ("data.labelled", "np.load"): "the guarded reader of .npz",
+    ("data.tables", "csv.DictReader"): "the guarded reader of tables",
+    ("evaluation.features.base", "np.fromfile"): "the cache's records, each with its check",
+    ("evaluation.features.inception", "torch.load"): "weights that the user has put there, as plain tensors",
+    ("methods.history", "torch.load"): "what the user's own training recorded, as plain tensors",
+    ("models.loading", "safe_open"): "the check of a model folder's weights",
+    ("models.overlay", "load_file"): "the reader of parts of a pipeline",
+    ("models.overlay", "safe_open"): "the reader of parts of a pipeline",
+    ("models.overlay", "torch.load"): "pickles, as plain tensors and only where the user allows them",
+    ("training.checkpoint", "torch.load"): "the reader of states, as plain tensors",
+}
+
+
+def _dotted(node: ast.expr) -> str:
+    return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "?")
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.relative_to(ROOT).parts[0] not in ("storage", "tiny")], ids=module
+)
+def test_nothing_else_parses_files(path: Path) -> None:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _dotted(node.func)
+        reads = name == "json.loads" and any(isinstance(n, ast.Attribute) and n.attr in ("read_text", "read_bytes", "read") and _dotted(n) != "sys.stdin.read" for a in node.args for n in ast.walk(a))  # fmt: skip
+        if reads or (name in PARSERS and (module(path), name) not in READERS):
+            found.append(f"{name} in line {node.lineno}")
+        weights_only = [k for k in node.keywords if k.arg == "weights_only" and getattr(k.value, "value", None) is True]
+        assert name != "torch.load" or weights_only, f"{module(path)} reads a pickle with code in it"
+    assert not found, f"{module(path)} parses files by itself ({', '.join(found)}); use concept_eraser.storage.readers"
