@@ -37,7 +37,7 @@ def demo(
 
       concept-eraser demo --host 0.0.0.0 --auth me:long-secret     (better: the variable CONCEPT_ERASER_DEMO_AUTH)
 
-      concept-eraser demo --host 0.0.0.0 --allow-host lab.example.org     (others open http://lab.example.org:7860)
+      concept-eraser demo --host 0.0.0.0 --auth me:long-secret --allow-host lab.example.org
     """
     user, colon, password = (auth or "").partition(":")
     if auth and not (user and colon and password):
