@@ -336,7 +336,7 @@ def test_what_is_no_plain_yaml_is_a_user_error(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["!!binary a", "a: !!binary YQ==", "!!set {a, b}"])
 def test_types_that_are_no_texts_numbers_lists_or_mappings_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="x has a value marked !!(binary|set)"):
+    with pytest.raises(UserError, match=r"x has a value marked !!(binary|set)"):
         readers.parse_yaml(text, "x")
 
 
