@@ -12,11 +12,21 @@ from concept_eraser.errors import UserError
 
 
 def merge(
-    sources: Annotated[list[str], typer.Argument(metavar="RUN...", help="run folders; or diffusers folders, LoRAs, tensors of a part, single-file checkpoints")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="run folders; or diffusers folders, LoRAs, tensors of a part, single-file checkpoints",
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of the merged model")],
     weights: Annotated[Optional[str], typer.Option(help="one number a run, e.g. 1,0.5 (default: all 1)")] = None,
-    before: Annotated[Optional[str], typer.Option(help="the model they were made from (default: the one of the runs' recipes)")] = None,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
+    before: Annotated[
+        Optional[str], typer.Option(help="the model they were made from (default: the one of the runs' recipes)")
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")
+    ] = False,
 ) -> None:
     """Add several erasures of one model, and write the whole model.
 
@@ -40,5 +50,7 @@ def merge(
 
     done = api.merge(*sources, output=output, weights=factors, before=before, allow_pickle=allow_pickle)
     each = ", ".join(f"{length:.3g}" for length in done.lengths)
-    typer.echo(f"written: {done.path}; changes of length {each} add up to {done.length:.3g} (at right angles: {done.apart:.3g}) in {done.tensors} tensors")
+    typer.echo(
+        f"written: {done.path}; changes of length {each} add up to {done.length:.3g} (at right angles: {done.apart:.3g}) in {done.tensors} tensors"
+    )
     typer.echo(f"next: concept-eraser evaluate {done.path} --before {done.before} --suite SUITE, once a concept")
