@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from concept_eraser import limits
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.models import loading, lora_files, single_file
@@ -31,7 +32,6 @@ from concept_eraser.storage.readers import read_tensor_header, read_tensors
 from concept_eraser.storage.writers import probe, write_file, write_folder, write_tensors
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
-STRONGEST = 1000  # times an erasure; beyond it the weights lose all digits
 _SUFFIX = ".safetensors"
 Moved = dict[str, dict[str, tuple[Tensor, Tensor]]]  # part -> tensor -> (before, after)
 
@@ -72,8 +72,8 @@ def export(
     place = _place(Path(source), to, output)
     base = before if before is not None else _base_of(Path(source))
     after = loading.load(source, allow_pickle=allow_pickle, base=base)
-    if not (abs(strength) <= STRONGEST and math.isfinite(max_error)):
-        raise UserError(f"strength is a number from -{STRONGEST} to {STRONGEST} and max_error a finite one, found {strength:g} and {max_error:g}")  # fmt: skip
+    if not (abs(strength) <= limits.PORTION and math.isfinite(max_error)):
+        raise UserError(f"strength is a number from -{limits.PORTION:g} to {limits.PORTION:g} and max_error a finite one, found {strength:g} and {max_error:g}")  # fmt: skip
     left_out = set(after.parts) - set(single_file.written_parts(after)) if to == "single-file" else set()
     if to in ("diffusers", "single-file") and strength == 1 and not (left_out and base is not None):
         _write_whole(after, to, place)

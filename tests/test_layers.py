@@ -82,7 +82,7 @@ ALLOWED = {
     "jobs": {*BASE, "recipe", "sections", "targets", "models", "training", "methods.base", "evaluation"},
     "forecast": {"data", "erasers", "losses", "models", "recipe", "sections", "targets", "training"},
     "trials": {*BASE, "data", "jobs", "recipe", "sections", "models", "targets", "tiny", "training.log"},
-    "exporting": {"errors", "recipe", "models", "storage"},
+    "exporting": {"errors", "limits", "recipe", "models", "storage"},
     "merging": {"errors", "recipe", "models", "storage", "exporting"},
     "measuring": {*BASE, "recipe", "targets", "data", "models", "evaluation"},
     "matching": {*BASE, "recipe", "data", "evaluation"},
