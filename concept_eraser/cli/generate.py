@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -44,7 +45,7 @@ def generate(
     from concept_eraser.data.images import png
     from concept_eraser.data.prompts import Prompt, load
     from concept_eraser.storage import locks, output_folder
-    from concept_eraser.storage.writers import write_bytes, write_text
+    from concept_eraser.storage.writers import write_files, write_text
 
     asked = [Prompt(text) for text in prompt or [] for _ in range(n)]
     asked += load(prompts).take(n, seed).prompts if prompts else ()
@@ -62,13 +63,14 @@ def generate(
             )
         output_folder.claim(output, "images", alone=True)
         output_folder.set_aside(output)
-        rows = []
+        rows, images = [], {}
         for i, (row, picture) in enumerate(zip(asked, pictures, strict=True)):
             name = f"{i:05d}.png"
-            write_bytes(output / name, png(picture))
+            images[name] = partial(png, picture)
             scale = guidance if row.guidance is None else row.guidance
             fields = {"file_name": name, "text": row.text, "seed": seeds[i], "steps": steps, "guidance": scale, "model": model}  # fmt: skip
             rows.append({**fields, **({"guard": guard} if guard else {})})
+        write_files(output, images)
         write_text(output / "metadata.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         output_folder.remove_set_aside(output)
     typer.echo(f"{len(asked)} pictures in {output}")

@@ -182,10 +182,16 @@ def is_alive(pid: Any) -> bool:
 def _refusal(folder: Path, holder: dict[str, Any] | None) -> str:
     if not holder:
         return f"{folder} is in use by another process; wait until it has ended, or give another --output"
-    who = f"process {holder.get('pid')} on {holder.get('host')}, which began to {holder.get('purpose')} at {holder.get('started')}"  # fmt: skip
+    pid, host, purpose, started = (_plain(holder.get(key)) for key in ("pid", "host", "purpose", "started"))
+    who = f"process {pid} on {host}, which began to {purpose} at {started}"
     if holder.get("host") != socket.gethostname():
         return f"{folder} is in use by {who}; wait until it has ended, or give another --output. If that machine no longer runs it, remove {folder / LOCK}"  # fmt: skip
     return f"{folder} is in use by {who}; wait until it has ended, or give another --output"
+
+
+def _plain(text: Any) -> str:
+    """A field of a lock file, which may come from a stranger, without control characters."""
+    return "".join(letter for letter in str(text)[:80] if letter.isprintable())
 
 
 def _no_place(folder: Path, error: BaseException) -> str:

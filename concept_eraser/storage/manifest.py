@@ -30,6 +30,8 @@ from concept_eraser.storage.digests import file_digest
 from concept_eraser.storage.readers import read_json
 
 MARK = ".concept_eraser.json"
+ASIDE = ".replaced-"  # how folders begin into which earlier results are set aside
+CLOSED = ("run", "model")  # kinds of folders in which a link of a user's own is not expected
 OURS = (MARK, locks.LOCK)  # our own files beside those that a manifest lists
 SMALL = 32 * 2**20  # bytes up to which a file is hashed on every read, whatever its time says
 _HALF_WRITTEN = ".partial"
@@ -86,7 +88,8 @@ def read(folder: Path) -> Manifest | None:
             raise ValueError("another program or version wrote it")
         files = {_name(name): _record(entry) for name, entry in dict(content["files"]).items()}
         folders = [_name(name) for name in list(content.get("folders", []))]
-        return Manifest(str(content["kind"])[:40], files, folders)
+        kind = "".join(letter for letter in str(content["kind"])[:40] if letter.isprintable())
+        return Manifest(kind, files, folders)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({str(error)[:100]}); nothing in {folder} is changed. Remove the mark if the folder is yours") from None  # fmt: skip
 
@@ -135,6 +138,13 @@ def folder_of(path: Path) -> Path | None:
         if os.path.lexists(folder / MARK):
             return folder
     return None
+
+
+def require_inside(path: Path) -> None:
+    """Raise UserError where a path lies in a marked folder and a link on the way to it leads out of that folder."""
+    for folder in path.parents:
+        if os.path.lexists(folder / MARK) and not path.parent.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{path.parent} is, or lies behind, a link that leads out of {folder}; remove the link, or give another place with --output")  # fmt: skip
 
 
 @contextmanager
@@ -247,14 +257,29 @@ def state_of(folder: Path, name: str, entry: FileRecord, *, hashed: bool = True)
 
 
 def verify(folder: Path) -> list[FileState]:
-    """The state of every listed file of a marked folder, all hashed.
+    """The state of every listed file of a marked folder and of marked folders inside it, all hashed.
 
     Raises UserError where the folder has no mark.
     """
     manifest = read(folder)
     if manifest is None:
         raise UserError(f"{folder} has no manifest ({MARK}): concept_eraser did not write it, or an early version did, or it was copied without its hidden files. Copy it with them (cp -r)")  # fmt: skip
-    return [FileState(name, state_of(folder, name, entry)) for name, entry in sorted(manifest.files.items())]
+    states = [FileState(name, state_of(folder, name, entry)) for name, entry in sorted(manifest.files.items())]
+    for inner in marked_inside(folder):
+        prefix = inner.relative_to(folder).as_posix()
+        content = read(inner) or Manifest("")
+        states += [FileState(f"{prefix}/{name}", state_of(inner, name, entry)) for name, entry in sorted(content.files.items())]  # fmt: skip
+    return states
+
+
+def marked_inside(folder: Path) -> list[Path]:
+    """Marked folders below a marked folder, outermost first, but for results that were set aside; links are not followed."""
+    places = []
+    for place, folders, _ in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(ASIDE))
+        if Path(place) != folder and (Path(place) / MARK).is_file():
+            places.append(Path(place))
+    return places
 
 
 def unlisted(folder: Path) -> list[str]:
@@ -291,7 +316,8 @@ def require_intact(path: Path) -> None:
     if folder is None or manifest is None:
         return
     below = "" if path == folder else path.relative_to(folder).as_posix()
-    _require_inside(folder, path)
+    if manifest.kind in CLOSED:
+        _require_no_way_out(folder, path)
     for name, entry in manifest.files.items():
         if below and name != below and not name.startswith(f"{below}/"):
             continue
@@ -304,7 +330,7 @@ def require_intact(path: Path) -> None:
             raise UserError(f"{folder / name} is missing, which was written with the rest; copy the whole folder again")
 
 
-def _require_inside(folder: Path, path: Path) -> None:
+def _require_no_way_out(folder: Path, path: Path) -> None:
     """Raise UserError where a path, or what is below it, leads out of a marked folder by a symbolic link."""
     root = folder.resolve()
     places = [path]

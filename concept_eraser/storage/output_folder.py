@@ -18,10 +18,8 @@ from pathlib import Path, PurePosixPath
 
 from concept_eraser.errors import UserError
 from concept_eraser.storage import locks, manifest, writers
-from concept_eraser.storage.manifest import MARK, OURS, Manifest
+from concept_eraser.storage.manifest import ASIDE, MARK, OURS, Manifest
 from concept_eraser.storage.readers import cannot
-
-ASIDE = ".replaced-"
 
 
 def is_empty(folder: Path) -> bool:
@@ -112,15 +110,17 @@ def accept(folder: Path) -> list[str]:
     A file that is missing is taken out. A link is never accepted: put the file itself in its place.
     """
     accepted = []
-    with manifest.changed(folder) as content:
-        for name, entry in list(content.files.items()):
-            state = manifest.state_of(folder, name, entry)
-            if state == "missing":
-                del content.files[name]
-                accepted.append(name)
-            elif state == "changed":
-                content.files[name] = manifest.FileRecord.of(folder / name)
-                accepted.append(name)
+    for place in [folder, *manifest.marked_inside(folder)]:
+        with manifest.changed(place) as content:
+            for name, entry in list(content.files.items()):
+                state = manifest.state_of(place, name, entry)
+                if state == "missing" or (state == "changed" and not (place / name).is_file()):
+                    del content.files[name]
+                elif state == "changed":
+                    content.files[name] = manifest.FileRecord.of(place / name)
+                else:
+                    continue
+                accepted.append((place / name).relative_to(folder).as_posix())
     return accepted
 
 
@@ -191,7 +191,7 @@ def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
     aside = next(place for n in range(1, 10_000) if not os.path.lexists(place := folder / f"{ASIDE}{n}"))
     try:
         moved = _move(folder, aside, content, keep)
-        for inner in _marked_inside(folder):
+        for inner in manifest.marked_inside(folder):
             inner_content = manifest.read(inner)
             if inner_content is not None:
                 moved |= _move(inner, aside / inner.relative_to(folder), inner_content)
@@ -223,16 +223,6 @@ def _move(folder: Path, aside: Path, content: Manifest, keep: Collection[str] = 
     return moved
 
 
-def _marked_inside(folder: Path) -> list[Path]:
-    """Marked folders below a marked folder, outermost first, but for those set aside; links are not followed."""
-    places = []
-    for place, folders, _ in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(ASIDE)]
-        if Path(place) != folder and (Path(place) / MARK).is_file():
-            places.append(Path(place))
-    return places
-
-
 def _remove_empty_folders(place: Path, root: Path) -> None:
     """Remove a folder that has become empty, and those above it below the root."""
     while place != root and root in place.parents:
@@ -257,7 +247,7 @@ def remove_set_aside(folder: Path) -> list[Path]:
         files that stay since somebody changed or added them.
     """
     for aside in places_set_aside(folder):
-        for place in [*reversed(_marked_inside(aside)), aside]:
+        for place in [*reversed(manifest.marked_inside(aside)), aside]:
             content = manifest.read(place) if (place / MARK).is_file() else None
             for name, entry in (content.files if content else {}).items():
                 path = place / name

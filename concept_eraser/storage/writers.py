@@ -84,6 +84,7 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
 
     Raises UserError where the file is a folder or a link, cannot be written to, or the disk is full.
     """
+    manifest.require_inside(path)
     locks.make_folder(path.parent)
     _expect([path])
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
@@ -162,6 +163,34 @@ def give_second_name(path: Path, place: Path) -> None:
         shutil.copyfile(path, place)
 
 
+def write_files(folder: Path, contents: Mapping[str, Callable[[], bytes]]) -> None:
+    """Write many files into a folder, each whole or not at all; the manifest is changed once, not once a file.
+
+    Args:
+        folder: a folder; it is made where it is missing.
+        contents: what makes the content of a file, by its name.
+
+    Raises:
+        UserError: as `write_file`; files that were written before the error stay, and are listed.
+    """
+    paths = [folder / name for name in contents]
+    for path in paths:
+        require_free(path)
+    locks.make_folder(folder)
+    manifest.expect(paths)
+    written = []
+    try:
+        for path, content in zip(paths, contents.values(), strict=True):
+            with _Staged(path, clear=False) as partial:
+                _put(partial, content())
+                _finish(partial)
+                os.replace(partial, path)
+            written.append(path)
+    finally:
+        _sync_folder(folder)
+        manifest.record(written)
+
+
 def remove_file(path: Path) -> None:
     """Remove a file that a manifest lists, if it is there. Raises UserError for a file that none lists."""
     if not os.path.lexists(path):
@@ -176,6 +205,7 @@ def require_free(path: Path, *, overwrite: bool = False) -> None:
     """Raise UserError where a file cannot be written to a path because of what is there."""
     if "\0" in str(path):
         raise UserError(f"{shown(str(path))} cannot be the name of a file; give another one")
+    manifest.require_inside(path)
     if not os.path.lexists(path):
         return
     if path.is_dir() and not path.is_symlink():
@@ -190,6 +220,7 @@ def require_free(path: Path, *, overwrite: bool = False) -> None:
 
 def require_free_folder(path: Path) -> None:
     """Raise UserError where a folder cannot be written to a path because of what is there."""
+    manifest.require_inside(path)
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
@@ -226,12 +257,13 @@ def is_listed(path: Path) -> bool:
 class _Staged:
     """The path beside a target that its content is written to; nothing is left of it after an error."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, clear: bool = True) -> None:
+        self.path, self.clear = path, clear
         self.partial = path.with_name(f".{path.name[:120]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
 
     def __enter__(self) -> Path:
-        _remove_left_over(self.path)
+        if self.clear:
+            _remove_left_over(self.path)
         return self.partial
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

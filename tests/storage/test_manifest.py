@@ -185,3 +185,38 @@ def test_what_has_no_mark_is_not_checked_and_cannot_be_verified(tmp_path: Path) 
         manifest.verify(tmp_path)
     with pytest.raises(UserError, match="has no mark"):
         output_folder.set_aside(tmp_path)
+
+
+def test_results_inside_a_run_are_verified_with_it(ours: Path) -> None:  # noqa: F811
+    output_folder.claim(ours / "attacks" / "x", "attack")
+    writers.write_text(ours / "attacks" / "x" / "attack.json", "{}")
+    (ours / "attacks" / "x" / "attack.json").write_text("[]")
+    assert [(one.name, one.state) for one in manifest.verify(ours)] == [("attacks/x/attack.json", "changed")]
+    assert output_folder.accept(ours) == ["attacks/x/attack.json"]
+    assert [one.state for one in manifest.verify(ours)] == ["intact"]
+
+
+def test_a_users_own_link_beside_results_is_followed(tmp_path: Path) -> None:
+    """A project folder into which an evaluation was written, with a link to a model on another disk."""
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    project = tmp_path / "project"
+    output_folder.claim(project, "evaluation")
+    (project / "model").symlink_to(tmp_path / "disk" / "model")
+    manifest.require_intact(project / "model")
+    output_folder.claim(tmp_path / "run", "run")
+    (tmp_path / "run" / "pipeline").symlink_to(tmp_path / "disk" / "model")
+    with pytest.raises(UserError, match="leads out of"):
+        manifest.require_intact(tmp_path / "run" / "pipeline")
+
+
+def test_what_a_stranger_wrote_into_a_mark_or_lock_reaches_no_terminal(ours: Path) -> None:  # noqa: F811
+    from concept_eraser.storage import locks
+
+    content = json.loads((ours / MARK).read_text())
+    (ours / MARK).write_text(json.dumps({**content, "kind": "\x1b[2Jrun"}))
+    assert manifest.read(ours).kind == "[2Jrun"
+    (ours / locks.LOCK).write_text(json.dumps({"pid": 1, "host": "a\x1b[2J", "purpose": "\x07", "started": ""}))
+    with pytest.raises(UserError) as caught, locks.locked(ours, "erase"):
+        pass
+    assert "\x1b" not in str(caught.value)
+    assert "\x07" not in str(caught.value)

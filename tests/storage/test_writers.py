@@ -211,3 +211,56 @@ def test_a_path_below_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="is a file"):
         writers.write_text(tmp_path / "file" / "x", "")
+
+
+def test_many_files_change_the_manifest_twice(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Path] = []
+    write = manifest.write
+    monkeypatch.setattr(manifest, "write", lambda folder, content: (calls.append(folder), write(folder, content))[1])
+    writers.write_files(ours / "images", {f"{i}.png": (lambda i=i: bytes([i])) for i in range(50)})
+    assert len(calls) == 2
+    assert [one.state for one in manifest.verify(ours)] == ["intact"] * 50
+    assert (ours / "images" / "7.png").read_bytes() == b"\x07"
+
+
+def test_many_files_of_which_one_fails(ours: Path) -> None:
+    def fail() -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="the disk is full"):
+        writers.write_files(ours, {"a": lambda: b"1", "b": fail, "c": lambda: b"3"})
+    assert {name for name in tree(ours) if name != manifest.MARK} == {"a"}
+    states = {one.name: one.state for one in manifest.verify(ours)}
+    assert states == {"a": "intact", "b": "missing", "c": "missing"}
+    writers.write_files(ours, {"a": lambda: b"1", "b": lambda: b"2"})  # so the command can be given again
+    (ours / "mine").write_text("mine")
+    with pytest.raises(UserError, match="was not written by"):
+        writers.write_files(ours, {"d": lambda: b"1", "mine": lambda: b"2"})
+    assert not (ours / "d").exists()
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_link_inside_a_marked_folder_leads_no_writer_out(ours: Path, marked: bool) -> None:
+    outside = ours.parent / "outside"
+    outside.mkdir()
+    if marked:  # another folder of ours
+        output_folder.claim(outside, "run", alone=True)
+    (ours / "exports").symlink_to(outside)
+    before = tree(outside)
+    for call in (
+        lambda: writers.write_text(ours / "exports" / "x", "1"),
+        lambda: writers.write_text(ours / "exports" / "deeper" / "x", "1", overwrite=True),
+        lambda: writers.write_folder(ours / "exports" / "x", lambda p: None),
+        lambda: writers.append_line(ours / "exports" / "x", {}),
+        lambda: writers.write_files(ours / "exports", {"x": lambda: b"1"}),
+    ):
+        with pytest.raises(UserError, match="leads out of"):
+            call()
+    assert tree(outside) == before
+
+
+def test_a_run_that_is_reached_by_a_link_is_written_to(ours: Path) -> None:
+    (ours.parent / "latest").symlink_to(ours)
+    writers.write_text(ours.parent / "latest" / "x", "1")
+    assert (ours / "x").read_text() == "1"
+    assert manifest.verify(ours)[0].state == "intact"
