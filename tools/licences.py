@@ -41,7 +41,7 @@ _SPDX = [  # declared text or classifier, lower case -> SPDX; the first that fit
     (r"mpl-2.0 and mit", "MPL-2.0 AND MIT"), (r"mozilla|\bmpl\b|\bmpl-2", "MPL-2.0"), (r"apache", "Apache-2.0"),
     (r"^mit\b|mit license", "MIT"), (r"python software|\bpsf\b|matplotlib versions", "PSF-2.0"), (r"\bisc\b", "ISC"),
     (r"3-clause|bsd-3|modified bsd|new bsd", "BSD-3-Clause"), (r"2-clause|bsd-2", "BSD-2-Clause"), (r"bsd", "BSD"),
-    (r"redistribution and use in source", "BSD"),
+    (r"redistribution and use in source", "BSD"), (r"\bhpnd\b|historical permission", "HPND"),
 ]  # fmt: skip
 _TEXTS = re.compile(r"^\s*GNU (AFFERO |LESSER |LIBRARY )?GENERAL PUBLIC LICENSE\s*$", re.MULTILINE)
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
