@@ -573,3 +573,14 @@ def test_differences_are_taken_around_the_iteration() -> None:
         (slope,) = product(i, [0], (torch.ones(1, dtype=torch.float64),))
         assert 0.6 < float(slope) / float(step.weights[0]) ** 2 < 1.6
         assert w.item() == float(step.weights[0]), "the path stands where it stood"
+
+
+def test_products_from_differences_do_not_depend_on_units() -> None:
+    g = torch.Generator().manual_seed(2)
+    root = torch.randn(4, 4, generator=g, dtype=torch.float64)
+    s = torch.randn(2, 4, generator=g, dtype=torch.float64)
+    y, v = s @ (root @ root.T), (torch.randn(4, generator=g, dtype=torch.float64),)
+    (expected,) = mini.lbfgs_product([(a,) for a in s], [(b,) for b in y], v)
+    for size in (1e-7, 1e5):
+        (found,) = mini.lbfgs_product([(size * a,) for a in s], [(size * b,) for b in y], v)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
