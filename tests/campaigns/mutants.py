@@ -46,7 +46,9 @@ BUDGET = 3.0  # seconds of tests a mutant: the fastest that reach it, as many as
 MOST = 1000  # mutants a module; beyond, this many are drawn with SEED
 SEED = 0
 MEMORY = 16 * 2**30  # bytes of address space of a child
-PRELOADED = "torch hypothesis pytest yaml scipy.stats scipy.optimize safetensors.torch torchjd.aggregation cvxpy"
+PRELOADED = """torch hypothesis pytest yaml scipy.stats scipy.optimize scipy.linalg scipy.sparse.linalg safetensors.torch
+    torchjd.aggregation cvxpy curvlinops sklearn.datasets sklearn.linear_model cleanfid.fid
+    statsmodels.stats.contingency_tables"""  # what would be imported in every child
 
 # Files *_checked.py and the like take too long to be asked.
 METHODS = "tests/methods/test_"
@@ -422,7 +424,10 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
         for mutant in chosen:
             spans = _lines_of(mutant)
             in_function = mutant.function[:1] == ("def",)
-            reached = [item for item in ordered if not in_function or lines[item.nodeid] & spans]
+            if in_function:
+                reached = [item for item in ordered if lines[item.nodeid] & spans]
+            else:  # of a value: first those that run the module at all
+                reached = sorted(ordered, key=lambda item: not lines[item.nodeid])
             reached = _affordable(reached, [seconds[item.nodeid] for item in reached], budget)
 
             def work(mutant: Mutant = mutant, reached: list[Any] = reached) -> int:

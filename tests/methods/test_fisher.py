@@ -131,9 +131,9 @@ def test_lissa_without_a_sigma_takes_a_tenth_more_than_the_largest_eigenvalue() 
     fisher = Fisher(Risk(model, "gaussian"), [(x, y)], 0.1)
     values, basis = torch.linalg.eigh(written_out(model, x, "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT))
     v = torch.arange(1.0, 7.0, dtype=FLOAT)
-    for sigma, given in ((1.1 * float(values.max()), 0.0), (30.0, 30.0)):
+    for sigma, given in ((1.1 * float(values.max()), {}), (30.0, {"sigma": 30.0})):
         filtered = (1 - (1 - values / sigma) ** 4) / values
-        (found,) = algebra.solve(fisher, (v.reshape(2, 3),), "lissa", iterations=3, sigma=given)
+        (found,) = algebra.solve(fisher, (v.reshape(2, 3),), "lissa", iterations=3, **given)
         torch.testing.assert_close(found.flatten(), basis @ (filtered * (basis.T @ v)), rtol=1e-6, atol=1e-9)
 
 
@@ -234,6 +234,19 @@ def test_the_trust_region_is_exact_for_gaussian_outputs() -> None:
     assert lengths[1e-5][0] == pytest.approx(lengths[0.0][0] * lengths[1e-5][1])
     assert lengths[1e3] == lengths[0.0]
     assert lengths[0.0][1] == 1
+
+
+def test_the_residual_is_a_share_of_the_right_hand_side() -> None:
+    """One iteration of conjugate gradients is steepest descent, whose residual is known."""
+    x, _, y = samples(11)
+    model = minimiser(x, y, 0.1)
+    w = model.weight.detach().clone()
+    found = NaturalGradient(iterations=1).apply(Risk(model, "gaussian", 0.1), [(x[:3], y[:3])], [(x[3:], y[3:])])
+    b = (((x[:3] @ w.T - y[:3]).T @ x[:3] + 0.3 * w) / 8).flatten()
+    matrix = written_out(model, x[3:], "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
+    first = (b @ b) / (b @ matrix @ b) * b
+    torch.testing.assert_close(found.step[0].flatten(), first)
+    assert found.residual == pytest.approx(float((matrix @ first - b).norm() / b.norm()))
 
 
 def test_nothing_to_forget_has_no_residual_and_does_not_shrink() -> None:

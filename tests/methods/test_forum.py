@@ -526,3 +526,11 @@ def test_which_floors_fit_how_many_players() -> None:
     Forum(floor=0.5).check_players(("retain", "forget", "attack"))
     with pytest.raises(ValueError, match=r"at most 1/3 for 3 losses, found 0\.34"):
         Forum(floor=0.34).check_players(("retain", "forget", "replace", "attack"))
+
+
+def test_a_value_of_the_attack_that_is_not_finite_is_a_step_not_taken() -> None:
+    """Its gradient may be finite all the same."""
+    _, omega, closure = eq24(STARTS[0])
+    closure._pieces["attack"] = [lambda: (omega**2).sum() + float("inf")]
+    found = Forum().direction(closure)
+    assert found.notes == {"inner_diverged": 1}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from concept_eraser.methods.history import History
+from concept_eraser.methods.history import History, Iteration
 
 
 def record(history: History, steps: range) -> None:
@@ -70,3 +71,30 @@ def test_plain_sgd_has_no_momentum() -> None:
     assert (step.indices, step.momentum, step.velocity) == ((3, 4), 0.0, None)
     with pytest.raises(ValueError, match="at least one iteration, found k = 0"):
         History(params(), 0)
+
+
+def test_memory_holds_k_iterations_and_no_more() -> None:
+    history = History(params(), 3)
+    record(history, range(10))
+    assert len(history._kept) == 3
+    assert Iteration((), (), 0.1) == Iteration((), (), 0.1, momentum=0.0, velocity=None)
+
+
+class Payload:
+    """Unpickling it makes a file: what a stranger's history could do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_a_strangers_history_runs_nothing(tmp_path: Path) -> None:
+    history = History(params(), 1, folder=tmp_path)
+    record(history, range(1))
+    trace = tmp_path / "trace"
+    torch.save({"weights": Payload(trace)}, tmp_path / "0.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        history.last(1)
+    assert not trace.exists()

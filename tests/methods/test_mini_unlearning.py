@@ -468,11 +468,15 @@ def test_another_loss_by_a_twentieth_of_its_gradient_is_noticed(scale: float, fi
 
 def test_one_recorded_iteration_cannot_be_compared() -> None:
     training = ridge()
-    for k, steps in ((1, 40), (5, 1)):
+    for k, steps in ((1, 40), (5, 2), (2, 2), (5, 1)):
         history = History(training.params, k)
         training.batches = training.batches[:steps]
         training.run(history=history)
-        mini.require_same_loss(history, lambda rows: 100 * training.mean_loss(rows))
+        if min(k, steps) == 1:
+            mini.require_same_loss(history, lambda rows: 100 * training.mean_loss(rows))
+        else:
+            with pytest.raises(ValueError, match="did not minimise this loss"):
+                mini.require_same_loss(history, lambda rows: 100 * training.mean_loss(rows))
 
 
 def test_rounding_of_large_weights_is_no_other_loss() -> None:
@@ -552,3 +556,31 @@ def test_products_of_a_linear_and_of_a_quadratic_loss() -> None:
         first, second = mini.hessian_product(loss, [0], (w, spare), v)
         assert first.tolist() == expected
         assert second.tolist() == [0, 0]
+        assert mini.hessian_product(loss, [0], (w,), v[:1])[0].tolist() == expected
+
+
+def test_differences_are_taken_around_the_iteration() -> None:
+    """Of w^4 / 12 the second derivative is w^2: along a path from 3 to 1 it falls by 9."""
+    w = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    history = History((w,), 9)
+    for i in range(9):
+        with torch.no_grad():
+            w.fill_(3 - 0.25 * i)
+        history.record([0], 0.1)
+    steps = history.last(9)
+    product = MiniUnlearning(hvp="lbfgs")._product(steps, (w,), lambda rows: (w**4).sum() / 12, None)
+    for i, step in enumerate(steps):
+        (slope,) = product(i, [0], (torch.ones(1, dtype=torch.float64),))
+        assert 0.6 < float(slope) / float(step.weights[0]) ** 2 < 1.6
+        assert w.item() == float(step.weights[0]), "the path stands where it stood"
+
+
+def test_products_from_differences_do_not_depend_on_units() -> None:
+    g = torch.Generator().manual_seed(2)
+    root = torch.randn(4, 4, generator=g, dtype=torch.float64)
+    s = torch.randn(2, 4, generator=g, dtype=torch.float64)
+    y, v = s @ (root @ root.T), (torch.randn(4, generator=g, dtype=torch.float64),)
+    (expected,) = mini.lbfgs_product([(a,) for a in s], [(b,) for b in y], v)
+    for size in (1e-7, 1e5):
+        (found,) = mini.lbfgs_product([(size * a,) for a in s], [(size * b,) for b in y], v)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

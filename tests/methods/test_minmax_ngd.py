@@ -121,9 +121,9 @@ def test_the_smoothed_weights_and_the_pull_by_hand() -> None:
 
 def test_the_running_fisher_by_its_recursion() -> None:
     """F <- (1 - rho) F + rho X X^T / N where (step + round) is a multiple of the period; the first gradient starts it."""
-    method = MinMaxNGD(memory=0.3, period=2, forget_steps=1, retain_steps=2)
+    method = MinMaxNGD(memory=0.3, period=3, forget_steps=1, retain_steps=1)
     fisher = None
-    for step in range(8):
+    for step in range(12):
         rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         asked = closure((rows,), (rows,))
         asked.step = step
@@ -131,7 +131,7 @@ def test_the_running_fisher_by_its_recursion() -> None:
         mean = rows @ rows.T / 5
         if fisher is None:
             fisher = mean
-        elif (step + step // 3) % 2 == 0:
+        elif (step + step // 2) % 3 == 0:
             fisher = 0.7 * fisher + 0.3 * mean
         torch.testing.assert_close(method.state_dict()["fisher_0_0"], fisher)
         assert float(found.vec[0].norm()) == pytest.approx(float(rows.norm()))

@@ -86,3 +86,30 @@ def test_nothing_to_forget_and_wrong_options() -> None:
     for wrong in ({"epochs": -1}, {"reg": 0.0}):
         with pytest.raises(ValueError, match="epochs must be >= 0 and reg > 0"):
             ReliableEfficientErasure(**wrong)
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 3])
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+def test_how_far_the_best_state_stays_away_is_measured_on_the_layers(epochs: int, size: float) -> None:
+    """sqrt(sum ||W_k c' - W c||^2 / sum ||W a - W c||^2), c' by least squares on the layers after k rounds."""
+    request, reg = problem(5, scale=size), 0.1
+    figures = ReliableEfficientErasure(epochs=epochs, reg=reg, **WEIGHTS).edit(replace(request, layers={n: w.clone() for n, w in request.layers.items()}))  # fmt: skip
+    assert {name for name in figures if name.startswith("back_")} == {f"back_{k}" for k in range(epochs + 1)}
+    original = torch.cat(list(request.layers.values()))
+    for k in range(epochs + 1):
+        after = edited(ReliableEfficientErasure(epochs=k, reg=reg, **WEIGHTS), request)
+        stacked = torch.cat(list(after.values()))
+        x = torch.cat([stacked, reg**0.5 * torch.eye(WIDTH, dtype=torch.float64)])
+        missed = apart = 0.0
+        for c, a in zip(request.forget, request.anchor, strict=True):
+            y = torch.cat([original @ c.T, torch.zeros(WIDTH, len(c), dtype=torch.float64)])
+            back = torch.from_numpy(scipy.linalg.lstsq(x.numpy(), y.numpy())[0])
+            missed += float((stacked @ back - original @ c.T).square().sum())
+            apart += float((original @ (a - c).T).square().sum())
+        assert figures[f"back_{k}"] == pytest.approx((missed / apart) ** 0.5, rel=1e-6)
+
+
+def test_a_concept_that_is_its_anchor_is_nowhere_to_come_back_from() -> None:
+    request = problem()
+    figures = ReliableEfficientErasure(epochs=1).edit(replace(request, anchor=request.forget))
+    assert (figures["back_0"], figures["back_1"]) == (0, 0)

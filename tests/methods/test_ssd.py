@@ -223,3 +223,10 @@ def test_a_parameter_that_the_loss_does_not_see_has_no_importance() -> None:
     spare = torch.ones(2, dtype=torch.float64, requires_grad=True)
     wider = EditRequest(asked.model, asked.forget, asked.retain, 0.0, asked.batches, asked.loss, (*asked.params, spare))
     assert SelectiveDampening().importance(wider, [0, 1])[-1].tolist() == [0, 0]
+
+
+def test_one_example_of_forty_may_matter_forty_times_as_much() -> None:
+    asked, _, _ = request(forget=1)
+    assert 0 <= SelectiveDampening(alpha=39.9).edit(asked)["selected"] < 1
+    with pytest.raises(ValueError, match="with 1 of 40"):
+        SelectiveDampening(alpha=40.0).edit(asked)

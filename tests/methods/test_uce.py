@@ -11,7 +11,7 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.methods.base import ProjectionRequest
-from concept_eraser.methods.uce import UnifiedConceptEditing
+from concept_eraser.methods.uce import UnifiedConceptEditing, solved
 
 WIDTH = 6
 OPTIONS = [(1.0, 1.0, 0.5), (1.0, 0.1, 0.1), (10.0, 0.0, 1e-3), (0.01, 3.0, 2.0)]
@@ -152,3 +152,27 @@ def test_what_cannot_be_solved_is_refused() -> None:
 def test_maces_refinement_is_the_same_problem_with_other_tokens() -> None:
     method = registry.build("method", "mace-cfr", {})
     assert method == UnifiedConceptEditing(tokens="context")
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_what_is_singular_does_not_depend_on_units(scale: float) -> None:
+    """The smallest eigenvalue against the largest, 1e-13; those between play no part."""
+    right = torch.eye(3, dtype=torch.float64)
+    for values, fine in (([1e-12, 1.0, 1.0], True), ([1e-14, 1.0, 1.0], False), ([1e-12, 1e-12, 1.0], True),
+                         ([1e-14, 1e-13, 1.0], False), ([0.0, 1.0, 2.0], False), ([-1.0, 1.0, 2.0], False)):  # fmt: skip
+        matrix = scale * torch.diag(torch.tensor(values, dtype=torch.float64))
+        if fine:
+            torch.testing.assert_close(matrix @ solved(matrix, right), right)
+        else:
+            with pytest.raises(ValueError, match="undetermined"):
+                solved(matrix, right)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_number_that_is_not_finite_is_enough_to_refuse(bad: float) -> None:
+    fine = torch.eye(3, dtype=torch.float64)
+    spoilt = fine.clone()
+    spoilt[0, 2] = spoilt[2, 0] = bad
+    for matrix, right in ((spoilt, fine), (fine, spoilt), (spoilt, spoilt)):
+        with pytest.raises(ValueError, match="not finite"):
+            solved(matrix, right)
