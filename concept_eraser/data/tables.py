@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.errors import UserError
+from concept_eraser.models import hub
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 HUB = "hf://"
@@ -51,7 +52,7 @@ def from_hub(address: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(f"{parts[0]}/{parts[1]}", parts[2], repo_type="dataset"))
+        return Path(hf_hub_download(f"{parts[0]}/{parts[1]}", parts[2], repo_type="dataset", local_files_only=hub.is_silent_about_dataset(f"{parts[0]}/{parts[1]}")))  # fmt: skip
     except Exception as error:  # the hub's client raises some twenty kinds, OSErrors and ValueErrors among them
         raise UserError(f"the hub, or its cache, did not give {address}: {str(error).splitlines()[0][:160]}. Download the file and give its path") from None  # fmt: skip
 
