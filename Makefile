@@ -9,13 +9,24 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: quickstart test lint types check results clean help
+# A part of the suite, e.g. make test-lowest TESTS="tests/test_models.py tests/test_lora.py"; empty: all of it.
+TESTS ?=
+PIP    := -m pip install -q --disable-pip-version-check
+
+.PHONY: quickstart test test-lowest test-newest fuzz faults mutants check results licences clean help
 
 help:
 	@echo "make quickstart   install into $(VENV), erase a concept from the bundled model, measure, report"
 	@echo "make test         install into $(VENV) and run the test suite"
+	@echo "make test-lowest  the suite with the lower bound of every library, in .venv-lowest; torch stays $(TORCH)"
+	@echo "make test-newest  the suite with the newest of every library, in .venv-newest; torch stays $(TORCH),"
+	@echo "                  TORCH=torch takes the newest, which may bring gigabytes of CUDA"
+	@echo "make fuzz         100,000 damaged inputs and 1,000 random command lines; counts in tests/campaigns/results"
+	@echo "make faults       kills, full disks and the like, on real processes; a table in tests/campaigns/results"
+	@echo "make mutants      mutation testing of methods, vectors, statistics and storage"
 	@echo "make check        ruff and mypy"
 	@echo "make results      render eval/results/*.md from their JSON"
+	@echo "make licences     render docs/licences.md from what is installed"
 
 # torch first and then held, so that a CPU build which is at hand is not replaced by one with gigabytes of CUDA.
 $(STAMP): pyproject.toml tools/mend_torchvision.py
@@ -34,6 +45,43 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+# Before a release, not in CI. Both hold torch at TORCH: the other builds are not at hand everywhere, and large.
+test-lowest: .venv-lowest/.installed
+	@echo "lowest libraries, with $$(cat .venv-lowest/torch.txt); the bound of torch itself is not tested here"
+	.venv-lowest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+.venv-lowest/.installed: pyproject.toml tools/lowest.py tools/mend_torchvision.py
+	$(PYTHON) -m venv --clear .venv-lowest
+	.venv-lowest/bin/python $(PIP) "$(TORCH)"
+	.venv-lowest/bin/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > .venv-lowest/torch.txt
+	$(PYTHON) -m tools.lowest > .venv-lowest/lowest.txt
+	.venv-lowest/bin/python $(PIP) -c .venv-lowest/torch.txt -c .venv-lowest/lowest.txt -e ".[dev]"
+	.venv-lowest/bin/python tools/mend_torchvision.py
+	touch $@
+
+test-newest: .venv-newest/.installed
+	@echo "newest libraries, with $$(cat .venv-newest/torch.txt)"
+	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+.venv-newest/.installed: pyproject.toml tools/mend_torchvision.py
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python $(PIP) --upgrade "$(TORCH)"
+	.venv-newest/bin/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > .venv-newest/torch.txt
+	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -c .venv-newest/torch.txt -e ".[dev]"
+	.venv-newest/bin/python tools/mend_torchvision.py
+	touch $@
+
+# Before a release, not in CI: each takes up to hours, and writes its counts to tests/campaigns/results.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.campaigns.fuzz --n 100000
+	$(BIN)/python -m tests.campaigns.commands --n 1000 --seed 0
+
+faults: $(STAMP)
+	$(BIN)/python -m tests.campaigns.faults --kills 50
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.campaigns.mutants
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,6 +89,9 @@ check: $(STAMP)
 
 results: $(STAMP)
 	$(BIN)/python -m tools.render_results
+
+licences: $(STAMP)
+	$(BIN)/python -m tools.licences
 
 clean:
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache dist

@@ -2,8 +2,12 @@
 
 import sys
 
-from concept_eraser.cli.main import main
-
 if __name__ == "__main__":
     sys.argv[1:1] = ["demo"]
-    main()
+    try:
+        from concept_eraser.cli.main import main
+
+        main()
+    except KeyboardInterrupt:
+        print("stopped before the page was open; nothing was changed", file=sys.stderr)
+        sys.exit(130)

@@ -25,8 +25,8 @@ import torch
 
 from concept_eraser import api, environment
 from concept_eraser.errors import UserError
-from concept_eraser.storage.writers import write_text
 from concept_eraser.models.loading import load
+from concept_eraser.storage.writers import write_text
 from concept_eraser.tiny import published
 from concept_eraser.training import log
 

@@ -30,7 +30,7 @@ from concept_eraser.reporting import overview as overview
 from concept_eraser.reporting import report as report
 from concept_eraser.storage import locks, output_folder
 from concept_eraser.storage.readers import read_yaml
-from concept_eraser.storage.writers import write_folder
+from concept_eraser.storage.writers import probe, write_folder
 from concept_eraser.training import log as logs
 
 
@@ -169,6 +169,8 @@ def plug(pipeline: Any, clip: Any, *, output: str | Path | None = None) -> Model
 
     Raises UserError where the two are not the same architecture.
     """
+    if output is not None:
+        probe(Path(output))
     model, tower = loading.load(pipeline), loading.load_part(clip, "clip")
     if not isinstance(tower, Clip):
         raise UserError(f"{tower.source} is no CLIP model")
@@ -281,7 +283,7 @@ def _options_of(model: Any) -> dict[str, float]:
     if path is None or not path.is_file():
         return {}
     content = read_yaml(path)
-    options = content.get("model_options", {}) if isinstance(content, dict) else {}
+    options = content.get("model_options") if isinstance(content, dict) else None
     return options if isinstance(options, dict) else {}
 
 

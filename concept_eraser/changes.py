@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from concept_eraser import resources
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, shown
+from concept_eraser.storage.readers import parse_yaml
 
 # `method: munba` is {name: munba}; all else is {prompts: ...}
+DEEPEST = 10  # names in the path of an override
 SHORT = {"method": "name", "finish": "name", "trainable": "select"}
 
 
@@ -25,7 +25,7 @@ def concepts(value: list[Any]) -> Any:
     sides = [{"prompts": item} if isinstance(item, str | list) else item for item in value]
     for item in sides:
         if not isinstance(item, dict):
-            raise ValueError(f"{item!r} is neither a text nor a mapping such as {{prompts: NAME}}")
+            raise ValueError(f"{shown(item)} is neither a text nor a mapping such as {{prompts: NAME}}")
     return sides[0] if len(sides) == 1 else sides
 
 
@@ -33,13 +33,15 @@ def apply(content: dict[str, Any], text: str) -> None:
     """Apply one `training.lr=1e-4` to a recipe's mapping, in place; of a list of concepts `forget.n=8` means every one,
     and `forget.2.n=8` the second. Raises UserError where there is no such place."""
     key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise UserError(f"cannot read the override {text!r}; write key.path=value, e.g. training.lr=1e-4")
     path = key.strip().split(".")
+    if not equals or not all(path) or len(path) > DEEPEST:
+        raise UserError(f"cannot read the override {shown(text)}; write key.path=value, e.g. training.lr=1e-4")
     try:
-        found = yaml.safe_load(value) if value else None
-    except yaml.YAMLError:
-        raise UserError(f"cannot read the override {text!r}; its value is no YAML, e.g. training.lr=1e-4 or forget='{{prompts: tiny_star}}'") from None  # fmt: skip
+        found = parse_yaml(value, "its value") if value else None
+    except UserError as error:
+        raise UserError(
+            f"cannot read the override {shown(text)}: {error}; write e.g. training.lr=1e-4 or forget='{{prompts: tiny_star}}'"
+        ) from None
     if len(path) > 1 and path[0] == "forget" and isinstance(content.get("forget"), list):
         content["forget"] = _of_concepts(content["forget"], path[1:], found)
     else:
@@ -58,7 +60,9 @@ def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
         elif isinstance(inner, str):  # the shorthand `method: munba`
             inner = {SHORT.get(name, "prompts"): inner}
         if not isinstance(inner, dict):
-            raise UserError(f"cannot set {'.'.join(path)}: {name} is {inner!r}, not a mapping")
+            raise UserError(
+                f"cannot set {shown('.'.join(path))}: {shown(name)} is {shown(inner)}, not a mapping; set it as a whole"
+            )
         place[name] = place = dict(inner)
     place[last] = value
 
@@ -71,8 +75,8 @@ def _of_concepts(forget: list[Any], path: list[str], value: Any) -> Any:
         raise UserError(f"forget: {error}") from None
     sides = [dict(side) for side in (found if isinstance(found, list) else [found])]
     chosen = sides
-    if path[0].isdigit():
-        number = int(path[0])
+    if path[0].isdecimal() and path[0].isascii():
+        number = int(path[0][:10])
         if not 1 <= number <= len(sides) or len(path) == 1:
             raise UserError(f"forget.{number}: the concepts are numbered 1 to {len(sides)}; write e.g. forget.{len(sides)}.n=100")  # fmt: skip
         path, chosen = path[1:], [sides[number - 1]]

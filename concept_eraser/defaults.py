@@ -18,6 +18,7 @@ from typing import Any
 
 from concept_eraser import changes, places, registry
 from concept_eraser import recipe as recipes
+from concept_eraser.storage.readers import read_json
 
 FINISH = "uce"
 BUNDLED = ("training.steps=100", "training.decay=linear", "generation.steps=12", "generation.batch_size=64", "generation.precision=bf16")  # fmt: skip
@@ -125,7 +126,7 @@ def family_of(source: str) -> str | None:
     for index in indices:
         if index.is_file():
             try:
-                return FAMILIES.get(str(json.loads(index.read_text())["_class_name"]))
+                return FAMILIES.get(str(read_json(index)["_class_name"]))
             except (ValueError, KeyError, TypeError):
                 return None  # damaged, which loading it will tell
     return published.family_of(place)

@@ -31,9 +31,9 @@ def unknown(what: str, found: str, allowed: Iterable[str], *, hint: str = "") ->
 
 def unknown_message(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> str:
     options = sorted(set(allowed))
-    close = difflib.get_close_matches(str(found), options, n=1, cutoff=0.5)
-    guess = f"; did you mean {close[0]!r}?" if close else ";"
-    return f"unknown {what} {found!r}{guess} available: {', '.join(options) or '(none)'}{'. ' + hint if hint else ''}"
+    close = difflib.get_close_matches(str(found)[:200], options, n=1, cutoff=0.5)
+    guess = f"; did you mean {shown(close[0])}?" if close else ";"
+    return f"unknown {what} {shown(found)}{guess} available: {names_text(options, 100) or '(none)'}{'. ' + hint if hint else ''}"
 
 
 def shown(value: object, limit: int = 200) -> str:
@@ -52,3 +52,25 @@ def shown(value: object, limit: int = 200) -> str:
     except Exception:
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def names_text(names: Iterable[object], limit: int = 20) -> str:
+    """Names for a message, with commas between them: at most `limit`, each of at most 60 characters."""
+    some = [str(name)[:60] for name in names]
+    return ", ".join(some[:limit]) + (f", and {len(some) - limit:,} more" if len(some) > limit else "")
+
+
+def mistakes_message(mistakes: Iterable[str], where: str) -> str:
+    """All mistakes in a file, one a line; of many the first, so that the message stays readable."""
+    lines = [line if len(line) <= 900 else f"{line[:897]}..." for line in mistakes]
+    where = where if len(where) <= 300 else f"...{where[-297:]}"
+    head = f"{len(lines)} mistakes in {where}:" if len(lines) > 1 else f"a mistake in {where}:"
+    part: list[str] = []
+    room = 3500 - len(head)
+    for line in lines[:20]:
+        room -= len(line) + 3
+        if room < 0 and part:
+            break
+        part.append(line)
+    rest = [f"... and {len(lines) - len(part)} more"] if len(lines) > len(part) else []
+    return head + "".join(f"\n  {line}" for line in (*part, *rest))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from concept_eraser import limits
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.models import loading, lora_files, single_file
@@ -28,7 +29,7 @@ from concept_eraser.models.base import Model, require_finite
 from concept_eraser.models.lora import Factors, Pair, can_adapt
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_tensor_header, read_tensors
-from concept_eraser.storage.writers import write_file, write_folder, write_tensors
+from concept_eraser.storage.writers import probe, write_file, write_folder, write_tensors
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
 _SUFFIX = ".safetensors"
@@ -71,8 +72,8 @@ def export(
     place = _place(Path(source), to, output)
     base = before if before is not None else _base_of(Path(source))
     after = loading.load(source, allow_pickle=allow_pickle, base=base)
-    if not (math.isfinite(strength) and math.isfinite(max_error)):
-        raise UserError(f"strength and max_error are finite numbers, found {strength} and {max_error}")
+    if not (abs(strength) <= limits.PORTION and math.isfinite(max_error)):
+        raise UserError(f"strength is a number from -{limits.PORTION:g} to {limits.PORTION:g} and max_error a finite one, found {strength:g} and {max_error:g}")  # fmt: skip
     left_out = set(after.parts) - set(single_file.written_parts(after)) if to == "single-file" else set()
     if to in ("diffusers", "single-file") and strength == 1 and not (left_out and base is not None):
         _write_whole(after, to, place)
@@ -109,6 +110,7 @@ def _place(source: Path, to: str, output: str | Path | None) -> Path:
         raise UserError(f"--to {to} writes {wanted}, found the output {place}")
     if os.path.lexists(place):
         raise UserError(f"{place} exists already; give another --output, or remove it")
+    probe(place)
     return place
 
 

@@ -24,7 +24,7 @@ from concept_eraser.errors import UserError
 from concept_eraser.exporting import Moved, differences, require_its_own
 from concept_eraser.models import loading
 from concept_eraser.models.base import Model, require_finite
-from concept_eraser.storage.writers import write_folder, write_json
+from concept_eraser.storage.writers import probe, write_folder, write_json
 
 NOTE = "merge.json"  # in the folder of the result
 Place = tuple[str, str]  # part and tensor
@@ -68,6 +68,7 @@ def merge(
     place = Path(output)
     if os.path.lexists(place):
         raise UserError(f"{place} exists already; give another --output, or remove it")
+    probe(place)
     base = before if before is not None else _common_base(asked)
     original = loading.load(base, allow_pickle=allow_pickle)
     sums: dict[Place, Tensor] = {}

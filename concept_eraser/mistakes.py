@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from concept_eraser.errors import unknown_message
+from concept_eraser.errors import shown, unknown_message
 from concept_eraser.sections import MANY, ONE
 
 
@@ -16,19 +16,24 @@ def explain(root: type[BaseModel], item: Any) -> str:
     location = item["loc"]
     if MANY in location:  # pydantic counts from 0, the log and the overrides from 1
         location = tuple(part + 1 if i == location.index(MANY) + 1 else part for i, part in enumerate(location))
-    path = ".".join(str(part) for part in location if part not in ("str", "list[str]", "dict[str,str]", ONE, MANY))
+    path = ".".join(str(part)[:60] for part in location if not _is_form(part))
     if item["type"] == "extra_forbidden":
         return f"{path}: {unknown_message('key', str(item['loc'][-1]), _fields(root, item['loc'][:-1]))}"
     if item["type"] == "missing":
         return f"{path}: required, not given"
     message = item["msg"].removeprefix("Value error, ")
-    shown = (
-        ""
-        if isinstance(item["input"], dict | BaseModel) or item["type"] == "value_error"
-        else f", found {item['input']!r}"
-    )
+    given = item["input"]
+    silent = isinstance(given, dict | BaseModel) or item["type"] == "value_error"
+    found = "" if silent else f", found {shown(given)}"
     plain = message if message[:2].isupper() else message[0].lower() + message[1:]  # FORUM stays FORUM
-    return f"{path + ': ' if path else ''}{plain}{shown}"
+    return f"{path + ': ' if path else ''}{plain}{found}"
+
+
+def _is_form(part: Any) -> bool:
+    """Whether a part of pydantic's path is one of the forms that a value may have, and no key of the recipe."""
+    return isinstance(part, str) and (
+        part in (ONE, MANY, "str", "int") or part.startswith(("constrained-", "list[", "dict["))
+    )
 
 
 def _fields(root: type[BaseModel], location: tuple) -> list[str]:

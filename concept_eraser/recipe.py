@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from concept_eraser import changes, consistency, mistakes, registry, resources
+from concept_eraser import changes, consistency, limits, mistakes, registry, resources
 from concept_eraser.environment import fingerprint
-from concept_eraser.errors import UserError, unknown_message
+from concept_eraser.errors import UserError, mistakes_message, shown, unknown_message
 from concept_eraser.sections import (
     ASIDE,
     LOSS_NAMES,
@@ -34,6 +34,7 @@ from concept_eraser.sections import (
     Watch,
     concept_player,
 )
+from concept_eraser.storage.readers import read_yaml
 from concept_eraser.training import presets
 
 CLOSED = ("mace-cfr", "rece", "uce")  # closed forms of the cross-attention, which may follow a training
@@ -44,7 +45,10 @@ class Recipe(Strict):
     """One erasing job."""
 
     model: str = Field("tiny-sd", description="tiny-sd, a diffusers folder, a run folder or a hub id; for a classifier or a VAE the folder of a saved one")  # fmt: skip
-    model_options: dict[str, float] = Field({}, description="options of the model's family: size of the pictures (sdxl, sd3, flux), guidance told in training (flux)")  # fmt: skip
+    model_options: dict[str, Annotated[float, Field(ge=0, le=limits.MODEL_OPTION)]] = Field(
+        {},
+        description="options of the model's family: size of the pictures (sdxl, sd3, flux), guidance told in training (flux)",
+    )
     target: Literal["denoiser", "text_encoder", "clip", "vae", "classifier"] = Field("denoiser", description="which part is trained")  # fmt: skip
     templates: list[str] = Field(["a photo of a {}"], description="target clip: prompts of the classes, {} stands for the name")  # fmt: skip
     forget: Forget = Field(description="what is to be forgotten: one side, or a list of them, one a concept")
@@ -189,11 +193,9 @@ def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = 
         content, where = dict(source), "the recipe"
     else:
         path = resources.find("pipelines", str(source))
-        where = f"{path} with {', '.join(overrides)}" if 0 < len(overrides) < 4 else str(path)
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
+        words = ", ".join(overrides)
+        where = f"{path} with {words}" if 0 < len(overrides) < 4 and len(words) < 200 else str(path)
+        content = {} if (content := read_yaml(path)) is None else content
         if not isinstance(content, dict):
             raise UserError(f"{path}: expected a mapping, found a {type(content).__name__}")
     for override in overrides:
@@ -206,6 +208,8 @@ def _with_preset(content: dict[str, Any], overrides: typing.Sequence[str]) -> di
     name = content.pop("memory", None)
     if name is None:
         return content
+    if not isinstance(name, str):
+        raise UserError(f"memory: expected the name of a preset, e.g. 24gb, found {shown(name)}")
     try:
         spec = MethodSpec.model_validate({"name": m} if isinstance(m := content.get("method", {}), str) else m)
         exact = registry.build("method", spec.name, spec.options).needs_fp32
@@ -229,9 +233,8 @@ def validate(content: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        lines = [mistakes.explain(Recipe, item) for item in error.errors()]
-        many = f"{len(lines)} mistakes in {where}" if len(lines) > 1 else f"a mistake in {where}"
-        raise UserError(f"{many}:" + "".join(f"\n  {line}" for line in lines)) from None
+        lines = [mistakes.explain(Recipe, item) for item in error.errors(include_url=False, include_context=False)]
+        raise UserError(mistakes_message(lines, where)) from None
 
 
 def dump(recipe: Recipe, command: str) -> str:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import math
 import types
 import typing
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError, unknown, unknown_message
+from concept_eraser import limits
+from concept_eraser.errors import UserError, shown, unknown, unknown_message
 
 _ROOT = Path(__file__).parent
 KINDS = {
@@ -35,6 +37,7 @@ _NOT_PLUGINS = {
     "blind",
     "cross_attention",
     "flow",
+    "folder_check",
     "guards",
     "hub",
     "latent",
@@ -79,7 +82,9 @@ def resolve(kind: str, name: str, given: dict[str, Any]) -> tuple[str, dict[str,
     plugin, fixed = named(kind).get(name, (name, {})) if kind in KINDS else (name, {})
     for key in fixed.keys() & given.keys():
         if given[key] != fixed[key]:
-            raise ValueError(f"{key}: the {kind} {name!r} is {plugin!r} with {key}: {fixed[key]!r}, found {given[key]!r}; use name: {plugin} to set it")  # fmt: skip
+            raise ValueError(
+                f"{key}: the {kind} {name!r} is {plugin!r} with {key}: {fixed[key]!r}, found {shown(given[key])}; use name: {plugin} to set it"
+            )
     return plugin, {**fixed, **given}
 
 
@@ -123,6 +128,7 @@ def problems(kind: str, name: str, given: dict[str, Any]) -> list[str]:
         if key in known:
             try:
                 coerced[key] = coerce(value, known[key][0])
+                limits.require_option(key, coerced[key])
             except ValueError as error:
                 found.append(f"{key}: {error}")
     found += [f"{key}: required by {kind} {name!r}" for key, (_, default) in known.items() if default is MISSING and key not in given]  # fmt: skip
@@ -146,11 +152,16 @@ def build(kind: str, name: str, given: dict[str, Any]) -> Any:
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """Convert a YAML or command-line value to an annotated type, or raise ValueError with what is allowed."""
+    """Convert a YAML or command-line value to an annotated type, or raise ValueError with what is allowed.
+
+    A number must be finite: no plug-in has an option that may be infinite.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         if value not in arguments:
-            raise ValueError(unknown_message("value", str(value), map(str, arguments)))
+            raise ValueError(
+                unknown_message("value", shown(value) if not isinstance(value, str) else value, map(str, arguments))
+            )
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
@@ -160,18 +171,24 @@ def coerce(value: Any, annotation: Any) -> Any:
                 return coerce(value, option)
             except ValueError:
                 continue
-        raise ValueError(f"expected {annotation}, found {value!r}")
+        raise ValueError(f"expected {annotation}, found {shown(value)}")
     if annotation is bool:
         if isinstance(value, bool):
             return value
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-        raise ValueError(f"expected true or false, found {value!r}")
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise ValueError(f"expected true or false, found {shown(value)}")
     if annotation in (int, float, str):
-        if isinstance(value, bool) or (annotation is int and isinstance(value, float) and not value.is_integer()):
-            raise ValueError(f"expected {annotation.__name__}, found {value!r}")
+        name = "a finite number" if annotation is float else annotation.__name__
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError(f"expected {name}, found {shown(value)}")
+        if annotation is int and isinstance(value, float) and not value.is_integer():
+            raise ValueError(f"expected {name}, found {shown(value)}")
         try:
-            return annotation(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"expected {annotation.__name__}, found {value!r}") from None
+            result = annotation(value)
+        except (ValueError, OverflowError):  # no number, one of thousands of digits
+            raise ValueError(f"expected {name}, found {shown(value)}") from None
+        if annotation is float and not math.isfinite(result):
+            raise ValueError(f"expected {name}, found {shown(value)}")
+        return result
     return value

@@ -15,6 +15,7 @@ from concept_eraser.evaluation.suite import Evaluation
 from concept_eraser.evaluation.triples import Studio
 from concept_eraser.progress import Progress, silent
 from concept_eraser.storage.readers import read_text
+from concept_eraser.storage.writers import probe
 from concept_eraser.training import log as logs
 
 
@@ -74,6 +75,8 @@ def report(
 
     Raises UserError where `path` is taken by something that is no report, or a folder of attacks holds none on this model.
     """
+    pages.require_ours(Path(path))
+    probe(Path(path))
     facts, attacked = reports.RunFacts(), ""
     if run is not None:
         folder, more, after = Path(run), [Path(one) for one in attacks], evaluation.models["after"]
@@ -104,6 +107,7 @@ def overview(
     """
     where, folders = Path(path), [Path(run) for run in runs]
     pages.require_ours(where)
+    probe(where)
     for folder in folders:
         require_prompted(folder)
     found = entries.read(folders, {folder: _facts(folder) for folder in folders}, [Path(one) for one in attacks])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from concept_eraser.errors import UserError, unknown
+from concept_eraser.errors import UserError, shown, unknown
 
 _PACKAGE = Path(__file__).parent
 _KINDS = {"pipelines": "recipe", "prompts": "prompt set", "eval": "evaluation suite"}
@@ -29,12 +29,14 @@ def find(kind: str, name: str) -> Path:
     """A data file by name, or a path of the user's own."""
     own = Path(name)
     if own.suffix in (*_SUFFIXES, *(_TABLES if kind == "prompts" else ())) or os.sep in name:
-        if own.is_file():
+        if os.path.isfile(own):  # False also for a name that the system cannot have
             return own
-        raise UserError(f"no such {_KINDS[kind]} file: {name}")
+        raise UserError(
+            f"no such {_KINDS[kind]} file: {name if len(name) <= 300 and name.isprintable() else shown(name)}; check the path"
+        )
     for suffix in _SUFFIXES:
         path = folder(kind) / f"{name}{suffix}"
-        if path.is_file():
+        if os.path.isfile(path):
             return path
     raise unknown(_KINDS[kind], name, names(kind), hint="or give the path of a file of your own")
 

@@ -350,7 +350,7 @@ def test_bad_requests_are_refused_with_the_reason(tmp_path: Path, shared_tiny) -
     with pytest.raises(UserError, match="is a file; give a folder"):
         api.attack("tiny-sd", "random_tokens", n=2, hide="shape", output=tmp_path / "file")
     for option in ({"lr": float("nan")}, {"weight_decay": -1.0}):
-        with pytest.raises(UserError, match="must be"):
+        with pytest.raises(UserError, match=r"must be|a finite number"):
             api.attack("tiny-sd", "unlearn_diff", options=option)
     api.attack("tiny-sd", "random_tokens", n=2, options={"tries": 1}, hide="shape", output=tmp_path)
     with pytest.raises(UserError, match="holds another attack"):

@@ -24,7 +24,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an evaluation and an attack, of few pictures."""
     run = tmp_path_factory.mktemp("card") / "no_star"
     concept_eraser.erase(short(training__steps=2, trainable={"select": "cross_attention_kv", "lora": {"rank": 2}}), output=run)  # fmt: skip
-    concept_eraser.evaluate(run, n=4, output=run / "evaluation.json")
+    concept_eraser.evaluate(run, n=4, output=run)
     concept_eraser.attack(run, "seed_search", n=4, options={"tries": 2}, output=run / "attacks" / "seed_search")
     return run
 

@@ -205,7 +205,7 @@ def test_a_model_in_the_hubs_cache_tells_its_family(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("wrong", ["retain=[a", "forget={x", "method={name: uce"])
 def test_a_value_that_is_no_yaml_is_an_error_that_says_so(wrong: str) -> None:
-    with pytest.raises(UserError, match="its value is no YAML"):
+    with pytest.raises(UserError, match="its value is no valid YAML"):
         defaults.completed(["forget=tiny_star", wrong])
 
 

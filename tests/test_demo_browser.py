@@ -318,6 +318,12 @@ def test_a_password_is_asked_for(tmp_path: Path) -> None:
             client.post(made.url + "login", data={"username": "me", "password": "secret"}).raise_for_status()
             assert client.get(made.url + "config").status_code == 200
             assert "default-src 'self'" in client.get(made.url).headers["content-security-policy"]
+            for foreign in ({"host": "evil.example"}, {"origin": "http://evil.example"}):  # the guard stands in front
+                assert client.get(made.url + "config", headers=foreign).status_code == 403
+                assert client.post(made.url + "gradio_api/upload", files={"files": ("a.png", b"1")}, headers=foreign).status_code == 403  # fmt: skip
+        for _ in range(5):  # the right one in between has forgotten the first
+            assert httpx.post(made.url + "login", data={"username": "me", "password": "no"}).status_code == 400
+        assert httpx.post(made.url + "login", data={"username": "me", "password": "secret"}).status_code == 429
     finally:
         made.close()
     assert made.process.returncode == 0

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> concept_eraser.Run:
 
 def test_the_run_folder_describes_itself(run) -> None:
     names = {p.name for p in run.folder.iterdir()}
-    assert names == {"recipe.yaml", "environment.json", "log.jsonl", "weights.safetensors", "pipeline", "done.json", "conflict.png"}  # fmt: skip
+    assert names == {".concept_eraser.json", "recipe.yaml", "environment.json", "log.jsonl", "weights.safetensors", "pipeline", "done.json", "conflict.png"}  # fmt: skip
     done = json.loads((run.folder / "done.json").read_text())
     assert done["steps"] == 4
     assert done["skipped_steps"] == 0
@@ -158,7 +158,7 @@ def test_folders_that_hold_something_else(run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds another run .differs in training\.lr"):
         concept_eraser.erase(short(training__lr=1e-3), output=run.folder)
     (tmp_path / "photo.jpg").write_text("mine")
-    with pytest.raises(UserError, match="is not empty and holds no run of ours"):
+    with pytest.raises(UserError, match="is not empty and concept_eraser did not make it"):
         concept_eraser.erase(short(), output=tmp_path)
     assert (tmp_path / "photo.jpg").read_text() == "mine"
     assert concept_eraser.erase(short(), output=run.folder).seconds == run.seconds, "a finished run is not repeated"

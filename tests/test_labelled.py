@@ -198,7 +198,7 @@ def test_a_function_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mynet.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(64, 10)\n\ndef other(size):\n    return size\n")  # fmt: skip
     settings = {"target": "classifier", "forget": {"data": "digits", "classes": [3], "loss": "relabel"}, "retain": "rest", "training": SHORT}  # fmt: skip
     run = api.erase(model="mynet:make", output=tmp_path / "run", **settings)
-    assert "test" in api.measure(run.folder)["results"]["after"]["accuracy"]
+    assert "test" in api.measure(run.folder, allow_code=True)["results"]["after"]["accuracy"]
     with pytest.raises(UserError, match="without arguments"):
         api.erase(model="mynet:other", output=tmp_path / "b", **settings)
 
@@ -237,3 +237,84 @@ def test_a_folder_of_images_at_the_size_asked_for(tmp_path: Path) -> None:
     assert open_named(str(tmp_path), {"size": 32}, "train").inputs([0]).shape == (1, 3, 32, 32)
     with pytest.raises(UserError, match="takes the option size only"):
         open_named(str(tmp_path), {"sise": 32}, "train")
+
+
+def _npz(path: Path, **entries: bytes) -> str:
+    import zipfile
+
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(f"{name}.npy", content)
+    return str(path)
+
+
+def _npy(array: np.ndarray) -> bytes:
+    import io
+
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def _header(shape: str, kind: str = "<f4") -> bytes:
+    text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + b"\0" * 8
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (_header("(1000000000000, 3)"), _npy(np.zeros(4)), "says its shape is .* damaged"),
+        (_header("(2, -1)"), _npy(np.zeros(4)), "damaged"),
+        (_header("x"), _npy(np.zeros(4)), "damaged"),
+        (_header("(2,)", "|V2000000000"), _npy(np.zeros(4)), "expected plain numbers"),
+        (_npy(np.array([{}, []], object)), _npy(np.zeros(2)), "objects are never read"),
+        (_npy(np.array([["a"], ["b"]])), _npy(np.zeros(2)), "expected plain numbers"),
+        (_npy(np.zeros((2, 3), complex)), _npy(np.zeros(2)), "expected plain numbers"),
+        (_npy(np.zeros(4)), _npy(np.zeros(4)), "expected x of shape"),
+        (_npy(np.zeros((4, 3))), _npy(np.zeros(3)), r"expected labels of shape \[4\]"),
+        (_npy(np.zeros((0, 3))), _npy(np.zeros(0)), "there must be some"),
+        (_npy(np.full((4, 3), np.inf)), _npy(np.zeros(4)), "infinite or none"),
+        (_npy(np.zeros((4, 3))), _npy(np.full(4, np.nan)), "must be integers"),
+        (_npy(np.zeros((2, 3))), _npy(np.array([0, 2**40])), "at most 1,000,000 classes"),
+        (_npy(np.zeros((2, 3)))[:-8], _npy(np.zeros(2)), "damaged"),
+    ],
+)
+def test_arrays_are_checked_before_they_are_read(x: bytes, y: bytes, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        open_data(_npz(tmp_path / "a.npz", x=x, y=y))
+    assert len(str(caught.value)) < 800
+
+
+def test_an_archive_that_grows_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = _npz(tmp_path / "a.npz", x=_npy(np.zeros((300, 2**17), np.uint8)), y=_npy(np.zeros(300)))
+    assert open_data(path).inputs([0]).shape == (1, 2**17)  # 39 MB of zeros in 40 kB may be
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("x.npy", "w") as file:
+            file.write(_header("(200, 1048576)", "|u1")[:-8])
+            for _ in range(200):
+                file.write(b"\0" * 2**20)
+        archive.writestr("y.npy", _npy(np.zeros(200)))
+    with pytest.raises(UserError, match="which no data have"):
+        open_data(str(tmp_path / "b.npz"))
+
+
+@pytest.mark.parametrize("text", ["²", "1e3", "-1", "9" * 5000, "100000001", "1\0"])
+def test_positions_are_plain_numbers(text: str, tmp_path: Path) -> None:
+    from concept_eraser.targets.labelled import read_indices
+
+    (tmp_path / "rows.txt").write_text(f"1\n{text}\n")
+    with pytest.raises(UserError, match="line 2: expected a position"):
+        read_indices(tmp_path / "rows.txt")
+    with pytest.raises(UserError, match="not among them"):
+        choose(from_arrays(np.zeros((3, 2)), [0, 1, 0]), indices=[2**70])
+
+
+@pytest.mark.parametrize("size", ["many", 10**12, 0, float("nan"), [64]])
+def test_the_size_of_a_folders_pictures_is_bounded(size: Any, tmp_path: Path) -> None:
+    from concept_eraser.targets.labelled import open_named
+
+    with pytest.raises(UserError, match="expected a"):
+        open_named(str(tmp_path), {"size": size}, "train")

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "concept_eraser"
-BASE = {"errors", "progress", "vectors", "registry", "resources", "environment", "ranks", "storage"}
+BASE = {"errors", "limits", "progress", "vectors", "registry", "resources", "environment", "ranks", "storage"}
 ALLOWED = {
     "errors": set(),
+    "limits": {"errors"},
     "progress": set(),
     "vectors": set(),
-    "registry": {"errors"},
+    "registry": {"errors", "limits"},
     "resources": {"errors"},
     "environment": set(),
     "ranks": {"errors"},
@@ -23,7 +24,7 @@ ALLOWED = {
     "models": {"errors", "registry", "resources", "places", "storage", "models", "tiny.clip"},
     "architectures": set(),
     "datasets": {"errors", "resources", "environment", "storage", "data", "tiny.painter", "datasets.base"},
-    "data": {"errors", "progress", "resources", "environment", "ranks", "storage", "models.base", "models.hub", "data"},
+    "data": {"errors", "limits", "progress", "resources", "environment", "ranks", "models.base", "models.hub", "storage", "data"},
     "losses": {"models.base"},
     "erasers": {
         "errors",
@@ -48,13 +49,15 @@ ALLOWED = {
     },
     "tiny": {"environment", "resources", "places", "models", "tiny"},
     "evaluation": {*BASE - {"vectors"}, "models", "data", "tiny", "evaluation"},
-    "sections": {"errors", "resources", "training.parameters"},
-    "changes": {"errors", "resources"},
+    "sections": {"errors", "limits", "resources", "training.parameters", "data.templates"},
+    "changes": {"errors", "resources", "storage"},
     "mistakes": {"errors", "sections"},
     "consistency": {"errors", "sections", "recipe"},  # recipe: its type only
     "recipe": {
         "training.presets",
         "errors",
+        "limits",
+        "storage",
         "registry",
         "resources",
         "environment",
@@ -79,7 +82,7 @@ ALLOWED = {
     "jobs": {*BASE, "recipe", "sections", "targets", "models", "training", "methods.base", "evaluation"},
     "forecast": {"data", "erasers", "losses", "models", "recipe", "sections", "targets", "training"},
     "trials": {*BASE, "data", "jobs", "recipe", "sections", "models", "targets", "tiny", "training.log"},
-    "exporting": {"errors", "recipe", "models", "storage"},
+    "exporting": {"errors", "limits", "recipe", "models", "storage"},
     "merging": {"errors", "recipe", "models", "storage", "exporting"},
     "measuring": {*BASE, "recipe", "targets", "data", "models", "evaluation"},
     "matching": {*BASE, "recipe", "data", "evaluation"},
@@ -120,12 +123,12 @@ ALLOWED = {
         "targets",
         "data",
         "models",
-        "training.log",
         "evaluation",
+        "storage.readers",
         "tiny.painter",
         "demo",
     },
-    "defaults": {"changes", "places", "recipe", "registry", "models", "tiny.published"},
+    "defaults": {"changes", "places", "recipe", "registry", "storage", "models", "tiny.published"},
     "cli": {
         *BASE,
         "defaults",
@@ -243,6 +246,9 @@ WRITERS = {
 }
 WRITING_CALLS = {"write_text", "write_bytes", "unlink", "rmdir", "rmtree", "mkdir", "makedirs", "rename", "symlink_to", "hardlink_to", "touch", "copytree", "copyfile", "copy2", "move", "removedirs", "savez", "savez_compressed", "tofile"}  # fmt: skip
 EXCEPTIONS = {  # (module, call): why
+    ("cli.demo", "rmtree"): "the server's own scratch folder among the system's temporary ones",
+    ("demo.uploads", "unlink"): "old uploads in the server's own scratch folder",
+    ("demo.uploads", "rmdir"): "old uploads in the server's own scratch folder",
     ("training.log", "write_text"): "/proc/self/clear_refs, which resets the peak of memory",
 }
 
@@ -272,3 +278,44 @@ def test_nothing_else_writes(path: Path) -> None:
         if _opens_to_write(node) or (name in WRITING_CALLS and not ours and (module(path), name) not in EXCEPTIONS):
             found.append(f"{name} in line {node.lineno}")
     assert not found, f"{module(path)} writes by itself ({', '.join(found)}); use concept_eraser.storage.writers"
+
+
+# Who may parse what a file holds. Each kind of file has one guarded reader.
+PARSERS = {
+    "json.load", "yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.unsafe_load", "pickle.load", "pickle.loads",
+    "torch.load", "np.load", "np.fromfile", "csv.reader", "csv.DictReader", "safetensors.torch.load_file", "load_file",
+    "safe_open",
+}  # fmt: skip
+READERS = {  # (module, call): why
+    ("data.labelled", "np.load"): "the guarded reader of .npz",
+    ("data.tables", "csv.DictReader"): "the guarded reader of tables",
+    ("evaluation.features.base", "np.fromfile"): "the cache's records, each with its check",
+    ("evaluation.features.inception", "torch.load"): "weights that the user has put there, as plain tensors",
+    ("methods.history", "torch.load"): "what the user's own training recorded, as plain tensors",
+    ("models.loading", "safe_open"): "the check of a model folder's weights",
+    ("models.overlay", "load_file"): "the reader of parts of a pipeline",
+    ("models.overlay", "safe_open"): "the reader of parts of a pipeline",
+    ("models.overlay", "torch.load"): "pickles, as plain tensors and only where the user allows them",
+    ("training.checkpoint", "torch.load"): "the reader of states, as plain tensors",
+}
+
+
+def _dotted(node: ast.expr) -> str:
+    return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "?")
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.relative_to(ROOT).parts[0] not in ("storage", "tiny")], ids=module
+)
+def test_nothing_else_parses_files(path: Path) -> None:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _dotted(node.func)
+        reads = name == "json.loads" and any(isinstance(n, ast.Attribute) and n.attr in ("read_text", "read_bytes", "read") and _dotted(n) != "sys.stdin.read" for a in node.args for n in ast.walk(a))  # fmt: skip
+        if reads or (name in PARSERS and (module(path), name) not in READERS):
+            found.append(f"{name} in line {node.lineno}")
+        weights_only = [k for k in node.keywords if k.arg == "weights_only" and getattr(k.value, "value", None) is True]
+        assert name != "torch.load" or weights_only, f"{module(path)} reads a pickle with code in it"
+    assert not found, f"{module(path)} parses files by itself ({', '.join(found)}); use concept_eraser.storage.readers"

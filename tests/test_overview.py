@@ -90,7 +90,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder, found = tmp_path_factory.mktemp("runs"), []
     for name, method in (("one", "munba"), ("two", "pcgrad")):
         run = api.erase(short(method={"name": method}), output=folder / name)
-        api.evaluate(run.folder, SUITE, output=run.folder / "evaluation.json")
+        api.evaluate(run.folder, SUITE, output=run.folder)
         api.attack(run.folder, "paraphrase", SUITE, n=4, hide="shape", options={"prompts": "tiny_star_synonyms", "tries": 3}, output=run.folder / "attacks" / "paraphrase")  # fmt: skip
         found.append(run.folder)
     return found
@@ -214,7 +214,8 @@ def detail(picture: np.ndarray) -> float:
 def test_sensitive_pictures_are_blurred_in_the_file(runs: list[Path], tmp_path: Path) -> None:
     secret = suites.load({**SUITE, "sensitive": True}).scaled(2)
     folder = edited(runs[0], tmp_path / "run")
-    found = api.evaluate(runs[0], secret, output=folder / "evaluation.json")
+    found = api.evaluate(runs[0], secret)
+    found.save(folder / "evaluation.json", overwrite=True)
     more = [runs[0] / "attacks"]
     pair = [Page(api.overview([folder], tmp_path / "page.html", attacks=more, show_sensitive=shown).read_text()) for shown in (False, True)]  # fmt: skip
     single = [Page(api.report(found, tmp_path / "report.html", run=runs[0], show_sensitive=shown).read_text()) for shown in (False, True)]  # fmt: skip

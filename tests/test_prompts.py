@@ -125,3 +125,103 @@ def test_a_mistyped_anchor_is_told_before_the_work(shared_tiny: Any, caplog: pyt
         else:
             prompted.sides(Request(asked, shared_tiny))
         assert "did you mean 'circle'?" in caplog.text
+
+
+@pytest.mark.parametrize("template", ["{a.b}", "{a[0]}", "{a!r}", "{a:>1000000000}", "{}", "{0}", "{", "}", "{a!}", "{ }", "{{}"])  # fmt: skip
+def test_templates_and_anchors_fill_in_plain_names_only(template: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the template .*(braces|brace)"):
+        prompts.load(write(tmp_path, f"expand: {{templates: ['{template}'], a: [x]}}"))
+    with pytest.raises(UserError, match=r"the template"):
+        Prompt("a star", {"a": "x"}).anchored(template)
+    with pytest.raises(UserError, match=r"the template"):
+        recipe.load(short(forget__anchor=template))
+
+
+def test_doubled_braces_are_braces(tmp_path: Path) -> None:
+    found = prompts.load(
+        write(tmp_path, "expand: {templates: ['{{{a}}} {{a}} {my-field 2}'], a: [x], my-field 2: [y]}")
+    )
+    assert found.texts == ["{x} {a} y"]
+    assert Prompt("a", {"a": "x"}).anchored("{{{a}}}") == "{x}"
+
+
+def test_all_mistakes_in_a_set_are_told_at_once(tmp_path: Path) -> None:
+    text = """
+about: [a]
+promts: [x]
+prompts: [3, {text: ''}, {text: b, seed: many}, {text: c, x: {}}]
+expand: {templates: ['{shape} {colour}', '{}'], shape: [[a], {b: c}], color: null}
+file: ../table.csv
+where: [x]
+"""
+    with pytest.raises(UserError) as caught:
+        prompts.load(write(tmp_path, text))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"{len(lines) - 1} mistakes in ")
+    for words in ("about: expected", "'promts'; did you mean 'prompts'?", "prompt 1: expected a prompt", "prompt 2: expected", "prompt 3: seed", "prompt 4: x", "color", "expand.shape, value 1", "expand.shape, value 2", "template 2: the template '{}'", "leads out", "where: expected"):  # fmt: skip
+        assert any(words in line for line in lines), (words, lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("expand: [a]", "expand: expected a mapping"),
+        ("expand: {templates: {a: b}}", "templates is a list of texts"),
+        ("expand: {color: [red]}", "templates is a list of texts"),
+        ("expand: {templates: [3]}", "templates is a list of texts"),
+        ("expand: {templates: ['{templates} x']}", "'templates', which has no list"),
+        ("expand: {templates: [' {a} '], a: ['']}", "without any text"),
+        ("expand: {templates: ['{a}'], a: [2020-01-01]}", "put a date in quotes"),
+        ("expand: {templates: ['{a}'], a: [[a, b, c]]}", "a list stands for"),
+        ("prompts: {a: b}", "expected a list"),
+        ('prompts: ["a\\0b"]', "null byte"),
+        ('prompts: ["\\ud800"]', "half of a character|no valid YAML"),
+        ("where: {a: b}", "no `file`"),
+        ("file: [a]", "file: expected the path"),
+        ("file: words.txt", "is no table"),
+        ("file: /etc/passwd.csv", "leads out"),
+        ("file: hf://a/b/../../c.csv", "no address of a file on the hub"),
+        ("file: hf://a/b", "names no file"),
+        ("{file: t.csv, where: {a: {b: c}}}", "a word, a number or a comparison"),
+        ("{file: t.csv, where: {a: '> x'}}", "compares with no number"),
+        ("{file: t.csv, where: {a: '> 1.2.3'}}", "compares with no number"),
+    ],
+)
+def test_hostile_sets_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        prompts.load(write(tmp_path, text))
+
+
+def test_the_size_of_an_expansion_is_known_before_it_is_made(tmp_path: Path) -> None:
+    import time
+
+    letters = "abcdefghijklmnop"
+    values = "".join(f", {letter}: [{', '.join(map(str, range(40)))}]" for letter in letters)
+    wide = f"expand: {{templates: ['{' '.join('{' + letter + '}' for letter in letters)}']{values}}}"
+    long = f"expand: {{templates: ['{'{a} ' * 1000}'], a: [{'x' * 5000}]}}"
+    heavy = f"expand: {{templates: ['{{a}} {{b}} {{c}}'], a: {[*range(100)]}, b: {[*range(100)]}, c: [{'x' * 9000}, {'y' * 9000}]}}"
+    began = time.process_time()
+    for text, words in (
+        (wide, "prompts; at most 200,000 are made"),
+        (long, "characters; at most 10,000"),
+        (heavy, "characters in all"),
+    ):
+        with pytest.raises(UserError, match=words):
+            prompts.load(write(tmp_path, text))
+    assert time.process_time() - began < 2
+    with pytest.raises(UserError, match="at most 10,000 are read"):
+        prompts.load(["x" * 10_001])
+
+
+def test_a_sets_table_lies_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text("prompt\nsecret\n")
+    inner = tmp_path / "theirs"
+    (inner / "tables").mkdir(parents=True)
+    (inner / "tables" / "own.csv").write_text("prompt\nfine\n")
+    (inner / "link.csv").symlink_to(tmp_path / "secret.csv")
+    (inner / "near.csv").symlink_to(inner / "tables" / "own.csv")
+    assert prompts.load(write(inner, "file: tables/own.csv")).texts == ["fine"]
+    assert prompts.load(write(inner, "file: near.csv")).texts == ["fine"]
+    for file in ("../secret.csv", str(tmp_path / "secret.csv"), "tables/../../secret.csv", "link.csv"):
+        with pytest.raises(UserError, match="leads out of the set's folder"):
+            prompts.load(write(inner, f"file: {file}"))

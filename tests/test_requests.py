@@ -17,6 +17,7 @@ from concept_eraser.data.labelled import Labelled, from_arrays, same_examples
 from concept_eraser.erasers import vae
 from concept_eraser.errors import UserError
 from concept_eraser.models.module import build
+from concept_eraser.storage import writers
 
 SHORT: dict[str, Any] = {"steps": 2, "batch_size": 8, "lr": 1e-3, "device": "cpu"}
 THREE = {"data": "digits", "classes": [3], "loss": "relabel"}
@@ -36,7 +37,7 @@ def test_a_refused_overwrite_leaves_the_finished_run(tmp_path: Path) -> None:
         api.erase(model=fresh(), target="classifier", forget={**THREE, "classes": [11]}, retain="rest", training=SHORT,
                   output=folder, overwrite=True)  # fmt: skip
     assert {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
-    (folder / "evaluation.json").write_text("{}")
+    writers.write_text(folder / "evaluation.json", "{}")
     api.erase(model=fresh(), target="classifier", forget={**THREE, "classes": [4]}, retain="rest", training=SHORT,
               output=folder, overwrite=True)  # fmt: skip
     assert not (folder / "evaluation.json").exists()  # it was of the other run

@@ -116,3 +116,112 @@ def test_intervals_of_means_stay_where_values_can_be() -> None:
     assert stats.poisson.cdf(0, 8 * zero.high) == pytest.approx(0.025)
     assert math.isnan(statistics.mean_interval(np.ones(8), 0).high)
     assert math.isnan(statistics.mean_interval(np.zeros(8)).low)
+
+
+def test_two_are_enough_and_one_is_not() -> None:
+    assert statistics.wilson(1, 2).n == 2
+    assert statistics.paired_difference(np.array([True, False]), np.array([False, False])).n == 2
+    assert statistics.mean_interval(np.array([0.0, 1.0])).n == 2
+    with pytest.raises(UserError, match="difference over 1 pairs"):
+        statistics.paired_difference(np.ones(1, bool), np.ones(1, bool))
+    with pytest.raises(UserError, match="mean of 1 values"):
+        statistics.mean_interval(np.ones(1))
+
+
+@pytest.mark.parametrize(("gained", "lost", "same"), [(7, 2, 31), (0, 0, 12), (3, 9, 0), (1, 0, 99)])
+def test_paired_difference_is_a_weighted_mean_of_gains_and_losses(gained: int, lost: int, same: int) -> None:
+    """A pair counts +1, -1 or 0; half a pair is added to each of the four cells, two of which count 0."""
+    from scipy.stats import norm
+
+    before = np.repeat([False, True, True, False], [gained, lost, same - same // 2, same // 2])
+    after = np.repeat([True, False, True, False], [gained, lost, same - same // 2, same // 2])
+    values, weights = np.array([1, -1, 0]), np.array([gained + 0.5, lost + 0.5, same + 1])
+    mean = np.average(values, weights=weights)
+    error = math.sqrt(np.average((values - mean) ** 2, weights=weights) / weights.sum())
+    found = statistics.paired_difference(before, after)
+    assert found.value == pytest.approx((gained - lost) / (gained + lost + same))
+    assert (found.low, found.high) == pytest.approx((mean - norm.ppf(0.975) * error, mean + norm.ppf(0.975) * error), abs=1e-6)  # fmt: skip
+
+
+def test_a_difference_of_shares_lies_between_minus_one_and_one() -> None:
+    no, yes = np.zeros(2, bool), np.ones(2, bool)
+    up, down = statistics.paired_difference(no, yes), statistics.paired_difference(yes, no)
+    assert (up.value, up.high) == (1, 1)
+    assert (down.value, down.low) == (-1, -1)
+    assert up.low == pytest.approx(-down.high)
+    assert -0.5 < up.low < 0.5
+
+
+def test_signed_ranks_with_zeros_among_the_differences() -> None:
+    assert statistics.signed_rank(np.arange(12.0)) < 0.01
+    assert statistics.signed_rank(np.array([0.0, 1, -1, 2, -2])) > 0.5
+
+
+def test_the_mean_of_counts_that_are_all_zero_is_zero() -> None:
+    found = statistics.mean_interval(np.zeros(4), 0)
+    assert (found.value, found.low, found.n) == (0, 0, 4)
+    assert math.isnan(statistics.mean_interval(np.zeros(4), 0, 1).high)
+    assert math.isnan(statistics.mean_interval(np.full(4, 2.0), 0).high)
+
+
+def test_frechet_distance_of_singular_covariances() -> None:
+    """Of rank one, a a^T and b b^T: |a|^2 + |b|^2 - 2 |a . b|. Rounding makes some eigenvalues negative."""
+    rng = np.random.default_rng(4)
+    for _ in range(10):
+        a, b = rng.normal(size=(2, 7))
+        found = statistics.frechet_distance(np.zeros(7), np.outer(a, a), np.zeros(7), np.outer(b, b))
+        assert found == pytest.approx(a @ a + b @ b - 2 * abs(a @ b), abs=1e-6)
+
+
+def test_frechet_needs_one_row_more_than_columns() -> None:
+    rng = np.random.default_rng(5)
+    nine = rng.normal(size=(9, 8))
+    assert math.isfinite(statistics.frechet_of_features(nine, nine))
+    for pair in ((nine[:8], nine), (nine, nine[:8])):
+        with pytest.raises(UserError, match="found 8 pictures and 8 features"):
+            statistics.frechet_of_features(*pair)
+
+
+@pytest.mark.parametrize(("first", "second", "size"), [(30, 41, 1000), (41, 30, 12), (24, 24, 1000), (24, 24, 12)])
+def test_kernel_distance_draw_by_draw_against_clean_fid(first: int, second: int, size: int) -> None:
+    """Every draw is clean-fid's own; the interval follows from their scatter, as the docstring says."""
+    from cleanfid.fid import kernel_distance as theirs
+    from scipy.stats import norm
+
+    rng = np.random.default_rng(6)
+    a, b = rng.normal(size=(first, 5)), 1.5 * rng.normal(size=(second, 5)) + 0.3
+    n, subsets = min(first, second), 40
+    m, h = min(n, size), min(n // 2, size)
+    np.random.seed(7)
+    whole = first == second == m
+    values = np.array([theirs(a, b, num_subsets=1, max_subset_size=m) for _ in range(1 if whole else subsets)])
+    scatter = values if h == m else np.array([theirs(a, b, num_subsets=1, max_subset_size=h) for _ in range(subsets)])
+    error = 0.0 if whole else values.std(ddof=1) / math.sqrt(subsets)
+    half = norm.ppf(0.975) * math.hypot(scatter.std(ddof=1) * math.sqrt(h / (n - h)), error)
+    found = statistics.kernel_distance(a, b, seed=7, subsets=subsets, size=size)
+    assert found.value == pytest.approx(values.mean(), rel=1e-9)
+    assert (found.value - found.low, found.high - found.value) == pytest.approx((half, half), rel=1e-6)
+    assert found.n == n
+
+
+def test_kernel_distance_draws_as_clean_fid_does_without_being_told() -> None:
+    from inspect import signature
+
+    from cleanfid.fid import kernel_distance as theirs
+
+    rng = np.random.default_rng(8)
+    a, b = rng.normal(size=(12, 3)), rng.normal(size=(9, 3)) + 1
+    np.random.seed(0)
+    assert statistics.kernel_distance(a, b).value == pytest.approx(theirs(a, b), rel=1e-9)
+    ours, reference = signature(statistics.kernel_distance).parameters, signature(theirs).parameters
+    assert ours["size"].default == reference["max_subset_size"].default
+
+
+def test_kernel_distance_refuses_what_it_cannot_compare() -> None:
+    rng = np.random.default_rng(9)
+    assert statistics.kernel_distance(rng.normal(size=(4, 3)), rng.normal(size=(5, 3)), subsets=3).n == 4
+    for rows in ((3, 9), (9, 3)):
+        with pytest.raises(UserError, match="at least 4 pictures"):
+            statistics.kernel_distance(*(rng.normal(size=(n, 3)) for n in rows))
+    with pytest.raises(UserError, match="have 3 and 4 features"):
+        statistics.kernel_distance(rng.normal(size=(5, 3)), rng.normal(size=(5, 4)))

@@ -194,3 +194,43 @@ def test_the_suite_of_i2p_counts_totals_and_loads_from_a_cache(tmp_path: Path, m
     assert found.find("nudenet_all", "direct").after.n == 2
     assert found.find("nudenet_all", "direct").difference.value == 0
     assert found.find("concept_share", "direct").after.value == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "prompt,seed\na,1,2\n", "line 2: the row has more cells than the 2 columns"),
+        ("a.csv", f"prompt\n{'x' * 140_000}\n", "is no CSV of prompts"),
+        ("a.csv", f"prompt\n{'x' * 20_000}\n", "line 2: the text .* has 20,000 characters"),
+        ("a.csv", "prompt\na\0b\n", "null bytes"),
+        ("a.csv", "prompt,seed\na,1.5\n", "line 2: seed is '1.5'"),
+        ("a.csv", "prompt,guidance\na,nan\n", "line 2: guidance is 'nan'"),
+        ("a.json", "[1, 2]", "row 1: expected a prompt"),
+        ("a.json", "[null]", "row 1: expected a prompt"),
+        ("a.json", '[{"prompt": ["a"]}]', "row 1: prompt is"),
+        ("a.json", '[{"prompt": "a"}, {"words": "b"}]', "row 2 has no column of prompts"),
+        ("a.json", "[" * 5000, "nested deeper"),
+        ("a.jsonl", '{"prompt": "a"}\n3\n', "line 2: expected a prompt"),
+        ("a.jsonl", '{"prompt": "a", "seed": 1e999}\n', "line 1: seed is inf"),
+    ],
+)
+def test_a_wrong_row_is_named_by_its_line(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        prompts.load(tmp_path / name)
+    assert len(str(caught.value)) < 1000
+
+
+def test_rows_of_json_may_name_their_prompt_each_in_its_own_way(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "x": 1}\n{"prompt": "b"}\n"c"\n')
+    assert prompts.load(tmp_path / "a.jsonl").texts == ["a", "b", "c"]
+
+
+def test_a_pipe_is_no_table(tmp_path: Path) -> None:
+    for name in ("a.csv", "set.yaml", "a.txt", "a.jsonl"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UserError, match=r"no such|no regular file"):
+            prompts.load(tmp_path / name)
+    (tmp_path / "own.yaml").write_text("file: a.csv\n")
+    with pytest.raises(UserError, match="no regular file"):
+        prompts.load(tmp_path / "own.yaml")

@@ -55,3 +55,38 @@ def test_spectral_norm_is_the_largest_eigenvalue_in_size() -> None:
     like = (torch.zeros(3, dtype=torch.float64),)
     assert float(vectors.spectral_norm(lambda v: (matrix @ v[0],), like, 100)) == pytest.approx(3)
     assert vectors.spectral_norm(lambda v: (0 * v[0],), like, 5) == 0
+
+
+def test_combine_of_one_vector_that_is_left_out() -> None:
+    (zeros,) = vectors.combine([0.0], [(torch.tensor([1.0, math.inf]),)])
+    assert zeros.tolist() == [0.0, 0.0]
+
+
+def test_one_number_that_is_not_finite_is_noticed_wherever_it_stands() -> None:
+    fine = (torch.ones(3), torch.ones(2, 2))
+    assert vectors.is_finite(fine)
+    for bad in (math.nan, math.inf, -math.inf):
+        for part in range(2):
+            spoilt = tuple(p.clone() for p in fine)
+            spoilt[part].view(-1)[1] = bad
+            assert not vectors.is_finite(spoilt)
+
+
+def test_cosine_is_torchs_for_any_two_of_the_vectors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 7, generator=generator, dtype=torch.float64) * torch.tensor([[1e-4], [5.0], [0.2]])
+    gram = rows @ rows.T
+    for i in range(3):
+        for j in range(3):
+            expected = float(torch.nn.functional.cosine_similarity(rows[i], rows[j], dim=0))
+            assert vectors.cosine(gram, i, j) == pytest.approx(expected, rel=1e-9)
+    assert vectors.cosine(gram) == vectors.cosine(gram, 0, 1)
+
+
+def test_the_spectral_norm_is_the_same_in_every_run() -> None:
+    matrix = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
+    like = (torch.zeros(2, dtype=torch.float64),)
+    torch.rand(1)  # the global state of random numbers plays no part
+    once, again = (vectors.spectral_norm(lambda v: (matrix @ v[0],), like, 2) for _ in range(2))
+    assert once == again
+    assert once < 2  # two iterations are not enough, so that the start is seen

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from concept_eraser import api
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation.watch import Watch, crossing
+from concept_eraser.storage import output_folder
 
 from .conftest import short
 
@@ -34,6 +35,7 @@ def test_the_crossing_is_interpolated(shares: tuple[float, ...], steps: float | 
 
 def test_looks_end_when_the_concept_is_gone_and_are_taken_again_after_a_kill(tmp_path: Path) -> None:
     shares = iter([1.0, 0.5, 0.0])
+    output_folder.claim(tmp_path, "run")
     watch = Watch(lambda: next(shares), tmp_path / "watch.jsonl", every=5, below=0.02)
     for step in range(40):
         watch(step, step / 10)

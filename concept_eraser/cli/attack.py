@@ -7,8 +7,8 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser import ranks
-from concept_eraser.errors import UserError
+from concept_eraser import limits, ranks
+from concept_eraser.errors import UserError, shown
 
 
 def attack(
@@ -17,9 +17,9 @@ def attack(
     suite: Annotated[Optional[str], typer.Option(help="evaluation suite: its concept, judge, sampler and prompts (default: the one named like the run's forget set)")] = None,
     group: Annotated[str, typer.Option(help="the suite's group of prompts to attack")] = "direct",
     before: Annotated[Optional[str], typer.Option(help="the model before, which draws the concept (default: the one the run's recipe names)")] = None,
-    n: Annotated[int, typer.Option("-n", min=2, help="how many prompts")] = 20,
-    batch: Annotated[int, typer.Option(min=1, help="prompts attacked at once")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="of the attack's own randomness")] = 0,
+    n: Annotated[int, typer.Option("-n", min=2, max=limits.IMAGES, help="how many prompts")] = 20,
+    batch: Annotated[int, typer.Option(min=1, max=limits.BATCH, help="prompts attacked at once")] = 16,
+    seed: Annotated[int, typer.Option(min=0, max=limits.SEED, help="of the attack's own randomness")] = 0,
     hide: Annotated[Optional[str], typer.Option(help="attack prompts in which this word stands for the concept's; proves an attack on an unprotected model")] = None,
     word: Annotated[Optional[str], typer.Option(help="how the prompts name the concept, where that is not the suite's value for it")] = None,
     settings: Annotated[Optional[list[str]], typer.Option("--set", help="an option of the attack, key=value; may be given several times")] = None,
@@ -62,7 +62,7 @@ def _options(settings: list[str]) -> dict[str, Any]:
     for text in settings:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"cannot read --set {text!r}; write key=value, e.g. k=3")
+            raise UserError(f"cannot read --set {shown(text)}; write key=value, e.g. k=3")
         found[key.strip()] = value.strip()
     return found
 

@@ -26,14 +26,15 @@ def card(
       concept-eraser card runs/mine --repo me/no-star --license openrail++ -o README.md
     """
     from concept_eraser import api
+    from concept_eraser.storage.writers import probe, write_text
 
+    if output is not None:
+        if output.is_file() and not overwrite:
+            raise UserError(f"{output} exists already; give another --output, or --overwrite")
+        probe(output)
     text = api.card(run, repository=repository, license=license)
     if output is None:
         typer.echo(text, nl=False)
         return
-    if output.is_file() and not overwrite:
-        raise UserError(f"{output} exists already; give another --output, or --overwrite")
-    from concept_eraser.storage.writers import write_text
-
     write_text(output, text, overwrite=overwrite)
     typer.echo(f"written: {output}")

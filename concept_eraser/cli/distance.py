@@ -7,6 +7,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from concept_eraser import limits
 from concept_eraser.errors import UserError
 
 
@@ -17,7 +18,7 @@ def distance(
     mode: Annotated[Optional[str], typer.Option(help="of inception, clean-fid's resizing: clean, legacy_pytorch, legacy_tensorflow")] = None,
     model: Annotated[Optional[str], typer.Option(help="of clip: open_clip's name, or local-dir:FOLDER")] = None,
     weights: Annotated[Optional[str], typer.Option(help="of clip: a file, or open_clip's name of weights on this machine")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of the subsets that KID draws")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=limits.SEED, help="of the subsets that KID draws")] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of distance.json")] = Path("distance"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:  # fmt: skip

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser.errors import Interrupted, UserError
+from concept_eraser import limits
+from concept_eraser.cli.bounds import finite
+from concept_eraser.errors import Interrupted, Told, UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
 
@@ -43,10 +45,10 @@ def erase(
     loss: Annotated[Optional[str], typer.Option(help="forget loss: anchor, esd, ascent, relabel, distill")] = None,
     method: Annotated[Optional[str], typer.Option(help="see `concept-eraser list methods`")] = None,
     select: Annotated[Optional[str], typer.Option(help="train these weights themselves, e.g. all, cross_attention; with --lora, a LoRA of their linear layers")] = None,
-    lora: Annotated[Optional[int], typer.Option(metavar="RANK", help="train a LoRA of this rank (default without a recipe, where every concept has an anchor: 64)")] = None,
-    steps: Annotated[Optional[int], typer.Option(help="training steps")] = None,
-    lr: Annotated[Optional[float], typer.Option(help="learning rate")] = None,
-    seed: Annotated[Optional[int], typer.Option(help="training seed")] = None,
+    lora: Annotated[Optional[int], typer.Option(metavar="RANK", min=1, max=limits.RANK, help="train a LoRA of this rank (default without a recipe, where every concept has an anchor: 64)")] = None,
+    steps: Annotated[Optional[int], typer.Option(min=1, max=limits.TRAINING_STEPS, help="training steps")] = None,
+    lr: Annotated[Optional[float], typer.Option(min=0.0, max=limits.LEARNING_RATE, callback=finite, help="learning rate")] = None,
+    seed: Annotated[Optional[int], typer.Option(min=0, max=limits.SEED, help="training seed")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="run folder (default: runs/<recipe name or fingerprint>)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what the run folder holds")] = False,
@@ -142,7 +144,11 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
                 if ranks.alone()
                 else f" (under the same launch: accelerate launch ... -m {resume_command.replace('-', '_', 1)})"
             )
-            raise Interrupted(f"{stop}\ncontinue with: {resume_command}{several}") from None
+            raise Interrupted(f"{stop}\ncontinue with: {resume_command}{several}{_set_aside(folder)}") from None
+        except Told:
+            raise
+        except UserError as error:
+            raise UserError(f"{error}{_set_aside(folder)}") from None
     if not ranks.is_first():
         return
     again = "" if done.model else " (finished before; --overwrite does it again)"
@@ -151,6 +157,14 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
     loads = f"    (or load it: DiffusionPipeline.from_pretrained('{folder / 'pipeline'}'){alone})"
     whole = loads if (folder / "pipeline").is_dir() else f"    (the whole model: {folder / 'model'})"
     typer.echo(f"next: concept-eraser evaluate {folder}{whole}")
+
+
+def _set_aside(folder: Path) -> str:
+    """Where the run lies that an unfinished one is about to replace."""
+    from concept_eraser.storage import output_folder
+
+    places = output_folder.places_set_aside(folder) if folder.is_dir() else []
+    return f"\nthe run that was there before lies in {places[0]} until the new one is finished" if places else ""
 
 
 def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:

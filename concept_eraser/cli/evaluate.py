@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser import ranks
+from concept_eraser import limits, ranks
 from concept_eraser.errors import UserError
 
 
@@ -16,7 +16,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="what to measure: a run folder, a diffusers folder, a hub id; or a LoRA, denoiser or text encoder, with --before")],
     suite: Annotated[Optional[str], typer.Option(help="evaluation suite by name or file (default: the one named like the run's forget set); see `concept-eraser list suites`")] = None,
     before: Annotated[Optional[str], typer.Option(help="the model before (default: the one the run's recipe names)")] = None,
-    n: Annotated[Optional[int], typer.Option("-n", min=2, help="at most so many pictures a group")] = None,
+    n: Annotated[Optional[int], typer.Option("-n", min=2, max=limits.IMAGES, help="at most so many pictures a group")] = None,
     guard: Annotated[Optional[str], typer.Option(help="sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, sld-strong: or sld-max:")] = None,
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of evaluation.json and report.html (default: the run folder; evaluations/SUITE in it where it holds another suite's)")] = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="also load weights stored as pickles, which can execute code")] = False,

@@ -7,15 +7,18 @@ from typing import Annotated, Optional
 
 import typer
 
+from concept_eraser import limits
+from concept_eraser.cli.bounds import finite
+
 
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN", help="a run folder; or a diffusers folder, a LoRA, tensors of a part, a single-file checkpoint")],
     to: Annotated[str, typer.Option(help="diffusers, tensors, lora, kohya or single-file")],
     output: Annotated[Optional[Path], typer.Option("--output", "-o", help="where to: a folder for diffusers, else a .safetensors file (default: RUN/exports/)")] = None,
     before: Annotated[Optional[str], typer.Option(help="the model it was made from (default: the one of the run's recipe)")] = None,
-    strength: Annotated[float, typer.Option(help="scales the erasure: 0 is the original, 1 the run")] = 1.0,
-    rank: Annotated[Optional[int], typer.Option(min=1, help="of a LoRA (default: the run's own, else the smallest that leaves --max-error)")] = None,
-    max_error: Annotated[float, typer.Option(min=0.0, help="the share of the change that a LoRA of trained weights may leave out")] = 0.2,
+    strength: Annotated[float, typer.Option(min=-limits.PORTION, max=limits.PORTION, callback=finite, help="scales the erasure: 0 is the original, 1 the run")] = 1.0,
+    rank: Annotated[Optional[int], typer.Option(min=1, max=limits.RANK, help="of a LoRA (default: the run's own, else the smallest that leaves --max-error)")] = None,
+    max_error: Annotated[float, typer.Option(min=0.0, max=limits.PORTION, callback=finite, help="the share of the change that a LoRA of trained weights may leave out")] = 0.2,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
 ) -> None:  # fmt: skip
     """Write an erasure in the format that another program reads.

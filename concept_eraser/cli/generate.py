@@ -7,6 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from concept_eraser import limits
+from concept_eraser.cli.bounds import finite
 from concept_eraser.errors import UserError
 
 
@@ -14,10 +16,10 @@ def generate(
     model: Annotated[str, typer.Argument(help="tiny-sd, a diffusers folder, a run folder or a hub id")],
     prompt: Annotated[Optional[list[str]], typer.Option("--prompt", "-p", help="a prompt; may be given several times")] = None,
     prompts: Annotated[Optional[str], typer.Option(help="a prompt set by name or file")] = None,
-    n: Annotated[int, typer.Option("-n", min=1, help="pictures of each --prompt, or pictures of the set in all")] = 4,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="pictures are numbered from this seed")] = 0,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="denoising steps")] = 25,
-    guidance: Annotated[float, typer.Option(min=0.0, max=1000.0, help="classifier-free guidance")] = 5.0,
+    n: Annotated[int, typer.Option("-n", min=1, max=limits.IMAGES, help="pictures of each --prompt, or pictures of the set in all")] = 4,
+    seed: Annotated[int, typer.Option(min=0, max=limits.SEED, help="pictures are numbered from this seed")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=limits.SAMPLER_STEPS, help="denoising steps")] = 25,
+    guidance: Annotated[float, typer.Option(min=0.0, max=limits.GUIDANCE, callback=finite, help="classifier-free guidance")] = 5.0,
     before: Annotated[Optional[str], typer.Option(help="the model that a LoRA, denoiser or text encoder was made for")] = None,
     guard: Annotated[Optional[str], typer.Option(help="sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, sld-strong: or sld-max:")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of the pictures")] = Path("pictures"),

@@ -7,16 +7,27 @@ from typing import Annotated, Optional
 
 import typer
 
+from concept_eraser import limits
 from concept_eraser.errors import UserError
 
 
 def merge(
-    sources: Annotated[list[str], typer.Argument(metavar="RUN...", help="run folders; or diffusers folders, LoRAs, tensors of a part, single-file checkpoints")],
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="run folders; or diffusers folders, LoRAs, tensors of a part, single-file checkpoints",
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of the merged model")],
     weights: Annotated[Optional[str], typer.Option(help="one number a run, e.g. 1,0.5 (default: all 1)")] = None,
-    before: Annotated[Optional[str], typer.Option(help="the model they were made from (default: the one of the runs' recipes)")] = None,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
-) -> None:  # fmt: skip
+    before: Annotated[
+        Optional[str], typer.Option(help="the model they were made from (default: the one of the runs' recipes)")
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")
+    ] = False,
+) -> None:
     """Add several erasures of one model, and write the whole model.
 
     W = W_0 + sum of weight x (W_run - W_0). No run knew of the others: measure what comes out.
@@ -30,12 +41,16 @@ def merge(
       concept-eraser evaluate runs/both --suite tiny_star
     """
     try:
-        factors = [float(part) for part in weights.split(",")] if weights else None
-    except ValueError:
-        raise UserError(f"cannot read --weights {weights!r}; write numbers with commas between them, e.g. 1,0.5") from None  # fmt: skip
+        factors = (
+            [limits.number(part, -limits.PORTION, limits.PORTION) for part in weights.split(",")] if weights else None
+        )
+    except ValueError as error:
+        raise UserError(f"cannot read --weights: {error}; write numbers with commas between them, e.g. 1,0.5") from None
     from concept_eraser import api
 
     done = api.merge(*sources, output=output, weights=factors, before=before, allow_pickle=allow_pickle)
     each = ", ".join(f"{length:.3g}" for length in done.lengths)
-    typer.echo(f"written: {done.path}; changes of length {each} add up to {done.length:.3g} (at right angles: {done.apart:.3g}) in {done.tensors} tensors")  # fmt: skip
+    typer.echo(
+        f"written: {done.path}; changes of length {each} add up to {done.length:.3g} (at right angles: {done.apart:.3g}) in {done.tensors} tensors"
+    )
     typer.echo(f"next: concept-eraser evaluate {done.path} --before {done.before} --suite SUITE, once a concept")

@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from concept_eraser import limits
+
 RECIPE = "tiny_star_munba_lora"
 PAIRS = 12  # pictures of a row of before_after.png
 
 
 def quickstart(
     output: Annotated[Path, typer.Option("--output", "-o", help="run folder")] = Path("runs/quickstart"),
-    n: Annotated[int, typer.Option("-n", min=2, help="pictures of each prompt group")] = 96,
+    n: Annotated[int, typer.Option("-n", min=2, max=limits.IMAGES, help="pictures of each prompt group")] = 96,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
     """Erase "star" from the bundled model, measure it, and write a report: a few minutes on two cores.

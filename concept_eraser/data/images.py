@@ -1,23 +1,39 @@
 """Folders of images: with captions to train on, or whoever's pictures to be looked at.
 
 Captions: `name.png` beside `name.txt`, or a `metadata.jsonl` as in `datasets`' imagefolder.
+
+A folder may come from a stranger. Only the formats below are decoded (Pillow has others that start programs), and a picture
+that is too large is refused by what its header says. A picture may be a link to one elsewhere, since people choose training
+pictures by links, and only pixels are taken from it. A caption must not: its text is written into the run's folder.
 """
 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
-from concept_eraser.errors import UserError
+from concept_eraser import limits
+from concept_eraser.data.templates import text_problem
+from concept_eraser.errors import UserError, first_line, shown
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage.readers import parse_json, read_text, require_regular
 
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "BMP",
+    "GIF",
+    "TIFF",
+)  # of Pillow; its reader of JPEG takes MPO too, which some phones write
+CAPTION_BYTES = 100_000
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -29,8 +45,8 @@ def read_folder(folder: Path, size: tuple[int, int], *, caption: str | None = No
     missing caption.
     """
     if not folder.is_dir():
-        raise UserError(f"no such folder of images: {folder}")
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+        raise UserError(f"no such folder of images: {folder}; check the path")
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.is_dir())
     if not paths:
         raise UserError(f"{folder} holds no images ({', '.join(SUFFIXES)})")
     known = _metadata(folder)
@@ -38,7 +54,7 @@ def read_folder(folder: Path, size: tuple[int, int], *, caption: str | None = No
     for path in paths:
         beside = path.with_suffix(".txt")
         own = known.get(path.relative_to(folder).as_posix()) or (
-            beside.read_text().strip() if beside.exists() else caption
+            _caption(_own_text(folder, beside, CAPTION_BYTES), str(beside)) if beside.exists() else caption
         )
         if not own:
             raise UserError(
@@ -50,41 +66,88 @@ def read_folder(folder: Path, size: tuple[int, int], *, caption: str | None = No
 
 
 def _metadata(folder: Path) -> dict[str, str]:
+    """Captions by the path of their picture in the folder. Raises UserError naming the line that is none."""
     path = folder / "metadata.jsonl"
     if not path.exists():
         return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return {row["file_name"]: row.get("text") or row.get("caption") or "" for row in rows}
+    captions = {}
+    for number, line in enumerate(_own_text(folder, path).split("\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        row = parse_json(line, place)
+        name, text = row.get("file_name"), row.get("text") or row.get("caption") or ""
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise UserError(f'{place}: expected {{"file_name": NAME, "text": CAPTION}}, found {shown(row)}')
+        captions[name] = _caption(text, place)
+    return captions
+
+
+def _own_text(folder: Path, path: Path, limit: int = 2**30) -> str:
+    """A text file of the folder. Raises UserError where it is a link that leads out of the folder."""
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # links in a circle
+        inside = True  # the reader says what is wrong
+    if not inside:
+        raise UserError(f"{path} is a link that leads out of {folder}; copy the file into the folder")
+    return read_text(path, limit)
+
+
+def _caption(text: str, place: str) -> str:
+    if wrong := text_problem(text.strip()):
+        raise UserError(f"{place}: the caption {wrong}")
+    return text.strip()
 
 
 def read(path: Path, size: tuple[int, int]) -> np.ndarray:
-    try:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
-        raise UserError(f"{path} is no readable image ({error})") from None
+    """A picture file resized and centre-cropped to (height, width): [h, w, 3] uint8.
+
+    Raises UserError for what is no picture, is damaged, too small, too large, or too narrow to be cropped.
+    """
+    image = _decoded(path, "no readable image", lambda opened: opened.convert("RGB"))
     height, width = size
     scale = max(width / image.width, height / image.height)
-    image = image.resize((max(width, round(image.width * scale)), max(height, round(image.height * scale))), Image.Resampling.LANCZOS)  # fmt: skip
+    large = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
+    if large[0] * large[1] > limits.PIXELS:
+        raise UserError(
+            f"{path} has {image.width} x {image.height} pixels, too narrow for {width} x {height}; crop it first"
+        )
+    image = image.resize(large, Image.Resampling.LANCZOS)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return np.asarray(image.crop((left, top, left + width, top + height)))
 
 
+def _decoded(path: Path, problem: str, decode: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """What `decode` makes of an open picture file. Raises UserError where it cannot be read, or has no or too many pixels."""
+    require_regular(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's of large pictures and odd files; what cannot be used is an error
+            with Image.open(path, formats=FORMATS) as opened:
+                if opened.width * opened.height > limits.PIXELS:
+                    raise Image.DecompressionBombError("its header states more pixels than are read")
+                image = decode(opened)
+    except (Exception, MemoryError) as error:  # Pillow raises some twenty kinds for damaged files
+        raise UserError(f"{path} is {problem} ({first_line(error)}); convert it to PNG, or remove it") from None
+    if min(image.size) < 2:
+        raise UserError(f"{path} has {image.width} x {image.height} pixels; at least 2 x 2 are needed")
+    return image
+
+
 def read_picture(path: Path) -> np.ndarray:
     """A picture file as [h, w, 3] RGB, transparency on white. Raises UserError for what is no picture, or is too small."""
-    try:
-        with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened)  # as OpenCV reads it
-            shown = image.convert("RGBA") if image.mode in ("RGBA", "LA", "PA", "P") else image.convert("RGB")
-            if shown.mode == "RGBA":
-                white = Image.new("RGBA", shown.size, "white")
-                shown = Image.alpha_composite(white, shown).convert("RGB")
-            array = np.asarray(shown)
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} is no picture that can be read ({type(error).__name__})") from None
-    if min(array.shape[:2]) < 2:
-        raise UserError(f"{path} has {array.shape[1]} x {array.shape[0]} pixels; at least 2 x 2 are needed")
-    return array
+    return np.asarray(_decoded(path, "no picture that can be read", _upright))
+
+
+def _upright(opened: Image.Image) -> Image.Image:
+    """In RGB, turned as its file says (as OpenCV reads it), transparency on white."""
+    image = ImageOps.exif_transpose(opened)
+    plain = image.convert("RGBA") if image.mode in ("RGBA", "LA", "PA", "P") else image.convert("RGB")
+    if plain.mode == "RGBA":
+        white = Image.new("RGBA", plain.size, "white")
+        plain = Image.alpha_composite(white, plain).convert("RGB")
+    return plain
 
 
 def png(picture: Tensor) -> bytes:

@@ -6,17 +6,24 @@ Which of its examples a side means is said by class, by a random share, or by a 
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import ZipFile
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from concept_eraser.errors import UserError, unknown
+from concept_eraser import limits
+from concept_eraser.errors import UserError, first_line, names_text, shown, unknown
+from concept_eraser.storage.readers import require_regular, size_text
+
+ARRAY_BYTES = 16 * 2**30  # of one array in an .npz
+RATIO = 200  # of an array's size to its size in the file; a bomb has 1,000
 
 
 @dataclass(frozen=True)
@@ -38,15 +45,15 @@ class Labelled:
         except UserError:
             raise
         except Exception as error:
-            shown = ", ".join(str(int(i)) for i in list(rows)[:5]) + (", ..." if len(rows) > 5 else "")
-            raise UserError(f"{self.about}: reading examples {shown} failed: {type(error).__name__}: {error}") from error  # fmt: skip
+            examples = ", ".join(str(int(i)) for i in list(rows)[:5]) + (", ..." if len(rows) > 5 else "")
+            raise UserError(f"{self.about}: reading examples {examples} failed: {first_line(error)}") from error
 
     def class_index(self, name: str | int) -> int:
         """The number of a class given by name, or by number where no class has that name. Raises UserError for others."""
         if str(name) in self.names:
             return self.names.index(str(name))
-        if str(name).isdigit():
-            number = int(name)
+        if str(name).isdecimal() and str(name).isascii():
+            number = int(str(name)[:20])
             if 0 <= number < len(self.names):
                 return number
             raise UserError(f"{self.about} has classes 0 to {len(self.names) - 1}, found {number}")
@@ -59,7 +66,9 @@ class Labelled:
         used = [self.names[int(i)] for i in self.labels.unique()]
         strange = [name for name in used if name not in names]
         if strange:
-            raise UserError(f"{self.about} has a class {strange[0]!r} that the other data do not have: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}")  # fmt: skip
+            raise UserError(
+                f"{self.about} has a class {shown(strange[0])} that the other data do not have: {names_text(names, 8)}"
+            )
         place = torch.tensor([names.index(name) if name in names else -1 for name in self.names])
         return Labelled(place[self.labels], names, self.fetch, self.about)
 
@@ -89,7 +98,11 @@ def checked(labels: Any, n: int, names: Sequence[Any] | None, about: str) -> Ten
         raise UserError(f"{about}: expected labels of shape [{n}], one an example, found {list(found.shape)}")
     whole = found.long()
     if n == 0 or bool((whole.double() != found.double()).any()) or int(whole.min()) < 0:
-        raise UserError(f"{about}: labels must be integers from 0, and there must be some; found {found.tolist()[:5]}")
+        raise UserError(f"{about}: labels must be integers from 0, and there must be some; found {found[:5].tolist()}")
+    if int(whole.max()) >= limits.CLASSES:
+        raise UserError(
+            f"{about}: a label is {int(whole.max()):,}; at most {limits.CLASSES:,} classes are numbered from 0. Number the classes that occur"
+        )
     if names is not None and int(whole.max()) >= len(names):
         raise UserError(f"{about}: a label is {int(whole.max())}, but there are {len(names)} classes, numbered from 0")
     return whole
@@ -141,17 +154,61 @@ def open_data(source: Any, split: str = "train", size: int = 64) -> Labelled:
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, str):
         return from_dataset(source, f"the {type(source).__name__}")
     path = Path(str(source))
-    if path.suffix == ".npz" and path.is_file():
-        try:
-            with np.load(path) as content:  # no pickles: np.load refuses them by default
-                if not {"x", "y"} <= set(content.files):
-                    raise UserError(f"{path}: expected arrays named x and y, found {', '.join(content.files) or 'none'}")  # fmt: skip
-                return from_arrays(content["x"], content["y"], about=str(path))
-        except (OSError, ValueError, BadZipFile) as error:
-            raise UserError(f"{path} is damaged or holds no plain arrays ({str(error)[:100]})") from error
-    if path.is_dir():
-        return from_folder(path / split if (path / split).is_dir() else path, size)
-    raise UserError(f"no such data: {source!r}; give a named set, a folder with one subfolder a class, or an .npz with x and y")  # fmt: skip
+    if path.suffix == ".npz" and os.path.isfile(path):
+        return _of_npz(path)
+    if os.path.isdir(path):
+        return from_folder(path / split if os.path.isdir(path / split) else path, size)
+    raise UserError(f"no such data: {shown(source)}; give a named set, a folder with one subfolder a class, or an .npz with x and y")  # fmt: skip
+
+
+def _of_npz(path: Path) -> Labelled:
+    """The arrays x and y of an .npz. Raises UserError where they are none, or other than they say.
+
+    What the file states is checked before anything of it is read: an archive of some kilobytes may state terabytes.
+    """
+    require_regular(path)
+    try:
+        with ZipFile(path) as archive:
+            names = archive.namelist()
+            if not {"x.npy", "y.npy"} <= set(names):
+                raise UserError(f"{path}: expected arrays named x and y, found {names_text(names) or 'none'}")
+            x, y = (_array(archive, f"{name}.npy", path) for name in ("x", "y"))
+    except UserError:
+        raise
+    except (Exception, MemoryError) as error:  # zipfile, zlib and numpy raise some twenty kinds for damaged files
+        raise UserError(
+            f"{path} is damaged or holds no plain arrays ({first_line(error)}); write it again by numpy.savez"
+        ) from error
+    if x.ndim < 2:
+        raise UserError(f"{path}: expected x of shape [examples, ...], found {list(x.shape)}")
+    if x.dtype.kind == "f" and not np.isfinite(x).all():
+        raise UserError(
+            f"{path}: x holds numbers that are infinite or none (nan); replace them or leave these examples out"
+        )
+    return from_arrays(x, y, about=str(path))
+
+
+def _array(archive: ZipFile, name: str, path: Path) -> np.ndarray:
+    """An array of numbers from an .npz. Raises UserError where its header asks for more than there is."""
+    entry = archive.getinfo(name)
+    if entry.file_size > ARRAY_BYTES or entry.file_size > 2**26 + RATIO * entry.compress_size:
+        raise UserError(
+            f"{path}: {name} states {size_text(entry.file_size)} in {size_text(entry.compress_size)} of the file, which no data have; write it by numpy.savez"
+        )
+    with archive.open(name) as file:
+        version = np.lib.format.read_magic(file)
+        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = reader(file)
+        if dtype.hasobject or dtype.kind not in "biuf":
+            raise UserError(
+                f"{path}: {name} holds {shown(str(dtype), 60)}; expected plain numbers (Python objects are never read)"
+            )
+        if math.prod(shape) * dtype.itemsize != entry.file_size - file.tell():
+            raise UserError(
+                f"{path}: {name} says its shape is {shown(list(shape))}, and holds {size_text(entry.file_size)}; it is damaged, write it again by numpy.savez"
+            )
+    with archive.open(name) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def choose(data: Labelled, *, classes: Sequence[str | int] | None = None, share: float | None = None, indices: Sequence[int] | None = None, seed: int = 0) -> Tensor:  # fmt: skip
@@ -164,14 +221,14 @@ def choose(data: Labelled, *, classes: Sequence[str | int] | None = None, share:
         wanted = [data.class_index(name) for name in classes]
         for name, number in zip(classes, wanted, strict=True):
             if not bool((data.labels == number).any()):
-                raise UserError(f"no example of {data.about} has the class {name!r}, so there is nothing to forget of it")  # fmt: skip
+                raise UserError(f"no example of {data.about} has the class {shown(name)}, so there is nothing to forget of it")  # fmt: skip
         rows = rows[torch.isin(data.labels, torch.tensor(wanted))]
     if indices is not None:
-        listed = torch.tensor(sorted(set(map(int, indices))), dtype=torch.long)
-        beyond = [i for i in listed.tolist() if not 0 <= i < len(data)]
+        listed = sorted(set(map(int, indices)))
+        beyond = [i for i in listed if not 0 <= i < len(data)]
         if beyond:
-            raise UserError(f"{data.about} has examples 0 to {len(data) - 1}; not among them: {', '.join(map(str, beyond[:5]))}")  # fmt: skip
-        rows = rows[torch.isin(rows, listed)]
+            raise UserError(f"{data.about} has examples 0 to {len(data) - 1}; not among them: {names_text(beyond, 5)}")
+        rows = rows[torch.isin(rows, torch.tensor(listed, dtype=torch.long))]
     if share is not None:
         generator = torch.Generator().manual_seed(seed)
         kept = torch.randperm(len(rows), generator=generator)[: max(1, round(share * len(rows)))]

@@ -20,25 +20,29 @@ A table is a prompt set too: a CSV, JSONL or JSON file (see tables.py), or a YAM
 Every field of a row can be used in an anchor: with `anchor: "a {color} square"` each prompt gets its own; with
 `anchor: {shape: circle}` it is the prompt's own template with another shape. A value given as a list
 (`color: [[crimson, red], ...]`) is the word that is written and the value it stands for. `a(n)` becomes a or an.
+
+A set may come from a stranger, so its file names a table on the hub or one in its own folder, and templates fill in plain
+names only (templates.py). All mistakes in a file are reported at once.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
-import re
-import string
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from concept_eraser import resources
-from concept_eraser.data import tables
+from concept_eraser import limits, resources
+from concept_eraser.data import tables, templates
 from concept_eraser.environment import fingerprint
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, mistakes_message, names_text, shown, unknown_message
+from concept_eraser.storage.readers import read_text, read_yaml
 
 
 @dataclass(frozen=True)
@@ -58,29 +62,38 @@ class Prompt:
         if isinstance(anchor, str):
             return self._filled(anchor, {**self.fields, **self.words})
         if self.template is None:
-            raise UserError(f"the anchor {dict(anchor)} replaces words of a template, but the prompt {self.text!r} has none; write the anchor as a text")  # fmt: skip
+            raise UserError(
+                f"the anchor {shown(dict(anchor))} replaces words of a template, but the prompt {shown(self.text)} has none; write the anchor as a text"
+            )
         used = _fields_of(self.template)
         if not set(anchor) & set(used):
             raise UserError(
-                f"the anchor {dict(anchor)} changes nothing in {self.text!r}; its fields: {', '.join(used)}"
+                f"the anchor {shown(dict(anchor))} changes nothing in {shown(self.text)}; its fields: {names_text(used)}"
             )
         return self._filled(self.template, {**self.words, **anchor})
 
     def _filled(self, template: str, words: Mapping[str, str]) -> str:
         missing = [name for name in _fields_of(template) if name not in words]
         if missing:
-            raise UserError(f"the template {template!r} needs the field {missing[0]!r}, which the prompt {self.text!r} does not have; it has: {', '.join(words) or 'none'}")  # fmt: skip
+            raise UserError(
+                f"the template {shown(template)} needs the field {shown(missing[0])}, which the prompt {shown(self.text)} does not have; it has: {names_text(words) or 'none'}"
+            )
         return render(template, words)
 
 
 def _fields_of(template: str) -> list[str]:
-    return [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    try:
+        return templates.fields(template)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def render(template: str, words: Mapping[str, str]) -> str:
-    """Fill a template; `a(n)` becomes a or an, and runs of spaces one."""
-    text = " ".join(template.format(**words).split())
-    return re.sub(r"\ba\(n\) (?=(\w))", lambda match: "an " if match[1].lower() in "aeiou" else "a ", text)
+    """Fill a template; `a(n)` becomes a or an, and runs of spaces one. Raises UserError where it is no template."""
+    try:
+        return templates.fill(template, words)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -125,74 +138,248 @@ def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
         )
         rows, name = _read(path), path.stem
     else:
-        rows, name = [_row(item, "the given list") for item in source], "given"
+        mistakes, name = _Mistakes(), "given"
+        rows = mistakes.all(_row, source, "prompt")
+        mistakes.require_none("the given list")
     if not rows:
-        raise UserError(f"the prompt set {name!r} is empty; give it at least one prompt")
+        raise UserError(f"the prompt set {shown(name)} is empty; give it at least one prompt")
     return PromptSet(name, tuple(rows))
+
+
+_CHARACTERS = 100_000_000  # of all prompts that an expansion gives
+KEYS = ("about", "prompts", "expand", "file", "where")
+
+
+class _Mistakes:
+    """Collects the mistakes in a file, so that all are reported at once."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def all(self, read: Callable[[Any], Any], items: Iterable[Any], what: str) -> list[Any]:
+        """What `read` makes of each item; a mistake is kept with the number of the item, counted from 1."""
+        rows = []
+        for place, item in enumerate(items, 1):
+            try:
+                rows.append(read(item))
+            except ValueError as error:
+                self.lines.append(f"{what} {place}: {error}")
+                if len(self.lines) >= 100:
+                    break
+        return rows
+
+    def one(self, read: Callable[[Any], Any], item: Any, default: Any) -> Any:
+        """What `read` makes of one item, or the default where that is a mistake."""
+        try:
+            return read(item)
+        except ValueError as error:
+            self.lines.append(str(error))
+            return default
+
+    def require_none(self, where: str) -> None:
+        if self.lines:
+            raise UserError(mistakes_message(self.lines, where))
 
 
 def _read(path: Path) -> list[Prompt]:
     if path.suffix in tables.SUFFIXES:
         return _of_table(path, {})
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text in UTF-8 ({error})") from None
+    mistakes = _Mistakes()
     if path.suffix == ".txt":
-        return [Prompt(line.strip()) for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    import yaml
-
-    try:
-        content = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
+        lines = (line.strip() for line in read_text(path).splitlines() if not line.startswith("#"))
+        rows = mistakes.all(_row, filter(None, lines), "prompt")
+        mistakes.require_none(str(path))
+        return rows
+    content = {} if (content := read_yaml(path)) is None else content
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping with `prompts` or `expand`, found a {type(content).__name__}")
-    rows = [_row(item, str(path)) for item in content.get("prompts") or []]
-    if file := content.get("file"):
-        table = tables.from_hub(file) if str(file).startswith(tables.HUB) else path.parent / str(file)
-        rows += _of_table(table, content.get("where") or {})
-    return rows + _expand(content.get("expand") or {}, str(path))
+    mistakes.lines += [unknown_message("key", str(key)[:200], KEYS) for key in content if key not in KEYS]
+    if not isinstance(content.get("about", ""), str | None):
+        mistakes.lines.append(f"about: expected a text, found {shown(content['about'])}; put it in quotes")
+    entries = content.get("prompts") or []
+    if not isinstance(entries, list):
+        mistakes.lines.append(f"prompts: expected a list of texts, found {shown(entries)}")
+        entries = []
+    rows = mistakes.all(_row, entries, "prompt")
+    where = mistakes.one(_conditions, content.get("where"), {})
+    table = mistakes.one(lambda file: _beside(path, file), content.get("file"), None)
+    if where and content.get("file") is None:
+        mistakes.lines.append("where: there is no `file` whose rows it could choose; add it, or remove `where`")
+    expansion = _expand(content.get("expand"), mistakes)
+    mistakes.require_none(str(path))
+    if isinstance(table, str):
+        table = tables.from_hub(table)
+    return rows + (_of_table(table, where) if table is not None else []) + expansion
+
+
+def _conditions(where: Any) -> dict[str, Any]:
+    """What stands under `where`. Raises ValueError where it is no mapping of columns to conditions."""
+    if where is None:
+        return {}
+    if not isinstance(where, dict) or not all(isinstance(key, str) for key in where):
+        raise ValueError(f"where: expected a mapping of columns to conditions, found {shown(where)}")
+    for condition in where.values():
+        tables.require_condition(condition)
+    return where
+
+
+def _beside(path: Path, file: Any) -> Path | str | None:
+    """The table that a set's file names: on the hub, or inside the set's own folder. Raises ValueError for others.
+
+    A set may come from a stranger, and what a table holds is written into the run's folder. So neither `..` nor a link
+    leads out of the folder.
+    """
+    if file is None:
+        return None
+    if not isinstance(file, str) or not file.strip() or not file.isprintable():
+        raise ValueError(
+            f"file: expected the path of a table or {tables.HUB}owner/dataset/file.csv, found {shown(file)}"
+        )
+    if file.startswith(tables.HUB):
+        return file
+    given = Path(file)
+    if given.is_absolute() or ".." in given.parts or "\\" in file:
+        raise ValueError(
+            f"file: {shown(file)} leads out of the set's folder; copy the table into that folder, or give its path as the prompt set itself"
+        )
+    if given.suffix not in tables.SUFFIXES:
+        raise ValueError(f"file: {shown(file)} is no table; expected a file ending in {', '.join(tables.SUFFIXES)}")
+    table = path.parent / given
+    try:
+        inside = table.resolve().is_relative_to(path.parent.resolve())
+    except (OSError, RuntimeError):  # a name that is too long, links in a circle
+        inside = True  # the reader says what is wrong
+    if not inside:
+        raise ValueError(
+            f"file: {shown(file)} is a link that leads out of the set's folder; copy the table into that folder"
+        )
+    return table
 
 
 def _of_table(path: Path, where: Mapping[str, Any]) -> list[Prompt]:
     rows = [Prompt(row.text, row.fields, seed=row.seed, guidance=row.guidance) for row in tables.read(path, where)]
     if not rows and where:
-        raise UserError(f"no row of {path.name} has {', '.join(f'{k}: {v}' for k, v in where.items())}")
+        raise UserError(f"no row of {path.name} has {names_text(f'{k}: {v}' for k, v in where.items())}")
     return rows
 
 
-def _row(item: Any, where: str) -> Prompt:
+def _row(item: Any) -> Prompt:
+    """A prompt from an entry of a list. Raises ValueError where it is none."""
     if isinstance(item, Prompt):
         return item
-    if isinstance(item, str) and item.strip():
-        return Prompt(item.strip())
-    if isinstance(item, dict) and isinstance(item.get("text"), str):
-        fields = {k: str(v) for k, v in item.items() if k not in ("text", "seed", "guidance")}
-        try:
-            seed = None if item.get("seed") is None else int(item["seed"])
-            guidance = None if item.get("guidance") is None else float(item["guidance"])
-        except (TypeError, ValueError):
-            raise UserError(f"{where}: seed and guidance are numbers, found {item!r}") from None
-        return Prompt(item["text"].strip(), fields, seed=seed, guidance=guidance)
-    raise UserError(f"{where}: expected a prompt or a mapping with `text`, found {item!r}")
+    given = {"text": item} if isinstance(item, str) else item
+    text = given.get("text") if isinstance(given, dict) else None
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"expected a prompt or a mapping with `text`, found {shown(item)}")
+    if wrong := templates.text_problem(text):
+        raise ValueError(f"the text {shown(text)} {wrong}")
+    fields = {_field(key): _word(key, value) for key, value in given.items() if key not in ("text", "seed", "guidance")}
+    seed, guidance = given.get("seed"), given.get("guidance")
+    try:
+        seed = None if seed is None else limits.whole(seed, 0, limits.SEED)
+        guidance = None if guidance is None else limits.number(guidance, 0, limits.GUIDANCE)
+    except ValueError as error:
+        raise ValueError(f"seed and guidance are numbers: {error}") from None
+    return Prompt(text.strip(), fields, seed=seed, guidance=guidance)
 
 
-def _expand(rule: dict[str, Any], where: str) -> list[Prompt]:
-    """All combinations of the fields in all templates, without duplicates, in a fixed order."""
-    templates = rule.get("templates") or []
+def _field(name: Any) -> str:
+    if not isinstance(name, str) or not name or len(name) > limits.FIELD:
+        raise ValueError(f"the name of a field is a text of at most {limits.FIELD} characters, found {shown(name)}")
+    return name
+
+
+def _word(field_name: str, value: Any) -> str:
+    """A value of a field as it is written. Raises ValueError where it is no text or number."""
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{field_name}: expected a text or a number, found {shown(value)}; put a date in quotes")
+    if isinstance(value, int) and abs(value) > 10**50:
+        raise ValueError(f"{field_name}: {shown(value)} has too many digits; put it in quotes")
+    if wrong := templates.text_problem(str(value)):
+        raise ValueError(f"{field_name}: {shown(value)} {wrong}")
+    return str(value)
+
+
+def _value(name: str, value: Any) -> tuple[str, str]:
+    """The word that is written for a value of a field, and the value it stands for: the same, unless it is a list of both."""
+    if isinstance(value, list):
+        if len(value) != 2:
+            raise ValueError(
+                f"a list stands for the word that is written and the value it stands for; found {shown(value)}"
+            )
+        return _word(name, value[0]), _word(name, value[1])
+    return _word(name, value), _word(name, value)
+
+
+def _expand(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
+    """All combinations of the fields in all templates, without duplicates, in a fixed order; [] after a mistake."""
+    if rule is None or rule == {}:
+        return []
+    if not isinstance(rule, dict):
+        mistakes.lines.append(f"expand: expected a mapping with `templates` and fields, found {shown(rule)}")
+        return []
+    texts = rule.get("templates")
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+        mistakes.lines.append(f"expand: templates is a list of texts, found {shown(texts)}")
+        return []
+    before = len(mistakes.lines)
+    values = _values_of(rule, mistakes)
+    pieces = mistakes.all(templates.parts, texts, "expand.templates, template")
+    names = [list(dict.fromkeys(name for _, name in one if name is not None)) for one in pieces]
+    if len(pieces) == len(texts):
+        for template, some in zip(texts, names, strict=True):
+            missing = [name for name in some if name not in rule or name == "templates"]
+            if missing:
+                mistakes.lines.append(
+                    f"expand: the template {shown(template)} uses {shown(missing[0])}, which has no list of values; fields: {names_text(values)}"
+                )
+    if len(mistakes.lines) == before:
+        mistakes.lines += _too_much(pieces, names, values)
+    if len(mistakes.lines) > before:
+        return []
     rows: dict[str, Prompt] = {}
-    for template in templates:
-        used = _fields_of(template)
-        missing = [name for name in used if name not in rule]
-        if missing:
-            raise UserError(f"{where}: the template {template!r} uses {missing[0]!r}, which has no list of values; fields: {', '.join(k for k in rule if k != 'templates')}")  # fmt: skip
-        for values in itertools.product(*([v] if isinstance(v := rule[name], str) else v for name in used)):
-            words = {n: v[0] if isinstance(v, list) else str(v) for n, v in zip(used, values, strict=True)}
-            fields = {n: v[-1] if isinstance(v, list) else str(v) for n, v in zip(used, values, strict=True)}
-            text = render(template, words)
-            rows.setdefault(text, Prompt(text, fields, words, template))
+    for template, piece, some in zip(texts, pieces, names, strict=True):
+        for combination in itertools.product(*(values[name] for name in some)):
+            words = {n: word for n, (word, _) in zip(some, combination, strict=True)}
+            text = templates.fill_parts(piece, words)
+            if text not in rows:
+                fields = {n: value for n, (_, value) in zip(some, combination, strict=True)}
+                rows[text] = Prompt(text, fields, words, template)
+    if "" in rows:
+        mistakes.lines.append("expand: a template gives a prompt without any text; give it a word")
     return list(rows.values())
+
+
+def _values_of(rule: Mapping[Any, Any], mistakes: _Mistakes) -> dict[str, list[tuple[str, str]]]:
+    """The fields of an expansion, each with its words and the values they stand for."""
+    values: dict[str, list[tuple[str, str]]] = {}
+    for name, some in rule.items():
+        if name == "templates":
+            continue
+        if not isinstance(name, str) or isinstance(some, dict) or some is None or some == []:
+            mistakes.lines.append(f"expand: {shown(name)} needs a list of values, found {shown(some)}")
+            continue
+        entries = some if isinstance(some, list) else [some]
+        values[name] = mistakes.all(partial(_value, name), entries, f"expand.{name[:60]}, value")
+    return values
+
+
+def _too_much(pieces: list[Any], names: list[list[str]], values: Mapping[str, list[tuple[str, str]]]) -> list[str]:
+    """What is wrong with the size of an expansion, computed before it is made; [] where nothing is."""
+    counts = [min(math.prod(len(values[name]) for name in some), 10**18) for some in names]
+    if sum(counts) > limits.ROWS:
+        return [
+            f"expand: its templates and values give {sum(counts):,} prompts; at most {limits.ROWS:,} are made. Give fewer values, or several sets"
+        ]
+    longest = {name: max(len(word) for word, _ in some) for name, some in values.items()}
+    sizes = [sum(len(text) + (longest[name] if name is not None else 0) for text, name in piece) for piece in pieces]
+    if max(sizes) > limits.TEXT:
+        return [f"expand: a prompt would have {max(sizes):,} characters; at most {limits.TEXT:,} are read"]
+    total = sum(size * count for size, count in zip(sizes, counts, strict=True))
+    if total > _CHARACTERS:
+        return [f"expand: its prompts would have {total:,} characters in all; at most {_CHARACTERS:,} are made"]
+    return []
 
 
 def slips(anchors: Mapping[str, str | Mapping[str, str] | None], sets: Mapping[str, PromptSet]) -> list[str]:
@@ -205,7 +392,9 @@ def slips(anchors: Mapping[str, str | Mapping[str, str] | None], sets: Mapping[s
             meant = known - own if len(own) == 1 else known
             close = difflib.get_close_matches(str(value), meant, n=1, cutoff=0.8)
             if close and str(value) not in known:
-                found.append(f"the anchor's {name} {value!r} is in none of the prompts; did you mean {close[0]!r}?")
+                found.append(
+                    f"the anchor's {name} {shown(value)} is in none of the prompts; did you mean {shown(close[0])}?"
+                )
     return found
 
 
@@ -218,4 +407,6 @@ def require_disjoint(forget: PromptSet, retain: PromptSet) -> None:
     """Forgetting and preserving the same prompt contradict each other."""
     both = sorted(set(forget.texts) & set(retain.texts))
     if both:
-        raise UserError(f"{len(both)} prompts are in both the forget set {forget.name!r} and the retain set {retain.name!r}, e.g. {both[0]!r}; remove them from one")  # fmt: skip
+        raise UserError(
+            f"{len(both)} prompts are in both the forget set {forget.name!r} and the retain set {retain.name!r}, e.g. {shown(both[0])}; remove them from one"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -13,6 +12,8 @@ from concept_eraser.demo import figures, pictures, presets, safety
 from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, sentence
 from concept_eraser.demo.jobs import Job
 from concept_eraser.errors import UserError
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.readers import MEGABYTE, read_json
 
 # Attacks whose own settings look at a picture every few minutes only; somebody who watches wants to see it move.
 CADENCE: Mapping[str, dict[str, Any]] = {
@@ -34,19 +35,21 @@ def start(desk: Desk, run: str, attack: str, n: Any, rounds: Any, seconds: Any, 
     """Check what was asked and put it into the queue. Raises UserError."""
     safety.one_of("run", run, desk.library.finished())
     safety.one_of("attack", attack, names())
+    safety.require_inside(desk.library.folder(run))
     numbers = {"n": safety.whole("prompts", n), "rounds": safety.whole("rounds", rounds), "seconds": safety.number("seconds", seconds), "seed": safety.whole("training seed", seed)}  # fmt: skip
     recipe = desk.library.recipe(run)
     if recipe is None:
         raise UserError(f"{run} has no recipe that says what it forgot; use `concept-eraser attack` with --suite")
+    safety.require_no_code(recipe)
     suite = presets.suite_of(recipe)
     if attack == "paraphrase" and suite != "tiny_star":
         raise UserError("the attack 'paraphrase' has a list of other names for the star only; choose another attack")
-    folder = safety.claim(desk.library.folder(run) / "attacks", "", f"demo-{attack}")
+    folder = safety.claim(desk.library.folder(run) / "attacks", "", f"demo-{attack}", "attack")
     spec = {"kind": "attack", "run": str(desk.library.folder(run)), "base": recipe.model, "suite": suite, "attack": attack, "options": CADENCE.get(attack, {}), "folder": str(folder), **numbers}  # fmt: skip
     try:
         return desk.jobs.add("attack", f"{attack} on {run}", spec, folder)
     except BaseException:
-        folder.rmdir()
+        output_folder.discard(folder)
         raise
 
 
@@ -54,27 +57,20 @@ def live(desk: Desk, job: Job | None) -> str:
     """How an attack stands: in words, its curves, and the best picture so far."""
     if job is None:
         return '<p class="ce-quiet">The loss, and the picture that comes closest to the concept, appear here round by round.</p>'
-    rows = _rows(job.folder / "rounds.jsonl")
-    loss = [(r["round"], r["loss"]) for r in rows if r["loss"] is not None]
+    rows = figures.rows(job.folder / "rounds.jsonl", "round")
+    loss = figures.points(rows, "round", "loss")
     curves = figures.curves("Loss of the search", {"loss": loss} if loss else {}, "round", last=len(rows))
-    surely = {"best so far": [(r["round"], r["best"]) for r in rows], "this round": [(r["round"], r["shows"]) for r in rows]}  # fmt: skip
+    surely = {"best so far": figures.points(rows, "round", "best"), "this round": figures.points(rows, "round", "shows")}  # fmt: skip
     curves += figures.curves("How surely the concept shows", surely if rows else {}, "round", low=0, high=1, last=len(rows))  # fmt: skip
     return f'{_told(desk, job, rows)}{_best(job, rows)}<div class="ce-figures">{curves}</div>'
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:  # being written
-            break
-    return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _ended(path: Path) -> str:
+    """Why the attack ended, as its process wrote down; "stopped by hand" where it did not."""
+    try:
+        return str(read_json(path, limit=MEGABYTE).get("ended", "stopped by hand"))
+    except UserError:  # not written
+        return "stopped by hand"
 
 
 def _told(desk: Desk, job: Job, rows: list[dict[str, Any]]) -> str:
@@ -87,7 +83,7 @@ def _told(desk: Desk, job: Job, rows: list[dict[str, Any]]) -> str:
         return notice(f"#{job.number} {job.title}: {broken}, {minutes(job.seconds)}; now: {job.what}")
     if job.state == "failed":
         return alert(f"#{job.number} {job.title}: {job.error}")
-    ended = _json(job.folder / "found.json").get("ended", "stopped by hand")
+    ended = _ended(job.folder / "found.json")
     return notice(f"#{job.number} {job.title}: {broken}; {ended} ({minutes(job.seconds)})")
 
 

@@ -19,6 +19,7 @@ def texts(desk: Desk) -> dict[str, str]:
         "attack": attack.live(desk, erase.latest(desk, "attack")),
         "offer": compare.invitation(desk),
         "table": results.runs_table(desk),
+        "measured": results.live(desk, erase.latest(desk, "measure")),
     }
 
 
@@ -69,6 +70,7 @@ def wind(gr: Any, desk: Desk, parts: dict[str, Any], jobs: Any, row: Any, which:
         parts["Attack"]["shown"],
         parts["Compare"]["offer"],
         parts["Results"]["mine"],
+        parts["Results"]["shown"],
     ]
     menus = [parts["Compare"]["runs"], parts["Attack"]["run"], parts["Results"]["run"], parts["Erase"]["left"], parts["Erase"]["model"], parts["Images"]["run"], parts["Compare"]["first"]]  # fmt: skip
     outputs = [*shown, last, row, which, clock, *menus]

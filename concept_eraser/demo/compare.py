@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
@@ -11,6 +12,7 @@ from urllib.parse import urlencode
 from concept_eraser.demo import pictures, presets, safety
 from concept_eraser.demo.desk import Desk, alert, sentence
 from concept_eraser.demo.state import BUNDLED, Look, Options
+from concept_eraser.errors import UserError
 
 START = "a red star"
 LADDER = (0.25, 0.5, 0.75, 1.0)
@@ -189,8 +191,9 @@ def _wire(gr: Any, desk: Desk, fields: list, shown: Any, said: Any, link: Any, g
         return pick
 
     def forget(names: list[str]) -> Any:
-        for name in names:
-            desk.library.drop(name)
+        for name in names[: safety.LISTED]:
+            with suppress(UserError):  # it has gone already
+                desk.library.drop(name)
         return gr.CheckboxGroup(desk.library.finished(), value=[])
 
     gr.on([go.click, prompt.submit, strength.release], work, fields, api_name="draw", **one)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-import traceback
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from concept_eraser.demo.jobs import Job, Jobs
+from concept_eraser.demo.presets import print_unforeseen
 from concept_eraser.demo.state import Library
 from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.manifest import MARK
 
 
 @dataclass
@@ -32,15 +32,15 @@ class Desk:
         if job.kind == "erase":
             self.library.dropped.discard(job.folder.name)
         begun = job.state in ("done", "running") or not job.folder.is_dir()
-        if not begun and {p.name for p in job.folder.iterdir()} <= {"forget.yaml", "retain.yaml"}:
-            shutil.rmtree(job.folder)
+        if not begun and {p.name for p in job.folder.iterdir()} <= {"forget.yaml", "retain.yaml", MARK}:
+            output_folder.discard(job.folder)
 
 
 def sentence(error: BaseException) -> str:
     """What went wrong, for the page. Of an error nobody foresaw the traceback goes to the terminal, not to the browser."""
     if isinstance(error, UserError | Interrupted):
         return str(error)
-    traceback.print_exception(error, file=sys.stderr)
+    print_unforeseen(error)
     return f"Something failed that should not ({type(error).__name__}); the terminal of the server says where. Nothing was lost; try again."  # fmt: skip
 
 

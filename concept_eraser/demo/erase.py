@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, senten
 from concept_eraser.demo.jobs import Job
 from concept_eraser.demo.state import BUNDLED
 from concept_eraser.errors import UserError
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.writers import write_text
 
 STEPS, PICTURES = 80, 96  # of a run that shall be done in a minute or two on two cores
 
@@ -37,7 +38,8 @@ class Form:
 def models(desk: Desk) -> list[str]:
     """What can be erased from: the bundled model, and the models and results of the runs."""
     names = desk.library.finished()
-    return list(dict.fromkeys([BUNDLED, *(desk.library.base_of(name) for name in names), *names]))
+    bases = [base for base in desk.library.bases_of(names) if not safety.names_code(base)]
+    return list(dict.fromkeys([BUNDLED, *bases, *names]))
 
 
 def start(desk: Desk, form: Form) -> Job:
@@ -47,6 +49,10 @@ def start(desk: Desk, form: Form) -> Job:
     lr = safety.number("learning rate", form.lr or 0) or None
     chosen = safety.one_of("model", form.model, models(desk))
     model = str(desk.library.folder(chosen)) if chosen in desk.library.folders() else chosen
+    if safety.names_code(model):
+        raise UserError(
+            f"{model[:80]!r} names code, and the page runs no code that a recipe names; choose another model"
+        )
     own = safety.prompts("prompts to forget", form.forget), safety.prompts("prompts to retain", form.retain)
     if bool(own[0]) != bool(own[1]):
         raise UserError("prompts of your own are needed on both sides: what to forget, and what to retain")
@@ -61,7 +67,7 @@ def start(desk: Desk, form: Form) -> Job:
         recipes.load(content)
         return desk.jobs.add("erase", f"erasing {title} ({folder.name})", {"kind": "erase", "recipe": content, "folder": str(folder)}, folder)  # fmt: skip
     except BaseException:
-        shutil.rmtree(folder)
+        output_folder.discard(folder)
         raise
 
 
@@ -72,7 +78,7 @@ def _of_the_world(form: Form, folder: Path) -> dict[str, Any]:
     instead = safety.one_of("anchor", form.anchor, presets.other_values(form.concept))
     values = {"forget": [value], "retain": [v for v in presets.WORLD[attribute] if v != value]}
     for side, some in values.items():
-        (folder / f"{side}.yaml").write_text(presets.prompt_set(attribute, some), encoding="utf-8")
+        write_text(folder / f"{side}.yaml", presets.prompt_set(attribute, some))
     return {side: str(folder / f"{side}.yaml") for side in values} | {"anchor": {attribute: instead}}
 
 
@@ -80,6 +86,11 @@ def resume(desk: Desk, name: str) -> Job:
     """Go on with an unfinished run. Raises UserError for any other."""
     safety.one_of("unfinished run", name, desk.library.unfinished())
     folder = desk.library.folder(name)
+    recipe = desk.library.recipe(name)
+    if recipe is not None:
+        safety.require_no_code(recipe)
+    safety.require_inside(folder)
+    safety.require_space(folder)
     return desk.jobs.add("erase", f"going on with {name}", {"kind": "erase", "folder": str(folder)}, folder)
 
 
@@ -87,12 +98,10 @@ def live(desk: Desk, job: Job | None) -> str:
     """The state of an erasing job in words, with its curves."""
     if job is None:
         return '<p class="ce-quiet">Losses and the angle between the two gradients appear here while a run trains.</p>'
-    from concept_eraser.training import log
-
-    rows = log.read(job.folder / "log.jsonl")
+    rows = figures.rows(job.folder / "log.jsonl", "step")
     last = rows[-1]["step"] if rows else 0
-    losses = {side: [(r["step"], r["losses"][side]) for r in rows if r.get("losses", {}).get(side) is not None] for side in ("forget", "retain")}  # fmt: skip
-    angle = [(r["step"], r["cosine"]) for r in rows if r.get("cosine") is not None]
+    losses = {side: figures.points(rows, "step", "losses", side) for side in ("forget", "retain")}
+    angle = figures.points(rows, "step", "cosine")
     ends = job.spec.get("recipe", {}).get("training", {}).get("steps") or max(last, job.total)
     curves = figures.curves("Losses", {k: v for k, v in losses.items() if v}, "step", last=ends, log=True)
     curves += figures.curves("Cosine of the two gradients", {"cosine": angle}, "step", low=-1, high=1, last=ends)

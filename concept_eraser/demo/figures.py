@@ -5,9 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
+from concept_eraser.errors import UserError
+from concept_eraser.storage.readers import MEGABYTE, read_lines
+
+LOG = 64 * MEGABYTE  # bytes of a log that is drawn
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 390, 210, 60, 34, 26
 Point = tuple[float, float]
+
+
+def rows(path: Path, count: str) -> list[dict[str, Any]]:
+    """The rows of a log that a running job writes and that have a whole number `count`; [] where it cannot be read."""
+    try:
+        return [row for row in read_lines(path, LOG) if isinstance(row.get(count), int)]
+    except UserError:
+        return []
+
+
+def points(rows: Sequence[Mapping[str, Any]], x: str, *keys: str) -> list[Point]:
+    """The finite numbers under a key, or a key in a key, of rows, against `x`."""
+    found = []
+    for row in rows:
+        value: Any = row
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+            found.append((float(row[x]), float(value)))
+    return found
 
 
 def curves(title: str, series: Mapping[str, Sequence[Point]], x: str, *, low: float | None = None, high: float | None = None, last: float | None = None, log: bool = False) -> str:  # fmt: skip

@@ -7,7 +7,6 @@ asked.json, before.png, rounds.jsonl, best.png, found.json. Rates with intervals
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from concept_eraser import api, environment, registry
 from concept_eraser.data import generate
+from concept_eraser.data.images import png
 from concept_eraser.errors import UserError
 from concept_eraser.evaluation import attacking, suite
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress
-from concept_eraser.storage.writers import append_line as add_line
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.writers import append_line, write_bytes, write_json
 
 
 class Spent(Exception):
@@ -59,7 +59,7 @@ class Watched(attacking.Referee):
         self.memory["broken"].update({int(r): True for r, hit in zip(offered.rows, hits, strict=True) if hit})
         seconds = time.monotonic() - self.began
         fell = len(self.memory["broken"])
-        add_line(self.folder / "rounds.jsonl", {"round": self.memory["rounds"], "loss": offered.loss, "best": self.memory["best"], "shows": float(shows[top]), "fell": fell, "n": len(scene.prompts), "text": self.memory["text"], "prompt": self.memory["prompt"], "seed": self.memory["seed"], "seconds": round(seconds, 1)})  # fmt: skip
+        append_line(self.folder / "rounds.jsonl", {"round": self.memory["rounds"], "loss": offered.loss, "best": self.memory["best"], "shows": float(shows[top]), "fell": fell, "n": len(scene.prompts), "text": self.memory["text"], "prompt": self.memory["prompt"], "seed": self.memory["seed"], "seconds": round(seconds, 1)})  # fmt: skip
         self.tell(self.memory["rounds"], self.budget[0], f"{fell} of {len(scene.prompts)} prompts broken")
         if self.memory["rounds"] >= self.budget[0] or seconds > self.budget[1]:
             raise Spent
@@ -77,9 +77,7 @@ class Watched(attacking.Referee):
 
 def save(picture: Tensor, path: Path) -> None:
     """[h, w, 3] uint8 as PNG, whole at any time: the page may be reading."""
-    partial = path.with_suffix(".partial")
-    Image.fromarray(picture.numpy()).save(partial, "png")
-    partial.replace(path)
+    write_bytes(path, png(picture))
 
 
 def hunt(spec: dict[str, Any], progress: Progress) -> None:
@@ -87,7 +85,7 @@ def hunt(spec: dict[str, Any], progress: Progress) -> None:
 
     Raises UserError where the attack cannot work on this run, or no prompt is left to be attacked."""
     folder = Path(spec["folder"])
-    folder.mkdir(parents=True, exist_ok=True)
+    output_folder.claim(folder, "attack")
     protocol = attacking.Protocol(suite.load(spec["suite"]), spec["attack"], spec["options"], "direct", spec["n"], spec["n"], spec["seed"])  # fmt: skip
     progress("loading the models", 0, 0)
     victim, original = api.load(spec["run"]), api.load(spec["base"])
@@ -109,7 +107,7 @@ def hunt(spec: dict[str, Any], progress: Progress) -> None:
     except Spent:
         ended = "the budget is spent" if len(referee.memory["broken"]) < len(scene.prompts) else ended
     found = {"ended": ended, "broken": len(referee.memory["broken"]), "n": len(scene.prompts), "cost": scene.cost}
-    (folder / "found.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    write_json(folder / "found.json", found)
 
 
 def _scene(protocol: attacking.Protocol, victim: Model, original: Model, judge: Any, folder: Path, progress: Progress) -> tuple[Scene, Tensor]:  # fmt: skip
@@ -121,7 +119,7 @@ def _scene(protocol: attacking.Protocol, victim: Model, original: Model, judge: 
     asked = n + before.left_out
     if not rows:
         raise UserError(f"nothing to attack: of {asked} prompts the original shows {value!r} for {n}, and the erased model still shows it for {still} of these without any attack")  # fmt: skip
-    (folder / "asked.json").write_text(json.dumps({"asked": asked, "attacked": len(rows), "still": still}) + "\n", encoding="utf-8")  # fmt: skip
+    write_json(folder / "asked.json", {"asked": asked, "attacked": len(rows), "still": still})
     texts, wanted = ([some[i] for i in rows] for some in (before.prompts, before.wanted))
     seeds = [before.seeds[i] for i in rows]
     latents = attacking.encode(original, before.shown[rows])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -153,7 +154,9 @@ class Jobs:
     def _run(self, job: Job) -> None:
         """One process from start to end; its lines are its progress."""
         environment = {**QUIET_THREADS, **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "concept_eraser.demo.worker"]
+        # -P: files of the folder in which the server was started, maybe a stranger's, are no modules
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _package_place()]))
+        command = [sys.executable, "-P", "-m", "concept_eraser.demo.worker"]
         with tempfile.TemporaryFile("w+") as said:
             # a session of its own, so that Ctrl-C in the terminal reaches it through the server only, and once
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment, start_new_session=True)  # fmt: skip
@@ -176,6 +179,12 @@ class Jobs:
             job.state, job.error = "cancelled", ""
         else:
             job.state, job.error = "failed", job.error or f"the job ended early: {last[0][:300]}"
+
+
+def _package_place() -> str:
+    """The folder that the package is imported from; "" where Python finds it there by itself."""
+    place = str(Path(__file__).parents[2])
+    return "" if place in site.getsitepackages() else place
 
 
 def _interrupt(process: subprocess.Popen) -> None:

@@ -48,7 +48,7 @@ def pair(desk: Desk, run: str) -> Pair:
     """Both models of a run on labelled data, kept for the next question. Raises UserError where they cannot be loaded."""
     safety.one_of("run", run, desk.library.finished(TARGETS))
     folder = desk.library.folder(run)
-    return _pair(folder, (folder / "done.json").stat().st_mtime)
+    return _pair(folder, max((folder / name).stat().st_mtime for name in ("done.json", "recipe.yaml")))
 
 
 @lru_cache(maxsize=2)
@@ -62,6 +62,7 @@ def _pair(folder: Path, stamp: float) -> Pair:
     recipe = presets.read_recipe(folder)
     if recipe is None:
         raise UserError(f"{folder.name} has a recipe of another version; erase again")
+    safety.require_no_code(recipe)
     after = load_part(folder, recipe.target)
     chosen = labelled.rows(Request(recipe, after))
     data, gone = chosen["forget"]
@@ -100,11 +101,25 @@ def as_inputs(files: Sequence[str], like: Any) -> Any:
     high = max(1.0, high)
     found = []
     for file in files:
+        _require_small(Path(file))
         image = Image.fromarray(read_picture(Path(file)))
         image = image.convert("RGB" if channels == 3 else "L").resize((side, shape[-2] if len(shape) > 1 else side))
         array = torch.from_numpy(np.asarray(image, np.float32).copy()) / 255 * (high - low) + low
         found.append(array.permute(2, 0, 1).reshape(shape) if channels == 3 else array.reshape(shape))
     return torch.stack(found)
+
+
+def _require_small(path: Path) -> None:
+    """Raise UserError where a file is no picture of a usual format and size; nothing of it is unpacked."""
+    from PIL import Image
+
+    try:
+        with Image.open(path, formats=safety.FORMATS) as image:
+            width, height = image.size
+    except Exception as error:  # Pillow raises many kinds for damaged files
+        raise UserError(f"{path.name[:80]} is no picture that can be read ({type(error).__name__}); give a file of {', '.join(safety.FORMATS)}") from None  # fmt: skip
+    if width * height > safety.PIXELS:
+        raise UserError(f"{path.name[:80]} has {width} x {height} pixels; at most {safety.PIXELS // 10**6} million are taken, so scale it down")  # fmt: skip
 
 
 def shown(values: Any) -> np.ndarray:

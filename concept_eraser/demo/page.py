@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.demo import attack, clock, compare, erase, labelled, results
+from concept_eraser.demo import attack, clock, compare, erase, labelled, results, safety
 from concept_eraser.demo.desk import Desk, alert, sentence
+from concept_eraser.demo.guard import Guard
 from concept_eraser.demo.jobs import QUIET_THREADS
+from concept_eraser.demo.login import Account, Attempts
 from concept_eraser.demo.state import BUNDLED, Library
+from concept_eraser.demo.uploads import AGE, FILE, Uploads
 
 TITLE = "concept_eraser"
-UPLOAD = "10mb"
 HEAD = """<script>
 function cePick(button, before, k, i) {
   const root = button.closest('#shown'), slider = root.querySelector('.ce-slider'); if (!slider) return;
@@ -55,7 +57,7 @@ def build(desk: Desk) -> Any:
     """The Gradio page of a desk; nothing is loaded or started."""
     import gradio as gr
 
-    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(int(AGE), int(AGE))) as page:
         gr.HTML(INTRO, elem_id="head")
         jobs = gr.HTML(elem_id="jobs")
         with gr.Row(visible=False, elem_id="jobs-row") as row:
@@ -123,25 +125,35 @@ def _opened(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
     part["link"].change(None, js=ADDRESS)
 
 
-def _headers() -> list[Any]:
+class Headers:
     """Nothing is loaded from elsewhere, whatever a library's page asks for, and nobody else's page frames this one."""
+
+    ADDED = (
+        (
+            b"content-security-policy",
+            b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'self'",
+        ),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+    )
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def answer(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *self.ADDED]}
+            await send(message)
+
+        await self.app(scope, receive, answer if scope["type"] == "http" else send)
+
+
+def middleware(host: str, names: Sequence[str], uploads: Uploads, attempts: Attempts | None) -> list[Any]:
+    """What stands in front of Gradio: the headers of every answer, and the guard of every request."""
     from starlette.middleware import Middleware
 
-    told = [(b"content-security-policy", b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'self'"), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]  # fmt: skip
-
-    class Headers:
-        def __init__(self, app: Any) -> None:
-            self.app = app
-
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            async def sent(message: Any) -> None:
-                if message["type"] == "http.response.start":
-                    message = {**message, "headers": [*message["headers"], *told]}
-                await send(message)
-
-            await self.app(scope, receive, sent if scope["type"] == "http" else send)
-
-    return [Middleware(Headers)]
+    return [Middleware(Headers), Middleware(Guard, host=host, names=names, uploads=uploads, attempts=attempts)]
 
 
 def warm_up(library: Library) -> None:
@@ -167,11 +179,25 @@ def require_address(host: str) -> None:
         raise UserError(f"the page cannot listen on {host}: {error.strerror or error}; 127.0.0.1 is for this machine alone, 0.0.0.0 for the network") from None  # fmt: skip
 
 
-def serve(given: Sequence[str], *, runs: Path, before: str | None, host: str, port: int | None, auth: tuple[str, str] | None, browser: bool, ready: Any) -> None:  # fmt: skip
-    """Show the page until Ctrl-C. ready: called with its address. Jobs are stopped so that they can be resumed.
+def serve(given: Sequence[str], *, runs: Path, before: str | None, host: str, port: int | None, auth: tuple[str, str] | None, browser: bool, ready: Any, names: Sequence[str] = ()) -> None:  # fmt: skip
+    """Show the page until Ctrl-C. Jobs are stopped so that they can be resumed.
 
-    Raises UserError for runs that are none, for an address that is not this machine's, and where the port is taken.
+    Args:
+        given: run folders to compare, beside those in `runs`.
+        runs: the folder of runs.
+        before: the model that somebody else's result was made from.
+        host: the address to listen on.
+        port: the port; None for the first free one.
+        auth: user and password that the page asks for.
+        browser: whether to open a browser.
+        ready: called with the page's address.
+        names: hosts under which the page is also reached, as NAME or NAME:PORT.
+
+    Raises:
+        UserError: for runs that are none, for an address that is not this machine's, where the port is taken, and where
+            others reach the page and it has no password.
     """
+    safety.require_account(host, auth)
     require_address(host)
     with tempfile.TemporaryDirectory(prefix="concept-eraser-demo-") as scratch:
         os.environ |= QUIET_THREADS | {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": scratch, "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
@@ -179,14 +205,16 @@ def serve(given: Sequence[str], *, runs: Path, before: str | None, host: str, po
 
         from concept_eraser.errors import UserError
 
-        Image.MAX_IMAGE_PIXELS = 20_000_000  # an uploaded picture is unpacked in memory
+        Image.MAX_IMAGE_PIXELS = safety.PIXELS  # an uploaded picture is unpacked in memory
         desk = Desk(Library(runs, given, before))
         page = build(desk).queue(max_size=100)
         import gradio as gr
 
+        named = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        guards = middleware(host, names, Uploads(Path(scratch)), Attempts() if auth else None)
         try:
             style = Path(__file__).parent / "style.css"
-            _, address, _ = page.launch(prevent_thread_lock=True, server_name=host, server_port=port, auth=auth, share=False, quiet=True, inbrowser=browser, ssr_mode=False, theme=theme(gr), css_paths=style, head=HEAD, footer_links=[], max_file_size=UPLOAD, show_error=False, strict_cors=True, app_kwargs={"middleware": _headers()}, allowed_paths=[], state_session_capacity=200)  # fmt: skip
+            _, address, _ = page.launch(prevent_thread_lock=True, server_name=named, server_port=port, auth=Account(*auth) if auth else None, share=False, quiet=True, inbrowser=browser, ssr_mode=False, theme=theme(gr), css_paths=style, head=HEAD, footer_links=[], max_file_size=FILE, show_error=False, strict_cors=True, app_kwargs={"middleware": guards}, allowed_paths=[], state_session_capacity=200)  # fmt: skip
         except OSError as error:
             desk.jobs.close()
             raise UserError(f"the page cannot listen on {host}:{port or 7860}: {str(error)[:150]}; give another --port") from None  # fmt: skip

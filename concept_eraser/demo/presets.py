@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +16,10 @@ import yaml
 from concept_eraser import recipe as recipes
 from concept_eraser import resources
 from concept_eraser.data import prompts as sets
+from concept_eraser.demo import safety
 from concept_eraser.errors import UserError
 from concept_eraser.recipe import Recipe
+from concept_eraser.storage.readers import read_yaml, require_regular
 from concept_eraser.tiny import painter
 
 WORLD: Mapping[str, Sequence[str]] = {"shape": painter.SHAPES, "color": painter.COLORS, "style": painter.STYLES}
@@ -66,7 +70,7 @@ def prompt_set(attribute: str, values: Sequence[str]) -> str:
 def content(method: str, *, model: str, forget: Any, retain: Any, anchor: Any, steps: int, pictures: int, seed: int, lr: float | None) -> dict[str, Any]:  # fmt: skip
     """A recipe's content: a shipped one with other prompts and settings. Smaller pictures' sets and a faster sampler than
     the studies' make a run of minutes out of one of an hour; what was measured is in eval/results."""
-    found = yaml.safe_load(resources.find("pipelines", METHODS[method]).read_text(encoding="utf-8"))
+    found = read_yaml(resources.find("pipelines", METHODS[method]))
     found["model"] = model
     prompted = found["target"] == "denoiser"
     sides = {"forget": forget, "retain": retain, "replace": forget}
@@ -87,16 +91,29 @@ def concept_of(recipe: Recipe) -> tuple[str, str] | None:
     forget = recipe.forgotten[0]
     if forget.prompts is None or len(recipe.forgotten) > 1:
         return None
-    try:
-        rows = sets.load(forget.prompts).prompts
-    except UserError:
+    anchored = tuple(forget.anchor) if isinstance(forget.anchor, dict) else ()
+    return _concept(json.dumps(forget.prompts), _changed(forget.prompts), anchored)
+
+
+@lru_cache(maxsize=1024)
+def _concept(prompts: str, changed: float, anchored: tuple[str, ...]) -> tuple[str, str] | None:
+    """The same from what decides it; the page asks every second, and a prompt set is read once for each change."""
+    loaded = _load(json.loads(prompts))
+    if loaded is None:
         return None
-    anchored = forget.anchor if isinstance(forget.anchor, dict) else {}
     for attribute in sorted(WORLD, key=lambda name: name not in anchored):
-        found = {row.fields.get(attribute) for row in rows}
+        found = {row.fields.get(attribute) for row in loaded.prompts}
         if len(found) == 1 and (value := found.pop()) in WORLD[attribute]:
             return attribute, str(value)
     return None
+
+
+def _changed(source: Any) -> float:
+    """When the file of a prompt set was changed; 0 where it has none."""
+    try:
+        return resources.find("prompts", source).stat().st_mtime if isinstance(source, str) else 0.0
+    except (UserError, OSError, ValueError):
+        return 0.0
 
 
 def told(recipe: Recipe) -> str:
@@ -154,16 +171,36 @@ def _said(prompt: str, value: str, word: str) -> str:
 
 
 def _some(source: Any) -> list[str]:
+    loaded = _load(source)
+    return loaded.take(min(MOST, len(loaded)), 1).texts if loaded else []
+
+
+def _load(source: Any) -> sets.PromptSet | None:
+    """The prompts that a recipe names; None where they cannot be read, whatever the reason: it may be a stranger's."""
     try:
-        loaded = sets.load(source)
+        if isinstance(source, str) and not source.startswith(sets.tables.HUB):
+            require_regular(resources.find("prompts", source))
+        return sets.load(source)
     except UserError:
-        return []
-    return loaded.take(min(MOST, len(loaded)), 1).texts
+        return None
+    except Exception as error:
+        print_unforeseen(error)
+        return None
 
 
 def read_recipe(folder: Path) -> Recipe | None:
-    """The recipe of a run folder; None where it has none that this version reads."""
+    """The recipe of a run folder; None where it has none that this version reads, or one of an unusual size."""
+    path = folder / "recipe.yaml"
     try:
-        return recipes.load(str(folder / "recipe.yaml"))
+        content = read_yaml(path, safety.RECIPE)
+        return recipes.load(content) if isinstance(content, dict) else None
     except UserError:
         return None
+    except Exception as error:  # a stranger's file; the other runs are shown all the same
+        print_unforeseen(error)
+        return None
+
+
+def print_unforeseen(error: BaseException) -> None:
+    """The traceback of an error that nobody foresaw, into the terminal of the server."""
+    traceback.print_exception(error, file=sys.stderr)

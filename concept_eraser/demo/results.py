@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
+from functools import lru_cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from concept_eraser import resources
 from concept_eraser.demo import figures, presets, safety
-from concept_eraser.demo.desk import Desk, alert, quiet, sentence
+from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, sentence
 from concept_eraser.demo.jobs import Job
+from concept_eraser.demo.state import recipe_in
 from concept_eraser.errors import UserError
+from concept_eraser.storage.readers import MEGABYTE, read_json
 
 HERE = "runs of this page"
+LARGEST = 16 * MEGABYTE  # bytes of a run's JSON file that the page reads
+ATTACKS = 50  # of a run, that the table names
+CELL = 200  # characters of a cell
 
 
 def studies() -> list[str]:
@@ -38,18 +44,30 @@ def table(name: str) -> str:
 
 
 def _shares(content: dict[str, Any]) -> tuple[float, float] | None:
-    """Percent of forget prompts that still show the concept, and percent of retained prompts drawn as asked, after."""
-    rows = {(r["metric"], r["group"]): r["after"]["value"] for r in content.get("results", [])}
-    gone = rows.get(("concept_share", "direct"))
-    kept = [v for (metric, group), v in rows.items() if group == "retained" and metric.startswith("accuracy") and v is not None]  # fmt: skip
-    return None if gone is None or not kept else (100 * gone, 100 * kept[0])
+    """Percent of forget prompts that still show the concept, and percent of retained prompts drawn as asked, after.
+
+    None where they were not measured, or the content is damaged."""
+    try:
+        rows = {(str(r["metric"]), str(r["group"])): r["after"]["value"] for r in content.get("results", [])}
+    except (TypeError, KeyError, AttributeError):
+        return None
+    gone = _number(rows.get(("concept_share", "direct")))
+    kept = [_number(v) for (metric, group), v in rows.items() if group == "retained" and metric.startswith("accuracy")]
+    known = [value for value in kept if value is not None]
+    return None if gone is None or not known else (100 * gone, 100 * known[0])
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None for anything else that a file may hold there."""
+    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12
+    return float(value) if right else None
 
 
 def _points_of(folder: Path) -> list[tuple[str, float, float]]:
     """Of each entry of a study: its label, and the means over the seeds."""
     found: dict[str, list[tuple[float, float]]] = {}
     for path in sorted(folder.glob("*_seed*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         shares = _shares(content.get("evaluation") or {})
         if shares:
             label = " ".join(filter(None, (content.get("task"), content.get("label", path.stem))))
@@ -60,18 +78,44 @@ def _points_of(folder: Path) -> list[tuple[str, float, float]]:
 def local_points(desk: Desk) -> list[tuple[str, float, float]]:
     found = []
     for name, folder in desk.library.folders().items():
-        path = folder / "evaluation.json"
-        if path.is_file() and (shares := _shares(_json(path))):
+        if shares := measured(folder):
             found.append((name, *shares))
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
+def measured(folder: Path) -> tuple[float, float] | None:
+    """The two numbers of a run's own evaluation; None where it has none."""
+    return _facts(folder / "evaluation.json")[0]
+
+
+def _facts(path: Path) -> tuple[Any, ...]:
+    """What the table says of a JSON file of a run, read again only where the file changed: the page asks every second."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        status = path.stat()
     except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return (None, None, "")
+    return _read_facts(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _read_facts(path: Path, changed: int, size: int) -> tuple[Any, ...]:
+    """Shares of an evaluation, seconds of a training, prompts broken by an attack; None, None and "" where there are none."""
+    try:
+        content = read_json(path, limit=LARGEST)
+    except UserError:
+        return (None, None, "")
+    broken = f"{content['broken']}/{content['n']}" if {"broken", "n"} <= content.keys() else ""
+    return (_shares(content), _number(content.get("seconds")), broken[:20])
+
+
+def _attacks(folder: Path) -> list[str]:
+    """How many prompts each attack on a run broke, of the newest ATTACKS."""
+    try:
+        names = sorted(os.listdir(folder / "attacks"))[-ATTACKS:]
+    except OSError:
+        return []
+    broken = (_facts(folder / "attacks" / name / "found.json")[2] for name in names)
+    return [text for text in broken if text]
 
 
 def pareto(desk: Desk, name: str) -> str:
@@ -84,15 +128,13 @@ def runs_table(desk: Desk) -> str:
     """The runs at hand: what they forgot, how, how long it took, and what was measured."""
     rows = []
     for name, folder in desk.library.folders().items():
-        recipe = desk.library.recipe(name)
+        recipe = recipe_in(folder)
         if recipe is None:
             continue
-        done, attacks = _json(folder / "done.json"), [_json(p) for p in sorted(folder.glob("attacks/*/found.json"))]
-        concept = presets.concept_of(recipe)
-        shares = _shares(_json(folder / "evaluation.json"))
-        state = f"{done['seconds']:.0f} s" if "seconds" in done else "unfinished"
-        cells = [name, recipe.target, concept[1] if concept else presets.told(recipe), recipe.method.name, str(recipe.training.steps), state, f"{shares[0]:.1f}" if shares else "", f"{shares[1]:.1f}" if shares else "", ", ".join(f"{a['broken']}/{a['n']}" for a in attacks if "broken" in a)]  # fmt: skip
-        rows.append("".join(f"<td>{escape(str(cell))}</td>" for cell in cells))
+        concept, shares, seconds = presets.concept_of(recipe), measured(folder), _facts(folder / "done.json")[1]
+        state = f"{seconds:.0f} s" if seconds is not None else "unfinished"
+        cells = [name, recipe.target, concept[1] if concept else presets.told(recipe), recipe.method.name, str(recipe.training.steps), state, f"{shares[0]:.1f}" if shares else "", f"{shares[1]:.1f}" if shares else "", ", ".join(_attacks(folder))]  # fmt: skip
+        rows.append("".join(f"<td>{escape(str(cell)[:CELL])}</td>" for cell in cells))
     head = "".join(f'<th scope="col">{h}</th>' for h in ("run", "target", "forgot", "method", "steps", "training", "still shows %", "retained %", "broken by attacks"))  # fmt: skip
     if not rows:
         return '<p class="ce-quiet">No runs yet: erase something, and it is listed here.</p>'
@@ -106,8 +148,28 @@ def measure(desk: Desk, run: str, n: Any) -> Job:
     if recipe is None:
         raise UserError(f"{run} has no recipe that says what it forgot; use `concept-eraser evaluate` with --suite")
     folder = desk.library.folder(run)
+    safety.require_no_code(recipe)
+    safety.require_inside(folder)
     spec = {"kind": "measure", "folder": str(folder), "suite": presets.suite_of(recipe), "n": safety.whole("pictures a group", n)}  # fmt: skip
     return desk.jobs.add("measure", f"measuring {run}", spec, folder)
+
+
+def live(desk: Desk, job: Job | None) -> str:
+    """How the last measurement stands: where it is, what it found, or why there is nothing."""
+    if job is None:
+        return ""
+    title = f"#{job.number} {job.title}"
+    if job.state == "waiting":
+        return notice(f"{title}: {desk.jobs.position(job)} before it, {minutes(job.seconds)} so far")
+    if job.state == "running":
+        far = f"{job.what} {job.done} of {job.total}" if job.total else job.what
+        return notice(f"{title}: {far}, {minutes(job.seconds)}")
+    if job.state == "cancelled":
+        return notice(f"{title}: cancelled; nothing was measured")
+    if job.state == "failed":
+        return alert(f"{title}: {job.error}")
+    done = notice(f"{title}: done in {minutes(job.seconds)}; the numbers stand in the table, the whole report in report.html of its folder")  # fmt: skip
+    return done + alert(job.note)
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
@@ -121,6 +183,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 n = gr.Slider(*safety.LIMITS["pictures a group"], 50, step=2, label="Pictures a group", elem_id="measure-n", min_width=160)  # fmt: skip
                 go = gr.Button("Measure", variant="primary", elem_id="measure-go", min_width=100)
             said = gr.HTML(elem_id="measure-said")
+            state = gr.HTML(elem_id="measure-live")
         with gr.Column(scale=3, min_width=300):
             plots = [HERE, *plotted()]
             first = "tiny_star" if "tiny_star" in plots else HERE
@@ -141,4 +204,4 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
     which.change(safely(lambda value: pareto(desk, value)), which, plot, queue=False, api_visibility="private")
     name.change(safely(table), name, shown, queue=False, api_name="table")
     event = go.click(safely(lambda value, size: quiet(f"#{measure(desk, value, size).number} was put into the queue")), [run, n], said, queue=False, api_name="measure")  # fmt: skip
-    return {"mine": mine, "run": run, "which": which, "plot": plot, "events": [event]}
+    return {"shown": state, "mine": mine, "run": run, "which": which, "plot": plot, "events": [event]}

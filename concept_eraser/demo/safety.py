@@ -1,26 +1,37 @@
 """What a browser may ask for: limits of every number and text, and names that stay inside the runs folder.
 
 A path is never read from the page. Runs are looked up in a listing; the only names that become paths are those of new
-runs, and `new_folder` keeps them where they belong.
+runs, and `new_folder` keeps them where they belong. A run folder may be a stranger's: `lies_inside` and `require_inside`
+look at its symbolic links, and `require_no_code` at its recipe. guard.py looks at the requests themselves.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError, unknown_message
+from concept_eraser.errors import UserError, shown, unknown_message
+from concept_eraser.storage import output_folder
 
 PROMPT = 300  # characters
 LINES = 200  # prompts of one's own, one a line
 COLUMNS = 4  # runs that are compared at once
 WAITING = 40  # long jobs that may stand in the queue
 RUNS = 200  # folders that the page may fill the runs folder up to
-SIDE = 1024  # pixels of an uploaded picture's longer side; larger ones are scaled down
-UPLOADS = 8
+UPLOADS = 8  # pictures that are shown at once
+PIXELS = 20_000_000  # of an uploaded picture
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # that are opened; some others start a program (EPS)
+FREE = 2**30  # bytes of the disk that the page leaves free
+PASSWORD = 8  # characters, where others in the network can reach the page
+LISTED = 500  # runs that the page shows, the newest
+RECIPE = 2**20  # bytes of a recipe that the page reads
+ENTRIES = 20_000  # files of a run folder that are looked at for symbolic links
 LIMITS: dict[str, tuple[float, float]] = {
     "sampler steps": (1, 50),
     "guidance": (0, 20),
@@ -94,10 +105,78 @@ def new_folder(runs: Path, name: Any) -> Path:
         raise UserError(f"there is a run {name!r} already; give another name, or choose it under Resume")
     if runs.is_dir() and sum(1 for _ in runs.iterdir()) >= RUNS:
         raise UserError(f"the runs folder holds {RUNS} entries; take some away before new ones are made")
+    require_space(runs)
     return folder
 
 
-def claim(runs: Path, name: str, wanted: str) -> Path:
+def require_space(folder: Path) -> None:
+    """Raise UserError where the disk of a folder, which may not be there yet, is nearly full."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    free = shutil.disk_usage(there).free
+    if free < FREE:
+        raise UserError(f"the disk of the runs folder has {free / 2**20:.0f} MB left; the page begins nothing new below {FREE / 2**20:.0f} MB, so make room first")  # fmt: skip
+
+
+def lies_inside(path: Path, folder: Path) -> bool:
+    """Whether a path, its symbolic links followed, stays in a folder."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # links in a circle
+        return False
+
+
+def can_be_listed(name: str) -> bool:
+    """Whether a folder's name can stand in the page: text that can be sent, without control characters."""
+    return len(name) <= 200 and name.isprintable()
+
+
+def require_inside(folder: Path) -> None:
+    """Raise UserError where a symbolic link in a run folder leads out of it: a job would write through the link."""
+    seen = 0
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            seen += 1
+            path = Path(place) / name
+            if path.is_symlink() and not lies_inside(path, folder):
+                raise UserError(f"{folder.name} holds a symbolic link that leads out of it ({path.relative_to(folder)}); the page starts no job there, replace the link by what it stands for")  # fmt: skip
+            if seen > ENTRIES:
+                raise UserError(f"{folder.name} holds more than {ENTRIES} files; the page starts no job there, use the command line")  # fmt: skip
+
+
+def names_code(model: str) -> bool:
+    """Whether a model's name is a function that would be imported and called (package.module:function)."""
+    try:
+        return ":" in model and not Path(model).exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return True
+
+
+def require_no_code(recipe: Any) -> None:
+    """Raise UserError where a recipe names code: in the page no recipe, and no run folder, may run any."""
+    if names_code(recipe.model):
+        raise UserError(f"the recipe names code as its model ({shown(recipe.model, 80)}); the page runs no code that a recipe names. Save the module and give its folder, or use Python")  # fmt: skip
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    plain = host.strip("[]")
+    try:
+        return ipaddress.ip_address(plain).is_loopback
+    except ValueError:
+        return plain.lower() == "localhost"
+
+
+def require_account(host: str, auth: tuple[str, str] | None) -> None:
+    """Raise UserError where others in the network reach the page and it has no password, or a short one."""
+    if is_loopback(host):
+        return
+    if auth is None:
+        raise UserError(f"on {host or 'every address'} everybody in the network can use this page, and this machine with it, so it needs --auth user:password (or the variable CONCEPT_ERASER_DEMO_AUTH); without one use --host 127.0.0.1")  # fmt: skip
+    if len(auth[1]) < PASSWORD:
+        raise UserError(f"the password has {len(auth[1])} characters; on {host}, where others can reach the page, it needs at least {PASSWORD}")  # fmt: skip
+
+
+def claim(runs: Path, name: str, wanted: str, kind: str = "run") -> Path:
     """Make the folder of a new run: by the name given, or by one like the wanted one that is not taken. Two who ask at the
     same time get two folders. Raises UserError as `new_folder`."""
     plain = (re.sub(r"[^A-Za-z0-9._-]+", "-", wanted).strip("-._") or "run")[:56]
@@ -106,9 +185,6 @@ def claim(runs: Path, name: str, wanted: str) -> Path:
         if not name and (runs / tried).exists():
             continue
         folder = new_folder(runs, tried)
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
+        if output_folder.make(folder, kind):
+            return folder
     raise UserError(f"there is a run {name or plain!r} already; give another name")

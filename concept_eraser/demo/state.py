@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.demo import presets
-from concept_eraser.errors import Interrupted, UserError, unknown
+from concept_eraser.demo import presets, safety
+from concept_eraser.errors import Interrupted, UserError, shown, unknown
 from concept_eraser.recipe import Recipe
+from concept_eraser.storage.readers import read_tensor_header, read_tensors
 
 DRAWN = ("denoiser", "text_encoder")  # targets whose runs draw pictures
 REMEMBERED = 128 * 2**20  # bytes of pictures
+BASES = 3  # models that are kept, the bundled one among them
+CHANGED = 4 * 2**30  # bytes of the runs' tensors that are kept, those that were drawn last
 BUNDLED = "tiny-sd"
 Options = tuple[tuple[str, float], ...]  # of a model's family, by name
 Tell = Callable[[int, int], None]  # sampler steps done, of how many
@@ -53,9 +56,9 @@ class Library:
         """given: run folders, or what another eraser published, to be put on `before`. Raises UserError where one is neither."""
         self.runs, self.before = runs, before
         self._given = _named(given)
-        self._bases: dict[str, Any] = {}
+        self._bases: OrderedDict[str, Any] = OrderedDict()
         self._plain: dict[str, dict[str, Any]] = {}  # a base's family options, as they were when it was loaded
-        self._erased: dict[str, tuple[float, Erased]] = {}
+        self._erased: OrderedDict[str, tuple[float, Erased]] = OrderedDict()
         self._pictures: OrderedDict[tuple, Any] = OrderedDict()
         self._lock, self._stop = threading.RLock(), threading.Event()
         self.dropped: set[str] = set()
@@ -64,10 +67,18 @@ class Library:
                 raise UserError(f"{name}: {path} is no run folder (it has no recipe.yaml); of another eraser's file or folder say with --before what it was made from")  # fmt: skip
 
     def folders(self) -> dict[str, Path]:
-        """Run folders by name, finished or not, the newest first; those given on the command line lead."""
-        inside = [p for p in self.runs.iterdir() if (p / "recipe.yaml").is_file()] if self.runs.is_dir() else []
-        inside.sort(key=lambda p: (p / "recipe.yaml").stat().st_mtime, reverse=True)
-        return {**self._given, **{p.name: p for p in inside if p.name not in self._given}}
+        """Run folders by name, finished or not, the newest first; those given on the command line lead.
+
+        What a symbolic link leads to outside of the runs folder is no run of it, and is left out."""
+        inside = []
+        for path in self.runs.iterdir() if self.runs.is_dir() else ():
+            recipe = path / "recipe.yaml"
+            linked = path.is_symlink() or recipe.is_symlink()  # few are, and to follow links takes time
+            if safety.can_be_listed(path.name) and _is_file(recipe):
+                inside += [(_stamp(recipe), path)] if not linked or safety.lies_inside(recipe, self.runs) else []
+        inside.sort(key=lambda pair: pair[0], reverse=True)
+        newest = [path for _, path in inside[: safety.LISTED]]
+        return {**self._given, **{p.name: p for p in newest if p.name not in self._given}}
 
     def folder(self, name: Any) -> Path:
         """The folder of a run by its name. Raises UserError for any other text: no path is ever made of it."""
@@ -82,22 +93,27 @@ class Library:
         for name, folder in self.folders().items():
             if name in self._given and not (folder / "recipe.yaml").is_file():
                 found += [name] if "denoiser" in targets else []
-            elif (folder / "done.json").is_file() and (recipe := self.recipe(name)) and recipe.target in targets:
+            elif _is_file(folder / "done.json") and (recipe := recipe_in(folder)) and recipe.target in targets:
                 found.append(name)
         return [name for name in found if name not in self.dropped]
 
     def unfinished(self) -> list[str]:
-        return [n for n, p in self.folders().items() if (p / "recipe.yaml").is_file() and not (p / "done.json").is_file() and self.recipe(n)]  # fmt: skip
+        return [n for n, p in self.folders().items() if _is_file(p / "recipe.yaml") and not _is_file(p / "done.json") and recipe_in(p)]  # fmt: skip
 
     def recipe(self, name: str) -> Recipe | None:
         """The recipe of a run; None where it has none that this version reads."""
-        path = self.folder(name) / "recipe.yaml"
-        return _recipe(path.parent, path.stat().st_mtime) if path.is_file() else None
+        return recipe_in(self.folder(name))
 
     def base_of(self, name: str | None) -> str:
         """What a run started from: a model's name or folder."""
         recipe = self.recipe(name) if name else None
         return recipe.model if recipe else (self.before if name and self.before else BUNDLED)
+
+    def bases_of(self, names: Sequence[str]) -> list[str]:
+        """What several runs started from, each once."""
+        known = self.folders()
+        recipes = [recipe_in(known[name]) for name in names if name in known]
+        return list(dict.fromkeys(recipe.model if recipe else (self.before or BUNDLED) for recipe in recipes))
 
     def options_of(self, name: str | None) -> Options:
         """What a run's recipe sets of the family's options."""
@@ -105,15 +121,21 @@ class Library:
         return tuple(sorted(recipe.model_options.items())) if recipe else ()
 
     def model(self, source: str) -> Any:
-        """A base, loaded once."""
+        """A base, loaded once; of several the last BASES are kept. Raises UserError where its name is code."""
+        if safety.names_code(source):
+            raise UserError(f"{shown(source, 80)} names code, and the page runs no code that a recipe names")
         with self._lock:
             if source not in self._bases:
+                others = [known for known in self._bases if known != BUNDLED]
+                for known in others[: max(0, len(self._bases) + 1 - BASES)]:
+                    del self._bases[known], self._plain[known]
                 from concept_eraser import api
                 from concept_eraser.models.base import onto_gpu
 
                 self._bases[source] = api.load(source)
                 self._plain[source] = self._bases[source].configured()
                 onto_gpu(self._bases[source])
+            self._bases.move_to_end(source)
             return self._bases[source]
 
     def erased(self, name: str) -> Erased:
@@ -122,27 +144,25 @@ class Library:
             raise unknown("finished run", str(name)[:80], self.finished())
         folder = self.folder(name)
         weights = folder / "weights.safetensors"
-        stamp = weights.stat().st_mtime if weights.is_file() else 0.0
+        if (recipe := self.recipe(name)) is not None:
+            safety.require_no_code(recipe)
+        stamp = _stamp(weights)
         with self._lock:
             known = self._erased.get(name)
             if known is None or known[0] != stamp:
                 known = self._erased[name] = (stamp, self._read(name, folder))
+            self._erased.move_to_end(name)
+            while len(self._erased) > 1 and sum(_size(one) for _, one in self._erased.values()) > CHANGED:
+                self._erased.popitem(last=False)
             return known[1]
 
     def _read(self, name: str, folder: Path) -> Erased:
         base, weights = self.base_of(name), folder / "weights.safetensors"
-        if not weights.is_file():
+        if not _is_file(weights):
             return Erased(name, base, self._difference(folder, base))
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(weights, "pt") as file:
-                part = {"unet": "denoiser", "transformer": "denoiser"}.get(
-                    (said := (file.metadata() or {}).get("part", "unet")), said
-                )
-                return Erased(name, base, {part: {key: file.get_tensor(key) for key in file.keys()}})  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{weights} is damaged ({str(error)[:100]}); erase again") from None
+        written = read_tensor_header(weights)[0].get("part", "unet")
+        part = {"unet": "denoiser", "transformer": "denoiser"}.get(written, written)
+        return Erased(name, base, {part: read_tensors(weights)})
 
     def _difference(self, path: Path, base: str) -> dict[str, dict[str, Any]]:
         """The tensors of somebody else's model that are not its base's."""
@@ -167,9 +187,9 @@ class Library:
         source = self.base_of(name) if base is None else base
         options = self.options_of(name) if options is None else options
         keys: list[tuple] = [(source, name if erased else None, strength if erased else 0.0, options, look) for look in looks]  # fmt: skip
+        stamp = self._erased[erased.name][0] if erased and erased.name in self._erased else 0.0
         with self._lock:
-            if erased:
-                keys = [(*key, self._erased[erased.name][0]) for key in keys]
+            keys = [(*key, stamp) for key in keys] if erased else keys
             model = self.model(source)
             missing = [i for i, key in enumerate(keys) if key not in self._pictures]
             if missing:
@@ -202,7 +222,9 @@ class Library:
         self._stop.set()
 
     def drop(self, name: str) -> None:
-        """Forget a run's tensors and pictures, and its base where no other run needs it. Its folder stays."""
+        """Forget a run's tensors and pictures, and its base where no other run needs it. Its folder stays.
+
+        Raises UserError where there is no such run."""
         base = self.base_of(name)
         with self._lock:
             self._erased.pop(name, None)
@@ -211,6 +233,7 @@ class Library:
                 del self._pictures[key]
             if base != BUNDLED and all(self.base_of(other) != base for other in self._erased):
                 self._bases.pop(base, None)
+                self._plain.pop(base, None)
                 for key in [key for key in self._pictures if key[0] == base]:
                     del self._pictures[key]
 
@@ -229,6 +252,8 @@ def _wearing(model: Any, erased: Erased | None, strength: float) -> Iterator[Non
     try:
         with torch.no_grad():
             for part, tensors in (erased.parts if erased else {}).items():
+                if part not in model.parts:
+                    raise UserError(f"the run {erased.name} changes a part that {erased.base} does not have ({shown(part, 40)})")  # type: ignore[union-attr]  # fmt: skip
                 own = model.parts[part].state_dict()
                 for name, value in tensors.items():
                     if name not in own or own[name].shape != value.shape:
@@ -251,6 +276,33 @@ def _named(given: Sequence[str]) -> dict[str, Path]:
 
     paths = list({Path(path).resolve(): Path(path) for path in given}.values())
     return dict(zip(names_of(paths), paths, strict=True))
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is a regular file; False also where its links lead in a circle or this user may not look."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _stamp(path: Path) -> float:
+    """When a file was changed; 0 where there is none."""
+    try:
+        return path.stat().st_mtime
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _size(erased: Erased) -> int:
+    """Bytes of a run's tensors."""
+    return sum(tensor.nbytes for tensors in erased.parts.values() for tensor in tensors.values())
+
+
+def recipe_in(folder: Path) -> Recipe | None:
+    """The recipe of a run folder; None where it has none that this version reads."""
+    path = folder / "recipe.yaml"
+    return _recipe(folder, _stamp(path)) if _is_file(path) else None
 
 
 _READ: dict[Path, tuple[float, Recipe | None]] = {}

@@ -12,7 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from concept_eraser.demo import safety
 from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.readers import read_yaml
+from concept_eraser.storage.writers import write_text
 
 
 def say(**told: Any) -> None:
@@ -46,10 +50,14 @@ def erase(spec: dict[str, Any]) -> None:
         Path(spec["folder"]),
         f"concept-eraser erase {spec['folder']}/recipe.yaml --output {spec['folder']}",
     )
-    recipe = recipes.load(spec["recipe"] if spec.get("recipe") else str(folder / "recipe.yaml"))
-    folder.mkdir(parents=True, exist_ok=True)
+    content = spec.get("recipe") or read_yaml(folder / "recipe.yaml", safety.RECIPE)
+    if not isinstance(content, dict):
+        raise UserError(f"{folder / 'recipe.yaml'} is damaged: expected a mapping, found {type(content).__name__}; erase again")  # fmt: skip
+    recipe = recipes.load(content)
+    safety.require_no_code(recipe)
+    output_folder.claim(folder, "run", alone=True)
     if not (folder / "recipe.yaml").exists():  # from now on the run can be resumed, even while its pictures are drawn
-        (folder / "recipe.yaml").write_text(recipes.dump(recipe, command), encoding="utf-8")
+        write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
     api.erase(recipe, output=folder, resume=True, command=command, progress=Reporter())
 
 
@@ -59,16 +67,35 @@ def measure(spec: dict[str, Any]) -> None:
     from concept_eraser.evaluation.entries import place_for
 
     folder = Path(spec["folder"])
+    _require_no_code(folder)
     found = api.evaluate(str(folder), spec["suite"], n=spec["n"], progress=Reporter())
-    place = place_for(folder, found.suite, Path(spec["suite"]).stem)
+    name = Path(spec["suite"]).stem if isinstance(spec["suite"], str) else "own_prompts"
+    place = place_for(folder, found.suite, name)
+    output_folder.claim(place, "evaluation", inside=folder)
     found.save(place / "evaluation.json")
     api.report(found, place / "report.html", run=folder)
+    refused = "; ".join(f"{metric}: {reason}" for metric, reason in found.refused.items())[:1000]
+    if refused and not found.results:
+        raise UserError(f"nothing could be measured; {refused}")
+    say(note=f"not measured: {refused}" if refused else "")
 
 
 def attack(spec: dict[str, Any]) -> None:
     from concept_eraser.demo.hunt import hunt
 
+    _require_no_code(Path(spec["run"]))
+    if safety.names_code(spec["base"]):
+        raise UserError("the model before the erasure names code, and the page runs no code that a recipe names")
     hunt(spec, Reporter())
+
+
+def _require_no_code(folder: Path) -> None:
+    """Raise UserError where the recipe of a run folder names code. What is no run of ours has no recipe."""
+    from concept_eraser.demo.presets import read_recipe
+
+    recipe = read_recipe(folder)
+    if recipe is not None:
+        safety.require_no_code(recipe)
 
 
 def main() -> int:

@@ -10,8 +10,10 @@ answers (class, score, box) are kept as they are, and every published count is d
 * strict      genitalia, female breast, anus, buttocks, score >= 0.6, picture
 * raw         every class, everything the detector says (its floor is 0.25), instances
 
-The detector is nudenet 3.x with its bundled 320n model (MIT). It reads files through OpenCV, that is as BGR; our pictures
-are RGB and turned round before they are given, so that a file and its array count alike.
+The detector is nudenet 3.x with its bundled 320n model. Its metadata says MIT, but its wheel carries the text of AGPL-3.0,
+and the model names AGPL-3.0 as its own licence; docs/licences.md says what that means. It is imported when a detector is
+made, not before. It reads files through OpenCV, that is as BGR; our pictures are RGB and turned round before they are given,
+so that a file and its array count alike.
 """
 
 from __future__ import annotations

@@ -5,36 +5,36 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from concept_eraser import environment, registry, resources
+from concept_eraser import environment, limits, registry, resources
 from concept_eraser.data import generate, prompts
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, mistakes_message, shown
 from concept_eraser.evaluation.base import Evidence, Group, Judge, Metric, Result
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage.readers import read_yaml
 from concept_eraser.storage.writers import write_text
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=limits.TEXT)
 
 
 class SuiteGroup(_Strict):
     prompts: str | list[str]
     role: Literal["forget", "neighbour", "retain"]
-    n: int = Field(100, ge=2)
+    n: int = Field(100, ge=2, le=limits.IMAGES)
 
 
 class SuiteSampling(_Strict):
-    steps: int = Field(25, ge=1)
-    guidance: float = Field(5.0, ge=0)
-    batch_size: int = Field(64, ge=1)
+    steps: int = Field(25, ge=1, le=limits.SAMPLER_STEPS)
+    guidance: float = Field(5.0, ge=0, le=limits.GUIDANCE)
+    batch_size: int = Field(64, ge=1, le=limits.BATCH)
     precision: Literal["fp32", "bf16"] = "fp32"
 
 
@@ -44,11 +44,15 @@ class Suite(_Strict):
     about: str = ""
     concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
     judge: str = "tiny"
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=limits.SEED)
     sampling: SuiteSampling = SuiteSampling()
-    groups: dict[str, SuiteGroup] = Field(min_length=1)
+    groups: dict[Annotated[str, Field(max_length=limits.FIELD)], SuiteGroup] = Field(
+        min_length=1, max_length=limits.GROUPS
+    )
     metrics: list[str | dict[str, Any]] = Field(
-        ["concept_share", "accuracy", "fid", "clip_score"], description="names, or {name: nudenet, preset: rece}"
+        ["concept_share", "accuracy", "fid", "clip_score"],
+        max_length=limits.METRICS,
+        description="names, or {name: nudenet, preset: rece}",
     )
     sensitive: bool = Field(False, exclude=True, description="blur its pictures in reports; no part of the protocol")
 
@@ -69,18 +73,16 @@ def load(source: str | Path | dict | Suite) -> Suite:
     else:
         path = resources.find("eval", str(source))
         where = path.name
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())[:200]}") from None
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: expected a mapping with `concept` and `groups`, found {shown(content)}")
     try:
         suite = Suite.model_validate(content)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise UserError(f"mistakes in {where}:" + "".join(f"\n  {line}" for line in lines)) from None
+        raise UserError(mistakes_message(map(_mistake, error.errors()), where)) from None
     if len(suite.concept) != 1:
         raise UserError(
-            f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; found {suite.concept}"
+            f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; found {shown(suite.concept)}"
         )
     named = [metric(asked).called() for asked in suite.metrics]
     twice = [name for i, name in enumerate(named) if name in named[:i]]
@@ -91,11 +93,18 @@ def load(source: str | Path | dict | Suite) -> Suite:
     return suite
 
 
+def _mistake(item: Any) -> str:
+    """One line for one of pydantic's errors: the key, what is wrong, what stands there."""
+    key, given = ".".join(str(part)[:60] for part in item["loc"]), item["input"]
+    found = "" if isinstance(given, dict) or item["type"] in ("value_error", "missing") else f", found {shown(given)}"
+    return f"{key}: {item['msg']}{found}"
+
+
 def metric(asked: str | dict[str, Any]) -> Metric:
     """A metric from what a suite says of it: its name, or a mapping with `name` and its options."""
     given = {"name": asked} if isinstance(asked, str) else dict(asked)
     if not isinstance(name := given.pop("name", None), str):
-        raise UserError(f"a metric is its name, or a mapping with `name` and its options; found {asked!r}")
+        raise UserError(f"a metric is its name, or a mapping with `name` and its options; found {shown(asked)}")
     return registry.build("metric", name, given)
 
 

@@ -4,6 +4,9 @@ TorchJD (Quinton & Rey, arXiv 2406.16232, https://torchjd.org) keeps these rules
 here. A rule is asked for weights on the Gram matrix. Where TorchJD has only the form that takes the Jacobian, it is
 given the factor L of G G^T = L L^T, whose rows have the same inner products; that is right for the rules that do not
 look at single coordinates, and the others (GradDrop, TrimmedMean) are refused.
+
+TorchJD (MIT) is not installed with concept_eraser: its solvers quadprog (GPL), qpsolvers (LGPL) and ecos (GPL) are
+copyleft, so they come with `concept-eraser[torchjd]` only.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from torch import Tensor
 from concept_eraser.methods.base import GramMethod, usable
 
 Rule = Literal["UPGrad", "MGDA", "CAGrad", "IMTLG", "PCGrad", "DualProj", "AlignedMTL", "GradVac", "ConFIG", "NashMTL", "Mean", "Sum"]  # fmt: skip
+_QUADPROG = "One of them, quadprog, is under the GPL; without it the method munba needs no solver"
+_SOLVERS = {
+    "CAGrad": "This rule also needs cvxpy: pip install 'torchjd[cagrad]'",
+    "NashMTL": "This rule also needs cvxpy and ecos, which is under the GPL: pip install 'torchjd[nash-mtl]'",
+}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "CAGrad": {"c": 0.4},  # the value of CAGrad's paper (arXiv 2110.14048, section 5)
     "NashMTL": {"max_norm": 0.0, "update_weights_every": 1, "optim_niter": 100},
@@ -41,7 +49,11 @@ class TorchJD(GramMethod):
         try:
             self._rule(2)
         except ImportError as error:
-            raise ValueError(f"the rule {self.rule} needs a solver that is not installed: {error}") from None
+            raise ValueError(
+                f"the method torchjd with rule {self.rule} needs TorchJD and its solvers, which "
+                f"cannot be imported here ({error}); install them with: pip install "
+                f"'concept-eraser[torchjd]'. {_SOLVERS.get(self.rule, _QUADPROG)}"
+            ) from None
 
     def laws(self) -> frozenset[str]:
         return frozenset({"stationarity"}) if self.rule == "MGDA" else frozenset()  # UPGrad regularises its program

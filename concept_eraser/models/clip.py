@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, first_line
+from concept_eraser.models.folder_check import check_part
 from concept_eraser.models.module import Module
+from concept_eraser.storage.readers import read_json
 
 
 class ZeroShot(nn.Module):
@@ -110,13 +112,14 @@ class Clip(Module):
         from transformers import CLIPModel, CLIPTokenizer
         from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
+        check_part(folder)
         try:
             model = CLIPModel.from_pretrained(folder, use_safetensors=True)
             tokenizer = CLIPTokenizer.from_pretrained(folder)
         except Exception as error:
-            raise UserError(f"{folder} holds no CLIP model that can be loaded ({str(error).splitlines()[0][:150]})") from error  # fmt: skip
+            raise UserError(f"{folder} holds no CLIP model that can be loaded ({first_line(error)})") from error  # fmt: skip
         shown = folder / "preprocessor_config.json"
-        config = json.loads(shown.read_text()) if shown.exists() else {}
+        config = read_json(shown) if shown.exists() else {}
         mean, std = config.get("image_mean", OPENAI_CLIP_MEAN), config.get("image_std", OPENAI_CLIP_STD)
         found = cls(model, _padded(tokenizer), source, mean, std)
         found.keep = [tokenizer]  # written beside the weights, so that the folder can be opened again

@@ -18,6 +18,7 @@ from torch import Tensor
 from concept_eraser.errors import UserError, unknown
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.latent import Variance
+from concept_eraser.storage.readers import read_json
 
 NULL_OF_PIPELINE = 1000  # what diffusers' DiTPipeline takes for no class, whatever the model
 
@@ -88,7 +89,7 @@ class DiT(Variance):
             names.setdefault(number, []).append(name)
         if names:
             known = {str(number): ", ".join(names[number]) for number in sorted(names)}
-            index.write_text(json.dumps({**json.loads(index.read_text()), "id2label": known}, indent=2) + "\n")
+            index.write_text(json.dumps({**read_json(index), "id2label": known}, indent=2) + "\n")
 
 
 PLUGIN = DiT

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.errors import UserError, first_line, shown
+from concept_eraser.models.folder_check import INDEX, check_index
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 PATIENCE = 2.5  # seconds; $HF_HUB_ETAG_TIMEOUT where it is set
@@ -98,7 +99,7 @@ def folder_of(name: str, *, token: str | None = None, allow_pickle: bool = False
 
     Raises UserError where neither the hub nor the cache has it.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     repository, revision = split(name)
     silent = why_not(name, token) is not None
@@ -108,9 +109,13 @@ def folder_of(name: str, *, token: str | None = None, allow_pickle: bool = False
             return Path(snapshot_download(repository, allow_patterns=["*.json", "*.txt", "*.model"], **told))
         if silent:
             return Path(snapshot_download(repository, **told))
+        # before diffusers reads it: the index decides what diffusers would download and import
+        check_index(Path(hf_hub_download(repository, INDEX, revision=revision, token=token)))
         from diffusers import DiffusionPipeline  # late: it takes seconds, and a hub that is not there is told at once
 
         return Path(DiffusionPipeline.download(repository, use_safetensors=None if allow_pickle else True, **told, **(left_out or {})))  # fmt: skip
+    except UserError:
+        raise
     except Exception as error:  # the hub's client and diffusers raise some twenty kinds
         raise UserError(f"cannot load {name}: {_reason(silent, revision, error)}") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import re
 import sys
 from pathlib import Path
@@ -14,11 +13,12 @@ from torch import nn
 
 from concept_eraser import registry, resources
 from concept_eraser.errors import UserError, first_line, shown, unknown
-from concept_eraser.models import hub, overlay, single_file
+from concept_eraser.models import folder_check, hub, overlay, single_file
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.module import CONFIG, Module, open_folder
 from concept_eraser.places import FILE_ON
 from concept_eraser.storage.manifest import require_intact
+from concept_eraser.storage.readers import read_text
 
 BUNDLED = {"tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"}
 FAMILIES = {
@@ -82,7 +82,7 @@ def load_part(source: Any, target: str, *, allow_pickle: bool = False, allow_cod
     for folder in (path / resources.whole_model("module"), path):
         if (folder / CONFIG).is_file():
             require_intact(folder)
-            return _autoencoder(folder) if target == "vae" and "_class_name" in (folder / CONFIG).read_text() else open_folder(folder, target)  # fmt: skip
+            return _autoencoder(folder) if target == "vae" and "_class_name" in read_text(folder / CONFIG) else open_folder(folder, target)  # fmt: skip
     if target == "vae":
         return load(source, allow_pickle=allow_pickle)
     raise UserError(f"no such {target}: {source!r}; give the folder of a saved one, a run folder, package.module:function, or in Python the module itself")  # fmt: skip
@@ -109,12 +109,13 @@ def _made_by(source: str) -> nn.Module:
 
 def _autoencoder(folder: Path) -> Module:
     """A folder of diffusers' AutoencoderKL."""
+    folder_check.check_part(folder)
     from diffusers import AutoencoderKL
 
     try:
         return Module(AutoencoderKL.from_pretrained(folder, use_safetensors=True), "vae", str(folder))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"cannot load the VAE {folder}: {str(error).splitlines()[0][:200]}") from error
+    except Exception as error:  # a configuration of wrong types makes the library raise any kind
+        raise UserError(f"cannot load the VAE {folder}: {first_line(error)}") from error
 
 
 def _clip(source: Any) -> Loaded:
@@ -227,7 +228,7 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
 
 
 def _configuration(name: str, token: str | None) -> str:
-    """The diffusers folder that a model's name stands for. Raises UserError where it is none."""
+    """The diffusers folder that a model's name stands for; who reads it checks it. Raises UserError where it is none."""
     if name in BUNDLED:
         return str(resources.tiny_weights() / name)
     for folder in (Path(name) / "pipeline", Path(name)):
@@ -242,13 +243,10 @@ def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
     index = folder / "model_index.json"
     if not index.is_file():
         raise Incomplete(f"{name} is no diffusers pipeline: it has no model_index.json (found: {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'nothing'})")  # fmt: skip
-    try:
-        content = json.loads(index.read_text())
-        family = _family(content["_class_name"], name)
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
-        raise UserError(f"{index} is damaged; copy the checkpoint again") from None
-    for part, named in content.items():  # [library, class]; [null, null] for a part that is left out
-        if part.startswith(_WEIGHED) and isinstance(named, list) and all(named):
+    content = folder_check.check_pipeline(folder)
+    family = _family(content["_class_name"], name)
+    for part in folder_check.components(content):
+        if part.startswith(_WEIGHED):
             _check_weights(folder / part, allow_pickle)
     return _guarded(family, str(folder), name, {"use_safetensors": None if allow_pickle else True})
 
@@ -288,5 +286,7 @@ def _guarded(family: Any, location: str, name: str, options: dict) -> Model:
         return family.from_folder(location, source=name, **options)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"cannot load {name}: {str(error).strip().splitlines()[0][:300]}") from error
+    except Exception as error:  # a configuration of wrong types makes the libraries raise any kind
+        raise UserError(
+            f"cannot load {name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:300]}"
+        ) from error

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from concept_eraser import registry
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, shown
 from concept_eraser.models.base import Loaded
+from concept_eraser.models.folder_check import check_part
+from concept_eraser.storage.readers import read_json, read_tensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -60,16 +62,17 @@ def build(architecture: str, part: str, **options: Any) -> Module:
 
 def open_folder(folder: Path, part: str) -> Module:
     """A folder that `Module.save` wrote. Raises UserError where it is incomplete or holds a class of somebody else's."""
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} holds no model of ours: it needs {CONFIG} and {WEIGHTS} ({str(error)[:120]})") from None  # fmt: skip
-    except Exception as error:  # safetensors has an error class of its own
-        raise UserError(f"{folder / WEIGHTS} is damaged ({str(error)[:120]}); copy it again") from None
+    missing_files = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if missing_files:
+        raise UserError(f"{folder} holds no model of ours: it needs {CONFIG} and {WEIGHTS}, and has no {missing_files[0]}; give another folder")  # fmt: skip
+    check_part(folder)
+    config, tensors = read_json(folder / CONFIG), read_tensors(folder / WEIGHTS)
     if "architecture" not in config:
         raise UserError(f"{folder} holds weights of {config.get('class', 'an unknown class')}, which only its own code can build; make the module, load_state_dict these weights, and pass the object")  # fmt: skip
-    loaded = build(config["architecture"], part, **config.get("options", {}))
+    architecture, options = config["architecture"], config.get("options", {})
+    if not isinstance(architecture, str) or not isinstance(options, dict):
+        raise UserError(f"{folder / CONFIG} is damaged: expected the name of an architecture and its options, found {shown(architecture, 80)} and {shown(options, 80)}; copy the folder again")  # fmt: skip
+    loaded = build(architecture, part, **options)
     try:
         missing = loaded.module.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # sizes

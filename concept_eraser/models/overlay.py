@@ -12,7 +12,6 @@ The base is loaded anew, so the caller's own model stays as it is.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import pickle
 from collections.abc import Iterator, Mapping
@@ -24,9 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from concept_eraser.errors import UserError, first_line
+from concept_eraser.errors import UserError, first_line, shown
 from concept_eraser.models import single_file
 from concept_eraser.models.base import Model
+from concept_eraser.models.folder_check import check_part
+from concept_eraser.storage.readers import read_json
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -82,14 +83,13 @@ def _part_of(path: Path) -> str | None:
     config = path / "config.json"
     if not path.is_dir() or not config.is_file():
         return None
-    try:
-        content = json.loads(config.read_text())
-    except (ValueError, OSError):
-        raise UserError(f"{config} is damaged; copy the folder again") from None
-    named = content.get("_class_name") or next(iter(content.get("architectures") or []), None)
-    if named in _PARTS:
+    check_part(path)
+    content = read_json(config)
+    architectures = content.get("architectures") or [None]
+    named = content.get("_class_name") or (architectures[0] if isinstance(architectures, list) else None)
+    if isinstance(named, str) and named in _PARTS:
         return _PARTS[named]
-    raise UserError(f"{path} holds a {named or 'model of no name'}, which is no part of a pipeline that is read; {' and '.join(_PARTS)} are")  # fmt: skip
+    raise UserError(f"{path} holds a {shown(named, 80) if named else 'model of no name'}, which is no part of a pipeline that is read; {' and '.join(_PARTS)} are")  # fmt: skip
 
 
 def parts_in(path: Path) -> set[str]:

@@ -48,7 +48,7 @@ def locked(folder: Path, purpose: str) -> Iterator[None]:
     try:
         descriptor = _acquire(folder, purpose)
     except BaseException:
-        _remove_empty(created)
+        remove_empty(created)
         raise
     try:
         yield
@@ -56,7 +56,7 @@ def locked(folder: Path, purpose: str) -> Iterator[None]:
         with suppress(OSError):
             (folder / LOCK).unlink()
         os.close(descriptor)
-        _remove_empty(created)
+        remove_empty(created)
 
 
 def holder_of(folder: Path) -> dict[str, Any] | None:
@@ -199,7 +199,8 @@ def _no_place(folder: Path, error: BaseException) -> str:
     return f"{cannot('write to', folder, error)}, or give another --output"
 
 
-def _remove_empty(created: list[Path]) -> None:
+def remove_empty(created: list[Path]) -> None:
+    """Remove folders that were made for nothing, innermost first, up to the first that holds something."""
     for folder in reversed(created):
         try:
             folder.rmdir()

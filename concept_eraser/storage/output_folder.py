@@ -124,6 +124,36 @@ def accept(folder: Path) -> list[str]:
     return accepted
 
 
+def make(folder: Path, kind: str) -> bool:
+    """Make a new marked folder. False where the name is taken: of two who ask at once, one gets it.
+
+    Raises UserError where the folder cannot be made.
+    """
+    locks.make_folder(folder.parent)
+    try:
+        folder.mkdir()
+        manifest.write(folder, Manifest(kind))
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UserError(f"{cannot('make', folder, error)}, or give another place") from None
+    writers.expect_anew(folder)
+    return True
+
+
+def discard(folder: Path) -> None:
+    """Remove a marked folder with the files that its manifest lists. A user's own files stay, and then the folder too."""
+    content = manifest.read(folder)
+    for name in content.files if content is not None else ():
+        if manifest.is_plain(folder, name):
+            (folder / name).unlink(missing_ok=True)
+            _remove_empty_folders((folder / name).parent, folder)
+    if content is not None:
+        (folder / MARK).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def own_folder(folder: Path, name: str) -> Path:
     """A folder below a marked one that another library fills, e.g. a tracker: all in it is ours, if we have made it.
 
@@ -178,7 +208,8 @@ def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
 def _move(folder: Path, aside: Path, content: Manifest, keep: Collection[str] = ()) -> bool:
     """Move what a manifest lists; whether there was anything."""
     moved = False
-    for name in [*content.files, *content.folders]:
+    inside = tuple(f"{name}/" for name in content.folders)
+    for name in [*content.folders, *(one for one in content.files if not one.startswith(inside))]:
         path = folder / name
         if name in keep or not os.path.lexists(path) or not manifest.is_plain(folder, str(PurePosixPath(name).parent)):
             continue
@@ -212,6 +243,11 @@ def _remove_empty_folders(place: Path, root: Path) -> None:
         place = place.parent
 
 
+def places_set_aside(folder: Path) -> list[Path]:
+    """Where earlier results of a folder lie that were set aside and not removed yet."""
+    return sorted(place for place in folder.glob(f"{ASIDE}*") if place.is_dir() and not place.is_symlink())
+
+
 def remove_set_aside(folder: Path) -> list[Path]:
     """Remove what was set aside in a folder, now that the new result is complete.
 
@@ -220,9 +256,7 @@ def remove_set_aside(folder: Path) -> list[Path]:
     Returns:
         files that stay since somebody changed or added them.
     """
-    for aside in sorted(folder.glob(f"{ASIDE}*")):
-        if aside.is_symlink() or not aside.is_dir():
-            continue
+    for aside in places_set_aside(folder):
         for place in [*reversed(_marked_inside(aside)), aside]:
             content = manifest.read(place) if (place / MARK).is_file() else None
             for name, entry in (content.files if content else {}).items():
@@ -238,7 +272,7 @@ def remove_set_aside(folder: Path) -> list[Path]:
             if place.is_dir() and not left:
                 (place / MARK).unlink(missing_ok=True)
                 _remove_empty_folders(place, folder)
-    return [path for aside in folder.glob(f"{ASIDE}*") for path in aside.rglob("*") if path.is_file() and path.name != MARK]  # fmt: skip
+    return [path for aside in places_set_aside(folder) for path in aside.rglob("*") if path.is_file() and path.name != MARK]  # fmt: skip
 
 
 def _remove_tree(folder: Path) -> None:

@@ -27,6 +27,7 @@ TABLE_BYTES = 1024 * MEGABYTE  # tables of prompts (the captions of COCO take 67
 LOG_BYTES = 1024 * MEGABYTE  # logs of runs and attacks
 TEXT_BYTES = 64 * MEGABYTE
 DEPTH = 50  # of nested lists and mappings
+_NO_PLAIN_TYPES = tuple(f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary"))
 NODES = 200_000  # values in a YAML file, aliases expanded
 
 _NEXT_STEP = {
@@ -59,6 +60,8 @@ def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
             if status.st_size > limit:
                 raise UserError(f"{path} has {size_text(status.st_size)}; at most {size_text(limit)} are read of a file of this kind. Check that it is the right file, or split it")  # fmt: skip
             content = file.read(limit + 1)
+    except UserError:  # which is a ValueError
+        raise
     except OSError as error:
         raise UserError(cannot("read", path, error)) from None
     except ValueError:  # a path with a null byte
@@ -174,32 +177,36 @@ def _require_bounded(root: Any, where: str) -> None:
     """Raise UserError where a YAML node, its aliases expanded, is too deep or too large, or contains itself."""
     from yaml import MappingNode, SequenceNode
 
-    expanded: dict[int, int] = {}  # nodes below a node, by its identity; an alias is the same node again
+    measured: dict[int, tuple[int, int]] = {}  # of each node; an alias is the same node again
     open_nodes: set[int] = set()
 
-    def count(node: Any, depth: int) -> int:
+    def measure(node: Any, depth: int) -> tuple[int, int]:
+        """Values in a node and how many levels of lists and mappings it has, at `depth` levels inside others."""
         if id(node) in open_nodes:
             raise UserError(f"{where}: an alias (*name) stands inside what it stands for; write the value out")
-        if depth > DEPTH:
+        total, height = measured.get(id(node), (1, int(isinstance(node, SequenceNode | MappingNode))))
+        if depth + height > DEPTH:
             raise UserError(f"{where} is nested deeper than {DEPTH} levels; write it flatter")
-        if id(node) in expanded:
-            return expanded[id(node)]
+        if id(node) in measured:
+            return total, height
         children: Iterator[Any] = iter(())
+        if str(node.tag) in _NO_PLAIN_TYPES:
+            raise UserError(f"{where} has a value marked !!{node.tag.rpartition(':')[2]}; write it as a text or a list")
         if isinstance(node, SequenceNode):
             children = iter(node.value)
         elif isinstance(node, MappingNode):
             children = (one for pair in node.value for one in pair)
         open_nodes.add(id(node))
-        total = 1
         for child in children:
-            total += count(child, depth + 1)
+            values, levels = measure(child, depth + 1)
+            total, height = total + values, max(height, levels + 1)
             if total > NODES:
                 raise UserError(f"{where} holds more than {NODES:,} values, its aliases (*name) written out; make it smaller")  # fmt: skip
         open_nodes.discard(id(node))
-        expanded[id(node)] = total
-        return total
+        measured[id(node)] = total, height
+        return total, height
 
-    count(root, 0)
+    measure(root, 0)
 
 
 def _require_shallow(text: str, where: str) -> None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, shown
 from concept_eraser.storage import locks, manifest
 from concept_eraser.storage.readers import cannot
 
@@ -174,11 +174,9 @@ def remove_file(path: Path) -> None:
 
 def require_free(path: Path, *, overwrite: bool = False) -> None:
     """Raise UserError where a file cannot be written to a path because of what is there."""
-    try:
-        there = os.path.lexists(path)
-    except ValueError:
-        raise UserError(f"{str(path)!r} cannot be the name of a file; give another one") from None
-    if not there:
+    if "\0" in str(path):
+        raise UserError(f"{shown(str(path))} cannot be the name of a file; give another one")
+    if not os.path.lexists(path):
         return
     if path.is_dir() and not path.is_symlink():
         raise UserError(f"{path} is a folder; give the name of a file")
@@ -200,6 +198,22 @@ def require_free_folder(path: Path) -> None:
         for name in files:
             if not is_listed(Path(place) / name):
                 raise UserError(f"{Path(place) / name} was not written by concept_eraser, so {path} is not replaced; give another --output, or move it away")  # fmt: skip
+
+
+def probe(path: Path) -> None:
+    """Raise UserError where nothing can be written beside a path, before the work whose result goes there.
+
+    Folders that are made for the probe are removed again.
+    """
+    created = locks.make_folder(path.parent)
+    partial = path.with_name(f".probe.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        _put(partial, b"")
+    except OSError as error:
+        raise UserError(_failure(path, error)) from None
+    finally:
+        _remove(partial)
+        locks.remove_empty(created)
 
 
 def is_listed(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from concept_eraser import registry
+from concept_eraser import limits, registry
 from concept_eraser.data import labelled
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers import classifier, vae
-from concept_eraser.errors import UserError
+from concept_eraser.errors import UserError, shown
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.clip import Clip
 from concept_eraser.models.module import open_folder
 from concept_eraser.sections import Histogram, Side
+from concept_eraser.storage.readers import read_text
 from concept_eraser.targets.base import Request
 from concept_eraser.training.parameters import select
 
@@ -89,8 +91,8 @@ def open_named(source: str | None, options: dict[str, Any], split: str) -> Label
     if set(options) - {"size"}:
         raise UserError(f"data {source!r} is no named set; a folder of images takes the option size only, found {', '.join(options)}")  # fmt: skip
     try:
-        return labelled.open_data(source, split, int(options.get("size", 64)))
-    except UserError as error:
+        return labelled.open_data(source, split, limits.whole(options.get("size", 64), 1, limits.SIDE))
+    except ValueError as error:
         raise UserError(f"{error}. Named sets: {', '.join(registry.names('dataset'))}") from None
 
 
@@ -110,13 +112,15 @@ def asked(side: Side) -> tuple[list[str], int]:
 
 def read_indices(path: Path) -> list[int]:
     """Positions from a text file, one a line. Raises UserError, naming the line that is none."""
-    if not path.is_file():
-        raise UserError(f"no such file of indices: {path}")
+    if not os.path.exists(path):
+        raise UserError(f"no such file of indices: {path}; check the path")
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         text = line.split("#")[0].strip()
-        if text and not text.isdigit():
-            raise UserError(f"{path}, line {number}: expected a position (an integer from 0), found {text[:40]!r}")
+        if text and not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) <= limits.POSITION):
+            raise UserError(
+                f"{path}, line {number}: expected a position (an integer from 0 to {limits.POSITION:,}), found {shown(text, 40)}"
+            )
         if text:
             found.append(int(text))
     if not found:

@@ -19,6 +19,7 @@ from concept_eraser.environment import derive_seed
 from concept_eraser.errors import Interrupted, UserError
 from concept_eraser.methods.base import Direction, Method
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage import output_folder
 from concept_eraser.training import saliency, sharding, state
 from concept_eraser.training.closure import Draw, of_step
 from concept_eraser.training.log import Log, describe_gram, peak_memory
@@ -117,6 +118,8 @@ class Engine:
         return self.folder / "state.ckpt"
 
     def run(self, *, resume: bool = False) -> None:
+        if self.accelerator.is_main_process:
+            output_folder.claim(self.folder, "run")  # marked already where a job runs it
         done = state.restore(self) if resume else 0
         if self.skipped_in_a_row >= MAX_SKIPPED:
             self.skipped_in_a_row = 0  # the user asked to try on, perhaps with luck in the draw

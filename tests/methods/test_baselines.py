@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from concept_eraser.methods import weighted
 from concept_eraser.methods.ngdiff import NGDiff
 from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.weighted import Weighted
@@ -46,7 +47,8 @@ def test_pcgrad_against_torchjd(cosine: float) -> None:
     found = Surgery(rule="pcgrad").direction(closure(retain, forget))
     expected = PCGrad()(torch.stack([flat(retain), flat(forget)]))
     torch.testing.assert_close(flat(found.vec), expected)
-    assert found.notes["projected"] == int(cosine < 0)
+    if cosine:  # at a right angle rounding decides the sign, and the sum is the same either way
+        assert found.notes["projected"] == int(cosine < 0)
 
 
 def test_descent_surgery_does_not_notice_the_sign_of_the_forget_loss() -> None:
@@ -84,3 +86,118 @@ def test_a_d_takes_turns_and_asks_one_player_a_step() -> None:
 def test_alternating_with_a_weight_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="alternate"):
         Weighted(alternate=True, forget=0.0)
+
+
+def gram_with(dead: int, value: float) -> torch.Tensor:
+    gram = torch.tensor([[4.0, 1.0], [1.0, 9.0]], dtype=torch.float64)
+    gram[dead, :] = gram[:, dead] = value
+    return gram
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_player_without_a_gradient_is_left_out_and_counted(dead: int, value: float) -> None:
+    gram, alive = gram_with(dead, value), 1 - dead
+    weights, notes = NGDiff().solve(gram)
+    assert weights[dead] == 0
+    assert float(weights[alive]) == pytest.approx([1 / 2, 1 / 3][alive])
+    assert notes == {"degenerate": 1}
+    # what is left of each rule: S is the retain step, SA the forget step, PCGrad whichever there is
+    for rule, wanted in (("descent", [1.0, 0.0]), ("ascent", [0.0, 1.0]), ("pcgrad", [1.0, 1.0])):
+        weights, notes = Surgery(rule=rule).solve(gram)
+        assert weights.tolist() == [0.0 if i == dead else wanted[i] for i in range(2)]
+        assert notes == {"degenerate": 1}
+
+
+def test_ngdiff_knows_when_both_gradients_are_there() -> None:
+    weights, notes = NGDiff().solve(torch.tensor([[0.25, 1.0], [1.0, 100.0]], dtype=torch.float64))
+    assert weights.tolist() == [2.0, 0.1]
+    assert notes == {"degenerate": 0}
+
+
+def test_surgery_by_hand() -> None:
+    """g_r = (2, 0), g_f = (-1, 1): S removes 1/2 (-2) g_f, SA removes -2/4 g_r, PCGrad sums both."""
+    gram = torch.tensor([[4.0, -2.0], [-2.0, 2.0]], dtype=torch.float64)
+    expected = {"descent": [1.0, 1.0], "ascent": [0.5, 1.0], "pcgrad": [1.5, 2.0]}
+    notes = {"descent": {"degenerate": 0}, "ascent": {"degenerate": 0}, "pcgrad": {"degenerate": 0, "projected": 1}}
+    for rule, weights in expected.items():
+        found, said = Surgery(rule=rule).solve(gram)
+        assert found.tolist() == weights
+        assert said == notes[rule]
+    agreed, said = Surgery(rule="pcgrad").solve(gram.abs())
+    assert agreed.tolist() == [1.0, 1.0]
+    assert said == {"degenerate": 0, "projected": 0}
+
+
+def test_surgery_says_which_laws_it_keeps_and_whom_it_knows() -> None:
+    assert Surgery(rule="pcgrad").laws() == {"stationarity"}
+    for rule in ("descent", "ascent"):
+        assert Surgery(rule=rule).laws() == {"stationarity", "orthogonality"}
+    Surgery().check_players(("retain", "forget"))
+    for players in (("retain",), ("retain", "forget", "forget.2")):
+        with pytest.raises(ValueError, match=f"two players, retain and forget; found {', '.join(players)}"):
+            Surgery().check_players(players)
+
+
+def test_the_gram_matrix_of_what_was_computed_and_nan_elsewhere() -> None:
+    given = closure(*pair(0.5, 2.0, 3.0))
+    found = Weighted(retain=0.0).direction(given)
+    assert torch.isnan(found.gram).tolist() == [[True, True], [True, False]]
+    assert float(found.gram[1, 1]) == pytest.approx(9)
+    both = Weighted().direction(given)
+    torch.testing.assert_close(both.gram, torch.tensor([[4.0, 3.0], [3.0, 9.0]], dtype=torch.float64))
+
+
+def test_alternating_weighs_and_logs_the_one_whose_turn_it_is() -> None:
+    for step, weights in ((0, [0.0, 5.0]), (1, [2.0, 0.0]), (2, [0.0, 5.0]), (3, [2.0, 0.0])):
+        given = closure(*pair(0.1, 1.0, 2.0))
+        given.step = step
+        found = Weighted(retain=2.0, forget=5.0, alternate=True).direction(given)
+        assert found.weights.tolist() == weights
+        own = "retain" if step % 2 else "forget"
+        torch.testing.assert_close(flat(found.vec), max(weights) * flat(given.gradients[own]))
+
+
+def test_who_is_weighed_how() -> None:
+    retain, forget = pair(0.1, 1.0, 2.0)
+    given = closure(retain, forget)
+    given.gradients["forget.2"] = retain
+    assert Weighted(retain=2.0, forget=5.0).direction(given).weights.tolist() == [2.0, 5.0, 5.0]
+
+
+def test_a_weight_of_retain_needs_a_retain_set() -> None:
+    Weighted(retain=0.0).check_players(("forget",))
+    Weighted(retain=0.5).check_players(("forget", "retain"))
+    with pytest.raises(ValueError, match="needs a retain set"):
+        Weighted(retain=0.5).check_players(("forget",))
+
+
+@pytest.mark.parametrize(
+    ("options", "fine"),
+    [({"retain": 0.0}, True), ({"forget": 0.0}, True), ({"retain": 0.0, "forget": 0.0}, False), ({"retain": 0.0, "alternate": True}, False),
+     ({"retain": 0.5, "forget": 0.5, "alternate": True}, True), ({"forget": -0.5}, False), ({"retain": -0.5}, False)],
+)  # fmt: skip
+def test_which_weights_make_a_method(options: dict, fine: bool) -> None:
+    if fine:
+        Weighted(**options)
+        return
+    with pytest.raises(ValueError, match="weight"):
+        Weighted(**options)
+
+
+def test_the_settings_with_names_do_what_their_names_say() -> None:
+    """Who is asked for a gradient at the first two steps: nothing but forgetting, nothing but retaining, both, in turn."""
+    expected = {
+        "finetune": [["retain"], ["retain"]],
+        "ga": [["forget"], ["forget"]],
+        "a": [["forget"], ["forget"]],
+        "gdiff": [["retain", "forget"], ["retain", "forget"]],
+        "a-d": [["forget"], ["retain"]],
+    }
+    assert set(weighted.NAMED) == set(expected)
+    for name, asked in expected.items():
+        for step, players in enumerate(asked):
+            given = closure(*pair(0.1, 1.0, 2.0))
+            given.step = step
+            Weighted(**weighted.NAMED[name]).direction(given)
+            assert given.asked == players, name

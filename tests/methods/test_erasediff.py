@@ -95,3 +95,51 @@ def test_what_it_cannot_do_is_said() -> None:
         EraseDiff(eta=0.0)
     with pytest.raises(ValueError, match="barrier must be"):
         EraseDiff(barrier="none")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_the_gap_after_any_number_of_steps(steps: int) -> None:
+    """f = (x + 1)^2 at x = 0.5: each plain step of 0.1 leaves 0.8 of the distance; weights and notes follow."""
+    _, asked = quadratics([0.5, 0.25])
+    found = EraseDiff(barrier="gap", inner_steps=steps, inner_lr=0.1).direction(asked)
+    gap = 2.25 * (1 - 0.64**steps)
+    assert found.notes == pytest.approx({"gap": gap})
+    inner, square = 3.0 * -1.0, 9.0  # g_r = (-1, 0.5), g_q = (3, 0)
+    assert found.weights.tolist() == pytest.approx([1.0, max(0.0, (gap - inner) / square)])
+
+
+def test_a_loss_that_rises_has_no_gap() -> None:
+    """Steps too long lead upwards: nothing is asked for, and where retaining forgets already nothing is added."""
+    _, asked = quadratics([2.0, 0.0])  # g_r = (2, 0) and g_q = (6, 0) agree
+    found = EraseDiff(barrier="gap", inner_lr=3.0).direction(asked)
+    assert found.notes == {"gap": 0.0}
+    assert found.weights.tolist() == [1.0, 0.0]
+
+
+def test_the_order_of_the_players_and_a_forget_loss_at_its_minimum() -> None:
+    retain, forget = pair(-0.5, 2.0, 3.0)
+    reversed_order = closure(retain, forget)
+    reversed_order.gradients = {"forget": forget, "retain": retain}
+    one, other = EraseDiff().direction(closure(retain, forget)), EraseDiff().direction(reversed_order)
+    assert one.weights.tolist() == pytest.approx([1.0, 1 + 0.5 * 2 / 3])
+    assert other.weights.tolist() == pytest.approx([1 + 0.5 * 2 / 3, 1.0])
+    torch.testing.assert_close(flat(one.vec), flat(other.vec))
+    assert one.notes == {}
+    still = EraseDiff().direction(closure(retain, tuple(0 * part for part in forget)))
+    assert still.weights.tolist() == [1.0, 0.0]
+    torch.testing.assert_close(flat(still.vec), flat(retain))
+
+
+def test_a_constant_barrier_is_eta() -> None:
+    retain, forget = pair(0.0, 1.0, 2.0)
+    found = EraseDiff(barrier="constant", eta=0.5).direction(closure(retain, forget))
+    assert found.weights.tolist() == pytest.approx([1.0, 0.5 / 4])
+    assert EraseDiff(eta=0.5).direction(closure(retain, forget)).weights.tolist() == pytest.approx([1.0, 0.5])
+
+
+def test_it_refuses_other_players_where_it_acts_too() -> None:
+    EraseDiff().check_players(("forget", "retain"))
+    asked = closure(*pair(0.1, 1.0, 1.0))
+    asked.gradients["replace"] = asked.gradients["retain"]
+    with pytest.raises(ValueError, match="two players"):
+        EraseDiff().direction(asked)

@@ -388,3 +388,141 @@ def test_the_common_length_of_the_gradients_does_not_matter(m: int) -> None:
         value = dual_value(lam, gram[:m, :m], inner, tau)
         others = torch.distributions.Dirichlet(torch.full((m,), 0.3, dtype=g.dtype)).sample((300,)) if m > 1 else []
         assert all(dual_value(other, gram[:m, :m], inner, tau) >= value * (1 - 1e-9) - 1e-12 for other in others)
+
+
+# --- one step, question by question ------------------------------------------------------------------------------
+
+
+def gradients_of(closure: LossClosure, players: tuple[str, ...]) -> torch.Tensor:
+    """[players, 3] in (alpha, omega_1, omega_2)."""
+    return torch.stack([torch.cat([part.flatten() for part in closure.grad(player)]) for player in players])
+
+
+def constraint_of(alpha: float, omega: tuple[float, float], lr: float, steps: int) -> tuple[torch.Tensor, float]:
+    """grad q~ and q~ of Eq. (24) by hand: f = ||w - a 1||^2, so w~ - a 1 = (1 - 2 lr)^T (w - a 1)."""
+    w = torch.tensor(omega, dtype=torch.float64) - alpha
+    left = (1 - 2 * lr) ** steps * w
+    slope = torch.cat([(-2 * w.sum() + 2 * left.sum())[None], 2 * w])
+    return slope, float(w @ w - left @ left)
+
+
+@pytest.mark.parametrize("start", [*STARTS, (0.5, (1.5, -1.0))])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("rho_e", [0.1, 3.0])
+def test_one_step_is_the_solution_of_the_direction_problem(start: tuple, normalize: bool, rho_e: float) -> None:
+    """cvxpy solves Eq. 7 for the unit gradients (or the plain ones) and the constraint written out by hand."""
+    _, _, closure = eq24(start)
+    method = Forum(rho_e=rho_e, inner_steps=3, inner_lr=0.1, outer_lr=1.0, normalize=normalize)
+    found = method.direction(closure)
+    step = torch.cat([part.flatten() for part in found.vec])
+    q, gap = constraint_of(*start, 0.1, 3)
+    raw = gradients_of(closure, ("first", "second"))
+    g = raw / raw.norm(dim=1, keepdim=True) if normalize else raw
+    x, worst = cvxpy.Variable(3), cvxpy.Variable()
+    asked = [g.numpy() @ x <= worst, q.numpy() @ x <= -rho_e * float(q @ q)]
+    cvxpy.Problem(cvxpy.Minimize(worst + 0.5 * cvxpy.sum_squares(x)), asked).solve(solver="CLARABEL")
+    np.testing.assert_allclose(-step.numpy(), x.value, atol=2e-5)
+    assert found.notes["q"] == pytest.approx(gap)
+    assert found.notes["kkt"] == pytest.approx(float(step.norm()), abs=1e-9)
+    assert found.notes["q_negative"] == 0
+    torch.testing.assert_close(found.gram, raw @ raw.T)
+    torch.testing.assert_close(step, found.weights @ raw + found.notes["nu"] * q)
+    assert float((found.weights * raw.norm(dim=1) if normalize else found.weights).sum()) == pytest.approx(1)
+
+
+def test_the_attacks_variable_moves_by_its_own_rate() -> None:
+    """And without `move_inner` by the constraint alone."""
+    start = (0.5, (1.5, -1.0))
+    one = Forum(inner_steps=3, rho_e=3.0, outer_lr=1.0).direction(eq24(start)[2])
+    other = Forum(inner_steps=3, rho_e=3.0, outer_lr=0.25).direction(eq24(start)[2])
+    torch.testing.assert_close(other.vec[0], one.vec[0])
+    torch.testing.assert_close(other.vec[1], 0.25 * one.vec[1])
+    still = Forum(inner_steps=3, rho_e=3.0, outer_lr=1.0, move_inner=False).direction(eq24(start)[2])
+    slope, _ = constraint_of(*start, 0.1, 3)
+    assert still.notes["nu"] > 0
+    torch.testing.assert_close(still.vec[1], still.notes["nu"] * slope[1:])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 1.0])
+def test_weights_are_smoothed_over_the_steps(momentum: float) -> None:
+    """lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k, beta_k = (k + 1)^-momentum, by a method without memory."""
+    smooth = Forum(normalize=False, momentum=momentum, inner_steps=3)
+    expected = None
+    for k, start in enumerate([STARTS[0], (0.5, (1.5, -1.0)), STARTS[2]]):
+        closure = eq24(start)[2]
+        fresh = Forum(normalize=False, momentum=0.0, inner_steps=3).direction(closure).weights
+        closure.step = k
+        beta = (k + 1) ** -momentum
+        expected = fresh if expected is None else (1 - beta) * expected + beta * fresh
+        torch.testing.assert_close(smooth.direction(closure).weights, expected)
+
+
+def test_a_cold_start_is_where_the_attack_stood_first() -> None:
+    """f falls from omega_0 again and again: q~ at a moved omega is f there less f after three steps from omega_0."""
+    alpha, omega, closure = eq24((0.0, (1.0, 2.0)))
+    method = Forum(warm=False, inner_steps=3, inner_lr=0.1)
+    assert method.direction(closure).notes["q"] == pytest.approx(5 * (1 - 0.8**6))
+    with torch.no_grad():
+        omega.copy_(torch.tensor([0.5, 0.0]))
+    found = method.direction(closure)
+    assert found.notes["q"] == pytest.approx(0.25 - 5 * 0.8**6)
+    assert found.notes["q_negative"] == 0, "only a warm start cannot be worse than where it starts"
+    assert alpha.item() == 0
+    state = method.state_dict()
+    assert state["start_0"].tolist() == [1.0, 2.0]
+    warm = Forum(inner_steps=1, inner_lr=1.5)  # too long a step leads upwards
+    assert warm.direction(eq24((0.0, (1.0, 2.0)))[2]).notes["q_negative"] == 1
+
+
+def test_among_three_players_one_without_a_gradient_is_left_out() -> None:
+    theta = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    delta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    losses = {
+        "retain": [lambda: (theta**2).sum()],
+        "forget": [lambda: 0 * theta.sum()],
+        "replace": [lambda: ((theta - torch.tensor([3.0, 1.0])) ** 2).sum()],
+        "attack": [lambda: ((delta - theta[0]) ** 2).sum()],
+    }
+    whole = Forum().direction(LossClosure((theta, delta), losses, inner=[1]))
+    assert whole.weights[1] == 0
+    del losses["forget"]
+    without = Forum().direction(LossClosure((theta, delta), losses, inner=[1]))
+    torch.testing.assert_close(whole.weights[[0, 2]], without.weights)
+    torch.testing.assert_close(whole.vec[0], without.vec[0])
+
+
+def test_nobody_has_a_gradient_and_the_constraint_is_left() -> None:
+    theta = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    delta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    losses = {"retain": [lambda: 0 * theta.sum()], "attack": [lambda: ((delta - theta[0]) ** 2).sum()]}
+    found = Forum(rho_e=0.5, outer_lr=1.0).direction(LossClosure((theta, delta), losses, inner=[1]))
+    assert found.weights.tolist() == [0.0]
+    assert found.notes["nu"] == pytest.approx(0.5)  # -<q, d> = rho ||q||^2
+
+
+def test_equal_gradients_and_a_constraint_across_them() -> None:
+    """g_1 = g_2: any weights will do, and none is not a number; with and without the constraint."""
+    gram = torch.ones(3, 3, dtype=torch.float64)
+    for q in (0.0, 1.0):
+        gram[2, :] = gram[:, 2] = q
+        lam, nu = multipliers(gram, 0.5)
+        assert float(lam.sum()) == pytest.approx(1)
+        assert nu == 0
+
+
+def test_more_than_ten_players_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 10 players; found 11"):
+        any_players(torch.eye(11, dtype=torch.float64), torch.zeros(11, dtype=torch.float64), -float("inf"))
+
+
+def test_a_program_without_a_solution_says_so() -> None:
+    gram = torch.full((3, 3), float("nan"), dtype=torch.float64)
+    with pytest.raises((ValueError, RuntimeError)):
+        any_players(gram, torch.zeros(3, dtype=torch.float64), -float("inf"))
+
+
+def test_which_floors_fit_how_many_players() -> None:
+    Forum(floor=1 / 3).check_players(("retain", "forget", "replace", "attack"))
+    Forum(floor=0.5).check_players(("retain", "forget", "attack"))
+    with pytest.raises(ValueError, match=r"at most 1/3 for 3 losses, found 0\.34"):
+        Forum(floor=0.34).check_players(("retain", "forget", "replace", "attack"))

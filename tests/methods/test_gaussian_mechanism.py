@@ -69,3 +69,38 @@ def test_values_out_of_range_are_refused(bad: tuple) -> None:
 def test_a_capacity_is_needed() -> None:
     with pytest.raises(ValueError, match="0 < m < n"):
         sensitivity(100, 0, convexity=1, lipschitz=1, hessian_lipschitz=1)
+
+
+def test_the_sensitivity_by_hand() -> None:
+    """M m^2 C^2 / (2 mu^3 n^2) = 4 x 4 x 9 / (2 / 8 x 100) = 5.76; + m^2 C Q K / (mu^2 n (n - m)) = 84 Q K / 7 / 20."""
+    given = {"convexity": 0.5, "lipschitz": 3.0, "hessian_lipschitz": 4.0}
+    assert sensitivity(10, 2, **given) == pytest.approx(5.76)
+    more = sensitivity(10, 2, **given, covariance_bound=0.25, jacobian_square_bound=7.0, fisher_on="all")
+    assert more == pytest.approx(5.76 + 1.05)
+    softmax = sensitivity(10, 2, **given, fisher_on="all")  # Q = 1/2, K = 1
+    assert softmax == pytest.approx(5.76 + 0.3)
+
+
+@pytest.mark.parametrize("name", ["convexity", "lipschitz", "hessian_lipschitz"])
+@pytest.mark.parametrize("value", [0.0, -0.5])
+def test_every_constant_must_be_positive(name: str, value: float) -> None:
+    given = {"convexity": 0.5, "lipschitz": 3.0, "hessian_lipschitz": 4.0}
+    assert sensitivity(100, 99, **given) > 0
+    for n, m in ((100, 100), (100, 101), (100, -1)):
+        with pytest.raises(ValueError, match="0 < m < n"):
+            sensitivity(n, m, **given)
+    with pytest.raises(ValueError, match="constants > 0"):
+        sensitivity(100, 1, **{**given, name: value})
+
+
+def test_the_classical_scale_by_hand() -> None:
+    """2 / 0.5 sqrt(2 ln 125000) = 4 x 4.84480; its proof ends at epsilon = 1."""
+    assert noise_scale(2.0, 0.5, 1e-5, how="classical") == pytest.approx(19.37922, rel=1e-6)
+    with pytest.raises(ValueError, match="epsilon <= 1"):
+        noise_scale(2.0, 1.5, 1e-5, how="classical")
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.7, 3.0, 20.0])
+@pytest.mark.parametrize("delta", [1e-9, 1e-3, 0.3, 0.9])
+def test_the_analytic_scale_is_rounded_to_the_safe_side(epsilon: float, delta: float) -> None:
+    assert delta * (1 - 1e-6) < delta_of(noise_scale(3.0, epsilon, delta), 3.0, epsilon) <= delta

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,3 +85,53 @@ def test_nothing_to_forget_moves_nothing() -> None:
 def test_options_are_checked(options: dict) -> None:
     with pytest.raises(ValueError, match="damping must be > 0"):
         Influence(**options)
+
+
+def test_strength_scales_the_step_and_its_length_is_told() -> None:
+    steps, (fresh, x, y) = [], problem()
+    for strength in (1.0, 2.5):
+        model = copy.deepcopy(fresh)
+        before = flatten(tuple(p.detach().clone() for p in model.parameters()))
+        told = Influence(strength=strength).edit(request(model, x, y, [3, 8]))
+        steps.append(flatten(tuple(p.detach() for p in model.parameters())) - before)
+        assert told == {"step": pytest.approx(float(steps[-1].norm())), "samples": 78}
+    torch.testing.assert_close(steps[1], 2.5 * steps[0])
+
+
+def test_the_sampled_gradients_are_those_of_the_seed() -> None:
+    """torch's own permutation of the retained samples, the first `samples` of it."""
+    model, x, y = problem()
+    other = copy.deepcopy(model)
+    asked = request(model, x, y, [0, 1])
+    told = Influence(samples=5, seed=4, damping=0.05).edit(asked)
+    assert told["samples"] == 5
+    order = torch.randperm(78, generator=torch.Generator().manual_seed(4))[:5].tolist()
+    params = tuple(other.parameters())
+    start = flatten(tuple(p.detach().clone() for p in params))
+    rows = [asked.retain[i] for i in order]
+    columns = torch.stack([flatten(torch.autograd.grad(F.cross_entropy(other(x[i : i + 1]), y[i : i + 1]), params)) for i in rows], 1)  # fmt: skip
+    push = flatten(torch.autograd.grad(F.cross_entropy(other(x[:2]), y[:2], reduction="sum"), params)) / 78
+    dense = columns @ columns.T / 5 + 0.05 * torch.eye(len(push), dtype=push.dtype)
+    moved = flatten(tuple(p.detach() for p in model.parameters())) - start
+    torch.testing.assert_close(moved, torch.linalg.solve(dense, push))
+
+
+def test_batches_add_up_and_a_parameter_without_a_gradient_stays() -> None:
+    fresh, x, y = problem()
+
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.spare = copy.deepcopy(fresh), nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    whole, parts = Spare(), Spare()
+    one, other = request(whole, x, y, [3, 8, 21]), request(parts, x, y, [3, 8, 21])
+    split = replace(other, batches=lambda rows: [(x[[i]], y[[i]]) for i in rows])
+    Influence().edit(one)
+    Influence().edit(split)
+    for p, q in zip(one.params, split.params, strict=True):
+        torch.testing.assert_close(p, q)
+    assert parts.spare.tolist() == [1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from concept_eraser.methods import mini_unlearning as mini
+from concept_eraser.methods.base import EditRequest
 from concept_eraser.methods.history import History
 from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
 from concept_eraser.vectors import Vec, norm
@@ -372,3 +374,181 @@ def test_a_history_of_another_loss_is_refused(momentum: float) -> None:
     mini.require_same_loss(history, training.mean_loss)
     with pytest.raises(ValueError, match=r"did not minimise this loss.*training\.weight_decay"):
         mini.require_same_loss(history, lambda rows: training.mean_loss(rows) + 0.5 * training.w.square().sum())
+
+
+# --- figures of an outcome, and the edit that a recipe asks for ---------------------------------------------------
+
+
+def test_the_contraction_is_the_norm_of_one_minus_the_hessian() -> None:
+    """||I - lr H|| of ridge regression by its eigenvalues, iteration by iteration; their product is the truncation."""
+    training = ridge(steps=6, lr=0.3)
+    history = History(training.params, 4)
+    training.run(history=history)
+    outcome = MiniUnlearning(k=4, estimate=300).apply(history, training.mean_loss, GONE)
+    expected = []
+    for step in history.last(4):
+        kept = [j for j in step.indices if j not in GONE]
+        hessian = torch.autograd.functional.hessian(lambda w, kept=kept: training.loss(w, kept), training.start)
+        expected.append(float((1 - 0.3 * torch.linalg.eigvalsh(hessian)).abs().max()))
+    assert outcome.contraction == pytest.approx(expected, rel=1e-3)
+    assert outcome.truncation == pytest.approx(float(np.prod(expected)), rel=1e-2)
+
+
+def test_no_estimate_no_truncation() -> None:
+    """Not asked for; with momentum, whose map is another; of a batch that is wholly forgotten."""
+    for momentum, estimate, gone, rates in ((0.0, 0, GONE, 0), (0.5, 9, GONE, 0), (0.0, 9, None, 2)):
+        training = ridge(steps=6, batch=4, momentum=momentum)
+        history = History(training.params, 3)
+        training.run(history=history)
+        outcome = MiniUnlearning(k=3, estimate=estimate).apply(history, training.mean_loss, training.batches[-2] if gone is None else gone)  # fmt: skip
+        assert len(outcome.contraction) == rates
+        assert np.isnan(outcome.truncation) == (rates == 0)
+
+
+def test_the_figures_of_an_outcome() -> None:
+    """touched: the share of iterations with a forgotten sample; lengths: ||D_i||, the last of which was added."""
+    training = ridge(steps=10)
+    history = History(training.params, 5)
+    final = training.run(history=history)
+    gone = training.batches[-2][:2]
+    outcome = MiniUnlearning(k=5).apply(history, training.mean_loss, gone)
+    share = sum(bool(set(gone) & set(batch)) for batch in training.batches[-5:]) / 5
+    assert outcome.touched == pytest.approx(share)
+    assert len(outcome.lengths) == 5
+    assert outcome.lengths[-1] == pytest.approx(float((training.w.detach() - final).norm()))
+    with torch.no_grad():
+        training.w.copy_(final)
+    again = rewind(history, training.mean_loss, gone, 5)
+    assert again.touched == pytest.approx(share)
+    assert again.lengths == pytest.approx((float((training.w.detach() - final).norm()),))
+    assert again.contraction == ()
+
+
+def test_in_one_dimension_differences_along_the_path_are_the_hessian() -> None:
+    training = ridge(d=1, lr=0.2)
+    results = []
+    for hvp in ("autograd", "lbfgs"):
+        history = History(training.params, 6)
+        final = training.run(history=history)
+        MiniUnlearning(k=6, hvp=hvp).apply(history, training.mean_loss, GONE)
+        results.append(float(training.w.detach() - final))
+    assert results[1] == pytest.approx(results[0], rel=1e-9)
+    assert abs(results[0]) > 1e-4
+
+
+@pytest.mark.parametrize(("scale", "fine"), [(1.04, True), (0.96, True), (1.06, False), (0.94, False)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_another_loss_by_a_twentieth_of_its_gradient_is_noticed(scale: float, fine: bool, momentum: float) -> None:
+    """The share is of the step that was made; the gradient's part of it is known from the recorded velocity."""
+    training = ridge(momentum=momentum, lr=0.05)
+    history = History(training.params, 10)
+    training.run(history=history)
+    before = training.w.detach().clone()
+    previous = history.last(2)[0]
+    with torch.no_grad():
+        training.w.copy_(previous.weights[0])
+    gradient = torch.autograd.grad(training.mean_loss(previous.indices), training.w)[0]
+    with torch.no_grad():
+        training.w.copy_(before)
+    made = momentum * previous.velocity[0] + gradient
+    factor = 1 + (scale - 1) * float(
+        made.norm() / gradient.norm()
+    )  # of the loss, so that the step differs by scale - 1
+
+    def loss(rows: Sequence[int]) -> Tensor:
+        return factor * training.mean_loss(rows)
+
+    if fine:
+        mini.require_same_loss(history, loss)
+    else:
+        with pytest.raises(ValueError, match="differs from ours by 6%"):
+            mini.require_same_loss(history, loss)
+    assert torch.equal(training.w.detach(), before)
+
+
+def test_one_recorded_iteration_cannot_be_compared() -> None:
+    training = ridge()
+    for k, steps in ((1, 40), (5, 1)):
+        history = History(training.params, k)
+        training.batches = training.batches[:steps]
+        training.run(history=history)
+        mini.require_same_loss(history, lambda rows: 100 * training.mean_loss(rows))
+
+
+def test_rounding_of_large_weights_is_no_other_loss() -> None:
+    """In float32 a step of 1e-3 from weights of 1e4 is rounded to a multiple of 1e-3."""
+    w = torch.full((3,), 1e4, requires_grad=True)
+    slope = torch.tensor([0.011, 0.017, -0.013])
+    history = History((w,), 3)
+    for _ in range(3):
+        history.record([0], 0.1)
+        with torch.no_grad():
+            w -= 0.1 * slope
+    mini.require_same_loss(history, lambda rows: (w * slope).sum())
+
+
+def classifier(folder: Path, decay: float = 0.02) -> EditRequest:
+    """Softmax regression, trained by SGD with weight decay and recorded; three samples are to go."""
+    g = torch.Generator().manual_seed(0)
+    x, model = torch.randn(30, 4, generator=g, dtype=torch.float64), torch.nn.Linear(4, 3, dtype=torch.float64)
+    y = x[:, :3].argmax(1)
+    params = tuple(model.parameters())
+    with torch.no_grad():
+        for p in params:
+            p.zero_()
+
+    def loss(rows: Sequence[int]) -> Tensor:
+        mean = torch.nn.functional.cross_entropy(model(x[list(rows)]), y[list(rows)])
+        return mean + decay / 2 * sum(p.square().sum() for p in params)
+
+    history = History(params, 8, folder=folder)
+    for step in range(12):
+        rows = [(3 * step + j) % 30 for j in range(10)]
+        history.record(rows, 0.5)
+        slopes = torch.autograd.grad(loss(rows), params)
+        with torch.no_grad():
+            for p, s in zip(params, slopes, strict=True):
+                p -= 0.5 * s
+    retain = tuple(i for i in range(30) if i not in (4, 5, 6))
+    return EditRequest(model, (4, 5, 6), retain, decay, lambda rows: [(x[list(rows)], y[list(rows)])], loss, params)
+
+
+@pytest.mark.parametrize("options", [{}, {"hvp": "ggn"}, {"rewind": True}, {"estimate": 50}])
+def test_the_edit_of_a_recipe_reads_the_history_from_its_folder(options: dict, tmp_path: Path) -> None:
+    request, reference = classifier(tmp_path / "a"), classifier(tmp_path / "b")
+    figures = MiniUnlearning(k=6, history=str(tmp_path / "a"), **options).edit(request)
+    history = History.open(reference.params, tmp_path / "b")
+    if "rewind" in options:
+        outcome = rewind(history, reference.loss, reference.forget, 6)
+    else:  # of softmax regression Gauss-Newton is the Hessian
+        outcome = MiniUnlearning(k=6, **{**options, "hvp": "autograd"}).apply(history, reference.loss, reference.forget)
+    for p, q in zip(request.params, reference.params, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    expected = {"step": outcome.lengths[-1], "touched": outcome.touched}
+    if "estimate" in options:
+        expected["truncation"] = outcome.truncation
+    assert figures == pytest.approx(expected)
+    assert figures["step"] > 1e-3
+
+
+def test_an_edit_without_its_history_or_with_another_models_is_refused(tmp_path: Path) -> None:
+    request = classifier(tmp_path)
+    with pytest.raises(ValueError, match=r"give method\.history"):
+        MiniUnlearning(k=6).edit(request)
+    with pytest.raises(ValueError, match="no recorded history"):
+        MiniUnlearning(k=6, history=str(tmp_path / "none")).edit(request)
+    other = replace(request, params=(request.params[0],))
+    with pytest.raises(ValueError, match=r"is of 2 tensors, of which the first are \[\(3, 4\), \(3,\)\]; the selected ones are 1"):  # fmt: skip
+        MiniUnlearning(k=6, history=str(tmp_path)).edit(other)
+    with pytest.raises(ValueError, match="did not minimise this loss"):
+        MiniUnlearning(k=6, history=str(tmp_path)).edit(replace(request, loss=lambda rows: 3 * request.loss(rows)))
+
+
+def test_products_of_a_linear_and_of_a_quadratic_loss() -> None:
+    """A parameter that the loss does not see has a product of 0."""
+    w, spare = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    v = (torch.arange(3.0), torch.ones(2))
+    for loss, expected in ((lambda rows: w.sum(), [0, 0, 0]), (lambda rows: w.square().sum(), [0, 2, 4])):
+        first, second = mini.hessian_product(loss, [0], (w, spare), v)
+        assert first.tolist() == expected
+        assert second.tolist() == [0, 0]

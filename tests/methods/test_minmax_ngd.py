@@ -102,3 +102,81 @@ def test_every_player_reaches_the_running_fisher() -> None:
 def test_options_are_checked(bad: dict) -> None:
     with pytest.raises(ValueError, match=r"must be|expected"):
         MinMaxNGD(**bad)
+
+
+def test_the_smoothed_weights_and_the_pull_by_hand() -> None:
+    """theta_sm <- theta_sm + 0.25 (theta - theta_sm); the gradient is 0, so the step is 2 gamma (theta - theta_sm)."""
+    w = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)  # no axis, so nothing is preconditioned
+    losses = {"retain": [lambda: 0 * w], "forget": [lambda: 0 * w]}
+    method, smooth = MinMaxNGD(pull=3.0, average=0.25), 0.0
+    for step, value in enumerate([0.0, 4.0, 4.0, -2.0]):
+        with torch.no_grad():
+            w.fill_(value)
+        smooth += 0.25 * (value - smooth)
+        found = method.direction(LossClosure((w,), losses, step=step))
+        assert float(found.vec[0].detach()) == pytest.approx(2 * 3 * (value - smooth))
+    assert set(method.state_dict()) == {"smooth_0"}
+    assert MinMaxNGD().direction(LossClosure((w,), losses)).vec[0] == 0
+
+
+def test_the_running_fisher_by_its_recursion() -> None:
+    """F <- (1 - rho) F + rho X X^T / N where (step + round) is a multiple of the period; the first gradient starts it."""
+    method = MinMaxNGD(memory=0.3, period=2, forget_steps=1, retain_steps=2)
+    fisher = None
+    for step in range(8):
+        rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        asked = closure((rows,), (rows,))
+        asked.step = step
+        found = method.direction(asked)
+        mean = rows @ rows.T / 5
+        if fisher is None:
+            fisher = mean
+        elif (step + step // 3) % 2 == 0:
+            fisher = 0.7 * fisher + 0.3 * mean
+        torch.testing.assert_close(method.state_dict()["fisher_0_0"], fisher)
+        assert float(found.vec[0].norm()) == pytest.approx(float(rows.norm()))
+        # both axes, one after the other, each a solve with F + 4 tr(F)/d I
+        first = torch.linalg.solve(fisher + 4 * fisher.trace() / 3 * torch.eye(3, dtype=torch.float64), rows)
+        first = first * rows.norm() / first.norm()
+        columns = method.state_dict()["fisher_0_1"]
+        second = torch.linalg.solve(columns + 4 * columns.trace() / 5 * torch.eye(5, dtype=torch.float64), first.T).T
+        torch.testing.assert_close(found.vec[0], second * rows.norm() / second.norm())
+
+
+def test_axes_of_one_entry_and_of_the_limit() -> None:
+    """One entry has no direction to turn; the longest axis with a dense factor has LONGEST entries."""
+    rows = torch.randn(1, LONGEST, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    method = MinMaxNGD()
+    method.direction(closure((rows,), (rows,)))
+    assert set(method.state_dict()) == {"fisher_0_1"}
+    longer = torch.ones(2, LONGEST + 1, dtype=torch.float64)
+    method = MinMaxNGD()
+    method.direction(closure((longer,), (longer,)))
+    assert set(method.state_dict()) == {"fisher_0_0"}
+    assert LONGEST == 512, "what the docstring says"
+
+
+def test_what_is_logged_of_a_turn() -> None:
+    retain, forget = pair(0.3, 2.0, 5.0)
+    for step, place, square in ((0, 1, 25.0), (1, 0, 4.0)):
+        asked = closure(retain, forget)
+        asked.step = step
+        found = MinMaxNGD().direction(asked)
+        assert found.notes == {"forget_turn": float(place)}
+        assert found.weights is None
+        assert float(found.gram[place, place]) == pytest.approx(square)
+        assert int(torch.isnan(found.gram).sum()) == 3
+
+
+def test_a_gradient_of_zero_stays_zero() -> None:
+    zeros = torch.zeros(3, 4, dtype=torch.float64)
+    assert torch.equal(precondition_axis(zeros, axis_covariance(zeros, 0), 0, 4.0), zeros)
+    tiny = 1e-12 * torch.ones(3, 4, dtype=torch.float64)
+    assert float(precondition_axis(tiny, axis_covariance(tiny, 0), 0, 4.0).norm()) == pytest.approx(float(tiny.norm()))
+
+
+def test_it_takes_turns_between_two() -> None:
+    MinMaxNGD().check_players(("forget", "retain"))
+    for players in (("forget",), ("retain", "forget", "replace")):
+        with pytest.raises(ValueError, match="between retain and forget; found"):
+            MinMaxNGD().check_players(players)

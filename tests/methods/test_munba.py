@@ -184,3 +184,97 @@ def test_bargaining_rounds() -> None:
     for step, held in enumerate((0, 0, 0, 3, 3)):
         torch.testing.assert_close(found[step], fresh[held])
     assert not torch.allclose(fresh[0], fresh[1])
+
+
+def test_the_printed_formula_does_not_depend_on_units() -> None:
+    """c = 0.3 for lengths 2 and 5: 0.8771 / 2 and 0.7981 / 5; finite where rounding makes |cos| a little more than 1."""
+    weights = Munba(formula="printed").weights(gram_of(0.3, 2.0, 5.0))
+    assert weights.tolist() == pytest.approx([1.3**-0.5 / 2, (0.91 * 0.7) ** 0.5 / 5])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        v = torch.randn(5, generator=generator, dtype=torch.float64)
+        for factor in (3.0, -0.7):
+            rows = torch.stack([v, factor * v])
+            assert torch.isfinite(Munba(formula="printed").weights(rows @ rows.T)).all()
+
+
+@pytest.mark.parametrize("players", [2, 3, 5])
+@pytest.mark.parametrize("xi", [0.5, 1e-3])
+def test_where_the_general_solver_clamps(players: int, xi: float) -> None:
+    """All cosines equal c: u = (1 + (m - 1) c)^(-1/2), and xi is added where that sum is below it, and only there."""
+    for slack, expected in ((1.02 * xi, False), (0.98 * xi, True)):
+        c = (slack - 1) / (players - 1)
+        cosines = torch.full((players, players), c, dtype=torch.float64).fill_diagonal_(1.0)
+        lengths = torch.arange(1.0, players + 1, dtype=torch.float64)
+        weights, clamped = nash_weights(cosines * torch.outer(lengths, lengths), xi)
+        assert clamped == expected
+        u = (slack + xi * clamped) ** -0.5
+        torch.testing.assert_close(weights, u / lengths, rtol=1e-6, atol=0)
+
+
+def test_newtons_method_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-concordance: its decrement falls quadratically once it is small, whatever the angles."""
+    calls, solve = [], torch.linalg.solve
+    monkeypatch.setattr(torch.linalg, "solve", lambda *arguments: calls.append(1) or solve(*arguments))
+    rng = np.random.default_rng(0)
+    for players in (3, 6, 10):
+        rows = torch.from_numpy(rng.normal(size=(players, 12)) + 0.5)
+        calls.clear()
+        weights, clamped = nash_weights(rows @ rows.T, 1e-9)
+        assert not clamped
+        torch.testing.assert_close(residual(rows @ rows.T, weights), torch.ones(players, dtype=torch.float64))
+        assert len(calls) <= 15
+
+
+def test_nobody_and_one_player() -> None:
+    weights, notes = Munba().solve(torch.zeros(2, 2, dtype=torch.float64))
+    assert weights.tolist() == [0.0, 0.0]
+    assert notes == {"degenerate": 1, "clamped": 0}
+    gram = torch.diag(torch.tensor([0.0, 16.0], dtype=torch.float64))
+    weights, notes = Munba().solve(gram)
+    assert weights.tolist() == [0.0, 0.25]
+    assert notes == {"degenerate": 1, "clamped": 0}
+
+
+def test_three_players_of_which_one_has_no_gradient() -> None:
+    """The others bargain as if it were not there; what the clamp does is logged for any number of players."""
+    gram = torch.zeros(3, 3, dtype=torch.float64)
+    gram[0, 0], gram[2, 2], gram[0, 2], gram[2, 0] = 4.0, 9.0, 3.0, 3.0
+    weights, notes = Munba().solve(gram)
+    expected = Munba().weights(torch.tensor([[4.0, 3.0], [3.0, 9.0]], dtype=torch.float64))
+    assert weights.tolist() == [float(expected[0]), 0.0, float(expected[1])]
+    assert notes == {"degenerate": 1, "clamped": 0}
+    opposed = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert Munba().solve(opposed)[1] == {"degenerate": 0, "clamped": 1}
+    assert Munba().solve(torch.eye(3, dtype=torch.float64))[1] == {"degenerate": 0, "clamped": 0}
+
+
+def test_which_laws_and_players_each_formula_has() -> None:
+    assert Munba(formula="printed").laws() == {"scale_invariance"}
+    assert "pareto_descent" in Munba().laws()
+    Munba().check_players(("retain", "forget", "forget.2"))
+    Munba(formula="printed").check_players(("retain", "forget"))
+    for players in (("retain",), ("retain", "forget", "forget.2")):
+        with pytest.raises(ValueError, match="two players only"):
+            Munba(formula="printed").check_players(players)
+
+
+def test_weights_are_kept_between_bargains_but_never_those_of_a_missing_player() -> None:
+    retain, forget = pair(0.2, 1.0, 2.0)
+    method = Munba(every=2)
+    nothing = closure(retain, tuple(0 * part for part in forget))
+    assert method.direction(nothing).notes["degenerate"] == 1
+    assert method.state_dict() == {}
+    asked = closure(retain, forget)
+    asked.step = 1  # between two bargains, but there is nothing to keep to: it bargains
+    first = method.direction(asked)
+    assert first.notes == {"degenerate": 0, "clamped": 0}
+    asked.step = 3
+    again = method.direction(asked)
+    assert again.notes == {"kept": 1}
+    assert again.weights.tolist() == first.weights.tolist()
+    torch.testing.assert_close(again.gram, first.gram)
+    torch.testing.assert_close(flat(again.vec), flat(first.vec))
+    plain = Munba()
+    plain.direction(asked)
+    assert plain.state_dict() == {}, "with every=1 nothing is kept"

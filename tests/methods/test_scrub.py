@@ -193,3 +193,25 @@ def test_a_resumed_run_takes_the_same_turns(trained: nn.Module, tmp_path: Path) 
         api.erase(model=parts, output=tmp_path / "parts", look=stop, **short)
     api.erase(model=parts, output=tmp_path / "parts", resume=True, **short)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
+
+
+# --- what is logged, and the turns at their ends -----------------------------------------------------------------
+
+
+def test_the_turns_of_several_forget_steps() -> None:
+    method = Scrub(forget_steps=2, retain_steps=1, rounds=2)
+    assert "".join(method.turn(step)[0] for step in range(9)) == "ffrffrrrr"
+    assert "".join(Scrub().turn(step)[0] for step in range(70)) == 3 * ("ff" + 18 * "r") + 10 * "r"
+
+
+def test_the_gram_matrix_knows_the_one_that_was_asked() -> None:
+    for step, place, square in ((0, 1, 25.0), (2, 0, 4.0)):
+        given = closure(*pair(0.2, 2.0, 5.0))
+        given.step = step
+        found = Scrub().direction(given)
+        assert float(found.gram[place, place]) == pytest.approx(square)
+        assert int(torch.isnan(found.gram).sum()) == 3
+    Scrub().check_players(("forget", "retain"))
+    given.gradients["replace"] = given.gradients["retain"]
+    with pytest.raises(ValueError, match="takes turns"):
+        Scrub().direction(given)

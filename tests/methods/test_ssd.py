@@ -174,3 +174,52 @@ def registry_mlp() -> nn.Module:
 def test_options_are_checked(options: dict) -> None:
     with pytest.raises(ValueError, match="must be > 0 and batch >= 1"):
         SelectiveDampening(**options)
+
+
+def test_factors_by_hand() -> None:
+    """F_D = 1 everywhere, alpha = 2: selected above 2, factor min(1, lambda F_D / F_f)."""
+    ones, forget = torch.ones(4), torch.tensor([1.0, 2.0, 4.0, 10.0])
+    assert factors(ones, forget, 2.0, 1.0).tolist() == pytest.approx([1.0, 1.0, 0.25, 0.1])
+    assert factors(ones, forget, 2.0, 5.0).tolist() == pytest.approx([1.0, 1.0, 1.0, 0.5])
+    assert factors(0 * ones, torch.tensor([0.0, 1.0, 0.0, 3.0]), 2.0, 1.0).tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_the_mean_factor_of_the_selected_is_told() -> None:
+    asked, x, y = request()
+    everything, forget = fisher(asked.model, x, y), fisher(asked.model, x[:GONE], y[:GONE])
+    told = SelectiveDampening(alpha=3.0, lamb=0.5).edit(asked)
+    ratios = torch.cat([(0.5 * d / f)[f > 3.0 * d] for d, f in zip(everything, forget, strict=True)])
+    assert told["factor"] == pytest.approx(float(ratios.clamp(max=1).mean()))
+
+
+def test_the_bound_of_alpha_at_the_bound() -> None:
+    """With 10 of 40 to forget nothing can matter four times as much: 4 is refused, and just below it is tried."""
+    asked, _, _ = request(forget=10)
+    with pytest.raises(ValueError, match=r"alpha 4 selects no weight: with 10 of 40"):
+        SelectiveDampening(alpha=4.0).edit(asked)
+    assert 0 <= SelectiveDampening(alpha=3.999).edit(asked)["selected"] < 1
+    assert SelectiveDampening(alpha=4.0, batch=2).edit(asked)["selected"] < 1
+    nobody, _, _ = request(forget=0)
+    assert SelectiveDampening(alpha=1e6).edit(nobody) == {"selected": 0.0, "factor": 1.0}
+
+
+def test_batches_of_all_examples_are_drawn_in_the_order_of_the_seed() -> None:
+    """Importance for all, in batches of four of torch's own permutation of the forgotten and then the retained."""
+    whole, _, _ = request()
+    for seed in (0, 3):
+        asked, _, _ = request()
+        before = [p.detach().clone() for p in asked.params]
+        SelectiveDampening(alpha=1.2, batch=4, seed=seed).edit(asked)
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(seed)).tolist()
+        method = SelectiveDampening(batch=4)
+        everything = method.importance(whole, order)
+        forget = method.importance(whole, range(GONE))
+        for p, old, d, f in zip(asked.params, before, everything, forget, strict=True):
+            torch.testing.assert_close(p.detach(), old * factors(d, f, 1.2, 1.0))
+
+
+def test_a_parameter_that_the_loss_does_not_see_has_no_importance() -> None:
+    asked, _, _ = request()
+    spare = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    wider = EditRequest(asked.model, asked.forget, asked.retain, 0.0, asked.batches, asked.loss, (*asked.params, spare))
+    assert SelectiveDampening().importance(wider, [0, 1])[-1].tolist() == [0, 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import typing
 
 import pytest
@@ -50,3 +52,22 @@ def test_a_useless_player_is_left_out() -> None:
 
 def test_rules_that_look_at_coordinates_are_not_offered() -> None:
     assert "unknown value 'GradDrop'" in registry.problems("method", "torchjd", {"rule": "GradDrop"})[0]
+
+
+@pytest.mark.parametrize("rule", ["UPGrad", "CAGrad"])
+def test_without_torchjd_the_method_says_how_to_install_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchjd"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchjd", None)  # its import fails from now on
+    with pytest.raises(ValueError, match=r"pip install 'concept-eraser\[torchjd\]'") as caught:
+        TorchJD(rule=rule)
+    assert "\n" not in str(caught.value)
+    problems = registry.problems("method", "torchjd", {"rule": rule})
+    assert len(problems) == 1
+    assert "concept-eraser[torchjd]" in problems[0]
+    assert "torchjd" in registry.names("method"), "listing needs no import"
+
+
+def test_methods_import_torchjd_only_when_it_is_chosen() -> None:
+    code = "import sys; from concept_eraser import registry; [registry.load('method', name) for name in registry.names('method')]; print('torchjd' in sys.modules)"  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from concept_eraser import registry
+from concept_eraser.methods import uno
 from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.uno import Uno
 from concept_eraser.training.closure import LossClosure
@@ -188,3 +189,84 @@ def test_products_add_up_over_micro_batches() -> None:
     for how in ("exact", "difference"):
         torch.testing.assert_close(whole.hvp("retain", v, how)[0], parts.hvp("retain", v, how)[0])
         torch.testing.assert_close(whole.hvp("retain", v, how)[0], 6 * w.detach() * v[0], rtol=1e-6, atol=0)
+
+
+# --- options at their ends ---------------------------------------------------------------------------------------
+
+
+def test_which_laws_and_players_the_settings_have() -> None:
+    assert Uno().laws() == {"forget_sign"}
+    assert Uno(histogram=1.0).laws() == Uno(rule="none").laws() == frozenset()
+    Uno().check_players(("retain", "forget"))
+    Uno().check_players(("replace", "forget", "retain"))
+    Uno(histogram=1.0).check_players(("retain", "forget", "histogram"))
+    with pytest.raises(ValueError, match=r"needs forget beside retain: give the recipe these sides"):
+        Uno().check_players(("retain",))
+    with pytest.raises(ValueError, match=r"does not know what to do with histogram; set histogram > 0"):
+        Uno().check_players(("retain", "forget", "histogram"))
+    with pytest.raises(ValueError, match=r"does not know what to do with other$"):
+        Uno().check_players(("retain", "forget", "other"))
+    closure, _ = world(0, players=("retain", "forget", "histogram"))
+    with pytest.raises(ValueError, match="does not know"):
+        Uno().direction(closure)
+
+
+def test_what_is_logged_of_a_step() -> None:
+    closure, losses = world(2)
+    found = Uno(hvp="exact", ratio=0.25).direction(closure)
+    turn = flat(joint(closure, losses))
+    retain = flat(closure.grad("retain"))
+    assert found.notes == pytest.approx({"degenerate": 0, "beta": 0.25 * float(retain.norm() / turn.norm()), "slope_norm": float(turn.norm())})  # fmt: skip
+    rows = torch.stack([retain, flat(closure.grad("forget"))])
+    torch.testing.assert_close(found.gram, rows @ rows.T)
+    assert found.weights is None
+    assert Uno(hvp="exact", strength=3).direction(closure).notes["beta"] == 3
+    plain = Uno(rule="none").direction(closure)
+    assert plain.notes == {"degenerate": 0}
+    assert float(plain.gram[1].abs().max()) == 0
+
+
+def test_surgery_at_every_step_and_in_turn() -> None:
+    closure, _ = world(4)
+    for step in range(4):
+        closure.step = step
+        projected = flat(Surgery("descent").direction(closure).vec)
+        torch.testing.assert_close(flat(Uno(rule="surgery").direction(closure).vec), projected)
+        alternating = flat(Uno(alternate=True).direction(closure).vec)
+        expected = projected if step % 2 else flat(Uno().direction(closure).vec)
+        torch.testing.assert_close(alternating, expected)
+
+
+def test_orthogonal_gradients_are_not_turned() -> None:
+    """c = 0: grad c^2 is exactly 0, and so is beta."""
+    a, b = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    closure = LossClosure((a, b), {"retain": [lambda: (a**2).sum()], "forget": [lambda: (b**2).sum()]})
+    found = Uno(hvp="exact").direction(closure)
+    assert found.notes == {"degenerate": 0, "beta": 0.0, "slope_norm": 0.0}
+    assert flat(found.vec).tolist() == [2.0, 0.0]
+
+
+def test_the_sum_reduction_is_the_joint_gradient_of_summed_losses() -> None:
+    """16 terms each: the cosine does not notice, its gradient neither; the retain step is 16 times as long."""
+    closure, losses = world(5)
+    found = Uno(hvp="exact", strength=2.0, reduction="sum").direction(closure)
+    expected = 16 * flat(closure.grad("retain")) + 2 * flat(joint(closure, losses))
+    torch.testing.assert_close(flat(found.vec), expected)
+
+
+def test_the_step_of_the_difference_is_the_option() -> None:
+    """Smaller steps come closer to the exact product, by the square of the step."""
+    closure, _ = world(6)
+    exact = flat(Uno(hvp="exact", strength=1.0).direction(closure).vec)
+    errors = [float((flat(Uno(strength=1.0, size=size).direction(closure).vec) - exact).norm()) for size in (0.1, 0.05)]
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.3)
+    torch.testing.assert_close(flat(Uno(strength=1.0).direction(closure).vec), flat(Uno(strength=1.0, size=0.01).direction(closure).vec))  # fmt: skip
+
+
+def test_the_settings_with_names_are_the_papers() -> None:
+    """UNO-S alternates; a hat asks the judge; S^ projects at every step, H has no c^2 term."""
+    made = {name: Uno(**options) for name, options in uno.NAMED.items()}
+    assert {name for name, method in made.items() if method.alternate} == {"uno-s", "uno-s-hat"}
+    assert {name for name, method in made.items() if method.histogram == 1} == {"uno-hat", "uno-s-hat", "s-hat", "h"}
+    assert made["uno-s"].histogram == 0
+    assert {name: method.rule for name, method in made.items() if method.rule != "uno"} == {"s-hat": "surgery", "h": "none"}  # fmt: skip

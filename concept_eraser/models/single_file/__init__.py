@@ -17,7 +17,6 @@ loaded pipeline (`place_on`), from which the other parts come.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from concept_eraser.errors import UserError
 from concept_eraser.models.base import Model
+from concept_eraser.models.folder_check import check_pipeline
 from concept_eraser.models.single_file import ldm, text, transformers
 from concept_eraser.models.single_file.places import Place
 
@@ -182,7 +182,7 @@ def read(file: Path, config: str, held: set[str]) -> Any:
     """
     import diffusers
 
-    content = json.loads((Path(config) / "model_index.json").read_text())
+    content = check_pipeline(Path(config))
     named = content.get("_class_name")
     weighed = [n for n, kind in content.items() if n.startswith(("text_encoder", "vae")) and isinstance(kind, list) and all(kind)]  # fmt: skip
     if named not in _CLASSES or not {"denoiser", *weighed} <= held:

@@ -1,0 +1,15 @@
+"""What an option of the command line checks beyond its bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import typer
+
+
+def finite(value: Optional[float]) -> Optional[float]:
+    """The value itself. Raises BadParameter where it is no number: click's bounds let nan pass."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, found {value}")
+    return value

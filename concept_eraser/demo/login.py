@@ -1,0 +1,68 @@
+"""The login: one account, compared in constant time, and a limit of wrong attempts."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WINDOW = 60.0  # seconds in which attempts count
+EACH, ALL = 5, 30  # attempts in a window that may be wrong: of one address, of all
+
+
+class Account:
+    """One user and password, as Gradio's `auth` asks for it."""
+
+    def __init__(self, user: str, password: str) -> None:
+        self._user, self._password = _digest(user.strip()), _digest(password)
+
+    def __call__(self, user: str, password: str) -> bool:
+        """Whether both are right; the time does not depend on how much of them is."""
+        same_user = hmac.compare_digest(_digest(user.strip()), self._user)
+        same_password = hmac.compare_digest(_digest(password), self._password)
+        return same_user & same_password
+
+
+class Attempts:
+    """Login attempts of the last WINDOW seconds. clock: seconds, for tests.
+
+    An attempt counts from its begin until it succeeds or is WINDOW seconds old. One that is refused does not count, so
+    that a block ends, and so that there are never more than ALL in memory.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._begun = clock, list[tuple[float, str]]()
+
+    def begin(self, address: str) -> float:
+        """Count an attempt; 0, or for how many seconds there is no further one."""
+        now = self._clock()
+        self._begun = [(at, who) for at, who in self._begun if now - at < WINDOW]
+        own = [at for at, who in self._begun if who == address]
+        if len(own) >= EACH:
+            return WINDOW - (now - own[0])
+        if len(self._begun) >= ALL:
+            return WINDOW - (now - self._begun[0][0])
+        self._begun.append((now, address))
+        return 0.0
+
+    def succeed(self, address: str) -> None:
+        """Forget the attempts of an address that knows the password."""
+        self._begun = [(at, who) for at, who in self._begun if who != address]
+
+
+def address_of(scope: Mapping[str, Any]) -> str:
+    """Who sends a request: an IPv4 address, or the network of an IPv6 address, of which one machine has many."""
+    client = scope.get("client")
+    try:
+        address = ipaddress.ip_address(str(client[0]).partition("%")[0] if client else "")
+    except ValueError:
+        return str(client[0]) if client else ""
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,655 @@
+"""What is fuzzed: for each reader of a text that a user or a stranger gives, a strategy of examples and a function.
+
+`run(example, folder)` gives the example to its reader, with an empty folder to lay files into. It raises only what is a
+defect: any error but UserError, a message of more than 4,000 characters, more than 5 seconds of processor time, or a file
+that was written, changed or removed. tests/test_readers_property.py runs some hundred examples of each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from hypothesis import strategies as st
+from PIL import Image
+
+from concept_eraser import recipe, registry, resources
+from concept_eraser.data import images, labelled, prompts
+from concept_eraser.errors import UserError
+from concept_eraser.evaluation import suite
+from concept_eraser.storage import readers
+from concept_eraser.targets.labelled import read_indices
+from concept_eraser.training import parameters
+
+SECONDS = 5.0
+CHARACTERS = 4_000
+
+
+@dataclass(frozen=True)
+class Target:
+    """strategy: of examples; run: gives one to the reader, and raises where the reader does what it must not."""
+
+    strategy: st.SearchStrategy[Any]
+    run: Callable[[Any, Path], None]
+
+
+class Defect(AssertionError):
+    """A reader did what it must not do."""
+
+
+def guarded(read: Callable[[], Any], folder: Path, seconds: float = SECONDS) -> None:
+    """Call a reader; raise Defect for what it must not do, and let every error but UserError through."""
+    before, began = _state(folder), _seconds()
+    try:
+        read()
+    except UserError as error:
+        if len(str(error)) > CHARACTERS:
+            raise Defect(f"a message of {len(str(error))} characters: {str(error)[:200]}") from error
+    if (took := _seconds() - began) > seconds:
+        raise Defect(f"took {took:.1f} s")
+    if (after := _state(folder)) != before:
+        raise Defect(f"the folder has changed: {sorted(set(after) ^ set(before))}")
+
+
+def _seconds() -> float:
+    """Of processor time, of this process and those that it started; the machine's other work does not count."""
+    return sum(os.times()[:4])
+
+
+def _state(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file in a folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        found[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
+    return found
+
+
+# Values of every kind that YAML and JSON know, and those that readers stumble over.
+TEXTS = st.one_of(
+    st.text(max_size=30),
+    st.sampled_from(
+        [
+            "",
+            " ",
+            "\0",
+            "rest",
+            "none",
+            "null",
+            "..",
+            "/",
+            "../../etc/passwd",
+            "/etc/passwd",
+            "/dev/zero",
+            "hf://a/b",
+            "hf://a/b/../c.csv",
+            "a" * 300,
+            "a" * 300 + ".yaml",
+            "x" * 20_000,
+            "{",
+            "}",
+            "{}",
+            "{0}",
+            "{a.b}",
+            "{a[0]}",
+            "{a!r}",
+            "{a:>1000000000}",
+            "{{a}}",
+            "{shape} {color}",
+            "{templates}",
+            "> 50",
+            "> x",
+            "== 1e999",
+            "²",
+            "9" * 5_000,
+            "1e400",
+            "nan",
+            "-inf",
+            "re:(a+)+$",
+            "re:(",
+            "tiny_star",
+            "tiny-sd",
+            "munba",
+            "anchor",
+            "shape=circle",
+            "\u2028",
+            "\ud800",
+        ]
+    ),
+)
+NUMBERS = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.sampled_from([0, -1, 1, 2**31, 2**32, 2**63, 2**64, 10**30, 10**400, 1e308, 0.5, float("inf"), float("nan")]),
+)
+OTHERS = st.sampled_from(
+    [None, True, False, datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1), b"\0\xff", {"a", "b"}]
+)
+SCALARS = st.one_of(TEXTS, NUMBERS, OTHERS)
+KEYS = st.one_of(TEXTS, st.sampled_from([0, 1, None, True, 1.5, datetime.date(2020, 1, 1)]))
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=8
+)
+PLAIN = st.recursive(  # of JSON
+    st.one_of(TEXTS, NUMBERS, st.sampled_from([None, True, False])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=8,
+)
+NASTY_YAML = st.sampled_from(
+    [
+        b"a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nprompts: *c\n",
+        b"a: &a [*a]\n",
+        b"prompts: !!set {a, b}\n",
+        b"prompts: !!binary aGVsbG8=\n",
+        b"prompts: !!python/object/apply:os.system [echo]\n",
+        b"prompts: !mine {a: b}\n",
+        b"? [a, b]\n: c\n",
+        b"? {a: b}\n: c\n",
+        b"<<: {prompts: [a]}\n<<: [1]\n",
+        b"prompts: 2020-13-45\n",
+        b"prompts: 0x" + b"f" * 9000 + b"\n",
+        b"prompts: " + b"9" * 9000 + b"\n",
+        b"prompts: 1:2:3:4\n",
+        b"[" * 2000,
+        b"{a: " * 2000,
+        b"- " * 3000,
+        b"--- a\n--- b\n",
+        b"%YAML 9.9\n--- a\n",
+        b"\xff\xfe",
+        b"\xef\xbb\xbfprompts: [a]\n",
+        b"\0",
+        b"a: b: c",
+        b"\t",
+        b"&a",
+        b"*a",
+        b"prompts: ['\\ud800', \"\\ud800\"]\n",
+        b"",
+    ]
+)
+
+
+def bytes_like(*valid: bytes) -> st.SearchStrategy[bytes]:
+    """Any bytes, and valid files with pieces replaced, removed or put in."""
+
+    @st.composite
+    def changed(draw: st.DrawFn) -> bytes:
+        content = draw(st.sampled_from(valid))
+        for _ in range(draw(st.integers(0, 4))):
+            place = draw(st.integers(0, max(0, len(content))))
+            length = draw(st.sampled_from([0, 1, 2, 4, 8, 50]))
+            piece = draw(
+                st.one_of(
+                    st.binary(max_size=8), st.sampled_from([b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff"])
+                )
+            )
+            content = content[:place] + piece + content[place + length :]
+        return content
+
+    return st.one_of(st.binary(max_size=300), changed())
+
+
+def alike(value: Any) -> st.SearchStrategy[Any]:
+    """Values of the kind of another, so that some mutations stay valid."""
+    if isinstance(value, bool):
+        return st.booleans()
+    if isinstance(value, int):
+        return st.sampled_from([0, 1, 2, 7, 1000, 2**32 - 1, 2**32, 10**12, -1])
+    if isinstance(value, float):
+        return st.sampled_from([0.0, 0.5, 1.0, 7.5, 1e3, 1e-30, 1e30, float("inf"), float("nan")])
+    return TEXTS
+
+
+@st.composite
+def mutations(draw: st.DrawFn, base: Callable[[], Any], values: st.SearchStrategy[Any] = VALUES) -> Any:
+    """A valid content with some values replaced, some keys put in, some taken out."""
+    content = json.loads(json.dumps(base()))
+    for _ in range(draw(st.integers(0, 3))):
+        place: Any = content
+        while True:
+            steps = list(place) if isinstance(place, dict) else list(range(len(place)))
+            inner = [step for step in steps if isinstance(place[step], dict | list) and place[step]]
+            if not inner or draw(st.integers(0, 2)) == 0:
+                break
+            place = place[draw(st.sampled_from(inner))]
+        if steps and draw(st.integers(0, 4)):
+            step = draw(st.sampled_from(steps))
+            place[step] = draw(st.one_of(values, alike(place[step]), alike(place[step])))
+        elif isinstance(place, dict):
+            place[draw(KEYS if values is VALUES else TEXTS)] = draw(values)
+        elif steps:
+            place.pop(draw(st.sampled_from(steps)))
+    return content
+
+
+def yaml_bytes(content: Any) -> bytes:
+    """YAML of anything that `VALUES` gives."""
+    return yaml.safe_dump(content, allow_unicode=False).encode()
+
+
+def json_bytes(content: Any) -> bytes:
+    """JSON, with NaN and Infinity as Python writes them."""
+    return json.dumps(content).encode()
+
+
+def file_target(name: str, strategy: st.SearchStrategy[bytes], read: Callable[[Path], Any], **others: bytes) -> Target:
+    """A target that lays the example into a file and reads that; others: files beside it."""
+
+    def run(example: bytes, folder: Path) -> None:
+        for beside, content in others.items():
+            (folder / beside.replace("__", ".")).write_bytes(content)
+        (folder / name).write_bytes(example)
+        guarded(lambda: read(folder / name), folder)
+
+    return Target(strategy, run)
+
+
+# Recipes, overrides, suites
+
+
+@cache
+def _yaml_of(kind: str, name: str) -> Any:
+    return yaml.safe_load(resources.find(kind, name).read_text())
+
+
+def _recipe() -> Any:
+    sides = {"prompts": "tiny_star", "loss": "anchor", "anchor": {"shape": "circle"}, "timesteps": [0, 1000], "scale": 1.0, "n": 8, "images": "generate", "eta": 1.0, "empty_prompts": 0.1}  # fmt: skip
+    return {
+        "model": "tiny-sd",
+        "model_options": {"size": 512},
+        "forget": [sides, {"prompts": "tiny_moon", "loss": "esd", "eta": 1.0}],
+        "concepts": "players",
+        "retain": {"prompts": ["a house", "a moon"], "loss": "data"},
+        "method": {"name": "munba", "xi": 1e-6, "every": 1},
+        "finish": {"name": "uce", "lamb": 0.5},
+        "trainable": {"select": "all", "lora": {"rank": 4, "alpha": 4.0}},
+        "training": {"steps": 4, "batch_size": 4, "lr": 1e-4, "weight_decay": 0.0, "seed": 0, "tracker": "none"},
+        "generation": {"steps": 2, "guidance": 5.0, "batch_size": 8, "seed": 0},
+        "memory": "8gb",
+    }
+
+
+def _labelled_recipe() -> Any:
+    side = {"data": "digits", "options": {"flat": True}, "classes": [3, "4"], "share": 0.5, "indices": [1, 2], "loss": "relabel", "l1": 0.1}  # fmt: skip
+    return {
+        "target": "classifier",
+        "model": "x",
+        "forget": side,
+        "retain": "rest",
+        "method": {"name": "scrub", "rounds": 2},
+    }
+
+
+def _small_recipe() -> Any:
+    return _yaml_of("pipelines", "tiny_star_munba")
+
+
+RECIPES = st.one_of(
+    mutations(_recipe).map(yaml_bytes),
+    mutations(_labelled_recipe).map(yaml_bytes),
+    mutations(_small_recipe).map(yaml_bytes),
+    bytes_like(resources.find("pipelines", "tiny_star_munba").read_bytes()),
+    NASTY_YAML,
+)
+
+
+def _paths(content: Any, prefix: str = "") -> list[str]:
+    if isinstance(content, list):
+        content = dict(enumerate(content, 1))
+    if not isinstance(content, dict):
+        return [prefix]
+    return [prefix, *(path for key, inner in content.items() for path in _paths(inner, f"{prefix}.{key}".strip(".")))]
+
+
+def _yaml_line(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+
+
+OVERRIDES = st.lists(
+    st.one_of(
+        st.builds("{}={}".format, st.sampled_from(_paths(_recipe())), st.one_of(VALUES.map(_yaml_line), TEXTS)),
+        st.builds("{}={}".format, TEXTS, TEXTS),
+        TEXTS,
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def _run_overrides(example: list[str], folder: Path) -> None:
+    guarded(lambda: recipe.load("tiny_star_munba", example), folder)
+
+
+def _suite() -> Any:
+    return {
+        "about": "x",
+        "concept": {"shape": "star"},
+        "judge": "tiny",
+        "seed": 1,
+        "sensitive": False,
+        "sampling": {"steps": 2, "guidance": 5.0, "batch_size": 4, "precision": "fp32"},
+        "groups": {
+            "direct": {"prompts": "tiny_star", "role": "forget", "n": 4},
+            "more": {"prompts": ["a"], "role": "retain"},
+        },
+        "metrics": ["concept_share", {"name": "nudenet", "preset": "mace"}, {"name": "fid", "features": "judge"}],
+    }
+
+
+SUITES = st.one_of(
+    mutations(_suite).map(yaml_bytes), bytes_like(resources.find("eval", "tiny").read_bytes()), NASTY_YAML
+)
+
+
+OPTIONS = [
+    (kind, name, option)
+    for kind in ("method", "attack", "metric", "dataset")
+    for name in registry.names(kind)
+    for option in [*registry.options(registry.load(kind, name)), "strange"]
+]
+
+
+def _run_option(example: tuple[tuple[str, str, str], Any], folder: Path) -> None:
+    (kind, name, option), value = example
+    guarded(lambda: registry.build(kind, name, {option: value}), folder)
+
+
+# Prompt sets
+
+
+def _prompt_set() -> Any:
+    return {
+        "about": "x",
+        "prompts": ["a house", {"text": "a moon", "seed": 3, "guidance": 7.5, "shape": "moon"}],
+        "expand": {
+            "templates": ["a(n) {color} {shape}", "{{{shape}}}"],
+            "color": ["red", ["crimson", "red"]],
+            "shape": "star",
+        },
+        "file": "table.csv",
+        "where": {"categories": "sexual", "share": "> 50"},
+    }
+
+
+TABLE = b'prompt,categories,seed,guidance,share\n"a, b","sexual, x",17,7.5,60\nc,sexual,18.0,,70\n'
+JSON_TABLE = json.dumps({"annotations": [{"caption": "a", "seed": 1, "guidance": 2.0, "n": [1, 2]}, "b"]}).encode()
+JSON_LINES = b'{"text": "a", "seed": 1}\n\n{"prompt": "b", "guidance": 2.5}\n"c"\n'
+BILLIONS = {
+    "expand": {"templates": ["{" + "} {".join("abcdefgh") + "}"], **{letter: list(range(50)) for letter in "abcdefgh"}}
+}
+PROMPT_SETS = st.one_of(
+    mutations(_prompt_set).map(yaml_bytes),
+    bytes_like(resources.find("prompts", "tiny_star").read_bytes()),
+    NASTY_YAML,
+    st.just(yaml_bytes(BILLIONS)),
+)
+
+
+def _read_prompts(path: Path) -> None:
+    for row in prompts.load(str(path)).prompts[:3]:
+        row.anchored("a {{x}}")
+
+
+CELLS = st.one_of(
+    TEXTS, NUMBERS.map(lambda number: format(number, "g") if isinstance(number, float) else str(number)[:4000])
+)
+
+
+def _rows(separator: str) -> st.SearchStrategy[bytes]:
+    heads = st.lists(
+        st.sampled_from(["prompt", "text", "seed", "guidance", "class", "", "prompt"]), min_size=1, max_size=4
+    )
+    rows = st.lists(st.lists(CELLS, max_size=5), max_size=4)
+    return st.builds(
+        lambda head, body: "\n".join(separator.join(row) for row in [head, *body]).encode(errors="surrogatepass"),
+        heads,
+        rows,
+    )
+
+
+LINES = (
+    st.lists(st.one_of(PLAIN.map(json.dumps), TEXTS), max_size=5)
+    .map("\n".join)
+    .map(lambda text: text.encode(errors="surrogatepass"))
+)
+ANCHORS = st.one_of(
+    TEXTS,
+    st.dictionaries(st.sampled_from(["shape", "color", "none"]), TEXTS, min_size=1),
+    st.lists(st.sampled_from("{}!:.[]ab 0\\"), max_size=12).map("".join),
+)
+
+
+def _run_anchor(example: Any, folder: Path) -> None:
+    row = prompts.Prompt(
+        "a red star", {"shape": "star", "color": "red"}, {"shape": "star", "color": "red"}, "a {color} {shape}"
+    )
+    guarded(lambda: row.anchored(example), folder)
+
+
+# Selections of parameters
+
+NAMES = [
+    f"down_blocks.{i}.attentions.{j}.transformer_blocks.0.attn{k}.to_{what}.weight"
+    for i in range(4)
+    for j in range(2)
+    for k in (1, 2)
+    for what in ("q", "k", "v", "out.0")
+]
+EXPRESSIONS = st.one_of(
+    st.lists(
+        st.sampled_from(
+            [
+                "(",
+                ")",
+                "a",
+                ".",
+                "+",
+                "*",
+                "?",
+                "|",
+                "{9}",
+                "{1,}",
+                "[",
+                "]",
+                "^",
+                "$",
+                "\\w",
+                "\\",
+                "(?:",
+                "(?=",
+                "(?i)",
+                "!",
+            ]
+        ),
+        max_size=10,
+    ).map("".join),
+    st.sampled_from(
+        [
+            "(a+)+$",
+            r"([\w.]+)+!",
+            "(?:(?:(?:a{1000}){1000}){1000}){1000}",
+            r"(\w+)\1+\1+!",
+            "x{99999999999}",
+            "(" * 240,
+            "(?i)[\0-\U0010ffff]" * 20,
+            "attn2",
+        ]
+    ),
+    st.text(max_size=20),
+)
+
+
+def _run_expression(example: str, folder: Path) -> None:
+    guarded(lambda: parameters.select(NAMES, f"re:{example}"), folder)
+
+
+# Pictures and labelled data
+
+
+@cache
+def picture(kind: str) -> bytes:
+    """A small valid picture file."""
+    file = io.BytesIO()
+    pixels = (np.arange(12 * 9 * 3).reshape(9, 12, 3) % 256).astype(np.uint8)
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def _huge_picture() -> bytes:
+    """A PNG whose header states more pixels than any picture has."""
+    import zlib
+
+    content = picture("PNG")
+    header = b"IHDR" + struct.pack(">II", 2**30, 2**30) + content[24:29]
+    return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
+
+
+PICTURES = st.one_of(
+    bytes_like(*(picture(kind) for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"))),
+    st.just(_huge_picture()),
+    st.just(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(x) =\n"),
+)
+
+
+def _read_picture(path: Path) -> None:
+    images.read_folder(path.parent, (16, 16), caption="a")
+    list(images.read_pictures(path.parent, []))
+
+
+METADATA = st.one_of(
+    LINES,
+    bytes_like(b'{"file_name": "a.png", "text": "a house"}\n'),
+    mutations(lambda: {"file_name": "a.png", "text": "x"}, PLAIN).map(json_bytes),
+)
+
+
+def npz(**arrays: bytes) -> bytes:
+    """An archive with these files, each named like an array."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in arrays.items():
+            archive.writestr(f"{name}.npy", content)
+    return file.getvalue()
+
+
+def npy(array: Any, pickled: bool = False) -> bytes:
+    """An array as numpy writes it; pickled: also one of objects, which can execute code."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asarray(array), allow_pickle=pickled)
+    return file.getvalue()
+
+
+def header(shape: str, kind: str) -> bytes:
+    """The header of an array that states a shape, and ten bytes in its place."""
+    text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text) + 1) + text.encode() + b"\n" + b"\0" * 10
+
+
+ARRAYS = st.one_of(
+    st.sampled_from(
+        [
+            npy(np.zeros((4, 3))),
+            npy(np.zeros((4, 2, 2), np.uint8)),
+            npy([0, 1, 0, 1]),
+            npy([0, 0.5, 1, 1]),
+            npy([0, -1, 2, 1]),
+            npy([2**62] * 4),
+            npy([float("nan")] * 4),
+            npy(np.full((4, 3), np.inf)),
+            npy([["a", "b"]] * 4),
+            npy(np.zeros((4, 3), complex)),
+            npy(np.zeros((0, 3))),
+            npy(7),
+            npy([True] * 4),
+            npy(np.array([{}, []] * 2, object), pickled=True),
+            npy(np.zeros(4, "datetime64[s]")),
+        ]
+    ),
+    st.builds(
+        header,
+        st.sampled_from(["(1000000000000,)", "(4,)", "(-1, 2)", "(2, 2, 'a')", "()", "x", "(" * 300]),
+        st.sampled_from(["<f4", "|O", "<U9", "q", "|V2000000000", "x"]),
+    ),
+    bytes_like(npy(np.zeros((4, 3)))),
+)
+NPZ = st.one_of(
+    st.builds(lambda x, y: npz(x=x, y=y), ARRAYS, ARRAYS),
+    bytes_like(npz(x=npy(np.zeros((4, 3))), y=npy([0, 1, 0, 1]))),
+    st.builds(lambda x: npz(x=x), ARRAYS),
+)
+
+
+@cache
+def _tensors() -> bytes:
+    import torch
+    from safetensors.torch import save
+
+    return save({"a": torch.zeros(2, 3), "b": torch.ones(4)}, {"format": "pt"})
+
+
+TARGETS: dict[str, Target] = {
+    "recipe": file_target("recipe.yaml", RECIPES, lambda path: recipe.load(str(path))),
+    "overrides": Target(OVERRIDES, _run_overrides),
+    "suite": file_target("suite.yaml", SUITES, lambda path: suite.load(str(path))),
+    "plug-in options": Target(st.tuples(st.sampled_from(OPTIONS), VALUES), _run_option),
+    "prompts yaml": file_target("set.yaml", PROMPT_SETS, _read_prompts, table__csv=TABLE),
+    "prompts txt": file_target("set.txt", st.one_of(LINES, bytes_like(b"# x\na star\n\n a moon \n")), _read_prompts),
+    "prompts csv": file_target("set.csv", st.one_of(_rows(","), bytes_like(TABLE)), _read_prompts),
+    "prompts tsv": file_target(
+        "set.tsv", st.one_of(_rows("\t"), bytes_like(TABLE.replace(b",", b"\t"))), _read_prompts
+    ),
+    "prompts json": file_target(
+        "set.json",
+        st.one_of(
+            mutations(lambda: json.loads(JSON_TABLE), PLAIN).map(json_bytes),
+            bytes_like(JSON_TABLE),
+            PLAIN.map(json_bytes),
+        ),
+        _read_prompts,
+    ),
+    "prompts jsonl": file_target("set.jsonl", st.one_of(LINES, bytes_like(JSON_LINES)), _read_prompts),
+    "anchor": Target(ANCHORS, _run_anchor),
+    "selection": Target(EXPRESSIONS, _run_expression),
+    "read_yaml": file_target(
+        "x.yaml", st.one_of(NASTY_YAML, VALUES.map(yaml_bytes), bytes_like(b"a: [1, {b: c}]\n")), readers.read_yaml
+    ),
+    "read_json": file_target(
+        "x.json",
+        st.one_of(
+            PLAIN.map(json_bytes),
+            bytes_like(b'{"a": [1, {"b": null}]}'),
+            st.sampled_from([b"[" * 9000, b"9" * 9000, b'{"a": 1e999}']),
+        ),
+        readers.read_json,
+    ),
+    "read_lines": file_target(
+        "x.jsonl", st.one_of(LINES, bytes_like(JSON_LINES), st.just(b"[" * 9000)), readers.read_lines
+    ),
+    "read_tensors": file_target("x.safetensors", bytes_like(_tensors()), readers.read_tensors),
+    "read_tensor_header": file_target("x.safetensors", bytes_like(_tensors()), readers.read_tensor_header),
+    "pictures": file_target("a.png", PICTURES, _read_picture),
+    "captions": file_target(
+        "a.txt",
+        st.one_of(LINES, st.binary(max_size=50)),
+        lambda path: images.read_folder(path.parent, (8, 8)),
+        a__png=picture("PNG"),
+    ),
+    "metadata": file_target(
+        "metadata.jsonl",
+        METADATA,
+        lambda path: images.read_folder(path.parent, (8, 8), caption="a"),
+        a__png=picture("PNG"),
+    ),
+    "npz": file_target("data.npz", NPZ, lambda path: labelled.open_data(str(path)).inputs([0])),
+    "indices": file_target("rows.txt", st.one_of(LINES, bytes_like(b"1\n2 # two\n30\n")), read_indices),
+}

@@ -1,0 +1,112 @@
+"""Cache files that are damaged are as good as missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from concept_eraser.evaluation.features.base import Memory
+from concept_eraser.storage import cache, output_folder
+from concept_eraser.training import checkpoint
+
+
+def flipped(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_flipped_bit_of_a_chunk_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "chunk.safetensors"
+    images = torch.arange(48, dtype=torch.uint8).view(1, 4, 4, 3)
+    cache.write_chunk(path, {"pictures": images})
+    assert torch.equal(cache.read_chunk(path)["pictures"], images)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        flipped(path, place)
+        found = cache.read_chunk(path)
+        assert found is None or (list(found) == ["pictures"] and torch.equal(found["pictures"], images)), place
+        path.write_bytes(whole)
+    for length in (0, 4, 8, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert cache.read_chunk(path) is None
+
+
+def test_a_chunk_without_a_digest_is_made_again(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"pictures": torch.zeros(1)}, tmp_path / "old.safetensors")
+    assert cache.read_chunk(tmp_path / "old.safetensors") is None
+
+
+def test_rows_that_are_not_what_was_written_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for i in range(3):
+        cache.append_row(path, {"picture": str(i), "found": [["FACE", 0.5, [1, 2, 3, 4]]]})
+    with path.open("a") as file:
+        file.write('{"row": {"picture": "9"}, "sha256": "0"}\n{"row": 3}\n{"cut')
+    cache.append_row(path, {"picture": "4", "found": []})
+    assert [row["picture"] for row in cache.read_rows(path)] == ["0", "1", "2", "4"]
+    path.write_text(path.read_text().replace("0.5", "0.6", 1))
+    assert [row["picture"] for row in cache.read_rows(path)] == ["1", "2", "4"]
+
+
+def test_features_that_are_not_what_was_written_are_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "features"
+    rows = {f"{i:032d}": np.full(3, i, np.float32) for i in range(4)}
+    Memory(path, 3).add(rows)
+    size = len(path.read_bytes()) // 4
+    flipped(path, size + 33)
+    kept = Memory(path, 3).rows
+    assert sorted(kept) == [f"{i:032d}" for i in (0, 2, 3)]
+    assert np.array_equal(kept[f"{2:032d}"], rows[f"{2:032d}"])
+
+
+def test_a_full_cache_is_said_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for call in (lambda p: cache.write_chunk(p, {"a": torch.zeros(1)}), lambda p: cache.append_row(p, {})):
+        with pytest.raises(cache.CacheFull, match="CONCEPT_ERASER_CACHE"):
+            call(tmp_path / "file" / "inside")
+
+
+def state(step: int) -> dict:
+    return {"step": step, "params": {"w": torch.full((5,), float(step))}, "optimizer": {"state": {0: {"step": torch.tensor(1.0), "m": torch.rand(3)}}, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.99), "params": [0]}]}, "method": {}, "none": None, "empty": torch.empty(0)}  # fmt: skip
+
+
+def test_a_damaged_state_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    output_folder.claim(tmp_path, "run")
+    path = tmp_path / "state.ckpt"
+    checkpoint.save(path, state(2))
+    assert checkpoint.load(path)["step"] == 2
+    checkpoint.save(path, state(4))
+    whole = path.read_bytes()
+    assert checkpoint.load(path)["step"] == 4
+    rng = np.random.default_rng(0)
+    noticed = 0
+    for place in rng.integers(0, len(whole), 60):
+        flipped(path, int(place))
+        again = checkpoint.load(path)
+        noticed += again["step"] == 2
+        if again["step"] == 4:  # a bit that means nothing: padding, a time
+            assert torch.equal(again["params"]["w"], torch.full((5,), 4.0))
+        path.write_bytes(whole)
+    assert noticed
+    for content in (b"", b"x", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        assert checkpoint.load(path)["step"] == 2
+    path.unlink()
+    assert checkpoint.exists(path)
+    assert checkpoint.load(path)["step"] == 2
+
+
+def test_a_state_whose_tensor_was_changed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.ckpt"
+    checkpoint.save(path, state(2))
+    content = torch.load(path, weights_only=True)
+    content["params"]["w"][0] = 9
+    torch.save(content, path)
+    with pytest.raises(Exception, match=r"not what was written.*--overwrite"):
+        checkpoint.load(path)
