@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from concept_eraser import resources
 from concept_eraser.models import hub
 from concept_eraser.places import is_place
 from concept_eraser.recipe import Recipe
+from concept_eraser.storage.readers import read_json
 
 
 def use(recipe: Recipe, folder: Path, repository: str) -> str:
@@ -36,7 +36,7 @@ def _of_module(recipe: Recipe, whole: Path | None, repository: str) -> str:
     """Of a classifier, CLIP model or VAE, by what its folder holds: see `Module.save` and `Clip.save`."""
     if whole is None:
         return "The run folder holds no whole model any more (model/), so there is nothing to load."
-    config: dict[str, Any] = json.loads((whole / "config.json").read_text()) if (whole / "config.json").is_file() else {}  # fmt: skip
+    config: dict[str, Any] = read_json(whole / "config.json") if (whole / "config.json").is_file() else {}  # fmt: skip
     if "architecture" in config:
         return _python(f'from huggingface_hub import snapshot_download\n\nfrom concept_eraser.models.loading import load_part\n\nmodel = load_part(snapshot_download("{repository}"), "{recipe.target}").module')  # fmt: skip
     library, name = ("diffusers", config.get("_class_name")) if "_class_name" in config else ("transformers", next(iter(config.get("architectures") or []), None))  # fmt: skip

@@ -16,7 +16,7 @@ from concept_eraser import recipe as recipes
 from concept_eraser.card_use import use
 from concept_eraser.environment import version
 from concept_eraser.errors import UserError
-from concept_eraser.evaluation import entries
+from concept_eraser.evaluation import entries, shapes
 from concept_eraser.findings import Findings
 from concept_eraser.models import hub
 from concept_eraser.places import cleaned, is_place, last, named
@@ -41,6 +41,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
     folder = Path(run)
     recipe, done = finished(folder)
     found, environment = findings.read(folder, recipe), findings.content(folder / "environment.json")
+    shapes.require(environment, shapes.ENVIRONMENT, folder / "environment.json")
     content = {
         "header": yaml.safe_dump(header(recipe, license), sort_keys=False).strip(),
         "name": repository.rsplit("/", 1)[-1] if repository != "owner/name" else folder.resolve().name,
@@ -83,7 +84,9 @@ def finished(folder: Path) -> tuple[Recipe, dict[str, Any]]:
         raise UserError(f"{folder} is no run folder (it has no recipe.yaml)")
     if not (folder / "done.json").is_file():
         raise UserError(f"{folder} is not finished; go on with: concept-eraser erase {folder / 'recipe.yaml'} -o {folder} --resume")  # fmt: skip
-    return recipes.load(str(folder / "recipe.yaml")), findings.content(folder / "done.json")
+    done = findings.content(folder / "done.json")
+    shapes.require(done, shapes.DONE, folder / "done.json")
+    return recipes.load(str(folder / "recipe.yaml")), done
 
 
 def warnings(folder: Path) -> list[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError
-from concept_eraser.evaluation import entries
+from concept_eraser.evaluation import entries, shapes
 from concept_eraser.places import cleaned, shortened
 from concept_eraser.recipe import Recipe
+from concept_eraser.storage.readers import read_json
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,10 @@ class Findings:
 
 def read(folder: Path, recipe: Recipe) -> Findings:
     """Raises UserError for a damaged file."""
-    own = content(folder / "evaluation.json")
-    more = {path.parent.name: content(path) for path in sorted(folder.glob(f"{entries.EVALUATIONS}/*/evaluation.json"))}
+    own = _evaluation(folder / "evaluation.json")
+    more = {
+        path.parent.name: _evaluation(path) for path in sorted(folder.glob(f"{entries.EVALUATIONS}/*/evaluation.json"))
+    }
     every = [one for one in (own, *more.values()) if one]
     victim = _weights(every[0]) if every else None
     unlike = [name for name, one in more.items() if _weights(one) != victim]
@@ -66,13 +67,16 @@ def read(folder: Path, recipe: Recipe) -> Findings:
 
 def content(path: Path) -> dict[str, Any]:
     """The content of a file that a run may have; nothing where it has not. Raises UserError where it is no JSON."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"{path} is damaged; run the command that wrote it again") from None
-    return found if isinstance(found, dict) else {}
+    found: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return found
+
+
+def _evaluation(path: Path) -> dict[str, Any]:
+    """An evaluation.json, of prompts or of labelled data; nothing where there is none. Raises UserError where it is damaged."""
+    found = content(path)
+    if found:
+        shapes.require(found, shapes.EVALUATION if "protocol" in found else shapes.LABELLED, path)
+    return found
 
 
 def source(side: Any) -> str:

@@ -17,6 +17,7 @@ from concept_eraser.errors import UserError, first_line, unknown
 from concept_eraser.evaluation import entries
 from concept_eraser.models import hub
 from concept_eraser.places import cleaned, is_place, named
+from concept_eraser.storage.readers import read_json
 
 KINDS = ("pipeline", "lora", "both")
 TOLD = ("recipe.yaml", "environment.json", "done.json", "evaluation.json")  # beside the weights, in concept_eraser/
@@ -100,10 +101,17 @@ def _weights(folder: Path, kind: str, left_out: list[str]) -> Iterator[Upload]:
         yield from _known(lora, left_out)
 
 
+def _require_inside(run: Path, path: Path) -> None:
+    """Raise UserError where a path leads out of a run by a link: what lies there is not the run's, and may be secret."""
+    if not path.resolve().is_relative_to(run.resolve()):
+        raise UserError(f"{path} is a link that leads out of {run}, so it is not uploaded; put the file itself in its place, or remove the link")  # fmt: skip
+
+
 def _known(folder: Path, left_out: list[str]) -> Iterator[Upload]:
-    """The files below a folder that may be uploaded."""
+    """The files below a folder of a run that may be uploaded. Raises UserError for a link that leads out of the run."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
+        _require_inside(folder.parent, path)
         if not path.is_file():
             continue
         hidden = any(part.startswith(".") for part in name.parts)
@@ -118,15 +126,17 @@ def _told(folder: Path) -> Iterator[Upload]:
     further = sorted(folder.glob(f"{entries.EVALUATIONS}/*/evaluation.json"))
     for path in (*(folder / name for name in TOLD), *further):
         if path.is_file():
+            _require_inside(folder, path)
             text = cards.recipe_text(folder) + "\n" if path.name == "recipe.yaml" else _without_place(path)
             yield Upload(f"concept_eraser/{path.relative_to(folder).as_posix()}", text.encode())
 
 
 def _without_place(path: Path) -> str:
     """A JSON file of ours without the command line and with every path cut to its last component."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    for place in (content, content.get("environment", {})):
-        place.pop("command", None)
+    content = read_json(path)
+    for place in (content, content.get("environment")):
+        if isinstance(place, dict):
+            place.pop("command", None)
     return json.dumps(cleaned(content), indent=1) + "\n"
 
 
@@ -135,8 +145,8 @@ def _clean(path: Path, name: str) -> Upload:
     if path.suffix != ".json" or path.name in _VOCABULARIES:
         return Upload(name, path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        content = read_json(path, (dict, list))
+    except UserError:
         return Upload(name, path)
     kept = named(_without_origin(content))
     return Upload(name, path) if kept == content else Upload(name, (json.dumps(kept, indent=2) + "\n").encode())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from concept_eraser import recipe as recipes
 from concept_eraser.errors import UserError
-from concept_eraser.evaluation import entries, pages
+from concept_eraser.evaluation import entries, pages, shapes
 from concept_eraser.evaluation import overview as overviews
 from concept_eraser.evaluation import report as reports
 from concept_eraser.evaluation.suite import Evaluation
 from concept_eraser.evaluation.triples import Studio
 from concept_eraser.progress import Progress, silent
+from concept_eraser.storage.readers import read_text
 from concept_eraser.storage.writers import probe
 from concept_eraser.training import log as logs
 
@@ -22,8 +24,26 @@ def _facts(run: Path) -> reports.RunFacts:
     path = run / "recipe.yaml"
     if not path.is_file():
         return reports.RunFacts()
-    text, done = path.read_text(), entries.recorded(run, "done.json")
-    return reports.RunFacts(text, text.splitlines()[0].lstrip("# "), logs.read(run / "log.jsonl"), done.get("seconds"))
+    text, done = read_text(path), entries.recorded(run, "done.json")
+    if done:
+        shapes.require(done, shapes.DONE, run / "done.json")
+    return reports.RunFacts(text, (text.splitlines() or [""])[0].lstrip("# "), _plain_rows(logs.read(run / "log.jsonl")), done.get("seconds"))  # fmt: skip
+
+
+def _plain_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a log that are drawn: what is not a number where one is needed is left out, as is a row without a step."""
+    kept = []
+    for row in rows:
+        if _is_number(row.get("step")):
+            groups = {key: {str(k): v for k, v in row[key].items() if _is_number(v)} for key in ("losses", "norms", "weights") if isinstance(row.get(key), dict)}  # fmt: skip
+            cosine = row["cosine"] if _is_number(row.get("cosine")) else None
+            kept.append({**row, **groups, "cosine": cosine})
+    return kept
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def is_labelled(run: Path) -> bool:

@@ -175,7 +175,7 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     run.mkdir()
     recipe = {"model": "concept_eraser.architectures:x", "target": "classifier", "forget": {"data": "digits", "classes": ["3"], "loss": "ascent"}, "retain": {"data": "digits", "loss": "data"}, "method": {"name": "munba"}, "trainable": {"select": "all"}}  # fmt: skip
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (run / "done.json").write_text("{}")
+    (run / "done.json").write_text(json.dumps({"seconds": 1.0}))
     measured = {"accuracy": {"forget": {"value": 0.5, "low": 0.4, "high": 0.6, "n": 100}}, "table": {"mia": 0.25}}
     (run / "evaluation.json").write_text(json.dumps({"results": {"before": {"accuracy": {"forget": {"value": 1.0, "low": 0.9, "high": 1.0, "n": 100}}}, "after": measured}}))  # fmt: skip
     text = concept_eraser.card(run)

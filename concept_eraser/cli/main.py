@@ -1,95 +1,124 @@
-"""`concept-eraser`: the application and how its errors are shown."""
+"""`concept-eraser`: starts the application and shows its errors. One message each, exit code 2; Ctrl-C: 130.
+
+The application, and with it every library, is imported inside `main`, so that Ctrl-C is answered from the first moment.
+"""
 
 from __future__ import annotations
 
-import functools
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from types import FrameType
 from typing import Any
 
-import typer
+from concept_eraser.errors import Interrupted, Told, UserError, first_line
 
-from concept_eraser import ranks
-from concept_eraser.cli import (
-    attack,
-    card,
-    demo,
-    detect,
-    distance,
-    erase,
-    evaluate,
-    export,
-    generate,
-    info,
-    merge,
-    push,
-    quickstart,
-    report,
-    verify,
-)
-from concept_eraser.errors import Interrupted, Told, UserError
-
-app = typer.Typer(
-    name="concept-eraser",
-    help="Make diffusion models forget a concept, and measure what is left.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_STOPPED = "stopped; nothing half-written is left"
+_IMPORTING = "<frozen importlib._bootstrap"
+_MEMORY = "not enough memory for this; ask for less at once (-n, batch_size, --memory), or take a larger machine"
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # RuntimeErrors of torch
 
 
-def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """click answers Ctrl-C itself, with "Aborted!" and exit code 1; this says what became of the work, and leaves with 130."""
+def __getattr__(name: str) -> Any:
+    """The application itself, loaded when it is first asked for."""
+    if name == "app":
+        from concept_eraser.cli.application import app
 
-    @functools.wraps(verb)
-    def run(*given: Any, **named: Any) -> None:
-        try:
-            verb(*given, **named)
-        except KeyboardInterrupt:
-            raise Interrupted("stopped; nothing half-written is left") from None
-
-    return run
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, export.export, merge.merge, card.card, push.push, verify.verify, info.list_, info.show, info.check, info.copy):  # fmt: skip
-    options: dict[str, Any] = {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
-    app.command(name=verb.__name__.rstrip("_"), **options)(_interruptible(verb))
+class _Stop:
+    """What Ctrl-C does. Inside a verb it is a KeyboardInterrupt, which the verb answers.
+
+    Elsewhere the process ends at once: before a verb, after it, and while a library is imported. Libraries that are
+    interrupted there answer with errors of their own, or not at all. No more can be lost than by a kill.
+    """
+
+    gives_way = True  # training.stopping may take over
+
+    def __init__(self) -> None:
+        self.came = False
+        self.working = False  # a verb has begun and not ended
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        if self.working and not _is_importing(frame):
+            raise KeyboardInterrupt
+        shows_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
+        os.write(2, f"{shows_cursor}{_STOPPED}\n".encode())
+        os._exit(130)
 
 
-@app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
-    if version:
-        from concept_eraser.environment import version as installed
-
-        typer.echo(f"concept-eraser {installed()}")
-        raise typer.Exit
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORTING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def main() -> None:
     """The console script. Bad input: one message, exit code 2; Ctrl-C: 130; no traceback for either."""
+    stop = _Stop()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):  # fmt: skip
+        signal.signal(signal.SIGINT, stop)
     # The bundled and local models need no hub; a machine without network should not wait for one.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that are no text can be printed
     try:
+        from concept_eraser.cli.application import app
+
         app()
     except Told:  # of several processes the first says it
         sys.exit(2)
-    except UserError as error:
-        _fail(str(error), 2)
-    except Interrupted as stop:
-        _fail(str(stop) if ranks.is_first() else "", 130)
-    except BrokenPipeError:
-        sys.exit(1)
-    except OSError as error:  # a place that cannot be read or written
-        _fail(f"{error.filename or 'the disk'}: {error.strerror or error}", 2)
+    except Interrupted as interrupted:
+        from concept_eraser import ranks
+
+        _fail(str(interrupted) if ranks.is_first() else "", 130)
+    except KeyboardInterrupt:
+        _fail(_STOPPED, 130)
+    except Exception as error:
+        if stop.came:  # what a library makes of Ctrl-C
+            _fail(_STOPPED, 130)
+        message = _sentence(error)
+        if message is None:
+            raise
+        _fail(message, 2)
+
+
+def _sentence(error: Exception) -> str | None:
+    """What an error says to a user, with a next step; None for one that is a mistake of the program."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        from concept_eraser.storage.readers import cannot
+
+        return cannot("use", error.filename if error.filename is not None else "a file or the network", error)
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+        return _MEMORY
+    if isinstance(error, RecursionError):
+        return "a file or value is nested too deep; write it flatter"
+    if isinstance(error, UnicodeError):
+        return f"a name or a text is no valid UTF-8 ({first_line(error)}); rename the file, or save the text as UTF-8"
+    if isinstance(error, OverflowError):
+        return f"a number is too large ({first_line(error)}); give a smaller one"
+    return None
 
 
 def _fail(message: str, code: int) -> None:
     if message:
-        typer.echo(f"error: {message}" if code == 2 else message, err=True)
+        text = f"error: {message}" if code == 2 else message
+        sys.stderr.write(_printable(text) + "\n")
     sys.exit(code)
+
+
+def _printable(text: str) -> str:
+    """A text without what a terminal would act on: names of files and values of strangers stand in messages."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)  # fmt: skip
 
 
 if __name__ == "__main__":

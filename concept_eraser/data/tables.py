@@ -23,6 +23,7 @@ from typing import Any
 from concept_eraser import limits
 from concept_eraser.data.templates import text_problem
 from concept_eraser.errors import UserError, first_line, names_text, shown
+from concept_eraser.models import hub
 from concept_eraser.storage.readers import TABLE_BYTES, parse_json, read_text
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
@@ -59,7 +60,8 @@ def from_hub(address: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(f"{owner}/{path[0]}", "/".join(path[1:]), repo_type="dataset"))
+        silent = hub.is_silent_about_dataset(f"{owner}/{path[0]}")
+        return Path(hf_hub_download(f"{owner}/{path[0]}", "/".join(path[1:]), repo_type="dataset", local_files_only=silent))  # fmt: skip
     except Exception as error:  # the hub's client raises some twenty kinds, OSErrors and ValueErrors among them
         raise UserError(
             f"the hub, or its cache, did not give {shown(address)}: {first_line(error)}. Download the file and give its path"

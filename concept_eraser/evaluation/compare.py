@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from concept_eraser.environment import differences
 from concept_eraser.errors import UserError
+from concept_eraser.evaluation import shapes
 from concept_eraser.evaluation.base import is_share
+from concept_eraser.storage.readers import read_json
 
 FILES = ("evaluation.json", "attack.json", "distance.json")
 
@@ -19,17 +20,17 @@ def read(path: Path) -> tuple[Path, dict[str, Any]]:
     files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
     if not files:
         raise UserError(f"{path} holds no {' or '.join(FILES)}; run `concept-eraser evaluate` or `attack` on it first")
-    try:
-        content = json.loads(files[0].read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{files[0]} is no JSON ({str(error)[:80]})") from None
-    if not isinstance(content, dict) or "protocol" not in content or not {"results", "rates"} & content.keys():
+    content = read_json(files[0])
+    if "protocol" not in content or not {"results", "rates"} & content.keys():
         raise UserError(f"{files[0]} is neither an evaluation nor an attack: it names no protocol")
     rows = content.get("results", ())
     if not isinstance(rows, list | tuple) or not all(
         isinstance(r, dict) and {"metric", "group", "after"} <= r.keys() for r in rows
     ):
         raise UserError(f"{files[0]} is damaged: its results have no metric, group and value; measure it again")
+    shapes.require(content, shapes.METRICS, files[0])
+    for name, rate in (content.get("rates") or {}).items():
+        shapes.require({name: rate}, {f"{name}?": shapes.INTERVAL}, files[0])
     return files[0], content
 
 

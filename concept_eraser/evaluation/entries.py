@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +11,11 @@ from typing import Any
 
 from concept_eraser.environment import fingerprint
 from concept_eraser.errors import UserError
-from concept_eraser.evaluation import compare, pages
+from concept_eraser.evaluation import compare, pages, shapes
 from concept_eraser.evaluation.report import RunFacts
 from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.evaluation.suite import Suite
+from concept_eraser.storage.readers import read_json
 
 EVALUATIONS = "evaluations"  # in a run folder, of further suites: <suite>/evaluation.json and report.html
 
@@ -97,6 +97,7 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     _, content = compare.read(folder / "evaluation.json")
     if not isinstance(content.get("results"), list):
         raise UserError(f"{folder} was measured on labelled data, which has no report of pictures; its numbers: concept-eraser evaluate {folder}")  # fmt: skip
+    shapes.require(content, shapes.EVALUATION, folder / "evaluation.json")
     return content
 
 
@@ -111,11 +112,10 @@ def place_for(run: Path, suite: Suite, name: str) -> Path:
 def _held(folder: Path) -> Any:
     """The protocol of the evaluation in a folder, as `_sort_of` gives it; None where there is none that could be read."""
     try:
-        return _sort_of(Suite.model_validate(recorded(folder, "evaluation.json")["protocol"]).model_dump(mode="json"))
-    except KeyError:
-        return None
-    except ValueError:  # damaged, or of another version
-        return {} if "protocol" in (folder / "evaluation.json").read_text(encoding="utf-8", errors="replace") else None
+        content = recorded(folder, "evaluation.json")
+        return _sort_of(Suite.model_validate(content["protocol"]).model_dump(mode="json")) if "protocol" in content else None  # fmt: skip
+    except (ValueError, TypeError, AttributeError, KeyError):  # damaged, or of another version
+        return {}
 
 
 def _sort_of(protocol: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,9 @@ def _sort_of(protocol: dict[str, Any]) -> dict[str, Any]:
 def read_attacks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every attack.json below a folder, with the folder it lies in."""
     for path in sorted(folder.rglob("attack.json")):
-        yield path.parent, compare.read(path)[1]
+        _, content = compare.read(path)
+        shapes.require(content, shapes.ATTACK, path)
+        yield path.parent, content
 
 
 def concept_of(measured: Mapping[str, Any]) -> dict[str, str]:
@@ -199,6 +201,7 @@ def labels(entries: Sequence[Entry]) -> list[str]:
 
 
 def recorded(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a run, {} where it is missing."""
+    """A JSON file of a run, {} where it is missing. Raises UserError where it holds no mapping."""
     path = folder / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return found

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser.errors import UserError, unknown
+from concept_eraser.errors import UserError, shown, unknown
 
 STEPS = 50  # of the paper's sampler, which the warm-ups are numbers of
 
@@ -64,9 +64,9 @@ class Guard:
         """From `kind:text`. Raises UserError for another form or an unknown kind."""
         kind, colon, text = written.partition(":")
         if not colon or not text.strip():
-            raise UserError(f"cannot read the safeguard {written!r}; write kind:text, e.g. 'negative:a star' or 'sld-medium:a star'")  # fmt: skip
+            raise UserError(f"cannot read the safeguard {shown(written)}; write kind:text, e.g. 'negative:a star' or 'sld-medium:a star'")  # fmt: skip
         if kind not in KINDS:
-            raise unknown("safeguard", kind, KINDS)
+            raise unknown("safeguard", kind[:200], KINDS)
         return cls(kind, text.strip())
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError, first_line
+from concept_eraser.errors import UserError, first_line, shown
 from concept_eraser.models.folder_check import INDEX, check_index
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
@@ -30,7 +30,7 @@ def split(name: str) -> tuple[str, str | None]:
     """`owner/name@revision` -> (owner/name, revision or None)."""
     found = _ID.fullmatch(name)
     if found is None:
-        raise UserError(f"{name!r} is no hub id; expected owner/name or owner/name@revision")
+        raise UserError(f"{shown(name)} is no hub id; expected owner/name or owner/name@revision")
     return found[1], found[2]
 
 
@@ -61,6 +61,17 @@ def why_not(name: str, token: str | None = None) -> str | None:
     if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code in (401, 403):
         raise UserError(f"cannot load {name}: the hub refuses the token; check HF_TOKEN, or run hf auth login") from None  # fmt: skip
     return "" if error is not None else None
+
+
+def is_silent_about_dataset(repository: str) -> bool:
+    """Whether the hub does not answer a question about a data set, or must not be asked. One that answers no is not silent."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if offline():
+        return True
+    error = within_patience(lambda patience: HfApi().dataset_info(repository, timeout=patience))
+    return error is not None and not isinstance(error, HfHubHTTPError)
 
 
 def within_patience(ask: Callable[[float], Any]) -> BaseException | None:

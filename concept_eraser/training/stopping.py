@@ -58,7 +58,7 @@ def _handled(answer: Callable[[int, Any], None]) -> Iterator[None]:
     kept: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         ours = (signal.default_int_handler, signal.SIG_DFL, _raise)
-        kept = {number: before for number in SIGNALS if (before := signal.getsignal(number)) in ours}
+        kept = {number: before for number in SIGNALS if (before := signal.getsignal(number)) in ours or getattr(before, "gives_way", False)}  # fmt: skip
     try:
         for number in kept:
             signal.signal(number, answer)

@@ -1,0 +1,79 @@
+"""The application: its verbs, and what Ctrl-C means inside one. `main` runs it and shows its errors."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from concept_eraser.cli import (
+    attack,
+    card,
+    demo,
+    detect,
+    distance,
+    erase,
+    evaluate,
+    export,
+    generate,
+    info,
+    merge,
+    push,
+    quickstart,
+    report,
+    verify,
+)
+from concept_eraser.errors import Interrupted
+
+app = typer.Typer(
+    name="concept-eraser",
+    help="Make diffusion models forget a concept, and measure what is left.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
+    """click answers Ctrl-C itself, with "Aborted!" and exit code 1; this says what became of the work, and leaves with 130.
+    It answers a closed output with exit code 1; whoever reads no further, as `head` does, has what it wants."""
+
+    @functools.wraps(verb)
+    def run(*given: Any, **named: Any) -> None:
+        stop = signal.getsignal(signal.SIGINT)
+        _set_working(stop, True)
+        try:
+            verb(*given, **named)
+        except KeyboardInterrupt:
+            raise Interrupted("stopped; nothing half-written is left") from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        finally:
+            _set_working(stop, False)
+
+    return run
+
+
+def _set_working(stop: Any, value: bool) -> None:
+    """Tell the handler of Ctrl-C, where it is `main`'s own, whether a verb is at work."""
+    if hasattr(stop, "working"):
+        stop.working = value
+
+
+for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, export.export, merge.merge, card.card, push.push, verify.verify, info.list_, info.show, info.check, info.copy):  # fmt: skip
+    options: dict[str, Any] = {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
+    app.command(name=verb.__name__.rstrip("_"), **options)(_interruptible(verb))
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+    if version:
+        from concept_eraser.environment import version as installed
+
+        typer.echo(f"concept-eraser {installed()}")
+        raise typer.Exit

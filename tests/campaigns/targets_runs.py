@@ -1,0 +1,479 @@
+"""Targets about what run folders, caches and checkpoints hold: files that a stranger, or a failing disk, has changed.
+
+Inputs are made by a seed: a valid file of a small corpus, changed as bytes, or as a structure that is then written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.errors import UserError
+
+ERROR_CHARACTERS = 4000
+_NUMBERS = (0, 1, -1, 127, 128, 255, 256, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30)
+_BYTES = (b"\0", b"\xff", b"\n", b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"9", b"e", b"\\", b"/", b"..", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"NaN", b"null", b"true", b"1e999", b"Infinity")  # fmt: skip
+_VALUES = (None, True, 0, -1, 1.5, 1e308, float("nan"), float("inf"), 10**40, "", "x", "../../x", "/etc/hostname", "\0", "\ud800", "{0.__class__}", "a" * 5000, [], {}, [[]], [{}], {"a": {}}, [1, "x", None], "payload:go", "nan", [None, None])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunTarget:
+    """make(seed): an input; run(example, folder): reads it, and raises only what is a defect."""
+
+    make: Callable[[int], Any]
+    run: Callable[[Any, Path], None]
+    weight: float = 1.0  # of its share of a campaign's inputs: a card takes a tenth of a second, a header none
+
+    @property
+    def strategy(self) -> Any:
+        from hypothesis import strategies
+
+        return strategies.integers(0, 2**32).map(self.make)
+
+
+def mutated_bytes(content: bytes, rng: random.Random) -> bytes:
+    """A file after one to four damages: flips, cuts, inserted, doubled, swapped and zeroed blocks, numbers at limits."""
+    data = bytearray(content)
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        place = rng.randrange(len(data) + 1)
+        end = min(len(data), place + rng.choice([1, 2, 8, 64, 1024]))
+        match rng.randrange(9):
+            case 0 if data:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            case 1:
+                del data[place:]
+            case 2:
+                data[place:place] = rng.choice(_BYTES) * rng.choice([1, 1, 1, 60, 3000])
+            case 3:
+                data[place:place] = data[place:end]
+            case 4:
+                del data[place:end]
+            case 5:
+                data[place:end] = bytes(end - place)
+            case 6:
+                size = rng.choice([1, 2, 4, 8])
+                data[place : place + size] = (rng.choice(_NUMBERS) % 2 ** (8 * size)).to_bytes(size, rng.choice(["little", "big"]))  # fmt: skip
+            case 7:
+                data[place:place] = str(rng.choice(_NUMBERS)).encode()
+            case _:
+                other = rng.randrange(len(data) + 1)
+                data[place:end], data[other:other] = data[other : other + 4], data[place:end]
+    return bytes(data)
+
+
+def mutated_value(value: Any, rng: random.Random) -> Any:
+    """A nested value with one to three places changed: another type, a key less, more or renamed, deeper."""
+    found = json.loads(json.dumps(value))
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        found = _changed(found, rng)
+    return found
+
+
+def _changed(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        match rng.randrange(8):
+            case 0:
+                return {k: v for k, v in value.items() if k != key}
+            case 1:
+                return {(str(rng.choice(_VALUES))[:40] if k == key else k): v for k, v in value.items()}
+            case 2:
+                return {**value, key: rng.choice(_VALUES)}
+            case _:
+                return {**value, key: _changed(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        place = rng.randrange(len(value))
+        match rng.randrange(6):
+            case 0:
+                return value[:place] + value[place + 1 :]
+            case 1:
+                return [*value, value[place]]
+            case _:
+                return [*value[:place], _changed(value[place], rng), *value[place + 1 :]]
+    if rng.random() < 0.03:
+        return functools.reduce(lambda inner, _: [inner], range(rng.choice([30, 60, 400])), value)
+    return rng.choice(_VALUES)
+
+
+def answers(call: Callable[[], Any]) -> None:
+    """Raise AssertionError where what is called raises UserError of more than 4,000 characters; other errors pass on."""
+    try:
+        call()
+    except UserError as error:
+        assert len(str(error)) <= ERROR_CHARACTERS, f"an error of {len(str(error))} characters: {str(error)[:200]}"
+
+
+# The valid files that inputs are made from. They are written here, not read from a run: a campaign needs no training.
+INTERVAL = {"value": 0.5, "low": 0.25, "high": 0.75, "n": 8}
+SUITE = {"about": "", "concept": {"shape": "star"}, "judge": "tiny", "seed": 0, "sampling": {"steps": 2, "guidance": 5.0}, "groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 2}, "retained": {"prompts": "tiny_rest", "role": "retain", "n": 2}}, "metrics": ["concept_share"]}  # fmt: skip
+ENVIRONMENT = {"concept_eraser": "0.1.0", "commit": "0" * 40, "python": "3.11.7", "platform": "Linux", "versions": {"torch": "2.13.0"}, "device": "cpu", "cpu_count": 2, "threads": 1, "command": "concept-eraser evaluate runs/star", "prompts": {"forget": {"rows": 20, "hash": "abc"}}}  # fmt: skip
+EVALUATION = {"protocol": SUITE, "protocol_hash": "0123456789ab", "prompt_hashes": {"direct": "a", "retained": "b"}, "judge": "tiny (0123)", "models": {"before": "tiny-sd (aaaaaaaa)", "after": "runs/star (bbbbbbbb)"}, "sensitive": False, "refused": {"fid": "too few"}, "results": [{"metric": "concept_share", "group": "direct", "better": "lower", "before": INTERVAL, "after": INTERVAL, "difference": INTERVAL, "settings": {"k": 1}}, {"metric": "accuracy_shape", "group": "retained", "better": "higher", "before": INTERVAL, "after": INTERVAL, "difference": None}], "environment": ENVIRONMENT}  # fmt: skip
+ATTACK = {"protocol": {"attack": "random_tokens", "options": {"tries": 1}, "group": "direct", "suite": SUITE, "n": 2}, "protocol_hash": "ab", "models": {"victim": "runs/star (bbbbbbbb)", "before": "tiny-sd (aaaaaaaa)"}, "rates": {"pre": INTERVAL, "attacked": INTERVAL, "asr": INTERVAL}, "cost": {"pictures": 4}, "seconds": 1.5, "rounds": [1, 2], "environment": ENVIRONMENT}  # fmt: skip
+DONE = {"steps": 2, "seconds": 1.5, "trained_parameters": 1000, "trained_tensors": 10, "skipped_steps": 0}
+LOG = [{"step": 1, "seconds": 0.1, "losses": {"forget": 0.5, "retain": 0.4}, "cosine": 0.1, "norms": {"forget": 1.0, "retain": 2.0}}, {"step": 2, "seconds": 0.2, "losses": {"forget": 0.5, "retain": 0.4}, "cosine": -0.1, "norms": {"forget": 1.0, "retain": 2.0}}]  # fmt: skip
+RECIPE = """# concept-eraser erase short.yaml
+model: tiny-sd
+forget: {prompts: tiny_star, loss: anchor, anchor: {shape: circle}, n: 4}
+retain: {prompts: tiny_rest, n: 4}
+method: {name: munba}
+trainable: {select: cross_attention}
+training: {steps: 2, batch_size: 2, device: cpu}
+generation: {steps: 1}
+"""
+MARK = {"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"weights.safetensors": {"size": 3, "mtime_ns": 1, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}, "log.jsonl": {"size": 0, "mtime_ns": 0, "sha256": None}, "pipeline/a.json": {"size": 2, "mtime_ns": 1, "sha256": "0" * 64}}, "folders": ["tracking"]}  # fmt: skip
+INDEX = {"_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.37.0", "unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"], "text_encoder": ["transformers", "CLIPTextModel"], "tokenizer": ["transformers", "CLIPTokenizer"], "scheduler": ["diffusers", "DDIMScheduler"], "safety_checker": [None, None]}  # fmt: skip
+
+
+def json_input(*values: Any) -> Callable[[int], bytes]:
+    """Half of the inputs are changed as a structure, half as bytes."""
+
+    def make(seed: int) -> bytes:
+        rng = random.Random(seed)
+        value = rng.choice(values)
+        if rng.random() < 0.5:
+            with contextlib.suppress(RecursionError):
+                return json.dumps(mutated_value(value, rng)).encode()
+        return mutated_bytes(json.dumps(value).encode(), rng)
+
+    return make
+
+
+def bytes_input(*corpus: Callable[[], bytes]) -> Callable[[int], bytes]:
+    kept: list[bytes] = []
+
+    def make(seed: int) -> bytes:
+        if not kept:
+            kept.extend(one() for one in corpus)
+        rng = random.Random(seed)
+        return mutated_bytes(rng.choice(kept), rng)
+
+    return make
+
+
+def _run_folder(folder: Path, name: str, content: bytes) -> Path:
+    """A run folder of small files, one of which is the input."""
+    run = folder / "run"
+    files: dict[str, bytes] = {
+        "recipe.yaml": RECIPE.encode(),
+        "done.json": json.dumps(DONE).encode(),
+        "log.jsonl": "".join(json.dumps(row) + "\n" for row in LOG).encode(),
+        "environment.json": json.dumps(ENVIRONMENT).encode(),
+        "evaluation.json": json.dumps(EVALUATION).encode(),
+        "attacks/random_tokens/attack.json": json.dumps(ATTACK).encode(),
+        "pipeline/model_index.json": json.dumps(INDEX).encode(),
+        "weights.safetensors": b"abc",
+        name: content,
+    }
+    for path, text in files.items():
+        place = run / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(text)
+    return run
+
+
+def _manifest(content: bytes, folder: Path) -> None:
+    from concept_eraser.storage import manifest, output_folder, writers
+
+    run, canary = _run_folder(folder, manifest.MARK, content), folder / "canary.txt"
+    canary.write_text("mine")
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != manifest.MARK}  # fmt: skip
+    answers(lambda: manifest.verify(run))
+    answers(lambda: manifest.unlisted(run))
+    answers(lambda: manifest.require_intact(run))
+    answers(lambda: output_folder.require_claimable(run, "run", alone=True))
+    answers(lambda: writers.require_free(run / "done.json"))
+    answers(lambda: writers.write_text(run / "new.txt", "x"))
+    assert all(path.read_bytes() == text for path, text in before.items())
+    answers(lambda: output_folder.set_aside(run))
+    answers(lambda: output_folder.remove_set_aside(run))
+    assert canary.read_text() == "mine"
+    listed = _listed(content)
+    lost = [path for path in before if not path.exists() and not _set_aside(run, path) and path.relative_to(run).as_posix() not in listed]  # fmt: skip
+    assert not lost, f"files that the mark does not list are gone: {lost}"
+
+
+def _listed(content: bytes) -> set[str]:
+    try:
+        found = json.loads(content)
+        return set(found["files"]) | {f"{folder}/{name}" for folder in found.get("folders", []) for name in ("a.json", "attack.json", "model_index.json")}  # fmt: skip
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return set()
+
+
+def _set_aside(run: Path, path: Path) -> bool:
+    return any((aside / path.relative_to(run)).exists() for aside in run.glob(".replaced-*"))
+
+
+def _lock(content: bytes, folder: Path) -> None:
+    from concept_eraser.storage import locks
+
+    run = folder / "run"
+    run.mkdir()
+    (run / locks.LOCK).write_bytes(content)
+    locks.holder_of(run)
+
+    def take() -> None:
+        with locks.locked(run, "erase"):
+            pass
+
+    answers(take)
+
+
+def _run_file(name: str, readers: Callable[[Path], list[Callable[[], Any]]]) -> Callable[[bytes, Path], None]:
+    """A target that changes one file of a run and reads the run by all that read it."""
+
+    def run(content: bytes, folder: Path) -> None:
+        place = _run_folder(folder, name, content)
+        for call in readers(place):
+            answers(call)
+
+    return run
+
+
+def _readers_of_numbers(run: Path) -> list[Callable[[], Any]]:
+    from concept_eraser import cards, reporting
+    from concept_eraser.evaluation import compare, entries
+
+    def table() -> None:
+        path, content = compare.read(run)
+        compare.table({str(path): content, "again": content})
+
+    def beside() -> None:
+        other = run.parent / "other"
+        shutil.copytree(run, other, dirs_exist_ok=True)
+        (other / "evaluation.json").write_text(json.dumps(EVALUATION))
+        entries.read([run, other], {})
+
+    return [
+        lambda: entries.read_evaluation(run),
+        lambda: list(entries.read_attacks(run)),
+        lambda: entries.read([run], {}),
+        beside,
+        table,
+        lambda: entries._held(run),
+        lambda: cards.card(run),
+        lambda: cards.warnings(run),
+        lambda: reporting._facts(run),
+        lambda: reporting.is_labelled(run),
+    ]
+
+
+def _readers_for_page(run: Path) -> list[Callable[[], Any]]:
+    """The page about several runs, without making images: all that is rendered from the files' numbers."""
+    from concept_eraser import reporting
+    from concept_eraser.evaluation import entries, overview, standing
+
+    def page() -> None:
+        facts = {run: reporting._facts(run)}
+        found = entries.read([run], facts)
+        overview.table(found)
+        standing.summary(found)
+        overview.costs(found)
+        overview._machines(found)
+        for entry in found:
+            overview.repeat(entry)
+            _ = entry.concept, entry.sensitive
+
+    return [page]
+
+
+def _state_corpus() -> bytes:
+    import torch
+
+    from concept_eraser.storage.digests import value_digest
+
+    state = {"step": 2, "weights": {"a": torch.zeros(2, 3)}, "optimizer": {"state": {0: {"step": 1, "exp": torch.ones(2)}}, "groups": [{"lr": 0.1}]}, "seconds": 1.5}  # fmt: skip
+    buffer = io.BytesIO()
+    torch.save({**state, "sha256": value_digest(state)}, buffer)
+    return buffer.getvalue()
+
+
+def _pickle_corpus() -> bytes:
+    import pickle
+
+    class Payload:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            import os
+
+            return os.mkdir, ("EXECUTED",)
+
+    return pickle.dumps({"step": 1, "weights": Payload()})
+
+
+def _state(content: bytes, folder: Path) -> None:
+    from concept_eraser.training import checkpoint
+
+    (folder / "state.ckpt").write_bytes(content)
+    answers(lambda: checkpoint.load(folder / "state.ckpt"))
+    assert not Path("EXECUTED").exists()
+
+
+def _chunk_corpus() -> bytes:
+    import torch
+    from safetensors.torch import save
+
+    from concept_eraser.storage.digests import value_digest
+
+    tensors = {"images": torch.zeros(2, 3, 4, 4), "seeds": torch.arange(2)}
+    return save(tensors, metadata={"sha256": value_digest(tensors)})
+
+
+def _chunk(content: bytes, folder: Path) -> None:
+    from concept_eraser.storage import cache
+
+    path = folder / "chunk.safetensors"
+    path.write_bytes(content)
+    found = cache.read_chunk(path)
+    if found is not None:  # a change that the digest does not cover must not change a value
+        assert found["images"].abs().sum() == 0
+        assert found["seeds"].tolist() == [0, 1]
+
+
+def _rows_corpus() -> bytes:
+    import tempfile
+
+    from concept_eraser.storage import cache
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        for i in range(3):
+            cache.append_row(path, {"key": f"image {i}", "value": [i, 0.5]})
+        return path.read_bytes()
+
+
+def _rows(content: bytes, folder: Path) -> None:
+    from concept_eraser.storage import cache
+
+    path = folder / "rows.jsonl"
+    path.write_bytes(content)
+    whole = [{"key": f"image {i}", "value": [i, 0.5]} for i in range(3)]
+    assert all(row in whole for row in cache.read_rows(path))
+
+
+def _index(content: bytes, folder: Path) -> None:
+    from concept_eraser.models import loading
+
+    model = folder / "model"
+    model.mkdir()
+    (model / "model_index.json").write_bytes(content)
+    (model / "payload.py").write_text("import os; os.mkdir('EXECUTED')")
+    answers(lambda: loading.load(str(model)))
+    assert not Path("EXECUTED").exists()
+
+
+@functools.cache
+def _tiny() -> Any:
+    from concept_eraser.models import loading
+
+    return loading.load("tiny-sd")
+
+
+def _lora_corpus(kohya: bool) -> Callable[[], bytes]:
+    def make() -> bytes:
+        import tempfile
+
+        import torch
+
+        from concept_eraser.models import lora_files
+
+        model = _tiny()
+        layer = next(name for name, module in model.parts["denoiser"].named_modules() if name.endswith("attn2.to_k"))
+        shape = model.parts["denoiser"].get_submodule(layer).weight.shape
+        factors = lora_files.of_pairs("denoiser", {layer: (torch.zeros(2, shape[1]), torch.zeros(shape[0], 2))})
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "lora.safetensors"
+            lora_files.save(model, [factors], path, kohya=kohya)
+            return path.read_bytes()
+
+    return make
+
+
+def _lora(content: bytes, folder: Path) -> None:
+    from concept_eraser.models import lora_files
+    from concept_eraser.storage.readers import read_tensor_header, read_tensors
+
+    path = folder / "lora.safetensors"
+    path.write_bytes(content)
+
+    def read() -> None:
+        header, _ = read_tensor_header(path)
+        lora_files.read(_tiny(), read_tensors(path), header, str(path))
+
+    answers(read)
+
+
+def _texts(*corpus: str) -> Callable[[int], str]:
+    def make(seed: int) -> str:
+        rng = random.Random(seed)
+        return mutated_bytes(rng.choice(corpus).encode(), rng).decode("utf-8", "surrogateescape" if rng.random() < 0.2 else "replace")  # fmt: skip
+
+    return make
+
+
+def _hub_id(text: str, folder: Path) -> None:
+    from concept_eraser.models import hub, loading
+
+    answers(lambda: hub.split(text))
+    if not hub.is_id(text) and text not in loading.BUNDLED:
+        answers(lambda: loading.load(text))
+
+
+def _guard(text: str, folder: Path) -> None:
+    from concept_eraser.models.guards import Guard
+
+    answers(lambda: Guard.read(text))
+
+
+def _places(text: str, folder: Path) -> None:
+    from concept_eraser import places
+
+    answers(lambda: places.cleaned({"a": [text], "b": text}))
+    answers(lambda: places.named(text))
+
+
+def _jsonl(seed: int) -> bytes:
+    rng = random.Random(seed)
+    rows = [mutated_value(row, rng) if rng.random() < 0.7 else row for row in LOG]
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return content if rng.random() < 0.5 else mutated_bytes(content, rng)
+
+
+def _log(content: bytes, folder: Path) -> None:
+    from concept_eraser import reporting
+    from concept_eraser.evaluation import plots
+
+    run = _run_folder(folder, "log.jsonl", content)
+    found = reporting._facts(run).log
+    if len(content) % 16 == 0:  # a figure takes a third of a second
+        answers(lambda: plots.curves(found))
+        answers(lambda: plots.conflict(found))
+
+
+TARGETS: dict[str, RunTarget] = {
+    "manifest": RunTarget(json_input(MARK), _manifest, 0.2),
+    "lock": RunTarget(json_input({"pid": 1, "host": "localhost", "purpose": "erase", "started": "now"}), _lock),
+    "run_evaluation": RunTarget(json_input(EVALUATION), _run_file("evaluation.json", _readers_of_numbers), 0.1),
+    "run_attack": RunTarget(json_input(ATTACK), _run_file("attacks/random_tokens/attack.json", _readers_of_numbers), 0.1),
+    "run_page": RunTarget(json_input(EVALUATION), _run_file("evaluation.json", _readers_for_page), 0.3),
+    "run_page_attack": RunTarget(json_input(ATTACK), _run_file("attacks/random_tokens/attack.json", _readers_for_page), 0.3),
+    "run_done": RunTarget(json_input(DONE), _run_file("done.json", _readers_of_numbers), 0.1),
+    "run_environment": RunTarget(json_input(ENVIRONMENT), _run_file("environment.json", _readers_of_numbers), 0.1),
+    "run_recipe": RunTarget(bytes_input(lambda: RECIPE.encode()), _run_file("recipe.yaml", _readers_of_numbers), 0.1),
+    "run_log": RunTarget(_jsonl, _log, 0.2),
+    "state": RunTarget(bytes_input(_state_corpus, _state_corpus, _pickle_corpus), _state),
+    "cache_chunk": RunTarget(bytes_input(_chunk_corpus), _chunk),
+    "cache_rows": RunTarget(bytes_input(_rows_corpus), _rows),
+    "model_index": RunTarget(json_input(INDEX), _index),
+    "lora": RunTarget(bytes_input(_lora_corpus(False), _lora_corpus(True)), _lora),
+    "hub_id": RunTarget(_texts("owner/name", "owner/name@main", "tiny-sd", "a/b/c", "package.module:go", "x.safetensors@tiny-sd"), _hub_id),
+    "guard": RunTarget(_texts("negative:a star", "sld-max:a red star", "sld-weak:x"), _guard),
+    "places": RunTarget(_texts("/home/me/model (abcdef)", "tiny-sd", "runs/x on /a/b/c", "say ~/a/b and C:\\x\\y", "/x/y.safetensors@/a/b"), _places),
+}  # fmt: skip
