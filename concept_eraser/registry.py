@@ -37,6 +37,7 @@ _NOT_PLUGINS = {
     "blind",
     "cross_attention",
     "flow",
+    "completeness",
     "folder_check",
     "guards",
     "hub",

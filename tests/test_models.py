@@ -180,3 +180,26 @@ def test_incomplete_and_foreign_folders(copied: Path, tmp_path: Path) -> None:
         load(str(copied))
     with pytest.raises(UserError, match="no diffusers pipeline"):
         load(str(tmp_path))
+
+
+@pytest.mark.parametrize("part", ["unet", "text_encoder", "vae"])
+def test_a_checkpoint_that_lost_a_weight_is_refused(part: str, tmp_path: Path) -> None:
+    """The libraries would draw the weight at random, and say so in a log only."""
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(resources.tiny_weights() / "tiny-sd", tmp_path / "lossy"))
+    file = next((folder / part).glob("*.safetensors"))
+    tensors = load_file(file)
+    lost = [name for name in tensors if name.endswith("weight")][3]
+    del tensors[lost]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{part} lacks weights: (text_model.)?{lost}.*copy the checkpoint again"):
+        load(str(folder))
+
+
+def test_weights_under_their_older_names_are_all_there() -> None:
+    from concept_eraser.models.completeness import _spellings
+
+    assert "mid_block.attentions.0.query.weight" in _spellings("mid_block.attentions.0.to_q.weight")
+    assert "text_model.encoder.x" in _spellings("encoder.x")
+    assert "encoder.x" in _spellings("text_model.encoder.x")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from concept_eraser.errors import UserError, first_line
+from concept_eraser.models.completeness import require_all_weights
 from concept_eraser.models.folder_check import check_part
 from concept_eraser.models.module import Module
 from concept_eraser.storage.readers import read_json
@@ -118,6 +119,7 @@ class Clip(Module):
             tokenizer = CLIPTokenizer.from_pretrained(folder)
         except Exception as error:
             raise UserError(f"{folder} holds no CLIP model that can be loaded ({first_line(error)})") from error  # fmt: skip
+        require_all_weights(model, folder)
         shown = folder / "preprocessor_config.json"
         config = read_json(shown) if shown.exists() else {}
         mean, std = config.get("image_mean", OPENAI_CLIP_MEAN), config.get("image_std", OPENAI_CLIP_STD)

@@ -15,6 +15,7 @@ from concept_eraser import registry, resources
 from concept_eraser.errors import UserError, first_line, shown, unknown
 from concept_eraser.models import folder_check, hub, overlay, single_file
 from concept_eraser.models.base import Loaded, Model
+from concept_eraser.models.completeness import require_all_weights
 from concept_eraser.models.module import CONFIG, Module, open_folder
 from concept_eraser.places import FILE_ON
 from concept_eraser.storage.manifest import require_intact
@@ -113,9 +114,11 @@ def _autoencoder(folder: Path) -> Module:
     from diffusers import AutoencoderKL
 
     try:
-        return Module(AutoencoderKL.from_pretrained(folder, use_safetensors=True), "vae", str(folder))
+        module = AutoencoderKL.from_pretrained(folder, use_safetensors=True)
     except Exception as error:  # a configuration of wrong types makes the library raise any kind
         raise UserError(f"cannot load the VAE {folder}: {first_line(error)}") from error
+    require_all_weights(module, folder)
+    return Module(module, "vae", str(folder))
 
 
 def _clip(source: Any) -> Loaded:
@@ -248,7 +251,12 @@ def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
     for part in folder_check.components(content):
         if part.startswith(_WEIGHED):
             _check_weights(folder / part, allow_pickle)
-    return _guarded(family, str(folder), name, {"use_safetensors": None if allow_pickle else True})
+    model = _guarded(family, str(folder), name, {"use_safetensors": None if allow_pickle else True})
+    for part in folder_check.components(content):
+        component = getattr(getattr(model, "pipeline", None), part, None)
+        if part.startswith(_WEIGHED) and isinstance(component, nn.Module):
+            require_all_weights(component, folder / part)
+    return model
 
 
 def _check_weights(folder: Path, allow_pickle: bool) -> None:

@@ -1,0 +1,46 @@
+"""Whether a model that was loaded has all its weights from the files.
+
+diffusers and transformers draw a weight at random where no file holds it, and say so in their log only. A checkpoint that
+lost a tensor, or whose names a library no longer knows, would then be erased, measured and published as if it were whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from concept_eraser.errors import UserError
+from concept_eraser.storage.readers import read_tensor_header
+
+_OLDER = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}  # diffusers before 0.18
+
+
+def require_all_weights(module: nn.Module, folder: Path) -> None:
+    """Raise UserError where a parameter of a module is in none of the safetensors files of its folder.
+
+    A parameter with several names (tied weights) needs one of them. A folder of pickles is not checked.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return
+    held = {name for file in files for name in read_tensor_header(file)[1]}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    missing = [some[0] for some in names.values() if not any(one in held for name in some for one in _spellings(name))]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{folder} lacks weights: {missing[0]}{more}. The library would draw them at random; copy the checkpoint again")  # fmt: skip
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """A parameter's name as older versions of the libraries wrote it."""
+    older = name
+    for new, old in _OLDER.items():
+        older = older.replace(new, old)
+    for one in (name, older):
+        yield one
+        yield one.removeprefix("text_model.")
+        yield f"text_model.{one}"
