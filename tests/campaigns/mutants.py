@@ -309,7 +309,20 @@ class Recorder:
 def _pytest(files: list[str], recorder: Recorder, scratch: Path) -> int:
     import pytest
 
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-o", "timeout=0"]
+    options = [
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:faulthandler",
+        "-o",
+        "timeout=0",
+    ]
     options += ["--basetemp", str(scratch / f"tmp-{os.getpid()}"), "--no-header", "--no-summary"]
     return int(pytest.main([*options, *(file for file in files if (ROOT / file).exists())], plugins=[recorder]))
 
@@ -603,10 +616,13 @@ def main() -> None:
 
 def _as_text(modules: dict[str, Any]) -> str:
     """The result with its totals; modules in the order of TESTS, a line for each survivor."""
-    total, killed = (sum(one[field] for one in modules.values()) for field in ("mutants", "killed"))
+    generated, total, killed = (
+        sum(one[field] for one in modules.values()) for field in ("generated", "mutants", "killed")
+    )
     head = {
         "command": "python -m tests.campaigns.mutants",
-        "seed": SEED,
+        "seed": SEED,  # of the sample, where fewer were tried than there are
+        "generated": generated,
         "mutants": total,
         "killed": killed,
         "share": round(killed / max(1, total), 4),

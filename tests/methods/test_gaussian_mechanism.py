@@ -72,13 +72,14 @@ def test_a_capacity_is_needed() -> None:
 
 
 def test_the_sensitivity_by_hand() -> None:
-    """M m^2 C^2 / (2 mu^3 n^2) = 4 x 4 x 9 / (2 / 8 x 100) = 5.76; + m^2 C Q K / (mu^2 n (n - m)) = 84 Q K / 7 / 20."""
+    """n = 10, m = 3: M m^2 C^2 / (2 mu^3 n^2) = 4 x 9 x 9 / (2 / 8 x 100) = 12.96, and of F(S) beside
+    m^2 C Q K / (mu^2 n (n - m)) = 27 Q K / 17.5."""
     given = {"convexity": 0.5, "lipschitz": 3.0, "hessian_lipschitz": 4.0}
-    assert sensitivity(10, 2, **given) == pytest.approx(5.76)
-    more = sensitivity(10, 2, **given, covariance_bound=0.25, jacobian_square_bound=7.0, fisher_on="all")
-    assert more == pytest.approx(5.76 + 1.05)
-    softmax = sensitivity(10, 2, **given, fisher_on="all")  # Q = 1/2, K = 1
-    assert softmax == pytest.approx(5.76 + 0.3)
+    assert sensitivity(10, 3, **given) == pytest.approx(12.96)
+    more = sensitivity(10, 3, **given, covariance_bound=0.25, jacobian_square_bound=7.0, fisher_on="all")
+    assert more == pytest.approx(12.96 + 2.7)
+    softmax = sensitivity(10, 3, **given, fisher_on="all")  # Q = 1/2, K = 1
+    assert softmax == pytest.approx(12.96 + 13.5 / 17.5)
 
 
 @pytest.mark.parametrize("name", ["convexity", "lipschitz", "hessian_lipschitz"])

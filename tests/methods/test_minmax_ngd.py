@@ -180,3 +180,7 @@ def test_it_takes_turns_between_two() -> None:
     for players in (("forget",), ("retain", "forget", "replace")):
         with pytest.raises(ValueError, match="between retain and forget; found"):
             MinMaxNGD().check_players(players)
+    given = closure(*pair(0.1, 1.0, 1.0))
+    given.gradients["replace"] = given.gradients["retain"]
+    with pytest.raises(ValueError, match="between retain and forget; found"):
+        MinMaxNGD().direction(given)

@@ -230,3 +230,15 @@ def test_one_example_of_forty_may_matter_forty_times_as_much() -> None:
     assert 0 <= SelectiveDampening(alpha=39.9).edit(asked)["selected"] < 1
     with pytest.raises(ValueError, match="with 1 of 40"):
         SelectiveDampening(alpha=40.0).edit(asked)
+
+
+def test_a_weight_that_matters_to_nobody_is_not_selected() -> None:
+    shares = []
+    for spare in (0, 50):
+        asked, _, _ = request()
+        more = torch.ones(spare, dtype=torch.float64, requires_grad=True)
+        wider = EditRequest(asked.model, asked.forget, asked.retain, 0.0, asked.batches, asked.loss, (*asked.params, more))  # fmt: skip
+        size = sum(p.numel() for p in wider.params)
+        shares.append(SelectiveDampening(alpha=3.0).edit(wider)["selected"] * size)
+    assert shares[0] == pytest.approx(shares[1])
+    assert shares[0] > 0
