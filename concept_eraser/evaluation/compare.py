@@ -30,7 +30,7 @@ def read(path: Path) -> tuple[Path, dict[str, Any]]:
         raise UserError(f"{files[0]} is damaged: its results have no metric, group and value; measure it again")
     shapes.require(content, shapes.METRICS, files[0])
     for name, rate in (content.get("rates") or {}).items():
-        shapes.require({name: rate}, {f"{name}?": shapes.INTERVAL}, files[0])
+        shapes.require({name: rate}, {f"{name}~": shapes.INTERVAL}, files[0])
     return files[0], content
 
 
