@@ -25,6 +25,13 @@ class Each:
     single: bool = False
 
 
+@dataclass(frozen=True)
+class Count:
+    """A whole number from 0 to a limit: something is repeated so many times."""
+
+    limit: int
+
+
 NUMBER = (int, float)
 ANY = object
 INTERVAL = {"value~": NUMBER, "low~": NUMBER, "high~": NUMBER, "n": int}
@@ -36,7 +43,7 @@ MEASURED = {"command?": str, "commit~": str, "concept_eraser?": str}
 METRICS = {"protocol": {"groups?": Each(dict)}, "protocol_hash?": str, "results?": [ROW], "rates?": Each((dict, type(None))), "models?": Each(str), "environment?": MEASURED}  # fmt: skip
 EVALUATION = {"protocol": SUITE, "protocol_hash": str, "models": {"before": str, "after": str}, "results": [{**ROW, "after": INTERVAL}], "environment": {**MEASURED, "command": str}, "refused?": Each(str), "prompt_hashes?": Each(str), "judge?": str, "model_options?": dict}  # fmt: skip
 ATTEMPT = {"prompt": str, "seed": int, "round~": int, "text~": str, "pre": (bool, int), "success": (bool, int), "by_seed~": int}  # fmt: skip
-ATTACK = {"protocol": {"attack": str, "group": str, "options?": dict, "suite": {**SUITE, "groups?": Each(GROUP)}}, "protocol_hash": str, "models": Each(str), "rates": Each(INTERVAL), "cost": Each(NUMBER), "seconds": NUMBER, "environment": {**MEASURED, "command": str}, "attempts": [ATTEMPT], "curves": [[{"round": int, "fell": int}]]}  # fmt: skip
+ATTACK = {"protocol": {"attack": str, "group": str, "options?": dict, "suite": {**SUITE, "groups?": Each(GROUP)}}, "protocol_hash": str, "models": Each(str), "rates": Each(INTERVAL), "cost": Each(NUMBER), "seconds": NUMBER, "environment": {**MEASURED, "command": str}, "attempts": [ATTEMPT], "curves": [[{"round": Count(100_000), "fell": int}]]}  # fmt: skip
 # on labelled data: when -> metric -> group -> number or interval
 LABELLED = {"results": {"before~": dict, "after": dict}}
 DONE = {"seconds": NUMBER, "trained_parameters?": int, "trained_tensors?": int}
@@ -57,6 +64,9 @@ def _mistake(value: Any, shape: Any, place: str) -> str | None:
         if not isinstance(value, list):
             return _wrong(place, "a list", value)
         return next((m for i, one in enumerate(value) if (m := _mistake(one, shape[0], f"{place}[{i}]"))), None)
+    if isinstance(shape, Count):
+        whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= shape.limit
+        return None if whole else _wrong(place, f"a whole number from 0 to {shape.limit:,}", value)
     if not isinstance(value, Mapping):
         return _wrong(place, "a mapping", value)
     if isinstance(shape, Each):
