@@ -43,7 +43,7 @@ import os, subprocess, sys, time
 from pathlib import Path
 from concept_eraser.cli import info
 from tests.campaigns import commands, world
-def hurt(what="all"):
+def hurt(what: str):
     if what == "raise": {}["x"]
     if what == "lose": Path("notes.txt").write_text("lost")
     if what == "outside": Path("../outside/new").touch()

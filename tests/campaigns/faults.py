@@ -89,6 +89,11 @@ class Bench:
         self.seconds: dict[str, float] = {}
         self.digests: dict[str, str] = {}
 
+    def fresh(self) -> None:
+        """The scratch folder anew, without the user's file in a folder that --overwrite replaces: it would be refused."""
+        self.world.fresh()
+        (self.world.scratch / "runs/star/pipeline/mine.txt").unlink()
+
     def command(self, words: Sequence[str], **more: str) -> subprocess.Popen[str]:
         environment = {**os.environ, **self.world.variables(), "PYTHONPATH": str(ROOT), **more}
         answering = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  # a background process inherits an ignored one
@@ -98,7 +103,7 @@ class Bench:
         """Measure how long the verb takes, and the digest of its result."""
         if name in self.seconds:
             return
-        self.world.fresh()
+        self.fresh()
         began = time.monotonic()
         code, output = self._end(self.command(VERBS[name].words))
         if code != 0:
@@ -121,7 +126,7 @@ class Bench:
     def case(self, name: str, fault: str, hurt: Callable[[subprocess.Popen[str]], float | None], *, allowed: Sequence[int] = (0, 2, 130), cold: bool = False, **more: str) -> Case:  # fmt: skip
         """Run a verb, hurt it, check what is left, and give it again. cold: without what the cache holds."""
         self.undisturbed(name)
-        self.world.fresh()
+        self.fresh()
         if cold:
             self.clear_cache()
         before, outside = _contents(self.world.scratch), worlds.snapshot(self.world.root / "outside")
@@ -279,7 +284,7 @@ def _small_disk(bench: Bench) -> list[Case]:
     found = []
     try:
         for words in (["erase", "other.yaml"], ["export", "runs/star", "--to", "diffusers"], ["merge", "runs/star", "runs/lora"], ["generate", "runs/star", "-p", "a star", "-n", "2", "--steps", "1"]):  # fmt: skip
-            bench.world.fresh()
+            bench.fresh()
             shutil.rmtree(place / "out", ignore_errors=True)
             before = _contents(bench.world.scratch)
             code, output = bench._end(bench.command([*words, "-o", str(place / "out")]))
@@ -304,7 +309,7 @@ def _read_only(bench: Bench) -> list[Case]:
     found = []
     try:
         for words in (["erase", "other.yaml"], ["generate", "runs/star", "-p", "a star"], ["export", "runs/star", "--to", "diffusers"], ["detect", "images"], ["card", "runs/star"], ["evaluate", "runs/star", "--suite", "tiny_star", "-n", "2"]):  # fmt: skip
-            bench.world.fresh()
+            bench.fresh()
             code, output = bench._end(bench.command([*words, "-o", str(place / "out")]))
             case = Case(words[0], "read-only folder", None, code, output=output[-600:])
             if code != 2 or "Traceback" in output or len(output.strip().splitlines()) > 4:
