@@ -193,6 +193,24 @@ def test_ctrl_c_during_start_up_is_one_line(delay: float, tmp_path: Path) -> Non
     assert output == "stopped; nothing half-written is left\n"
 
 
+def test_ctrl_c_inside_generated_code_ends_with_130(tmp_path: Path) -> None:
+    """As in a named tuple or data class that a library makes: CPython would end by the signal, whatever exit code is asked for."""
+    code = """
+import signal, sys
+from concept_eraser.cli import application, main
+def app():
+    signal.getsignal(signal.SIGINT).working = True
+    exec("signal.raise_signal(signal.SIGINT)", {"signal": signal})
+application.app = app
+main.main()
+"""
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, preexec_fn=default
+    )
+    assert (done.returncode, done.stderr) == (130, "stopped; nothing half-written is left\n")
+
+
 def test_what_a_library_makes_of_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     from concept_eraser.cli import application
     from concept_eraser.cli.main import main
@@ -201,7 +219,7 @@ def test_what_a_library_makes_of_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPa
         stop = signal.getsignal(signal.SIGINT)
         stop.working = True  # type: ignore[union-attr]
         try:
-            signal.raise_signal(signal.SIGINT)
+            exec("signal.raise_signal(signal.SIGINT)", {"signal": signal})
         except KeyboardInterrupt:
             raise RuntimeError("failed to import") from None
 

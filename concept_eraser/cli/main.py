@@ -113,6 +113,10 @@ def _fail(message: str, code: int) -> None:
     if message:
         text = f"error: {message}" if code == 2 else message
         sys.stderr.write(_printable(text) + "\n")
+    if code == 130:
+        eval(
+            "0"
+        )  # CPython ends by the signal where a KeyboardInterrupt has passed an exec of a text; this forgets that one did
     sys.exit(code)
 
 

@@ -162,7 +162,7 @@ class Bench:
             finished = ours and (case.verb not in ("overwrite",) or (self.world.scratch / "runs/star/done.json").is_file())  # fmt: skip
             if digest not in aside and not finished and not (case.verb == "resume" and ours):
                 case.problems.append(f"{path} {'changed' if path in now else 'is gone'} {when}")
-        strange = [path for path in now if path not in before and not any(path == o or path.startswith((f"{o}/", f".{o}.")) or Path(path).name.startswith(f".{Path(o).name}.") for o in outputs)]  # fmt: skip
+        strange = [path for path in now if path not in before and Path(path).name not in _OWN and not any(path == o or path.startswith((f"{o}/", f".{o}.")) or Path(path).name.startswith(f".{Path(o).name}.") for o in outputs)]  # fmt: skip
         if strange:
             case.problems.append(f"{strange[0]} was made {when}")
 
@@ -224,7 +224,8 @@ def kills(bench: Bench, n: int, seed: int, only: Sequence[str], first: int = 0, 
             process.send_signal(SIGNALS[kind])
             return delay
 
-        found.append(bench.case(name, kind, hurt, allowed=(0, 2, 130, -SIGNALS[kind]), cold=rng.random() < 0.3))
+        answered = () if kind == "SIGINT" else (-SIGNALS[kind],)
+        found.append(bench.case(name, kind, hurt, allowed=(0, 2, 130, *answered), cold=rng.random() < 0.3))
         say(found[-1])
     return found
 
