@@ -194,7 +194,7 @@ def test_ctrl_c_during_start_up_is_one_line(delay: float, tmp_path: Path) -> Non
 
 
 def test_ctrl_c_inside_generated_code_ends_with_130(tmp_path: Path) -> None:
-    """As in a named tuple or data class that a library makes: CPython would end by the signal, whatever exit code is asked for."""
+    """As in a named tuple or data class that a library makes: CPython would end by the signal, whatever exit code is asked for (python -m)."""
     code = """
 import signal, sys
 from concept_eraser.cli import application, main
@@ -204,9 +204,10 @@ def app():
 application.app = app
 main.main()
 """
+    (tmp_path / "started.py").write_text(code)
     default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, preexec_fn=default
+        [sys.executable, "-m", "started"], cwd=tmp_path, capture_output=True, text=True, preexec_fn=default
     )
     assert (done.returncode, done.stderr) == (130, "stopped; nothing half-written is left\n")
 
