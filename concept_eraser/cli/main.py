@@ -114,9 +114,8 @@ def _fail(message: str, code: int) -> None:
         text = f"error: {message}" if code == 2 else message
         sys.stderr.write(_printable(text) + "\n")
     if code == 130:
-        eval(
-            "0"
-        )  # CPython ends by the signal where a KeyboardInterrupt has passed an exec of a text; this forgets that one did
+        # CPython ends by the signal where a KeyboardInterrupt has passed the exec of a text; another exec forgets it
+        eval("0")
     sys.exit(code)
 
 
