@@ -124,7 +124,7 @@ def test_what_nothing_changed_is_read(tmp_path: Path) -> None:
 def test_kills(place: Path) -> None:
     """One of each signal, over three verbs."""
     bench = faults.Bench(world.World(place))
-    cases = faults.kills(bench, 3, 1, ["generate", "merge", "card"])
+    cases = faults.kills(bench, 3, 1, ["copy", "merge", "card"])
     assert [case.problems for case in cases] == [[], [], []], cases
     assert {case.fault for case in cases} == set(faults.SIGNALS)
 

@@ -78,5 +78,9 @@ def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
 def _show(value: Mapping[str, Any] | None, factor: int) -> str:
     if value is None or value.get("value") is None:
         return "-"
-    ends = "" if None in (value.get("low"), value.get("high")) else f" [{factor * value['low']:.3g}, {factor * value['high']:.3g}]"
+    ends = (
+        ""
+        if None in (value.get("low"), value.get("high"))
+        else f" [{factor * value['low']:.3g}, {factor * value['high']:.3g}]"
+    )
     return f"{factor * value['value']:.3g}{ends}"

@@ -41,7 +41,7 @@ ROW = {"metric": str, "group": str, "better?": str, "before~": INTERVAL, "after~
 MEASURED = {"command?": str, "commit~": str, "concept_eraser?": str}
 # of any file with metrics: an evaluation, or a distance of two folders of images
 METRICS = {"protocol": {"groups?": Each(dict)}, "protocol_hash?": str, "results?": [ROW], "rates?": Each((dict, type(None))), "models?": Each(str), "environment?": MEASURED}  # fmt: skip
-EVALUATION = {"protocol": SUITE, "protocol_hash": str, "models": {"before": str, "after": str}, "results": [{**ROW, "after": INTERVAL}], "environment": {**MEASURED, "command": str}, "refused?": Each(str), "prompt_hashes?": Each(str), "judge?": str, "model_options?": dict}  # fmt: skip
+EVALUATION = {"protocol": SUITE, "protocol_hash": str, "models": {"before": str, "after": str}, "results": [{**ROW, "better": str, "after": INTERVAL}], "environment": {**MEASURED, "command": str}, "refused?": Each(str), "prompt_hashes?": Each(str), "judge?": str, "model_options?": dict}  # fmt: skip
 ATTEMPT = {"prompt": str, "seed": int, "round~": int, "text~": str, "pre": (bool, int), "success": (bool, int), "by_seed~": int}  # fmt: skip
 ATTACK = {"protocol": {"attack": str, "group": str, "options?": dict, "suite": {**SUITE, "groups?": Each(GROUP)}}, "protocol_hash": str, "models": Each(str), "rates": Each(INTERVAL), "cost": Each(NUMBER), "seconds": NUMBER, "environment": {**MEASURED, "command": str}, "attempts": [ATTEMPT], "curves": [[{"round": Count(100_000), "fell": int}]]}  # fmt: skip
 # on labelled data: when -> metric -> group -> number or interval
