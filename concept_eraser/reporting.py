@@ -35,10 +35,14 @@ def _plain_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kept = []
     for row in rows:
         if _is_number(row.get("step")):
-            groups = {key: {str(k): v for k, v in row[key].items() if _is_number(v)} for key in ("losses", "norms", "weights") if isinstance(row.get(key), dict)}  # fmt: skip
+            groups = {key: _numbers(row[key]) for key in ("losses", "norms", "weights") if key in row}
             cosine = row["cosine"] if _is_number(row.get("cosine")) else None
             kept.append({**row, **groups, "cosine": cosine})
     return kept
+
+
+def _numbers(value: Any) -> dict[str, Any]:
+    return {str(k): v for k, v in value.items() if _is_number(v)} if isinstance(value, dict) else {}
 
 
 def _is_number(value: Any) -> bool:
