@@ -32,13 +32,17 @@ def _facts(run: Path) -> reports.RunFacts:
 
 def _plain_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of a log that are drawn: what is not a number where one is needed is left out, as is a row without a step."""
-    kept = []
+    kept: list[dict[str, Any]] = []
     for row in rows:
         if _is_number(row.get("step")):
-            groups = {key: {str(k): v for k, v in row[key].items() if _is_number(v)} for key in ("losses", "norms", "weights") if isinstance(row.get(key), dict)}  # fmt: skip
-            cosine = row["cosine"] if _is_number(row.get("cosine")) else None
+            groups: dict[str, Any] = {key: _numbers(row[key]) for key in ("losses", "norms", "weights") if key in row}
+            cosine: Any = row["cosine"] if _is_number(row.get("cosine")) else None
             kept.append({**row, **groups, "cosine": cosine})
     return kept
+
+
+def _numbers(value: Any) -> dict[str, Any]:
+    return {str(k): v for k, v in value.items() if _is_number(v)} if isinstance(value, dict) else {}
 
 
 def _is_number(value: Any) -> bool:

@@ -53,7 +53,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
         ("evaluation.json", changed(EVALUATION, "protocol.concept", {}), "protocol.concept is {}, not a mapping of one entry"),
         ("evaluation.json", changed(EVALUATION, "results.0.after.value", "many"), "results[0].after.value is 'many', not a whole number or a number"),
         ("evaluation.json", changed(EVALUATION, "results.0.after.n", 10**40), "not a number below 1e15"),
-        ("evaluation.json", changed(EVALUATION, "results.0.after", {}), "results[0].after.n is missing"),
+        ("evaluation.json", changed(EVALUATION, "results.0.after", {}), "results[0].after.value is missing"),
         ("evaluation.json", changed(EVALUATION, "environment", []), "environment is [], not a mapping"),
         ("attacks/random_tokens/attack.json", {"protocol": {}, "rates": {}}, "protocol.attack is missing"),
         ("attacks/random_tokens/attack.json", changed(ATTACK, "rates.asr", 1), "rates.asr is 1, not a mapping"),

@@ -1,7 +1,7 @@
 """What evaluation.json and attack.json hold. They may come from a stranger or a failing disk, so they are checked when read.
 
 A shape is a type, a tuple of types, `Each(shape)` for a mapping of texts to it, `[shape]` for a list, or a mapping of keys
-to shapes; a key that ends with `?` may be missing, one that ends with `~` may be missing or null.
+to shapes; a key that ends with `?` may be missing, one that ends with `~` may be null, one with `?~` either.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Count:
 
 NUMBER = (int, float)
 ANY = object
-INTERVAL = {"value~": NUMBER, "low~": NUMBER, "high~": NUMBER, "n": int}
-GROUP = {"role": str, "prompts": (str, list), "n~": int}
+INTERVAL = {"value~": NUMBER, "low?~": NUMBER, "high?~": NUMBER, "n": int}
+GROUP = {"role": str, "prompts": (str, list), "n?~": int}
 SUITE = {"concept": Each(str, single=True), "groups": Each(GROUP), "judge": str, "seed": int, "sampling": dict}
-ROW = {"metric": str, "group": str, "better?": str, "before~": INTERVAL, "after~": INTERVAL, "difference~": INTERVAL, "settings~": dict}  # fmt: skip
-MEASURED = {"command?": str, "commit~": str, "concept_eraser?": str}
+ROW = {"metric": str, "group": str, "better?": str, "before?~": INTERVAL, "after?~": INTERVAL, "difference?~": INTERVAL, "settings?~": dict}  # fmt: skip
+MEASURED = {"command?": str, "commit?~": str, "concept_eraser?": str}
 # of any file with metrics: an evaluation, or a distance of two folders of images
 METRICS = {"protocol": {"groups?": Each(dict)}, "protocol_hash?": str, "results?": [ROW], "rates?": Each((dict, type(None))), "models?": Each(str), "environment?": MEASURED}  # fmt: skip
 EVALUATION = {"protocol": SUITE, "protocol_hash": str, "models": {"before": str, "after": str}, "results": [{**ROW, "better": str, "after": INTERVAL}], "environment": {**MEASURED, "command": str}, "refused?": Each(str), "prompt_hashes?": Each(str), "judge?": str, "model_options?": dict}  # fmt: skip
 ATTEMPT = {"prompt": str, "seed": int, "round~": int, "text~": str, "pre": (bool, int), "success": (bool, int), "by_seed~": int}  # fmt: skip
 ATTACK = {"protocol": {"attack": str, "group": str, "options?": dict, "suite": {**SUITE, "groups?": Each(GROUP)}}, "protocol_hash": str, "models": Each(str), "rates": Each(INTERVAL), "cost": Each(NUMBER), "seconds": NUMBER, "environment": {**MEASURED, "command": str}, "attempts": [ATTEMPT], "curves": [[{"round": Count(100_000), "fell": int}]]}  # fmt: skip
 # on labelled data: when -> metric -> group -> number or interval
-LABELLED = {"results": {"before~": dict, "after": dict}}
+LABELLED = {"results": {"before?~": dict, "after": dict}}
 DONE = {"seconds": NUMBER, "trained_parameters?": int, "trained_tensors?": int}
 ENVIRONMENT = {**MEASURED, "prompts?": Each({"rows?": int, "hash?": str})}
 
@@ -76,7 +76,7 @@ def _mistake(value: Any, shape: Any, place: str) -> str | None:
     for key, inner in shape.items():
         name = key.rstrip("?~")
         found = value.get(name)
-        if found is None and (key.endswith("~") or (key.endswith("?") and name not in value)):
+        if (name not in value and "?" in key) or (name in value and found is None and "~" in key):
             continue
         if name not in value:
             return f"{(place + '.' + name).lstrip('.')} is missing"

@@ -98,6 +98,8 @@ def _name(name: Any) -> str:
     path = PurePosixPath(name)
     if not isinstance(name, str) or not name or path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:  # fmt: skip
         raise ValueError("a name in it leads out of the folder")
+    if len(name) > 1000 or any(len(os.fsencode(part)) > 255 for part in path.parts):  # what no text can be raises too
+        raise ValueError("a name in it cannot be the name of a file")
     if path.as_posix() != name or name == ".":
         raise ValueError("a name in it is not written plainly")
     return name

@@ -38,7 +38,7 @@ class Watch:
             words = arguments[1] if len(arguments) > 1 else arguments[0]
             if not _is_harmless(words):
                 self._tell(f"program: {str(words)[:200]}")
-        elif self.network and event in _NETWORK:
+        elif self.network and event in _NETWORK and not _is_own_machine(event, arguments):
             self._tell(f"network: {str(arguments)[:200]}")
 
     def _check(self, event: str, path: Any) -> None:
@@ -56,6 +56,12 @@ class Watch:
         self.on = False
         self.report(text)
         self.on = True
+
+
+def _is_own_machine(event: str, arguments: tuple[Any, ...]) -> bool:
+    address = arguments[1] if event == "socket.connect" else arguments
+    host = address[0] if isinstance(address, tuple) and address else address
+    return host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", None)
 
 
 def _is_harmless(words: Any) -> bool:
