@@ -25,7 +25,14 @@ from concept_eraser.recipe import Recipe
 from concept_eraser.sections import ASIDE, MEMORY
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import read_json
-from concept_eraser.storage.writers import remove_file, write_folder, write_json, write_tensors, write_text
+from concept_eraser.storage.writers import (
+    remove_file,
+    require_free_folder,
+    write_folder,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from concept_eraser.targets import edits, labelled, prompted
 from concept_eraser.targets.base import Request
 from concept_eraser.training import checkpoint, fsdp
@@ -47,6 +54,11 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool,
     Raises UserError where the folder is not ours, holds another run, or this one unfinished without `resume`.
     """
     ours = output_folder.require_claimable(folder, KIND, alone=True)
+    for name in (
+        *resources.WHOLE_MODEL,
+        lora_files.FOLDER,
+    ):  # written whole at the end, so a user's file there is said now
+        require_free_folder(folder / name)
     path = folder / "recipe.yaml"
     if not ours or overwrite or not path.exists():
         return False

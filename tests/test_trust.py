@@ -184,6 +184,16 @@ def test_overwrite_leaves_what_the_user_added_or_changed(cli: Cli, run: Path, tm
     assert yaml.safe_load((run / "recipe.yaml").read_text())["training"]["seed"] == 3
 
 
+def test_a_file_of_the_user_inside_the_model_is_said_before_any_work(cli: Cli, run: Path, tmp_path: Path) -> None:
+    (run / "pipeline" / "mine.txt").write_text("mine")
+    before = tree(run)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__seed=5)))
+    done = cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q")
+    assert done.returncode == 2
+    assert "mine.txt was not written by concept_eraser" in done.stderr
+    assert tree(run) == before
+
+
 def test_an_overwrite_that_is_stopped_leaves_the_earlier_run_whole(cli: Cli, run: Path, tmp_path: Path) -> None:
     before = tree(run)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=4000)))

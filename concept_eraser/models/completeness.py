@@ -14,7 +14,12 @@ from torch import nn
 from concept_eraser.errors import UserError
 from concept_eraser.storage.readers import read_tensor_header
 
-_OLDER = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}  # diffusers before 0.18
+_OLDER = {
+    ".to_q.": ".query.",
+    ".to_k.": ".key.",
+    ".to_v.": ".value.",
+    ".to_out.0.": ".proj_attn.",
+}  # diffusers before 0.18
 
 
 def require_all_weights(module: nn.Module, folder: Path) -> None:

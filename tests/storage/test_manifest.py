@@ -26,7 +26,24 @@ def test_a_folder_with_a_users_files_is_never_claimed_alone(tmp_path: Path) -> N
         output_folder.claim(tmp_path, "run", alone=True)
 
 
-@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../b", "", ".", "a//b", "./a", "a\\..\\b", 7, "a\0b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../up",
+        "/etc/passwd",
+        "a/../../b",
+        "",
+        ".",
+        "a//b",
+        "./a",
+        "a\\..\\b",
+        7,
+        "a\0b",
+        "x" * 256,
+        "x/" * 600 + "x",
+        "\ud800",
+    ],
+)
 def test_a_strangers_manifest_names_nothing_outside(ours: Path, name: object) -> None:  # noqa: F811
     content = json.loads((ours / MARK).read_text())
     for broken in (
