@@ -22,7 +22,7 @@ FLAGS = ("--forget", "tiny_star", "--anchor", "shape=circle", "--retain", "tiny_
 def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., recipe.Recipe]:
     """The recipe that a command line stands for, taken where it would be run."""
     taken: list[recipe.Recipe] = []
-    monkeypatch.setattr(module, "run", lambda start, overrides, *_: taken.append(recipe.load(start, overrides)))
+    monkeypatch.setattr(module, "run", lambda start, overrides, *_, **__: taken.append(recipe.load(start, overrides)))
 
     def of(*arguments: str) -> recipe.Recipe:
         found = CliRunner().invoke(app, ["erase", *arguments])

@@ -19,7 +19,9 @@ ASKED: dict[str, Any] = {"seeds": [1, 2], "steps": 6, "guidance": 5.0}
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return int((one.int() - other.int()).abs().max()) <= 1
+    """Equal but for rounding. A value beside the threshold of safe latent diffusion falls on one side or the other by the last
+    bit of a sum, which differs from CPU to CPU: then single values of 24,576 differ by more than one step of 255."""
+    return float(((one.int() - other.int()).abs() > 1).float().mean()) < 1e-3
 
 
 def test_the_negative_prompt_is_diffusers_own(tiny: Any) -> None:
@@ -63,6 +65,8 @@ def test_safe_latent_diffusion_is_the_papers_loop(tiny: Any, kind: str) -> None:
     found = tiny.sample(PROMPTS, **ASKED)
     assert close(found, expected)
     assert not close(found, plain)
+    for other in SLD.keys() - {kind}:
+        assert not close(by_hand(tiny, other, "a star"), expected), "another setting is told apart"
     assert torch.equal(tiny.sample(PROMPTS, **ASKED), found), "nothing is kept from one sampling to the next"
 
 
