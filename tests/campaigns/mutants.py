@@ -53,6 +53,7 @@ PRELOADED = """torch hypothesis pytest yaml scipy.stats scipy.optimize scipy.lin
 # Files *_checked.py and the like take too long to be asked.
 METHODS = "tests/methods/test_"
 LAWS, OPTIONS = METHODS + "laws.py", METHODS + "options.py"
+STORAGE = "tests/storage/test_"
 SHARED = [METHODS + "base.py", OPTIONS, LAWS, METHODS + "baselines.py", METHODS + "uce.py"]
 TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/adversarial.py": [LAWS, OPTIONS, METHODS + "adversarial.py"],
@@ -84,7 +85,13 @@ TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/weighted.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
     "concept_eraser/vectors.py": ["tests/test_vectors.py", LAWS],
     "concept_eraser/evaluation/statistics.py": ["tests/test_statistics.py"],
+    "concept_eraser/storage/cache.py": [STORAGE + "cache.py"],
+    "concept_eraser/storage/digests.py": [STORAGE + "cache.py", STORAGE + "manifest.py"],
+    "concept_eraser/storage/locks.py": [STORAGE + "locks.py", STORAGE + "writers.py"],
+    "concept_eraser/storage/manifest.py": [STORAGE + "manifest.py", STORAGE + "writers.py"],
+    "concept_eraser/storage/output_folder.py": [STORAGE + "manifest.py"],
     "concept_eraser/storage/readers.py": ["tests/test_readers.py"],
+    "concept_eraser/storage/writers.py": [STORAGE + "writers.py", STORAGE + "manifest.py"],
 }  # fmt: skip
 
 # --- the mutants of a module --------------------------------------------------------------------------------------
