@@ -54,7 +54,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         "method": {"name": recipe.method.name, "about": registry.summary("method", recipe.method.name).rstrip(".") + ".", "options": _listed(cleaned(recipe.method.options))},
         "finish": {"name": recipe.finish.name, "about": registry.summary("method", registry.resolve("method", recipe.finish.name, {})[0]).rstrip(".") + "."} if recipe.finish else None,
         "trained": _trained(recipe),
-        "counted": f"{done['trained_parameters']:,} parameters in {done['trained_tensors']:,} tensors were {'rewritten in one go' if edited(recipe) else 'trained'}, in {done['seconds']:g} s." if "trained_parameters" in done else "",
+        "counted": f"{done['trained_parameters']:,} parameters in {done['trained_tensors']:,} tensors were {'rewritten in one go' if edited(recipe) else 'trained'}, in {done['seconds']:g} s." if {"trained_parameters", "trained_tensors"} <= done.keys() else "",
         "settings": [] if edited(recipe) else [(key, value) for key, value in recipe.training.model_dump().items() if key in _SETTINGS],
         "evaluations": [one for one in map(_evaluated, found.evaluations) if one["metrics"]],
         "unmeasured": ", ".join(map(_cell, found.missing(found.evaluations))),

@@ -178,3 +178,125 @@ def test_flags_make_a_recipe(cli) -> None:
 
 def test_version(cli) -> None:
     assert cli("--version").stdout.startswith("concept-eraser 0.")
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.3, 0.8, 1.5])
+def test_ctrl_c_during_start_up_is_one_line(delay: float, tmp_path: Path) -> None:
+    """While Python, typer or torch is imported, whose modules answer an interruption in ways of their own."""
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-m", "concept_eraser", "generate", "tiny-sd", "-p", "a star", "-n", "500", "-o", "out"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=default)  # fmt: skip
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert output == "stopped; nothing half-written is left\n"
+
+
+def test_ctrl_c_inside_generated_code_ends_with_130(tmp_path: Path) -> None:
+    """As in a named tuple or data class that a library makes: CPython would end by the signal, whatever exit code is asked for (python -m)."""
+    code = """
+import signal, sys
+from concept_eraser.cli import application, main
+def app():
+    signal.getsignal(signal.SIGINT).working = True
+    exec("signal.raise_signal(signal.SIGINT)", {"signal": signal})
+application.app = app
+main.main()
+"""
+    (tmp_path / "started.py").write_text(code)
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    done = subprocess.run(
+        [sys.executable, "-m", "started"], cwd=tmp_path, capture_output=True, text=True, preexec_fn=default
+    )
+    assert (done.returncode, done.stderr) == (130, "stopped; nothing half-written is left\n")
+
+
+def test_what_a_library_makes_of_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    from concept_eraser.cli import application
+    from concept_eraser.cli.main import main
+
+    def app() -> None:
+        stop = signal.getsignal(signal.SIGINT)
+        stop.working = True  # type: ignore[union-attr]
+        try:
+            exec("signal.raise_signal(signal.SIGINT)", {"signal": signal})
+        except KeyboardInterrupt:
+            raise RuntimeError("failed to import") from None
+
+    monkeypatch.setattr(application, "app", app)
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    assert (caught.value.code, capfd.readouterr().err) == (130, "stopped; nothing half-written is left\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "/a/b"), "error: cannot use /a/b: no space left on device; check the path and its permissions"),
+        (OSError(40, "Too many levels of symbolic links", "loop"), "error: cannot use loop: too many levels of symbolic links; its links lead in a circle; give the file itself"),
+        (ConnectionResetError(104, "Connection reset by peer"), "error: cannot use a file or the network: connection reset by peer; check the path and its permissions"),
+        (UnicodeEncodeError("utf-8", "x", 0, 1, "surrogates not allowed"), "error: a name or a text is no valid UTF-8"),
+        (RecursionError("maximum recursion depth exceeded"), "error: a file or value is nested too deep; write it flatter"),
+        (MemoryError(), "error: not enough memory for this; ask for less at once"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"), "error: not enough memory for this"),
+        (OverflowError("cannot convert float infinity to integer"), "error: a number is too large (OverflowError: cannot convert float infinity to integer); give a smaller one"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_system_are_one_sentence(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capfd) -> None:  # fmt: skip
+    from concept_eraser.cli import application
+    from concept_eraser.cli.main import main
+
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr(application, "app", app)
+    kept = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    output = capfd.readouterr().err
+    assert caught.value.code == 2
+    assert output.startswith(said)
+    assert output.count("\n") == 1
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A general answer to all errors would hide what the campaigns look for."""
+    from concept_eraser.cli import application
+    from concept_eraser.cli.main import main
+
+    def app() -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(application, "app", app)
+    kept = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyError):
+            main()
+    finally:
+        signal.signal(signal.SIGINT, kept)
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    """`concept-eraser list | head -1`"""
+    command = [sys.executable, "-m", "concept_eraser", "show", "munba"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 0
+
+
+def test_a_message_does_not_move_the_cursor(cli) -> None:
+    found = cli("check", "\x1b[2J.yaml")
+    assert found.returncode == 2
+    assert "\x1b" not in found.stderr
+    assert "\\x1b[2J.yaml" in found.stderr

@@ -90,6 +90,20 @@ def test_without_network_it_fails_fast_in_one_sentence(world) -> None:
     silent.close()
 
 
+def test_a_table_of_a_hub_that_is_silent_is_told_at_once(world) -> None:
+    """The hub's client alone tries five times, for half a minute."""
+    from concept_eraser.data import tables
+
+    silent = socket.create_server(("127.0.0.1", 0))
+    for endpoint in (NOBODY, f"http://127.0.0.1:{silent.getsockname()[1]}"):
+        world(endpoint)
+        start = time.time()
+        with pytest.raises(UserError, match=r"did not give 'hf://nobody/nothing/x.csv'.*Download the file and give its path"):  # fmt: skip
+            tables.from_hub("hf://nobody/nothing/x.csv")
+        assert time.time() - start < hub.PATIENCE + 2, "on a busy machine"
+    silent.close()
+
+
 def test_what_the_hub_answers_is_told(world) -> None:
     """A token that is not taken; no such repository (the hub says 401 to those who are nobody, 404 to others)."""
     server = Hub()

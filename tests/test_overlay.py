@@ -152,7 +152,7 @@ def test_what_does_not_fit(tmp_path: Path, shared_tiny) -> None:
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
     save_file({"a": torch.zeros(1)}, tmp_path / "vae" / "model.safetensors")
-    with pytest.raises(UserError, match="holds a AutoencoderKL, which is no part"):
+    with pytest.raises(UserError, match="holds a 'AutoencoderKL', which is no part"):
         load(tmp_path / "vae", base="tiny-sd")
 
 

@@ -184,15 +184,24 @@ def test_overwrite_leaves_what_the_user_added_or_changed(cli: Cli, run: Path, tm
     assert yaml.safe_load((run / "recipe.yaml").read_text())["training"]["seed"] == 3
 
 
-def test_an_overwrite_that_fails_leaves_the_earlier_run_whole(cli: Cli, run: Path, tmp_path: Path) -> None:
+def test_an_overwrite_that_is_stopped_leaves_the_earlier_run_whole(cli: Cli, run: Path, tmp_path: Path) -> None:
     before = tree(run)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__lr=1e30, training__steps=30)))
-    done = cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q")
-    assert done.returncode == 2, done.stdout
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=4000)))
+    command = [sys.executable, "-m", "concept_eraser.cli.main", "erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(run / ".replaced-1" / "done.json", process)
+        wait_for(run / "log.jsonl", process)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "lies in runs/star/.replaced-1" in said
     aside = tree(run / ".replaced-1")
     before.pop(manifest.MARK), aside.pop(manifest.MARK)
     assert aside == before
-    assert "lies in runs/star/.replaced-1" in done.stderr
     assert not (run / "done.json").exists()
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short()))
     assert cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q").returncode == 0

@@ -170,6 +170,7 @@ DATA = [
     ("prompts/i2p_*.yaml", "a reference to rows of I2P (Schramowski et al., arXiv 2211.05105); no prompt of it is copied", "read from the hub or its cache when it is used", "the file: Apache-2.0; I2P states none"),
     ("prompts/*.yaml", "prompt sets", "written for concept_eraser", "Apache-2.0"),
     ("pipelines/*.yaml", "recipes", MADE, "Apache-2.0"),
+    ("tests/campaigns/results/*", "counts of the campaigns: damaged inputs, faults, mutants", "measured by tests/campaigns", "Apache-2.0"),
     ("eval/results/*", "results of the studies: tables, numbers, plots, images", "measured on the bundled model; its images, or images of the papers' problems drawn by this project", "Apache-2.0"),
     ("eval/*.yaml", "suites and studies", MADE, "Apache-2.0"),
     ("docs/*.png", "images of the bundled model, screenshots of the demo", MADE, "Apache-2.0"),

@@ -113,6 +113,9 @@ def _fail(message: str, code: int) -> None:
     if message:
         text = f"error: {message}" if code == 2 else message
         sys.stderr.write(_printable(text) + "\n")
+    if code == 130:
+        # CPython ends by the signal where a KeyboardInterrupt has passed the exec of a text; another exec forgets it
+        eval("0")
     sys.exit(code)
 
 

@@ -30,7 +30,7 @@ def read(path: Path) -> tuple[Path, dict[str, Any]]:
         raise UserError(f"{files[0]} is damaged: its results have no metric, group and value; measure it again")
     shapes.require(content, shapes.METRICS, files[0])
     for name, rate in (content.get("rates") or {}).items():
-        shapes.require({name: rate}, {f"{name}?": shapes.INTERVAL}, files[0])
+        shapes.require({name: rate}, {f"{name}~": shapes.INTERVAL}, files[0])
     return files[0], content
 
 
@@ -76,7 +76,11 @@ def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def _show(value: Mapping[str, Any] | None, factor: int) -> str:
-    if value is None or value["value"] is None:
+    if value is None or value.get("value") is None:
         return "-"
-    ends = "" if value.get("low") is None else f" [{factor * value['low']:.3g}, {factor * value['high']:.3g}]"
+    ends = (
+        ""
+        if None in (value.get("low"), value.get("high"))
+        else f" [{factor * value['low']:.3g}, {factor * value['high']:.3g}]"
+    )
     return f"{factor * value['value']:.3g}{ends}"

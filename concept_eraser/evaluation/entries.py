@@ -62,7 +62,7 @@ class Entry:
 
 def interval(found: Mapping[str, Any] | None) -> Interval | None:
     """An interval from JSON, which knows no nan: bounds that are null are nan."""
-    if found is None or found["value"] is None:
+    if found is None or found.get("value") is None:
         return None
     low, high = (math.nan if found.get(k) is None else found[k] for k in ("low", "high"))
     return Interval(found["value"], low, high, found["n"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from concept_eraser.evaluation import overview_plots, pages, plots
-from concept_eraser.evaluation.entries import Entry, labels, recorded
+from concept_eraser.evaluation.entries import Entry, interval, labels, recorded
 from concept_eraser.evaluation.standing import Column, columns, dominated, point, summary
 from concept_eraser.evaluation.suite import dumps
 from concept_eraser.evaluation.triples import Album, Studio
@@ -47,7 +47,8 @@ def pareto(entries: Sequence[Entry]) -> tuple[list[Figure], set[str]]:
 
 def curves(entries: Sequence[Entry]) -> list[Figure]:
     """One panel an attack."""
-    alts = {label: "; ".join(f"{e.name} {100 * e.attacks[label]['rates']['asr']['value']:.0f} % at the end" for e in entries if label in e.attacks) for label in labels(entries)}  # fmt: skip
+    ends = {label: {e.name: interval(e.attacks[label]["rates"].get("asr")) for e in entries if label in e.attacks} for label in labels(entries)}  # fmt: skip
+    alts = {label: "; ".join(f"{name} {100 * rate.value:.0f} % at the end" for name, rate in rates.items() if rate) for label, rates in ends.items()}  # fmt: skip
     return [f for label, alt in alts.items() for f in _figure(overview_plots.attack_curves(entries, label), f"Prompts that fell to {label} round by round: {alt}")]  # fmt: skip
 
 

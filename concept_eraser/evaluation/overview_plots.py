@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from concept_eraser.evaluation import plots
-from concept_eraser.evaluation.entries import Entry
+from concept_eraser.evaluation.entries import Entry, interval
 from concept_eraser.evaluation.standing import Point, dominated
 from concept_eraser.evaluation.statistics import Interval
 
@@ -53,7 +53,7 @@ def fallen(attack: Mapping[str, Any]) -> list[float]:
     last = max((row["round"] for curve in curves for row in curve), default=0)
     clean = sum(attempt["pre"] for attempt in attempts)
     reached = [sum(max((row["fell"] for row in curve if row["round"] <= n), default=0) for curve in curves) for n in range(last + 1)]  # fmt: skip
-    return [(clean + fell) / len(attempts) for fell in reached]
+    return [(clean + fell) / max(1, len(attempts)) for fell in reached]
 
 
 def attack_curves(entries: Sequence[Entry], label: str) -> bytes:
@@ -82,7 +82,8 @@ def nudenet_counts(entries: Sequence[Entry], group: str) -> dict[str, dict[str, 
     classes = [label for label in dict.fromkeys(label for found in rows.values() for label in found) if label not in ("nude", "all")]  # fmt: skip
 
     def count(found: dict[str, Any], label: str, when: str) -> int:
-        return round(found[label][when]["value"] * found[label][when]["n"]) if label in found else 0
+        measured = interval(found[label].get(when)) if label in found else None
+        return round(measured.value * measured.n) if measured is not None else 0
 
     # a run in which a class was seen neither before nor after does not record it, so any run may know the original's
     original = {label: max(count(found, label, "before") for found in rows.values()) for label in classes}
@@ -101,5 +102,5 @@ def nudenet(entries: Sequence[Entry], group: str) -> bytes | None:
     counted = nudenet_counts(entries, group)
     if not counted:
         return None
-    settings = next(r["settings"] for e in entries for r in e.content["results"] if r["metric"].startswith(_preset(entries)))  # fmt: skip
+    settings = next((r.get("settings") or {}) for e in entries for r in e.content["results"] if r["metric"].startswith(_preset(entries)))  # fmt: skip
     return plots.counts(counted, f"NudeNet, {group} (preset {settings.get('preset', '?')})", (_GREY, *plots.SERIES))

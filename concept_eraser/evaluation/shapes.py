@@ -1,7 +1,7 @@
 """What evaluation.json and attack.json hold. They may come from a stranger or a failing disk, so they are checked when read.
 
 A shape is a type, a tuple of types, `Each(shape)` for a mapping of texts to it, `[shape]` for a list, or a mapping of keys
-to shapes; a key that ends with `?` may be missing or null.
+to shapes; a key that ends with `?` may be missing, one that ends with `~` may be missing or null.
 """
 
 from __future__ import annotations
@@ -25,20 +25,27 @@ class Each:
     single: bool = False
 
 
+@dataclass(frozen=True)
+class Count:
+    """A whole number from 0 to a limit: something is repeated so many times."""
+
+    limit: int
+
+
 NUMBER = (int, float)
 ANY = object
-INTERVAL = {"value?": NUMBER, "low?": NUMBER, "high?": NUMBER, "n": int}
-GROUP = {"role": str, "prompts": (str, list), "n?": int}
+INTERVAL = {"value~": NUMBER, "low~": NUMBER, "high~": NUMBER, "n": int}
+GROUP = {"role": str, "prompts": (str, list), "n~": int}
 SUITE = {"concept": Each(str, single=True), "groups": Each(GROUP), "judge": str, "seed": int, "sampling": dict}
-ROW = {"metric": str, "group": str, "better?": str, "before?": INTERVAL, "after?": INTERVAL, "difference?": INTERVAL, "settings?": dict}  # fmt: skip
-MEASURED = {"command?": str, "commit?": str, "concept_eraser?": str}
+ROW = {"metric": str, "group": str, "better?": str, "before~": INTERVAL, "after~": INTERVAL, "difference~": INTERVAL, "settings~": dict}  # fmt: skip
+MEASURED = {"command?": str, "commit~": str, "concept_eraser?": str}
 # of any file with metrics: an evaluation, or a distance of two folders of images
 METRICS = {"protocol": {"groups?": Each(dict)}, "protocol_hash?": str, "results?": [ROW], "rates?": Each((dict, type(None))), "models?": Each(str), "environment?": MEASURED}  # fmt: skip
-EVALUATION = {"protocol": SUITE, "protocol_hash": str, "models": {"before": str, "after": str}, "results": [{**ROW, "after": INTERVAL}], "environment": {**MEASURED, "command": str}, "refused?": Each(str), "prompt_hashes?": Each(str), "judge?": str, "model_options?": dict}  # fmt: skip
-ATTEMPT = {"prompt": str, "seed": int, "round?": int, "text?": str, "pre": (bool, int), "success": (bool, int), "by_seed?": int}  # fmt: skip
-ATTACK = {"protocol": {"attack": str, "group": str, "options?": dict, "suite": {**SUITE, "groups?": Each(GROUP)}}, "protocol_hash": str, "models": Each(str), "rates": Each(INTERVAL), "cost": Each(NUMBER), "seconds": NUMBER, "environment": {**MEASURED, "command": str}, "attempts": [ATTEMPT], "curves": [[{"round": int, "fell": int}]]}  # fmt: skip
+EVALUATION = {"protocol": SUITE, "protocol_hash": str, "models": {"before": str, "after": str}, "results": [{**ROW, "better": str, "after": INTERVAL}], "environment": {**MEASURED, "command": str}, "refused?": Each(str), "prompt_hashes?": Each(str), "judge?": str, "model_options?": dict}  # fmt: skip
+ATTEMPT = {"prompt": str, "seed": int, "round~": int, "text~": str, "pre": (bool, int), "success": (bool, int), "by_seed~": int}  # fmt: skip
+ATTACK = {"protocol": {"attack": str, "group": str, "options?": dict, "suite": {**SUITE, "groups?": Each(GROUP)}}, "protocol_hash": str, "models": Each(str), "rates": Each(INTERVAL), "cost": Each(NUMBER), "seconds": NUMBER, "environment": {**MEASURED, "command": str}, "attempts": [ATTEMPT], "curves": [[{"round": Count(100_000), "fell": int}]]}  # fmt: skip
 # on labelled data: when -> metric -> group -> number or interval
-LABELLED = {"results": {"before?": dict, "after": dict}}
+LABELLED = {"results": {"before~": dict, "after": dict}}
 DONE = {"seconds": NUMBER, "trained_parameters?": int, "trained_tensors?": int}
 ENVIRONMENT = {**MEASURED, "prompts?": Each({"rows?": int, "hash?": str})}
 
@@ -57,6 +64,9 @@ def _mistake(value: Any, shape: Any, place: str) -> str | None:
         if not isinstance(value, list):
             return _wrong(place, "a list", value)
         return next((m for i, one in enumerate(value) if (m := _mistake(one, shape[0], f"{place}[{i}]"))), None)
+    if isinstance(shape, Count):
+        whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= shape.limit
+        return None if whole else _wrong(place, f"a whole number from 0 to {shape.limit:,}", value)
     if not isinstance(value, Mapping):
         return _wrong(place, "a mapping", value)
     if isinstance(shape, Each):
@@ -64,9 +74,9 @@ def _mistake(value: Any, shape: Any, place: str) -> str | None:
             return _wrong(place, "a mapping of one entry", value)
         return next((m for key, one in value.items() if (m := _mistake(one, shape.shape, f"{place}.{key[:60]}"))), None)
     for key, inner in shape.items():
-        name = key.removesuffix("?")
+        name = key.rstrip("?~")
         found = value.get(name)
-        if found is None and key.endswith("?"):
+        if found is None and (key.endswith("~") or (key.endswith("?") and name not in value)):
             continue
         if name not in value:
             return f"{(place + '.' + name).lstrip('.')} is missing"

@@ -176,6 +176,10 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: st
     if name in BUNDLED:
         return _from_folder(resources.tiny_weights() / name, name, allow_pickle)
     path = Path(name)
+    try:
+        (path / "pipeline").exists()
+    except OSError as error:  # a name that the system does not take
+        raise UserError(f"cannot load {shown(name)}: {str(error.strerror).lower()}; check the name") from None
     require_intact(path / "pipeline" if (path / "pipeline").is_dir() else path)
     file, at, beside = name.partition(FILE_ON)
     if at and not path.exists():

@@ -137,7 +137,7 @@ def _take(descriptor: int) -> bool | None:
 def _read(descriptor: int) -> dict[str, Any] | None:
     try:
         content = json.loads(os.pread(descriptor, 4096, 0).decode())
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -181,6 +181,8 @@ def _cheap(rng: random.Random, verb: str, words: Sequence[str]) -> list[str]:
         small = ["training.steps=2", "generation.steps=1", "forget.n=4", "retain.n=4"]
         own = any(word in ("short.yaml", "lora.yaml", "other.yaml") for word in words)
         return [*([] if own else small), *([] if own or "--dry-run" in words else ["--dry-run"]), *(["--no-trial"] if "--dry-run" in words or not own else [])]  # fmt: skip
+    if verb == "quickstart":
+        return ["-n", "0"]
     return {"generate": ["-n", rng.choice(["1", "2", "0", "x"]), "--steps", rng.choice(["1", "2", "0", "1.5"])], "evaluate": ["-n", rng.choice(["2", "2", "1"])], "attack": ["-n", "2", "--set", rng.choice(["tries=1", "tries=1", "tries=x", "what=1", "x", "tries=nan", "tries=1e400", "k=-1", "where=\x1b"])]}.get(verb, [])  # fmt: skip
 
 
@@ -190,8 +192,8 @@ class Server:
     def __init__(self, world: World) -> None:
         self.world = world
         os.environ.update(world.variables())
-        import matplotlib.figure
-        import scipy.stats
+        import matplotlib.figure  # noqa: F401
+        import scipy.stats  # noqa: F401
         import torch
         import transformers  # noqa: F401
         from diffusers import DiffusionPipeline  # noqa: F401
@@ -199,7 +201,6 @@ class Server:
         import concept_eraser.api
         import concept_eraser.cli.application  # noqa: F401
 
-        assert matplotlib.figure is not None and scipy.stats is not None
         torch.set_num_threads(1)
         self.before = worlds.snapshot(world.scratch)
         self.outside = worlds.snapshot(world.root / "outside")
@@ -296,8 +297,8 @@ def _child(world: World, words: list[str], output: Path, witness: Path) -> None:
         os.chdir(world.scratch)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["concept-eraser", *words]
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
         Watch([world.scratch, world.cache, world.root / "tmp"], lambda text: os.write(seen, (text + "\n").encode(errors="replace")), network=True)  # fmt: skip
         from concept_eraser.cli.main import main
 

@@ -61,5 +61,10 @@ class Watch:
 def _is_harmless(words: Any) -> bool:
     """Programs that libraries ask about the machine: git for the commit, uname, lscpu, ldconfig."""
     first = words[0] if isinstance(words, list | tuple) and words else words
+    if first == sys.executable and words[1:3] == [
+        "-I",
+        "-S",
+    ]:  # our own search with a regular expression, which may be killed
+        return True
     name = os.path.basename(os.fsdecode(first)) if isinstance(first, str | bytes | os.PathLike) else ""
     return name in ("git", "uname", "lscpu", "ldconfig", "gcc", "cc", "sh", "fc-list", "nvidia-smi")

@@ -108,15 +108,16 @@ def answers(call: Callable[[], Any]) -> None:
     try:
         call()
     except UserError as error:
-        assert len(str(error)) <= ERROR_CHARACTERS, f"an error of {len(str(error))} characters: {str(error)[:200]}"
+        if len(str(error)) > ERROR_CHARACTERS:
+            raise AssertionError(f"an error of {len(str(error))} characters: {str(error)[:200]}") from error
 
 
 # The valid files that inputs are made from. They are written here, not read from a run: a campaign needs no training.
 INTERVAL = {"value": 0.5, "low": 0.25, "high": 0.75, "n": 8}
 SUITE = {"about": "", "concept": {"shape": "star"}, "judge": "tiny", "seed": 0, "sampling": {"steps": 2, "guidance": 5.0}, "groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 2}, "retained": {"prompts": "tiny_rest", "role": "retain", "n": 2}}, "metrics": ["concept_share"]}  # fmt: skip
 ENVIRONMENT = {"concept_eraser": "0.1.0", "commit": "0" * 40, "python": "3.11.7", "platform": "Linux", "versions": {"torch": "2.13.0"}, "device": "cpu", "cpu_count": 2, "threads": 1, "command": "concept-eraser evaluate runs/star", "prompts": {"forget": {"rows": 20, "hash": "abc"}}}  # fmt: skip
-EVALUATION = {"protocol": SUITE, "protocol_hash": "0123456789ab", "prompt_hashes": {"direct": "a", "retained": "b"}, "judge": "tiny (0123)", "models": {"before": "tiny-sd (aaaaaaaa)", "after": "runs/star (bbbbbbbb)"}, "sensitive": False, "refused": {"fid": "too few"}, "results": [{"metric": "concept_share", "group": "direct", "better": "lower", "before": INTERVAL, "after": INTERVAL, "difference": INTERVAL, "settings": {"k": 1}}, {"metric": "accuracy_shape", "group": "retained", "better": "higher", "before": INTERVAL, "after": INTERVAL, "difference": None}], "environment": ENVIRONMENT}  # fmt: skip
-ATTACK = {"protocol": {"attack": "random_tokens", "options": {"tries": 1}, "group": "direct", "suite": SUITE, "n": 2}, "protocol_hash": "ab", "models": {"victim": "runs/star (bbbbbbbb)", "before": "tiny-sd (aaaaaaaa)"}, "rates": {"pre": INTERVAL, "attacked": INTERVAL, "asr": INTERVAL}, "cost": {"pictures": 4}, "seconds": 1.5, "rounds": [1, 2], "environment": ENVIRONMENT}  # fmt: skip
+EVALUATION = {"protocol": SUITE, "protocol_hash": "0123456789ab", "prompt_hashes": {"direct": "a", "retained": "b"}, "judge": "tiny (0123)", "models": {"before": "tiny-sd (aaaaaaaa)", "after": "runs/star (bbbbbbbb)"}, "sensitive": False, "refused": {"fid": "too few"}, "results": [{"metric": "concept_share", "group": "direct", "better": "lower", "before": INTERVAL, "after": INTERVAL, "difference": INTERVAL, "settings": {"k": 1}}, {"metric": "nudenet_armpits", "group": "direct", "better": "lower", "before": INTERVAL, "after": INTERVAL, "difference": None, "settings": {"preset": "mace"}}, {"metric": "accuracy_shape", "group": "retained", "better": "higher", "before": INTERVAL, "after": INTERVAL, "difference": None}], "environment": ENVIRONMENT}  # fmt: skip
+ATTACK = {"protocol": {"attack": "random_tokens", "options": {"tries": 1}, "group": "direct", "suite": SUITE, "n": 2}, "protocol_hash": "ab", "models": {"victim": "runs/star (bbbbbbbb)", "before": "tiny-sd (aaaaaaaa)"}, "rates": {"pre": INTERVAL, "attacked": INTERVAL, "asr": INTERVAL}, "cost": {"pictures": 4}, "seconds": 1.5, "attempts": [{"prompt": "a star", "seed": 1, "pre": False, "success": True, "round": 1, "text": "x a star", "by_seed": None}, {"prompt": "a red star", "seed": 2, "pre": True, "success": True, "round": 0, "text": None, "by_seed": None}], "curves": [[{"round": 1, "fell": 1}]], "environment": ENVIRONMENT}  # fmt: skip
 DONE = {"steps": 2, "seconds": 1.5, "trained_parameters": 1000, "trained_tensors": 10, "skipped_steps": 0}
 LOG = [{"step": 1, "seconds": 0.1, "losses": {"forget": 0.5, "retain": 0.4}, "cosine": 0.1, "norms": {"forget": 1.0, "retain": 2.0}}, {"step": 2, "seconds": 0.2, "losses": {"forget": 0.5, "retain": 0.4}, "cosine": -0.1, "norms": {"forget": 1.0, "retain": 2.0}}]  # fmt: skip
 RECIPE = """# concept-eraser erase short.yaml
@@ -269,7 +270,7 @@ def _readers_of_numbers(run: Path) -> list[Callable[[], Any]]:
 def _readers_for_page(run: Path) -> list[Callable[[], Any]]:
     """The page about several runs, without making images: all that is rendered from the files' numbers."""
     from concept_eraser import reporting
-    from concept_eraser.evaluation import entries, overview, standing
+    from concept_eraser.evaluation import entries, overview, overview_plots, standing, triples
 
     def page() -> None:
         facts = {run: reporting._facts(run)}
@@ -277,7 +278,15 @@ def _readers_for_page(run: Path) -> list[Callable[[], Any]]:
         overview.table(found)
         standing.summary(found)
         overview.costs(found)
+        for entry in found:
+            for label, content in entry.attacks.items():
+                triples.of_attack(label, content)
+                overview_plots.fallen(content)
         overview._machines(found)
+        if len((run / "evaluation.json").read_bytes()) % 16 == 0:  # figures take a while
+            overview.curves(found)
+            overview.pareto(found)
+            overview.nudenet(found)
         for entry in found:
             overview.repeat(entry)
             _ = entry.concept, entry.sensitive

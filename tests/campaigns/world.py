@@ -9,6 +9,7 @@ root/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -172,10 +173,8 @@ def make_runs() -> None:
         if step == 1:
             raise KeyboardInterrupt
 
-    try:
+    with contextlib.suppress(Interrupted, KeyboardInterrupt):
         api.erase(recipe(training__seed=1), output="runs/half", look=stop)
-    except (Interrupted, KeyboardInterrupt):
-        pass
     shutil.copytree(star / "pipeline", "model")
     (Path("model") / ".concept_eraser.json").unlink(missing_ok=True)
 
