@@ -312,8 +312,10 @@ def require_intact(path: Path) -> None:
     refused: a run folder of a stranger must not make us read another file.
     """
     folder = folder_of(path)
-    manifest = read(folder) if folder is not None else None
-    if folder is None or manifest is None:
+    if folder is None:
+        return
+    manifest = read(folder)
+    if manifest is None:
         return
     below = "" if path == folder else path.relative_to(folder).as_posix()
     if manifest.kind in CLOSED:

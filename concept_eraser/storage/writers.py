@@ -280,7 +280,7 @@ def _remove_left_over(path: Path) -> None:
     """Remove what a process that was killed has left half-written for the same target."""
     for other in path.parent.glob(f".{_escaped(path.name[:120])}.*.partial") if path.parent.is_dir() else ():
         parts = _PARTIAL.fullmatch(other.name)
-        if parts and not locks.is_alive(int(parts[2])):
+        if parts and parts[1] == path.name[:120] and not locks.is_alive(int(parts[2])):
             _remove(other)
 
 
