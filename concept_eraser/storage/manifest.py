@@ -201,15 +201,17 @@ def _by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
     return grouped
 
 
-def forget(path: Path) -> None:
-    """Take a file, or all files below a folder, out of the manifest of the nearest marked folder."""
+def forget(path: Path, keep: Iterable[Path] = ()) -> None:
+    """Take a file, or all files below a folder but `keep`, out of the manifest of the nearest marked folder."""
     folder = folder_of(path.parent)
     if folder is None:
         return
     name = path.relative_to(folder).as_posix()
+    kept = {one.relative_to(folder).as_posix() for one in keep}
     with changed(folder) as manifest:
         for one in [one for one in manifest.files if one == name or one.startswith(f"{name}/")]:
-            del manifest.files[one]
+            if one not in kept:
+                del manifest.files[one]
         manifest.folders = [one for one in manifest.folders if one != name]
 
 

@@ -76,7 +76,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str,
     from safetensors.torch import save_file
 
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_file(path, lambda partial: save_file(contiguous, partial, metadata=dict(metadata)), overwrite=overwrite)
+    write_file(path, lambda partial: save_file(contiguous, partial, metadata=dict(metadata) or None), overwrite=overwrite)
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
@@ -151,8 +151,8 @@ def write_folder(path: Path, write: Callable[[Path], None], *, kind: str | None 
     _sync_folder(path.parent)
     if kind is not None:
         return
-    manifest.forget(path)
     manifest.record([path / name for name in names])
+    manifest.forget(path, keep=[path / name for name in names])  # not before: a kill must not leave files unlisted
 
 
 def give_second_name(path: Path, place: Path) -> None:

@@ -108,6 +108,8 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a link"), locks.locked(tmp_path / "run", "erase"):
         pass
     assert precious.read_text() == "mine"
+    precious.write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    assert locks.holder_of(tmp_path / "run") is None
 
 
 def test_a_place_that_cannot_be_is_said_before_any_work(tmp_path: Path) -> None:
