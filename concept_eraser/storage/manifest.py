@@ -313,6 +313,7 @@ def require_intact(path: Path) -> None:
     What no manifest lists is not checked: it is somebody else's. A link inside a marked folder that leads out of it is
     refused: a run folder of a stranger must not make us read another file.
     """
+    path = path.resolve() if ".." in path.parts else path
     folder = folder_of(path)
     if folder is None:
         return
@@ -335,11 +336,15 @@ def require_intact(path: Path) -> None:
 
 
 def _require_no_way_out(folder: Path, path: Path) -> None:
-    """Raise UserError where a path, or what is below it, leads out of a marked folder by a symbolic link."""
-    root = folder.resolve()
-    places = [path]
-    if path.is_dir() and not path.is_symlink():
-        places += [Path(place) / name for place, folders, files in os.walk(path) for name in (*folders, *files)]
-    for place in places:
-        if place.is_symlink() and not place.resolve().is_relative_to(root):
-            raise UserError(f"{place} is a link that leads out of {folder}; it is not followed. Put the file itself in its place")  # fmt: skip
+    """Raise UserError where a path, or what is below it, leads out of a marked folder by symbolic links."""
+    root = os.path.realpath(folder)
+    waiting, seen = [path], set()
+    while waiting:
+        place = waiting.pop()
+        target = os.path.realpath(place)
+        if not Path(target).is_relative_to(root):
+            raise UserError(f"{place} is, or lies behind, a link that leads out of {folder}; it is not followed. Put the file itself in its place")  # fmt: skip
+        if target not in seen:
+            seen.add(target)
+            below = (Path(top) / name for top, folders, files in os.walk(target) for name in (*folders, *files))
+            waiting += [one for one in below if one.is_symlink()]

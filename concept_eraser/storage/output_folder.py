@@ -200,7 +200,7 @@ def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
             inner_content = manifest.read(inner)
             if inner_content is not None:
                 moved |= _move(inner, aside / inner.relative_to(folder), inner_content)
-                (inner / MARK).unlink(missing_ok=True)
+                (inner / MARK).unlink()
                 _remove_empty_folders(inner, folder)
         stayed = {name: entry for name, entry in content.files.items() if name in keep}
         manifest.write(folder, Manifest(content.kind, stayed))

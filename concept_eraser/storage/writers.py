@@ -76,7 +76,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str,
     from safetensors.torch import save_file
 
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_file(path, lambda partial: save_file(contiguous, partial, metadata=dict(metadata) or None), overwrite=overwrite)
+    header = dict(metadata) or None  # of no tensors and an empty mapping safetensors writes a file that nobody can read
+    write_file(path, lambda partial: save_file(contiguous, partial, metadata=header), overwrite=overwrite)
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
@@ -293,7 +294,7 @@ def _remove(path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            path.unlink()
 
 
 def _put(path: Path, content: bytes) -> None:

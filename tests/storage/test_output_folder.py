@@ -108,7 +108,7 @@ def test_results_hold_the_lock_and_say_what_is_in_the_way(tmp_path: Path, ours: 
     with output_folder.results(ours, "evaluation", ["report.json"], inside=ours):
         writers.write_text(ours / "report.json", "[]")
     (ours / "plot.png").write_text("mine")
-    with pytest.raises(UserError, match="plot.png exists"), output_folder.results(ours, "evaluation", ["report.json", "plot.png"]):  # fmt: skip
+    with pytest.raises(UserError, match=r"plot\.png exists"), output_folder.results(ours, "evaluation", ["report.json", "plot.png"]):  # fmt: skip
         pytest.fail("no work is begun")
     assert locks.holder_of(ours) is None
     (ours / "out").symlink_to(tmp_path)
@@ -196,7 +196,7 @@ def test_a_folder_for_another_library_is_listed_where_we_made_it(tmp_path: Path,
 
 
 def test_set_aside_moves_a_whole_tree_and_leaves_no_empty_folder(ours: Path) -> None:  # noqa: F811
-    for name in ("a", "deep/in/b", "deep/c", "gone", "keep/d"):
+    for name in ("a", "deep/in/b", "deep/c", "gone", "keep/d", "z"):
         writers.write_text(ours / name, "1")
     (ours / "gone").unlink()
     inner = ours / "attacks" / "x"
@@ -211,7 +211,7 @@ def test_set_aside_moves_a_whole_tree_and_leaves_no_empty_folder(ours: Path) -> 
     aside = output_folder.set_aside(ours, keep=["keep/d"])
     assert aside == ours / ".replaced-1"
     assert everything(ours) - {f".replaced-1/{name}" for name in everything(aside)} == {MARK, ".replaced-1", "keep", "keep/d"}  # fmt: skip
-    files = {"a", "deep/in/b", "deep/c", "attacks/x/images/0.png", "tracking/deep/events", "tracking/listed", MARK, f"attacks/x/{MARK}"}  # fmt: skip
+    files = {"a", "z", "deep/in/b", "deep/c", "attacks/x/images/0.png", "tracking/deep/events", "tracking/listed", MARK, f"attacks/x/{MARK}"}  # fmt: skip
     assert set(tree(aside)) == files
     assert output_folder.remove_set_aside(ours) == []
     assert everything(ours) == {MARK, "keep", "keep/d"}

@@ -317,7 +317,9 @@ def test_every_writer_makes_folders_and_replaces_nothing_unasked(tmp_path: Path)
     assert sorted(p.name for p in folder.iterdir()) == sorted(calls)
 
 
-@pytest.mark.parametrize("tensors", [{}, {"w": torch.arange(6.0).view(2, 3).T}, {"w": torch.ones(2, requires_grad=True)}])
+@pytest.mark.parametrize(
+    "tensors", [{}, {"w": torch.arange(6.0).view(2, 3).T}, {"w": torch.ones(2, requires_grad=True)}]
+)
 @pytest.mark.parametrize("metadata", [{}, {"b": "ü", "a": "1"}])
 def test_tensors_come_back(tmp_path: Path, tensors: dict, metadata: dict) -> None:
     from safetensors import safe_open
@@ -329,10 +331,34 @@ def test_tensors_come_back(tmp_path: Path, tensors: dict, metadata: dict) -> Non
         assert all(torch.equal(file.get_tensor(name), value) for name, value in tensors.items())
 
 
+def test_the_header_of_tensors_is_in_order(tmp_path: Path) -> None:
+    header = {f"key{i}": str(i) for i in range(12)}
+    writers.write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(2)}, header)
+    content = (tmp_path / "a.safetensors").read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    assert list(json.loads(content[8 : 8 + length])["__metadata__"]) == sorted(header)
+
+
+def test_a_folder_is_replaced_without_a_trace_of_the_old_one(ours: Path) -> None:
+    for kind in (None, "model"):
+        for name in ("a", "b"):
+            if kind is None or name == "a":
+                writers.write_folder(ours / f"m{kind}", lambda p, name=name: (p / name).write_text(name) and None, kind=kind)  # fmt: skip
+    assert sorted(p.name for p in ours.iterdir()) == [manifest.MARK, "mNone", "mmodel"]
+    assert set(manifest.read(ours).files) == {"mNone/b"}
+
+
+def test_a_file_with_a_writer_of_its_own_is_not_replaced_unasked(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(UserError, match="was not written by concept_eraser"):
+        writers.write_file(tmp_path / "a", lambda p: p.write_text("1") and None)
+    assert (tmp_path / "a").read_text() == "mine"
+
+
 @pytest.mark.parametrize("keys", [[], ["a"], ["b", "a"], ["ü", "b", "a"]])
 def test_only_the_order_of_a_header_changes(tmp_path: Path, keys: list[str]) -> None:
     entry = {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}
-    header = {"__metadata__": {key: "ä" for key in keys}, "w": entry} if keys else {"w": entry}
+    header = {"__metadata__": dict.fromkeys(keys, "ä"), "w": entry} if keys else {"w": entry}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(len(text) + 5)
     path = tmp_path / "a.safetensors"
