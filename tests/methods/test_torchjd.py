@@ -82,6 +82,13 @@ def test_only_mgda_promises_to_stop_where_no_direction_serves_all() -> None:
     assert TorchJD(rule="MGDA").solve(torch.eye(2))[1]["degenerate"] == 0
 
 
+@pytest.mark.parametrize("rule", typing.get_args(Rule))
+def test_a_lone_player_steps_along_its_own_gradient(rule: str) -> None:
+    weights, notes = TorchJD(rule=rule).solve(torch.tensor([[0.0, 0.0], [0.0, 4.0]]))
+    torch.testing.assert_close(weights, torch.tensor([0.0, 1.0], dtype=torch.float64), rtol=0, atol=0)
+    assert notes["degenerate"] == 1
+
+
 def test_rules_that_look_at_coordinates_are_not_offered() -> None:
     assert "unknown value 'GradDrop'" in registry.problems("method", "torchjd", {"rule": "GradDrop"})[0]
 
