@@ -28,7 +28,7 @@ _SOLVERS = {
 }
 _OPTIONS: dict[str, dict[str, Any]] = {
     "CAGrad": {"c": 0.4},  # the value of CAGrad's paper (arXiv 2110.14048, section 5)
-    "NashMTL": {"max_norm": 0.0, "update_weights_every": 1, "optim_niter": 100},
+    "NashMTL": {"max_norm": 0.0, "optim_niter": 100},
 }
 
 
@@ -64,7 +64,7 @@ class TorchJD(GramMethod):
         players = alive.nonzero().flatten()
         if len(players) == 1:
             weights[players] = 1.0
-        elif len(players) > 1:
+        elif len(players):
             weights[players] = self._ask(gram.double()[players][:, players])
         return weights, {"degenerate": int(len(players) < len(gram))}
 

@@ -55,7 +55,7 @@ def write_chunk(path: Path, tensors: Mapping[str, Any]) -> None:
         os.replace(partial, path)
     except BaseException as error:
         with suppress(OSError):
-            partial.unlink(missing_ok=True)
+            partial.unlink()
         if is_full(error) or isinstance(error, OSError):
             raise CacheFull(_failure(path, error)) from error
         raise
@@ -64,7 +64,7 @@ def write_chunk(path: Path, tensors: Mapping[str, Any]) -> None:
 def remove_chunk(path: Path) -> None:
     """Take a chunk out of the cache, if it is there."""
     with suppress(OSError):
-        path.unlink(missing_ok=True)
+        path.unlink()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

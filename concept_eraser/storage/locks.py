@@ -115,7 +115,9 @@ def _acquire(folder: Path, purpose: str) -> int:
         except UserError:
             os.close(descriptor)
             raise
-        except OSError as error:
+        except OSError as error:  # the lock is ours, but its file cannot be written
+            with suppress(OSError):
+                path.unlink()
             os.close(descriptor)
             raise UserError(_no_place(folder, error)) from None
         os.close(descriptor)  # its owner has just removed it: another try makes a new one

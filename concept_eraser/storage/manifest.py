@@ -203,15 +203,17 @@ def _by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
     return grouped
 
 
-def forget(path: Path) -> None:
-    """Take a file, or all files below a folder, out of the manifest of the nearest marked folder."""
+def forget(path: Path, keep: Iterable[Path] = ()) -> None:
+    """Take a file, or all files below a folder but `keep`, out of the manifest of the nearest marked folder."""
     folder = folder_of(path.parent)
     if folder is None:
         return
     name = path.relative_to(folder).as_posix()
+    kept = {one.relative_to(folder).as_posix() for one in keep}
     with changed(folder) as manifest:
         for one in [one for one in manifest.files if one == name or one.startswith(f"{name}/")]:
-            del manifest.files[one]
+            if one not in kept:
+                del manifest.files[one]
         manifest.folders = [one for one in manifest.folders if one != name]
 
 
@@ -313,9 +315,12 @@ def require_intact(path: Path) -> None:
     What no manifest lists is not checked: it is somebody else's. A link inside a marked folder that leads out of it is
     refused: a run folder of a stranger must not make us read another file.
     """
+    path = path.resolve() if ".." in path.parts else path
     folder = folder_of(path)
-    manifest = read(folder) if folder is not None else None
-    if folder is None or manifest is None:
+    if folder is None:
+        return
+    manifest = read(folder)
+    if manifest is None:
         return
     below = "" if path == folder else path.relative_to(folder).as_posix()
     if manifest.kind in CLOSED:
@@ -333,11 +338,15 @@ def require_intact(path: Path) -> None:
 
 
 def _require_no_way_out(folder: Path, path: Path) -> None:
-    """Raise UserError where a path, or what is below it, leads out of a marked folder by a symbolic link."""
-    root = folder.resolve()
-    places = [path]
-    if path.is_dir() and not path.is_symlink():
-        places += [Path(place) / name for place, folders, files in os.walk(path) for name in (*folders, *files)]
-    for place in places:
-        if place.is_symlink() and not place.resolve().is_relative_to(root):
-            raise UserError(f"{place} is a link that leads out of {folder}; it is not followed. Put the file itself in its place")  # fmt: skip
+    """Raise UserError where a path, or what is below it, leads out of a marked folder by symbolic links."""
+    root = os.path.realpath(folder)
+    waiting, seen = [path], set()
+    while waiting:
+        place = waiting.pop()
+        target = os.path.realpath(place)
+        if not Path(target).is_relative_to(root):
+            raise UserError(f"{place} is, or lies behind, a link that leads out of {folder}; it is not followed. Put the file itself in its place")  # fmt: skip
+        if target not in seen:
+            seen.add(target)
+            below = (Path(top) / name for top, folders, files in os.walk(target) for name in (*folders, *files))
+            waiting += [one for one in below if one.is_symlink()]

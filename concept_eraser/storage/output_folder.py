@@ -142,14 +142,19 @@ def make(folder: Path, kind: str) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a marked folder with the files that its manifest lists. A user's own files stay, and then the folder too."""
-    content = manifest.read(folder)
-    for name in content.files if content is not None else ():
-        if manifest.is_plain(folder, name):
-            (folder / name).unlink(missing_ok=True)
+    """Remove a marked folder with the files and folders that its manifest lists; of an unmarked one nothing but itself.
+
+    A user's own files stay, and then the folder too.
+    """
+    content = manifest.read(folder) or Manifest("")
+    for name in content.files:
+        if manifest.is_plain(folder, name) and (folder / name).is_file():
+            (folder / name).unlink()
             _remove_empty_folders((folder / name).parent, folder)
-    if content is not None:
-        (folder / MARK).unlink(missing_ok=True)
+    for name in content.folders:
+        if manifest.is_plain(folder, name):
+            _remove_tree(folder / name)
+    (folder / MARK).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
 
@@ -195,7 +200,7 @@ def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
             inner_content = manifest.read(inner)
             if inner_content is not None:
                 moved |= _move(inner, aside / inner.relative_to(folder), inner_content)
-                (inner / MARK).unlink(missing_ok=True)
+                (inner / MARK).unlink()
                 _remove_empty_folders(inner, folder)
         stayed = {name: entry for name, entry in content.files.items() if name in keep}
         manifest.write(folder, Manifest(content.kind, stayed))
@@ -225,7 +230,7 @@ def _move(folder: Path, aside: Path, content: Manifest, keep: Collection[str] = 
 
 def _remove_empty_folders(place: Path, root: Path) -> None:
     """Remove a folder that has become empty, and those above it below the root."""
-    while place != root and root in place.parents:
+    while root in place.parents:
         try:
             place.rmdir()
         except OSError:

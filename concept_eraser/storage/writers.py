@@ -76,7 +76,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str,
     from safetensors.torch import save_file
 
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_file(path, lambda partial: save_file(contiguous, partial, metadata=dict(metadata)), overwrite=overwrite)
+    header = dict(metadata) or None  # of no tensors and an empty mapping safetensors writes a file that nobody can read
+    write_file(path, lambda partial: save_file(contiguous, partial, metadata=header), overwrite=overwrite)
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
@@ -151,8 +152,8 @@ def write_folder(path: Path, write: Callable[[Path], None], *, kind: str | None 
     _sync_folder(path.parent)
     if kind is not None:
         return
-    manifest.forget(path)
     manifest.record([path / name for name in names])
+    manifest.forget(path, keep=[path / name for name in names])  # not before: a kill must not leave files unlisted
 
 
 def give_second_name(path: Path, place: Path) -> None:
@@ -280,7 +281,7 @@ def _remove_left_over(path: Path) -> None:
     """Remove what a process that was killed has left half-written for the same target."""
     for other in path.parent.glob(f".{_escaped(path.name[:120])}.*.partial") if path.parent.is_dir() else ():
         parts = _PARTIAL.fullmatch(other.name)
-        if parts and not locks.is_alive(int(parts[2])):
+        if parts and parts[1] == path.name[:120] and not locks.is_alive(int(parts[2])):
             _remove(other)
 
 
@@ -293,7 +294,7 @@ def _remove(path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            path.unlink()
 
 
 def _put(path: Path, content: bytes) -> None:

@@ -53,6 +53,7 @@ PRELOADED = """torch hypothesis pytest yaml scipy.stats scipy.optimize scipy.lin
 # Files *_checked.py and the like take too long to be asked.
 METHODS = "tests/methods/test_"
 LAWS, OPTIONS = METHODS + "laws.py", METHODS + "options.py"
+STORAGE = "tests/storage/test_"
 SHARED = [METHODS + "base.py", OPTIONS, LAWS, METHODS + "baselines.py", METHODS + "uce.py"]
 TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/adversarial.py": [LAWS, OPTIONS, METHODS + "adversarial.py"],
@@ -84,7 +85,13 @@ TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/weighted.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
     "concept_eraser/vectors.py": ["tests/test_vectors.py", LAWS],
     "concept_eraser/evaluation/statistics.py": ["tests/test_statistics.py"],
+    "concept_eraser/storage/cache.py": [STORAGE + "cache.py"],
+    "concept_eraser/storage/digests.py": [STORAGE + "digests.py", STORAGE + "cache.py"],
+    "concept_eraser/storage/locks.py": [STORAGE + "locks.py", STORAGE + "writers.py"],
+    "concept_eraser/storage/manifest.py": [STORAGE + "manifest.py", STORAGE + "writers.py"],
+    "concept_eraser/storage/output_folder.py": [STORAGE + "output_folder.py", STORAGE + "manifest.py"],
     "concept_eraser/storage/readers.py": ["tests/test_readers.py"],
+    "concept_eraser/storage/writers.py": [STORAGE + "writers.py", STORAGE + "manifest.py"],
 }  # fmt: skip
 
 # --- the mutants of a module --------------------------------------------------------------------------------------
@@ -361,6 +368,28 @@ def _silence() -> None:
         os.dup2(nowhere, 2)
 
 
+def _spare_other_processes() -> None:
+    """Let no mutant of `os.kill(pid, 0)` end a process that its own test did not start, such as this program."""
+    kill = os.kill
+
+    def guarded(process: int, number: int) -> None:
+        import pytest
+
+        if number != 0 and not _is_own_child(process):
+            pytest.fail(f"signal {number} to the process {process}, which the test did not start")
+        kill(process, number)
+
+    os.kill = guarded
+
+
+def _is_own_child(process: int) -> bool:
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return process > 0 and int(fields[1]) == os.getpid()
+
+
 def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -445,6 +474,7 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
 
             def work(mutant: Mutant = mutant, reached: list[Any] = reached) -> int:
                 _silence()
+                _spare_other_processes()
                 mutant.apply()
                 try:
                     _patch(path, compile(tree, full, "exec"), mutant, functions)

@@ -11,7 +11,7 @@ import torch
 
 from concept_eraser import registry
 from concept_eraser.methods.munba import Munba
-from concept_eraser.methods.torchjd import Rule, TorchJD
+from concept_eraser.methods.torchjd import Rule, TorchJD, _factor
 from tests.methods.zoo import closure, flat, pair
 
 
@@ -48,6 +48,45 @@ def test_a_useless_player_is_left_out() -> None:
     found = TorchJD().direction(closure(retain, forget))
     assert found.notes["degenerate"] == 1
     torch.testing.assert_close(flat(found.vec), flat(retain))
+
+
+@pytest.mark.parametrize("rule", ["AlignedMTL", "ConFIG", "GradVac", "NashMTL", "UPGrad"])
+@pytest.mark.parametrize("length", [1e-4, 1e3])
+def test_the_length_of_the_gradients_changes_no_direction(rule: str, length: float) -> None:
+    gram = torch.tensor([[1.0, -0.4, 0.2], [-0.4, 2.0, 0.1], [0.2, 0.1, 0.5]], dtype=torch.float64)
+    one, other = TorchJD(rule=rule).solve(gram)[0], TorchJD(rule=rule).solve(gram * length**2)[0]
+    assert float(torch.nn.functional.cosine_similarity(one, other, dim=0)) > 1 - 1e-6
+
+
+def test_nash_mtl_has_the_length_of_its_definition() -> None:
+    """The weights a of m players solve G G^T a = 1 / a (arXiv 2202.01017, section 3), so a^T G G^T a = m."""
+    gram = torch.tensor([[1.0, 0.3], [0.3, 0.6]], dtype=torch.float64)
+    weights = TorchJD(rule="NashMTL").solve(gram)[0]
+    assert float(weights @ gram @ weights) == pytest.approx(2, rel=0.02)
+
+
+@pytest.mark.parametrize("players", [2, 5, 8])
+def test_gradients_that_depend_on_each_other_have_a_factor(players: int) -> None:
+    """Rounding makes eigenvalues of a singular Gram matrix negative."""
+    torch.manual_seed(players)
+    for _ in range(20):
+        rows = torch.randn(players, 1, dtype=torch.float64)
+        factor = _factor(rows @ rows.T)
+        torch.testing.assert_close(factor @ factor.T, rows @ rows.T)
+
+
+def test_only_mgda_promises_to_stop_where_no_direction_serves_all() -> None:
+    """UPGrad's program is regularised, so it does not stop exactly."""
+    assert "stationarity" in TorchJD(rule="MGDA").laws()
+    assert "stationarity" not in TorchJD(rule="UPGrad").laws()
+    assert TorchJD(rule="MGDA").solve(torch.eye(2))[1]["degenerate"] == 0
+
+
+@pytest.mark.parametrize("rule", typing.get_args(Rule))
+def test_a_lone_player_steps_along_its_own_gradient(rule: str) -> None:
+    weights, notes = TorchJD(rule=rule).solve(torch.tensor([[0.0, 0.0], [0.0, 4.0]]))
+    torch.testing.assert_close(weights, torch.tensor([0.0, 1.0], dtype=torch.float64), rtol=0, atol=0)
+    assert notes["degenerate"] == 1
 
 
 def test_rules_that_look_at_coordinates_are_not_offered() -> None:

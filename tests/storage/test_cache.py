@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -110,3 +113,100 @@ def test_a_state_whose_tensor_was_changed_is_refused(tmp_path: Path) -> None:
     torch.save(content, path)
     with pytest.raises(Exception, match=r"not what was written.*--overwrite"):
         checkpoint.load(path)
+
+
+def test_a_chunk_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "in" / "a.safetensors"
+    cache.write_chunk(path, {"a": torch.zeros(2)})
+    before = path.read_bytes()
+    for error, raised in ((OSError(errno.EIO, "Input/output error"), cache.CacheFull), (KeyboardInterrupt(), KeyboardInterrupt)):  # fmt: skip
+
+        def fail(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", fail)
+            with pytest.raises(raised):
+                cache.write_chunk(path, {"a": torch.ones(2)})
+        assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]
+        assert path.read_bytes() == before
+    cache.remove_chunk(path)
+    assert not path.exists()
+    cache.remove_chunk(path)  # as often as one likes
+    cache.remove_chunk(tmp_path)  # never a folder
+    assert tmp_path.is_dir()
+    assert cache.read_chunk(path) is None
+
+
+def test_a_chunk_that_cannot_be_begun_names_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError):  # a fault of the caller is not said to be the disk's
+        cache.write_chunk(tmp_path / "a.safetensors", {"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EACCES, "this user may not"), (errno.EROFS, "read-only"), (errno.EIO, "input/output error")]
+)  # fmt: skip
+def test_what_the_cache_cannot_take_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:  # fmt: skip
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(cache.CacheFull, match=rf"{text}.*CONCEPT_ERASER_CACHE"):
+        cache.append_row(tmp_path / "rows.jsonl", {})
+
+
+def test_a_new_file_of_the_cache_gets_its_folders_and_the_users_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "in" / "rows.jsonl"
+    before = os.umask(0)
+    try:
+        cache.append_row(path, {"a": 1})
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666
+    assert cache.read_rows(path) == [{"a": 1}]
+
+
+def test_a_row_follows_the_last_line_whether_that_was_cut_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for start, lines in ((b"", 1), (b"{}\n", 2), (b"{}\nx", 3), (b"\n", 2), (b"x", 2), (b"x\ny\n", 3)):
+        path.write_bytes(start)
+        cache.append_row(path, {"b": 1, "a": 2})
+        assert path.read_bytes().startswith(start)
+        assert path.read_bytes().count(b"\n") == lines, start
+        assert cache.read_rows(path) == [{"a": 2, "b": 1}]
+
+
+def test_a_row_is_the_same_in_any_order_of_keys(tmp_path: Path) -> None:
+    """A tool that rewrites the file with sorted keys does not spoil it."""
+    path = tmp_path / "rows.jsonl"
+    cache.append_row(path, {"b": 1, "a": 2})
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True) + "\n")
+    assert cache.read_rows(path) == [{"a": 2, "b": 1}]
+
+
+def test_rows_that_cannot_be_read_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.read_rows(tmp_path / "missing") == []
+    path = tmp_path / "rows.jsonl"
+    cache.append_row(path, {"a": 1})
+    monkeypatch.setattr(cache, "LOG_BYTES", 5)  # larger than is read
+    assert cache.read_rows(path) == []
+
+
+def test_records_follow_the_last_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    cache.append_records(path, b"aaaabbbb", 4)
+    cache.append_records(path, b"cccc", 4)
+    assert path.read_bytes() == b"aaaabbbbcccc"
+    for cut in (1, 2, 3):
+        path.write_bytes(b"aaaabbbb"[: 4 + cut])
+        cache.append_records(path, b"cccc", 4)
+        assert path.read_bytes() == b"aaaacccc"
+
+
+def test_bytes_are_taken_one_for_one_unless_a_size_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for text in (b"abc", b"abcd"):
+        path.write_bytes(text)
+        cache.append_row(path, {})
+        assert path.read_bytes().startswith(text + b"\n")

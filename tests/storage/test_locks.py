@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +108,8 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a link"), locks.locked(tmp_path / "run", "erase"):
         pass
     assert precious.read_text() == "mine"
+    precious.write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    assert locks.holder_of(tmp_path / "run") is None
 
 
 def test_a_place_that_cannot_be_is_said_before_any_work(tmp_path: Path) -> None:
@@ -135,3 +141,189 @@ while done < 5:
     assert [process.wait(60) for process in processes] == [0] * 4
     assert (tmp_path / "run" / "n").read_text() == "20"
     assert time.monotonic() - began < 60
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def held_elsewhere(folder: Path, content: str) -> Iterator[None]:
+    """The lock as another process holds it: the system's lock belongs to the opened file."""
+    import fcntl
+
+    with (folder / locks.LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(content)
+        file.flush()
+        yield
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_held_lock_is_respected_whatever_its_file_says(tmp_path: Path) -> None:
+    before = open_files()
+    with held_elsewhere(tmp_path, "no json"):
+        with pytest.raises(UserError, match="in use by another process"), locks.locked(tmp_path, "erase"):
+            pass
+        assert locks.holder_of(tmp_path) == {}
+    with held_elsewhere(tmp_path, json.dumps({"pid": 1, "host": socket.gethostname(), "purpose": "erase", "started": "now"})):  # fmt: skip
+        with pytest.raises(UserError, match=r"in use by process 1 .*began to erase at now") as caught:
+            locks.locked(tmp_path, "erase").__enter__()
+        assert "remove" not in str(caught.value)  # the system knows that it runs
+        assert locks.holder_of(tmp_path)["pid"] == 1
+    assert locks.holder_of(tmp_path) is None
+    with locks.locked(tmp_path, "erase"):
+        assert locks.holder_of(tmp_path)["purpose"] == "erase"
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()}"), locks.locked(tmp_path, "erase"):
+            pass
+    assert open_files() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_holds_a_folder_without_a_lock(tmp_path: Path) -> None:
+    assert locks.holder_of(tmp_path) is None
+    assert locks.holder_of(tmp_path / "missing") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_says_who_holds_it_whatever_was_there_before(tmp_path: Path) -> None:
+    (tmp_path / locks.LOCK).write_text("x" * 5000)
+    before = os.umask(0)
+    try:
+        with locks.locked(tmp_path, "erase"):
+            content = json.loads((tmp_path / locks.LOCK).read_text())
+        with locks.locked(tmp_path, "erase"):
+            mode = (tmp_path / locks.LOCK).stat().st_mode & 0o777
+    finally:
+        os.umask(before)
+    assert (content["pid"], content["host"], content["purpose"]) == (os.getpid(), socket.gethostname(), "erase")
+    assert mode == 0o644
+    assert time.strptime(content["started"], "%Y-%m-%d %H:%M:%S")
+
+
+def test_a_lock_is_taken_and_freed_as_often_as_one_likes(tmp_path: Path) -> None:
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="inside"), locks.locked(tmp_path / "a", "erase"):
+            raise RuntimeError("inside")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EROFS, "read-only"), (errno.EACCES, "this user may not"), (errno.EPERM, "this user may not"), (errno.ELOOP, "is a link"), (errno.EIO, "input/output error")]
+)  # fmt: skip
+def test_a_lock_that_cannot_be_made_or_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:  # fmt: skip
+    before = open_files()
+    for call in ("open", "pwrite"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, failing(code))
+            with pytest.raises(UserError, match=text) as caught:
+                locks.locked(tmp_path / "a" / "b", "erase").__enter__()
+        assert "\n" not in str(caught.value)
+        assert list(tmp_path.iterdir()) == []
+    assert open_files() == before
+
+
+def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, take, times = open_files(), locks._take, []
+
+    def taken_late(descriptor: int) -> bool | None:
+        times.append(1)
+        if len(times) == 1:
+            (tmp_path / locks.LOCK).unlink()
+        elif len(times) == 2:  # and another one has made its own
+            (tmp_path / locks.LOCK).unlink()
+            (tmp_path / locks.LOCK).write_text("")
+        return take(descriptor)
+
+    monkeypatch.setattr(locks, "_take", taken_late)
+    with locks.locked(tmp_path, "erase"):
+        assert json.loads((tmp_path / locks.LOCK).read_text())["pid"] == os.getpid()
+    assert len(times) == 3
+    assert open_files() == before
+
+
+def test_a_lock_that_changes_hands_all_the_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    before, take = open_files(), locks._take
+
+    def taken_late(descriptor: int) -> bool | None:
+        (tmp_path / locks.LOCK).unlink()
+        return take(descriptor)
+
+    monkeypatch.setattr(locks, "_take", taken_late)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(UserError, match="could not be locked"), locks.locked(tmp_path, "erase"):
+        pass
+    assert min(pauses) > 0
+    assert 0.2 < sum(pauses) < 10  # long enough for one who frees it, not for a reader to give up
+    assert open_files() == before
+
+
+def test_where_the_file_system_has_no_locks_the_process_id_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    import fcntl
+
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
+    content = {"pid": os.getppid(), "host": socket.gethostname()}
+    (tmp_path / locks.LOCK).write_text(json.dumps(content))
+    with pytest.raises(UserError, match="in use"), locks.locked(tmp_path, "erase"):
+        pass
+    assert locks.holder_of(tmp_path) == content
+    (tmp_path / locks.LOCK).write_text(json.dumps(content | {"pid": 2**31 - 1}))
+    with locks.locked(tmp_path, "erase"):
+        pass
+
+
+def test_only_numbers_of_processes_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert locks.is_alive(child.pid)
+        assert child.poll() is None  # asking ends nothing
+    finally:
+        child.kill()
+        child.wait()
+    assert locks.is_alive(child.pid) is False
+    assert locks.is_alive(os.getpid()) is True
+    asked: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: asked.append(pid))
+    for other in (0, -1, -5, 2**31, 2**40, True, False, None, "1", 1.0, [1]):
+        assert locks.is_alive(other) is False, other
+    assert asked == []
+    for pid in (1, 2**31 - 1):
+        assert locks.is_alive(pid) is True
+    assert asked == [1, 2**31 - 1]
+    monkeypatch.setattr(os, "kill", failing(errno.EPERM))  # another user's
+    assert locks.is_alive(5) is True
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail("it would end the process"))
+    assert locks.is_alive(5) is True
+
+
+def test_a_strangers_lock_is_quoted_in_part(tmp_path: Path) -> None:
+    (tmp_path / locks.LOCK).write_text(json.dumps({"pid": 1, "host": "h" * 500, "purpose": "p", "started": "s"}))
+    with pytest.raises(UserError) as caught, locks.locked(tmp_path, "erase"):
+        pass
+    assert "h" * 80 + "," in str(caught.value)
+    assert "h" * 81 not in str(caught.value)
+
+
+def test_folders_are_made_and_removed_again(tmp_path: Path) -> None:
+    deep = tmp_path / "a" / "b" / "c" / "d"
+    created = locks.make_folder(deep)
+    assert created == [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c", deep]
+    assert deep.is_dir()
+    assert locks.make_folder(deep) == []
+    (tmp_path / "a" / "mine").write_text("")
+    locks.remove_empty(created)
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["mine"]
+    with pytest.raises(UserError, match="mine is a file"):
+        locks.make_folder(tmp_path / "a" / "mine")
+    with pytest.raises(UserError, match="cannot write to"):
+        locks.make_folder(tmp_path / "a" / "mine" / "b")
+    with pytest.raises(UserError, match="cannot write to"):
+        locks.make_folder(tmp_path / "a\0b")

@@ -237,3 +237,284 @@ def test_what_a_stranger_wrote_into_a_mark_or_lock_reaches_no_terminal(ours: Pat
         pass
     assert "\x1b" not in str(caught.value)
     assert "\x07" not in str(caught.value)
+
+
+def test_a_folder_is_ours_by_the_nearest_mark(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+    assert manifest.folder_of(tmp_path) is None
+    output_folder.claim(ours / "attacks" / "x", "attack")
+    assert manifest.folder_of(ours) == ours
+    assert manifest.folder_of(ours / "attacks") == ours
+    assert manifest.folder_of(ours / "attacks" / "x" / "deep" / "a") == ours / "attacks" / "x"
+    assert manifest.read(tmp_path) is None
+
+
+def test_a_mark_holds_what_was_put_into_it(tmp_path: Path) -> None:
+    records = {"b": manifest.FileRecord(1, 2, "x"), "a/c": manifest.FileRecord(0, 0, None)}
+    content = manifest.Manifest("run", records, ["z", "tracking"])
+    manifest.write(tmp_path, content)
+    assert manifest.read(tmp_path) == manifest.Manifest("run", records, ["tracking", "z"])
+    stored = json.loads((tmp_path / MARK).read_text())
+    assert (stored["made_by"], stored["format"]) == ("concept_eraser", 1)
+    assert (tmp_path / MARK).read_text().endswith("}\n")
+    stored["kind"] = "k" * 100
+    del stored["folders"]  # may be left out
+    (tmp_path / MARK).write_text(json.dumps(stored))
+    assert manifest.read(tmp_path) == manifest.Manifest("k" * 40, records)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"size": 1, "mtime_ns": "0", "sha256": None}, {"size": None, "mtime_ns": 0, "sha256": None}, {"size": 1, "mtime_ns": 0, "sha256": 5}, {"size": 1, "mtime_ns": 0}, {"size": 1, "mtime_ns": 0, "sha256": None, "more": 1}, None, []]
+)  # fmt: skip
+def test_an_entry_of_another_type_is_damage(tmp_path: Path, entry: object) -> None:
+    content = {"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"a": entry}}
+    (tmp_path / MARK).write_text(json.dumps(content))
+    with pytest.raises(UserError, match="is damaged"):
+        manifest.read(tmp_path)
+
+
+def test_a_mark_is_on_the_disk_before_it_replaces_the_old_one(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+    before, order = (ours / MARK).read_bytes(), []
+    fsync = os.fsync
+
+    def synced(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        order.append(json.loads(path.read_text())["kind"])  # the whole text, no longer in a buffer
+        fsync(descriptor)
+
+    def fail(partial: Path, place: object, **_: object) -> None:
+        order.append(place)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        manifest.write(ours, manifest.Manifest("attack"))
+    assert order == ["attack", ours / MARK]
+    assert [p.name for p in ours.iterdir()] == [MARK]  # nothing half-written is left
+    assert (ours / MARK).read_bytes() == before
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(KeyboardInterrupt):  # not hidden by the clearing away
+        manifest.write(ours, manifest.Manifest("attack"))
+
+
+def test_a_mark_that_is_gone_is_not_made_again_by_a_writer(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+    (ours / MARK).unlink()
+    with pytest.raises(UserError, match="has lost its mark"), manifest.changed(ours):
+        pytest.fail("there is nothing to change")
+    assert not (ours / MARK).exists()
+
+
+def test_who_changes_a_manifest_waits_for_the_one_who_does(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+    import fcntl
+
+    other = os.open(ours, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            fcntl.flock(other, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(manifest.time, "sleep", sleep)
+    with manifest.changed(ours) as content:
+        assert len(pauses) == 3
+        assert 0 < sum(pauses) < 1  # soon enough when it is free
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        content.kind = "attack"
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is free again
+    assert manifest.read(ours).kind == "attack"
+    os.close(other)
+    monkeypatch.setattr(manifest.locks, "fcntl", None)  # a system without such locks
+    with manifest.changed(ours) as content:
+        content.kind = "run"
+    assert manifest.read(ours).kind == "run"
+
+
+def test_a_change_that_fails_is_not_written_and_holds_nothing(ours: Path) -> None:  # noqa: F811
+    before = len(os.listdir("/proc/self/fd"))
+
+    def change() -> None:
+        with manifest.changed(ours) as content:
+            content.kind = "attack"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        change()
+    assert manifest.read(ours).kind == "run"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_are_listed_in_the_nearest_marked_folder_and_forgotten(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+    inner = ours / "attacks" / "x"
+    output_folder.claim(inner, "attack")
+    for name in ("a", "deep/b", "deep/c", "deeper"):
+        (ours / name).parent.mkdir(exist_ok=True)
+        (ours / name).write_text(name)
+    (inner / "d").write_text("d")
+    (tmp_path / "mine").write_text("")
+    paths = [ours / "a", ours / "deep" / "b", ours / "deep" / "c", ours / "deeper", inner / "d", tmp_path / "mine"]
+    manifest.expect(paths)
+    assert {one.state for one in manifest.verify(ours)} == {"growing"}
+    assert manifest.read(ours).files["a"] == manifest.FileRecord(0, 0, None)  # nothing is known of it yet
+    manifest.record(paths)
+    assert [one.name for one in manifest.verify(ours)] == ["a", "deep/b", "deep/c", "deeper", "attacks/x/d"]
+    assert {one.state for one in manifest.verify(ours)} == {"intact"}
+    assert manifest.read(ours).files["deep/b"] == manifest.FileRecord.of(ours / "deep" / "b")
+    output_folder.own_folder(ours, "tracking")
+    output_folder.own_folder(ours, "logs")
+    for path in (ours / "deep", ours / "logs", inner / "d", tmp_path / "mine"):
+        manifest.forget(path)
+    assert set(manifest.read(ours).files) == {"a", "deeper"}
+    assert manifest.read(ours).folders == ["tracking"]
+    assert manifest.read(inner).files == {}
+    assert not (tmp_path / MARK).exists()
+
+
+def test_sealing_records_what_grew_and_is_there(ours: Path) -> None:  # noqa: F811
+    writers.write_text(ours / "done", "1")
+    (ours.parent / "outside").write_text("mine")
+    for name in ("log", "gone", "link"):
+        writers.write_growing(ours / name, "x")
+    (ours / "done").write_text("2")
+    (ours / "gone").unlink()
+    (ours / "link").unlink()
+    (ours / "link").symlink_to(ours.parent / "outside")
+    manifest.seal(ours)
+    states = {one.name: one.state for one in manifest.verify(ours)}
+    assert states == {"done": "changed", "log": "intact", "gone": "missing", "link": "link"}
+    assert manifest.read(ours).files["gone"].sha256 is None
+    assert manifest.read(ours).files["link"].sha256 is None
+
+
+def test_a_path_is_plain_where_no_part_of_it_is_a_link(ours: Path) -> None:  # noqa: F811
+    (ours / "a").mkdir()
+    (ours / "b").symlink_to(ours / "a")
+    assert manifest.is_plain(ours, "a/x/y") is True
+    for name in ("b", "b/x", "b/x/y"):
+        assert manifest.is_plain(ours, name) is False
+
+
+def test_the_state_of_a_file(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    path = ours / "a"
+    writers.write_text(path, "x" * 10)
+    entry = manifest.read(ours).files["a"]
+    monkeypatch.setattr(manifest, "SMALL", 10)
+    status = path.stat()
+    path.write_text("y" * 10)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for hashed in (False, True):
+        assert manifest.state_of(ours, "a", entry, hashed=hashed) == "changed"  # SMALL itself is still hashed
+    monkeypatch.setattr(manifest, "SMALL", 9)
+    assert manifest.state_of(ours, "a", entry, hashed=False) == "intact"
+    assert manifest.state_of(ours, "a", entry) == "changed"  # hashed unless told otherwise
+    path.write_text("y" * 11)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert manifest.state_of(ours, "a", entry, hashed=False) == "changed"
+    path.unlink()
+    assert manifest.state_of(ours, "a", entry) == "missing"
+    path.mkdir()
+    assert manifest.state_of(ours, "a", entry) == "changed"
+    path.rmdir()
+    path.symlink_to(ours)
+    assert manifest.state_of(ours, "a", entry) == "link"
+
+
+def test_no_file_of_some_megabytes_is_taken_for_intact_unread() -> None:
+    assert 2**20 <= manifest.SMALL <= 2**30
+
+
+def test_marked_folders_inside_are_named_outermost_first(ours: Path) -> None:  # noqa: F811
+    assert manifest.marked_inside(ours) == []
+    places = [ours / "a", ours / "a" / "x" / "y", ours / "b"]
+    for place in (*places, ours / "a" / ".replaced-1", ours / ".replaced-1" / "b"):
+        output_folder.claim(place, "attack")
+    output_folder.claim(ours.parent / "outside", "attack")
+    (ours / "c").symlink_to(ours.parent / "outside")
+    assert manifest.marked_inside(ours) == places
+
+
+def test_what_a_user_has_put_beside_ours_is_named(ours: Path) -> None:  # noqa: F811
+    writers.write_text(ours / "b", "1")
+    (output_folder.own_folder(ours, "tracking") / "events").write_text("")
+    (output_folder.own_folder(ours, "logs") / "log").write_text("")
+    inner = ours / "attacks" / "x"
+    output_folder.claim(inner, "attack")
+    writers.write_text(inner / "deep" / "a", "1")
+    output_folder.claim(inner / "deepest", "attack")
+    assert manifest.unlisted(ours) == []
+    own = ["attacks/x/deep/mine", "attacks/x/deepest/mine", "attacks/x/mine", "notes.partial", ".hidden", "z/mine"]
+    (ours / "z").mkdir()
+    for name in own:
+        (ours / name).write_text("mine")
+    for folder in (ours, inner):
+        (folder / ".b.12-01234567.partial").write_text("half")  # ours, of a process that was killed
+        (folder / ".concept_eraser.lock").write_text("")
+    assert manifest.unlisted(ours) == sorted(own)
+    assert manifest.unlisted(ours.parent) == [f"{ours.name}/{name}" for name in sorted(own)]
+
+
+def test_reading_asks_only_for_what_is_read(ours: Path) -> None:  # noqa: F811
+    for name in ("a/x", "a/y", "ab", "b.safetensors", "log"):
+        writers.write_text(ours / name, "1") if "." not in name else writers.write_tensors(ours / name, {}, {"a": "1"})
+    (ours / "a" / "y").write_text("2")
+    for name in ("ab", "a/x", "b.safetensors", "nothing"):
+        manifest.require_intact(ours / name)
+    for name in ("a/y", "a", ""):
+        with pytest.raises(UserError, match=r"y is not what concept_eraser wrote"):
+            manifest.require_intact(ours / name)
+    (ours / "a" / "y").unlink()
+    manifest.require_intact(ours)  # a report that is gone stops nobody
+    (ours / "b.safetensors").unlink()
+    for name in ("b.safetensors", ""):
+        with pytest.raises(UserError, match=r"b\.safetensors is missing"):
+            manifest.require_intact(ours / name)
+    manifest.require_intact(ours / "a")
+    (ours / "ab").unlink()
+    (ours / "ab").symlink_to(ours / "a" / "x")
+    with pytest.raises(UserError, match="ab is a link where a file was written"):
+        manifest.require_intact(ours / "ab")
+
+
+def test_a_link_within_a_run_is_followed_and_one_out_of_it_is_not(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "w").write_text("mine")
+    (ours / "a" / "deep").mkdir(parents=True)
+    (ours / "a" / "b").symlink_to(ours / "a" / "deep")
+    (ours / "latest").symlink_to(ours / "a")
+    for name in ("a", "latest", "a/b", ""):
+        manifest.require_intact(ours / name)
+    (ours / "a" / "deep" / "c").symlink_to(tmp_path / "outside" / "w")
+    for name in ("a/deep/c", "a/deep", "a", ""):
+        with pytest.raises(UserError, match="a link that leads out of"):
+            manifest.require_intact(ours / name)
+
+
+def test_no_detour_over_links_leads_out_of_a_run(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "w").write_text("mine")
+    (ours / "inner").mkdir()
+    (ours / "inner" / "w").symlink_to(tmp_path / "outside" / "w")
+    (ours / "pipeline").symlink_to(ours / "inner")  # this one leads to a place within
+    (ours / "deep").mkdir()
+    (ours / "deep" / "to").symlink_to(ours / "pipeline")
+    (ours / "out").symlink_to(tmp_path / "outside")
+    (ours / "plain").mkdir()
+    (ours / "plain" / "back").symlink_to(ours / "plain")
+    (ours / "plain" / "loop").symlink_to(ours / "plain" / "loop")
+    for name in ("pipeline", "deep", "out/w", "inner", "deep/to/w"):
+        with pytest.raises(UserError, match="leads out of"):
+            manifest.require_intact(ours / name)
+    manifest.require_intact(ours / "plain")  # round and round is not out
+    manifest.require_intact(ours / ".." / "outside" / "w")  # the user names a place outside
+
+
+def test_writing_beside_a_link_is_no_fault(ours: Path) -> None:  # noqa: F811
+    (ours / "a").mkdir()
+    (ours / "b").symlink_to(ours / "a")
+    manifest.require_inside(ours / "b" / "x")  # within the folder
+    manifest.require_inside(ours.parent / "x")  # in none
+    (ours / "c").symlink_to(ours.parent)
+    with pytest.raises(UserError, match="leads out of"):
+        manifest.require_inside(ours / "c" / "x")

@@ -8,7 +8,9 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,3 +266,347 @@ def test_a_run_that_is_reached_by_a_link_is_written_to(ours: Path) -> None:
     writers.write_text(ours.parent / "latest" / "x", "1")
     assert (ours / "x").read_text() == "1"
     assert manifest.verify(ours)[0].state == "intact"
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that are brought to the disk from now on."""
+    paths: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (paths.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))[1])
+    return paths
+
+
+def marks_written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    folders: list[Path] = []
+    write = manifest.write
+    monkeypatch.setattr(manifest, "write", lambda folder, content: (folders.append(folder), write(folder, content))[1])
+    return folders
+
+
+def dead_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_every_writer_makes_folders_and_replaces_nothing_unasked(tmp_path: Path) -> None:
+    calls = {
+        "text": lambda path, **how: writers.write_text(path, "ü", **how),
+        "bytes": lambda path, **how: writers.write_bytes(path, b"\x00\xff", **how),
+        "json": lambda path, **how: writers.write_json(path, {"a": [1]}, **how),
+        "tensors": lambda path, **how: writers.write_tensors(path, {"a": torch.ones(2)}, {}, **how),
+    }
+    for name, call in calls.items():
+        path = tmp_path / "deep" / "in" / name
+        call(path)
+        with pytest.raises(UserError, match="was not written by concept_eraser"):
+            call(path)
+        call(path, overwrite=True)
+    folder = tmp_path / "deep" / "in"
+    assert (folder / "text").read_bytes() == "ü".encode()
+    assert (folder / "bytes").read_bytes() == b"\x00\xff"
+    assert json.loads((folder / "json").read_text()) == {"a": [1]}
+    assert (folder / "json").read_text().endswith("}\n")
+    assert sorted(p.name for p in folder.iterdir()) == sorted(calls)
+
+
+@pytest.mark.parametrize(
+    "tensors", [{}, {"w": torch.arange(6.0).view(2, 3).T}, {"w": torch.ones(2, requires_grad=True)}]
+)
+@pytest.mark.parametrize("metadata", [{}, {"b": "ü", "a": "1"}])
+def test_tensors_come_back(tmp_path: Path, tensors: dict, metadata: dict) -> None:
+    from safetensors import safe_open
+
+    writers.write_tensors(tmp_path / "a.safetensors", tensors, metadata)
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        assert (file.metadata() or {}) == metadata
+        assert list(file.keys()) == list(tensors)
+        assert all(torch.equal(file.get_tensor(name), value) for name, value in tensors.items())
+
+
+def test_the_header_of_tensors_is_in_order(tmp_path: Path) -> None:
+    header = {f"key{i}": str(i) for i in range(12)}
+    writers.write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(2)}, header)
+    content = (tmp_path / "a.safetensors").read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    assert list(json.loads(content[8 : 8 + length])["__metadata__"]) == sorted(header)
+
+
+def test_a_folder_is_replaced_without_a_trace_of_the_old_one(ours: Path) -> None:
+    for kind in (None, "model"):
+        for name in ("a", "b"):
+            if kind is None or name == "a":
+                writers.write_folder(ours / f"m{kind}", lambda p, name=name: (p / name).write_text(name) and None, kind=kind)  # fmt: skip
+    assert sorted(p.name for p in ours.iterdir()) == [manifest.MARK, "mNone", "mmodel"]
+    assert set(manifest.read(ours).files) == {"mNone/b"}
+
+
+def test_a_file_with_a_writer_of_its_own_is_not_replaced_unasked(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(UserError, match="was not written by concept_eraser"):
+        writers.write_file(tmp_path / "a", lambda p: p.write_text("1") and None)
+    assert (tmp_path / "a").read_text() == "mine"
+
+
+@pytest.mark.parametrize("keys", [[], ["a"], ["b", "a"], ["ü", "b", "a"]])
+def test_only_the_order_of_a_header_changes(tmp_path: Path, keys: list[str]) -> None:
+    entry = {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}
+    header = {"__metadata__": dict.fromkeys(keys, "ä"), "w": entry} if keys else {"w": entry}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(len(text) + 5)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\x01\x02\x03")
+    writers.order_header(path)
+    content = path.read_bytes()
+    assert content[:8] == struct.pack("<Q", len(text))
+    assert content[8 + len(text) :] == b"\x01\x02\x03"
+    found = json.loads(content[8 : 8 + len(text)])
+    assert found == header
+    assert list(found.get("__metadata__", {})) == sorted(keys)
+
+
+def test_a_header_that_would_not_fit_stays(tmp_path: Path) -> None:
+    text = b'{"__metadata__":{"b":1e5,"a":""}}'  # 1e5 is written longer
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\x01")
+    writers.order_header(path)
+    assert path.read_bytes() == struct.pack("<Q", len(text)) + text + b"\x01"
+
+
+def test_a_line_follows_the_last_one_whether_that_was_cut_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "log"
+    for start, between in ((None, ""), ("", ""), ("a\n", ""), ("\n", ""), ("a", "\n"), ("a\nb", "\n"), ("a\n\n", "")):
+        if start is not None:
+            path.write_text(start)
+        writers.append_line(path, {"step": 1})
+        assert path.read_text() == f'{start or ""}{between}{{"step": 1}}\n'
+
+
+def test_a_log_has_the_users_permissions(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        writers.append_line(tmp_path / "log", {})
+        writers.write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)}, {})
+        os.umask(0o027)
+        writers.write_tensors(tmp_path / "b.safetensors", {"a": torch.zeros(1)}, {})
+        assert os.umask(0) == 0o027  # as it was
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("log", "a.safetensors", "b.safetensors")]
+    assert modes == [0o666, 0o666, 0o640]
+
+
+def test_a_log_changes_the_manifest_once(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ours.parent / "other"
+    output_folder.claim(other, "run")
+    folders = marks_written(monkeypatch)
+    for step in range(5):
+        for folder in (ours, other):
+            writers.append_line(folder / "log", {"step": step})
+    assert sorted(folders) == sorted([ours, other])
+    output_folder.seal(ours)
+    folders.clear()
+    for folder in (ours, other):
+        writers.append_line(folder / "log", {"step": 5})
+    assert folders == [ours]  # sealed, so it is listed as growing again; the other one has not changed
+    assert {one.state for place in (ours, other) for one in manifest.verify(place)} == {"growing"}
+
+
+def test_a_log_after_a_whole_file_grows_again(ours: Path) -> None:
+    writers.append_line(ours / "log", {})
+    writers.write_text(ours / "log", "{}\n")
+    assert manifest.verify(ours)[0].state == "intact"
+    writers.append_line(ours / "log", {})
+    assert manifest.verify(ours)[0].state == "growing"
+    writers.write_growing(ours / "other", "{}\n")
+    assert {one.state for one in manifest.verify(ours)} == {"growing"}
+
+
+def test_a_folder_with_a_mark_of_its_own(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(folder: Path) -> None:
+        assert list(folder.iterdir()) == []
+        (folder / "deep").mkdir()
+        (folder / "deep" / "a").write_text("1")
+        header = {"__metadata__": {"b": "", "a": ""}}
+        text = json.dumps(header).encode()
+        (folder / "w.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+
+    paths = synced(monkeypatch)
+    for kind, place in (("model", ours.parent / "deep" / "model"), ("model", ours / "model"), (None, ours / "plain")):
+        paths.clear()
+        writers.write_folder(place, fill, kind=kind)
+        names = [Path(path).name for path in paths]
+        assert {"a", "w.safetensors", place.parent.name} <= set(names)
+        assert b'{"a":"","b":""}' in (place / "w.safetensors").read_bytes()
+        if kind:
+            assert manifest.read(place).kind == kind
+            states = manifest.verify(place)
+        else:
+            assert not (place / manifest.MARK).exists()
+            states = manifest.verify(ours)[:2]
+        assert [Path(one.name).name for one in states] == ["a", "w.safetensors"]
+        assert {one.state for one in states} == {"intact"}
+        assert [p.name for p in place.parent.iterdir() if "partial" in p.name or "earlier" in p.name] == []
+    assert set(manifest.read(ours).files) == {"plain/deep/a", "plain/w.safetensors"}
+
+
+def test_a_folder_that_is_put_in_place_before_a_kill_is_known(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(paths: object) -> None:
+        raise KeyboardInterrupt
+
+    def fill(partial: Path) -> None:
+        (partial / "a").write_text("1")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "record", killed)
+        for call in (
+            lambda: writers.write_folder(ours / "model", fill),
+            lambda: writers.write_text(ours / "text", "1"),
+            lambda: writers.write_files(ours / "many", {"a": lambda: b"1"}),
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    writers.write_folder(ours / "model", fill)
+    writers.write_text(ours / "text", "1")
+    writers.write_files(ours / "many", {"a": lambda: b"1"})
+    assert {one.state for one in manifest.verify(ours)} == {"intact"}
+
+
+def test_a_second_name_is_no_copy_where_the_system_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("1")
+    writers.give_second_name(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a").samefile(tmp_path / "b")
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    writers.give_second_name(tmp_path / "a", tmp_path / "c")
+    assert (tmp_path / "c").read_text() == "1"
+    assert not (tmp_path / "a").samefile(tmp_path / "c")
+
+
+def test_many_files_are_on_the_disk_and_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = synced(monkeypatch)
+    before = len(os.listdir("/proc/self/fd"))
+    writers.write_files(tmp_path / "deep" / "in", {"a": lambda: b"1", "b": lambda: b"2"})
+    assert tree(tmp_path) == {"deep/in/a": b"1", "deep/in/b": b"2"}
+    assert sorted(Path(path).name.split(".")[1] for path in paths[:-1]) == ["a", "b"]
+    assert paths[-1] == str(tmp_path / "deep" / "in")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_place_is_probed_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers.probe(tmp_path / "deep" / "in" / "a")
+    (tmp_path / "mine").write_text("mine")
+    writers.probe(tmp_path / "mine")
+    assert tree(tmp_path) == {"mine": b"mine"}
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    monkeypatch.setattr(Path, "open", failing(errno.ENOSPC))
+    with pytest.raises(UserError, match="the disk is full"):
+        writers.probe(tmp_path / "deep" / "a")
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_file_is_listed_by_the_nearest_manifest(tmp_path: Path, ours: Path) -> None:
+    writers.write_text(ours / "deep" / "a", "1")
+    (ours / "mine").write_text("")
+    (tmp_path / "mine").write_text("")
+    assert writers.is_listed(ours / "deep" / "a") is True
+    for path in (ours / "mine", ours / "deep", ours / "a", tmp_path / "mine", tmp_path / "missing" / "a"):
+        assert writers.is_listed(path) is False
+
+
+def test_names_near_the_systems_limit_can_be_written(tmp_path: Path) -> None:
+    name = "x" * 250
+    writers.write_text(tmp_path / name, "1")
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a[1]*?.json", "x" * 200, "x" * 120, "x" * 121])
+def test_what_a_killed_process_left_for_this_name_is_cleared_away(tmp_path: Path, name: str) -> None:
+    partials: list[Path] = []
+
+    def write(partial: Path) -> None:
+        partials.append(partial)
+        partial.write_text("1")
+
+    writers.write_file(tmp_path / name, write)
+    half = partials[0].name  # as a kill in this moment would have left it
+    assert str(os.getpid()) in half
+    dead = tmp_path / half.replace(f".{os.getpid()}-", f".{dead_process()}-")
+    alive = tmp_path / half
+    longer = tmp_path / dead.name.replace(name[:120], f"{name[:100]}.more", 1)
+    for path in (dead, alive, longer):
+        path.write_text("half")
+    folder = tmp_path / dead.name.replace("-", "-0", 1).replace("-0", "-", 1).replace(".partial", "0.partial")
+    folder.write_text("mine")  # not a name of ours
+    writers.write_text(tmp_path / name, "2", overwrite=True)
+    assert not dead.exists()
+    assert alive.exists()
+    assert longer.exists()
+    assert folder.exists()
+
+
+def test_a_half_written_folder_is_cleared_away(tmp_path: Path) -> None:
+    dead = tmp_path / f".model.{dead_process()}-01234567.partial"
+    (dead / "deep").mkdir(parents=True)
+    (dead / "deep" / "w").write_text("half")
+    writers.write_folder(tmp_path / "model", lambda p: (p / "w").write_text("1") and None)
+    assert tree(tmp_path) == {"model/w": b"1"}
+    outside = tmp_path / "model"
+    dead.symlink_to(outside)  # a link goes, and not what it leads to
+    writers.write_folder(tmp_path / "model2", lambda p: (p / "w").write_text("1") and None)
+    writers.write_text(tmp_path / "text", "1")
+    assert dead.is_symlink()
+    (tmp_path / f".text.{dead_process()}-01234567.partial").symlink_to(outside)
+    writers.write_text(tmp_path / "text", "2", overwrite=True)
+    assert set(tree(tmp_path)) == {"model/w", "model2/w", "text"}
+    assert not any(p.name.startswith(".text") for p in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EFBIG, "a size limit"), (errno.ELOOP, "is a link"), (errno.EISDIR, "is a folder"), (errno.EROFS, "read-only"), (errno.EACCES, "this user may not"), (errno.EPERM, "this user may not"), (errno.ENAMETOOLONG, "the name is too long"), (errno.EIO, "input/output error")]
+)  # fmt: skip
+def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:
+    calls = {
+        "replace": lambda: writers.write_text(tmp_path / "a", "1"),
+        "rename": lambda: writers.write_folder(tmp_path / "a", lambda p: None),
+        "open": lambda: writers.append_line(tmp_path / "a", {}),
+    }
+    for name, call in calls.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, failing(code))
+            with pytest.raises(UserError, match=text) as caught:
+                call()
+        assert str(tmp_path / "a") in str(caught.value)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_a_library_that_means_a_full_disk_is_one(tmp_path: Path) -> None:
+    def fail(text: str) -> Callable[[Path], None]:
+        def write(partial: Path) -> None:
+            partial.write_text("half")
+            raise RuntimeError(text)
+
+        return write
+
+    for text in ("I/O error: No space left on device (os error 28)", "unexpected pos 64 vs 0", "File too large"):
+        with pytest.raises(UserError, match="the disk is full"):
+            writers.write_file(tmp_path / "a", fail(text))
+    with pytest.raises(RuntimeError, match="something else"):  # a fault of ours is not hidden
+        writers.write_file(tmp_path / "a", fail("something else"))
+    with pytest.raises(UserError, match="by name"):
+        writers.write_file(tmp_path / "a", lambda p: (_ for _ in ()).throw(UserError("by name")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_with_a_zero_in_it_is_said(tmp_path: Path) -> None:
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="cannot be the name of a file"):
+            writers.require_free(tmp_path / "a\0b", overwrite=overwrite)
+    writers.require_free(tmp_path / "a")
+    writers.require_free_folder(tmp_path / "a")
