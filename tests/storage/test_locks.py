@@ -143,8 +143,10 @@ while done < 5:
     assert time.monotonic() - began < 60
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def open_files(folder: Path) -> int:
+    """How many files below a folder this process has open, and the folder itself."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith(str(folder)) for link in links if os.path.lexists(link))
 
 
 @contextmanager
@@ -167,7 +169,7 @@ def failing(code: int) -> Callable[..., Any]:
 
 
 def test_a_held_lock_is_respected_whatever_its_file_says(tmp_path: Path) -> None:
-    before = open_files()
+    before = open_files(tmp_path)
     with held_elsewhere(tmp_path, "no json"):
         with pytest.raises(UserError, match="in use by another process"), locks.locked(tmp_path, "erase"):
             pass
@@ -182,7 +184,7 @@ def test_a_held_lock_is_respected_whatever_its_file_says(tmp_path: Path) -> None
         assert locks.holder_of(tmp_path)["purpose"] == "erase"
         with pytest.raises(UserError, match=f"in use by process {os.getpid()}"), locks.locked(tmp_path, "erase"):
             pass
-    assert open_files() == before
+    assert open_files(tmp_path) == before
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,7 +220,7 @@ def test_a_lock_is_taken_and_freed_as_often_as_one_likes(tmp_path: Path) -> None
     ("code", "text"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EROFS, "read-only"), (errno.EACCES, "this user may not"), (errno.EPERM, "this user may not"), (errno.ELOOP, "is a link"), (errno.EIO, "input/output error")]
 )  # fmt: skip
 def test_a_lock_that_cannot_be_made_or_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:  # fmt: skip
-    before = open_files()
+    before = open_files(tmp_path)
     for call in ("open", "pwrite"):
         with monkeypatch.context() as patched:
             patched.setattr(os, call, failing(code))
@@ -226,11 +228,11 @@ def test_a_lock_that_cannot_be_made_or_written_leaves_nothing(tmp_path: Path, mo
                 locks.locked(tmp_path / "a" / "b", "erase").__enter__()
         assert "\n" not in str(caught.value)
         assert list(tmp_path.iterdir()) == []
-    assert open_files() == before
+    assert open_files(tmp_path) == before
 
 
 def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, take, times = open_files(), locks._take, []
+    before, take, times = open_files(tmp_path), locks._take, []
 
     def taken_late(descriptor: int) -> bool | None:
         times.append(1)
@@ -245,12 +247,12 @@ def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(tmp_path: Path, mo
     with locks.locked(tmp_path, "erase"):
         assert json.loads((tmp_path / locks.LOCK).read_text())["pid"] == os.getpid()
     assert len(times) == 3
-    assert open_files() == before
+    assert open_files(tmp_path) == before
 
 
 def test_a_lock_that_changes_hands_all_the_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    before, take = open_files(), locks._take
+    before, take = open_files(tmp_path), locks._take
 
     def taken_late(descriptor: int) -> bool | None:
         (tmp_path / locks.LOCK).unlink()
@@ -262,7 +264,7 @@ def test_a_lock_that_changes_hands_all_the_time_is_given_up(tmp_path: Path, monk
         pass
     assert min(pauses) > 0
     assert 0.2 < sum(pauses) < 10  # long enough for one who frees it, not for a reader to give up
-    assert open_files() == before
+    assert open_files(tmp_path) == before
 
 
 def test_where_the_file_system_has_no_locks_the_process_id_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

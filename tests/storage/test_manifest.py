@@ -12,6 +12,7 @@ import pytest
 from concept_eraser.errors import UserError
 from concept_eraser.storage import manifest, output_folder, writers
 from concept_eraser.storage.manifest import MARK
+from tests.storage.test_locks import open_files
 from tests.storage.test_writers import ours, tree  # noqa: F401
 
 
@@ -333,7 +334,7 @@ def test_who_changes_a_manifest_waits_for_the_one_who_does(ours: Path, monkeypat
 
 
 def test_a_change_that_fails_is_not_written_and_holds_nothing(ours: Path) -> None:  # noqa: F811
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(ours)
 
     def change() -> None:
         with manifest.changed(ours) as content:
@@ -343,7 +344,7 @@ def test_a_change_that_fails_is_not_written_and_holds_nothing(ours: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         change()
     assert manifest.read(ours).kind == "run"
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(ours) == before
 
 
 def test_files_are_listed_in_the_nearest_marked_folder_and_forgotten(tmp_path: Path, ours: Path) -> None:  # noqa: F811

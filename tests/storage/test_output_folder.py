@@ -284,7 +284,9 @@ def test_what_a_user_put_among_what_was_set_aside_stays(ours: Path) -> None:  # 
 def test_a_folder_set_aside_without_a_mark_is_not_removed(ours: Path) -> None:  # noqa: F811
     (ours / ".replaced-1").mkdir()
     (ours / ".replaced-1" / "mine").write_text("mine")
+    (ours / ".replaced-2").mkdir()  # a kill has left it before anything was moved
     assert output_folder.remove_set_aside(ours) == [ours / ".replaced-1" / "mine"]
+    assert not (ours / ".replaced-2").exists()
 
 
 def test_a_large_file_that_was_set_aside_is_removed_by_size_and_time(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip

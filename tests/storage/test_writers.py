@@ -17,6 +17,7 @@ import torch
 
 from concept_eraser.errors import UserError
 from concept_eraser.storage import manifest, output_folder, writers
+from tests.storage.test_locks import open_files
 
 
 @pytest.fixture
@@ -491,12 +492,12 @@ def test_a_second_name_is_no_copy_where_the_system_can(tmp_path: Path, monkeypat
 
 def test_many_files_are_on_the_disk_and_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = synced(monkeypatch)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(tmp_path)
     writers.write_files(tmp_path / "deep" / "in", {"a": lambda: b"1", "b": lambda: b"2"})
     assert tree(tmp_path) == {"deep/in/a": b"1", "deep/in/b": b"2"}
     assert sorted(Path(path).name.split(".")[1] for path in paths[:-1]) == ["a", "b"]
     assert paths[-1] == str(tmp_path / "deep" / "in")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(tmp_path) == before
 
 
 def test_a_place_is_probed_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
