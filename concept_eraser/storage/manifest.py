@@ -30,6 +30,7 @@ from concept_eraser.storage.digests import file_digest
 from concept_eraser.storage.readers import read_json
 
 MARK = ".concept_eraser.json"
+PATIENCE = 60.0  # seconds that a process waits for another one to change a manifest
 ASIDE = ".replaced-"  # how folders begin into which earlier results are set aside
 CLOSED = ("run", "model")  # kinds of folders in which a link of a user's own is not expected
 OURS = (MARK, locks.LOCK)  # our own files beside those that a manifest lists
@@ -162,15 +163,19 @@ def changed(folder: Path) -> Iterator[Manifest]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Short mutual exclusion of those who change one manifest, by a lock on the folder itself."""
+    """Short mutual exclusion of those who change one manifest, by a lock on the folder itself.
+
+    Raises UserError where another process does not give it up within `PATIENCE` seconds.
+    """
     if locks.fcntl is None:
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for _ in range(600):
-            if locks._take(descriptor) is not False:
-                break
+        began = time.monotonic()
+        while locks._take(descriptor) is False:
+            if time.monotonic() - began > PATIENCE:
+                raise UserError(f"the list of files in {folder / MARK} is being changed by another process for {PATIENCE:g} s; wait until it has ended, and give the command again")  # fmt: skip
             time.sleep(0.05)
         yield
     finally:
@@ -219,11 +224,11 @@ def forget(path: Path, keep: Iterable[Path] = ()) -> None:
 
 def seal(folder: Path) -> None:
     """Record the digests of files that grew and do so no longer."""
+    listed = (read(folder) or Manifest("")).files
+    grown = [name for name, entry in listed.items() if entry.sha256 is None and is_plain(folder, name) and (folder / name).is_file()]  # fmt: skip
+    records = {name: FileRecord.of(folder / name) for name in grown}  # hashed before the manifest is held
     with changed(folder) as manifest:
-        for name, entry in list(manifest.files.items()):
-            path = folder / name
-            if entry.sha256 is None and is_plain(folder, name) and path.is_file():
-                manifest.files[name] = FileRecord.of(path)
+        manifest.files |= {name: record for name, record in records.items() if name in manifest.files}
 
 
 def is_plain(folder: Path, name: str) -> bool:

@@ -226,6 +226,8 @@ def require_free_folder(path: Path) -> None:
         return
     if path.is_symlink() or not path.is_dir():
         raise UserError(f"{path} is {'a link' if path.is_symlink() else 'a file'}; give the name of a new folder")
+    if (path / manifest.MARK).is_file():
+        raise UserError(f"{path} holds a result of ours, which is not replaced by another one; give another --output, or remove it")  # fmt: skip
     for place, _, files in os.walk(path):
         for name in files:
             if not is_listed(Path(place) / name):

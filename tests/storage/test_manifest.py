@@ -519,3 +519,23 @@ def test_writing_beside_a_link_is_no_fault(ours: Path) -> None:  # noqa: F811
     (ours / "c").symlink_to(ours.parent)
     with pytest.raises(UserError, match="leads out of"):
         manifest.require_inside(ours / "c" / "x")
+
+
+def test_a_manifest_that_another_process_holds_is_waited_for_and_then_said(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+    import fcntl
+
+    monkeypatch.setattr(manifest, "PATIENCE", 0.2)
+    descriptor = os.open(ours, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="is being changed by another process"):
+        writers.write_text(ours / "a", "1")
+    os.close(descriptor)
+    writers.write_text(ours / "a", "1")
+    assert manifest.verify(ours)[0].state == "intact"
+
+
+def test_a_model_that_was_written_before_is_called_ours(tmp_path: Path) -> None:
+    writers.write_folder(tmp_path / "model", lambda p: (p / "w").write_text("1") and None, kind="model")
+    with pytest.raises(UserError, match="holds a result of ours"):
+        writers.write_folder(tmp_path / "model", lambda p: (p / "w").write_text("2") and None, kind="model")
+    assert (tmp_path / "model" / "w").read_text() == "1"
