@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -52,7 +52,8 @@ def evaluate(
         protocol = suites.load(suite or matching.suite_of(model))
         folder, inside = entries.place_for(run, protocol, Path(suite).stem if suite else "_".join(protocol.concept.values())), run  # fmt: skip
     first = ranks.is_first()  # of several processes one writes
-    with _results(folder, inside, "evaluation.json", "report.html") if first else nullcontext():
+    names = ("evaluation.json", "report.html")
+    with output_folder.results(folder, "evaluation", names, inside=inside) if first else nullcontext():
         with bars(quiet) as progress:
             found = api.evaluate(model, suite, before=before, n=n, guard=guard, allow_pickle=allow_pickle, progress=progress)  # fmt: skip
         if not first:
@@ -66,18 +67,12 @@ def evaluate(
     typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {path}")
 
 
-def _results(folder: Path, inside: Path | None, *names: str) -> AbstractContextManager[None]:
-    from concept_eraser.storage import output_folder
-
-    return output_folder.results(folder, "evaluation", names, inside=inside)
-
-
 def _measure(run: Path, before: str | None, folder: Path, allow_code: bool) -> None:
     """Accuracies and membership attack of a run on a classifier or CLIP model, or what a VAE still reconstructs."""
     from concept_eraser import measuring
     from concept_eraser.storage import output_folder
 
-    with _results(folder, None, "evaluation.json"):
+    with output_folder.results(folder, "evaluation", ["evaluation.json"]):
         found = measuring.measure(run, before=before, allow_code=allow_code)
         output_folder.claim(folder, "evaluation")
         measuring.save(found, folder / "evaluation.json")

@@ -60,8 +60,8 @@ def live(desk: Desk, job: Job | None) -> str:
     rows = figures.rows(job.folder / "rounds.jsonl", "round")
     loss = figures.points(rows, "round", "loss")
     curves = figures.curves("Loss of the search", {"loss": loss} if loss else {}, "round", last=len(rows))
-    surely = {"best so far": figures.points(rows, "round", "best"), "this round": figures.points(rows, "round", "shows")}  # fmt: skip
-    curves += figures.curves("How surely the concept shows", surely if rows else {}, "round", low=0, high=1, last=len(rows))  # fmt: skip
+    confidence = {"best so far": figures.points(rows, "round", "best"), "this round": figures.points(rows, "round", "shows")}  # fmt: skip
+    curves += figures.curves("How surely the concept shows", confidence if rows else {}, "round", low=0, high=1, last=len(rows))  # fmt: skip
     return f'{_told(desk, job, rows)}{_best(job, rows)}<div class="ce-figures">{curves}</div>'
 
 

@@ -32,7 +32,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 API = "/gradio_api/"
 UPLOAD = API + "upload"
 BODY = 2**20  # bytes of a request that is no upload
-PICTURES = 40  # files of one upload, as near as can be told while it arrives
+PICTURES = 40  # files of one upload, counted roughly while it arrives
 OPEN, OPEN_EACH = 400, 200  # requests that are open at once (every page holds two): of all, of one address
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Routes of Gradio that the page does not use: they write files, fetch addresses, read much into memory or run code.

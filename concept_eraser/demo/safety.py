@@ -2,7 +2,7 @@
 
 A path is never read from the page. Runs are looked up in a listing; the only names that become paths are those of new
 runs, and `new_folder` keeps them where they belong. A run folder may be a stranger's: `lies_inside` and `require_inside`
-look at its symbolic links, and `require_no_code` at its recipe. guard.py looks at the requests themselves.
+look at its symbolic links, and `require_no_code` at its recipe. guard.py checks the requests themselves.
 """
 
 from __future__ import annotations

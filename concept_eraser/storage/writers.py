@@ -310,9 +310,8 @@ def _finish(path: Path) -> None:
         order_header(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        if (
-            os.fstat(descriptor).st_mode & 0o777
-        ) == 0o600:  # safetensors' own; others may read what the user's umask lets them
+        permissions = os.fstat(descriptor).st_mode & 0o777
+        if permissions == 0o600:  # safetensors sets these; others may read what the user's umask lets them
             os.fchmod(descriptor, 0o666 & ~_umask())
         os.fsync(descriptor)
     finally:
