@@ -9,7 +9,7 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-# A part of the suite, e.g. make test-lowest TESTS="tests/test_models.py tests/test_lora.py"; empty: all of it.
+# A part of the suite, e.g. make test-lowest TESTS="tests/models/test_models.py tests/models/test_lora.py"; empty: all of it.
 TESTS ?=
 PIP    := -m pip install -q --disable-pip-version-check
 
@@ -25,7 +25,7 @@ help:
 	@echo "make faults       kills, full disks and the like, on real processes; a table in tests/campaigns/results"
 	@echo "make mutants      mutation testing of methods, vectors, statistics and storage"
 	@echo "make check        ruff and mypy"
-	@echo "make results      render eval/results/*.md from their JSON"
+	@echo "make results      render the pages of eval/results from the tables of the studies"
 	@echo "make licences     render docs/licences.md from what is installed"
 
 # torch first and then held, so that a CPU build which is at hand is not replaced by one with gigabytes of CUDA.
@@ -88,7 +88,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 results: $(STAMP)
-	$(BIN)/python -m tools.render_results
+	$(BIN)/python -m studies.render_results
 
 licences: $(STAMP)
 	$(BIN)/python -m tools.licences

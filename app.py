@@ -1,4 +1,4 @@
-"""`python app.py` opens the page, as `concept-eraser demo` does; it takes the same options."""
+"""`python app.py` opens the demo page. It takes the options of `concept-eraser demo`."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """What the presets of memory take for the published architectures: python -m benchmarks.estimates
 
-Writes estimates.json and the table of docs/memory.md. Nothing is measured and no weights are needed; a quarter of an
-hour on one core.
+Writes estimates.json and the table of docs/memory.md. Nothing is measured and no weights are
+needed; a quarter of an hour on one core.
 """
 
 from __future__ import annotations
@@ -11,23 +11,34 @@ import json
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import forecast
-from concept_eraser import recipe as recipes
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.memory_presets import PRESETS
+from concept_eraser.runs import memory_estimate
 from concept_eraser.tiny import published
 from concept_eraser.training.memory import GB
-from concept_eraser.training.presets import PRESETS
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "estimates.json", HERE.parent / "docs" / "memory.md"
 BEGIN, END = "<!-- estimates -->", "<!-- /estimates -->"
 LABEL = "estimates, not measured on a GPU"
-MODELS = {"sd14": ("Stable Diffusion 1.4", 512), "sdxl": ("SDXL", 1024), "sd35": ("Stable Diffusion 3.5 medium", 512), "flux": ("Flux.1 dev", 512)}  # fmt: skip
-TRAINED = {"full": {"select": "all"}, "cross-attention": {"select": "cross_attention"}, "LoRA, rank 16": {"select": "all", "lora": 16}}  # fmt: skip
+MODELS = {
+    "sd14": ("Stable Diffusion 1.4", 512),
+    "sdxl": ("SDXL", 1024),
+    "sd35": ("Stable Diffusion 3.5 medium", 512),
+    "flux": ("Flux.1 dev", 512),
+}
+TRAINED = {
+    "full": {"select": "all"},
+    "cross-attention": {"select": "cross_attention"},
+    "LoRA, rank 16": {"select": "all", "lora": 16},
+}
 WITHOUT = {("sd35", "full"), ("flux", "full")}  # far beyond any of these cards
 
 
 def recipe(name: str, trained: str, preset: str) -> recipes.Recipe:
-    """The erasure that is counted: two players, anchor and data, as MUNBa's recipes have them, a batch of 4, Adam."""
+    """The erasure that is counted: two objectives, anchor and data, as MUNBa's recipes have them, a
+    batch of 4, Adam.
+    """
     content: dict[str, Any] = {
         "forget": {"prompts": ["a person without clothes"], "loss": "anchor", "anchor": "a person"},
         "retain": {"prompts": ["a person"]},
@@ -41,26 +52,31 @@ def recipe(name: str, trained: str, preset: str) -> recipes.Recipe:
 
 
 def rows(names: list[str]) -> list[dict[str, Any]]:
-    found, known = [], {}
+    table_rows, hollow_models = [], {}
     for name in names:
         model = published.hollow(name)
-        for trained in TRAINED:
+        for choice in TRAINED:
             for preset in PRESETS:
-                if (name, trained) in WITHOUT:
+                if (name, choice) in WITHOUT:
                     continue
-                job = recipe(name, trained, preset)
+                job = recipe(name, choice, preset)
                 key = (name, job.fingerprint)
-                if key not in known:
+                if key not in hollow_models:
                     model.configure(job.model_options)
-                    known[key] = forecast.estimate(job, model)
-                found.append(row(name, trained, preset, known[key]))
+                    hollow_models[key] = memory_estimate.estimate(job, model)
+                table_rows.append(row(name, choice, preset, hollow_models[key]))
                 print(
-                    found[-1]["model"], trained, preset, found[-1]["training_gb"], found[-1]["examples_gb"], flush=True
+                    table_rows[-1]["model"],
+                    choice,
+                    preset,
+                    table_rows[-1]["training_gb"],
+                    table_rows[-1]["examples_gb"],
+                    flush=True,
                 )
-    return found
+    return table_rows
 
 
-def row(name: str, trained: str, preset: str, found: forecast.Estimate) -> dict[str, Any]:
+def row(name: str, trained: str, preset: str, found: memory_estimate.Estimate) -> dict[str, Any]:
     parts = {**found.always, **found.moments[found.fullest]}
     return {
         "model": MODELS[name][0],
@@ -76,38 +92,55 @@ def row(name: str, trained: str, preset: str, found: forecast.Estimate) -> dict[
 
 
 def table(content: dict[str, Any]) -> str:
-    """Rows: model and what is trained; columns: presets; training / making the examples, in GB, bold where both fit."""
-    lines = ["| Model | Trained | " + " | ".join(PRESETS) + " |", "|---|---|" + "---|" * len(PRESETS)]
+    """Rows: model and what is trained; columns: presets; training / making the examples, in GB,
+    bold where both fit.
+    """
+    lines = [
+        "| Model | Trained | " + " | ".join(PRESETS) + " |",
+        "|---|---|" + "---|" * len(PRESETS),
+    ]
     for model, pixels in MODELS.values():
-        for trained in TRAINED:
+        for choice in TRAINED:
             cells = []
             for preset in PRESETS:
-                found = [r for r in content["rows"] if (r["model"], r["trained"], r["memory"]) == (model, trained, preset)]  # fmt: skip
-                cells += [_cell(r) for r in found]
+                matching_rows = [
+                    r
+                    for r in content["rows"]
+                    if (r["model"], r["trained"], r["memory"]) == (model, choice, preset)
+                ]
+                cells += [_cell(r) for r in matching_rows]
             if cells:
-                lines.append(f"| {model}, {pixels} px | {trained} | " + " | ".join(cells) + " |")
+                lines.append(f"| {model}, {pixels} px | {choice} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def _cell(r: dict[str, Any]) -> str:
     text = f"{r['training_gb']:.1f} / {r['examples_gb']:.1f}"
-    return f"**{text}**" if max(r["training_gb"], r["examples_gb"]) <= int(r["memory"].removesuffix("gb")) else text
+    return (
+        f"**{text}**"
+        if max(r["training_gb"], r["examples_gb"]) <= int(r["memory"].removesuffix("gb"))
+        else text
+    )
 
 
 def rendered(page: str, content: dict[str, Any]) -> str:
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + "\n" + table(content) + "\n" + END + rest.partition(END)[2]
+    before, _, remainder = page.partition(BEGIN)
+    return before + BEGIN + "\n" + table(content) + "\n" + END + remainder.partition(END)[2]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--render", action="store_true", help="only the table, from estimates.json")
-    asked = parser.parse_args()
-    if not asked.render:
+    arguments = parser.parse_args()
+    if not arguments.render:
         import torch
 
-        content = {"label": LABEL, "torch": torch.__version__.partition("+")[0], "rows": rows(asked.models)}
+        content = {
+            "label": LABEL,
+            "torch": torch.__version__.partition("+")[0],
+            "rows": rows(arguments.models),
+        }
         FILE.write_text(json.dumps(content, indent=1) + "\n")
     content = json.loads(FILE.read_text())
     if PAGE.exists():

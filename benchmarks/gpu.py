@@ -1,12 +1,23 @@
-"""Seconds a training step and peak memory of the published architectures, with random weights, through `erase` itself.
+"""Measure seconds per training step and peak memory of the published architectures.
 
-    python -m benchmarks.gpu                                   all of it, on a GPU; goes on where it was stopped
+All benchmarks, on a GPU; an interrupted call continues where it stopped:
+
+    python -m benchmarks.gpu
+
+A part of them:
+
     python -m benchmarks.gpu --families sd14 --batches 1,4
-    python -m benchmarks.gpu --families tiny --jobs munba --batches 2 --device cpu --output /tmp/tiny.json     a trial
 
-A step is timed from the log of a run of a few steps: the median of all but the first two. Memory is the most that torch
-has allocated in the run, generation of its few training pictures included. What does not fit is told as such. One row a
-family, job and batch size goes into the JSON as soon as it is measured; `python -m tools.render_results` makes the table.
+A test of this script on the CPU:
+
+    python -m benchmarks.gpu --families tiny --jobs munba --batches 2 --device cpu \\
+        --output /tmp/tiny.json
+
+The weights are random, and each job runs through `erase` itself. The time of a step is the median
+over the run's log without the first two steps. The memory is the maximum that torch allocated in
+the run, generation of its few training images included. A job that does not fit has a row that
+says so. Each family, job and batch size adds one row to the JSON as soon as it is measured.
+`python -m studies.render_results` renders the table.
 """
 
 from __future__ import annotations
@@ -23,12 +34,13 @@ from typing import Any
 
 import torch
 
-from concept_eraser import api, environment
-from concept_eraser.errors import UserError
+from concept_eraser import api
 from concept_eraser.models.loading import load
 from concept_eraser.storage.writers import write_text
 from concept_eraser.tiny import published
 from concept_eraser.training import log
+from concept_eraser.utils import provenance
+from concept_eraser.utils.errors import UserError
 
 PIXELS = {"sd14": 512, "sdxl": 512, "tiny": 64}  # SDXL is made for 1024
 OUTPUT = Path(__file__).parent / "gpu.json"
@@ -43,7 +55,11 @@ JOBS: dict[str, dict[str, Any]] = {  # name -> what differs from plain fine-tuni
     "munba, LoRA 4": {**_TWO_SIDES, "trainable.select": "cross_attention", "trainable.lora": 4},
     "uno, difference": _SURGERY,
     "uno, exact": {**_SURGERY, "method": {"name": "uno", "hvp": "exact"}},
-    "esd, cross-attention": {**_NO_RETAIN, "forget.loss": "esd", "trainable.select": "cross_attention"},
+    "esd, cross-attention": {
+        **_NO_RETAIN,
+        "forget.loss": "esd",
+        "trainable.select": "cross_attention",
+    },
 }
 
 
@@ -60,8 +76,19 @@ def recipe(family: str, job: str, batch: int, steps: int, device: str) -> dict[s
         "retain": {"prompts": ["a golf ball"], "n": batch},
         "method": "munba",
         "trainable": {"select": "all"},
-        "training": {"steps": steps, "batch_size": batch, "lr": 1e-6, "precision": "bf16", "device": device},
-        "generation": {"steps": 2, "guidance": 5.0, "batch_size": min(batch, 4), "precision": "bf16"},
+        "training": {
+            "steps": steps,
+            "batch_size": batch,
+            "lr": 1e-6,
+            "precision": "bf16",
+            "device": device,
+        },
+        "generation": {
+            "steps": 2,
+            "guidance": 5.0,
+            "batch_size": min(batch, 4),
+            "precision": "bf16",
+        },
     }
     if family == "sdxl":
         content["model_options"] = {"size": PIXELS[family]}
@@ -76,7 +103,9 @@ def recipe(family: str, job: str, batch: int, steps: int, device: str) -> dict[s
     return content
 
 
-def step(pipeline: Any, family: str, job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
+def step(
+    pipeline: Any, family: str, job: str, batch: int, steps: int, device: str
+) -> dict[str, Any]:
     """Train for a few steps: seconds a step and peak memory, or that it does not fit."""
     _tidy()
     log.reset_peak_memory()
@@ -84,14 +113,27 @@ def step(pipeline: Any, family: str, job: str, batch: int, steps: int, device: s
         try:
             rows: list[dict[str, Any]] = []
             folder = Path(scratch) / "run"
-            asked = recipe(family, job, batch, steps, device)
-            api.erase(asked, model=pipeline, output=folder, cache=Path(scratch), look=_Reader(folder, rows))
+            settings = recipe(family, job, batch, steps, device)
+            api.erase(
+                settings,
+                model=pipeline,
+                output=folder,
+                cache=Path(scratch),
+                look=_Reader(folder, rows),
+            )
         except torch.cuda.OutOfMemoryError as error:
             return {"fits": False, "said": str(error).splitlines()[0][:120]}
         finally:
             _tidy()
     seconds = [row["seconds"] for row in rows][LEFT_OUT:]
-    return {"fits": True, "seconds": statistics.median(seconds), "slowest": max(seconds), "quickest": min(seconds), "n": len(seconds), "memory_mb": max(row["memory_mb"] for row in rows)}  # fmt: skip
+    return {
+        "fits": True,
+        "seconds": statistics.median(seconds),
+        "slowest": max(seconds),
+        "quickest": min(seconds),
+        "n": len(seconds),
+        "memory_mb": max(row["memory_mb"] for row in rows),
+    }
 
 
 class _Reader:
@@ -107,7 +149,7 @@ class _Reader:
 
 
 def generation(pipeline: Any, family: str, batch: int, device: str) -> dict[str, Any]:
-    """Pictures a second: 50 steps with guidance, bf16, after one batch to warm up."""
+    """Images a second: 50 steps with guidance, bf16, after one batch to warm up."""
     _tidy()
     log.reset_peak_memory()
     try:
@@ -116,12 +158,23 @@ def generation(pipeline: Any, family: str, batch: int, device: str) -> dict[str,
             model.configure({"size": PIXELS[family]})
         spent = []
         for seed in range(2):
-            began = time.monotonic()
-            model.sample(["a church"] * batch, seeds=[seed] * batch, steps=50, guidance=7.5, autocast=torch.bfloat16)
-            spent.append(time.monotonic() - began)
+            start = time.monotonic()
+            model.sample(
+                ["a church"] * batch,
+                seeds=[seed] * batch,
+                steps=50,
+                guidance=7.5,
+                autocast=torch.bfloat16,
+            )
+            spent.append(time.monotonic() - start)
     except torch.cuda.OutOfMemoryError as error:
         return {"fits": False, "said": str(error).splitlines()[0][:120]}
-    return {"fits": True, "pictures_per_second": batch / spent[1], "n": batch, "memory_mb": log.peak_memory()}
+    return {
+        "fits": True,
+        "images_per_second": batch / spent[1],
+        "n": batch,
+        "memory_mb": log.peak_memory(),
+    }
 
 
 def _tidy() -> None:
@@ -130,22 +183,26 @@ def _tidy() -> None:
         torch.cuda.empty_cache()
 
 
-def cells(families: list[str], jobs: list[str], batches: list[int]) -> Iterator[tuple[str, str, int]]:
+def cells(
+    families: list[str], jobs: list[str], batches: list[int]
+) -> Iterator[tuple[str, str, int]]:
     for family in families:
         for batch in batches:
             yield from ((family, job, batch) for job in [*jobs, "generating"])
 
 
 def chosen(text: str, allowed: Any, what: str) -> list[str]:
-    found = text.split(",") if text else list(allowed)
-    wrong = [name for name in found if name not in allowed]
-    if wrong:
-        raise UserError(f"unknown {what} {wrong[0]!r}; there are: {', '.join(allowed)}")
-    return found
+    names = text.split(",") if text else list(allowed)
+    unknown_names = [name for name in names if name not in allowed]
+    if unknown_names:
+        raise UserError(f"unknown {what} {unknown_names[0]!r}; there are: {', '.join(allowed)}")
+    return names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", default="sd14,sdxl", help="of sd14, sdxl, tiny")
     parser.add_argument("--jobs", default="", help="only those whose name begins so, e.g. munba")
     parser.add_argument("--batches", default="1,4,8")
@@ -159,7 +216,10 @@ def main() -> None:
         if not jobs:
             raise UserError(f"unknown job {args.jobs!r}; there are: {', '.join(JOBS)}")
         if args.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("there is no GPU here, and on a CPU these architectures take hours; try --families tiny --device cpu")  # fmt: skip
+            raise UserError(
+                "there is no GPU here, and on a CPU these architectures take hours; try "
+                "--families tiny --device cpu"
+            )
         if args.steps <= LEFT_OUT + 1:
             raise UserError(f"--steps must be more than {LEFT_OUT + 1}, found {args.steps}")
         batches = [int(b) for b in args.batches.split(",")]
@@ -168,23 +228,33 @@ def main() -> None:
     measure(families, jobs, batches, args.steps, args.device, args.output)
 
 
-def measure(families: list[str], jobs: list[str], batches: list[int], steps: int, device: str, output: Path) -> None:
-    known = json.loads(output.read_text())["rows"] if output.exists() else []
-    done = {(row["family"], row["job"], row["batch"]) for row in known}
+def measure(
+    families: list[str], jobs: list[str], batches: list[int], steps: int, device: str, output: Path
+) -> None:
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    finished_keys = {(row["family"], row["job"], row["batch"]) for row in rows}
     pipelines: dict[str, Any] = {}
     for family, job, batch in cells(families, jobs, batches):
-        if (family, job, batch) in done:
+        if (family, job, batch) in finished_keys:
             continue
         if family not in pipelines:
             pipelines.clear()  # one at a time is enough for any card
             pipelines[family] = built(family)
         pipeline = pipelines[family]
-        found = generation(pipeline, family, batch, device) if job == "generating" else step(pipeline, family, job, batch, steps, device)  # fmt: skip
-        known.append({"family": family, "job": job, "batch": batch, "pixels": PIXELS[family], **found})
-        write_text(
-            output, json.dumps({"environment": environment.describe(), "rows": known}, indent=1) + "\n", overwrite=True
+        result = (
+            generation(pipeline, family, batch, device)
+            if job == "generating"
+            else step(pipeline, family, job, batch, steps, device)
         )
-        print(f"{family}, {job}, batch {batch}: {found}", flush=True)
+        rows.append(
+            {"family": family, "job": job, "batch": batch, "pixels": PIXELS[family], **result}
+        )
+        write_text(
+            output,
+            json.dumps({"environment": provenance.describe(), "rows": rows}, indent=1) + "\n",
+            overwrite=True,
+        )
+        print(f"{family}, {job}, batch {batch}: {result}", flush=True)
 
 
 if __name__ == "__main__":

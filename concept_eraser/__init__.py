@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.utils.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
     from concept_eraser.api import (
+        Campaign,
+        Evaluation,
+        LabelledEvaluation,
+        PromptEvaluation,
         Run,
         attack,
         card,
@@ -15,16 +19,18 @@ if TYPE_CHECKING:
         evaluate,
         export,
         load,
-        measure,
         merge,
-        overview,
         plug,
         push_to_hub,
         report,
     )
 
 __all__ = [
+    "Campaign",
+    "Evaluation",
     "Interrupted",
+    "LabelledEvaluation",
+    "PromptEvaluation",
     "Run",
     "UserError",
     "attack",
@@ -33,19 +39,21 @@ __all__ = [
     "evaluate",
     "export",
     "load",
-    "measure",
     "merge",
-    "overview",
     "plug",
     "push_to_hub",
     "report",
 ]
 
+if not TYPE_CHECKING:  # a type checker takes every name from the imports above, and refuses others
 
-def __getattr__(name: str) -> Any:
-    """Load the working parts (torch, diffusers) when they are first asked for."""
-    if name in __all__:
-        from concept_eraser import api
+    def __getattr__(name):
+        """Load the working parts (torch, diffusers) when a name is used for the first time."""
+        if name in __all__:
+            from concept_eraser import api
 
-        return getattr(api, name)
-    raise AttributeError(f"module 'concept_eraser' has no attribute {name!r}")
+            return getattr(api, name)
+        raise AttributeError(f"module 'concept_eraser' has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

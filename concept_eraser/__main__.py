@@ -1,4 +1,6 @@
-"""`python -m concept_eraser` is `concept-eraser`: what `accelerate launch -m concept_eraser ...` runs."""
+"""`python -m concept_eraser` is `concept-eraser`: what `accelerate launch -m concept_eraser ...`
+runs.
+"""
 
 from concept_eraser.cli.main import main
 

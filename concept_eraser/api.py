@@ -1,49 +1,62 @@
-"""The Python face: erase, evaluate, load. The only place that wires the parts together."""
+"""The Python interface: erase, evaluate, attack, report. It wires the parts together."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
-from concept_eraser import jobs, matching, measuring, ranks
-from concept_eraser import recipe as recipes
-from concept_eraser.cards import card as card
-from concept_eraser.errors import UserError
-from concept_eraser.evaluation import attacking, plots
 from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.attacking import Campaign
-from concept_eraser.evaluation.suite import Evaluation
-from concept_eraser.exporting import export as export
-from concept_eraser.merging import merge as merge
+from concept_eraser.evaluation.attacks import runner
+from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
+from concept_eraser.evaluation.base import Evaluation as Evaluation
+from concept_eraser.evaluation.suite import PromptEvaluation as PromptEvaluation
+from concept_eraser.exporting.formats import export as export
+from concept_eraser.exporting.hub import push_to_hub as push_to_hub
+from concept_eraser.exporting.merge import merge as merge
+from concept_eraser.exporting.model_card import card as card
 from concept_eraser.models import loading
-from concept_eraser.models.base import Loaded, Model
-from concept_eraser.models.clip import Clip
-from concept_eraser.models.guards import Guard
-from concept_eraser.progress import Progress, silent
-from concept_eraser.publishing import push_to_hub as push_to_hub
-from concept_eraser.recipe import Recipe
-from concept_eraser.reporting import overview as overview
-from concept_eraser.reporting import report as report
+from concept_eraser.models.base import Loaded, Model, ModelSource
+from concept_eraser.models.families.clip import Clip
+from concept_eraser.models.safeguards import Guard
+from concept_eraser.recipes import keywords
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.registry import memory_name
+from concept_eraser.reporting import attack_sheet, html, plots, run_results, write
+from concept_eraser.runs import job as jobs
+from concept_eraser.runs import labelled_measurement, suite_matching
+from concept_eraser.runs.labelled_measurement import LabelledEvaluation as LabelledEvaluation
 from concept_eraser.storage import locks, output_folder
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.storage.writers import probe, write_folder
 from concept_eraser.training import log as logs
+from concept_eraser.utils import distributed
+from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.progress import Progress, silent
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, which describes itself, and the erased model."""
+    """A finished run.
+
+    Attributes:
+        folder: the run folder, which describes itself.
+        recipe: the resolved recipe.
+        seconds: how long the training took.
+        model: the erased model; None where the run had been finished before.
+    """
 
     folder: Path
     recipe: Recipe
     seconds: float
-    model: Loaded | None = None  # None when the run had been finished before
+    model: Loaded | None = None
 
     def load(self) -> Loaded:
+        """The erased model, from memory or from the run folder."""
         if self.model is not None:
             return self.model
         loaded = loading.load_part(self.folder, self.recipe.target)
@@ -51,23 +64,63 @@ class Run:
         return loaded
 
 
-def load(source: Any, *, allow_pickle: bool = False, base: Any = None, guard: str | None = None) -> Model:
-    """Load a model by name ("tiny-sd"), folder, run folder, hub id, or from a pipeline in memory; or a LoRA, denoiser or
-    text encoder of another eraser on the `base` it was made for. guard: a safeguard while sampling, e.g. "negative:a star"."""
-    found = loading.load(source, allow_pickle=allow_pickle, base=base)
-    found.configure(_options_of(source))
-    if guard:
-        found.protect(Guard.read(guard))
-    return found
+def load(
+    source: ModelSource,
+    *,
+    allow_pickle: bool = False,
+    base: ModelSource | None = None,
+    guard: str | Guard | None = None,
+) -> Model:
+    """Load a text-to-image model.
+
+    Args:
+        source: a name ("tiny-sd"), a folder, a run folder, a hub id, or a pipeline in memory. Or a
+            part that another eraser made: a LoRA, a denoiser or a text encoder.
+        allow_pickle: also load weights stored as pickles, which can execute code.
+        base: for a part, the model that it was made for; for a single file, a folder of its
+            architecture.
+        guard: a safeguard while sampling, as kind:text, for example "negative:a star".
+
+    Returns:
+        The model, with the model options of the run where the source is a run folder.
+
+    Raises:
+        UserError: the source is unknown, incomplete, damaged or of an unsupported kind.
+
+    Example:
+        >>> import concept_eraser
+        >>> model = concept_eraser.load("tiny-sd")
+        >>> images = model.sample(["a red star"], seeds=[0], steps=25, guidance=5.0)
+    """
+    model = loading.load(source, allow_pickle=allow_pickle, base=base)
+    model.configure(_options_of(source))
+    _protect(model, guard)
+    return model
 
 
 def erase(
-    recipe: str | Path | dict | Recipe | None = None,
+    recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
     *,
-    model: Any = None,
+    model: ModelSource | None = None,
     base: str | Path | None = None,
-    output: str | Path | None = None,
+    model_options: Mapping[str, float] | None = None,
+    target: keywords.Target | None = None,
+    templates: list[str] | None = None,
+    forget: keywords.Objectives | None = None,
+    concepts: Literal["together", "rotate"] | None = None,
+    retain: keywords.Objective | None = None,
+    replace: keywords.Objective | None = None,
+    attack: keywords.AttackSettings | None = None,
+    histogram: keywords.HistogramSettings | None = None,
+    watch: keywords.WatchSettings | None = None,
+    method: keywords.MethodSource | None = None,
+    finish: keywords.MethodSource | None = None,
+    trainable: str | keywords.TrainableSettings | None = None,
+    training: keywords.TrainingSettings | None = None,
+    generation: keywords.GenerationSettings | None = None,
+    memory: keywords.MemoryPreset | None = None,
     overrides: Sequence[str] = (),
+    output: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     allow_pickle: bool = False,
@@ -76,98 +129,205 @@ def erase(
     progress: Progress = silent,
     cache: Path | None = None,
     look: Callable[[int, float], None] | None = None,
-    **settings: Any,
 ) -> Run:
     """Erase a concept and write a run folder.
 
-    recipe: a recipe by name or path, or a mapping; or leave it out and give its keys as keywords, e.g.
-        erase(model="tiny-sd", forget={"prompts": "tiny_star", "loss": "anchor", "anchor": "a {color} circle"},
-              retain="tiny_rest", method="munba", training={"steps": 100})
-    model: overrides the recipe's; a name, folder, hub id, or an object in memory (a pipeline, a torch module, a CLIP
-        model with its tokenizer). An object in memory is changed in place, and left in eval mode, in fp32, on the device
-        of the training (the CPU with training.offload or frozen: bf16), with no parameter requiring a gradient but the trained ones. After an error or an interruption
-        it has the weights it came with, so that a run is resumed with the same object.
-    base: where the model is a single-file checkpoint (.safetensors), the diffusers folder or hub id of its architecture,
-        of which no weights are needed; where it is a part of a pipeline (a LoRA, a denoiser), what that was made for. The
-        recipe then names the model FILE@BASE.
-    forget, retain: for a classifier, VAE or CLIP model their `data` may be an object in memory too: a torch Dataset or
-        a pair of arrays (inputs, labels).
-    output: the run folder; default runs/<fingerprint of the recipe>.
-    look: called before the first step and after each with (steps done, seconds of training so far); the time it takes is
-        not counted. The model in memory is the one in training: sample it, measure it, leave its weights alone.
-    resume: go on with an unfinished run. overwrite: replace the run that the folder holds: its files are set aside, and
-        removed when the new run is finished. Files that this package did not write stay.
-    allow_code: also call a model that a recipe names as package.module:function. One that `model` or `overrides` name is
-        called without it.
+    The job is a recipe, or the keys of a recipe as keywords. `concept-eraser show RECIPE` prints
+    every key.
 
-    Raises UserError for bad input and for a folder that is not ours or in use, Interrupted on Ctrl-C (after saving the state).
+    A model in memory is changed in place. It is left in eval mode, in fp32, on the device of the
+    training (the CPU with training.offload or frozen: bf16). Only its trained parameters require a
+    gradient. After an error or an interruption it has the weights it came with, so that the run is
+    resumed with the same object.
+
+    Args:
+        recipe: a recipe by name or path, or a mapping; leave it out where its keys are keywords.
+        model: the model to erase from, in place of the recipe's: a name, a folder, a hub id, or an
+            object in memory (a pipeline, a torch module, a CLIP model with its tokenizer).
+        base: for a single-file checkpoint or a part of a pipeline, the folder or hub id of the
+            whole model. The recipe then names the model FILE@BASE.
+        model_options: options of the model's family, such as the size of its images.
+        target: which part is trained.
+        templates: for the target clip, the prompts of the classes; {} stands for the name.
+        forget: what to forget: a prompt set, prompts, or a mapping with the loss; or a list of
+            these, one for each concept. For a classifier, VAE or CLIP model its `data` may be in
+            memory: a torch Dataset, or a pair of arrays (inputs, labels).
+        concepts: several concepts: each an objective of its own (objectives), or one for each step
+            in turn (rotate).
+        retain: what to preserve, as in `forget`; "rest" stands for the labelled data that `forget`
+            leaves.
+        replace: what the forgotten prompts generate instead, as an objective of its own.
+        attack: the adversary of the methods forum and adversarial.
+        histogram: the judge inside the training of UNO's hat versions.
+        watch: measure the concept rate during the training.
+        method: the rule that combines the gradients: a name, a mapping with its options, or an
+            object.
+        finish: a closed form after the training: uce, rece or mace-cfr.
+        trainable: the trainable parameters: a selection, or a mapping.
+        training: length, optimizer and precision of the training.
+        generation: the sampler of the training images.
+        memory: a preset for the memory of a GPU, such as "24gb"; what the other keywords say wins.
+        overrides: changes to the recipe, such as "training.lr=1e-4".
+        output: the run folder; default: runs/<fingerprint of the recipe>.
+        resume: continue an unfinished run.
+        overwrite: replace the run that the folder holds. Its files are set aside, and removed when
+            the new run is finished. Files that this package did not write stay.
+        allow_pickle: also load weights stored as pickles, which can execute code.
+        allow_code: also call a model that a recipe names as package.module:function. One that
+            `model` or `overrides` name is called without it.
+        command: the command line that the recipe in the run folder states.
+        progress: called as work advances.
+        cache: a folder for generated images, in place of the user's cache.
+        look: called before the first step and after each, with the steps done and the seconds of
+            training; its own time is not counted. The model in memory is the one in training: do
+            not change its weights.
+
+    Returns:
+        The run, with the erased model.
+
+    Raises:
+        UserError: the input is wrong, or the folder is in use or was not made by this package.
+        Interrupted: Ctrl-C was pressed; the state was saved.
+
+    Example:
+        >>> import concept_eraser
+        >>> run = concept_eraser.erase(
+        ...     model="tiny-sd",
+        ...     forget={"prompts": "tiny_star", "loss": "anchor", "anchor": "a {color} circle"},
+        ...     retain="tiny_rest",
+        ...     method="munba",
+        ...     training={"steps": 100},
+        ... )
     """
-    allow_code = allow_code or isinstance(model, str) or any(one.startswith("model=") for one in overrides)
+    allow_code = (
+        allow_code or isinstance(model, str) or any(one.startswith("model=") for one in overrides)
+    )
     model = model if base is None else loading.on_base(model, base)
-    source = model if model is not None and not isinstance(model, str | Path) else None
-    settings, objects = _without_objects(settings)
-    if isinstance(recipe, dict):
-        recipe, objects = _without_objects(recipe)
-    job = _recipe(recipe, _name_of(source) if source is not None else model, overrides, settings)
+    source = None if model is None or isinstance(model, str | Path) else model
+    keys = {
+        "model_options": model_options,
+        "target": target,
+        "templates": templates,
+        "forget": forget,
+        "concepts": concepts,
+        "retain": retain,
+        "replace": replace,
+        "attack": attack,
+        "histogram": histogram,
+        "watch": watch,
+        "method": method,
+        "finish": finish,
+        "trainable": trainable,
+        "training": training,
+        "generation": generation,
+        "memory": memory,
+    }
+    content, objects = _without_objects(_content(recipe, keys))
+    name = model if source is None else _name_of(source)
+    changes = [*overrides, *([f"model={json.dumps(str(name))}"] if name is not None else [])]
+    job = recipes.load(content, changes)
     folder = Path(output) if output else Path("runs") / job.fingerprint
     jobs.join(job)
-    in_memory = source is not None or bool(objects)
+    in_memory = source is not None or bool(objects) or job.has_objects
     with ExitStack() as lock:
 
         def is_finished() -> bool:
             lock.enter_context(locks.locked(folder, "erase"))
-            return jobs.check_folder(folder, job, resume=resume, overwrite=overwrite, in_memory=in_memory)
+            return jobs.check_folder(
+                folder, job, resume=resume, overwrite=overwrite, in_memory=in_memory
+            )
 
-        if ranks.agreed(is_finished):
+        if distributed.agreed(is_finished):
             return Run(folder, job, jobs.read_done(folder)["seconds"])
-        loaded = loading.load_part(source if source is not None else job.model, job.target, allow_pickle=allow_pickle, allow_code=allow_code)  # fmt: skip
+        loaded = loading.load_part(
+            job.model if source is None else source,
+            job.target,
+            allow_pickle=allow_pickle,
+            allow_code=allow_code,
+        )
         loaded.configure(job.model_options)
-        told = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
-        work = jobs.Job(job, loaded, folder, progress, cache, objects, look, lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=told))  # fmt: skip
+        command = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
+        work = jobs.Job(
+            recipe=job,
+            model=loaded,
+            folder=folder,
+            progress=progress,
+            cache=cache,
+            objects=objects,
+            look=look,
+            claim=lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=command),
+        )
         done = work.write(work.run(resume=resume))
-        if ranks.is_first():
+        if distributed.is_first():
             plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
             output_folder.seal(folder)
             output_folder.remove_set_aside(folder)
         return Run(folder, job, done["seconds"], loaded)
 
 
-def _recipe(recipe: Any, model: Any, overrides: Sequence[str], settings: dict[str, Any]) -> Recipe:
-    if isinstance(recipe, Recipe):
-        recipe = recipe.model_dump(exclude_none=True)
+def _content(recipe: Any, keys: Mapping[str, Any]) -> Any:
+    """The recipe, or the mapping of the given keys. Raises UserError where both are given."""
+    given = {key: _plain(value) for key, value in keys.items() if value is not None}
     if recipe is None:
-        content: Any = settings
-    elif settings:
-        raise UserError(f"give a recipe or its keys, not both: found a recipe and {', '.join(sorted(settings))}")
-    else:
-        content = recipe
-    changes = list(overrides) + ([f"model={json.dumps(str(model))}"] if model is not None else [])
-    return recipes.load(content, changes)
+        return given
+    if given:
+        raise UserError(
+            f"give a recipe or its keys, not both: found a recipe and {', '.join(sorted(given))}"
+        )
+    if isinstance(recipe, Recipe):
+        return recipe.model_dump(exclude_none=True)
+    return _plain(recipe)
 
 
-def _without_objects(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings with data sets and judges in memory replaced by what to call them, and these objects by player."""
-    named, objects = dict(settings), {}
-    for player, key in (("forget", "data"), ("retain", "data"), ("replace", "data"), ("histogram", "judge")):
-        side = named.get(player)
-        if isinstance(side, dict) and key in side and not isinstance(side[key], str | Path):
-            objects["judge" if key == "judge" else player] = side[key]
-            named[player] = {**side, key: f"a {type(side[key]).__name__} in memory"}
-    return named, objects
+def _plain(value: Any) -> Any:
+    """A mapping as a dict and a tuple as a list, as they are in YAML."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _without_objects(content: Any) -> tuple[Any, dict[str, Any]]:
+    """The recipe with descriptions in place of objects in memory, and these objects by
+    objective.
+    """
+    if not isinstance(content, dict):
+        return content, {}
+    described, objects = dict(content), {}
+    places = (("forget", "data"), ("retain", "data"), ("replace", "data"), ("histogram", "judge"))
+    for objective, key in places:
+        section = described.get(objective)
+        if isinstance(section, dict) and not isinstance(section.get(key, ""), str | Path):
+            value = section[key]
+            if key == "judge":
+                objects["judge"], name = value, memory_name(value)
+            else:
+                objects[objective], name = value, f"a {type(value).__name__} in memory"
+            described[objective] = {**section, key: name}
+    return described, objects
 
 
 def _name_of(source: Any) -> str:
-    """What the recipe of a run on an object in memory says instead of a name; it cannot be loaded again."""
+    """What a recipe calls an object in memory; it cannot be loaded by this name."""
     return getattr(source, "source", None) or f"a {type(source).__name__} in memory"
 
 
-def plug(pipeline: Any, clip: Any, *, output: str | Path | None = None) -> Model:
-    """A text-to-image pipeline with the text tower of a (scrubbed) CLIP model in place of its text encoder's weights.
+def plug(pipeline: ModelSource, clip: ModelSource, *, output: str | Path | None = None) -> Model:
+    """Put the text tower of a CLIP model in the place of a pipeline's text encoder.
 
-    pipeline: see `load`; clip: a run with target clip, a folder, or a CLIP model in memory with its tokenizer.
-    output: also save the whole pipeline there.
+    Args:
+        pipeline: a text-to-image model, see `load`.
+        clip: a run with the target clip, a folder, or a CLIP model in memory with its tokenizer.
+        output: also save the whole pipeline there.
 
-    Raises UserError where the two are not the same architecture.
+    Returns:
+        The pipeline with the weights of the text tower.
+
+    Raises:
+        UserError: the two are not of the same architecture.
+
+    Example:
+        >>> import concept_eraser
+        >>> model = concept_eraser.plug("tiny-sd", "runs/clip")
     """
     if output is not None:
         probe(Path(output))
@@ -180,106 +340,347 @@ def plug(pipeline: Any, clip: Any, *, output: str | Path | None = None) -> Model
     return model
 
 
+@overload
 def evaluate(
-    model: Any,
-    suite: str | Path | dict | None = None,
+    model: ModelSource,
+    suite: keywords.SuiteSource,
     *,
-    before: Any = None,
+    before: ModelSource | None = ...,
+    after: ModelSource | None = ...,
+    data: Mapping[keywords.LabelledSet, keywords.LabelledData] | None = ...,
+    judge: keywords.JudgeSource | None = ...,
+    metrics: Sequence[keywords.MetricSource] | None = ...,
+    n: int | None = ...,
+    guard: str | Guard | None = ...,
+    output: str | Path | None = ...,
+    allow_pickle: bool = ...,
+    allow_code: bool = ...,
+    progress: Progress = ...,
+    cache: Path | None = ...,
+) -> PromptEvaluation: ...
+
+
+@overload
+def evaluate(
+    model: ModelSource,
+    suite: None = ...,
+    *,
+    before: ModelSource | None = ...,
+    after: ModelSource | None = ...,
+    data: Mapping[keywords.LabelledSet, keywords.LabelledData] | None = ...,
+    judge: keywords.JudgeSource | None = ...,
+    metrics: Sequence[keywords.MetricSource] | None = ...,
+    n: int | None = ...,
+    guard: str | Guard | None = ...,
+    output: str | Path | None = ...,
+    allow_pickle: bool = ...,
+    allow_code: bool = ...,
+    progress: Progress = ...,
+    cache: Path | None = ...,
+) -> PromptEvaluation | LabelledEvaluation: ...
+
+
+def evaluate(
+    model: ModelSource,
+    suite: keywords.SuiteSource | None = None,
+    *,
+    before: ModelSource | None = None,
+    after: ModelSource | None = None,
+    data: Mapping[keywords.LabelledSet, keywords.LabelledData] | None = None,
+    judge: keywords.JudgeSource | None = None,
+    metrics: Sequence[keywords.MetricSource] | None = None,
     n: int | None = None,
-    guard: str | None = None,
+    guard: str | Guard | None = None,
     output: str | Path | None = None,
     allow_pickle: bool = False,
+    allow_code: bool = False,
     progress: Progress = silent,
     cache: Path | None = None,
-) -> Evaluation:
-    """Measure a model against the one before it, on the same prompts and seeds.
+) -> PromptEvaluation | LabelledEvaluation:
+    """Measure a model against the one before it.
 
-    model: what to measure, see `load`; suite: an evaluation suite by name or path (default: the one named like the prompt set
-    that the run forgot, else tiny_star); before: the original (default: the model that
-    a run's recipe names, else tiny-sd; needed for a LoRA or another part of a pipeline); n: at most so many pictures a group;
-    output: a folder, into which evaluation.json goes.
+    A text-to-image model is measured on the prompts and seeds of a suite. A run on a classifier, a
+    CLIP model or a VAE is measured on its labelled data: accuracies and membership attacks, or the
+    PSNR of what the VAE reconstructs.
 
-    Raises UserError for an unknown suite, judge or metric, a judge that cannot see the concept, and where the folder cannot
-    be written to or holds an evaluation.json that is not ours.
+    Args:
+        model: what to measure, see `load`; for labelled data its run folder.
+        suite: an evaluation suite by name or path, or a mapping (default: the one named like the
+            prompt set that the run forgot, else tiny_star).
+        before: the original (default: the model that the run's recipe names, else tiny-sd). A LoRA
+            or another part of a pipeline needs it, and so does a run on labelled data whose model
+            was in memory.
+        after: labelled data: the erased model, where it was in memory.
+        data: labelled data: the sets that were in memory, by "forget", "retain", "test".
+        judge: prompts: a judge in place of the suite's, by name or as an object.
+        metrics: prompts: metrics in place of the suite's, by name or as objects.
+        n: prompts: at most so many images of each group.
+        guard: prompts: sample under a safeguard, as kind:text, for example "negative:a star".
+        output: a folder, into which evaluation.json goes.
+        allow_pickle: also load weights stored as pickles, which can execute code.
+        allow_code: labelled data: call a model that the run's recipe names as
+            package.module:function.
+        progress: called as work advances.
+        cache: a folder for generated images, in place of the user's cache.
+
+    Returns:
+        The numbers with their intervals, by `find(metric, group)`; a `PromptEvaluation` has the
+        images too.
+
+    Raises:
+        UserError: the suite, the judge or a metric is unknown, the judge does not know the concept,
+            the data or a model are not at hand, or the folder cannot be written to or holds an
+            evaluation.json that is not ours.
+
+    Example:
+        >>> import concept_eraser
+        >>> evaluation = concept_eraser.evaluate("runs/tiny_star_munba", "tiny_star", n=100)
+        >>> concept_rate = evaluation.find("concept_rate", "direct")
     """
     folder = _output_folder(output)
-    protocol = suites.load(suite if suite is not None else matching.suite_of(model)).scaled(n)
-    matching.require_kept(matching.recipe_of(model), protocol)
+    evaluation: PromptEvaluation | LabelledEvaluation
+    if write.is_labelled(model):
+        if any(one is not None for one in (suite, n, guard)):
+            raise UserError(
+                f"{model} erased from labelled data, which no suite of prompts measures; "
+                "leave out --suite, -n and --guard"
+            )
+        if judge is not None or metrics is not None:
+            raise UserError(
+                f"{model} erased from labelled data, which is measured without a judge; "
+                "leave out judge and metrics"
+            )
+        with _results(folder, "evaluation", "evaluation.json"):
+            evaluation = labelled_measurement.measure(
+                Path(model), before=before, after=after, objects=data, allow_code=allow_code
+            )
+            _save(evaluation, folder)
+        return evaluation
+    if after is not None or data is not None:
+        raise UserError(
+            "after and data are for the folder of a run on labelled data; leave them out"
+        )
+    chosen = suites.load(suite if suite is not None else suite_matching.suite_of(model))
+    protocol = chosen.using(judge, metrics).scaled(n)
+    suite_matching.require_kept(suite_matching.recipe_of(model), protocol)
     with _results(folder, "evaluation", "evaluation.json"):
-        original, after = _pair(model, before, allow_pickle, guard)
-        found = suites.evaluate(original, after, protocol, cache=cache, progress=progress)
-        if folder is not None and ranks.is_first():
-            output_folder.claim(folder, "evaluation")
-            found.save(folder / "evaluation.json")
-    return found
+        original, erased = _pair(model, before, allow_pickle, guard)
+        evaluation = suites.evaluate(original, erased, protocol, cache=cache, progress=progress)
+        _save(evaluation, folder)
+    return evaluation
 
 
 def _output_folder(output: str | Path | None) -> Path | None:
     """Where results go. Raises UserError for the name of a file."""
     folder = Path(output) if output is not None else None
     if folder is not None and folder.suffix in (".json", ".html", ".md"):
-        raise UserError(f"output is a folder, found {folder}; give the folder that the files go into")
+        raise UserError(
+            f"output is a folder, found {folder}; give the folder that the files go into"
+        )
     return folder
 
 
 def _results(folder: Path | None, kind: str, *names: str) -> AbstractContextManager[None]:
     """The lock of a folder of results, held by the first of several processes."""
-    return nullcontext() if folder is None or not ranks.is_first() else output_folder.results(folder, kind, names)
+    if folder is None or not distributed.is_first():
+        return nullcontext()
+    return output_folder.results(folder, kind, names)
+
+
+def _save(evaluation: Evaluation, folder: Path | None) -> None:
+    """Write evaluation.json into a folder of results."""
+    if folder is not None and distributed.is_first():
+        output_folder.claim(folder, "evaluation")
+        evaluation.save(folder / "evaluation.json")
 
 
 def attack(
-    model: Any,
-    name: str = "unlearn_diff",
-    suite: str | Path | dict | None = None,
+    model: ModelSource,
+    name: keywords.AttackSource = "unlearn_diff",
+    suite: keywords.SuiteSource | None = None,
     *,
+    judge: keywords.JudgeSource | None = None,
     group: str = "direct",
-    before: Any = None,
+    before: ModelSource | None = None,
     n: int = 20,
     batch: int = 16,
     seed: int = 0,
     hide: str | None = None,
     word: str | None = None,
-    options: dict[str, Any] | None = None,
-    guard: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    guard: str | Guard | None = None,
     output: str | Path | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
     cache: Path | None = None,
 ) -> Campaign:
-    """Attack a model with adversarial prompts and count how often the concept comes back.
+    """Attack a model by adversarial prompts or relearning, and count how often the concept returns.
 
-    model: the victim; name: an attack of evaluation/attacks/ with its `options`; suite, before: as in `evaluate`;
-    group: the suite's prompts that are attacked, n of them, `batch` at once; hide: the word that replaces the concept's
-    in them (to prove an attack on an unprotected model); word: how prompts name the concept, where the suite's value is not it; output: folder of attack.json and
-    attack.png (the first that fell: by the original, the victim, the victim attacked); an interrupted attack goes on there.
+    Args:
+        model: the victim, see `load`.
+        name: an attack by name, see `concept-eraser list attacks`, or as an object.
+        suite: the suite whose concept, judge, sampler and prompts are used, as in `evaluate`.
+        judge: a judge in place of the suite's, by name or as an object.
+        group: the suite's group of prompts to attack.
+        before: the original, as in `evaluate`.
+        n: how many prompts of the group.
+        batch: how many prompts are attacked at once.
+        seed: of the attack's own randomness.
+        hide: a word that replaces the concept's in the prompts, to prove an attack on an
+            unprotected model.
+        word: how the prompts name the concept, where that is not the suite's value for it.
+        options: options of the attack.
+        guard: sample under a safeguard, as kind:text, for example "negative:a star".
+        output: a folder for attack.json and attack.png. An interrupted attack goes on there.
+        allow_pickle: also load weights stored as pickles, which can execute code.
+        progress: called as work advances.
+        cache: a folder for generated images, in place of the user's cache.
 
-    Raises UserError for an unknown attack, option, suite or group, and where the folder holds another attack.
+    Returns:
+        The attempts, and by `rates()` the attack success rate with its interval.
+
+    Raises:
+        UserError: the attack, an option, the suite or the group is unknown, or the folder holds
+            another attack.
+
+    Example:
+        >>> import concept_eraser
+        >>> campaign = concept_eraser.attack("runs/tiny_star_munba", "ring_a_bell", n=20)
+        >>> success_rate = campaign.rates()["asr"]
     """
-    protocol = attacking.Protocol(suites.load(suite if suite is not None else matching.suite_of(model)), name, options or {}, group, n, batch, seed, hide, word)  # fmt: skip
+    chosen, options = runner.named(name, dict(options or {}))
+    measured = suites.load(suite if suite is not None else suite_matching.suite_of(model))
+    protocol = runner.Protocol(
+        suite=measured.using(judge),
+        attack=chosen,
+        options=options,
+        group=group,
+        n=n,
+        batch=batch,
+        seed=seed,
+        hide=hide,
+        word=word,
+    )
     folder = _output_folder(output)
     with _results(folder, "attack", "attack.json", "attack.png", "attempts.jsonl"):
-        whole, victim = _pair(model, before, allow_pickle, guard)
-        found = attacking.run(protocol, victim, whole, folder=folder, cache=cache, progress=progress)
-        if folder is not None and ranks.is_first():
-            found.save(folder / "attack.json")
-            plots.save(attacking.sheet(found, victim, whole), folder / "attack.png")
+        original, victim = _pair(model, before, allow_pickle, guard)
+        campaign = runner.run(
+            protocol, victim, original, folder=folder, cache=cache, progress=progress
+        )
+        if folder is not None and distributed.is_first():
+            campaign.save(folder / "attack.json")
+            plots.save(attack_sheet.sheet(campaign, victim, original), folder / "attack.png")
             output_folder.seal(folder)
-    return found
+    return campaign
 
 
-def measure(run: str | Path, *, before: Any = None, after: Any = None, data: dict[str, Any] | None = None, allow_code: bool = False) -> dict[str, Any]:  # fmt: skip
-    """Measure a run on labelled data, before and after: accuracies with intervals and membership attacks of a classifier
-    or CLIP model, or the PSNR of what a VAE reconstructs.
+def report(
+    source: PromptEvaluation | str | Path | Sequence[str | Path],
+    path: str | Path | None = None,
+    *,
+    run: str | Path | None = None,
+    suite: keywords.SuiteSource | None = None,
+    attacks: Sequence[str | Path] = (),
+    show_sensitive: bool = False,
+    progress: Progress = silent,
+    cache: Path | None = None,
+) -> Path:
+    """Write an HTML page about one evaluated run, or about several.
 
-    before, after: the model it started from and the erased one, if they were in memory; data: likewise its data sets, by
-        "forget", "retain", "test". allow_code: call a model that the run's recipe names as package.module:function.
+    Images come from the cache, or are generated again from their seeds.
+
+    Args:
+        source: an evaluation; a run folder, which is measured again as it was evaluated; or several
+            evaluated folders, which stand side by side.
+        path: the file (default: report.html in the run folder; of several runs report.html here).
+        run: with an evaluation: the run folder, which adds the recipe, the curves and its attacks.
+        suite: with a run folder: the suite to use in place of the one that it was evaluated with.
+        attacks: more folders of attacks; those in a run's own folder attacks/ are always shown.
+        show_sensitive: do not blur the images of a sensitive suite.
+        progress: called as work advances.
+        cache: a folder for generated images, in place of the user's cache.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: a run was not evaluated, was evaluated on labelled data, or has other weights by
+            now; several runs were not measured alike; a folder of attacks holds none on these
+            models; or the file is no report of ours.
+
+    Example:
+        >>> import concept_eraser
+        >>> page = concept_eraser.report("runs/tiny_star_munba")
+        >>> table = concept_eraser.report(["runs/star_munba", "runs/star_esd"], "both.html")
     """
-    return measuring.measure(Path(run), before=before, after=after, objects=data, allow_code=allow_code)
+    if isinstance(source, LabelledEvaluation):
+        raise UserError("labelled data have no report of images; write the numbers by save()")
+    if run is not None and not isinstance(source, PromptEvaluation):
+        raise UserError(f"run goes with an evaluation; {source} is reported by itself")
+    if isinstance(source, str | Path):
+        if suite is not None or not write.has_numbers_only(Path(source)):
+            run = Path(source)
+            source, path = _evaluate_again(run, path, suite, progress=progress, cache=cache)
+            suite = None
+        else:
+            source = [source]
+    if suite is not None:
+        raise UserError("--suite goes with one run; several are reported as they were evaluated")
+    if isinstance(source, PromptEvaluation):
+        folder = Path(run) if run is not None else Path()
+        return write.report_evaluation(
+            source,
+            Path(path or folder / "report.html"),
+            run=run,
+            attacks=attacks,
+            show_sensitive=show_sensitive,
+            progress=progress,
+            cache=cache,
+        )
+    return write.report_runs(
+        source,
+        Path(path or "report.html"),
+        attacks=attacks,
+        show_sensitive=show_sensitive,
+        progress=progress,
+        cache=cache,
+    )
 
 
-def _options_of(model: Any) -> dict[str, float]:
-    """The model options of a run folder, whatever else its recipe says (it may be of another version)."""
-    path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
+def _evaluate_again(
+    run: Path,
+    path: str | Path | None,
+    suite: keywords.SuiteSource | None,
+    *,
+    progress: Progress,
+    cache: Path | None,
+) -> tuple[PromptEvaluation, Path]:
+    """The evaluation of a run by a suite, or as it was done; and the file of its page."""
+    write.require_prompted(run)
+    folder, before, models = run, None, None
+    if suite is None:
+        content = run_results.read_evaluation(run)
+        models = content["models"]
+        before = models["before"].rsplit(" (", 1)[0]  # the original that it was measured against
+        suite = {**content["protocol"], "sensitive": content.get("sensitive", False)}
+    else:
+        protocol = suites.load(suite)
+        name = Path(suite).stem if isinstance(suite, str | Path) else "suite"
+        folder = run_results.place_for(run, protocol, name)
+    place = Path(path or folder / "report.html")
+    html.require_ours(place)
+    evaluation = evaluate(run, suite, before=before, progress=progress, cache=cache)
+    if models is not None and evaluation.models != models:
+        raise UserError(
+            f"{run} was measured as {models}, but what is there now is {evaluation.models}; "
+            "evaluate it again"
+        )
+    return evaluation, place
+
+
+def _options_of(model: ModelSource) -> dict[str, float]:
+    """The model options of a run folder, whose recipe may be of another version."""
+    path = Path(model) / "recipe.yaml" if isinstance(model, str | Path) else None
     if path is None or not path.is_file():
         return {}
     content = read_yaml(path)
@@ -287,14 +688,24 @@ def _options_of(model: Any) -> dict[str, float]:
     return options if isinstance(options, dict) else {}
 
 
-def _pair(model: Any, before: Any, allow_pickle: bool, guard: str | None = None) -> tuple[Model, Model]:
+def _pair(
+    model: ModelSource,
+    before: ModelSource | None,
+    allow_pickle: bool,
+    guard: str | Guard | None,
+) -> tuple[Model, Model]:
     """The original and the model to be measured, loaded."""
-    found = matching.recipe_of(model)
-    known = before if before is not None else found.model if found else None
+    recipe = suite_matching.recipe_of(model)
+    known = before if before is not None else recipe.model if recipe else None
     after = load(model, allow_pickle=allow_pickle, base=known)
     original = loading.load(known if known is not None else "tiny-sd", allow_pickle=allow_pickle)
     for one in (original, after):
-        one.configure(found.model_options if found else {})
-    if guard:
-        after.protect(Guard.read(guard))
+        one.configure(recipe.model_options if recipe else {})
+    _protect(after, guard)
     return original, after
+
+
+def _protect(model: Model, guard: str | Guard | None) -> None:
+    """Let a model sample under a safeguard. Raises UserError for an unknown one."""
+    if guard:
+        model.protect(guard if isinstance(guard, Guard) else Guard.read(guard))

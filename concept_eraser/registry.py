@@ -1,129 +1,378 @@
-"""Plug-ins by file name: `methods/munba.py` is the method "munba".
+"""Plug-ins: where they come from, their options, and how a recipe or a suite holds them.
 
-A plug-in module defines PLUGIN, a frozen dataclass whose fields are its options, and may define NAMED: settings of it
-that papers give a name of their own (`s` is `surgery` with rule: descent). Listing is a folder listing, so that `list`
-and `--help` need not import torch; a module is imported when it is asked for.
+A plug-in is a class whose fields are its options. It comes from one of three places.
+
+* A module of this package. `methods/munba.py` is the method "munba". A module is a plug-in when it
+  defines PLUGIN at its top level. It may define NAMED: settings that papers give a name of their
+  own (`s` is `surgery` with rule: descent). The losses are the exception: the modules of `losses/`
+  hold tables of them, since a loss has one formula for each target.
+* An entry point of an installed package, in one of the groups of `GROUPS`. A built-in name wins
+  over an entry point.
+* An object that is passed in Python: `erase(method=MyMethod(), ...)`.
+
+Names and summaries are read by `ast`, so that `list` and `--help` import neither torch nor another
+package's code. A module is imported when its plug-in is asked for.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib
+import importlib.metadata
+import logging
 import math
+import os
+import re
+import sys
 import types
 import typing
-from dataclasses import MISSING, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import limits
-from concept_eraser.errors import UserError, shown, unknown, unknown_message
+from concept_eraser.utils import limits
+from concept_eraser.utils.errors import UserError, first_line, shown, unknown, unknown_message
+
+log = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parent
 KINDS = {
     "method": "methods",
-    "model": "models",
+    "loss": "losses",
+    "model": "models/families",
     "metric": "evaluation/metrics",
     "judge": "evaluation/judges",
     "feature": "evaluation/features",
     "attack": "evaluation/attacks",
-    "dataset": "datasets",
-    "architecture": "architectures",
+    "dataset": "data/datasets",
+    "architecture": "models/architectures",
 }
-_NOT_PLUGINS = {
-    "__init__",
-    "base",
-    "blind",
-    "cross_attention",
-    "flow",
-    "completeness",
-    "folder_check",
-    "guards",
-    "hub",
-    "latent",
-    "loading",
-    "lora",
-    "lora_files",
-    "module",
-    "overlay",
-    "pieces",
-    "single_file",
-    "fisher",
-    "gaussian_mechanism",
-    "history",
-    "words",
+GROUPS = {  # of entry points
+    "method": "concept_eraser.methods",
+    "loss": "concept_eraser.losses",
+    "judge": "concept_eraser.judges",
+    "metric": "concept_eraser.metrics",
+    "attack": "concept_eraser.attacks",
 }
+_BASES = {  # the module and the classes that a plug-in from outside is derived from
+    "method": ("methods.base", ("Method", "Edit")),
+    "loss": ("losses.base", ("Loss",)),
+    "judge": ("evaluation.base", ("Judge",)),
+    "metric": ("evaluation.base", ("Metric",)),
+    "attack": ("evaluation.attacks.base", ("Attack",)),
+}
+_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]*"
+)  # of an entry point; a path such as module:function is none
+_IN_MEMORY = re.compile(r"an? \S+ in memory\b")  # how a file records an object
+_TABLE = "LOSSES"  # the end of the name of a table of losses
 
 
 def names(kind: str) -> list[str]:
-    """The plug-ins of a kind, sorted."""
+    """The names of all plug-ins of a kind, sorted: those of this package and those of installed
+    packages.
+
+    Args:
+        kind: One of `KINDS`.
+
+    Raises:
+        UserError: There is no such kind.
+    """
+    return sorted({*builtin(kind), *_entry_points(kind)})
+
+
+@functools.cache
+def builtin(kind: str) -> tuple[str, ...]:
+    """The names of a kind's plug-ins in this package, sorted."""
+    modules = _modules(kind)
+    if kind != "loss":
+        return tuple(sorted(modules))
+    return tuple(sorted({name for tree in modules.values() for name in _table_keys(tree)}))
+
+
+@functools.cache
+def _modules(kind: str) -> dict[str, ast.Module]:
+    """The modules of this package that hold plug-ins of a kind, by name."""
     if kind not in KINDS:
         raise unknown("kind of plug-in", kind, KINDS)
-    return sorted(path.stem for path in (_ROOT / KINDS[kind]).glob("*.py") if path.stem not in _NOT_PLUGINS)
+    mark = _TABLE if kind == "loss" else "PLUGIN"
+    trees = {}
+    for path in sorted((_ROOT / KINDS[kind]).glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if mark in text:
+            trees[path.stem] = ast.parse(text)
+    defines = _table_keys if kind == "loss" else functools.partial(_assigned, name="PLUGIN")
+    return {stem: tree for stem, tree in trees.items() if defines(tree)}
 
 
-def _tree(kind: str, name: str) -> ast.Module:
-    return ast.parse((_ROOT / KINDS[kind] / f"{name}.py").read_text(encoding="utf-8"))
+def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
+    """What a module assigns to a name at its top level; None where it does not."""
+    return next((value for target, value in _assignments(tree) if target == name), None)
+
+
+def _assignments(tree: ast.Module) -> list[tuple[str, ast.expr]]:
+    """The names that a module assigns at its top level, with the values."""
+    pairs: list[tuple[str, ast.expr]] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            pairs += [(t.id, node.value) for t in node.targets if isinstance(t, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            pairs.append((node.target.id, node.value))
+    return pairs
+
+
+def _table_keys(tree: ast.Module) -> list[str]:
+    """The names in a module's tables of losses."""
+    tables = [value for name, value in _assignments(tree) if name.endswith(_TABLE)]
+    keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
+    return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+
+
+def _entry_points(kind: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """The plug-ins of a kind in installed packages by name; no name is that of a built-in."""
+    return _installed(kind, tuple(sys.path), _working_folder()) if kind in GROUPS else {}
+
+
+def _working_folder() -> str:
+    """The working folder; "" where it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+@functools.cache
+def _installed(kind: str, _path: tuple[str, ...], folder: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """As `_entry_points`. A package that lies in the working folder is not installed.
+
+    `python -m` searches that folder too, and a stranger's files may lie there.
+    """
+    points: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in importlib.metadata.entry_points(group=GROUPS[kind]):
+        where = f"the {kind} {point.name!r} of the package {_package(point)} is not used"
+        if point.dist and os.path.abspath(str(point.dist.locate_file(""))) == folder:
+            log.error("%s: the package lies in the working folder; install it", where)
+        elif point.name in builtin(kind) or point.name in named(kind):
+            log.error("%s: the built-in %s %r has the same name", where, kind, point.name)
+        elif not _NAME.fullmatch(point.name):
+            log.error("%s: a name has letters, digits, - and _ only", where)
+        else:
+            points[point.name] = (*points.get(point.name, ()), point)
+    return points
+
+
+def _package(point: EntryPoint) -> str:
+    """The name and the version of the package that an entry point belongs to."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "(unknown)"
+
+
+def _point(kind: str, name: str) -> EntryPoint:
+    """The entry point of a name. Raises UserError where two packages have it."""
+    first, *others = _entry_points(kind)[name]
+    if others:
+        packages = ", ".join(_package(point) for point in (first, *others))
+        raise UserError(
+            f"the {kind} {name!r} is in several packages: {packages}; uninstall all but one"
+        )
+    return first
 
 
 @functools.cache
 def named(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Settings with a name of their own: that name -> (plug-in, its options); read without importing."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
-    for plugin in names(kind):
-        for node in _tree(kind, plugin).body:
-            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "NAMED" for t in node.targets):
-                found |= {alias: (plugin, given) for alias, given in ast.literal_eval(node.value).items()}
-    return found
+    """Settings with a name of their own: that name -> (plug-in, its options); read without
+    importing.
+    """
+    settings: dict[str, tuple[str, dict[str, Any]]] = {}
+    for plugin, tree in _modules(kind).items():
+        value = _assigned(tree, "NAMED")
+        if value is not None:
+            settings |= {
+                alias: (plugin, chosen) for alias, chosen in ast.literal_eval(value).items()
+            }
+    return settings
 
 
-def resolve(kind: str, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The plug-in behind a name and all options it is given. Raises ValueError where they contradict the name."""
+def resolve(kind: str, name: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The plug-in behind a name and all options it is given. Raises ValueError where they
+    contradict the name.
+    """
     plugin, fixed = named(kind).get(name, (name, {})) if kind in KINDS else (name, {})
     for key in fixed.keys() & given.keys():
         if given[key] != fixed[key]:
             raise ValueError(
-                f"{key}: the {kind} {name!r} is {plugin!r} with {key}: {fixed[key]!r}, found {shown(given[key])}; use name: {plugin} to set it"
+                f"{key}: the {kind} {name!r} is {plugin!r} with {key}: {fixed[key]!r}, "
+                f"found {shown(given[key])}; use name: {plugin} to set it"
             )
     return plugin, {**fixed, **given}
 
 
-def load(kind: str, name: str) -> type:
-    """The class of a plug-in, by its name or that of a setting. Raises UserError with the closest name where there is none."""
-    available = names(kind)
+def load(kind: str, name: str) -> type[Any]:
+    """The class of a plug-in.
+
+    Args:
+        kind: One of `KINDS`.
+        name: Its name, or that of a setting.
+
+    Raises:
+        UserError: There is no such plug-in; the message has the closest name. Or an installed
+            package's entry point leads to no class of this kind.
+    """
     name = named(kind).get(name, (name, {}))[0]
-    if name not in available:
-        raise unknown(kind, name, [*available, *named(kind)], hint=f"see `concept-eraser list {kind}s`")
-    module = importlib.import_module(f"concept_eraser.{KINDS[kind].replace('/', '.')}.{name}")
-    return module.PLUGIN
+    if name in _entry_points(kind):
+        return _class_of(kind, name)
+    if name not in builtin(kind):
+        raise unknown(
+            kind,
+            name,
+            [*names(kind), *named(kind)],
+            hint=f"see `concept-eraser list {plural(kind)}`",
+        )
+    if kind == "loss":
+        raise UserError(
+            f"the loss {name!r} has a formula for each target; see concept_eraser.losses.find"
+        )
+    module = importlib.import_module(_module_of(kind, name))
+    plugin: type[Any] = module.PLUGIN
+    return plugin
+
+
+def plural(kind: str) -> str:
+    return "losses" if kind == "loss" else f"{kind}s"
+
+
+def _module_of(kind: str, name: str) -> str:
+    return f"concept_eraser.{KINDS[kind].replace('/', '.')}.{name}"
+
+
+def _class_of(kind: str, name: str) -> type[Any]:
+    """The class of an entry point. Raises UserError, with its package, where there is none of this
+    kind.
+    """
+    point = _point(kind, name)
+    where = f"the {kind} {name!r} of the package {_package(point)}"
+    try:
+        plugin = point.load()
+    except Exception as error:  # whatever the import of another package raises
+        raise UserError(
+            f"{where} cannot be imported ({first_line(error)}); upgrade or uninstall the package"
+        ) from error
+    if not (isinstance(plugin, type) and issubclass(plugin, _bases(kind))):
+        raise UserError(
+            f"{where} is {point.value}, which is no class derived from {_bases_text(kind)}"
+        )
+    return plugin
+
+
+def _bases(kind: str) -> tuple[type, ...]:
+    module, classes = _BASES[kind]
+    return tuple(
+        getattr(importlib.import_module(f"concept_eraser.{module}"), name) for name in classes
+    )
+
+
+def _bases_text(kind: str) -> str:
+    module, classes = _BASES[kind]
+    return " or ".join(f"concept_eraser.{module}.{name}" for name in classes)
 
 
 def summary(kind: str, name: str) -> str:
-    """The first sentence of a plug-in's module docstring, read without importing it."""
-    return (ast.get_docstring(_tree(kind, name)) or "").split("\n")[0]
+    """What a list says of a plug-in, read without importing it.
+
+    Of a built-in it is the first line of the module's docstring, of a loss its formula, of an entry
+    point the first line of the class's docstring with the package.
+    """
+    if name in _entry_points(kind):
+        return _outside_summary(kind, name)
+    if kind == "loss":
+        return next(iter(formulas(name).values()), "")
+    return (ast.get_docstring(_modules(kind)[name]) or "").split("\n")[0]
 
 
-def options(plugin: type) -> dict[str, tuple[Any, Any]]:
-    """The options of a plug-in: name -> (type, default; MISSING where there is none)."""
-    hints = typing.get_type_hints(plugin)
-    return {
-        f.name: (hints[f.name], f.default if f.default is not MISSING else MISSING) for f in fields(plugin) if f.init
+def formulas(loss: str) -> dict[str, str]:
+    """What the docstring of each module of losses says of a built-in loss: module -> formula."""
+    lines = {
+        module: (ast.get_docstring(tree) or "").splitlines()
+        for module, tree in _modules("loss").items()
     }
+    start = f"* {loss} "
+    texts = {}
+    for module, text in lines.items():
+        marked = [i for i, line in enumerate(text) if line.startswith(start)]
+        if marked:
+            texts[module] = " / ".join(_item(text, i).removeprefix(start).strip() for i in marked)
+    return texts
 
 
-def problems(kind: str, name: str, given: dict[str, Any]) -> list[str]:
-    """Everything that is wrong with a plug-in's name and options, one message each; [] where nothing is."""
-    available = names(kind)
+def _item(lines: list[str], start: int) -> str:
+    """An item of a list: its line and the indented lines below it, in one line."""
+    end = next(
+        (i for i in range(start + 1, len(lines)) if not lines[i].startswith("  ")), len(lines)
+    )
+    return " ".join(" ".join(lines[start:end]).split())
+
+
+def _outside_summary(kind: str, name: str) -> str:
+    points = _entry_points(kind)[name]
+    packages = ", ".join(_package(point) for point in points)
+    path = _source_of(points[0])
+    text = ""
+    if path is not None and len(points) == 1:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        own = ast.get_docstring(classes[points[0].attr]) if points[0].attr in classes else None
+        text = (own or ast.get_docstring(tree) or "").split("\n")[0]
+    return f"{text} (from {packages})".strip()
+
+
+def _source_of(point: EntryPoint) -> Path | None:
+    """The file of an entry point's module, found without importing it; None where it is
+    elsewhere.
+    """
+    if point.dist is None:
+        return None
+    stem = point.module.replace(".", "/")
+    paths = (
+        Path(str(point.dist.locate_file(name))) for name in (f"{stem}.py", f"{stem}/__init__.py")
+    )
+    return next((path for path in paths if path.is_file()), None)
+
+
+def options(plugin: type[Any]) -> dict[str, tuple[Any, Any]]:
+    """The options of a plug-in: name -> (type, default; MISSING where there is none)."""
+    if not is_dataclass(plugin):
+        return {}
+    hints = typing.get_type_hints(plugin)
+    return {f.name: (hints[f.name], _default(f)) for f in fields(plugin) if f.init}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def problems(kind: str, name: str, given: Mapping[str, Any]) -> list[str]:
+    """Everything that is wrong with a plug-in's name and options, one message each; [] where
+    nothing is.
+    """
     try:
         name, given = resolve(kind, name, given)
     except ValueError as error:
         return [str(error)]
-    if name not in available:
-        return [unknown_message(kind, name, [*available, *named(kind)])]
-    plugin = load(kind, name)
+    if name not in names(kind):
+        return [unknown_message(kind, name, [*names(kind), *named(kind)])]
+    try:
+        plugin = load(kind, name)
+    except UserError as error:
+        return [str(error)]
     known = options(plugin)
-    found = [unknown_message(f"option of {kind} {name!r}", key, known) for key in given if key not in known]
+    mistakes = [
+        unknown_message(f"option of {kind} {name!r}", key, known)
+        for key in given
+        if key not in known
+    ]
     coerced = {}
     for key, value in given.items():
         if key in known:
@@ -131,18 +380,30 @@ def problems(kind: str, name: str, given: dict[str, Any]) -> list[str]:
                 coerced[key] = coerce(value, known[key][0])
                 limits.require_option(key, coerced[key])
             except ValueError as error:
-                found.append(f"{key}: {error}")
-    found += [f"{key}: required by {kind} {name!r}" for key, (_, default) in known.items() if default is MISSING and key not in given]  # fmt: skip
-    if not found:
+                mistakes.append(f"{key}: {error}")
+    missing = [
+        key for key, (_, default) in known.items() if default is MISSING and key not in given
+    ]
+    mistakes += [f"{key}: required by {kind} {name!r}" for key in missing]
+    if not mistakes:
         try:
             plugin(**coerced)
         except ValueError as error:
-            found.append(str(error))
-    return found
+            mistakes.append(str(error))
+    return mistakes
 
 
-def build(kind: str, name: str, given: dict[str, Any]) -> Any:
-    """Make a plug-in from its options, coerced by annotation (YAML reads 1e-5 as a string)."""
+def build(kind: str, name: str, given: Mapping[str, Any]) -> Any:
+    """Make a plug-in from its options, coerced by annotation (YAML reads 1e-5 as a string).
+
+    Args:
+        kind: One of `KINDS`.
+        name: The plug-in's name, or that of a setting.
+        given: Its options; those that are left out have their defaults.
+
+    Raises:
+        UserError: The name is unknown, or options are wrong; the message has every mistake.
+    """
     wrong = problems(kind, name, given)
     if wrong:
         raise UserError("; ".join(wrong))
@@ -152,8 +413,171 @@ def build(kind: str, name: str, given: dict[str, Any]) -> Any:
     return plugin(**{key: coerce(value, known[key][0]) for key, value in given.items()})
 
 
+class Plugin:
+    """A plug-in as a recipe or a suite holds it: a name with options, or an object that was passed
+    in Python.
+
+    An object of a class that has a name is held by that name where its options say all of it. What
+    a file records of any other object is its class, its module and its options, in a form that no
+    name has, so it cannot be loaded.
+
+    Attributes:
+        kind: A key of `GROUPS`.
+        name: Its name; of an object "a MyMethod in memory (my_package.my_module)".
+        options: Its options, of an object as far as YAML can hold them.
+        value: The object; None for a name.
+    """
+
+    def __init__(self, kind: str, name: str, options: Mapping[str, Any], value: Any = None) -> None:
+        self.kind, self.name, self.options, self.value = kind, name, dict(options), value
+
+    def build(self) -> Any:
+        """The object itself, or a new one of this name.
+
+        A method or an attack that was passed is copied, so that one run leaves no state to the
+        next.
+
+        Raises:
+            UserError: The name is unknown or stands for an object of another process.
+        """
+        if self.value is not None:
+            copied = self.kind in ("method", "attack") and is_dataclass(self.value)
+            return dataclasses.replace(self.value) if copied else self.value
+        require_loadable(self.kind, self.name)
+        return build(self.kind, self.name, self.options)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether this is only what a file records of an object of another process."""
+        return self.value is None and in_memory(self.name)
+
+    def described(self) -> str | dict[str, Any]:
+        """What a file records: the name, with the options where there are any."""
+        return {"name": self.name, **self.options} if self.options else self.name
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Plugin) and (self.kind, self.described()) == (
+            other.kind,
+            other.described(),
+        )
+        return same and self.value is other.value  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.name))
+
+
+def memory_name(value: Any) -> str:
+    """What a file records of an object: its class and its module, in a form that no name has."""
+    return f"a {type(value).__qualname__} in memory ({type(value).__module__})"
+
+
+def in_memory(name: str) -> bool:
+    """Whether a name is what a file records of an object."""
+    return _IN_MEMORY.match(name) is not None
+
+
+def require_loadable(kind: str, name: str) -> None:
+    """Raise UserError where a name stands for an object that was passed to another process."""
+    if in_memory(name):
+        raise UserError(
+            f"the {kind} was {name}, which cannot be loaded by its name; pass an object "
+            "of this class from Python in its place"
+        )
+
+
+def read(kind: str, given: Any) -> Plugin:
+    """A plug-in from what a recipe, a suite or a caller gives for it.
+
+    Args:
+        kind: A key of `GROUPS`.
+        given: A name, a mapping of `name` and options, an object, or a `Plugin`.
+
+    Raises:
+        ValueError: It is none of these. Names and options are checked by `problems`.
+    """
+    if isinstance(given, Plugin) and given.kind == kind:
+        return given
+    if isinstance(given, str):
+        return Plugin(kind, given, {})
+    if isinstance(given, Mapping):
+        given_options = dict(given)
+        if not isinstance(name := given_options.pop("name", None), str):
+            raise ValueError(
+                f"a {kind} is a name, or a mapping with `name` and its options, found "
+                f"{shown(given)}"
+            )
+        return Plugin(kind, name, given_options)
+    if isinstance(given, type):
+        raise ValueError(
+            f"expected an object, found the class {given.__name__}; give {given.__name__}(...)"
+        )
+    if isinstance(given, int | float | list | tuple | None) or not isinstance(given, _bases(kind)):
+        raise ValueError(
+            f"a {kind} is a name, or an object derived from {_bases_text(kind)}, found "
+            f"{shown(given)}"
+        )
+    if kind in ("method", "attack") and not is_dataclass(given):
+        raise ValueError(
+            f"{type(given).__name__} is no dataclass; a {kind} is one, whose fields are its options"
+        )
+    return _by_name(kind, given) or _by_class(kind, given)
+
+
+def _by_name(kind: str, value: Any) -> Plugin | None:
+    """An object as a name and options; None where its class has no name, or they do not say all of
+    it.
+    """
+    name = _name_of(kind, type(value))
+    if name is None or not is_dataclass(value):
+        return None
+    cls: type[Any] = type(value)
+    chosen = {key: getattr(value, key) for key in options(cls)}
+    changed = {key: one for key, one in chosen.items() if one != options(cls)[key][1]}
+    if any(_plain(one) != one for one in changed.values()):
+        return None
+    return Plugin(kind, name, changed) if cls(**changed) == value else None
+
+
+def _name_of(kind: str, plugin: type[Any]) -> str | None:
+    """The name of a class among the plug-ins; None where it has none."""
+    stem = plugin.__module__.rpartition(".")[2]
+    if stem in _modules(kind) and plugin.__module__ == _module_of(kind, stem):
+        return stem if load(kind, stem) is plugin else None
+    where = (plugin.__module__, plugin.__qualname__)
+    return next(
+        (
+            name
+            for name, (one, *_) in _entry_points(kind).items()
+            if (one.module, one.attr) == where
+        ),
+        None,
+    )
+
+
+def _by_class(kind: str, value: Any) -> Plugin:
+    cls = type(value)
+    chosen = {key: _plain(getattr(value, key)) for key in options(cls)}
+    return Plugin(kind, memory_name(value), chosen, value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML can hold it; of anything else its `repr`, cut off."""
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return value if type(value) in (str, int, float, bool, types.NoneType) else shown(value)
+
+
 def coerce(value: Any, annotation: Any) -> Any:
-    """Convert a YAML or command-line value to an annotated type, or raise ValueError with what is allowed.
+    """Convert a YAML or command-line value to an annotated type, or raise ValueError with what is
+    allowed.
 
     A number must be finite: no plug-in has an option that may be infinite.
     """
@@ -161,7 +585,11 @@ def coerce(value: Any, annotation: Any) -> Any:
     if origin is typing.Literal:
         if value not in arguments:
             raise ValueError(
-                unknown_message("value", shown(value) if not isinstance(value, str) else value, map(str, arguments))
+                unknown_message(
+                    "value",
+                    shown(value) if not isinstance(value, str) else value,
+                    map(str, arguments),
+                )
             )
         return value
     if origin in (typing.Union, types.UnionType):

@@ -1,4 +1,6 @@
-"""Fixtures shared by all tests: the bundled pipeline, a short recipe, a cache of this session's own."""
+"""Fixtures shared by all tests: the bundled pipeline, a short recipe, a cache of this session's
+own.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ if (
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).parent.parent
-HANG = 1200  # seconds: several times what the longest process of these takes on two busy cores; only one that hangs takes more
+# seconds: several times what the longest process of these takes on two busy cores; only one that
+# hangs takes more
+HANG = 1200
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of generated pictures for this session; also for the processes that tests start."""
+    """A cache of generated images for this session; also for the processes that tests start."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["CONCEPT_ERASER_CACHE"] = str(folder)
     return folder
@@ -46,7 +50,7 @@ def shared_tiny() -> Any:
 
 
 def short(**changes: Any) -> dict[str, Any]:
-    """A recipe that trains for seconds: few pictures, few steps, few weights."""
+    """A recipe that trains for seconds: few images, few steps, few weights."""
     recipe: dict[str, Any] = {
         "model": "tiny-sd",
         "forget": {"prompts": "tiny_star", "loss": "anchor", "anchor": {"shape": "circle"}, "n": 8},
@@ -71,11 +75,30 @@ def with_values(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 @pytest.fixture
+def no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the studies have no results yet, and keep new ones in a scratch folder: its tables are in
+    `tables`.
+    """
+    from studies import result_tables
+
+    monkeypatch.setattr(result_tables, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(result_tables, "NEW_RESULTS", tmp_path / "new_results")
+    return tmp_path
+
+
+@pytest.fixture
 def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the real command in a process of its own, in a scratch folder."""
 
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "concept_eraser.cli.main", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=options.pop("cwd", tmp_path), timeout=HANG, **options)  # fmt: skip
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=options.pop("cwd", tmp_path),
+            timeout=HANG,
+            **options,
+        )
 
     return run

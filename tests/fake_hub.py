@@ -1,4 +1,6 @@
-"""A hub of one's own for tests: who am I, make a repository or branch, take a commit of small files; over HTTP on this machine."""
+"""A hub of one's own for tests: who am I, make a repository or branch, take a commit of small
+files; over HTTP on this machine.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ TOKEN = "hf_" + "t" * 34
 
 
 class Hub:
-    """What it was asked (method and path) and the files it was given; `refuse` maps a part of a path to a status."""
+    """What it was asked (method and path) and the files it was given; `refuse` maps a part of a
+    path to a status.
+    """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -29,7 +33,11 @@ class Hub:
                 self.answer(b"")
 
             def do_POST(self) -> None:
-                self.answer(self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self.headers.get("Transfer-Encoding") != "chunked" else self.chunks())  # fmt: skip
+                self.answer(
+                    self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                    if self.headers.get("Transfer-Encoding") != "chunked"
+                    else self.chunks()
+                )
 
             def chunks(self) -> bytes:
                 found = b""
@@ -45,7 +53,9 @@ class Hub:
                 status = next((code for part, code in hub.refuse.items() if part in self.path), 200)
                 if status == 200 and self.headers.get("Authorization") != f"Bearer {TOKEN}":
                     status = 401
-                content = json.dumps(hub.reply(self.path, body) if status == 200 else {"error": "refused"}).encode()
+                content = json.dumps(
+                    hub.reply(self.path, body) if status == 200 else {"error": "refused"}
+                ).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 if status == 404:
@@ -60,13 +70,32 @@ class Hub:
 
     def reply(self, path: str, body: bytes) -> dict[str, Any]:
         if "/preupload/" in path:
-            return {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]}  # fmt: skip
+            return {
+                "files": [
+                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for f in json.loads(body)["files"]
+                ]
+            }
         if "/commit/" in path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.url}/me/no-star/commit/{'0' * 40}", "pullRequestUrl": None}  # fmt: skip
+            return {
+                "success": True,
+                "commitOid": "0" * 40,
+                "commitUrl": f"{self.url}/me/no-star/commit/{'0' * 40}",
+                "pullRequestUrl": None,
+            }
         if path.endswith("/repos/create"):
             self.created.append(json.loads(body))
             return {"url": f"{self.url}/me/no-star", "name": "me/no-star"}
-        return {"name": "me", "type": "user", "auth": {}, "errors": [], "warnings": [], "sha": "0" * 40, "siblings": [], "id": "me/no-star"}  # fmt: skip
+        return {
+            "name": "me",
+            "type": "user",
+            "auth": {},
+            "errors": [],
+            "warnings": [],
+            "sha": "0" * 40,
+            "siblings": [],
+            "id": "me/no-star",
+        }

@@ -1,4 +1,5 @@
-"""What an audit found, end to end: nothing of a user's is lost, nothing of a stranger's is run, nothing damaged is used.
+"""What an audit found, end to end: nothing of a user's is lost, nothing of a stranger's is run,
+nothing damaged is used.
 
 The writers, manifests and locks behind it have tests of their own in tests/storage.
 """
@@ -21,15 +22,19 @@ import torch
 import yaml
 
 import concept_eraser
-from concept_eraser.errors import UserError
 from concept_eraser.storage import manifest
+from concept_eraser.utils.errors import UserError
 from tests.conftest import short
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,12 @@ def test_a_card_never_replaces_the_folder_of_all_runs(cli: Cli, run: Path, tmp_p
 
 def test_evaluate_writes_into_a_folder(run: Path, tmp_path: Path) -> None:
     """`output` is a folder, as for erase and attack; a run there keeps its weights."""
-    suite = {"concept": {"shape": "star"}, "groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 2}}, "metrics": ["concept_share"], "sampling": {"steps": 2}}  # fmt: skip
+    suite = {
+        "concept": {"shape": "star"},
+        "groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 2}},
+        "metrics": ["concept_rate"],
+        "sampling": {"steps": 2},
+    }
     before = tree(run)
     concept_eraser.evaluate(str(run), suite, output=run)
     after = tree(run)
@@ -89,11 +99,20 @@ def go():
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> Path:
-    """A stranger's run folder below the working directory, whose recipe names code that lies in it."""
+    """A stranger's run folder below the working directory, whose recipe names code that lies in
+    it.
+    """
     folder = tmp_path / "runs" / "stranger"
     folder.mkdir(parents=True)
     (folder / "payload.py").write_text(PAYLOAD)
-    recipe = {"model": "runs.stranger.payload:go", "target": "classifier", "forget": {"data": "digits", "classes": [3], "loss": "ascent"}, "retain": "rest", "method": "munba", "training": {"steps": 1, "batch_size": 2}}  # fmt: skip
+    recipe = {
+        "model": "runs.stranger.payload:go",
+        "target": "classifier",
+        "forget": {"data": "digits", "classes": [3], "loss": "ascent"},
+        "retain": "rest",
+        "method": "munba",
+        "training": {"steps": 1, "batch_size": 2},
+    }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "done.json").write_text('{"seconds": 1.0}')
     return folder
@@ -111,7 +130,9 @@ def stranger(tmp_path: Path) -> Path:
     ],
     ids=lambda a: " ".join(a[:1]),
 )
-def test_a_recipe_of_a_stranger_runs_no_code(cli: Cli, stranger: Path, arguments: tuple[str, ...]) -> None:
+def test_a_recipe_of_a_stranger_runs_no_code(
+    cli: Cli, stranger: Path, arguments: tuple[str, ...]
+) -> None:
     done = cli(*arguments)
     assert not (stranger / "CANARY").exists()
     assert "Traceback" not in done.stderr
@@ -129,18 +150,29 @@ def test_code_that_the_user_names_is_called(cli: Cli, stranger: Path) -> None:
     assert not (stranger / "CANARY").exists()
     assert cli("evaluate", "mine", "--allow-code").returncode == 0
     (stranger / "CANARY").unlink()
-    done = cli("erase", "runs/stranger/recipe.yaml", "--model", "runs.stranger.payload:go", "-o", "mine", "-q", "--overwrite")  # fmt: skip
+    done = cli(
+        "erase",
+        "runs/stranger/recipe.yaml",
+        "--model",
+        "runs.stranger.payload:go",
+        "-o",
+        "mine",
+        "-q",
+        "--overwrite",
+    )
     assert done.returncode == 0, done.stderr
     assert (stranger / "CANARY").read_text() == "called"
 
 
-def test_from_python_a_recipe_runs_no_code_either(stranger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_from_python_a_recipe_runs_no_code_either(
+    stranger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     content = yaml.safe_load((stranger / "recipe.yaml").read_text())
     for call in (
         lambda: concept_eraser.erase(content, output=tmp_path / "x"),
         lambda: concept_eraser.erase(str(stranger / "recipe.yaml"), output=tmp_path / "x"),
-        lambda: concept_eraser.measure(stranger),
+        lambda: concept_eraser.evaluate(stranger),
     ):
         with pytest.raises(UserError, match="allow_code"):
             call()
@@ -154,22 +186,39 @@ def test_from_python_a_recipe_runs_no_code_either(stranger: Path, tmp_path: Path
 @pytest.fixture
 def project(tmp_path: Path) -> dict[str, bytes]:
     """A user's project: what a run would write has names that are taken."""
-    for name in ("recipe.yaml", "README.md", "report.html", "log.jsonl", "model/keep.txt", "pipeline/keep.txt", "exports/keep.txt", "attacks/keep.txt", "weights.safetensors", "done.json"):  # fmt: skip
+    for name in (
+        "recipe.yaml",
+        "README.md",
+        "report.html",
+        "log.jsonl",
+        "model/keep.txt",
+        "pipeline/keep.txt",
+        "exports/keep.txt",
+        "attacks/keep.txt",
+        "weights.safetensors",
+        "done.json",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=1)))
     return tree(tmp_path)
 
 
-@pytest.mark.parametrize("flags", [(), ("--overwrite",), ("--resume",), ("--resume", "--overwrite")])
-def test_a_run_never_goes_into_a_users_project(cli: Cli, tmp_path: Path, project: dict[str, bytes], flags: tuple[str, ...]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    "flags", [(), ("--overwrite",), ("--resume",), ("--resume", "--overwrite")]
+)
+def test_a_run_never_goes_into_a_users_project(
+    cli: Cli, tmp_path: Path, project: dict[str, bytes], flags: tuple[str, ...]
+) -> None:
     done = cli("erase", "recipe.yaml", "-o", ".", "-q", *flags)
     assert done.returncode == 2
     assert "concept_eraser did not make it" in done.stderr
     assert tree(tmp_path) == project
 
 
-def test_overwrite_leaves_what_the_user_added_or_changed(cli: Cli, run: Path, tmp_path: Path) -> None:
+def test_overwrite_leaves_what_the_user_added_or_changed(
+    cli: Cli, run: Path, tmp_path: Path
+) -> None:
     (run / "notes.txt").write_text("mine")
     (run / "exports").mkdir()
     (run / "exports" / "mine.safetensors").write_text("mine")
@@ -178,13 +227,17 @@ def test_overwrite_leaves_what_the_user_added_or_changed(cli: Cli, run: Path, tm
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__seed=3)))
     done = cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q")
     assert done.returncode == 0, done.stderr
-    assert [(run / n).read_text() for n in ("notes.txt", "exports/mine.safetensors", "report.html")] == ["mine"] * 3
+    assert [
+        (run / n).read_text() for n in ("notes.txt", "exports/mine.safetensors", "report.html")
+    ] == ["mine"] * 3
     assert (run / ".replaced-1" / "conflict.png").read_text() == "mine"
     assert {p.name for p in (run / ".replaced-1").iterdir()} == {"conflict.png", manifest.MARK}
     assert yaml.safe_load((run / "recipe.yaml").read_text())["training"]["seed"] == 3
 
 
-def test_a_file_of_the_user_inside_the_model_is_said_before_any_work(cli: Cli, run: Path, tmp_path: Path) -> None:
+def test_a_file_of_the_user_inside_the_model_is_said_before_any_work(
+    cli: Cli, run: Path, tmp_path: Path
+) -> None:
     (run / "pipeline" / "mine.txt").write_text("mine")
     before = tree(run)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__seed=5)))
@@ -194,11 +247,25 @@ def test_a_file_of_the_user_inside_the_model_is_said_before_any_work(cli: Cli, r
     assert tree(run) == before
 
 
-def test_an_overwrite_that_is_stopped_leaves_the_earlier_run_whole(cli: Cli, run: Path, tmp_path: Path) -> None:
+def test_an_overwrite_that_is_stopped_leaves_the_earlier_run_whole(
+    cli: Cli, run: Path, tmp_path: Path
+) -> None:
     before = tree(run)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=4000)))
-    command = [sys.executable, "-m", "concept_eraser.cli.main", "erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q"]  # fmt: skip
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "concept_eraser.cli.main",
+        "erase",
+        "recipe.yaml",
+        "-o",
+        "runs/star",
+        "--overwrite",
+        "-q",
+    ]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         wait_for(run / ".replaced-1" / "done.json", process)
         wait_for(run / "log.jsonl", process)
@@ -222,7 +289,9 @@ def test_an_overwrite_that_is_stopped_leaves_the_earlier_run_whole(cli: Cli, run
 # 4: results that are not finite
 
 
-def test_a_run_whose_steps_were_all_skipped_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_steps_were_all_skipped_is_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from concept_eraser.training import engine
 
     monkeypatch.setattr(engine, "is_finite", lambda vec: False)
@@ -238,7 +307,9 @@ def test_weights_that_are_not_finite_are_no_run(tmp_path: Path, tiny: Any) -> No
 
     def spoil(step: int, seconds: float) -> None:
         if step == 4:
-            tiny.pipeline.unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_q.weight.data[0, 0] = torch.inf
+            tiny.pipeline.unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_q.weight.data[
+                0, 0
+            ] = torch.inf
 
     with pytest.raises(UserError, match=r"the erased weights are not finite \(1 values"):
         concept_eraser.erase(short(), model=tiny.pipeline, output=tmp_path / "run", look=spoil)
@@ -253,7 +324,9 @@ def test_a_merge_that_is_not_finite_is_not_written(run: Path, tmp_path: Path) ->
     assert not (tmp_path / "merged").exists()
     for strength in (1e300, float("inf"), float("nan")):
         with pytest.raises(UserError, match="from -10000 to 10000"):
-            concept_eraser.export(str(run), "tensors", strength=strength, output=tmp_path / "x.safetensors")
+            concept_eraser.export(
+                str(run), "tensors", strength=strength, output=tmp_path / "x.safetensors"
+            )
         with pytest.raises(UserError, match="from -10000 to 10000"):
             concept_eraser.export(str(run), "diffusers", strength=strength, output=tmp_path / "x")
     assert not (tmp_path / "x.safetensors").exists()
@@ -265,13 +338,33 @@ def test_a_merge_that_is_not_finite_is_not_written(run: Path, tmp_path: Path) ->
 
 def test_two_processes_in_one_folder(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=400)))
-    command = [sys.executable, "-m", "concept_eraser.cli.main", "erase", "recipe.yaml", "-o", "run", "-q"]
-    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "concept_eraser.cli.main",
+        "erase",
+        "recipe.yaml",
+        "-o",
+        "run",
+        "-q",
+    ]
+    first = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         wait_for(tmp_path / "run" / "log.jsonl", first)
-        second = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True)
-        third = subprocess.run([*command, "--overwrite"], cwd=tmp_path, capture_output=True, text=True)
-        measured = subprocess.run([*command[:3], "evaluate", "tiny-sd", "--suite", "tiny_star", "-n", "2", "-o", "run"], cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
+        second = subprocess.run(
+            [*command, "--resume"], cwd=tmp_path, capture_output=True, text=True
+        )
+        third = subprocess.run(
+            [*command, "--overwrite"], cwd=tmp_path, capture_output=True, text=True
+        )
+        measured = subprocess.run(
+            [*command[:3], "evaluate", "tiny-sd", "--suite", "tiny_star", "-n", "2", "-o", "run"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         for other in (second, third, measured):
             assert other.returncode == 2
             assert f"run is in use by process {first.pid}" in other.stderr
@@ -304,23 +397,37 @@ def flip(path: Path, place: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-@pytest.mark.parametrize("name", ["pipeline/unet/diffusion_pytorch_model.safetensors", "pipeline/scheduler/scheduler_config.json"])  # fmt: skip
-def test_a_flipped_bit_of_a_finished_run_is_noticed(cli: Cli, run: Path, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pipeline/unet/diffusion_pytorch_model.safetensors",
+        "pipeline/scheduler/scheduler_config.json",
+    ],
+)
+def test_a_flipped_bit_of_a_finished_run_is_noticed(
+    cli: Cli, run: Path, name: str, tmp_path: Path
+) -> None:
     assert cli("verify", "runs/star").returncode == 0
     flip(run / name, -20)
-    for arguments in (("generate", "runs/star", "-p", "a star"), ("evaluate", "runs/star"), ("verify", "runs/star"), ("export", "runs/star", "--to", "tensors"), ("merge", "runs/star", "-o", "both")):  # fmt: skip
+    for arguments in (
+        ("generate", "runs/star", "-p", "a star"),
+        ("evaluate", "runs/star"),
+        ("verify", "runs/star"),
+        ("export", "runs/star", "--to", "tensors"),
+        ("merge", "runs/star", "-o", "both"),
+    ):
         done = cli(*arguments)
         assert done.returncode == 2, arguments
         assert Path(name).name in done.stderr + done.stdout
         assert "Traceback" not in done.stderr
-    assert not (tmp_path / "pictures").exists()
+    assert not (tmp_path / "images").exists()
     assert "1 of" in cli("verify", "runs/star", "--accept").stdout
     assert cli("verify", "runs/star").returncode == 0
 
 
 def test_damaged_images_of_the_cache_are_made_again(tmp_path: Path) -> None:
     runs = [concept_eraser.erase(short(), output=tmp_path / "a", cache=tmp_path / "cache")]
-    chunks = sorted((tmp_path / "cache" / "pictures").rglob("*.safetensors"))
+    chunks = sorted((tmp_path / "cache" / "images").rglob("*.safetensors"))
     assert chunks
     for chunk in chunks:
         flip(chunk, -100)
@@ -330,8 +437,12 @@ def test_damaged_images_of_the_cache_are_made_again(tmp_path: Path) -> None:
 
 
 def test_a_damaged_state_costs_the_steps_since_the_one_before(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=8, training__save_every=2)))
-    whole = concept_eraser.erase(short(training__steps=8, training__save_every=2), output=tmp_path / "whole")
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(short(training__steps=8, training__save_every=2))
+    )
+    whole = concept_eraser.erase(
+        short(training__steps=8, training__save_every=2), output=tmp_path / "whole"
+    )
     code = (
         "import os, sys, concept_eraser\n"
         "def stop(step, seconds):\n"
@@ -343,8 +454,13 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(cli: Cli, tmp_path
     flip(state, state.stat().st_size // 2)
     done = cli("erase", "recipe.yaml", "-o", "run", "--resume", "-q")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == (whole.folder / "weights.safetensors").read_bytes()  # fmt: skip
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()] == list(range(1, 9))  # fmt: skip
+    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == (
+        whole.folder / "weights.safetensors"
+    ).read_bytes()
+    assert [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    ] == list(range(1, 9))
     assert not list((tmp_path / "run").glob("*state.ckpt"))
     assert cli("verify", "run").returncode == 0
 
@@ -375,14 +491,19 @@ def test_a_strangers_run_folder_leads_nowhere_else(cli: Cli, run: Path, tmp_path
 def test_images_of_an_earlier_call_are_replaced_only_on_demand(cli: Cli, tmp_path: Path) -> None:
     call = ("generate", "tiny-sd", "-p", "a red star", "--steps", "1", "-q")
     assert cli(*call, "-n", "3").returncode == 0
-    (tmp_path / "pictures" / "mine.png").write_text("mine")
-    before = tree(tmp_path / "pictures")
+    (tmp_path / "images" / "mine.png").write_text("mine")
+    before = tree(tmp_path / "images")
     again = cli(*call, "-n", "1")
     assert again.returncode == 2
     assert "--overwrite" in again.stderr
-    assert tree(tmp_path / "pictures") == before
+    assert tree(tmp_path / "images") == before
     assert cli(*call, "-n", "1", "--overwrite").returncode == 0
-    assert {p.name for p in (tmp_path / "pictures").iterdir()} == {manifest.MARK, "00000.png", "metadata.jsonl", "mine.png"}  # fmt: skip
+    assert {p.name for p in (tmp_path / "images").iterdir()} == {
+        manifest.MARK,
+        "00000.png",
+        "metadata.jsonl",
+        "mine.png",
+    }
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "00000.png").write_text("mine")
     for flags in ((), ("--overwrite",)):
@@ -392,5 +513,7 @@ def test_images_of_an_earlier_call_are_replaced_only_on_demand(cli: Cli, tmp_pat
 
 def test_a_full_cache_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("a file where the cache should be")
-    run = concept_eraser.erase(short(training__steps=1), output=tmp_path / "run", cache=tmp_path / "cache")
+    run = concept_eraser.erase(
+        short(training__steps=1), output=tmp_path / "run", cache=tmp_path / "cache"
+    )
     assert (run.folder / "done.json").exists()

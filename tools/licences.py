@@ -1,11 +1,14 @@
 """docs/licences.md: the licences of every dependency and of every data file of this repository.
 
-    python -m tools.licences          write the page from what is installed here
-    python -m tools.licences --check  exit with 1 where the default install has a copyleft licence but nudenet's
+    python -m tools.licences
+    python -m tools.licences --check
 
-A licence is what a package's metadata declares, as an SPDX name. The licence files inside the package are searched for
-whole texts of the GPL, the AGPL and the LGPL too: where one is found that the metadata does not declare, a person has
-looked at it, and `REVIEWED` holds the result.
+The first command writes the page from the installed packages. The second exits with 1 where the
+default install has a copyleft licence besides nudenet's.
+
+A licence is what a package's metadata declares, as an SPDX name. The licence files inside the
+package are also searched for whole texts of the GPL, the AGPL and the LGPL. A person has reviewed
+each text that the metadata does not declare, and `REVIEWED` holds the result.
 """
 
 from __future__ import annotations
@@ -21,28 +24,70 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "licences.md"
-NEEDED_COPYLEFT = frozenset({"nudenet"})  # the only one of the default install: the project needs it
+# the only one of the default install: the project needs it
+NEEDED_COPYLEFT = frozenset({"nudenet"})
 NOT_INSTALLED = {"bitsandbytes": "MIT"}  # of an extra that no test environment has; by its own page
 
-# What the licence files of a package say beyond its metadata. Looked at by a person; the version that was looked at.
+# What the licence files of a package say beyond its metadata. Looked at by a person; the version
+# that was looked at.
 REVIEWED = {
-    "nudenet": ("AGPL-3.0", "3.4.2: the metadata says MIT, LICENSE and LICENSE.md in the wheel are the AGPL-3.0, and the model 320n.onnx names AGPL-3.0 (Ultralytics) as its licence. The strictest is taken"),
+    "nudenet": (
+        "AGPL-3.0",
+        (
+            "3.4.2: the metadata says MIT, LICENSE and LICENSE.md in the wheel are the "
+            "AGPL-3.0, and the model 320n.onnx names AGPL-3.0 (Ultralytics) as its licence. "
+            "The strictest is taken"
+        ),
+    ),
     "clean-fid": ("MIT", "0.1.35: the classifier says BSD, LICENSE is the MIT licence"),
-    "numpy": ("", "2.4.6: the wheel holds libgfortran (GPL-3.0 with the GCC runtime library exception, which frees programs that use it) and libquadmath (LGPL-2.1)"),
+    "numpy": (
+        "",
+        (
+            "2.4.6: the wheel holds libgfortran (GPL-3.0 with the GCC runtime library "
+            "exception, which frees programs that use it) and libquadmath (LGPL-2.1)"
+        ),
+    ),
     "scipy": ("", "1.17.1: as numpy"),
-    "opencv-python-headless": ("", "5.0.0.93: the wheel holds FFmpeg (LGPL-2.1) and others as libraries of their own, loaded at run time; comes with nudenet"),
-    "setuptools": ("", "84.2.1: holds a copy of autocommand (LGPL-3.0), used by its own command line; torch asks for it"),
-    "torch": ("", "2.13.0: names the licence (GPL-3.0) of test files of a library below it (cpr); they are not in the wheel"),
-}  # fmt: skip
+    "opencv-python-headless": (
+        "",
+        (
+            "5.0.0.93: the wheel holds FFmpeg (LGPL-2.1) and others as libraries of their "
+            "own, loaded at run time; comes with nudenet"
+        ),
+    ),
+    "setuptools": (
+        "",
+        (
+            "84.2.1: holds a copy of autocommand (LGPL-3.0), used by its own command line; "
+            "torch asks for it"
+        ),
+    ),
+    "torch": (
+        "",
+        (
+            "2.13.0: names the licence (GPL-3.0) of test files of a library below it (cpr); "
+            "they are not in the wheel"
+        ),
+    ),
+}
 
 _SPDX = [  # declared text or classifier, lower case -> SPDX; the first that fits
-    (r"affero|agpl", "AGPL-3.0"), (r"lesser general public|lgpl", "LGPL-3.0"),
-    (r"gplv3|gpl-3|general public license v3", "GPL-3.0"), (r"gpl", "GPL-2.0-or-later"),
-    (r"mpl-2.0 and mit", "MPL-2.0 AND MIT"), (r"mozilla|\bmpl\b|\bmpl-2", "MPL-2.0"), (r"apache", "Apache-2.0"),
-    (r"^mit\b|mit license", "MIT"), (r"python software|\bpsf\b|matplotlib versions", "PSF-2.0"), (r"\bisc\b", "ISC"),
-    (r"3-clause|bsd-3|modified bsd|new bsd", "BSD-3-Clause"), (r"2-clause|bsd-2", "BSD-2-Clause"), (r"bsd", "BSD"),
-    (r"redistribution and use in source", "BSD"), (r"\bhpnd\b|historical permission", "HPND"),
-]  # fmt: skip
+    (r"affero|agpl", "AGPL-3.0"),
+    (r"lesser general public|lgpl", "LGPL-3.0"),
+    (r"gplv3|gpl-3|general public license v3", "GPL-3.0"),
+    (r"gpl", "GPL-2.0-or-later"),
+    (r"mpl-2.0 and mit", "MPL-2.0 AND MIT"),
+    (r"mozilla|\bmpl\b|\bmpl-2", "MPL-2.0"),
+    (r"apache", "Apache-2.0"),
+    (r"^mit\b|mit license", "MIT"),
+    (r"python software|\bpsf\b|matplotlib versions", "PSF-2.0"),
+    (r"\bisc\b", "ISC"),
+    (r"3-clause|bsd-3|modified bsd|new bsd", "BSD-3-Clause"),
+    (r"2-clause|bsd-2", "BSD-2-Clause"),
+    (r"bsd", "BSD"),
+    (r"redistribution and use in source", "BSD"),
+    (r"\bhpnd\b|historical permission", "HPND"),
+]
 _TEXTS = re.compile(r"^\s*GNU (AFFERO |LESSER |LIBRARY )?GENERAL PUBLIC LICENSE\s*$", re.MULTILINE)
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -67,7 +112,11 @@ class Package:
     @property
     def unreviewed(self) -> bool:
         """Whether its files hold a copyleft text that nobody has looked at."""
-        return bool(self.texts) and self.copyleft not in ("strong", "library") and self.name not in REVIEWED
+        return (
+            bool(self.texts)
+            and self.copyleft not in ("strong", "library")
+            and self.name not in REVIEWED
+        )
 
 
 def plain(name: str) -> str:
@@ -76,72 +125,101 @@ def plain(name: str) -> str:
 
 
 def groups() -> dict[str, list[str]]:
-    """The requirements of pyproject.toml: "default", then each extra, as written."""
+    """The requirements of pyproject.toml: "default", then each extra, as written; `all` only joins
+    other extras.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {"default": project["dependencies"], **project["optional-dependencies"]}
+    extras = {
+        name: rows for name, rows in project["optional-dependencies"].items() if name != "all"
+    }
+    return {"default": project["dependencies"], **extras}
 
 
 def names(requirements: Iterable[str]) -> list[str]:
     """The packages that some requirements name, sorted."""
-    found = (_REQUIREMENT.match(one) for one in requirements)
-    return sorted({plain(match[0]) for match in found if match})
+    matches = (_REQUIREMENT.match(one) for one in requirements)
+    return sorted({plain(match[0]) for match in matches if match})
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
-    """The installed packages that some requirements bring, their own and what these need; those not installed too."""
+    """The installed packages that some requirements bring, their own and what these need; those not
+    installed too.
+    """
     from packaging.requirements import Requirement
 
-    found: set[tuple[str, str]] = set()
+    packages: set[tuple[str, str]] = set()
     todo = [Requirement(one) for one in requirements]
     while todo:
         one = todo.pop()
         name = plain(one.name)
         for extra in ("", *one.extras):
-            if (name, extra) in found:
+            if (name, extra) in packages:
                 continue
-            found.add((name, extra))
+            packages.add((name, extra))
             try:
-                needed = metadata.requires(name) or []
+                dependencies = metadata.requires(name) or []
             except metadata.PackageNotFoundError:
                 continue
-            inner = (Requirement(text) for text in needed)
+            inner = (Requirement(text) for text in dependencies)
             todo += [r for r in inner if r.marker is None or r.marker.evaluate({"extra": extra})]
-    return {name for name, _ in found}
+    return {name for name, _ in packages}
 
 
 def package(name: str) -> Package:
-    """What is known of one package. Raises KeyError where it is neither installed nor in NOT_INSTALLED."""
+    """What is known of one package. Raises KeyError where it is neither installed nor in
+    NOT_INSTALLED.
+    """
     try:
-        found = metadata.distribution(name)
+        distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return Package(name, "not installed here", NOT_INSTALLED[name], frozenset())
     reviewed, note = REVIEWED.get(name, ("", ""))
-    texts = list(_licence_texts(found))
-    gnu = {re.sub(r"\s+", " ", match[0].strip().upper()) for text in texts for match in _TEXTS.finditer(text)}
-    return Package(name, found.version.partition("+")[0], reviewed or _declared(found, texts), frozenset(gnu), note)
+    texts = list(_licence_texts(distribution))
+    gnu = {
+        re.sub(r"\s+", " ", match[0].strip().upper())
+        for text in texts
+        for match in _TEXTS.finditer(text)
+    }
+    return Package(
+        name,
+        distribution.version.partition("+")[0],
+        reviewed or _declared(distribution, texts),
+        frozenset(gnu),
+        note,
+    )
 
 
 def _licence_texts(found: metadata.Distribution) -> Iterator[str]:
     for file in found.files or []:
-        if re.search(r"licen[cs]e|copying|notice", file.name, re.IGNORECASE) and file.suffix not in (".py", ".pyc"):
+        if re.search(
+            r"licen[cs]e|copying|notice", file.name, re.IGNORECASE
+        ) and file.suffix not in (".py", ".pyc"):
             path = Path(str(found.locate_file(file)))
             if path.is_file() and path.stat().st_size < 2**22:
                 yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def _declared(found: metadata.Distribution, texts: list[str]) -> str:
-    """The SPDX name of what the metadata declares: an expression, a classifier, a text; BSD's kind by its text."""
+    """The SPDX name of what the metadata declares: an expression, a classifier, a text; BSD's kind
+    by its text.
+    """
     expression = found.metadata.get("License-Expression")
     if expression:
         return expression.strip()
-    classifiers = [c for c in found.metadata.get_all("Classifier") or [] if c.startswith("License ::")]
-    declared = (found.metadata.get("License") or "").strip()
-    kinds = [spdx for one in (declared, *classifiers) for spdx in [_spdx(one)] if spdx]
+    classifiers = [
+        c for c in found.metadata.get_all("Classifier") or [] if c.startswith("License ::")
+    ]
+    license_text = (found.metadata.get("License") or "").strip()
+    kinds = [spdx for one in (license_text, *classifiers) for spdx in [_spdx(one)] if spdx]
     kind = next((one for one in kinds if one != "BSD"), kinds[0] if kinds else "")
     if not kind:
         kind = next((spdx for text in texts for spdx in [_spdx(text)] if spdx), "unknown")
     if kind == "BSD":
-        kind = "BSD-3-Clause" if any("Neither the name" in text for text in [declared, *texts]) else "BSD-2-Clause"
+        kind = (
+            "BSD-3-Clause"
+            if any("Neither the name" in text for text in [license_text, *texts])
+            else "BSD-2-Clause"
+        )
     return kind
 
 
@@ -151,54 +229,171 @@ def _spdx(text: str) -> str:
 
 
 def problems() -> list[str]:
-    """What the default install must not have: GPL, AGPL or LGPL but nudenet's, unknown licences, texts not looked at."""
-    found = [package(name) for name in sorted(closure(groups()["default"]))]
-    bad = [f"{p.name}: {p.licence}" for p in found if p.copyleft in ("strong", "library") and p.name not in NEEDED_COPYLEFT]  # fmt: skip
-    bad += [f"{p.name}: {', '.join(sorted(p.texts))} in its files; look at it and add it to REVIEWED" for p in found if p.unreviewed]  # fmt: skip
-    return bad + [f"{p.name}: no licence found" for p in found if p.licence == "unknown"]
+    """What the default install must not have: GPL, AGPL or LGPL but nudenet's, unknown licences,
+    texts not looked at.
+    """
+    packages = [package(name) for name in sorted(closure(groups()["default"]))]
+    bad = [
+        f"{p.name}: {p.licence}"
+        for p in packages
+        if p.copyleft in ("strong", "library") and p.name not in NEEDED_COPYLEFT
+    ]
+    bad += [
+        f"{p.name}: {', '.join(sorted(p.texts))} in its files; look at it and add it to REVIEWED"
+        for p in packages
+        if p.unreviewed
+    ]
+    return bad + [f"{p.name}: no licence found" for p in packages if p.licence == "unknown"]
 
 
-# Data files of this repository: (pattern, what it is, where it is from, licence). The first pattern that fits counts.
+# Data files of this repository: (pattern, what it is, where it is from, licence). The first pattern
+# that fits counts.
 MADE = "made by this project"
 DATA = [
-    ("concept_eraser/tiny/weights/tiny-sd/tokenizer/*", "the vocabulary and merges of the bundled tokenizer", "CLIP's byte-pair encoding (OpenAI), read from the copy that open_clip installs", "MIT"),
-    ("concept_eraser/tiny/weights/*", "the bundled pipeline, CLIP and judge", "trained from scratch on images that concept_eraser/tiny/painter.py paints; no outside data", "Apache-2.0"),
+    (
+        "concept_eraser/tiny/weights/tiny-sd/tokenizer/*",
+        "the vocabulary and merges of the bundled tokenizer",
+        "CLIP's byte-pair encoding (OpenAI), read from the copy that open_clip installs",
+        "MIT",
+    ),
+    (
+        "concept_eraser/tiny/weights/*",
+        "the bundled pipeline, CLIP and judge",
+        (
+            "trained from scratch on images that concept_eraser/tiny/painter.py paints; no "
+            "outside data"
+        ),
+        "Apache-2.0",
+    ),
     ("concept_eraser/*.css", "styles of the pages", MADE, "Apache-2.0"),
     ("concept_eraser/*.html", "templates of the reports", MADE, "Apache-2.0"),
     ("concept_eraser/*.md", "template of the model card", MADE, "Apache-2.0"),
     ("concept_eraser/py.typed", "an empty mark for type checkers", MADE, "Apache-2.0"),
-    ("prompts/i2p_*.yaml", "a reference to rows of I2P (Schramowski et al., arXiv 2211.05105); no prompt of it is copied", "read from the hub or its cache when it is used", "the file: Apache-2.0; I2P states none"),
+    (
+        "prompts/i2p_*.yaml",
+        (
+            "a reference to rows of I2P (Schramowski et al., arXiv 2211.05105); no prompt of "
+            "it is copied"
+        ),
+        "read from the hub or its cache when it is used",
+        "the file: Apache-2.0; I2P states none",
+    ),
+    ("tests/plugin_package/*", "a sample package of plug-ins", MADE, "Apache-2.0"),
     ("prompts/*.yaml", "prompt sets", "written for concept_eraser", "Apache-2.0"),
     ("pipelines/*.yaml", "recipes", MADE, "Apache-2.0"),
-    ("tests/campaigns/results/*", "counts of the campaigns: damaged inputs, faults, mutants", "measured by tests/campaigns", "Apache-2.0"),
-    ("eval/results/*", "results of the studies: tables, numbers, plots, images", "measured on the bundled model; its images, or images of the papers' problems drawn by this project", "Apache-2.0"),
-    ("eval/*.yaml", "suites and studies", MADE, "Apache-2.0"),
+    (
+        "tests/campaigns/results/*",
+        "counts of the campaigns: damaged inputs, faults, mutants",
+        "measured by tests/campaigns",
+        "Apache-2.0",
+    ),
+    (
+        "eval/results/*",
+        "results of the studies: tables, numbers, plots, images",
+        (
+            "measured on the bundled model; its images, or images of the papers' problems "
+            "drawn by this project"
+        ),
+        "Apache-2.0",
+    ),
+    ("eval/*.yaml", "suites", MADE, "Apache-2.0"),
+    ("studies/configs/*", "configurations and notes of the studies", MADE, "Apache-2.0"),
     ("docs/*.png", "images of the bundled model, screenshots of the demo", MADE, "Apache-2.0"),
     ("docs/*.md", "documents", MADE, "Apache-2.0"),
     ("benchmarks/*", "measured times and memory", MADE, "Apache-2.0"),
-]  # fmt: skip
-_FOLDERS = ("concept_eraser", "prompts", "pipelines", "eval", "docs", "benchmarks", "tests", "examples", "studies")
-USED = [  # read while a command or a test runs, and not part of this repository: (what, by what, from where, licence)
-    ("320n.onnx, NudeNet's model", "the judge and metric `nudenet`, `detect`, the demo", "the wheel of nudenet", "AGPL-3.0"),
-    ("DejaVu fonts", "plots of the reports, the data set `fonts`", "the wheel of matplotlib", "Bitstream Vera licence, public domain changes"),
-    ("system fonts", "the demo and the reports, named in CSS", "the reader's own system", "not distributed"),
-    ("BPE vocabulary of CLIP", "`concept_eraser.tiny.build`", "the wheel of open-clip-torch", "MIT"),
-    ("astronaut, a photograph of E. Collins (NASA)", "tests/test_nudity.py", "the wheel of scikit-image", "public domain"),
-    ("handwritten digits (UCI)", "the data set `digits`, tests", "the wheel of scikit-learn", "CC-BY-4.0"),
+]
+_FOLDERS = (
+    "concept_eraser",
+    "prompts",
+    "pipelines",
+    "eval",
+    "docs",
+    "benchmarks",
+    "tests",
+    "examples",
+    "studies",
+)
+# read while a command or a test runs, and not part of this repository: (what, by what, from where,
+# licence)
+USED = [
+    (
+        "320n.onnx, NudeNet's model",
+        "the judge and metric `nudenet`, `detect`, the demo",
+        "the wheel of nudenet",
+        "AGPL-3.0",
+    ),
+    (
+        "DejaVu fonts",
+        "plots of the reports, the data set `fonts`",
+        "the wheel of matplotlib",
+        "Bitstream Vera licence, public domain changes",
+    ),
+    (
+        "system fonts",
+        "the demo and the reports, named in CSS",
+        "the reader's own system",
+        "not distributed",
+    ),
+    (
+        "BPE vocabulary of CLIP",
+        "`concept_eraser.tiny.build`",
+        "the wheel of open-clip-torch",
+        "MIT",
+    ),
+    (
+        "astronaut, a photograph of E. Collins (NASA)",
+        "tests/evaluation/test_nudity.py",
+        "the wheel of scikit-image",
+        "public domain",
+    ),
+    (
+        "handwritten digits (UCI)",
+        "the data set `digits`, tests",
+        "the wheel of scikit-learn",
+        "CC-BY-4.0",
+    ),
     ("CIFAR-10", "the data set `cifar10`", "a folder that the user has", "none stated"),
-    ("SVHN", "the data set `svhn`", "a folder that the user has", "non-commercial use, by its page"),
-    ("Oxford-IIIT Pets", "the data set `oxford_pets`", "a folder that the user has", "CC-BY-SA-4.0"),
+    (
+        "SVHN",
+        "the data set `svhn`",
+        "a folder that the user has",
+        "non-commercial use, by its page",
+    ),
+    (
+        "Oxford-IIIT Pets",
+        "the data set `oxford_pets`",
+        "a folder that the user has",
+        "CC-BY-SA-4.0",
+    ),
     ("Imagenette", "the data set `imagenette`", "a folder that the user has", "ImageNet's terms"),
-    ("CelebA-HQ", "the data set `celeba_hq`", "a folder that the user has", "non-commercial research, by its page"),
-    ("I2P, COCO captions", "prompt sets that name them", "the hub, or a file that the user has", "none stated; CC-BY-4.0"),
-]  # fmt: skip
+    (
+        "CelebA-HQ",
+        "the data set `celeba_hq`",
+        "a folder that the user has",
+        "non-commercial research, by its page",
+    ),
+    (
+        "I2P, COCO captions",
+        "prompt sets that name them",
+        "the hub, or a file that the user has",
+        "none stated; CC-BY-4.0",
+    ),
+]
 
 
 def data_files() -> list[str]:
-    """The data files of this repository, relative to its root: everything in its folders that is no Python."""
-    found = (path for folder in _FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file())
-    kept = (path.relative_to(ROOT) for path in found if path.suffix not in (".py", ".pyc"))
-    return sorted(path.as_posix() for path in kept if not any(part.startswith(".") for part in path.parts))
+    """The data files of this repository, relative to its root: everything in its folders that is no
+    Python.
+    """
+    paths = (path for folder in _FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file())
+    relative_paths = (
+        path.relative_to(ROOT) for path in paths if path.suffix not in (".py", ".pyc")
+    )
+    return sorted(
+        path.as_posix()
+        for path in relative_paths
+        if not any(part.startswith(".") for part in path.parts)
+    )
 
 
 def line_of(file: str) -> tuple[str, str, str, str] | None:
@@ -213,13 +408,19 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def direct_rows(group: str) -> list[list[str]]:
-    """Name and licence of each direct dependency of a group; nothing here changes with a version of no consequence."""
+    """Name and licence of each direct dependency of a group; nothing here changes with a version of
+    no consequence.
+    """
     return [[f"`{name}`", package(name).licence] for name in names(groups()[group])]
 
 
 def _closure_rows(packages: Iterable[str]) -> list[list[str]]:
-    found = [package(name) for name in sorted(packages)]
-    return [[f"`{p.name}`", p.version, p.licence, p.note] for p in found if p.name != "concept-eraser"]
+    installed = [package(name) for name in sorted(packages)]
+    return [
+        [f"`{p.name}`", p.version, p.licence, p.note]
+        for p in installed
+        if p.name != "concept-eraser"
+    ]
 
 
 def _installed(packages: Iterable[str]) -> list[str]:
@@ -238,23 +439,61 @@ def render() -> str:
     default = closure(every["default"])
     weak = [p.name for p in map(package, _installed(sorted(default))) if p.copyleft == "file"]
     parts = [_INTRODUCTION.format(weak=", ".join(f"`{name}`" for name in weak))]
-    parts += ["## Direct dependencies\n", "What `pip install concept-eraser` asks for by name.\n", _table(["package", "licence"], direct_rows("default"))]  # fmt: skip
+    parts += [
+        "## Direct dependencies\n",
+        "What `pip install concept-eraser` asks for by name.\n",
+        _table(["package", "licence"], direct_rows("default")),
+    ]
     for extra, why in _EXTRAS.items():
         parts += [f"### {extra}\n", why + "\n", _table(["package", "licence"], direct_rows(extra))]
-    parts += ["## Everything that is installed with them\n", "As installed where this page was made; versions and, with them, packages differ elsewhere.\n", _table(["package", "version", "licence", "what its files hold beside"], _closure_rows(_installed(default)))]  # fmt: skip
+    parts += [
+        "## Everything that is installed with them\n",
+        (
+            "As installed where this page was made; versions and, with them, packages differ "
+            "elsewhere.\n"
+        ),
+        _table(
+            ["package", "version", "licence", "what its files hold beside"],
+            _closure_rows(_installed(default)),
+        ),
+    ]
     for extra in _EXTRAS:
-        more = closure(every[extra]) - default
-        parts += [f"### More by {extra}\n", _table(["package", "version", "licence", "what its files hold beside"], _closure_rows(_installed(more)))]  # fmt: skip
-    parts += ["## Data files of this repository\n", _table(["files", "what", "origin", "licence"], ([f"`{line[0]}`", *line[1:]] for line in DATA))]  # fmt: skip
-    parts += ["## Data that is read and not part of this repository\n", _table(["what", "by what", "from where", "licence"], USED)]  # fmt: skip
+        extra_packages = closure(every[extra]) - default
+        parts += [
+            f"### More by {extra}\n",
+            _table(
+                ["package", "version", "licence", "what its files hold beside"],
+                _closure_rows(_installed(extra_packages)),
+            ),
+        ]
+    parts += [
+        "## Data files of this repository\n",
+        _table(
+            ["files", "what", "origin", "licence"], ([f"`{line[0]}`", *line[1:]] for line in DATA)
+        ),
+    ]
+    parts += [
+        "## Data that is read and not part of this repository\n",
+        _table(["what", "by what", "from where", "licence"], USED),
+    ]
     return "\n".join(parts)
 
 
 _EXTRAS = {
+    "curvature": "`pip install 'concept-eraser[curvature]'`: the method natural_gradient.",
+    "labelled": (
+        "`pip install 'concept-eraser[labelled]'`: membership attacks, the data set `digits`."
+    ),
     "memory": "`pip install 'concept-eraser[memory]'`: the optimizer adamw8bit.",
-    "torchjd": "`pip install 'concept-eraser[torchjd]'`: the method torchjd. Its solvers `quadprog` (GPL) and `qpsolvers` (LGPL) are copyleft.",
+    "torchjd": (
+        "`pip install 'concept-eraser[torchjd]'`: the method torchjd. Its solvers `quadprog` "
+        "(GPL) and `qpsolvers` (LGPL) are copyleft."
+    ),
     "trackers": "`pip install 'concept-eraser[trackers]'`: TensorBoard and W&B.",
-    "dev": "`make test`, `make check`: tools of development, on no user's machine. `ecos`, which TorchJD's NashMTL needs, is under the GPL.",
+    "dev": (
+        "`make test`, `make check`: tools of development, on no user's machine. `ecos`, "
+        "which TorchJD's NashMTL needs, is under the GPL."
+    ),
 }
 _INTRODUCTION = """# Licences
 
@@ -296,15 +535,15 @@ choice.
 | serves the demo on a network | Section 13 is for who runs a *changed* version for others over a network: these users must be offered its source. Unchanged, as pip installs it, it asks for no offer. Whether the demo around it counts as a changed version is disputed too; concept_eraser's own source is public under the Apache-2.0, and changes of yours to it may be asked for. Ultralytics, whose licence the model names, sells another licence and reads the AGPL widely. |
 
 Without nudenet (`pip uninstall nudenet`) everything works but the places named above, which then end with an error.
-"""
+"""  # noqa: E501
 
 
 def main(arguments: list[str]) -> int:
     """Write the page, or check. The exit status."""
     if "--check" in arguments:
-        found = problems()
-        print("\n".join(found) or "no copyleft licence in the default install but nudenet's")
-        return int(bool(found))
+        mistakes = problems()
+        print("\n".join(mistakes) or "no copyleft licence in the default install but nudenet's")
+        return int(bool(mistakes))
     PAGE.write_text(render(), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
     return 0

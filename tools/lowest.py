@@ -3,8 +3,9 @@
     python -m tools.lowest > constraints.txt
     pip install -c constraints.txt -e ".[dev]"
 
-The bounds of the extras are among them. torch and torchvision are left out: the Makefile's TORCH decides, since older
-builds of torch that fit a machine without a GPU are not on every package index. Needs the standard library only.
+The bounds of the extras are among them. torch and torchvision are left out: the Makefile's TORCH
+decides, since older builds of torch that fit a machine without a GPU are not on every package
+index. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -15,17 +16,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HELD = ("torch", "torchvision")  # by the Makefile's TORCH
-_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?(?:>=(?P<lowest>[^,;\s]+))?(?P<rest>.*)")
+_REQUIREMENT = re.compile(
+    r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?(?:>=(?P<lowest>[^,;\s]+))?(?P<rest>.*)"
+)
 
 
 def constraints(pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
-    """The lines of a constraints file: `name==lowest` of each requirement that has a lower bound, each name once.
+    """The lines of a constraints file: `name==lowest` of each requirement that has a lower bound,
+    each name once.
 
-    Raises ValueError where one package has two different bounds, or a requirement has more than a lower bound.
+    Raises ValueError where one package has two different bounds, or a requirement has more than a
+    lower bound.
     """
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     lowest: dict[str, str] = {}
-    for one in [*project["dependencies"], *(r for rows in project["optional-dependencies"].values() for r in rows)]:
+    for one in [
+        *project["dependencies"],
+        *(r for rows in project["optional-dependencies"].values() for r in rows),
+    ]:
         match = _REQUIREMENT.fullmatch(one.strip())
         if match is None or match["rest"]:
             raise ValueError(f"the requirement {one!r} is more than a name and a lower bound")
@@ -33,7 +41,9 @@ def constraints(pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
         if version is None or name in HELD:
             continue
         if lowest.setdefault(name, version) != version:
-            raise ValueError(f"{name} has two lower bounds, {lowest[name]} and {version}; give it one")
+            raise ValueError(
+                f"{name} has two lower bounds, {lowest[name]} and {version}; give it one"
+            )
     return [f"{name}=={version}" for name, version in sorted(lowest.items())]
 
 

@@ -1,10 +1,11 @@
 """Let a CPU-only torch and a CUDA-built torchvision live in one environment.
 
-Some package indexes offer a CPU build of torch but no CPU build of torchvision. Its compiled operators then
-cannot load, and `import torchvision` (hence open_clip, clean-fid and parts of transformers) fails with
-"operator torchvision::nms does not exist", although only torchvision's pure Python parts are needed here.
-This script, run by `make` inside the environment that make itself created, declares the two operators whose
-registration fails. It does nothing where torchvision imports as it is, and it is safe to run twice.
+Some package indexes offer a CPU build of torch but no CPU build of torchvision. Its compiled
+operators then cannot load, and `import torchvision` (hence open_clip, clean-fid and parts of
+transformers) fails with "operator torchvision::nms does not exist", although only torchvision's
+pure Python parts are needed here. This script, run by `make` inside the environment that make
+itself created, declares the two operators whose registration fails. It does nothing where
+torchvision imports as it is, and it is safe to run twice.
 """
 
 import importlib.util
@@ -24,7 +25,10 @@ if not _has_ops():
 
 
 def imports() -> bool:
-    return subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True).returncode
+        == 0
+    )
 
 
 def main() -> int:
@@ -39,9 +43,15 @@ def main() -> int:
     if MARK not in text:
         extension.write_text(text + DECLARATION)
     if imports():
-        print("torchvision's compiled operators do not fit this torch; declared them so that its Python parts work")
+        print(
+            "torchvision's compiled operators do not fit this torch; declared them so "
+            "that its Python parts work"
+        )
         return 0
-    print("torchvision does not import, and not for the reason this script knows; see `python -c 'import torchvision'`")
+    print(
+        "torchvision does not import, and not for the reason this script knows; see "
+        "`python -c 'import torchvision'`"
+    )
     return 1
 
 

@@ -1,4 +1,7 @@
-"""The application: its verbs, and what Ctrl-C means inside one. `main` runs it and shows its errors."""
+"""The typer application: its commands, and the handling of Ctrl-C inside them.
+
+`main` runs it and shows its errors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from concept_eraser.cli import (
     report,
     verify,
 )
-from concept_eraser.errors import Interrupted
+from concept_eraser.utils.errors import Interrupted
 
 app = typer.Typer(
     name="concept-eraser",
@@ -40,8 +43,9 @@ app = typer.Typer(
 
 
 def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """click answers Ctrl-C itself, with "Aborted!" and exit code 1; this says what became of the work, and leaves with 130.
-    It answers a closed output with exit code 1; whoever reads no further, as `head` does, has what it wants."""
+    """click answers Ctrl-C itself, with "Aborted!" and exit code 1; this says what became of the
+    work, and leaves with 130. It answers a closed output with exit code 1; whoever reads no
+    further, as `head` does, has what it wants."""
 
     @functools.wraps(verb)
     def run(*given: Any, **named: Any) -> None:
@@ -65,15 +69,39 @@ def _set_working(stop: Any, value: bool) -> None:
         stop.working = value
 
 
-for verb in (quickstart.quickstart, erase.erase, generate.generate, evaluate.evaluate, attack.attack, detect.detect, demo.demo, distance.distance, evaluate.compare, report.report, export.export, merge.merge, card.card, push.push, verify.verify, info.list_, info.show, info.check, info.copy):  # fmt: skip
-    options: dict[str, Any] = {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
+for verb in (
+    quickstart.quickstart,
+    erase.erase,
+    generate.generate,
+    evaluate.evaluate,
+    attack.attack,
+    detect.detect,
+    demo.demo,
+    distance.distance,
+    evaluate.compare,
+    report.report,
+    export.export,
+    merge.merge,
+    card.card,
+    push.push,
+    verify.verify,
+    info.list_,
+    info.show,
+    info.check,
+    info.copy,
+):
+    options: dict[str, Any] = (
+        {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
+    )
     app.command(name=verb.__name__.rstrip("_"), **options)(_interruptible(verb))
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
+) -> None:
     if version:
-        from concept_eraser.environment import version as installed
+        from concept_eraser.utils.provenance import version as installed
 
         typer.echo(f"concept-eraser {installed()}")
         raise typer.Exit

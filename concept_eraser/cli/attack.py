@@ -7,28 +7,100 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser import limits, ranks
-from concept_eraser.errors import UserError, shown
+from concept_eraser.utils import distributed, limits
+from concept_eraser.utils.errors import UserError, shown
 
 
 def attack(
-    model: Annotated[str, typer.Argument(help="what to attack: a run folder, a diffusers folder, a hub id; or a LoRA, denoiser or text encoder, with --before")],
-    name: Annotated[str, typer.Option("--attack", "-a", help="see `concept-eraser list attacks`")] = "unlearn_diff",
-    suite: Annotated[Optional[str], typer.Option(help="evaluation suite: its concept, judge, sampler and prompts (default: the one named like the run's forget set)")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=(
+                "what to attack: a run folder, a diffusers folder, a hub id; or a LoRA, "
+                "denoiser or text encoder, with --before"
+            )
+        ),
+    ],
+    name: Annotated[
+        str, typer.Option("--attack", "-a", help="see `concept-eraser list attacks`")
+    ] = "unlearn_diff",
+    suite: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "evaluation suite: its concept, judge, sampler and prompts (default: the one "
+                "named like the run's forget set)"
+            )
+        ),
+    ] = None,
     group: Annotated[str, typer.Option(help="the suite's group of prompts to attack")] = "direct",
-    before: Annotated[Optional[str], typer.Option(help="the model before, which draws the concept (default: the one the run's recipe names)")] = None,
+    before: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "the model before, which draws the concept (default: the one the run's "
+                "recipe names)"
+            )
+        ),
+    ] = None,
     n: Annotated[int, typer.Option("-n", min=2, max=limits.IMAGES, help="how many prompts")] = 20,
-    batch: Annotated[int, typer.Option(min=1, max=limits.BATCH, help="prompts attacked at once")] = 16,
-    seed: Annotated[int, typer.Option(min=0, max=limits.SEED, help="of the attack's own randomness")] = 0,
-    hide: Annotated[Optional[str], typer.Option(help="attack prompts in which this word stands for the concept's; proves an attack on an unprotected model")] = None,
-    word: Annotated[Optional[str], typer.Option(help="how the prompts name the concept, where that is not the suite's value for it")] = None,
-    settings: Annotated[Optional[list[str]], typer.Option("--set", help="an option of the attack, key=value; may be given several times")] = None,
-    guard: Annotated[Optional[str], typer.Option(help="sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, sld-strong: or sld-max:")] = None,
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="folder of attack.json and attempts.jsonl (default: attacks/<attack> in the run folder, or here)")] = None,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="also load weights stored as pickles, which can execute code")] = False,
+    batch: Annotated[
+        int, typer.Option(min=1, max=limits.BATCH, help="prompts attacked at once")
+    ] = 16,
+    seed: Annotated[
+        int, typer.Option(min=0, max=limits.SEED, help="of the attack's own randomness")
+    ] = 0,
+    hide: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "attack prompts in which this word stands for the concept's; proves an "
+                "attack on an unprotected model"
+            )
+        ),
+    ] = None,
+    word: Annotated[
+        Optional[str],
+        typer.Option(
+            help="how the prompts name the concept, where that is not the suite's value for it"
+        ),
+    ] = None,
+    settings: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--set", help="an option of the attack, key=value; may be given several times"
+        ),
+    ] = None,
+    guard: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, "
+                "sld-strong: or sld-max:"
+            )
+        ),
+    ] = None,
+    output: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--output",
+            "-o",
+            help=(
+                "folder of attack.json and attempts.jsonl (default: attacks/<attack> in the "
+                "run folder, or here)"
+            ),
+        ),
+    ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle", help="also load weights stored as pickles, which can execute code"
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
-) -> None:  # fmt: skip
-    """Attack a model with adversarial prompts (or by relearning) and count how often the concept comes back.
+) -> None:
+    """Attack a model with adversarial prompts (or by relearning) and count how often the concept
+    comes back.
 
     An attack that was interrupted goes on where it stopped when the command is given again.
 
@@ -36,51 +108,84 @@ def attack(
 
       concept-eraser attack runs/tiny_star_munba
 
-      concept-eraser attack ./somebodys-erased-sd --before tiny-sd --suite tiny_star -a p4d-k --set steps=300 -n 40
+      concept-eraser attack ./somebodys-erased-sd --before tiny-sd --suite tiny_star -a p4d-k --set
+      steps=300 -n 40
 
       concept-eraser attack esd-star.safetensors --before tiny-sd --suite tiny_star -a soft_prompt
 
-      concept-eraser attack tiny-sd --suite tiny_star --hide shape   (is the attack any good? the model is unprotected)
+      concept-eraser attack tiny-sd --suite tiny_star --hide shape   (a control: the original model)
     """
     from concept_eraser import api
-    from concept_eraser.cli.show_progress import bars
+    from concept_eraser.cli.progress_bars import bars
     from concept_eraser.storage import output_folder
 
-    here = Path(model) if (Path(model) / "recipe.yaml").is_file() else Path()  # nobody else's folder is written to
-    folder = output or here / "attacks" / (name if guard is None else f"{name}-{guard.partition(':')[0]}")
-    if output is None and here != Path():
-        output_folder.require_claimable(folder, "attack", inside=here)
+    # nobody else's folder is written to
+    run_folder = Path(model) if (Path(model) / "recipe.yaml").is_file() else Path()
+    folder = output or run_folder / "attacks" / (
+        name if guard is None else f"{name}-{guard.partition(':')[0]}"
+    )
+    if output is None and run_folder != Path():
+        output_folder.require_claimable(folder, "attack", inside=run_folder)
     with bars(quiet) as progress:
-        found = api.attack(model, name, suite, group=group, before=before, n=n, batch=batch, seed=seed, hide=hide, word=word, options=_options(settings or []), guard=guard, output=folder, allow_pickle=allow_pickle, progress=progress)  # fmt: skip
-    if ranks.is_first():
-        summarise(found)
+        result = api.attack(
+            model,
+            name,
+            suite,
+            group=group,
+            before=before,
+            n=n,
+            batch=batch,
+            seed=seed,
+            hide=hide,
+            word=word,
+            options=_options(settings or []),
+            guard=guard,
+            output=folder,
+            allow_pickle=allow_pickle,
+            progress=progress,
+        )
+    if distributed.is_first():
+        summarise(result)
         typer.echo(f"numbers: {folder / 'attack.json'}")
 
 
 def _options(settings: list[str]) -> dict[str, Any]:
-    found = {}
+    options = {}
     for text in settings:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise UserError(f"cannot read --set {shown(text)}; write key=value, e.g. k=3")
-        found[key.strip()] = value.strip()
-    return found
+        options[key.strip()] = value.strip()
+    return options
 
 
 def summarise(found: Any) -> None:
     """Rates with their intervals, the cost, and the prompts that fell."""
     rates = found.rates()
-    meaning = {"pre": "clean prompts that show the concept", "attacked": "of the others, broken by the attack", "asr": "attack success rate (both)"}  # fmt: skip
+    meaning = {
+        "pre": "clean prompts that show the concept",
+        "attacked": "of the others, broken by the attack",
+        "asr": "attack success rate (both)",
+    }
     for key in ("pre", "attacked", "asr"):
         if key in rates:
             rate = rates[key]
-            typer.echo(f"{meaning[key]:<38} {100 * rate['value']:5.1f} % [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]  n = {rate['n']}")  # fmt: skip
+            typer.echo(
+                f"{meaning[key]:<38} {100 * rate['value']:5.1f} % "
+                f"[{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]  n = {rate['n']}"
+            )
     if found.protocol["left_out"]:
         typer.echo(
-            f"left out: {found.protocol['left_out']} prompts whose picture by the original does not show the concept"
+            f"left out: {found.protocol['left_out']} prompts whose image by the "
+            "original does not show the concept"
         )
-    typer.echo("cost: " + (", ".join(f"{value:g} {what}" for what, value in found.cost.items()) or "none") + f"; {found.seconds:.0f} s")  # fmt: skip
+    typer.echo(
+        "cost: "
+        + (", ".join(f"{value:g} {what}" for what, value in found.cost.items()) or "none")
+        + f"; {found.seconds:.0f} s"
+    )
     for attempt in [a for a in found.attempts if a.success and not a.pre][:5]:
         typer.echo(
-            f"  fell in round {attempt.round}: {attempt.text if attempt.text is not None else '(to no text: an embedding or other weights)'}"
+            f"  fell in round {attempt.round}: "
+            f"{attempt.text if attempt.text is not None else '(to no text: an embedding or other weights)'}"  # noqa: E501
         )

@@ -1,4 +1,4 @@
-"""What an option of the command line checks beyond its bounds."""
+"""Checks of command-line options beyond their bounds."""
 
 from __future__ import annotations
 

@@ -7,17 +7,29 @@ from typing import Annotated, Optional
 
 import typer
 
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 
 def card(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a finished run folder")],
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="where to write it (default: print it)")] = None,
-    repository: Annotated[str, typer.Option("--repo", help="the hub id that its code names")] = "owner/name",
-    license: Annotated[str, typer.Option(help="of the weights, as the hub spells it (default: the card says to fill it in)")] = "other",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file at --output")] = False,
-) -> None:  # fmt: skip
-    """Write the model card of a run: what was erased and how, every number with its interval, attacks, limits.
+    output: Annotated[
+        Optional[Path], typer.Option("--output", "-o", help="where to write it (default: print it)")
+    ] = None,
+    repository: Annotated[
+        str, typer.Option("--repo", help="the hub id that its code names")
+    ] = "owner/name",
+    license: Annotated[
+        str,
+        typer.Option(
+            help="of the weights, as the hub spells it (default: the card says to fill it in)"
+        ),
+    ] = "other",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace the file at --output")
+    ] = False,
+) -> None:
+    """Write the model card of a run: what was erased and how, every number with its interval,
+    attacks, limits.
 
     [bold]Examples[/bold]
 

@@ -14,20 +14,55 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 
 def demo(
-    given: Annotated[Optional[list[str]], typer.Argument(metavar="[RUN]...", help="run folders to compare, beside those in --runs; with --before also a LoRA, denoiser or pipeline of another eraser")] = None,
-    port: Annotated[Optional[int], typer.Option(min=1, max=65535, help="default: the first free one from 7860")] = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0 lets others on the network in, and needs --auth")] = "127.0.0.1",
-    auth: Annotated[Optional[str], typer.Option(help="user:password that the page asks for", envvar="CONCEPT_ERASER_DEMO_AUTH")] = None,
-    allow_host: Annotated[Optional[list[str]], typer.Option("--allow-host", metavar="NAME", help="also answer under this name (NAME or NAME:PORT), e.g. of this machine in the network, or of a proxy; can be given several times")] = None,
-    runs: Annotated[Path, typer.Option("--runs", help="folder of runs; what is erased in the page goes there")] = Path("runs"),
-    before: Annotated[Optional[str], typer.Option(help="the model that somebody else's RUN was made from")] = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="only print the address")] = False,
-) -> None:  # fmt: skip
-    """Open a page that erases, compares before and after, attacks and shows results. It needs no network.
+    given: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            metavar="[RUN]...",
+            help=(
+                "run folders to compare, beside those in --runs; with --before also a LoRA, "
+                "denoiser or pipeline of another eraser"
+            ),
+        ),
+    ] = None,
+    port: Annotated[
+        Optional[int], typer.Option(min=1, max=65535, help="default: the first free one from 7860")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="0.0.0.0 lets others on the network in, and needs --auth")
+    ] = "127.0.0.1",
+    auth: Annotated[
+        Optional[str],
+        typer.Option(
+            help="user:password that the page asks for", envvar="CONCEPT_ERASER_DEMO_AUTH"
+        ),
+    ] = None,
+    allow_host: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help=(
+                "also answer under this name (NAME or NAME:PORT), e.g. of this machine in "
+                "the network, or of a proxy; can be given several times"
+            ),
+        ),
+    ] = None,
+    runs: Annotated[
+        Path, typer.Option("--runs", help="folder of runs; what is erased in the page goes there")
+    ] = Path("runs"),
+    before: Annotated[
+        Optional[str], typer.Option(help="the model that somebody else's RUN was made from")
+    ] = None,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="only print the address")
+    ] = False,
+) -> None:
+    """Open a page that erases, compares before and after, attacks and shows results. It needs no
+    network.
 
     [bold]Examples[/bold]
 
@@ -35,7 +70,7 @@ def demo(
 
       concept-eraser demo runs/tiny_star_munba --port 7000 --no-browser
 
-      concept-eraser demo --host 0.0.0.0 --auth me:long-secret     (better: the variable CONCEPT_ERASER_DEMO_AUTH)
+      concept-eraser demo --host 0.0.0.0 --auth me:long-secret     (or CONCEPT_ERASER_DEMO_AUTH)
 
       concept-eraser demo --host 0.0.0.0 --auth me:long-secret --allow-host lab.example.org
     """
@@ -50,27 +85,43 @@ def demo(
     safety.require_account(host, account)
     for name in allow_host or []:
         if not guard.split_host(name)[0]:
-            raise UserError(f"--allow-host is a name or an address, with or without a port, e.g. lab.example.org or lab.example.org:8080; found {name!r}")  # fmt: skip
-    with _stopped_at_once() as started:
+            raise UserError(
+                "--allow-host is a name or an address, with or without a port, e.g. "
+                f"lab.example.org or lab.example.org:8080; found {name!r}"
+            )
+    with _stopped_at_once() as restore_handlers:
         from concept_eraser.demo import page
 
         def ready(address: str) -> None:
-            started()
+            restore_handlers()
             typer.echo(f"the page is at {address}    (Ctrl-C stops it; jobs can be resumed)")
 
-        page.serve(given or [], runs=runs, before=before, host=host, port=port, auth=account, browser=not no_browser, ready=ready, names=allow_host or [])  # fmt: skip
+        page.serve(
+            given or [],
+            runs=runs,
+            before=before,
+            host=host,
+            port=port,
+            auth=account,
+            browser=not no_browser,
+            ready=ready,
+            names=allow_host or [],
+        )
 
 
 @contextmanager
 def _stopped_at_once() -> Iterator[Any]:
-    """Until what it gives is called, Ctrl-C ends the process with one sentence: imports turn it into other errors, or into
-    tracebacks, and there is nothing yet that needs an orderly end."""
+    """Until what it gives is called, Ctrl-C ends the process with one sentence: imports turn it
+    into other errors, or into tracebacks, and there is nothing yet that needs an orderly end."""
 
     def leave(*_: Any) -> None:
         os.write(2, b"stopped before the page was open; nothing was changed\n")
         scratch = Path(os.environ.get("GRADIO_TEMP_DIR", ""))
-        own = scratch.name.startswith("concept-eraser-demo-") and str(scratch.parent) == tempfile.gettempdir()
-        if own:  # this server's, see page.serve
+        is_own_folder = (
+            scratch.name.startswith("concept-eraser-demo-")
+            and str(scratch.parent) == tempfile.gettempdir()
+        )
+        if is_own_folder:  # this server's, see page.serve
             shutil.rmtree(scratch, ignore_errors=True)
         sys.stdout.flush()
         os._exit(130)

@@ -1,87 +1,114 @@
-"""What `concept-eraser erase --dry-run` says about a recipe."""
+"""The report of `concept-eraser erase --dry-run` about a recipe."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def report(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool = False) -> list[str]:
-    """Sides, weights, memory, time. trial: make two steps; None: where they take seconds."""
-    from concept_eraser.recipe import PROMPTED
+def report(
+    recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool = False
+) -> list[str]:
+    """Report objectives, weights, memory and time of a recipe.
 
-    return (_prompted if recipe.target in PROMPTED else _labelled)(recipe, allow_pickle, trial, allow_code)
+    trial: make two steps; None: only where they take seconds.
+    """
+    from concept_eraser.recipes.recipe import PROMPTED
+
+    return (_prompted if recipe.target in PROMPTED else _labelled)(
+        recipe, allow_pickle, trial, allow_code
+    )
 
 
 def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool) -> list[str]:
-    from concept_eraser import forecast, trials
-    from concept_eraser.targets import projections
+    from concept_eraser.runs import dry_run, memory_estimate
+    from concept_eraser.targets import cross_attention_edit
     from concept_eraser.tiny import published
 
     lines = _sides(recipe)
-    if trials.edits(recipe):
-        projections.refuse_what_is_ignored(recipe)
-    found = trials.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
-    whole: Any = found.model
-    if found.hollow:  # weights and memory are those of the true size
+    if dry_run.edits(recipe):
+        cross_attention_edit.refuse_ignored(recipe)
+    plan = dry_run.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
+    whole: Any = plan.model
+    if plan.hollow:  # weights and memory are those of the true size
         whole = published.hollow(recipe.model)
         whole.configure(recipe.model_options)
     lines.append(_weights(recipe, whole))
-    if not trials.edits(recipe):
-        lines += forecast.estimate(recipe, whole).lines()
-    return [*lines, *_trial(found, trial)]
+    if not dry_run.edits(recipe):
+        lines += memory_estimate.estimate(recipe, whole).lines()
+    return [*lines, *_trial(plan, trial)]
 
 
 def _sides(recipe: Any) -> list[str]:
     from concept_eraser.data import prompts
 
-    lines, sets = [], {name: prompts.load(side.prompts) for name, side in recipe.sides.items()}
-    for name in sorted(sets, key=lambda player: player == "retain"):
+    lines, sets = (
+        [],
+        {name: prompts.load(spec.prompts) for name, spec in recipe.objective_specs.items()},
+    )
+    for name in sorted(sets, key=lambda objective: objective == "retain"):
         if name.startswith("forget") and "retain" in sets:
             prompts.require_disjoint(sets[name], sets["retain"])
         lines.append(f"{name}: {len(sets[name])} prompts, e.g. {sets[name].texts[0]!r}")
-        if name.startswith("forget") and (anchor := recipe.sides[name].anchor):
+        if name.startswith("forget") and (anchor := recipe.objective_specs[name].anchor):
             lines.append(f"  shown instead: {sets[name].prompts[0].anchored(anchor)!r}")
-    return lines + prompts.slips({name: side.anchor for name, side in recipe.sides.items()}, sets)
+    return lines + prompts.slips(
+        {name: spec.anchor for name, spec in recipe.objective_specs.items()}, sets
+    )
 
 
 def _weights(recipe: Any, model: Any) -> str:
-    from concept_eraser.targets import prompted
-    from concept_eraser.targets.base import Request
-    from concept_eraser.training.parameters import select
+    from concept_eraser.recipes.selections import select
+    from concept_eraser.targets.adapter import add_adapter
 
     part = model.parts[recipe.target]
     parameters = dict(part.named_parameters())
-    chosen = select(parameters, recipe.trainable.select)
-    count, of = sum(parameters[name].numel() for name in chosen), sum(p.numel() for p in parameters.values())
-    adapter = prompted.adapted(Request(recipe, model), part, chosen)
+    names = select(parameters, recipe.trainable.select)
+    count, total = (
+        sum(parameters[name].numel() for name in names),
+        sum(p.numel() for p in parameters.values()),
+    )
+    adapter = add_adapter(recipe, part, names)
     if adapter is None:
-        return f"trains {count:,} of {of:,} weights in {len(chosen)} tensors"
-    own, layers = sum(part.get_parameter(name).numel() for name in adapter.tensors), len(adapter.layers)
+        return f"trains {count:,} of {total:,} weights in {len(names)} tensors"
+    lora_count, layers = (
+        sum(part.get_parameter(name).numel() for name in adapter.tensors),
+        len(adapter.layers),
+    )
     adapter.remove()
-    return f"trains a LoRA of {own:,} numbers on {layers} layers, beside {of:,} weights"
+    return f"trains a LoRA of {lora_count:,} numbers on {layers} layers, beside {total:,} weights"
 
 
 def _labelled(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool) -> list[str]:
     """How many examples each side has, how many weights would move, and two steps."""
-    from concept_eraser import trials
-    from concept_eraser.targets import labelled
-    from concept_eraser.targets.base import Request
+    from concept_eraser.runs import dry_run
+    from concept_eraser.targets.build import build_eraser
+    from concept_eraser.targets.context import Context
+    from concept_eraser.targets.labelled_data import select_rows
 
-    found = trials.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
-    request, lines = Request(found.recipe, found.model, objects=found.objects), []
-    if found.recipe is recipe:  # else a few pictures stand in, and count for nothing
-        lines = [f"{name}: {len(rows)} of {len(data)} examples of {data.about}" for name, (data, rows) in labelled.rows(request).items()]  # fmt: skip
-    if not found.hollow:
-        eraser = labelled.build(request)
-        counts = sum(p.numel() for p in eraser.trainable().values()), sum(p.numel() for p in eraser.module.parameters())  # fmt: skip
-        lines.append(f"trains {counts[0]:,} of {counts[1]:,} weights in {len(eraser.trainable())} tensors")
-    return [*lines, *_trial(found, trial)]
+    plan = dry_run.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
+    lines: list[str] = []
+    if plan.recipe is recipe:  # else a few images stand in, and count for nothing
+        selected = select_rows(plan.recipe, plan.objects)
+        lines = [
+            f"{name}: {len(rows)} of {len(data)} examples of {data.about}"
+            for name, (data, rows) in selected.items()
+        ]
+    if not plan.hollow:
+        eraser = build_eraser(Context(plan.recipe, plan.model, objects=plan.objects))
+        counts = (
+            sum(p.numel() for p in eraser.trainable().values()),
+            sum(p.numel() for p in eraser.module.parameters()),
+        )
+        lines.append(
+            f"trains {counts[0]:,} of {counts[1]:,} weights in {len(eraser.trainable())} tensors"
+        )
+    return [*lines, *_trial(plan, trial)]
 
 
 def _trial(found: Any, trial: bool | None) -> list[str]:
-    from concept_eraser import trials
+    from concept_eraser.runs import dry_run
 
-    if trial is False or (trial is None and not found.hollow and not trials.worth_trying(found)):
+    if trial is False or (trial is None and not found.hollow and not dry_run.worth_trying(found)):
         slow = " (here it would take minutes; ask for it with --trial)" if trial is None else ""
         return [*found.reasons, "time: no trial was made" + slow]
-    return [*found.reasons, trials.told(found)]
+    return [*found.reasons, dry_run.told(found)]

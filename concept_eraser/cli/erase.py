@@ -8,73 +8,218 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser import limits
 from concept_eraser.cli.bounds import finite
-from concept_eraser.errors import Interrupted, Told, UserError
+from concept_eraser.utils import limits
+from concept_eraser.utils.errors import Interrupted, Told, UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
 
-RECIPE is a name from `concept-eraser list recipes`, or a YAML file; or leave it out and use the flags.
+RECIPE is a name from `concept-eraser list recipes` or a YAML file. Without it, use the flags.
 Any setting can be changed by key.path=value.
 
 [bold]Examples[/bold]
 
   concept-eraser erase tiny_star_munba
 
-  concept-eraser erase tiny_star_munba training.lr=5e-5 trainable=cross_attention --output runs/xattn
+  concept-eraser erase tiny_star_munba training.lr=5e-5 trainable=cross_attention -o runs/xattn
 
-  concept-eraser erase --model ./my-sd15 --forget my_forget.txt --anchor "a person" --retain my_retain.txt
+  concept-eraser erase --model ./my-sd15 --forget my_forget.txt --anchor "a person" \
+--retain my_retain.txt
 
-  concept-eraser erase --forget tiny_star --anchor shape=circle --retain tiny_rest --select all    (all weights, then a closed form: harder to bring back)
+  concept-eraser erase --forget tiny_star --anchor shape=circle --retain tiny_rest \
+--select all      (all weights, then a closed form: more robust)
 
-  concept-eraser erase --forget tiny_star --anchor shape=circle --forget tiny_moon --anchor shape=cross --retain tiny_five_rest
+  concept-eraser erase --forget tiny_star --anchor shape=circle --forget tiny_moon \
+--anchor shape=cross --retain tiny_five_rest
 
   concept-eraser erase tiny_star_munba --resume      (go on after Ctrl-C or a crash)
 """
 
-_FLAGS = {"retain": "retain.prompts", "loss": "forget.loss", "method": "method.name", "select": "trainable.select", "lora": "trainable.lora.rank", "steps": "training.steps", "lr": "training.lr", "seed": "training.seed", "memory": "memory"}  # fmt: skip
+_FLAGS = {
+    "retain": "retain.prompts",
+    "loss": "forget.loss",
+    "method": "method.name",
+    "select": "trainable.select",
+    "lora": "trainable.lora.rank",
+    "steps": "training.steps",
+    "lr": "training.lr",
+    "seed": "training.seed",
+    "memory": "memory",
+}
 
 
 def erase(
-    items: Annotated[Optional[list[str]], typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe, then changes to it")] = None,
-    model: Annotated[Optional[str], typer.Option(help="tiny-sd, a diffusers folder, a run folder or a hub id; with --base a .safetensors file")] = None,
-    base: Annotated[Optional[str], typer.Option(help="for a single-file checkpoint: a diffusers folder (weights are not needed in it) or hub id of its architecture")] = None,
-    forget: Annotated[Optional[list[str]], typer.Option(help="prompt set to forget: a name or a file; once a concept")] = None,
-    retain: Annotated[Optional[str], typer.Option(help="prompt set to preserve: a name or a file")] = None,
-    anchor: Annotated[Optional[list[str]], typer.Option(help="what to show instead: 'a person', 'a {color} circle', or shape=circle; for several concepts one for all, or one each")] = None,
-    loss: Annotated[Optional[str], typer.Option(help="forget loss: anchor, esd, ascent, relabel, distill")] = None,
+    items: Annotated[
+        Optional[list[str]],
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe, then changes to it"),
+    ] = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "tiny-sd, a diffusers folder, a run folder or a hub id; with --base a "
+                ".safetensors file"
+            )
+        ),
+    ] = None,
+    base: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "for a single-file checkpoint: a diffusers folder (weights are not needed in "
+                "it) or hub id of its architecture"
+            )
+        ),
+    ] = None,
+    forget: Annotated[
+        Optional[list[str]],
+        typer.Option(help="prompt set to forget: a name or a file; once a concept"),
+    ] = None,
+    retain: Annotated[
+        Optional[str], typer.Option(help="prompt set to preserve: a name or a file")
+    ] = None,
+    anchor: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help=(
+                "what to show instead: 'a person', 'a {color} circle', or shape=circle; for "
+                "several concepts one for all, or one each"
+            )
+        ),
+    ] = None,
+    loss: Annotated[
+        Optional[str], typer.Option(help="forget loss: anchor, esd, ascent, relabel, distill")
+    ] = None,
     method: Annotated[Optional[str], typer.Option(help="see `concept-eraser list methods`")] = None,
-    select: Annotated[Optional[str], typer.Option(help="train these weights themselves, e.g. all, cross_attention; with --lora, a LoRA of their linear layers")] = None,
-    lora: Annotated[Optional[int], typer.Option(metavar="RANK", min=1, max=limits.RANK, help="train a LoRA of this rank (default without a recipe, where every concept has an anchor: 64)")] = None,
-    steps: Annotated[Optional[int], typer.Option(min=1, max=limits.TRAINING_STEPS, help="training steps")] = None,
-    lr: Annotated[Optional[float], typer.Option(min=0.0, max=limits.LEARNING_RATE, callback=finite, help="learning rate")] = None,
-    seed: Annotated[Optional[int], typer.Option(min=0, max=limits.SEED, help="training seed")] = None,
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="run folder (default: runs/<recipe name or fingerprint>)")] = None,
+    select: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "train these weights themselves, e.g. all, cross_attention; with --lora, a "
+                "LoRA of their linear layers"
+            )
+        ),
+    ] = None,
+    lora: Annotated[
+        Optional[int],
+        typer.Option(
+            metavar="RANK",
+            min=1,
+            max=limits.RANK,
+            help=(
+                "train a LoRA of this rank (default without a recipe, where every concept "
+                "has an anchor: 64)"
+            ),
+        ),
+    ] = None,
+    steps: Annotated[
+        Optional[int], typer.Option(min=1, max=limits.TRAINING_STEPS, help="training steps")
+    ] = None,
+    lr: Annotated[
+        Optional[float],
+        typer.Option(min=0.0, max=limits.LEARNING_RATE, callback=finite, help="learning rate"),
+    ] = None,
+    seed: Annotated[
+        Optional[int], typer.Option(min=0, max=limits.SEED, help="training seed")
+    ] = None,
+    output: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--output", "-o", help="run folder (default: runs/<recipe name or fingerprint>)"
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what the run folder holds")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print the resolved recipe, estimate memory and time; no run is made and nothing downloaded")] = False,
-    trial: Annotated[Optional[bool], typer.Option("--trial/--no-trial", help="with --dry-run: make two steps in a temporary folder (default: where they take seconds)")] = None,
-    memory: Annotated[Optional[str], typer.Option(help="settings for a card of that size: 8gb, 12gb, 16gb, 24gb, 32gb or 48gb (see `concept-eraser list presets`)")] = None,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
-    allow_code: Annotated[bool, typer.Option("--allow-code", help="call a model that a recipe names as package.module:function (it runs code; one that --model names is called without this)")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace what the run folder holds")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help=(
+                "check everything, print the resolved recipe, estimate memory and time; no "
+                "run is made and nothing downloaded"
+            ),
+        ),
+    ] = False,
+    trial: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--trial/--no-trial",
+            help=(
+                "with --dry-run: make two steps in a temporary folder (default: where they "
+                "take seconds)"
+            ),
+        ),
+    ] = None,
+    memory: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "settings for a card of that size: 8gb, 12gb, 16gb, 24gb, 32gb or 48gb (see "
+                "`concept-eraser list presets`)"
+            )
+        ),
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")
+    ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code",
+            help=(
+                "call a model that a recipe names as package.module:function (it runs code; "
+                "one that --model names is called without this)"
+            ),
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
-) -> None:  # fmt: skip
-    given: dict[str, Any] = {"retain": retain, "loss": loss, "method": method, "select": select, "lora": lora, "steps": steps, "lr": lr, "seed": seed, "memory": memory}  # fmt: skip
+) -> None:
+    flags: dict[str, Any] = {
+        "retain": retain,
+        "loss": loss,
+        "method": method,
+        "select": select,
+        "lora": lora,
+        "steps": steps,
+        "lr": lr,
+        "seed": seed,
+        "memory": memory,
+    }
     names = [item for item in items or [] if "=" not in item or Path(item).is_file()]
     overrides = [f"model={_quoted(_on_base(model, base))}"] if model or base else []
     overrides += _concepts(forget or [], [_anchor(text) for text in anchor or []], bool(names))
-    overrides += [f"{_FLAGS[key]}={_quoted(value)}" for key, value in given.items() if value is not None]
+    overrides += [
+        f"{_FLAGS[key]}={_quoted(value)}" for key, value in flags.items() if value is not None
+    ]
     overrides += [item for item in items or [] if item not in names]
     if len(names) > 1:
-        raise UserError(f"one recipe at a time, found {', '.join(names)}; changes are written key.path=value")
+        raise UserError(
+            f"one recipe at a time, found {', '.join(names)}; changes are written key.path=value"
+        )
     if not names and not forget:
-        raise UserError("nothing to erase: give a recipe (see `concept-eraser list recipes`) or --forget with a prompt set")  # fmt: skip
+        raise UserError(
+            "nothing to erase: give a recipe (see `concept-eraser list recipes`) or "
+            "--forget with a prompt set"
+        )
     if not names:
-        from concept_eraser import defaults
+        from concept_eraser.recipes import defaults
 
         overrides = defaults.completed(overrides)
     allow_code = allow_code or any(override.startswith("model=") for override in overrides)
-    run(names[0] if names else {}, overrides, output, resume, overwrite, dry_run, allow_pickle, quiet, trial, allow_code=allow_code)  # fmt: skip
+    run(
+        names[0] if names else {},
+        overrides,
+        output,
+        resume,
+        overwrite,
+        dry_run,
+        allow_pickle,
+        quiet,
+        trial,
+        allow_code=allow_code,
+    )
 
 
 erase.__doc__ = _EXAMPLES
@@ -85,7 +230,8 @@ def _on_base(model: str | None, base: str | None) -> str:
         return str(model)
     if model is None:
         raise UserError(
-            "--base belongs to --model FILE.safetensors; give both, or write it in the recipe as model: FILE@BASE"
+            "--base belongs to --model FILE.safetensors; give both, or write it in the "
+            "recipe as model: FILE@BASE"
         )
     from concept_eraser.models import loading
 
@@ -99,18 +245,37 @@ def _anchor(text: str) -> str | dict[str, str]:
 
 
 def _concepts(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[str]:
-    """The changes that --forget and --anchor stand for. Raises UserError where they do not pair off."""
+    """The changes that --forget and --anchor stand for. Raises UserError where they do not pair
+    off.
+    """
     if len(forget) < 2:
         if len(anchors) > 1:
-            raise UserError(f"found {len(anchors)} anchors for {len(forget) or 'no'} --forget; give one --anchor a concept")  # fmt: skip
-        return [f"forget.{key}={_quoted(value)}" for key, some in (("prompts", forget), ("anchor", anchors)) for value in some]  # fmt: skip
+            raise UserError(
+                f"found {len(anchors)} anchors for {len(forget) or 'no'} --forget; give "
+                "one --anchor a concept"
+            )
+        return [
+            f"forget.{key}={_quoted(value)}"
+            for key, some in (("prompts", forget), ("anchor", anchors))
+            for value in some
+        ]
     if of_recipe:
-        raise UserError("several --forget describe an erasure without a recipe; in a recipe several concepts are a list under forget: (see `concept-eraser show tiny_five_munba`)")  # fmt: skip
+        raise UserError(
+            "several --forget describe an erasure without a recipe; in a recipe several "
+            "concepts are a list under forget: (see `concept-eraser show "
+            "tiny_five_munba`)"
+        )
     if len(anchors) not in (0, 1, len(forget)):
-        raise UserError(f"found {len(anchors)} anchors for {len(forget)} concepts; give one --anchor for all, or one each in the same order")  # fmt: skip
+        raise UserError(
+            f"found {len(anchors)} anchors for {len(forget)} concepts; give one --anchor "
+            "for all, or one each in the same order"
+        )
     each = anchors * len(forget) if len(anchors) == 1 else anchors or [None] * len(forget)
-    sides = [{"prompts": name, **({"anchor": instead} if instead else {})} for name, instead in zip(forget, each, strict=True)]  # fmt: skip
-    return [f"forget={_quoted(sides)}"]
+    objectives = [
+        {"prompts": name, **({"anchor": anchor_text} if anchor_text else {})}
+        for name, anchor_text in zip(forget, each, strict=True)
+    ]
+    return [f"forget={_quoted(objectives)}"]
 
 
 def _quoted(value: Any) -> str:
@@ -119,16 +284,28 @@ def _quoted(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str | dict | list) else str(value)
 
 
-def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, overwrite: bool, dry_run: bool, allow_pickle: bool, quiet: bool, trial: bool | None = None, *, allow_code: bool = False) -> None:  # fmt: skip
+def run(
+    recipe: Any,
+    overrides: list[str],
+    output: Path | None,
+    resume: bool,
+    overwrite: bool,
+    dry_run: bool,
+    allow_pickle: bool,
+    quiet: bool,
+    trial: bool | None = None,
+    *,
+    allow_code: bool = False,
+) -> None:
     """Resolve, check, train, and say where the result is and what to do next."""
-    from concept_eraser import ranks
-    from concept_eraser import recipe as recipes
-    from concept_eraser.cli.show_progress import bars
+    from concept_eraser.cli.progress_bars import bars
+    from concept_eraser.recipes import recipe as recipes
+    from concept_eraser.utils import distributed
 
     resolved = recipes.load(recipe, overrides)
     folder = output or Path("runs") / _default_name(recipe, overrides, resolved)
     resume_command = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
-    if dry_run and not ranks.alone():
+    if dry_run and not distributed.alone():
         raise UserError("a dry run is made by one process; run it without `accelerate launch`")
     if dry_run:
         _dry_run(resolved, folder, allow_pickle, trial, allow_code)
@@ -137,25 +314,41 @@ def run(recipe: Any, overrides: list[str], output: Path | None, resume: bool, ov
 
     with bars(quiet) as progress:
         try:
-            done = api.erase(resolved, output=folder, resume=resume, overwrite=overwrite, allow_pickle=allow_pickle, allow_code=allow_code, command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}", progress=progress)  # fmt: skip
+            finished_run = api.erase(
+                resolved,
+                output=folder,
+                resume=resume,
+                overwrite=overwrite,
+                allow_pickle=allow_pickle,
+                allow_code=allow_code,
+                command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
+                progress=progress,
+            )
         except Interrupted as stop:
             several = (
                 ""
-                if ranks.alone()
-                else f" (under the same launch: accelerate launch ... -m {resume_command.replace('-', '_', 1)})"
+                if distributed.alone()
+                else (
+                    " (under the same launch: accelerate launch ... -m "
+                    f"{resume_command.replace('-', '_', 1)})"
+                )
             )
-            raise Interrupted(f"{stop}\ncontinue with: {resume_command}{several}{_set_aside(folder)}") from None
+            raise Interrupted(
+                f"{stop}\ncontinue with: {resume_command}{several}{_set_aside(folder)}"
+            ) from None
         except Told:
             raise
         except UserError as error:
             raise UserError(f"{error}{_set_aside(folder)}") from None
-    if not ranks.is_first():
+    if not distributed.is_first():
         return
-    again = "" if done.model else " (finished before; --overwrite does it again)"
-    typer.echo(f"erased in {done.seconds:.0f} s of training{again}; run folder: {folder}")
+    note = "" if finished_run.model else " (finished before; --overwrite does it again)"
+    typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}; run folder: {folder}")
     alone = f"; the LoRA alone: {folder / 'lora'}" if (folder / "lora").is_dir() else ""
     loads = f"    (or load it: DiffusionPipeline.from_pretrained('{folder / 'pipeline'}'){alone})"
-    whole = loads if (folder / "pipeline").is_dir() else f"    (the whole model: {folder / 'model'})"
+    whole = (
+        loads if (folder / "pipeline").is_dir() else f"    (the whole model: {folder / 'model'})"
+    )
     typer.echo(f"next: concept-eraser evaluate {folder}{whole}")
 
 
@@ -164,11 +357,17 @@ def _set_aside(folder: Path) -> str:
     from concept_eraser.storage import output_folder
 
     places = output_folder.places_set_aside(folder) if folder.is_dir() else []
-    return f"\nthe run that was there before lies in {places[0]} until the new one is finished" if places else ""
+    return (
+        f"\nthe run that was there before lies in {places[0]} until the new one is finished"
+        if places
+        else ""
+    )
 
 
 def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
-    """A recipe's own name, of a run's recipe its folder's; with a few letters of the changes where there are some."""
+    """A recipe's own name, of a run's recipe its folder's; with a few letters of the changes where
+    there are some.
+    """
     if not isinstance(recipe, str):
         return str(resolved.fingerprint[:8])
     path = Path(recipe)
@@ -176,13 +375,17 @@ def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
     return f"{stem}-{resolved.fingerprint[:8]}" if overrides else stem
 
 
-def _dry_run(resolved: Any, folder: Path, allow_pickle: bool, trial: bool | None, allow_code: bool) -> None:
-    """Everything but the run: check data and model, count weights and memory, make two steps, tell the time."""
+def _dry_run(
+    resolved: Any, folder: Path, allow_pickle: bool, trial: bool | None, allow_code: bool
+) -> None:
+    """Everything but the run: check data and model, count weights and memory, make two steps, tell
+    the time.
+    """
     import os
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # gigabytes are for the run itself
-    from concept_eraser import recipe as recipes
     from concept_eraser.cli import dry_run
+    from concept_eraser.recipes import recipe as recipes
 
     lines = dry_run.report(resolved, allow_pickle, trial, allow_code)
     typer.echo(recipes.dump(resolved, f"concept-eraser erase <this file> --output {folder}"))

@@ -7,25 +7,72 @@ from typing import Annotated, Optional
 
 import typer
 
-from concept_eraser import limits
 from concept_eraser.cli.bounds import finite
+from concept_eraser.utils import limits
 
 
 def export(
-    source: Annotated[str, typer.Argument(metavar="RUN", help="a run folder; or a diffusers folder, a LoRA, tensors of a part, a single-file checkpoint")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help=(
+                "a run folder; or a diffusers folder, a LoRA, tensors of a part, a "
+                "single-file checkpoint"
+            ),
+        ),
+    ],
     to: Annotated[str, typer.Option(help="diffusers, tensors, lora, kohya or single-file")],
-    output: Annotated[Optional[Path], typer.Option("--output", "-o", help="where to: a folder for diffusers, else a .safetensors file (default: RUN/exports/)")] = None,
-    before: Annotated[Optional[str], typer.Option(help="the model it was made from (default: the one of the run's recipe)")] = None,
-    strength: Annotated[float, typer.Option(min=-limits.PORTION, max=limits.PORTION, callback=finite, help="scales the erasure: 0 is the original, 1 the run")] = 1.0,
-    rank: Annotated[Optional[int], typer.Option(min=1, max=limits.RANK, help="of a LoRA (default: the run's own, else the smallest that leaves --max-error)")] = None,
-    max_error: Annotated[float, typer.Option(min=0.0, max=limits.PORTION, callback=finite, help="the share of the change that a LoRA of trained weights may leave out")] = 0.2,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")] = False,
-) -> None:  # fmt: skip
+    output: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--output",
+            "-o",
+            help=(
+                "where to: a folder for diffusers, else a .safetensors file (default: RUN/exports/)"
+            ),
+        ),
+    ] = None,
+    before: Annotated[
+        Optional[str],
+        typer.Option(help="the model it was made from (default: the one of the run's recipe)"),
+    ] = None,
+    strength: Annotated[
+        float,
+        typer.Option(
+            min=-limits.PORTION,
+            max=limits.PORTION,
+            callback=finite,
+            help="scales the erasure: 0 is the original, 1 the run",
+        ),
+    ] = 1.0,
+    rank: Annotated[
+        Optional[int],
+        typer.Option(
+            min=1,
+            max=limits.RANK,
+            help="of a LoRA (default: the run's own, else the smallest that leaves --max-error)",
+        ),
+    ] = None,
+    max_error: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=limits.PORTION,
+            callback=finite,
+            help="the share of the change that a LoRA of trained weights may leave out",
+        ),
+    ] = 0.2,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")
+    ] = False,
+) -> None:
     """Write an erasure in the format that another program reads.
 
-    diffusers: a folder for from_pretrained. tensors: the changed ones of the denoiser or text encoder. lora: for diffusers'
-    load_lora_weights. kohya: a LoRA for A1111, ComfyUI, Forge (Stable
-    Diffusion 1, 2, XL, Flux). single-file: the whole checkpoint for them (Stable Diffusion 1, 2, XL, 3; of Flux its transformer).
+    diffusers: a folder for from_pretrained. tensors: the changed ones of the denoiser or text
+    encoder. lora: for diffusers' load_lora_weights. kohya: a LoRA for A1111, ComfyUI, Forge (Stable
+    Diffusion 1, 2, XL, Flux). single-file: the whole checkpoint for them (Stable Diffusion 1, 2,
+    XL, 3; of Flux its transformer).
 
     [bold]Examples[/bold]
 
@@ -35,13 +82,27 @@ def export(
 
       concept-eraser export runs/mine --to diffusers --strength 0.5 -o half
 
-      concept-eraser export model.safetensors --before ./stable-diffusion-v1-5 --to diffusers -o model
+      concept-eraser export model.safetensors --before ./stable-diffusion-v1-5 --to diffusers -o
+      model
     """
     from concept_eraser import api
 
-    done = api.export(source, to, before=before, output=output, strength=strength, rank=rank, max_error=max_error, allow_pickle=allow_pickle)  # fmt: skip
-    if done.rank is None:
-        typer.echo(f"written: {done.path}")
+    result = api.export(
+        source,
+        to,
+        before=before,
+        output=output,
+        strength=strength,
+        rank=rank,
+        max_error=max_error,
+        allow_pickle=allow_pickle,
+    )
+    if result.rank is None:
+        typer.echo(f"written: {result.path}")
         return
-    left = "its own factors" if done.error == 0 else f"it leaves {done.error:.3f} of the change out"
-    typer.echo(f"written: {done.path} (rank {done.rank}; {left})")
+    error_text = (
+        "its own factors"
+        if result.error == 0
+        else f"it leaves {result.error:.3f} of the change out"
+    )
+    typer.echo(f"written: {result.path} (rank {result.rank}; {error_text})")

@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from concept_eraser import registry, resources
-from concept_eraser.errors import UserError, unknown
+from concept_eraser import registry
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError, unknown
 
 _DATA = {"recipes": "pipelines", "prompts": "prompts", "suites": "eval"}
 _PLUGINS = {
     "methods": "method",
+    "losses": "loss",
     "metrics": "metric",
     "features": "feature",
     "judges": "judge",
@@ -36,7 +38,17 @@ _ALL = (
 )
 
 
-def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, selections, metrics, features, judges, attacks, datasets, architectures, presets, recipes, prompts, suites; all if left out")] = "all") -> None:  # fmt: skip
+def list_(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help=(
+                "models, methods, losses, selections, metrics, features, judges, attacks, "
+                "datasets, architectures, presets, recipes, prompts, suites; all if left out"
+            )
+        ),
+    ] = "all",
+) -> None:
     """List what there is, with one line each.
 
     [bold]Examples[/bold]
@@ -56,37 +68,76 @@ def list_(what: Annotated[str, typer.Argument(help="models, methods, losses, sel
 
 def _entries(kind: str) -> list[tuple[str, str]]:
     if kind in _PLUGINS:
-        plugins = [(name, registry.summary(_PLUGINS[kind], name)) for name in registry.names(_PLUGINS[kind])]
+        plugins = [
+            (name, registry.summary(_PLUGINS[kind], name))
+            for name in registry.names(_PLUGINS[kind])
+        ]
         settings = registry.named(_PLUGINS[kind]).items()
-        return plugins + [(alias, f"= {owner} with {', '.join(f'{k}: {v}' for k, v in given.items()) or 'its defaults'}") for alias, (owner, given) in settings]  # fmt: skip
+        return plugins + [
+            (
+                alias,
+                (
+                    f"= {owner} with "
+                    f"{', '.join(f'{k}: {v}' for k, v in options.items()) or 'its defaults'}"
+                ),
+            )
+            for alias, (owner, options) in settings
+        ]
     if kind in _DATA:
-        return [(name, _about(resources.find(_DATA[kind], name))) for name in resources.names(_DATA[kind])]
+        return [
+            (name, _about(resources.find(_DATA[kind], name)))
+            for name in resources.names(_DATA[kind])
+        ]
     if kind == "models":
-        bundled = [("tiny-sd", "the bundled world of ten shapes, 64x64, trained from scratch for this package")]
-        return [*bundled, ("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format")]
+        bundled = [
+            (
+                "tiny-sd",
+                "the bundled world of ten shapes, 64x64, trained from scratch for this package",
+            )
+        ]
+        return [
+            *bundled,
+            ("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format"),
+        ]
     if kind == "presets":
-        from concept_eraser.training.presets import PRESETS, describe
+        from concept_eraser.recipes.memory_presets import PRESETS, describe
 
         return [(name, describe(name)) for name in PRESETS]
-    if kind == "losses":
-        from concept_eraser.losses import LOSSES, describe
+    from concept_eraser.recipes.selections import SELECTIONS
 
-        return [(name, describe(name).removeprefix(name).strip()) for name in LOSSES]
-    from concept_eraser.training.parameters import SELECTIONS
-
-    return [(name, "") for name in SELECTIONS] + [("re:<expression>", "every tensor whose name matches")]
+    return [(name, "") for name in SELECTIONS] + [
+        ("re:<expression>", "every tensor whose name matches")
+    ]
 
 
 def _about(path: Path) -> str:
     """The `about` of a data file, else its first comment."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    about = [line.removeprefix("about:").strip().strip("\"'") for line in lines if line.startswith("about:")]
-    comments = [line[2:].strip() for line in lines if line.startswith("# ") and not line.startswith("# concept-eraser")]
+    about = [
+        line.removeprefix("about:").strip().strip("\"'")
+        for line in lines
+        if line.startswith("about:")
+    ]
+    comments = [
+        line[2:].strip()
+        for line in lines
+        if line.startswith("# ") and not line.startswith("# concept-eraser")
+    ]
     return next(iter([*about, *comments]), "")
 
 
-def show(name: Annotated[str, typer.Argument(help="a method, attack, recipe, prompt set or suite")]) -> None:
-    """Show one thing: a method or an attack with its options and source, or a recipe, prompt set or suite as it stands.
+_SHOWN = ("method", "attack", "loss", "judge", "metric")  # kinds of plug-ins
+_FIRST = ("method", "attack")  # whose names go before those of recipes, prompt sets and suites
+
+
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(help="a method, attack, loss, judge, metric, recipe, prompt set or suite"),
+    ],
+) -> None:
+    """Show one thing: a plug-in with its options and source, or a recipe, prompt set or suite as it
+    stands.
 
     [bold]Examples[/bold]
 
@@ -94,17 +145,31 @@ def show(name: Annotated[str, typer.Argument(help="a method, attack, recipe, pro
 
       concept-eraser show tiny_star_munba
     """
-    for kind in ("method", "attack"):
-        if name in registry.names(kind) or name in registry.named(kind):
+    kinds = [
+        kind for kind in _SHOWN if name in registry.names(kind) or name in registry.named(kind)
+    ]
+    files = [kind for kind in _DATA.values() if name in resources.names(kind)]
+    if files and not set(kinds) & set(_FIRST):
+        typer.echo(resources.find(files[0], name).read_text(encoding="utf-8"), nl=False)
+        return
+    for number, kind in enumerate(kinds):
+        if number:
+            typer.echo()
+        if kind == "loss" and name in registry.builtin(kind):
+            _show_loss(name)
+        else:
             _show_plugin(kind, name)
-            return
-    for kind in _DATA.values():
-        if name in resources.names(kind):
-            typer.echo(resources.find(kind, name).read_text(encoding="utf-8"), nl=False)
-            return
-    known = [n for kind in ("method", "attack") for n in (*registry.names(kind), *registry.named(kind))]
+    if kinds:
+        return
+    known = [n for kind in _SHOWN for n in (*registry.names(kind), *registry.named(kind))]
     known += [n for kind in _DATA.values() for n in resources.names(kind)]
     raise unknown("name", name, known)
+
+
+def _show_loss(name: str) -> None:
+    typer.echo(f"the loss {name} is, of each module of concept_eraser/losses:")
+    for module, formula in registry.formulas(name).items():
+        typer.echo(f"  {module:<14} {formula}")
 
 
 def _show_plugin(kind: str, name: str) -> None:
@@ -114,23 +179,40 @@ def _show_plugin(kind: str, name: str) -> None:
     method: Any = registry.load(kind, name)
     plugin, fixed = registry.resolve(kind, name, {})
     if plugin != name:
-        typer.echo(f"{name} is the {kind} {plugin} with {', '.join(f'{k}: {v}' for k, v in fixed.items()) or 'its defaults'}\n")  # fmt: skip
-    typer.echo(f"{method.title}\nsource: {method.source}\n")
+        typer.echo(
+            f"{name} is the {kind} {plugin} with "
+            f"{', '.join(f'{k}: {v}' for k, v in fixed.items()) or 'its defaults'}\n"
+        )
+    source = getattr(method, "source", "")
+    typer.echo(
+        f"the {kind} {getattr(method, 'title', '') or name}"
+        + (f"\nsource: {source}\n" if source else "\n")
+    )
     typer.echo("options:")
     for option, (hint, default) in registry.options(method).items():
         spelled = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         origin = "the name" if option in fixed else getattr(method, "defaults", {}).get(option, "")
         typer.echo(
-            f"  {option} = {fixed.get(option, default)!r}    ({spelled})" + (f"    from: {origin}" if origin else "")
+            f"  {option} = {fixed.get(option, default)!r}    ({spelled})"
+            + (f"    from: {origin}" if origin else "")
         )
     typer.echo(f"\n{inspect.getdoc(method)}\n")
-    others = [alias for alias, (owner, _) in registry.named(kind).items() if owner == plugin and alias != name]
+    others = [
+        alias
+        for alias, (owner, _) in registry.named(kind).items()
+        if owner == plugin and alias != name
+    ]
     if others:
         typer.echo(f"settings with a name of their own: {', '.join(others)}")
     if kind == "method":
-        typer.echo(f"theorems tested: {', '.join(sorted(registry.build(kind, name, {}).laws())) or 'none'}\n")
-    else:
+        typer.echo(
+            "theorems tested: "
+            f"{', '.join(sorted(registry.build(kind, name, {}).laws())) or 'none'}\n"
+        )
+    elif kind == "attack":
         typer.echo(f"needs of the victim: {method.access}\n")
+    elif kind == "loss":
+        typer.echo(f"targets: {', '.join(method.targets)}\n")
     typer.echo(inspect.getdoc(sys.modules[method.__module__]) or "")
 
 
@@ -141,7 +223,7 @@ def check(files: Annotated[list[Path], typer.Argument(help="recipe files")]) -> 
 
       concept-eraser check my_recipe.yaml other.yaml
     """
-    from concept_eraser import recipe
+    from concept_eraser.recipes import recipe
 
     mistakes = []
     for file in files:
@@ -173,4 +255,8 @@ def copy(
             write_text(file, resources.find(kind, name).read_text(encoding="utf-8"))
             typer.echo(f"copied {name} to {file}")
             return
-    raise unknown("recipe, prompt set or suite", name, [n for kind in _DATA.values() for n in resources.names(kind)])
+    raise unknown(
+        "recipe, prompt set or suite",
+        name,
+        [n for kind in _DATA.values() for n in resources.names(kind)],
+    )

@@ -7,8 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from concept_eraser import limits
-from concept_eraser.errors import UserError
+from concept_eraser.utils import limits
+from concept_eraser.utils.errors import UserError
 
 
 def merge(
@@ -16,13 +16,19 @@ def merge(
         list[str],
         typer.Argument(
             metavar="RUN...",
-            help="run folders; or diffusers folders, LoRAs, tensors of a part, single-file checkpoints",
+            help=(
+                "run folders; or diffusers folders, LoRAs, tensors of a part, single-file "
+                "checkpoints"
+            ),
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of the merged model")],
-    weights: Annotated[Optional[str], typer.Option(help="one number a run, e.g. 1,0.5 (default: all 1)")] = None,
+    weights: Annotated[
+        Optional[str], typer.Option(help="one number a run, e.g. 1,0.5 (default: all 1)")
+    ] = None,
     before: Annotated[
-        Optional[str], typer.Option(help="the model they were made from (default: the one of the runs' recipes)")
+        Optional[str],
+        typer.Option(help="the model they were made from (default: the one of the runs' recipes)"),
     ] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")
@@ -42,15 +48,25 @@ def merge(
     """
     try:
         factors = (
-            [limits.number(part, -limits.PORTION, limits.PORTION) for part in weights.split(",")] if weights else None
+            [limits.number(part, -limits.PORTION, limits.PORTION) for part in weights.split(",")]
+            if weights
+            else None
         )
     except ValueError as error:
-        raise UserError(f"cannot read --weights: {error}; write numbers with commas between them, e.g. 1,0.5") from None
+        raise UserError(
+            f"cannot read --weights: {error}; write numbers with commas between them, e.g. 1,0.5"
+        ) from None
     from concept_eraser import api
 
-    done = api.merge(*sources, output=output, weights=factors, before=before, allow_pickle=allow_pickle)
-    each = ", ".join(f"{length:.3g}" for length in done.lengths)
-    typer.echo(
-        f"written: {done.path}; changes of length {each} add up to {done.length:.3g} (at right angles: {done.apart:.3g}) in {done.tensors} tensors"
+    result = api.merge(
+        *sources, output=output, weights=factors, before=before, allow_pickle=allow_pickle
     )
-    typer.echo(f"next: concept-eraser evaluate {done.path} --before {done.before} --suite SUITE, once a concept")
+    each = ", ".join(f"{length:.3g}" for length in result.lengths)
+    typer.echo(
+        f"written: {result.path}; changes of length {each} add up to {result.length:.3g} (at "
+        f"right angles: {result.apart:.3g}) in {result.tensors} tensors"
+    )
+    typer.echo(
+        f"next: concept-eraser evaluate {result.path} --before {result.before} --suite "
+        "SUITE, once a concept"
+    )

@@ -7,18 +7,23 @@ from typing import Annotated
 
 import typer
 
-from concept_eraser import limits
+from concept_eraser.utils import limits
 
 RECIPE = "tiny_star_munba_lora"
-PAIRS = 12  # pictures of a row of before_after.png
+PAIRS = 12  # images of a row of before_after.png
 
 
 def quickstart(
-    output: Annotated[Path, typer.Option("--output", "-o", help="run folder")] = Path("runs/quickstart"),
-    n: Annotated[int, typer.Option("-n", min=2, max=limits.IMAGES, help="pictures of each prompt group")] = 96,
+    output: Annotated[Path, typer.Option("--output", "-o", help="run folder")] = Path(
+        "runs/quickstart"
+    ),
+    n: Annotated[
+        int, typer.Option("-n", min=2, max=limits.IMAGES, help="images of each prompt group")
+    ] = 96,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
-    """Erase "star" from the bundled model, measure it, and write a report: a few minutes on two cores.
+    """Erase "star" from the bundled model, measure it, and write a report: a few minutes on two
+    cores.
 
     [bold]Example[/bold]
 
@@ -31,29 +36,56 @@ def quickstart(
 
     from concept_eraser import api
     from concept_eraser.cli.evaluate import summarise
-    from concept_eraser.cli.show_progress import bars
-    from concept_eraser.evaluation import plots
-    from concept_eraser.evaluation.report import verdict
+    from concept_eraser.cli.progress_bars import bars
     from concept_eraser.evaluation.suite import dumps
+    from concept_eraser.reporting import plots
+    from concept_eraser.reporting.single_run import verdict
     from concept_eraser.storage.writers import write_text
 
-    began = time.monotonic()
+    start = time.monotonic()
     with bars(quiet) as progress:
-        run = api.erase(RECIPE, output=output, resume=True, command=f"concept-eraser erase {RECIPE} --output {output}", progress=progress)  # fmt: skip
-        erased = time.monotonic()
-        found = api.evaluate(str(run.folder), "tiny_star", n=n, progress=progress)
-    measured = time.monotonic()
-    found.save(output / "evaluation.json")
-    path = api.report(found, output / "report.html", run=output)
-    groups = [found.groups[name] for name in ("direct", "retained")]
-    before, after = ([group.pictures[when][:PAIRS] for group in groups] for when in ("before", "after"))
+        run = api.erase(
+            RECIPE,
+            output=output,
+            resume=True,
+            command=f"concept-eraser erase {RECIPE} --output {output}",
+            progress=progress,
+        )
+        erase_end = time.monotonic()
+        evaluation = api.evaluate(str(run.folder), "tiny_star", n=n, progress=progress)
+    measure_end = time.monotonic()
+    evaluation.save(output / "evaluation.json")
+    path = api.report(evaluation, output / "report.html", run=output)
+    groups = [evaluation.groups[name] for name in ("direct", "retained")]
+    before, after = (
+        [group.images[when][:PAIRS] for group in groups] for when in ("before", "after")
+    )
     plots.save(plots.grid(cat(before), cat(after), PAIRS), output / "before_after.png")
-    seconds = {"erasing": erased - began, "training": run.seconds, "measuring": measured - erased}
+    seconds = {
+        "erasing": erase_end - start,
+        "training": run.seconds,
+        "measuring": measure_end - erase_end,
+    }
     if os.environ.get("INSTALL_SECONDS", "").isdigit():  # make tells
         seconds["installing"] = float(os.environ["INSTALL_SECONDS"])
-    facts = {"recipe": RECIPE, "verdict": verdict(found), "seconds": seconds, "evaluation": found.as_dict()}
+    facts = {
+        "recipe": RECIPE,
+        "verdict": verdict(evaluation),
+        "seconds": seconds,
+        "evaluation": evaluation.as_dict(),
+    }
     write_text(output / "quickstart.json", dumps(facts))
-    summarise(found)
-    typer.echo(f"\nerasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s), measuring {seconds['measuring']:.0f} s" + (f"; installing took {seconds['installing']:.0f} s, once" if "installing" in seconds else ""))  # fmt: skip
-    typer.echo(f"pictures: {output / 'before_after.png'}")
+    summarise(evaluation)
+    typer.echo(
+        (
+            f"\nerasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s), "
+            f"measuring {seconds['measuring']:.0f} s"
+        )
+        + (
+            f"; installing took {seconds['installing']:.0f} s, once"
+            if "installing" in seconds
+            else ""
+        )
+    )
+    typer.echo(f"images: {output / 'before_after.png'}")
     typer.echo(f"report:   {path.resolve()}")

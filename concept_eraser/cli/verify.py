@@ -7,16 +7,31 @@ from typing import Annotated
 
 import typer
 
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="a folder that concept-eraser wrote: a run, a model, an evaluation, an attack, images")],
-    accept: Annotated[bool, typer.Option("--accept", help="record the files as they are now; later checks compare with these")] = False,
-) -> None:  # fmt: skip
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help=(
+                "a folder that concept-eraser wrote: a run, a model, an evaluation, an "
+                "attack, images"
+            ),
+        ),
+    ],
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--accept", help="record the files as they are now; later checks compare with these"
+        ),
+    ] = False,
+) -> None:
     """Check every file of a run against the SHA-256 that was recorded when it was written.
 
-    Exit code 0 where all are what was written, else 2. Files of your own are counted and left alone.
+    Exit code 0 where all are what was written, else 2. Files of your own are counted and left
+    alone.
 
     [bold]Examples[/bold]
 
@@ -41,9 +56,20 @@ def verify(
         words[one.state] += 1
         if one.state not in ("intact", "growing"):
             typer.echo(f"  {one.state:<10} {one.name}")
-    own = len(manifest.unlisted(folder))
-    unsealed = f", {words['growing']} without a digest (the run is not finished)" if words["growing"] else ""
-    typer.echo(f"{folder}: {words['intact']} of {len(states)} files are what was written{unsealed}; {own} other files")  # fmt: skip
-    wrong = words["changed"] + words["missing"] + words["link"]
-    if wrong:
-        raise UserError(f"{wrong} of {len(states)} files of {folder} are not what was written: they are damaged, or somebody changed them. Make them again, or accept them as they are with --accept")  # fmt: skip
+    other_files = len(manifest.unlisted(folder))
+    unsealed = (
+        f", {words['growing']} without a digest (the run is not finished)"
+        if words["growing"]
+        else ""
+    )
+    typer.echo(
+        f"{folder}: {words['intact']} of {len(states)} files are what was "
+        f"written{unsealed}; {other_files} other files"
+    )
+    mismatches = words["changed"] + words["missing"] + words["link"]
+    if mismatches:
+        raise UserError(
+            f"{mismatches} of {len(states)} files of {folder} are not what was written: they "
+            "are damaged, or somebody changed them. Make them again, or accept them as "
+            "they are with --accept"
+        )

@@ -1,4 +1,4 @@
-"""Training examples of one side, and batches of them drawn from a generator."""
+"""Training examples of one objective, and batches of them drawn from a generator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch import Tensor
 
 from concept_eraser.models.base import Condition, Model
 
-READ_AT_ONCE = 16  # prompts; 64 of them in a T5 of 4.7 billion weights take more memory than its weights
+# prompts; 64 of them in a T5 of 4.7 billion weights take more memory than its weights
+READ_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples: latents [b, c, h, w] (None when they are sampled on the fly) and their conditions."""
+    """Some examples: latents [b, c, h, w] (None when they are sampled on the fly) and their
+    conditions.
+    """
 
     latents: Tensor | None
     condition: Condition
@@ -29,12 +32,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of one side. Each distinct prompt is encoded once; an example points to its row.
+    """The examples of one objective. Each distinct prompt is encoded once.
 
-    latents: [n, c, h, w], or None for data-free training; rows, anchor_rows: [n] into `condition`, `anchors`. All of it
-    lies on the CPU (400 prompts read by a T5 are gigabytes) and moves batch by batch. positions: [n, tokens] bool, which
-    tokens of each prompt stand for the concept, where a loss asks that. empty: how often an example comes without its prompt
-    and its anchor.
+    latents: [n, c, h, w], or None for data-free training; rows, anchor_rows: [n] into `condition`,
+    `anchors`. All of it lies on the CPU (400 prompts read by a T5 are gigabytes) and moves batch by
+    batch. positions: [n, tokens] bool, which tokens of each prompt stand for the concept, where a
+    loss needs that. empty: how often an example comes without its prompt and its anchor.
     """
 
     latents: Tensor | None
@@ -51,8 +54,14 @@ class Examples:
 
     def draw(self, generators: Sequence[torch.Generator], device: torch.device) -> Batch:
         """One example per generator, with replacement."""
-        index = torch.cat([torch.randint(len(self), (1,), generator=generator) for generator in generators])
-        blank = torch.cat([torch.rand(1, generator=g) for g in generators]) < self.empty if self.empty else None
+        index = torch.cat(
+            [torch.randint(len(self), (1,), generator=generator) for generator in generators]
+        )
+        blank = (
+            torch.cat([torch.rand(1, generator=g) for g in generators]) < self.empty
+            if self.empty
+            else None
+        )
         latents = None if self.latents is None else self.latents[index].to(device)
         anchor = None
         if self.anchors is not None and self.anchor_rows is not None:
@@ -63,7 +72,13 @@ class Examples:
         return Batch(latents, condition, anchor, null, positions)
 
 
-def make_examples(model: Model, prompts: Sequence[str], *, latents: Tensor | None, anchors: Sequence[str] | None = None) -> Examples:  # fmt: skip
+def make_examples(
+    model: Model,
+    prompts: Sequence[str],
+    *,
+    latents: Tensor | None,
+    anchors: Sequence[str] | None = None,
+) -> Examples:
     """Encode the prompts (and anchors) of some examples; `latents[i]` belongs to `prompts[i]`."""
     condition, rows = _encode_once(model, prompts)
     anchor, anchor_rows = (None, None) if anchors is None else _encode_once(model, anchors)
@@ -73,26 +88,38 @@ def make_examples(model: Model, prompts: Sequence[str], *, latents: Tensor | Non
 def _encode_once(model: Model, texts: Sequence[str]) -> tuple[Condition, Tensor]:
     distinct = list(dict.fromkeys(texts))
     cpu = torch.device("cpu")
-    parts = [model.encode(distinct[i : i + READ_AT_ONCE]).to(cpu) for i in range(0, len(distinct), READ_AT_ONCE)]
-    encoded = Condition({k: torch.cat([part.tensors[k] for part in parts]) for k in parts[0].tensors})
+    parts = [
+        model.encode(distinct[i : i + READ_AT_ONCE]).to(cpu)
+        for i in range(0, len(distinct), READ_AT_ONCE)
+    ]
+    condition = Condition(
+        {k: torch.cat([part.tensors[k] for part in parts]) for k in parts[0].tensors}
+    )
     place = {text: i for i, text in enumerate(distinct)}
-    return encoded, torch.tensor([place[text] for text in texts])
+    return condition, torch.tensor([place[text] for text in texts])
 
 
 def _or_nothing(condition: Condition, null: Condition, blank: Tensor | None) -> Condition:
     """The conditions of a batch, that of no prompt where `blank` [b] bool says so."""
     if blank is None:
         return condition
-    return Condition({key: torch.where(blank.view(-1, *[1] * (value.dim() - 1)), null.tensors[key].to(value), value) for key, value in condition.tensors.items()})  # fmt: skip
+    return Condition(
+        {
+            key: torch.where(
+                blank.view(-1, *[1] * (value.dim() - 1)), null.tensors[key].to(value), value
+            )
+            for key, value in condition.tensors.items()
+        }
+    )
 
 
 def chunk_of(height: int, width: int) -> int:
-    """How many pictures a VAE reads at once: 32 small ones, 4 of 512 x 512, one of 1024 x 1024."""
+    """How many images a VAE reads at once: 32 small ones, 4 of 512 x 512, one of 1024 x 1024."""
     return max(1, min(32, 2**20 // (height * width)))
 
 
-def encode_pictures(model: Model, pictures: Tensor) -> Tensor:
+def encode_pixels(model: Model, images: Tensor) -> Tensor:
     """[n, h, w, 3] uint8 -> latents of the model, in chunks."""
-    size = chunk_of(*pictures.shape[1:3])
-    scaled = (part.permute(0, 3, 1, 2).float().div(127.5).sub(1) for part in pictures.split(size))
-    return torch.cat([model.encode_images(part).cpu() for part in scaled])
+    size = chunk_of(*images.shape[1:3])
+    chunks = (part.permute(0, 3, 1, 2).float().div(127.5).sub(1) for part in images.split(size))
+    return torch.cat([model.encode_images(part).cpu() for part in chunks])

@@ -1,8 +1,9 @@
 """Images made by the model itself, kept in a cache keyed by everything that determines them.
 
-The key covers the weights, the prompts, the seeds and the sampler's settings, so a second run starts at once, two
-runs that ask for the same "before" pictures share them, and a changed weight can never be answered from the cache.
-Pictures are stored in chunks as they are made; an interrupted generation goes on where it stopped.
+The key covers the weights, the prompts, the seeds and the sampler's settings, so a second run
+starts at once, two runs that ask for the same "before" images share them, and a changed weight
+can never be answered from the cache. Images are stored in chunks as they are made; an interrupted
+generation goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from concept_eraser import ranks, resources
 from concept_eraser.data.prompts import Prompt
-from concept_eraser.environment import derive_seed, fingerprint
-from concept_eraser.models.base import Model
-from concept_eraser.progress import Progress, silent
+from concept_eraser.models.base import Model, emulates_bf16
 from concept_eraser.storage import cache as chunks
 from concept_eraser.storage.cache import CacheFull
+from concept_eraser.utils import distributed, resources
+from concept_eraser.utils.progress import Progress, silent
+from concept_eraser.utils.provenance import derive_seed, fingerprint
 
 _LOG = logging.getLogger(__name__)
 _TOLD: list[str] = []  # what was said of a full cache, once a process
@@ -32,7 +33,9 @@ _TOLD: list[str] = []  # what was said of a full cache, once a process
 
 @dataclass(frozen=True)
 class Sampling:
-    """How pictures are sampled: denoising steps, classifier-free guidance, pictures at once, autocast precision."""
+    """How images are sampled: denoising steps, classifier-free guidance, images at once,
+    autocast precision.
+    """
 
     steps: int = 25
     guidance: float = 5.0
@@ -41,7 +44,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
-            raise ValueError(f"steps and batch_size must be at least 1, found {self.steps} and {self.batch_size}")
+            raise ValueError(
+                f"steps and batch_size must be at least 1, found {self.steps} and {self.batch_size}"
+            )
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be fp32 or bf16, found {self.precision!r}")
 
@@ -51,39 +56,50 @@ class Sampling:
 
 
 def model_fingerprint(model: Model) -> str:
-    """A hash of every weight of the pipeline, in name order (float values as they are in memory)."""
+    """A hash of every weight of the pipeline, in name order (float values as they are in
+    memory).
+    """
     digest = hashlib.sha256()
     for part in sorted(model.parts):
         for name, value in sorted(model.parts[part].state_dict().items()):
             digest.update(f"{part}.{name}{tuple(value.shape)}{value.dtype}".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(
+                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            )
     return digest.hexdigest()[:24]
 
 
 def seeds_for(prompts: Sequence[str | Prompt], base: int) -> list[int]:
-    """One seed a picture: the prompt's own where it has one (I2P), else from the base seed and its position. Before and
-    after use the same."""
+    """One seed an image: the prompt's own where it has one (I2P), else from the base seed and its
+    position. Before and after use the same."""
     own = own_seeds(prompts)
-    return [derive_seed("picture", base, i) % 2**31 if seed is None else seed for i, seed in enumerate(own)]
+    return [
+        derive_seed("picture", base, i) % 2**31 if seed is None else seed
+        for i, seed in enumerate(own)
+    ]
 
 
 def own_seeds(prompts: Sequence[str | Prompt]) -> list[int | None]:
-    """The seed each prompt states; one that comes again counts on from it, so that no picture is made twice."""
-    came: Counter[tuple[str, int]] = Counter()
-    found: list[int | None] = []
+    """The seed each prompt states; one that comes again counts on from it, so that no image is
+    made twice.
+    """
+    counts: Counter[tuple[str, int]] = Counter()
+    seeds: list[int | None] = []
     for prompt in prompts:
         if isinstance(prompt, str) or prompt.seed is None:
-            found.append(None)
+            seeds.append(None)
             continue
         key = (prompt.text, prompt.seed)
-        found.append(prompt.seed + came[key])
-        came[key] += 1
-    return found
+        seeds.append(prompt.seed + counts[key])
+        counts[key] += 1
+    return seeds
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Pictures asked of a model, and the folder of the cache that keeps them in chunks of `sampling.batch_size`."""
+class ImageRequest:
+    """Images requested of a model, and the folder of the cache that keeps them in chunks of
+    `sampling.batch_size`.
+    """
 
     folder: Path
     texts: Sequence[str]
@@ -97,90 +113,134 @@ class Asked:
         return range(0, len(self.texts), self.sampling.batch_size)
 
     def path(self, start: int) -> Path:
-        """Of a chunk's pictures."""
+        """Of a chunk's images."""
         return self.folder / f"{start:06d}.safetensors"
 
     def calls(self, start: int) -> list[tuple[float, list[int]]]:
-        """What is sampled at once: (guidance, positions among all) of the pictures of a chunk with one guidance."""
+        """What is sampled at once: (guidance, positions among all) of the images of a chunk with
+        one guidance.
+        """
         chunk = range(start, min(start + self.sampling.batch_size, len(self.texts)))
         scales = dict.fromkeys(self.scales[i] for i in chunk)
         return [(scale, [i for i in chunk if self.scales[i] == scale]) for scale in scales]
 
 
-def ask(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int], sampling: Sampling, *, cache: Path | None = None) -> Asked:  # fmt: skip
+def request_images(
+    model: Model,
+    prompts: Sequence[str | Prompt],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    *,
+    cache: Path | None = None,
+) -> ImageRequest:
     """Nothing is sampled yet. A prompt that states a guidance of its own is sampled with that.
 
     cache: folder of the cache; None for `resources.cache()`.
     """
     texts = [prompt.text if isinstance(prompt, Prompt) else prompt for prompt in prompts]
-    scales = [sampling.guidance if isinstance(p, str) or p.guidance is None else p.guidance for p in prompts]
-    content = {"weights": model_fingerprint(model), "prompts": texts, "seeds": list(seeds), "sampling": asdict(sampling), "drawing": model.drawing()}  # fmt: skip
+    scales = [
+        sampling.guidance if isinstance(p, str) or p.guidance is None else p.guidance
+        for p in prompts
+    ]
+    content = {
+        "weights": model_fingerprint(model),
+        "prompts": texts,
+        "seeds": list(seeds),
+        "sampling": asdict(sampling),
+        "drawing": model.drawing(),
+    }
     if any(scale != sampling.guidance for scale in scales):
         content["guidance"] = scales
-    folder = (resources.cache() if cache is None else cache) / "pictures" / fingerprint(content)
-    return Asked(folder, texts, list(seeds), scales, sampling)
+    if sampling.precision == "bf16" and emulates_bf16(model.device):
+        content["computed in"] = "fp32"
+    folder = (resources.cache() if cache is None else cache) / "images" / fingerprint(content)
+    return ImageRequest(folder, texts, list(seeds), scales, sampling)
 
 
-def generate(model: Model, prompts: Sequence[str | Prompt], seeds: Sequence[int], sampling: Sampling, *, cache: Path | None = None, what: str = "generating", progress: Progress = silent) -> Tensor:  # fmt: skip
-    """[n, h, w, 3] uint8 pictures of the prompts, from the cache where they are known; see `ask` and `made`."""
-    return made(model, ask(model, prompts, seeds, sampling, cache=cache), what=what, progress=progress)
+def generate(
+    model: Model,
+    prompts: Sequence[str | Prompt],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    *,
+    cache: Path | None = None,
+    what: str = "generating",
+    progress: Progress = silent,
+) -> Tensor:
+    """[n, h, w, 3] uint8 images of the prompts, from the cache where they are known; see
+    `request_images` and `load_or_generate`."""
+    return load_or_generate(
+        model,
+        request_images(model, prompts, seeds, sampling, cache=cache),
+        what=what,
+        progress=progress,
+    )
 
 
-def made(model: Model, asked: Asked, *, what: str = "generating", progress: Progress = silent) -> Tensor:
-    """[n, h, w, 3] uint8 pictures as asked, from the cache where they are known.
+def load_or_generate(
+    model: Model, request: ImageRequest, *, what: str = "generating", progress: Progress = silent
+) -> Tensor:
+    """[n, h, w, 3] uint8 images as requested, from the cache where they are known.
 
-    Under `accelerate launch` each process makes its share of the chunks, none twice, and reads those of the others (the
-    cache must be a folder that all see).
+    Under `accelerate launch` each process makes its share of the chunks, none twice, and reads
+    those of the others (the cache must be a folder that all see).
     """
-    progress(what, 0, len(asked.texts))
-    found: dict[int, Tensor] = {}
+    progress(what, 0, len(request.texts))
+    images_by_start: dict[int, Tensor] = {}
 
     def chunk(start: int) -> Tensor:
-        if start not in found:
-            path = asked.path(start)
-            pictures = read(path)
-            if pictures is None:
-                pictures = _sample(model, asked, start)
-                keep(partial(write, path, pictures))
-            found[start] = pictures
-            progress(what, sum(map(len, found.values())), len(asked.texts))
-        return found[start]
+        if start not in images_by_start:
+            path = request.path(start)
+            images = read(path)
+            if images is None:
+                images = _sample(model, request, start)
+                keep(partial(write, path, images))
+            images_by_start[start] = images
+            progress(what, sum(map(len, images_by_start.values())), len(request.texts))
+        return images_by_start[start]
 
-    for start in ranks.mine(asked.starts):
+    for start in distributed.mine(request.starts):
         chunk(start)
-    ranks.wait()
-    return torch.cat([chunk(start) for start in asked.starts])
+    distributed.wait()
+    return torch.cat([chunk(start) for start in request.starts])
 
 
-def _sample(model: Model, asked: Asked, start: int) -> Tensor:
+def _sample(model: Model, request: ImageRequest, start: int) -> Tensor:
     """One chunk, those of one guidance together."""
-    pictures: dict[int, Tensor] = {}
-    for scale, rows in asked.calls(start):
-        found = model.sample([asked.texts[i] for i in rows], seeds=[asked.seeds[i] for i in rows], steps=asked.sampling.steps, guidance=scale, autocast=asked.sampling.autocast)  # fmt: skip
-        pictures |= dict(zip(rows, found, strict=True))
-    return torch.stack([pictures[i] for i in sorted(pictures)])
+    images: dict[int, Tensor] = {}
+    for scale, rows in request.calls(start):
+        new_images = model.sample(
+            [request.texts[i] for i in rows],
+            seeds=[request.seeds[i] for i in rows],
+            steps=request.sampling.steps,
+            guidance=scale,
+            autocast=request.sampling.autocast,
+        )
+        images |= dict(zip(rows, new_images, strict=True))
+    return torch.stack([images[i] for i in sorted(images)])
 
 
 def keep(write_it: Callable[[], None]) -> None:
-    """Write to the cache. Where it is full, a process that works alone goes on: the next run makes again what is missing.
+    """Write to the cache. Where it is full, a process that works alone goes on: the next run makes
+    again what is missing.
 
     Raises CacheFull under `accelerate launch`: the other processes look for it there.
     """
     try:
         write_it()
     except CacheFull as error:
-        if not ranks.alone():
+        if not distributed.alone():
             raise
         if not _TOLD:
             _LOG.warning("results are not kept for the next run: %s", error)
             _TOLD.append(str(error))
 
 
-def read(path: Path, name: str = "pictures") -> Tensor | None:
+def read(path: Path, name: str = "images") -> Tensor | None:
     """A chunk of the cache; None where it is not there, or damaged: then it is made again."""
     return (chunks.read_chunk(path) or {}).get(name)
 
 
-def write(path: Path, pictures: Tensor, name: str = "pictures") -> None:
+def write(path: Path, images: Tensor, name: str = "images") -> None:
     """Put a chunk into the cache, whole or not at all. Raises CacheFull where that fails."""
-    chunks.write_chunk(path, {name: pictures})
+    chunks.write_chunk(path, {name: images})

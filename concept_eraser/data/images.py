@@ -1,10 +1,11 @@
-"""Folders of images: with captions to train on, or whoever's pictures to be looked at.
+"""Folders of images: with captions for training, or any images for evaluation.
 
 Captions: `name.png` beside `name.txt`, or a `metadata.jsonl` as in `datasets`' imagefolder.
 
-A folder may come from a stranger. Only the formats below are decoded (Pillow has others that start programs), and a picture
-that is too large is refused by what its header says. A picture may be a link to one elsewhere, since people choose training
-pictures by links, and only pixels are taken from it. A caption must not: its text is written into the run's folder.
+A folder may come from a stranger. Only the formats below are decoded (Pillow has others that start
+programs), and an image that is too large is refused by what its header says. An image may be a
+link to one elsewhere, since people choose training images by links. Only pixels are read.
+from it. A caption must not: its text is written into the run's folder.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from concept_eraser import limits
 from concept_eraser.data.templates import text_problem
-from concept_eraser.errors import UserError, first_line, shown
-from concept_eraser.progress import Progress, silent
 from concept_eraser.storage.readers import parse_json, read_text, require_regular
+from concept_eraser.utils import limits
+from concept_eraser.utils.errors import UserError, first_line, shown
+from concept_eraser.utils.progress import Progress, silent
 
 FORMATS = (
     "PNG",
@@ -34,31 +35,37 @@ FORMATS = (
     "TIFF",
 )  # of Pillow; its reader of JPEG takes MPO too, which some phones write
 CAPTION_BYTES = 100_000
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
-def read_folder(folder: Path, size: tuple[int, int], *, caption: str | None = None) -> tuple[Tensor, list[str]]:
-    """All images of a folder, resized and centre-cropped to (height, width): [n, h, w, 3] uint8, and their captions.
+def read_folder(
+    folder: Path, size: tuple[int, int], *, caption: str | None = None
+) -> tuple[Tensor, list[str]]:
+    """All images of a folder, resized and centre-cropped to (height, width): [n, h, w, 3] uint8,
+    and their captions.
 
-    caption: for images that have none of their own. Raises UserError for an empty folder, a damaged image or a
-    missing caption.
+    caption: for images that have none of their own. Raises UserError for an empty folder, a damaged
+    image or a missing caption.
     """
     if not folder.is_dir():
         raise UserError(f"no such folder of images: {folder}; check the path")
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.is_dir())
     if not paths:
         raise UserError(f"{folder} holds no images ({', '.join(SUFFIXES)})")
-    known = _metadata(folder)
+    caption_by_path = _metadata(folder)
     images, captions = [], []
     for path in paths:
         beside = path.with_suffix(".txt")
-        own = known.get(path.relative_to(folder).as_posix()) or (
-            _caption(_own_text(folder, beside, CAPTION_BYTES), str(beside)) if beside.exists() else caption
+        own = caption_by_path.get(path.relative_to(folder).as_posix()) or (
+            _caption(_own_text(folder, beside, CAPTION_BYTES), str(beside))
+            if beside.exists()
+            else caption
         )
         if not own:
             raise UserError(
-                f"{path} has no caption; write one to {beside.name}, to metadata.jsonl, or give one caption for all"
+                f"{path} has no caption; write one to {beside.name}, to metadata.jsonl, "
+                "or give one caption for all"
             )
         images.append(read(path, size))
         captions.append(own)
@@ -66,7 +73,9 @@ def read_folder(folder: Path, size: tuple[int, int], *, caption: str | None = No
 
 
 def _metadata(folder: Path) -> dict[str, str]:
-    """Captions by the path of their picture in the folder. Raises UserError naming the line that is none."""
+    """Captions by the path of their image in the folder. Raises UserError naming the line that is
+    none.
+    """
     path = folder / "metadata.jsonl"
     if not path.exists():
         return {}
@@ -78,19 +87,25 @@ def _metadata(folder: Path) -> dict[str, str]:
         row = parse_json(line, place)
         name, text = row.get("file_name"), row.get("text") or row.get("caption") or ""
         if not isinstance(name, str) or not isinstance(text, str):
-            raise UserError(f'{place}: expected {{"file_name": NAME, "text": CAPTION}}, found {shown(row)}')
+            raise UserError(
+                f'{place}: expected {{"file_name": NAME, "text": CAPTION}}, found {shown(row)}'
+            )
         captions[name] = _caption(text, place)
     return captions
 
 
 def _own_text(folder: Path, path: Path, limit: int = 2**30) -> str:
-    """A text file of the folder. Raises UserError where it is a link that leads out of the folder."""
+    """A text file of the folder. Raises UserError where it is a link that leads out of the
+    folder.
+    """
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):  # links in a circle
         inside = True  # the reader says what is wrong
     if not inside:
-        raise UserError(f"{path} is a link that leads out of {folder}; copy the file into the folder")
+        raise UserError(
+            f"{path} is a link that leads out of {folder}; copy the file into the folder"
+        )
     return read_text(path, limit)
 
 
@@ -101,9 +116,10 @@ def _caption(text: str, place: str) -> str:
 
 
 def read(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """A picture file resized and centre-cropped to (height, width): [h, w, 3] uint8.
+    """An image file resized and centre-cropped to (height, width): [h, w, 3] uint8.
 
-    Raises UserError for what is no picture, is damaged, too small, too large, or too narrow to be cropped.
+    Raises UserError for what is no image, is damaged, too small, too large, or too narrow to be
+    cropped.
     """
     image = _decoded(path, "no readable image", lambda opened: opened.convert("RGB"))
     height, width = size
@@ -111,7 +127,8 @@ def read(path: Path, size: tuple[int, int]) -> np.ndarray:
     large = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
     if large[0] * large[1] > limits.PIXELS:
         raise UserError(
-            f"{path} has {image.width} x {image.height} pixels, too narrow for {width} x {height}; crop it first"
+            f"{path} has {image.width} x {image.height} pixels, too narrow for {width} x "
+            f"{height}; crop it first"
         )
     image = image.resize(large, Image.Resampling.LANCZOS)
     left, top = (image.width - width) // 2, (image.height - height) // 2
@@ -119,65 +136,83 @@ def read(path: Path, size: tuple[int, int]) -> np.ndarray:
 
 
 def _decoded(path: Path, problem: str, decode: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """What `decode` makes of an open picture file. Raises UserError where it cannot be read, or has no or too many pixels."""
+    """What `decode` makes of an open image file. Raises UserError where it cannot be read, or has
+    no or too many pixels.
+    """
     require_regular(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's of large pictures and odd files; what cannot be used is an error
-            with Image.open(path, formats=FORMATS) as opened:
-                if opened.width * opened.height > limits.PIXELS:
-                    raise Image.DecompressionBombError("its header states more pixels than are read")
-                image = decode(opened)
+            # Pillow's of large images and odd files; what cannot be used is an error
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=FORMATS) as file:
+                if file.width * file.height > limits.PIXELS:
+                    raise Image.DecompressionBombError(
+                        "its header states more pixels than are read"
+                    )
+                image = decode(file)
     except (Exception, MemoryError) as error:  # Pillow raises some twenty kinds for damaged files
-        raise UserError(f"{path} is {problem} ({first_line(error)}); convert it to PNG, or remove it") from None
+        raise UserError(
+            f"{path} is {problem} ({first_line(error)}); convert it to PNG, or remove it"
+        ) from None
     if min(image.size) < 2:
-        raise UserError(f"{path} has {image.width} x {image.height} pixels; at least 2 x 2 are needed")
+        raise UserError(
+            f"{path} has {image.width} x {image.height} pixels; at least 2 x 2 are needed"
+        )
     return image
 
 
-def read_picture(path: Path) -> np.ndarray:
-    """A picture file as [h, w, 3] RGB, transparency on white. Raises UserError for what is no picture, or is too small."""
-    return np.asarray(_decoded(path, "no picture that can be read", _upright))
+def read_image(path: Path) -> np.ndarray:
+    """An image file as [h, w, 3] RGB, transparency on white. Raises UserError for what is no
+    image, or is too small.
+    """
+    return np.asarray(_decoded(path, "no image that can be read", _upright))
 
 
 def _upright(opened: Image.Image) -> Image.Image:
     """In RGB, turned as its file says (as OpenCV reads it), transparency on white."""
     image = ImageOps.exif_transpose(opened)
-    plain = image.convert("RGBA") if image.mode in ("RGBA", "LA", "PA", "P") else image.convert("RGB")
+    plain = (
+        image.convert("RGBA") if image.mode in ("RGBA", "LA", "PA", "P") else image.convert("RGB")
+    )
     if plain.mode == "RGBA":
         white = Image.new("RGBA", plain.size, "white")
         plain = Image.alpha_composite(white, plain).convert("RGB")
     return plain
 
 
-def png(picture: Tensor) -> bytes:
+def png(image: Tensor) -> bytes:
     """An image [h, w, 3] uint8 as a PNG file."""
     buffer = io.BytesIO()
-    Image.fromarray(picture.cpu().numpy()).save(buffer, "png")
+    Image.fromarray(image.cpu().numpy()).save(buffer, "png")
     return buffer.getvalue()
 
 
-def picture_files(folder: Path, *, deep: bool = False) -> list[Path]:
-    """The picture files of a folder, sorted; deep: of the folders in it too. Raises UserError where there is none."""
+def image_files(folder: Path, *, deep: bool = False) -> list[Path]:
+    """The image files of a folder, sorted; deep: of the folders in it too. Raises UserError where
+    there is none.
+    """
     inside = (folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else ()
-    if not (files := sorted(p for p in inside if p.suffix.lower() in PICTURES and p.is_file())):
-        raise UserError(f"no pictures in {folder}; expected files ending in {', '.join(PICTURES)}")
+    if not (files := sorted(p for p in inside if p.suffix.lower() in IMAGES and p.is_file())):
+        raise UserError(f"no images in {folder}; expected files ending in {', '.join(IMAGES)}")
     return files
 
 
-def read_pictures(folder: Path, left_out: list[str], *, deep: bool = False, progress: Progress = silent) -> Iterator[tuple[str, np.ndarray]]:  # fmt: skip
-    """Name and pixels [h, w, 3] uint8 of each picture of a folder, whoever made them.
+def read_images(
+    folder: Path, left_out: list[str], *, deep: bool = False, progress: Progress = silent
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and pixels [h, w, 3] uint8 of each image of a folder, whoever made them.
 
-    What cannot be read is described in `left_out` and passed over. Raises UserError where nothing can be read.
+    What cannot be read is described in `left_out` and passed over. Raises UserError where nothing
+    can be read.
     """
-    files = picture_files(folder, deep=deep)
+    files = image_files(folder, deep=deep)
     for i, path in enumerate(files, 1):
         try:
-            array = read_picture(path)
+            array = read_image(path)
         except UserError as error:
             left_out.append(str(error))
         else:
             yield path.relative_to(folder).as_posix(), array
         progress(f"looking at {folder}", i, len(files))
     if len(left_out) == len(files):
-        raise UserError(f"none of the {len(files)} pictures in {folder} can be read: {left_out[0]}")
+        raise UserError(f"none of the {len(files)} images in {folder} can be read: {left_out[0]}")

@@ -5,24 +5,26 @@ A set is a YAML file (or a plain text file with one prompt a line):
     about: what it is and where it comes from
     prompts:                      # rows: a text, or a mapping with `text` and any further fields
       - a photo of a tench
-      - {text: a photo of a cassette player, class: cassette player}
+      - {text: a photo of a cassette objective, class: cassette objective}
     expand:                       # and / or the product of templates and fields
       templates: ["a {style} {color} star", "{color} star"]
       color: [red, blue]
       style: [flat, striped]
 
-A table is a prompt set too: a CSV, JSONL or JSON file (see tables.py), or a YAML file that takes some of its rows:
+A table is a prompt set too: a CSV, JSONL or JSON file (see tables.py), or a YAML file that takes
+some of its rows:
 
     about: the rows of I2P that are sexual
     file: hf://AIML-TUDA/i2p/i2p_benchmark.csv      # or a path, from this file's folder
     where: {categories: sexual, nudity_percentage: "> 50"}
 
-Every field of a row can be used in an anchor: with `anchor: "a {color} square"` each prompt gets its own; with
-`anchor: {shape: circle}` it is the prompt's own template with another shape. A value given as a list
-(`color: [[crimson, red], ...]`) is the word that is written and the value it stands for. `a(n)` becomes a or an.
+Every field of a row can be used in an anchor: with `anchor: "a {color} square"` each prompt gets
+its own; with `anchor: {shape: circle}` it is the prompt's own template with another shape. A value
+given as a list (`color: [[crimson, red], ...]`) is the word that is written and the value it stands
+for. `a(n)` becomes a or an.
 
-A set may come from a stranger, so its file names a table on the hub or one in its own folder, and templates fill in plain
-names only (templates.py). All mistakes in a file are reported at once.
+A set may come from a stranger, so its file names a table on the hub or one in its own folder, and
+templates fill in plain names only (templates.py). All mistakes in a file are reported at once.
 """
 
 from __future__ import annotations
@@ -38,37 +40,49 @@ from typing import Any
 
 import numpy as np
 
-from concept_eraser import limits, resources
 from concept_eraser.data import tables, templates
-from concept_eraser.environment import fingerprint
-from concept_eraser.errors import UserError, mistakes_message, names_text, shown, unknown_message
 from concept_eraser.storage.readers import read_text, read_yaml
+from concept_eraser.utils import limits, resources
+from concept_eraser.utils.errors import (
+    UserError,
+    mistakes_message,
+    names_text,
+    shown,
+    unknown_message,
+)
+from concept_eraser.utils.provenance import fingerprint
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, the values its fields stand for, and, where it came from a template, that and the words in it."""
+    """A prompt, the values its fields stand for, and, where it came from a template, that and the
+    words in it.
+    """
 
     text: str
-    fields: Mapping[str, str] = field(default_factory=dict)  # e.g. {"shape": "star", "color": "red"}
-    words: Mapping[str, str] = field(default_factory=dict)  # e.g. {"shape": "pentagram", "color": "crimson"}
+    # e.g. {"shape": "star", "color": "red"}
+    fields: Mapping[str, str] = field(default_factory=dict)
+    # e.g. {"shape": "pentagram", "color": "crimson"}
+    words: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
-    seed: int | None = None  # of its picture, where its source states one (I2P)
+    seed: int | None = None  # of its image, where its source states one (I2P)
     guidance: float | None = None
 
     def anchored(self, anchor: str | Mapping[str, str]) -> str:
-        """The prompt to show instead: a template filled with this prompt's fields, or this prompt with some of its
-        fields replaced. Raises UserError naming a field the prompt lacks."""
+        """The anchor's prompt: a template filled with this prompt's fields, or this prompt
+        with some of its fields replaced. Raises UserError naming a field the prompt lacks."""
         if isinstance(anchor, str):
             return self._filled(anchor, {**self.fields, **self.words})
         if self.template is None:
             raise UserError(
-                f"the anchor {shown(dict(anchor))} replaces words of a template, but the prompt {shown(self.text)} has none; write the anchor as a text"
+                f"the anchor {shown(dict(anchor))} replaces words of a template, but the "
+                f"prompt {shown(self.text)} has none; write the anchor as a text"
             )
-        used = _fields_of(self.template)
-        if not set(anchor) & set(used):
+        own_fields = _fields_of(self.template)
+        if not set(anchor) & set(own_fields):
             raise UserError(
-                f"the anchor {shown(dict(anchor))} changes nothing in {shown(self.text)}; its fields: {names_text(used)}"
+                f"the anchor {shown(dict(anchor))} changes nothing in "
+                f"{shown(self.text)}; its fields: {names_text(own_fields)}"
             )
         return self._filled(self.template, {**self.words, **anchor})
 
@@ -76,7 +90,9 @@ class Prompt:
         missing = [name for name in _fields_of(template) if name not in words]
         if missing:
             raise UserError(
-                f"the template {shown(template)} needs the field {shown(missing[0])}, which the prompt {shown(self.text)} does not have; it has: {names_text(words) or 'none'}"
+                f"the template {shown(template)} needs the field {shown(missing[0])}, "
+                f"which the prompt {shown(self.text)} does not have; it has: "
+                f"{names_text(words) or 'none'}"
             )
         return render(template, words)
 
@@ -89,7 +105,9 @@ def _fields_of(template: str) -> list[str]:
 
 
 def render(template: str, words: Mapping[str, str]) -> str:
-    """Fill a template; `a(n)` becomes a or an, and runs of spaces one. Raises UserError where it is no template."""
+    """Fill a template; `a(n)` becomes a or an, and runs of spaces one. Raises UserError where it is
+    no template.
+    """
     try:
         return templates.fill(template, words)
     except ValueError as error:
@@ -110,24 +128,38 @@ class PromptSet:
 
     @property
     def hash(self) -> str:
-        return fingerprint([[p.text, sorted(p.fields.items()), *(v for v in (p.seed, p.guidance) if v is not None)] for p in self.prompts])  # fmt: skip
+        return fingerprint(
+            [
+                [
+                    p.text,
+                    sorted(p.fields.items()),
+                    *(v for v in (p.seed, p.guidance) if v is not None),
+                ]
+                for p in self.prompts
+            ]
+        )
 
     def described(self) -> dict[str, Any]:
         """What travels with results: the set's id, its rows and their hash."""
         return {"id": self.name, "rows": len(self), "hash": self.hash}
 
     def take(self, n: int, seed: int = 0) -> PromptSet:
-        """`n` rows in a seeded random order, going round again where the set is smaller; a row's own seed counts once, or
-        its picture would be there twice."""
+        """`n` rows in a seeded random order, going round again where the set is smaller; a row's
+        own seed counts once, or its image would be there twice."""
         rng = np.random.default_rng([seed, 0x5EED])
         rounds = -(-n // len(self))
         order = np.concatenate([rng.permutation(len(self)) for _ in range(rounds)])[:n]
-        again = (self.prompts[i] if place < len(self) else replace(self.prompts[i], seed=None) for place, i in enumerate(order))  # fmt: skip
-        return PromptSet(self.name, tuple(again))
+        drawn_prompts = (
+            self.prompts[i] if place < len(self) else replace(self.prompts[i], seed=None)
+            for place, i in enumerate(order)
+        )
+        return PromptSet(self.name, tuple(drawn_prompts))
 
 
 def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
-    """A prompt set by name, by path, or from a list of texts. Raises UserError where it is empty or malformed."""
+    """A prompt set by name, by path, or from a list of texts. Raises UserError where it is empty or
+    malformed.
+    """
     if isinstance(source, PromptSet):
         return source
     if isinstance(source, str | Path):
@@ -157,7 +189,9 @@ class _Mistakes:
         self.lines: list[str] = []
 
     def all(self, read: Callable[[Any], Any], items: Iterable[Any], what: str) -> list[Any]:
-        """What `read` makes of each item; a mistake is kept with the number of the item, counted from 1."""
+        """What `read` makes of each item; a mistake is kept with the number of the item, counted
+        from 1.
+        """
         rows = []
         for place, item in enumerate(items, 1):
             try:
@@ -192,10 +226,17 @@ def _read(path: Path) -> list[Prompt]:
         return rows
     content = {} if (content := read_yaml(path)) is None else content
     if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a mapping with `prompts` or `expand`, found a {type(content).__name__}")
-    mistakes.lines += [unknown_message("key", str(key)[:200], KEYS) for key in content if key not in KEYS]
+        raise UserError(
+            f"{path}: expected a mapping with `prompts` or `expand`, found a "
+            f"{type(content).__name__}"
+        )
+    mistakes.lines += [
+        unknown_message("key", str(key)[:200], KEYS) for key in content if key not in KEYS
+    ]
     if not isinstance(content.get("about", ""), str | None):
-        mistakes.lines.append(f"about: expected a text, found {shown(content['about'])}; put it in quotes")
+        mistakes.lines.append(
+            f"about: expected a text, found {shown(content['about'])}; put it in quotes"
+        )
     entries = content.get("prompts") or []
     if not isinstance(entries, list):
         mistakes.lines.append(f"prompts: expected a list of texts, found {shown(entries)}")
@@ -204,7 +245,9 @@ def _read(path: Path) -> list[Prompt]:
     where = mistakes.one(_conditions, content.get("where"), {})
     table = mistakes.one(lambda file: _beside(path, file), content.get("file"), None)
     if where and content.get("file") is None:
-        mistakes.lines.append("where: there is no `file` whose rows it could choose; add it, or remove `where`")
+        mistakes.lines.append(
+            "where: there is no `file` whose rows it could choose; add it, or remove `where`"
+        )
     expansion = _expand(content.get("expand"), mistakes)
     mistakes.require_none(str(path))
     if isinstance(table, str):
@@ -213,53 +256,69 @@ def _read(path: Path) -> list[Prompt]:
 
 
 def _conditions(where: Any) -> dict[str, Any]:
-    """What stands under `where`. Raises ValueError where it is no mapping of columns to conditions."""
+    """What stands under `where`. Raises ValueError where it is no mapping of columns to
+    conditions.
+    """
     if where is None:
         return {}
     if not isinstance(where, dict) or not all(isinstance(key, str) for key in where):
-        raise ValueError(f"where: expected a mapping of columns to conditions, found {shown(where)}")
+        raise ValueError(
+            f"where: expected a mapping of columns to conditions, found {shown(where)}"
+        )
     for condition in where.values():
         tables.require_condition(condition)
     return where
 
 
 def _beside(path: Path, file: Any) -> Path | str | None:
-    """The table that a set's file names: on the hub, or inside the set's own folder. Raises ValueError for others.
+    """The table that a set's file names: on the hub, or inside the set's own folder. Raises
+    ValueError for others.
 
-    A set may come from a stranger, and what a table holds is written into the run's folder. So neither `..` nor a link
-    leads out of the folder.
+    A set may come from a stranger, and what a table holds is written into the run's folder. So
+    neither `..` nor a link leads out of the folder.
     """
     if file is None:
         return None
     if not isinstance(file, str) or not file.strip() or not file.isprintable():
         raise ValueError(
-            f"file: expected the path of a table or {tables.HUB}owner/dataset/file.csv, found {shown(file)}"
+            f"file: expected the path of a table or {tables.HUB}owner/dataset/file.csv, "
+            f"found {shown(file)}"
         )
     if file.startswith(tables.HUB):
         return file
-    given = Path(file)
-    if given.is_absolute() or ".." in given.parts or "\\" in file:
+    table_path = Path(file)
+    if table_path.is_absolute() or ".." in table_path.parts or "\\" in file:
         raise ValueError(
-            f"file: {shown(file)} leads out of the set's folder; copy the table into that folder, or give its path as the prompt set itself"
+            f"file: {shown(file)} leads out of the set's folder; copy the table into "
+            "that folder, or give its path as the prompt set itself"
         )
-    if given.suffix not in tables.SUFFIXES:
-        raise ValueError(f"file: {shown(file)} is no table; expected a file ending in {', '.join(tables.SUFFIXES)}")
-    table = path.parent / given
+    if table_path.suffix not in tables.SUFFIXES:
+        raise ValueError(
+            f"file: {shown(file)} is no table; expected a file ending in "
+            f"{', '.join(tables.SUFFIXES)}"
+        )
+    table = path.parent / table_path
     try:
         inside = table.resolve().is_relative_to(path.parent.resolve())
     except (OSError, RuntimeError):  # a name that is too long, links in a circle
         inside = True  # the reader says what is wrong
     if not inside:
         raise ValueError(
-            f"file: {shown(file)} is a link that leads out of the set's folder; copy the table into that folder"
+            f"file: {shown(file)} is a link that leads out of the set's folder; copy the "
+            "table into that folder"
         )
     return table
 
 
 def _of_table(path: Path, where: Mapping[str, Any]) -> list[Prompt]:
-    rows = [Prompt(row.text, row.fields, seed=row.seed, guidance=row.guidance) for row in tables.read(path, where)]
+    rows = [
+        Prompt(row.text, row.fields, seed=row.seed, guidance=row.guidance)
+        for row in tables.read(path, where)
+    ]
     if not rows and where:
-        raise UserError(f"no row of {path.name} has {names_text(f'{k}: {v}' for k, v in where.items())}")
+        raise UserError(
+            f"no row of {path.name} has {names_text(f'{k}: {v}' for k, v in where.items())}"
+        )
     return rows
 
 
@@ -267,14 +326,18 @@ def _row(item: Any) -> Prompt:
     """A prompt from an entry of a list. Raises ValueError where it is none."""
     if isinstance(item, Prompt):
         return item
-    given = {"text": item} if isinstance(item, str) else item
-    text = given.get("text") if isinstance(given, dict) else None
+    entry = {"text": item} if isinstance(item, str) else item
+    text = entry.get("text") if isinstance(entry, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"expected a prompt or a mapping with `text`, found {shown(item)}")
     if wrong := templates.text_problem(text):
         raise ValueError(f"the text {shown(text)} {wrong}")
-    fields = {_field(key): _word(key, value) for key, value in given.items() if key not in ("text", "seed", "guidance")}
-    seed, guidance = given.get("seed"), given.get("guidance")
+    fields = {
+        _field(key): _word(key, value)
+        for key, value in entry.items()
+        if key not in ("text", "seed", "guidance")
+    }
+    seed, guidance = entry.get("seed"), entry.get("guidance")
     try:
         seed = None if seed is None else limits.whole(seed, 0, limits.SEED)
         guidance = None if guidance is None else limits.number(guidance, 0, limits.GUIDANCE)
@@ -285,14 +348,19 @@ def _row(item: Any) -> Prompt:
 
 def _field(name: Any) -> str:
     if not isinstance(name, str) or not name or len(name) > limits.FIELD:
-        raise ValueError(f"the name of a field is a text of at most {limits.FIELD} characters, found {shown(name)}")
+        raise ValueError(
+            f"the name of a field is a text of at most {limits.FIELD} characters, found "
+            f"{shown(name)}"
+        )
     return name
 
 
 def _word(field_name: str, value: Any) -> str:
     """A value of a field as it is written. Raises ValueError where it is no text or number."""
     if not isinstance(value, str | int | float):
-        raise ValueError(f"{field_name}: expected a text or a number, found {shown(value)}; put a date in quotes")
+        raise ValueError(
+            f"{field_name}: expected a text or a number, found {shown(value)}; put a date in quotes"
+        )
     if isinstance(value, int) and abs(value) > 10**50:
         raise ValueError(f"{field_name}: {shown(value)} has too many digits; put it in quotes")
     if wrong := templates.text_problem(str(value)):
@@ -301,38 +369,53 @@ def _word(field_name: str, value: Any) -> str:
 
 
 def _value(name: str, value: Any) -> tuple[str, str]:
-    """The word that is written for a value of a field, and the value it stands for: the same, unless it is a list of both."""
+    """The word that is written for a value of a field, and the value it stands for: the same,
+    unless it is a list of both.
+    """
     if isinstance(value, list):
         if len(value) != 2:
             raise ValueError(
-                f"a list stands for the word that is written and the value it stands for; found {shown(value)}"
+                "a list stands for the word that is written and the value it stands "
+                f"for; found {shown(value)}"
             )
         return _word(name, value[0]), _word(name, value[1])
     return _word(name, value), _word(name, value)
 
 
 def _expand(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
-    """All combinations of the fields in all templates, without duplicates, in a fixed order; [] after a mistake."""
+    """All combinations of the fields in all templates, without duplicates, in a fixed order; []
+    after a mistake.
+    """
     if rule is None or rule == {}:
         return []
     if not isinstance(rule, dict):
-        mistakes.lines.append(f"expand: expected a mapping with `templates` and fields, found {shown(rule)}")
+        mistakes.lines.append(
+            f"expand: expected a mapping with `templates` and fields, found {shown(rule)}"
+        )
         return []
     texts = rule.get("templates")
     texts = [texts] if isinstance(texts, str) else texts
-    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(template_text, str) for template_text in texts)
+    ):
         mistakes.lines.append(f"expand: templates is a list of texts, found {shown(texts)}")
         return []
     before = len(mistakes.lines)
     values = _values_of(rule, mistakes)
     pieces = mistakes.all(templates.parts, texts, "expand.templates, template")
-    names = [list(dict.fromkeys(name for _, name in one if name is not None)) for one in pieces]
+    names = [
+        list(dict.fromkeys(name for _, name in template_text if name is not None))
+        for template_text in pieces
+    ]
     if len(pieces) == len(texts):
         for template, some in zip(texts, names, strict=True):
-            missing = [name for name in some if name not in rule or name == "templates"]
-            if missing:
+            undefined = [name for name in some if name not in rule or name == "templates"]
+            if undefined:
                 mistakes.lines.append(
-                    f"expand: the template {shown(template)} uses {shown(missing[0])}, which has no list of values; fields: {names_text(values)}"
+                    f"expand: the template {shown(template)} uses {shown(undefined[0])}, "
+                    f"which has no list of values; fields: {names_text(values)}"
                 )
     if len(mistakes.lines) == before:
         mistakes.lines += _too_much(pieces, names, values)
@@ -358,55 +441,84 @@ def _values_of(rule: Mapping[Any, Any], mistakes: _Mistakes) -> dict[str, list[t
         if name == "templates":
             continue
         if not isinstance(name, str) or isinstance(some, dict) or some is None or some == []:
-            mistakes.lines.append(f"expand: {shown(name)} needs a list of values, found {shown(some)}")
+            mistakes.lines.append(
+                f"expand: {shown(name)} needs a list of values, found {shown(some)}"
+            )
             continue
         entries = some if isinstance(some, list) else [some]
         values[name] = mistakes.all(partial(_value, name), entries, f"expand.{name[:60]}, value")
     return values
 
 
-def _too_much(pieces: list[Any], names: list[list[str]], values: Mapping[str, list[tuple[str, str]]]) -> list[str]:
-    """What is wrong with the size of an expansion, computed before it is made; [] where nothing is."""
+def _too_much(
+    pieces: list[Any], names: list[list[str]], values: Mapping[str, list[tuple[str, str]]]
+) -> list[str]:
+    """What is wrong with the size of an expansion, computed before it is made; [] where nothing
+    is.
+    """
     counts = [min(math.prod(len(values[name]) for name in some), 10**18) for some in names]
     if sum(counts) > limits.ROWS:
         return [
-            f"expand: its templates and values give {sum(counts):,} prompts; at most {limits.ROWS:,} are made. Give fewer values, or several sets"
+            (
+                f"expand: its templates and values give {sum(counts):,} prompts; at most "
+                f"{limits.ROWS:,} are made. Give fewer values, or several sets"
+            )
         ]
     longest = {name: max(len(word) for word, _ in some) for name, some in values.items()}
-    sizes = [sum(len(text) + (longest[name] if name is not None else 0) for text, name in piece) for piece in pieces]
+    sizes = [
+        sum(len(text) + (longest[name] if name is not None else 0) for text, name in piece)
+        for piece in pieces
+    ]
     if max(sizes) > limits.TEXT:
-        return [f"expand: a prompt would have {max(sizes):,} characters; at most {limits.TEXT:,} are read"]
+        return [
+            (
+                f"expand: a prompt would have {max(sizes):,} characters; at most "
+                f"{limits.TEXT:,} are read"
+            )
+        ]
     total = sum(size * count for size, count in zip(sizes, counts, strict=True))
     if total > _CHARACTERS:
-        return [f"expand: its prompts would have {total:,} characters in all; at most {_CHARACTERS:,} are made"]
+        return [
+            (
+                f"expand: its prompts would have {total:,} characters in all; at most "
+                f"{_CHARACTERS:,} are made"
+            )
+        ]
     return []
 
 
-def slips(anchors: Mapping[str, str | Mapping[str, str] | None], sets: Mapping[str, PromptSet]) -> list[str]:
-    """Of each player's anchor the words that no prompt has and that are nearly one some have: most likely mistyped. The one
-    value that all of the player's prompts have is what the anchor replaces, and may well be near it (a house, a horse)."""
-    found = []
-    for player, anchor in anchors.items():
-        for name, value in anchor.items() if isinstance(anchor, Mapping) and player in sets else ():
-            known, own = _values(name, sets.values()), _values(name, [sets[player]])
-            meant = known - own if len(own) == 1 else known
-            close = difflib.get_close_matches(str(value), meant, n=1, cutoff=0.8)
-            if close and str(value) not in known:
-                found.append(
-                    f"the anchor's {name} {shown(value)} is in none of the prompts; did you mean {shown(close[0])}?"
+def slips(
+    anchors: Mapping[str, str | Mapping[str, str] | None], sets: Mapping[str, PromptSet]
+) -> list[str]:
+    """Of each objective's anchor the words that no prompt has and that are nearly one some have:
+    most likely mistyped. The one value that all of the objective's prompts have is what the anchor
+    replaces, and may well be near it (a house, a horse)."""
+    messages = []
+    for objective, anchor in anchors.items():
+        for name, value in (
+            anchor.items() if isinstance(anchor, Mapping) and objective in sets else ()
+        ):
+            all_values, own_values = _values(name, sets.values()), _values(name, [sets[objective]])
+            candidates = all_values - own_values if len(own_values) == 1 else all_values
+            close = difflib.get_close_matches(str(value), candidates, n=1, cutoff=0.8)
+            if close and str(value) not in all_values:
+                messages.append(
+                    f"the anchor's {name} {shown(value)} is in none of the prompts; did "
+                    f"you mean {shown(close[0])}?"
                 )
-    return found
+    return messages
 
 
 def _values(name: str, sets: Iterable[PromptSet]) -> set[str]:
-    rows = [row for one in sets for row in one.prompts]
+    rows = [row for prompt_set in sets for row in prompt_set.prompts]
     return {str(of[name]) for row in rows for of in (row.fields, row.words) if name in of}
 
 
 def require_disjoint(forget: PromptSet, retain: PromptSet) -> None:
     """Forgetting and preserving the same prompt contradict each other."""
-    both = sorted(set(forget.texts) & set(retain.texts))
-    if both:
+    shared = sorted(set(forget.texts) & set(retain.texts))
+    if shared:
         raise UserError(
-            f"{len(both)} prompts are in both the forget set {forget.name!r} and the retain set {retain.name!r}, e.g. {shown(both[0])}; remove them from one"
+            f"{len(shared)} prompts are in both the forget set {forget.name!r} and the "
+            f"retain set {retain.name!r}, e.g. {shown(shared[0])}; remove them from one"
         )

@@ -1,8 +1,9 @@
-"""Random pictures in the place of a named set whose files are not at hand: a dry run's examples.
+"""Random images in the place of a named set whose files are not at hand: a dry run's examples.
 
-What is known of a set without its files (`Known`) says its own file in datasets/. A stand-in has the set's true number of
-examples, classes and shape, so that a wrong class or position is found; a picture is drawn when it is asked for. Nothing
-about the true labels' order is known: labels go round the classes.
+What is known of a set without its files (`Known`) says its own file in data/datasets/. A stand-in
+has the set's true number of examples, classes and shape, so that a wrong class or position is
+found; an image is drawn when it is asked for. Nothing about the true labels' order is known:
+labels go round the classes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.data.labelled import Labelled
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 
 class NotHere(UserError):
@@ -23,9 +24,11 @@ class NotHere(UserError):
 
 @dataclass(frozen=True)
 class Known:
-    """shape: of one example; names: of the classes, in the order of their numbers; n: examples of the training split.
+    """shape: of one example; names: of the classes, in the order of their numbers; n: examples of
+    the training split.
 
-    own: classes are called and counted as in the user's own folders, so that other names and more examples are no mistake.
+    own: classes are called and counted as in the user's own folders, so that other names and more
+    examples are no mistake.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +37,9 @@ class Known:
     own: bool = False
 
     def reaching(self, classes: Iterable[str], last: int) -> Known:
-        """Where the set is the user's own, with these classes too, and examples up to position `last`."""
+        """Where the set is the user's own, with these classes too, and examples up to position
+        `last`.
+        """
         if not self.own:
             return self
         names = dict.fromkeys([*self.names, *classes])
@@ -44,8 +49,11 @@ class Known:
         """Uniform noise in [-1, 1], the same for the same position."""
 
         def fetch(rows: Sequence[int]) -> Tensor:
-            drawn = (torch.rand(self.shape, generator=torch.Generator().manual_seed(int(row))) for row in rows)
-            return torch.stack(list(drawn)).mul(2).sub(1)
+            noise = (
+                torch.rand(self.shape, generator=torch.Generator().manual_seed(int(row)))
+                for row in rows
+            )
+            return torch.stack(list(noise)).mul(2).sub(1)
 
         return Labelled(torch.arange(self.n) % len(self.names), self.names, fetch, about)
 
@@ -58,5 +66,9 @@ def a_few(data: Labelled, rows: Tensor, each: int) -> list[int]:
 
 def only(data: Labelled, rows: Sequence[int]) -> Labelled:
     """The examples at some positions, which are counted anew from 0."""
-    kept = torch.tensor(rows)
-    return replace(data, labels=data.labels[kept], fetch=lambda asked: data.fetch([rows[int(i)] for i in asked]))
+    positions = torch.tensor(rows)
+    return replace(
+        data,
+        labels=data.labels[positions],
+        fetch=lambda asked: data.fetch([rows[int(i)] for i in asked]),
+    )

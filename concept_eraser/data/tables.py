@@ -1,11 +1,12 @@
 """Prompts from tables: CSV, TSV, JSONL or JSON, with the column names that the field's files use.
 
-I2P (Schramowski et al., arXiv 2211.05105) circulates in two spellings: `sd_seed`, `sd_guidance_scale` (the original, and
-SPM's copy) and `evaluation_seed`, `evaluation_guidance` (ESD, UnlearnDiffAtk, MUNBa). Both are read. A row's own seed and
-guidance are used for its picture, as in the papers; all other columns become fields.
+I2P (Schramowski et al., arXiv 2211.05105) circulates in two spellings: `sd_seed`,
+`sd_guidance_scale` (the original, and SPM's copy) and `evaluation_seed`, `evaluation_guidance`
+(ESD, UnlearnDiffAtk, MUNBa). Both are read. A row's own seed and guidance are used for its image,
+as in the papers; all other columns become fields.
 
-Rows are chosen by `where`: {categories: sexual} for a column that lists several values, {nudity_percentage: "> 50"} for
-a number, {source: lexica} for a word.
+Rows are chosen by `where`: {categories: sexual} for a column that lists several values,
+{nudity_percentage: "> 50"} for a number, {source: lexica} for a word.
 """
 
 from __future__ import annotations
@@ -20,18 +21,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import limits
 from concept_eraser.data.templates import text_problem
-from concept_eraser.errors import UserError, first_line, names_text, shown
 from concept_eraser.models import hub
 from concept_eraser.storage.readers import TABLE_BYTES, parse_json, read_text
+from concept_eraser.utils import limits
+from concept_eraser.utils.errors import UserError, first_line, names_text, shown
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 HUB = "hf://"
 _TEXT = ("prompt", "text", "caption")
 _SEED = ("evaluation_seed", "sd_seed", "seed")
 _GUIDANCE = ("evaluation_guidance", "sd_guidance_scale", "guidance")
-_COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq}
+_COMPARE = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+}
 _CONDITION = re.compile(r"(>=|<=|==|>|<)\s*(.+)", re.DOTALL)
 _OWNER, _FILE = re.compile(r"[A-Za-z0-9][\w.-]*"), re.compile(r"[\w .()+@-]+")
 
@@ -49,27 +56,44 @@ class Row:
 def from_hub(address: str) -> Path:
     """The file `hf://owner/dataset/path/in/it.csv`, from the hub or its cache on disk.
 
-    Raises UserError where the address is incomplete or the hub (or the cache of a machine without network) has no such file.
+    Raises UserError where the address is incomplete or the hub (or the cache of a machine without
+    network) has no such file.
     """
     parts = address.removeprefix(HUB).split("/")
     if len(parts) < 3 or not all(parts):
         raise UserError(f"{shown(address)} names no file; write {HUB}owner/dataset/file.csv")
     owner, *path = parts
-    if not all(map(_OWNER.fullmatch, (owner, path[0]))) or not all(_FILE.fullmatch(p) and p.strip(".") for p in path):
-        raise UserError(f"{shown(address)} is no address of a file on the hub; write {HUB}owner/dataset/file.csv")
+    if not all(map(_OWNER.fullmatch, (owner, path[0]))) or not all(
+        _FILE.fullmatch(p) and p.strip(".") for p in path
+    ):
+        raise UserError(
+            f"{shown(address)} is no address of a file on the hub; write "
+            f"{HUB}owner/dataset/file.csv"
+        )
     from huggingface_hub import hf_hub_download
 
     try:
         silent = hub.is_silent_about_dataset(f"{owner}/{path[0]}")
-        return Path(hf_hub_download(f"{owner}/{path[0]}", "/".join(path[1:]), repo_type="dataset", local_files_only=silent))  # fmt: skip
-    except Exception as error:  # the hub's client raises some twenty kinds, OSErrors and ValueErrors among them
+        return Path(
+            hf_hub_download(
+                f"{owner}/{path[0]}",
+                "/".join(path[1:]),
+                repo_type="dataset",
+                local_files_only=silent,
+            )
+        )
+    except Exception as error:
+        # the hub's client raises some twenty kinds, OSErrors and ValueErrors among them
         raise UserError(
-            f"the hub, or its cache, did not give {shown(address)}: {first_line(error)}. Download the file and give its path"
+            f"the hub, or its cache, did not give {shown(address)}: {first_line(error)}. "
+            "Download the file and give its path"
         ) from None
 
 
 def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
-    """The rows of a table that fulfil all conditions, in its order. Raises UserError for what is no table of prompts."""
+    """The rows of a table that fulfil all conditions, in its order. Raises UserError for what is no
+    table of prompts.
+    """
     if not path.exists():
         raise UserError(f"no such table of prompts: {path}; check the path")
     tests = {column: _test(condition) for column, condition in where.items()}
@@ -77,14 +101,18 @@ def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
     if not rows:
         return []
     columns = rows[0][1]
-    strange = [key for key in where if key not in columns]
-    if strange:
-        raise UserError(f"{path} has no column {shown(strange[0])}; it has {names_text(columns)}")
+    unknown_columns = [key for key in where if key not in columns]
+    if unknown_columns:
+        raise UserError(
+            f"{path} has no column {shown(unknown_columns[0])}; it has {names_text(columns)}"
+        )
     selection = []
     for place, row in rows:
         text, seed, guidance = (_column(row, names) for names in (_TEXT, _SEED, _GUIDANCE))
         if text is None:
-            raise UserError(f"{place} has no column of prompts ({' or '.join(_TEXT)}); it has {names_text(row)}")
+            raise UserError(
+                f"{place} has no column of prompts ({' or '.join(_TEXT)}); it has {names_text(row)}"
+            )
         if not row[text] or not all(test(row.get(column)) for column, test in tests.items()):
             continue
         words = row[text]
@@ -92,59 +120,79 @@ def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
             raise UserError(f"{place}: {text} is {shown(words)}; expected a prompt, a text")
         if wrong := text_problem(words):
             raise UserError(f"{place}: the text {shown(words)} {wrong}")
-        fields = {k: str(v) for k, v in row.items() if k not in (text, seed, guidance) and v not in (None, "")}
+        fields = {
+            k: str(v)
+            for k, v in row.items()
+            if k not in (text, seed, guidance) and v not in (None, "")
+        }
         own_seed = _number(row, seed, place, lambda value: limits.whole(value, 0, limits.SEED))
-        own_guidance = _number(row, guidance, place, lambda value: limits.number(value, 0, limits.GUIDANCE))
+        own_guidance = _number(
+            row, guidance, place, lambda value: limits.number(value, 0, limits.GUIDANCE)
+        )
         selection.append(Row(words.strip(), fields, own_seed, own_guidance))
     return selection
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a table, each with its place for errors. Raises UserError where it is no table."""
+    """The rows of a table, each with its place for errors. Raises UserError where it is no
+    table.
+    """
     content = read_text(path, TABLE_BYTES)
     if "\0" in content:
         raise UserError(
-            f"{path} is no {path.suffix[1:].upper()} of prompts: it holds null bytes; check that it is the right file"
+            f"{path} is no {path.suffix[1:].upper()} of prompts: it holds null bytes; "
+            "check that it is the right file"
         )
     if path.suffix in (".csv", ".tsv"):
         yield from _of_csv(path, content)
         return
     if path.suffix == ".jsonl":
-        numbered = ((number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip())
-        found: Any = (
-            (f"{path}, line {number}", _of_json(line, f"{path}, line {number}", path)) for number, line in numbered
+        numbered_lines = (
+            (number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()
+        )
+        records: Any = (
+            (f"{path}, line {number}", _of_json(line, f"{path}, line {number}", path))
+            for number, line in numbered_lines
         )
     else:
-        whole = _of_json(content, str(path), path)
-        if isinstance(whole, dict):  # COCO's captions: {"annotations": [{"caption": ...}, ...]}
-            whole = whole.get("annotations", whole.get("prompts"))
-        if not isinstance(whole, list):
-            raise UserError(f"{path} is no JSON of prompts: expected a list of prompts, found {shown(whole)}")
-        found = ((f"{path}, row {number}", row) for number, row in enumerate(whole, 1))
-    for place, row in found:
+        value = _of_json(content, str(path), path)
+        if isinstance(value, dict):  # COCO's captions: {"annotations": [{"caption": ...}, ...]}
+            value = value.get("annotations", value.get("prompts"))
+        if not isinstance(value, list):
+            raise UserError(
+                f"{path} is no JSON of prompts: expected a list of prompts, found {shown(value)}"
+            )
+        records = ((f"{path}, row {number}", row) for number, row in enumerate(value, 1))
+    for place, row in records:
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, dict):
             raise UserError(
-                f"{place}: expected a prompt or a mapping with a column {' or '.join(_TEXT)}, found {shown(row)}"
+                f"{place}: expected a prompt or a mapping with a column "
+                f"{' or '.join(_TEXT)}, found {shown(row)}"
             )
         yield place, row
 
 
 def _of_csv(path: Path, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(content, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",")
+    reader = csv.DictReader(
+        io.StringIO(content, newline=""), delimiter="\t" if path.suffix == ".tsv" else ","
+    )
     try:
         for number, row in enumerate(reader, 1):
             if number > limits.TABLE_ROWS:
                 raise UserError(f"{path} has more than {limits.TABLE_ROWS:,} rows; split it")
             if None in row:  # cells without a column
                 raise UserError(
-                    f"{path}, line {reader.line_num}: the row has more cells than the {len(reader.fieldnames or ())} columns; put a text with commas into quotes"
+                    f"{path}, line {reader.line_num}: the row has more cells than the "
+                    f"{len(reader.fieldnames or ())} columns; put a text with commas "
+                    "into quotes"
                 )
             yield f"{path}, line {reader.line_num}", row
     except csv.Error as error:  # e.g. a cell of more than 131,072 characters
         raise UserError(
-            f"{path} is no {path.suffix[1:].upper()} of prompts ({str(error)[:100]}, line {reader.line_num}); check its quotes"
+            f"{path} is no {path.suffix[1:].upper()} of prompts ({str(error)[:100]}, "
+            f"line {reader.line_num}); check its quotes"
         ) from None
 
 
@@ -159,7 +207,9 @@ def _column(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
-def _number(row: Mapping[str, Any], column: str | None, place: str, read: Callable[[Any], Any]) -> Any:
+def _number(
+    row: Mapping[str, Any], column: str | None, place: str, read: Callable[[Any], Any]
+) -> Any:
     if column is None or row.get(column) in (None, ""):
         return None
     try:
@@ -169,32 +219,46 @@ def _number(row: Mapping[str, Any], column: str | None, place: str, read: Callab
 
 
 def require_condition(condition: Any) -> None:
-    """Raise UserError where a value under `where` is no condition: a word, a number, or a comparison such as "> 50"."""
+    """Raise UserError where a value under `where` is no condition: a word, a number, or a
+    comparison such as "> 50".
+    """
     _test(condition)
 
 
 def fulfils(value: Any, condition: Any) -> bool:
-    """Whether a cell meets a condition: a comparison of numbers, or a word that it is or lists. An empty cell meets none."""
+    """Whether a cell meets a condition: a comparison of numbers, or a word that it is or lists. An
+    empty cell meets none.
+    """
     return _test(condition)(value)
 
 
 def _test(condition: Any) -> Callable[[Any], bool]:
     """What tells of a cell whether it meets a condition."""
     if isinstance(condition, bool | int | float):
-        condition = str(condition) if isinstance(condition, float) or abs(condition) < 10**50 else None
+        condition = (
+            str(condition) if isinstance(condition, float) or abs(condition) < 10**50 else None
+        )
     if not isinstance(condition, str) or len(condition) > limits.FIELD:
-        raise UserError(f'where: expected a word, a number or a comparison such as "> 50", found {shown(condition)}')
+        raise UserError(
+            'where: expected a word, a number or a comparison such as "> 50", found '
+            f"{shown(condition)}"
+        )
     comparison = _CONDITION.fullmatch(condition.strip())
     if comparison is None:
         word = condition.strip().lower()
-        return lambda cell: cell not in (None, "") and word in {part.strip().lower() for part in str(cell).split(",")}
+        return lambda cell: (
+            cell not in (None, "")
+            and word in {part.strip().lower() for part in str(cell).split(",")}
+        )
     compare = _COMPARE[comparison[1]]
     try:
         bound = float(comparison[2])
         if not math.isfinite(bound):
             raise ValueError
     except ValueError:
-        raise UserError(f'where: {shown(condition)} compares with no number; write e.g. "> 50"') from None
+        raise UserError(
+            f'where: {shown(condition)} compares with no number; write e.g. "> 50"'
+        ) from None
 
     def holds(cell: Any) -> bool:
         try:

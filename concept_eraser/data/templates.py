@@ -1,7 +1,8 @@
 """Templates of prompts: a text with the names of fields in braces, e.g. `a {color} {shape}`.
 
-Only plain names are filled in. What else Python's formatting can do (`{a.b}`, `{a[0]}`, `{a!r}`, `{a:>1000000000}`)
-reads attributes of objects or makes texts of any length, and a prompt needs neither. `{{` and `}}` are braces.
+Only plain names are filled in. What else Python's formatting can do (`{a.b}`, `{a[0]}`, `{a!r}`,
+`{a:>1000000000}`) reads attributes of objects or makes texts of any length, and a prompt needs
+neither. `{{` and `}}` are braces.
 """
 
 from __future__ import annotations
@@ -10,28 +11,37 @@ import re
 import string
 from collections.abc import Mapping
 
-from concept_eraser.errors import shown
-from concept_eraser.limits import FIELD, TEXT
+from concept_eraser.utils.errors import shown
+from concept_eraser.utils.limits import FIELD, TEXT
 
 _ARTICLE = re.compile(r"\ba\(n\) (?=(\w))")
 _NAME = re.compile(r"[^\W\d][\w -]*")
 
 
 def parts(template: str) -> list[tuple[str, str | None]]:
-    """The pieces of a template: (text, the field that follows it or None). Raises ValueError where it is no template."""
+    """The pieces of a template: (text, the field that follows it or None). Raises ValueError where
+    it is no template.
+    """
     if wrong := text_problem(template):
         raise ValueError(f"the template {shown(template)} {wrong}")
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ValueError(
-            f"the template {shown(template)}: {error}; write {{name}} for a field, and {{{{ or }}}} for a brace"
+            f"the template {shown(template)}: {error}; write {{name}} for a field, and "
+            "{{ or }} for a brace"
         ) from None
     for _, name, layout, conversion in pieces:
-        if name is not None and (layout or conversion or not _NAME.fullmatch(name) or len(name) > FIELD):
-            inside = name + (f"!{conversion}" if conversion else "") + (f":{layout}" if layout else "")
+        if name is not None and (
+            layout or conversion or not _NAME.fullmatch(name) or len(name) > FIELD
+        ):
+            inside = (
+                name + (f"!{conversion}" if conversion else "") + (f":{layout}" if layout else "")
+            )
             raise ValueError(
-                f"the template {shown(template)} has {shown(inside, 60)} in braces; write the name of a field there, e.g. {{color}}, and {{{{ or }}}} for a brace"
+                f"the template {shown(template)} has {shown(inside, 60)} in braces; "
+                "write the name of a field there, e.g. {color}, and {{ or }} for "
+                "a brace"
             )
     return [(text, name) for text, name, _, _ in pieces]
 

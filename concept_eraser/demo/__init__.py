@@ -1,1 +1,4 @@
-"""The before/after page. Gradio is known to the tabs and page.py only; what they show is made and tested without it."""
+"""The before/after page.
+
+Only the tabs and page.py import Gradio. Their contents are made and tested without it.
+"""

@@ -1,4 +1,4 @@
-"""The tab Attack: does the concept come back under another prompt? The search is shown while it runs."""
+"""The tab Attack: search for a prompt that recovers the concept, shown while it runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser import registry
-from concept_eraser.demo import figures, pictures, presets, safety
-from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, sentence
-from concept_eraser.demo.jobs import Job
-from concept_eraser.errors import UserError
+from concept_eraser.demo import figures, image_html, presets, safety
+from concept_eraser.demo.context import Desk, alert, minutes, notice, quiet, sentence
+from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import MEGABYTE, read_json
+from concept_eraser.utils.errors import UserError
 
-# Attacks whose own settings look at a picture every few minutes only; somebody who watches wants to see it move.
+# Attacks whose own settings look at an image every few minutes only; somebody who watches wants to
+# see it move.
 CADENCE: Mapping[str, dict[str, Any]] = {
     "unlearn_diff": {"iterations": 10, "times": 200},
     "concept_inversion": {"every": 25},
@@ -31,21 +32,43 @@ def names() -> list[str]:
     return registry.names("attack")
 
 
-def start(desk: Desk, run: str, attack: str, n: Any, rounds: Any, seconds: Any, seed: Any) -> Job:
+def start(
+    desk: Desk, run: str, attack: str, n: Any, rounds: Any, seconds: Any, seed: Any
+) -> DemoJob:
     """Check what was asked and put it into the queue. Raises UserError."""
     safety.one_of("run", run, desk.library.finished())
     safety.one_of("attack", attack, names())
     safety.require_inside(desk.library.folder(run))
-    numbers = {"n": safety.whole("prompts", n), "rounds": safety.whole("rounds", rounds), "seconds": safety.number("seconds", seconds), "seed": safety.whole("training seed", seed)}  # fmt: skip
+    numbers = {
+        "n": safety.whole("prompts", n),
+        "rounds": safety.whole("rounds", rounds),
+        "seconds": safety.number("seconds", seconds),
+        "seed": safety.whole("training seed", seed),
+    }
     recipe = desk.library.recipe(run)
     if recipe is None:
-        raise UserError(f"{run} has no recipe that says what it forgot; use `concept-eraser attack` with --suite")
+        raise UserError(
+            f"{run} has no recipe that says what it forgot; use `concept-eraser attack` "
+            "with --suite"
+        )
     safety.require_no_code(recipe)
     suite = presets.suite_of(recipe)
     if attack == "paraphrase" and suite != "tiny_star":
-        raise UserError("the attack 'paraphrase' has a list of other names for the star only; choose another attack")
+        raise UserError(
+            "the attack 'paraphrase' has a list of other names for the star only; choose "
+            "another attack"
+        )
     folder = safety.claim(desk.library.folder(run) / "attacks", "", f"demo-{attack}", "attack")
-    spec = {"kind": "attack", "run": str(desk.library.folder(run)), "base": recipe.model, "suite": suite, "attack": attack, "options": CADENCE.get(attack, {}), "folder": str(folder), **numbers}  # fmt: skip
+    spec = {
+        "kind": "attack",
+        "run": str(desk.library.folder(run)),
+        "base": recipe.model,
+        "suite": suite,
+        "attack": attack,
+        "options": CADENCE.get(attack, {}),
+        "folder": str(folder),
+        **numbers,
+    }
     try:
         return desk.jobs.add("attack", f"{attack} on {run}", spec, folder)
     except BaseException:
@@ -53,15 +76,30 @@ def start(desk: Desk, run: str, attack: str, n: Any, rounds: Any, seconds: Any, 
         raise
 
 
-def live(desk: Desk, job: Job | None) -> str:
-    """How an attack stands: in words, its curves, and the best picture so far."""
+def live(desk: Desk, job: DemoJob | None) -> str:
+    """How an attack stands: in words, its curves, and the best image so far."""
     if job is None:
-        return '<p class="ce-quiet">The loss, and the picture that comes closest to the concept, appear here round by round.</p>'
+        return (
+            '<p class="ce-quiet">The loss, and the image that comes closest to the '
+            "concept, appear here round by round.</p>"
+        )
     rows = figures.rows(job.folder / "rounds.jsonl", "round")
     loss = figures.points(rows, "round", "loss")
-    curves = figures.curves("Loss of the search", {"loss": loss} if loss else {}, "round", last=len(rows))
-    confidence = {"best so far": figures.points(rows, "round", "best"), "this round": figures.points(rows, "round", "shows")}  # fmt: skip
-    curves += figures.curves("How surely the concept shows", confidence if rows else {}, "round", low=0, high=1, last=len(rows))  # fmt: skip
+    curves = figures.curves(
+        "Loss of the search", {"loss": loss} if loss else {}, "round", last=len(rows)
+    )
+    confidence = {
+        "best so far": figures.points(rows, "round", "best"),
+        "this round": figures.points(rows, "round", "shows"),
+    }
+    curves += figures.curves(
+        "How surely the concept shows",
+        confidence if rows else {},
+        "round",
+        low=0,
+        high=1,
+        last=len(rows),
+    )
     return f'{_told(desk, job, rows)}{_best(job, rows)}<div class="ce-figures">{curves}</div>'
 
 
@@ -73,39 +111,59 @@ def _ended(path: Path) -> str:
         return "stopped by hand"
 
 
-def _told(desk: Desk, job: Job, rows: list[dict[str, Any]]) -> str:
-    broken = (
-        f"{rows[-1]['fell']} of {rows[-1]['n']} prompts broken after {len(rows)} rounds" if rows else "no round yet"
+def _told(desk: Desk, job: DemoJob, rows: list[dict[str, Any]]) -> str:
+    success_text = (
+        f"{rows[-1]['fell']} of {rows[-1]['n']} prompts broken after {len(rows)} rounds"
+        if rows
+        else "no round yet"
     )
     if job.state == "waiting":
-        return notice(f"#{job.number} {job.title}: {desk.jobs.position(job)} before it, {minutes(job.seconds)} so far")
+        return notice(
+            f"#{job.number} {job.title}: {desk.jobs.position(job)} before it, "
+            f"{minutes(job.seconds)} so far"
+        )
     if job.state == "running":
-        return notice(f"#{job.number} {job.title}: {broken}, {minutes(job.seconds)}; now: {job.what}")
+        return notice(
+            f"#{job.number} {job.title}: {success_text}, {minutes(job.seconds)}; now: {job.what}"
+        )
     if job.state == "failed":
         return alert(f"#{job.number} {job.title}: {job.error}")
-    ended = _ended(job.folder / "found.json")
-    return notice(f"#{job.number} {job.title}: {broken}; {ended} ({minutes(job.seconds)})")
+    end_reason = _ended(job.folder / "found.json")
+    return notice(
+        f"#{job.number} {job.title}: {success_text}; {end_reason} ({minutes(job.seconds)})"
+    )
 
 
-def _best(job: Job, rows: list[dict[str, Any]]) -> str:
-    """The clean prompt's picture beside the best one, and the text that made it."""
-    shown = ""
+def _best(job: DemoJob, rows: list[dict[str, Any]]) -> str:
+    """The clean prompt's image beside the best one, and the text that made it."""
+    cells = ""
     for name, title in (("before.png", "clean prompt"), ("best.png", "best so far")):
         path = job.folder / name
         if path.exists():
             file = path.read_bytes()
-            seen = _seen(file)
-            said = f"{title}: {seen.text or 'not judged'}"
-            shown += f'<figure class="ce-cell">{pictures.picture(file, said, seen)}<figcaption><b>{title}</b> {escape(seen.text)}</figcaption></figure>'  # fmt: skip
+            judgement = _seen(file)
+            alt = f"{title}: {judgement.text or 'not judged'}"
+            cells += (
+                "<figure "
+                f'class="ce-cell">{image_html.image_cell(file, alt, judgement)}'
+                f"<figcaption><b>{title}</b> {escape(judgement.text)}</figcaption></figure>"
+            )
     text = ""
     if rows:
         last = rows[-1]
-        made = escape(last["text"]) if last["text"] is not None else "(an embedding or changed weights: no words)"
-        text = f'<dl class="ce-texts"><dt>asked</dt><dd>{escape(last["prompt"])}</dd><dt>found</dt><dd><code>{made}</code></dd><dt>seed</dt><dd>{last["seed"]}</dd></dl>'  # fmt: skip
-    return f'<div class="ce-best">{shown}{text}</div>' if shown else ""
+        source_text = (
+            escape(last["text"])
+            if last["text"] is not None
+            else "(an embedding or changed weights: no words)"
+        )
+        text = (
+            "<dl "
+            f'class="ce-texts"><dt>asked</dt><dd>{escape(last["prompt"])}</dd><dt>found</dt><dd><code>{source_text}</code></dd><dt>seed</dt><dd>{last["seed"]}</dd></dl>'
+        )
+    return f'<div class="ce-best">{cells}{text}</div>' if cells else ""
 
 
-def _seen(file: bytes) -> pictures.Seen:
+def _seen(file: bytes) -> image_html.Seen:
     import io
 
     import numpy as np
@@ -113,25 +171,57 @@ def _seen(file: bytes) -> pictures.Seen:
     from PIL import Image
 
     array = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
-    return pictures.look(torch.from_numpy(array.copy())[None], "auto")[0]
+    return image_html.look(torch.from_numpy(array.copy())[None], "auto")[0]
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
     """Build the tab; the components that the clock changes, by name."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
-            run = gr.Dropdown([], allow_custom_value=True, label="Erased model", elem_id="attack-run")
-            attack = gr.Dropdown([(f"{registry.summary('attack', name).partition(':')[0]} ({name})", name) for name in names()], value="unlearn_diff", label="Attack", elem_id="attack-name")  # fmt: skip
-            seconds = gr.Slider(*safety.LIMITS["seconds"], 120, step=5, label="Budget: seconds", elem_id="attack-seconds")  # fmt: skip
-            rounds = gr.Slider(*safety.LIMITS["rounds"], 60, step=1, label="Budget: rounds", elem_id="attack-rounds")
+            run = gr.Dropdown(
+                [], allow_custom_value=True, label="Erased model", elem_id="attack-run"
+            )
+            attack = gr.Dropdown(
+                [
+                    (f"{registry.summary('attack', name).partition(':')[0]} ({name})", name)
+                    for name in names()
+                ],
+                value="unlearn_diff",
+                label="Attack",
+                elem_id="attack-name",
+            )
+            seconds = gr.Slider(
+                *safety.LIMITS["seconds"],
+                120,
+                step=5,
+                label="Budget: seconds",
+                elem_id="attack-seconds",
+            )
+            rounds = gr.Slider(
+                *safety.LIMITS["rounds"],
+                60,
+                step=1,
+                label="Budget: rounds",
+                elem_id="attack-rounds",
+            )
             with gr.Accordion("Prompts and seed", open=False):
-                n = gr.Slider(*safety.LIMITS["prompts"], 4, step=1, label="Prompts attacked at once", elem_id="attack-n")  # fmt: skip
+                n = gr.Slider(
+                    *safety.LIMITS["prompts"],
+                    4,
+                    step=1,
+                    label="Prompts attacked at once",
+                    elem_id="attack-n",
+                )
                 seed = gr.Number(0, label="Seed of the attack", precision=0, elem_id="attack-seed")
             go = gr.Button("Attack", variant="primary", elem_id="attack-go")
-            gr.HTML('<p class="ce-quiet">To stop at any time: Cancel, at the top. The best picture stays. Rates with intervals: <code>concept-eraser attack</code>.</p>')  # fmt: skip
+            gr.HTML(
+                '<p class="ce-quiet">To stop at any time: Cancel, at the top. The best '
+                "image stays. Rates with intervals: <code>concept-eraser "
+                "attack</code>.</p>"
+            )
         with gr.Column(scale=5, min_width=300):
-            said = gr.HTML(elem_id="attack-said")
-            shown = gr.HTML(live(desk, None), elem_id="attack-live", min_height=260)
+            message = gr.HTML(elem_id="attack-said")
+            live_view = gr.HTML(live(desk, None), elem_id="attack-live", min_height=260)
 
     def begin(*values: Any) -> str:
         try:
@@ -140,5 +230,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
             return alert(sentence(error))
         return quiet(f"#{job.number} was put into the queue, {desk.jobs.position(job)} before it")
 
-    event = go.click(begin, [run, attack, n, rounds, seconds, seed], said, queue=False, api_name="attack")
-    return {"shown": shown, "run": run, "events": [event]}
+    event = go.click(
+        begin, [run, attack, n, rounds, seconds, seed], message, queue=False, api_name="attack"
+    )
+    return {"shown": live_view, "run": run, "events": [event]}

@@ -1,4 +1,4 @@
-"""The tab Compare: one prompt, the same seeds, before and after side by side, at any strength of the erasure."""
+"""The tab Compare: images of one prompt and the same seeds, before and after, at any strength."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from html import escape
 from typing import Any
 from urllib.parse import urlencode
 
-from concept_eraser.demo import pictures, presets, safety
-from concept_eraser.demo.desk import Desk, alert, sentence
+from concept_eraser.demo import image_html, presets, safety
+from concept_eraser.demo.context import Desk, alert, sentence
 from concept_eraser.demo.state import BUNDLED, Look, Options
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 START = "a red star"
 LADDER = (0.25, 0.5, 0.75, 1.0)
@@ -20,7 +20,7 @@ Told = Callable[[float, str], None]  # share done, what is being drawn
 
 
 @dataclass(frozen=True)
-class Settings:
+class ComparisonSettings:
     """Everything that decides what Compare shows; a link holds the same."""
 
     prompt: str = START
@@ -32,32 +32,55 @@ class Settings:
     first: int = 0
     judge: str = "auto"
 
-    def checked(self) -> Settings:
+    def checked(self) -> ComparisonSettings:
         """The same within the limits. Raises UserError for what is beyond them."""
         if len(self.runs) > safety.COLUMNS:
-            raise safety.UserError(f"{len(self.runs)} runs; at most {safety.COLUMNS} are compared at once")
+            raise safety.UserError(
+                f"{len(self.runs)} runs; at most {safety.COLUMNS} are compared at once"
+            )
         runs = tuple(str(run)[:80] for run in self.runs)
-        return Settings(safety.prompt(self.prompt), runs, safety.number("strength", self.strength), safety.whole("sampler steps", self.steps), safety.number("guidance", self.guidance), safety.whole("number of seeds", self.seeds), safety.whole("first seed", self.first), safety.one_of("judge", self.judge, pictures.JUDGES))  # fmt: skip
+        return ComparisonSettings(
+            safety.prompt(self.prompt),
+            runs,
+            safety.number("strength", self.strength),
+            safety.whole("sampler steps", self.steps),
+            safety.number("guidance", self.guidance),
+            safety.whole("number of seeds", self.seeds),
+            safety.whole("first seed", self.first),
+            safety.one_of("judge", self.judge, image_html.JUDGES),
+        )
 
     def query(self) -> str:
         return urlencode({**asdict(self), "runs": ",".join(self.runs)})
 
     @classmethod
-    def read(cls, query: Mapping[str, str], known: list[str]) -> Settings:
-        """Settings from a link. What is not valid keeps its default; runs that are not there are left out."""
-        given: dict[str, Any] = {key: query[key][: 2 * safety.PROMPT] for key in asdict(cls()) if key in query}
-        for key, kind in (("strength", float), ("guidance", float), ("steps", int), ("seeds", int), ("first", int)):
+    def read(cls, query: Mapping[str, str], known: list[str]) -> ComparisonSettings:
+        """The settings in a link. What is not valid keeps its default; runs that are not there are
+        left out.
+        """
+        values: dict[str, Any] = {
+            key: query[key][: 2 * safety.PROMPT] for key in asdict(cls()) if key in query
+        }
+        for key, kind in (
+            ("strength", float),
+            ("guidance", float),
+            ("steps", int),
+            ("seeds", int),
+            ("first", int),
+        ):
             try:
-                given |= {key: kind(given[key])} if key in given else {}
+                values |= {key: kind(values[key])} if key in values else {}
             except ValueError:
-                given.pop(key)
-        runs = tuple(name for name in str(given.pop("runs", "")).split(",") if name in known)[: safety.COLUMNS]
-        for key in list(given):
+                values.pop(key)
+        runs = tuple(name for name in str(values.pop("runs", "")).split(",") if name in known)[
+            : safety.COLUMNS
+        ]
+        for key in list(values):
             try:
-                cls(**{key: given[key]}).checked()
+                cls(**{key: values[key]}).checked()
             except safety.UserError:
-                given.pop(key)
-        return cls(**given, runs=runs or tuple(known[:1]))
+                values.pop(key)
+        return cls(**values, runs=runs or tuple(known[:1]))
 
 
 @dataclass(frozen=True)
@@ -71,59 +94,101 @@ class Shown:
     options: Options = ()
 
 
-def columns_of(desk: Desk, settings: Settings, ladder: bool) -> list[Shown]:
+def columns_of(desk: Desk, settings: ComparisonSettings, ladder: bool) -> list[Shown]:
     """The bases once each, every one followed by its runs; or one run at rising strengths."""
     library = desk.library
     runs = settings.runs[:1] if ladder else settings.runs
     for name in runs:
         library.erased(name)  # a sentence before anything is drawn
-    found: list[Shown] = []
+    columns: list[Shown] = []
     origins = {name: (library.base_of(name), library.options_of(name)) for name in runs}
     bases = dict.fromkeys(list(origins.values()) or [(BUNDLED, ())])
     for base, options in bases:
-        told = " ".join([base, *(f"{key}={value:g}" for key, value in options)])
-        found.append(Shown("before" if len(bases) == 1 else f"before: {told}", None, base, options=options))
+        title = " ".join([base, *(f"{key}={value:g}" for key, value in options)])
+        columns.append(
+            Shown("before" if len(bases) == 1 else f"before: {title}", None, base, options=options)
+        )
         for name in [name for name in runs if origins[name] == (base, options)]:
             if ladder:
-                found += [Shown(f"{name} at {s:g}", name, base, s, options) for s in LADDER]
+                columns += [Shown(f"{name} at {s:g}", name, base, s, options) for s in LADDER]
             else:
                 at = "" if settings.strength == 1 else f" at {settings.strength:g}"
-                found.append(Shown(name + at, name, base, settings.strength, options))
-    return found
+                columns.append(Shown(name + at, name, base, settings.strength, options))
+    return columns
 
 
-def draw(desk: Desk, settings: Settings, told: Told | None = None, ladder: bool = False) -> str:
-    """The comparison as HTML. Raises UserError for bad settings, Interrupted where it was stopped."""
+def draw(
+    desk: Desk, settings: ComparisonSettings, told: Told | None = None, ladder: bool = False
+) -> str:
+    """The comparison as HTML. Raises UserError for bad settings, Interrupted where it was
+    stopped.
+    """
     settings = settings.checked()
-    asked = columns_of(desk, settings, ladder)
+    requests = columns_of(desk, settings, ladder)
     seeds = range(settings.first, settings.first + settings.seeds)
     looks = [Look(settings.prompt, seed, settings.steps, settings.guidance) for seed in seeds]
-    concepts = [c for name in settings.runs if (r := desk.library.recipe(name)) and (c := presets.concept_of(r))]
-    made = []
-    for k, column in enumerate(asked):
+    concepts = [
+        c
+        for name in settings.runs
+        if (r := desk.library.recipe(name)) and (c := presets.concept_of(r))
+    ]
+    columns = []
+    for k, column in enumerate(requests):
 
         def tell(done: int, total: int, k: int = k, column: Shown = column) -> None:
             if told:
-                told((k + done / total) / len(asked), f"drawing {column.title}: step {done} of {total}")
+                told(
+                    (k + done / total) / len(requests),
+                    f"drawing {column.title}: step {done} of {total}",
+                )
 
-        drawn = desk.library.draw(column.run, looks, column.strength, tell, column.base, column.options)
-        facts = {"model": column.run or column.base, "base": column.base, "strength": column.strength if column.run else 0, "steps": settings.steps, "guidance": settings.guidance, "prompt": settings.prompt}  # fmt: skip
-        seen = pictures.look(drawn, settings.judge, concepts)
-        made.append(pictures.Column(column.title, drawn, seen, [{**facts, "seed": s} for s in seeds], column.run is None))  # fmt: skip
-    return _summary(made) + pictures.comparison(made, [str(seed) for seed in seeds])
+        images = desk.library.draw(
+            column.run, looks, column.strength, tell, column.base, column.options
+        )
+        facts = {
+            "model": column.run or column.base,
+            "base": column.base,
+            "strength": column.strength if column.run else 0,
+            "steps": settings.steps,
+            "guidance": settings.guidance,
+            "prompt": settings.prompt,
+        }
+        judgements = image_html.look(images, settings.judge, concepts)
+        columns.append(
+            image_html.ImageColumn(
+                column.title,
+                images,
+                judgements,
+                [{**facts, "seed": s} for s in seeds],
+                column.run is None,
+            )
+        )
+    return _summary(columns) + image_html.comparison(columns, [str(seed) for seed in seeds])
 
 
-def _summary(columns: list[pictures.Column]) -> str:
-    """One line: in how many pictures the concept shows, by model."""
-    parts = [f"<b>{escape(c.title)}</b> {sum(bool(s.shows) for s in c.seen)} of {len(c.seen)}" for c in columns if c.seen and c.seen[0].shows is not None]  # fmt: skip
-    return f'<p class="ce-summary" role="status">Shows the concept: {" · ".join(parts)}</p>' if parts else ""
+def _summary(columns: list[image_html.ImageColumn]) -> str:
+    """One line: in how many images the concept shows, by model."""
+    parts = [
+        f"<b>{escape(c.title)}</b> {sum(bool(s.shows) for s in c.seen)} of {len(c.seen)}"
+        for c in columns
+        if c.seen and c.seen[0].shows is not None
+    ]
+    return (
+        f'<p class="ce-summary" role="status">Shows the concept: {" · ".join(parts)}</p>'
+        if parts
+        else ""
+    )
 
 
 def preset(desk: Desk, kind: str, runs: list[str], now: str) -> str:
     """The next prompt of a kind for the first of the runs. Raises UserError where there is none."""
     safety.one_of("preset", kind, presets.KINDS)
     recipe = desk.library.recipe(runs[0]) if runs else None
-    texts = presets.offers(recipe).get(kind, []) if recipe else {"retain": ["a blue house", "a green tree"]}.get(kind, [START])  # fmt: skip
+    texts = (
+        presets.offers(recipe).get(kind, [])
+        if recipe
+        else {"retain": ["a blue house", "a green tree"]}.get(kind, [START])
+    )
     if not texts:
         raise safety.UserError(f"this run has no {kind} prompts; type one of your own")
     return texts[(texts.index(now) + 1) % len(texts)] if now in texts else texts[0]
@@ -134,8 +199,15 @@ def invitation(desk: Desk) -> str:
     if desk.library.finished():
         return ""
     if any(job.kind == "erase" and job.active for job in desk.jobs.all()):
-        return '<p class="ce-notice">It is being erased: its progress stands at the top, its losses under Erase, and its pictures appear here when it is done.</p>'
-    return '<p class="ce-notice">Nothing has been erased yet, so there is only a "before". Let the bundled model forget the star: it takes about a minute here, you can watch, and it appears in this page.</p>'
+        return (
+            '<p class="ce-notice">It is being erased: its progress stands at the top, its '
+            "losses under Erase, and its images appear here when it is done.</p>"
+        )
+    return (
+        '<p class="ce-notice">Nothing has been erased yet, so there is only a "before". Let '
+        "the bundled model forget the star: it takes about a minute here, you can watch, and "
+        "it appears in this page.</p>"
+    )
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
@@ -143,35 +215,103 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
             offer = gr.HTML(elem_id="offer")
-            first = gr.Button("Erase the star now", variant="primary", visible=False, elem_id="first-run")
-            prompt = gr.Textbox(START, label="Prompt", lines=2, max_lines=4, elem_id="prompt", info=f"at most {safety.PROMPT} characters; Enter draws", submit_btn=False)  # fmt: skip
+            first = gr.Button(
+                "Erase the star now", variant="primary", visible=False, elem_id="first-run"
+            )
+            prompt = gr.Textbox(
+                START,
+                label="Prompt",
+                lines=2,
+                max_lines=4,
+                elem_id="prompt",
+                info=f"at most {safety.PROMPT} characters; Enter draws",
+                submit_btn=False,
+            )
             with gr.Row(elem_classes="ce-presets"):
-                buttons = {kind: gr.Button(kind.capitalize(), size="sm", min_width=60, elem_id=f"preset-{kind}") for kind in presets.KINDS}  # fmt: skip
+                buttons = {
+                    kind: gr.Button(
+                        kind.capitalize(), size="sm", min_width=60, elem_id=f"preset-{kind}"
+                    )
+                    for kind in presets.KINDS
+                }
             runs = gr.CheckboxGroup([], label="Erased models to compare", elem_id="runs")
-            runs.preprocess = list  # names are checked here, where the runs are known; Gradio knows those of its start
-            strength = gr.Slider(0, 1, 1.0, step=0.05, label="Strength of the erasure", info="0 is the original, bit for bit", elem_id="strength")  # fmt: skip
+            # names are checked here, where the runs are known; Gradio knows those of its start
+            runs.preprocess = list
+            strength = gr.Slider(
+                0,
+                1,
+                1.0,
+                step=0.05,
+                label="Strength of the erasure",
+                info="0 is the original, bit for bit",
+                elem_id="strength",
+            )
             go = gr.Button("Draw", variant="primary", elem_id="draw")
             with gr.Row():
                 ladder = gr.Button("Every strength", size="sm", elem_id="ladder", min_width=110)
                 stop = gr.Button("Stop drawing", size="sm", elem_id="stop", min_width=110)
             with gr.Accordion("Sampler, seeds and judge", open=False):
-                steps = gr.Slider(*safety.LIMITS["sampler steps"], 12, step=1, label="Sampler steps", elem_id="steps")
-                guidance = gr.Slider(*safety.LIMITS["guidance"], 5.0, step=0.5, label="Guidance", elem_id="guidance")
-                seeds = gr.Slider(*safety.LIMITS["number of seeds"], 4, step=1, label="Pictures of each model", elem_id="seeds")  # fmt: skip
+                steps = gr.Slider(
+                    *safety.LIMITS["sampler steps"],
+                    12,
+                    step=1,
+                    label="Sampler steps",
+                    elem_id="steps",
+                )
+                guidance = gr.Slider(
+                    *safety.LIMITS["guidance"], 5.0, step=0.5, label="Guidance", elem_id="guidance"
+                )
+                seeds = gr.Slider(
+                    *safety.LIMITS["number of seeds"],
+                    4,
+                    step=1,
+                    label="Images of each model",
+                    elem_id="seeds",
+                )
                 seed = gr.Number(0, label="First seed", precision=0, elem_id="first-seed")
-                judge = gr.Dropdown(list(pictures.JUDGES), value="auto", label="Captions by", elem_id="judge", info="auto: the bundled judge for 64x64 pictures of the bundled world, NudeNet for all others")  # fmt: skip
+                judge = gr.Dropdown(
+                    list(image_html.JUDGES),
+                    value="auto",
+                    label="Captions by",
+                    elem_id="judge",
+                    info=(
+                        "auto: the bundled judge for 64x64 images of the bundled world, "
+                        "NudeNet for all others"
+                    ),
+                )
             with gr.Accordion("Free memory", open=False):
                 drop = gr.Button("Drop the chosen runs from this page", size="sm", elem_id="drop")
             link = gr.HTML(elem_id="link")
         with gr.Column(scale=5, min_width=300):
-            said = gr.HTML(elem_id="compare-said")
-            shown = gr.HTML(elem_id="shown", min_height=320)
+            message = gr.HTML(elem_id="compare-said")
+            view = gr.HTML(elem_id="shown", min_height=320)
     fields = [prompt, runs, strength, steps, guidance, seeds, seed, judge]
-    _wire(gr, desk, fields, shown, said, link, go, ladder, stop, buttons, drop)
-    return {"fields": fields, "runs": runs, "offer": offer, "first": first, "shown": shown, "said": said, "link": link, "go": go}  # fmt: skip
+    _wire(gr, desk, fields, view, message, link, go, ladder, stop, buttons, drop)
+    return {
+        "fields": fields,
+        "runs": runs,
+        "offer": offer,
+        "first": first,
+        "shown": view,
+        "said": message,
+        "link": link,
+        "go": go,
+    }
 
 
-def _wire(gr: Any, desk: Desk, fields: list, shown: Any, said: Any, link: Any, go: Any, ladder: Any, stop: Any, buttons: Mapping[str, Any], drop: Any) -> None:  # fmt: skip
+def _wire(
+    gr: Any,
+    desk: Desk,
+    fields: list,
+    shown: Any,
+    said: Any,
+    link: Any,
+    go: Any,
+    ladder: Any,
+    stop: Any,
+    buttons: Mapping[str, Any],
+    drop: Any,
+) -> None:
     prompt, runs, strength = fields[:3]
     one = {"concurrency_id": "draw", "concurrency_limit": 1, "outputs": [shown, said, link]}
 
@@ -201,15 +341,21 @@ def _wire(gr: Any, desk: Desk, fields: list, shown: Any, said: Any, link: Any, g
     stop.click(desk.library.stop, queue=False, api_visibility="private")
     drop.click(forget, runs, runs, api_visibility="private")
     for kind, button in buttons.items():
-        button.click(choose(kind), [prompt, runs], [prompt, said], queue=False, api_visibility="private").then(work, fields, api_visibility="private", **one)  # fmt: skip
+        button.click(
+            choose(kind), [prompt, runs], [prompt, said], queue=False, api_visibility="private"
+        ).then(work, fields, api_visibility="private", **one)
 
 
 def answer(gr: Any, desk: Desk, values: Any, ladder: bool, progress: Any) -> tuple[Any, str, Any]:
-    """Pictures, a sentence where it went wrong, and the link to the settings."""
+    """Images, a sentence where it went wrong, and the link to the settings."""
     try:
-        settings = Settings(values[0], tuple(values[1] or ()), *values[2:])
+        settings = ComparisonSettings(values[0], tuple(values[1] or ()), *values[2:])
         html = draw(desk, settings, lambda share, text: progress(share, desc=text), ladder)
     except Exception as error:
         return gr.skip(), alert(sentence(error)), gr.skip()
     query = escape(settings.checked().query())
-    return html, "", f'<a class="ce-link" href="?{query}" data-query="?{query}">Link to these settings</a>'
+    return (
+        html,
+        "",
+        f'<a class="ce-link" href="?{query}" data-query="?{query}">Link to these settings</a>',
+    )

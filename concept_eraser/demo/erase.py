@@ -1,4 +1,4 @@
-"""The tab Erase: pick a concept, what to show instead, and a method; watch it being trained."""
+"""The tab Erase: choose a concept, its anchor and a method, and watch the training."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import recipe as recipes
 from concept_eraser.demo import figures, presets, safety
-from concept_eraser.demo.desk import Desk, alert, minutes, notice, quiet, sentence
-from concept_eraser.demo.jobs import Job
+from concept_eraser.demo.context import Desk, alert, minutes, notice, quiet, sentence
+from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.demo.state import BUNDLED
-from concept_eraser.errors import UserError
+from concept_eraser.recipes import recipe as recipes
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.writers import write_text
+from concept_eraser.utils.errors import UserError
 
-STEPS, PICTURES = 80, 96  # of a run that shall be done in a minute or two on two cores
+STEPS, IMAGES = 80, 96  # of a run that shall be done in a minute or two on two cores
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the page asks. forget, retain: prompts of one's own, one a line; where given, `concept` does not count."""
+    """What the page asks. forget, retain: prompts of one's own, one a line; where given, `concept`
+    does not count.
+    """
 
     concept: str = "shape: star"
     anchor: str = "circle"
     method: str = next(iter(presets.METHODS))
     steps: Any = STEPS
-    pictures: Any = PICTURES
+    images: Any = IMAGES
     seed: Any = 0
     lr: Any = 0
     name: str = ""
@@ -42,47 +44,78 @@ def models(desk: Desk) -> list[str]:
     return list(dict.fromkeys([BUNDLED, *bases, *names]))
 
 
-def start(desk: Desk, form: Form) -> Job:
-    """Check the form, make the run's folder and put the job into the queue. Raises UserError; then nothing is left behind."""
+def start(desk: Desk, form: Form) -> DemoJob:
+    """Check the form, make the run's folder and put the job into the queue. Raises UserError; then
+    nothing is left behind.
+    """
     method = safety.one_of("method", form.method, list(presets.METHODS))
-    numbers = {"steps": safety.whole("training steps", form.steps), "pictures": safety.whole("pictures a side", form.pictures), "seed": safety.whole("training seed", form.seed)}  # fmt: skip
+    numbers = {
+        "steps": safety.whole("training steps", form.steps),
+        "images": safety.whole("images a side", form.images),
+        "seed": safety.whole("training seed", form.seed),
+    }
     lr = safety.number("learning rate", form.lr or 0) or None
-    chosen = safety.one_of("model", form.model, models(desk))
-    model = str(desk.library.folder(chosen)) if chosen in desk.library.folders() else chosen
+    base_model = safety.one_of("model", form.model, models(desk))
+    model = (
+        str(desk.library.folder(base_model)) if base_model in desk.library.folders() else base_model
+    )
     if safety.names_code(model):
         raise UserError(
-            f"{model[:80]!r} names code, and the page runs no code that a recipe names; choose another model"
+            f"{model[:80]!r} names code, and the page runs no code that a recipe names; "
+            "choose another model"
         )
-    own = safety.prompts("prompts to forget", form.forget), safety.prompts("prompts to retain", form.retain)
-    if bool(own[0]) != bool(own[1]):
-        raise UserError("prompts of your own are needed on both sides: what to forget, and what to retain")
-    title = own[0][0] if own[0] else form.concept.partition(": ")[2]
-    folder = safety.claim(desk.runs, form.name.strip(), f"{title}-{presets.METHODS[method].removeprefix('tiny_star_')}")
+    own_prompts = (
+        safety.prompts("prompts to forget", form.forget),
+        safety.prompts("prompts to retain", form.retain),
+    )
+    if bool(own_prompts[0]) != bool(own_prompts[1]):
+        raise UserError(
+            "prompts of your own are needed on both sides: what to forget, and what to retain"
+        )
+    title = own_prompts[0][0] if own_prompts[0] else form.concept.partition(": ")[2]
+    folder = safety.claim(
+        desk.runs,
+        form.name.strip(),
+        f"{title}-{presets.METHODS[method].removeprefix('tiny_star_')}",
+    )
     try:
-        if own[0]:
-            sides: dict[str, Any] = {"forget": own[0], "retain": own[1], "anchor": safety.prompt(form.anchor)}
+        if own_prompts[0]:
+            sides: dict[str, Any] = {
+                "forget": own_prompts[0],
+                "retain": own_prompts[1],
+                "anchor": safety.prompt(form.anchor),
+            }
         else:
             sides = _of_the_world(form, folder)
         content = presets.content(method, model=model, lr=lr, **sides, **numbers)
         recipes.load(content)
-        return desk.jobs.add("erase", f"erasing {title} ({folder.name})", {"kind": "erase", "recipe": content, "folder": str(folder)}, folder)  # fmt: skip
+        return desk.jobs.add(
+            "erase",
+            f"erasing {title} ({folder.name})",
+            {"kind": "erase", "recipe": content, "folder": str(folder)},
+            folder,
+        )
     except BaseException:
         output_folder.discard(folder)
         raise
 
 
 def _of_the_world(form: Form, folder: Path) -> dict[str, Any]:
-    """Sides of a recipe for a concept of the bundled world; their prompt files go into the run's folder."""
+    """Sides of a recipe for a concept of the bundled world; their prompt files go into the run's
+    folder.
+    """
     safety.one_of("concept", form.concept, presets.concepts())
     attribute, _, value = form.concept.partition(": ")
     instead = safety.one_of("anchor", form.anchor, presets.other_values(form.concept))
     values = {"forget": [value], "retain": [v for v in presets.WORLD[attribute] if v != value]}
     for side, some in values.items():
         write_text(folder / f"{side}.yaml", presets.prompt_set(attribute, some))
-    return {side: str(folder / f"{side}.yaml") for side in values} | {"anchor": {attribute: instead}}
+    return {side: str(folder / f"{side}.yaml") for side in values} | {
+        "anchor": {attribute: instead}
+    }
 
 
-def resume(desk: Desk, name: str) -> Job:
+def resume(desk: Desk, name: str) -> DemoJob:
     """Go on with an unfinished run. Raises UserError for any other."""
     safety.one_of("unfinished run", name, desk.library.unfinished())
     folder = desk.library.folder(name)
@@ -91,75 +124,148 @@ def resume(desk: Desk, name: str) -> Job:
         safety.require_no_code(recipe)
     safety.require_inside(folder)
     safety.require_space(folder)
-    return desk.jobs.add("erase", f"going on with {name}", {"kind": "erase", "folder": str(folder)}, folder)
+    return desk.jobs.add(
+        "erase", f"going on with {name}", {"kind": "erase", "folder": str(folder)}, folder
+    )
 
 
-def live(desk: Desk, job: Job | None) -> str:
+def live(desk: Desk, job: DemoJob | None) -> str:
     """The state of an erasing job in words, with its curves."""
     if job is None:
-        return '<p class="ce-quiet">Losses and the angle between the two gradients appear here while a run trains.</p>'
+        return (
+            '<p class="ce-quiet">Losses and the angle between the two gradients appear here '
+            "while a run trains.</p>"
+        )
     rows = figures.rows(job.folder / "log.jsonl", "step")
     last = rows[-1]["step"] if rows else 0
     losses = {side: figures.points(rows, "step", "losses", side) for side in ("forget", "retain")}
     angle = figures.points(rows, "step", "cosine")
     ends = job.spec.get("recipe", {}).get("training", {}).get("steps") or max(last, job.total)
-    curves = figures.curves("Losses", {k: v for k, v in losses.items() if v}, "step", last=ends, log=True)
-    curves += figures.curves("Cosine of the two gradients", {"cosine": angle}, "step", low=-1, high=1, last=ends)
+    curves = figures.curves(
+        "Losses", {k: v for k, v in losses.items() if v}, "step", last=ends, log=True
+    )
+    curves += figures.curves(
+        "Cosine of the two gradients", {"cosine": angle}, "step", low=-1, high=1, last=ends
+    )
     return f'{_told(desk, job)}<div class="ce-figures">{curves}</div>'
 
 
-def _told(desk: Desk, job: Job) -> str:
+def _told(desk: Desk, job: DemoJob) -> str:
     if job.state == "waiting":
-        return notice(f"#{job.number} {job.title}: {desk.jobs.position(job)} before it, {minutes(job.seconds)} so far")
+        return notice(
+            f"#{job.number} {job.title}: {desk.jobs.position(job)} before it, "
+            f"{minutes(job.seconds)} so far"
+        )
     if job.state == "running":
         far = f"{job.what} {job.done} of {job.total}" if job.total else job.what
-        return notice(f"#{job.number} {job.title}: {far}, {minutes(job.seconds)}. {'Stopping after this step.' if job.cancelling else ''}")  # fmt: skip
+        return notice(
+            f"#{job.number} {job.title}: {far}, {minutes(job.seconds)}. "
+            f"{'Stopping after this step.' if job.cancelling else ''}"
+        )
     if job.state == "done":
-        return notice(f"#{job.number} {job.title}: done in {minutes(job.seconds)}; {job.folder.name} can be chosen in Compare")  # fmt: skip
+        return notice(
+            f"#{job.number} {job.title}: done in {minutes(job.seconds)}; "
+            f"{job.folder.name} can be chosen in Compare"
+        )
     if job.state == "cancelled":
-        left = (job.folder / "recipe.yaml").is_file()
-        return notice(f"#{job.number} {job.title}: cancelled{'; it can be resumed here, or with concept-eraser erase ' + str(job.folder / 'recipe.yaml') + ' --output ' + str(job.folder) + ' --resume' if left else ''}")  # fmt: skip
+        is_resumable = (job.folder / "recipe.yaml").is_file()
+        return notice(
+            f"#{job.number} {job.title}: "
+            f"cancelled{'; it can be resumed here, or with concept-eraser erase ' + str(job.folder / 'recipe.yaml') + ' --output ' + str(job.folder) + ' --resume' if is_resumable else ''}"  # noqa: E501
+        )
     return alert(f"#{job.number} {job.title}: {job.error}")
 
 
-def latest(desk: Desk, kind: str) -> Job | None:
+def latest(desk: Desk, kind: str) -> DemoJob | None:
     """The running job of a kind, else the one asked for last."""
-    found = [job for job in desk.jobs.all() if job.kind == kind]
-    return next((job for job in found if job.state == "running"), found[-1] if found else None)
+    jobs = [job for job in desk.jobs.all() if job.kind == kind]
+    return next((job for job in jobs if job.state == "running"), jobs[-1] if jobs else None)
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
     """Build the tab; the components that the clock changes, by name."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
-            concept = gr.Dropdown(presets.concepts(), value="shape: star", label="Forget", elem_id="concept")
-            anchor = gr.Dropdown(presets.other_values("shape: star"), value="circle", label="Show instead", allow_custom_value=True, elem_id="anchor")  # fmt: skip
-            method = gr.Dropdown(list(presets.METHODS), value=Form.method, label="Method", info="losses, weights that move and learning rate are those of the shipped recipe of that name", elem_id="method")  # fmt: skip
+            concept = gr.Dropdown(
+                presets.concepts(), value="shape: star", label="Forget", elem_id="concept"
+            )
+            anchor = gr.Dropdown(
+                presets.other_values("shape: star"),
+                value="circle",
+                label="Show instead",
+                allow_custom_value=True,
+                elem_id="anchor",
+            )
+            method = gr.Dropdown(
+                list(presets.METHODS),
+                value=Form.method,
+                label="Method",
+                info=(
+                    "losses, weights that move and learning rate are those of the shipped "
+                    "recipe of that name"
+                ),
+                elem_id="method",
+            )
             steps = gr.Slider(5, 500, STEPS, step=5, label="Training steps", elem_id="train-steps")
             with gr.Accordion("Size, seed, name", open=False):
-                size = gr.Slider(4, 400, PICTURES, step=4, label="Pictures a side", info="the model draws them itself before the training", elem_id="train-pictures")  # fmt: skip
+                size = gr.Slider(
+                    4,
+                    400,
+                    IMAGES,
+                    step=4,
+                    label="Images a side",
+                    info="the model draws them itself before the training",
+                    elem_id="train-pictures",
+                )
                 seed = gr.Number(0, label="Training seed", precision=0, elem_id="train-seed")
                 lr = gr.Number(0, label="Learning rate", info="0: the recipe's", elem_id="train-lr")
-                name = gr.Textbox("", label="Name of the run", placeholder="chosen for you", elem_id="run-name", max_length=200)  # fmt: skip
+                name = gr.Textbox(
+                    "",
+                    label="Name of the run",
+                    placeholder="chosen for you",
+                    elem_id="run-name",
+                    max_length=200,
+                )
             with gr.Accordion("Another model, prompts of your own", open=False):
                 model = gr.Dropdown(
-                    [BUNDLED], value=BUNDLED, allow_custom_value=True, label="Erase from", elem_id="erase-model"
+                    [BUNDLED],
+                    value=BUNDLED,
+                    allow_custom_value=True,
+                    label="Erase from",
+                    elem_id="erase-model",
                 )
-                forget = gr.Textbox("", label="Prompts to forget, one a line", lines=3, elem_id="own-forget")
-                retain = gr.Textbox("", label="Prompts to retain, one a line", lines=3, info="with these, 'Show instead' is a prompt, e.g. a person wearing clothes", elem_id="own-retain")  # fmt: skip
+                forget = gr.Textbox(
+                    "", label="Prompts to forget, one a line", lines=3, elem_id="own-forget"
+                )
+                retain = gr.Textbox(
+                    "",
+                    label="Prompts to retain, one a line",
+                    lines=3,
+                    info="with these, 'Show instead' is a prompt, e.g. a person wearing clothes",
+                    elem_id="own-retain",
+                )
             go = gr.Button("Erase", variant="primary", elem_id="erase-go")
             with gr.Accordion("Resume a cancelled run", open=False):
-                left = gr.Dropdown([], allow_custom_value=True, label="Unfinished runs", elem_id="unfinished")
-                again = gr.Button("Resume", elem_id="resume-go")
+                unfinished = gr.Dropdown(
+                    [], allow_custom_value=True, label="Unfinished runs", elem_id="unfinished"
+                )
+                resume_button = gr.Button("Resume", elem_id="resume-go")
         with gr.Column(scale=5, min_width=300):
-            said = gr.HTML(elem_id="erase-said")
-            shown = gr.HTML(live(desk, None), elem_id="erase-live", min_height=260)
+            message = gr.HTML(elem_id="erase-said")
+            live_view = gr.HTML(live(desk, None), elem_id="erase-live", min_height=260)
 
     fields = [concept, anchor, method, steps, size, seed, lr, name, model, forget, retain]
-    return {"shown": shown, "left": left, "model": model, "events": _wire(gr, desk, fields, said, left, go, again)}
+    return {
+        "shown": live_view,
+        "left": unfinished,
+        "model": model,
+        "events": _wire(gr, desk, fields, message, unfinished, go, resume_button),
+    }
 
 
-def _wire(gr: Any, desk: Desk, fields: list, said: Any, left: Any, go: Any, again: Any) -> list[Any]:
+def _wire(
+    gr: Any, desk: Desk, fields: list, said: Any, left: Any, go: Any, again: Any
+) -> list[Any]:
     """What the form's controls do; the events that put a job into the queue."""
 
     def other(value: str) -> Any:

@@ -1,4 +1,7 @@
-"""Curves and scatters as inline SVG: they follow the theme, redraw every second without a flicker, and need no library."""
+"""Curves and scatter plots as inline SVG.
+
+They follow the theme, redraw every second without a flicker, and need no library.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage.readers import MEGABYTE, read_lines
+from concept_eraser.utils.errors import UserError
 
 LOG = 64 * MEGABYTE  # bytes of a log that is drawn
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 390, 210, 60, 34, 26
@@ -17,7 +20,9 @@ Point = tuple[float, float]
 
 
 def rows(path: Path, count: str) -> list[dict[str, Any]]:
-    """The rows of a log that a running job writes and that have a whole number `count`; [] where it cannot be read."""
+    """The rows of a log that a running job writes and that have a whole number `count`; [] where it
+    cannot be read.
+    """
     try:
         return [row for row in read_lines(path, LOG) if isinstance(row.get(count), int)]
     except UserError:
@@ -26,30 +31,52 @@ def rows(path: Path, count: str) -> list[dict[str, Any]]:
 
 def points(rows: Sequence[Mapping[str, Any]], x: str, *keys: str) -> list[Point]:
     """The finite numbers under a key, or a key in a key, of rows, against `x`."""
-    found = []
+    values = []
     for row in rows:
         value: Any = row
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
-            found.append((float(row[x]), float(value)))
-    return found
+            values.append((float(row[x]), float(value)))
+    return values
 
 
-def curves(title: str, series: Mapping[str, Sequence[Point]], x: str, *, low: float | None = None, high: float | None = None, last: float | None = None, log: bool = False) -> str:  # fmt: skip
-    """Lines against steps. low, high: the axis' ends, else those of the values; last: where the horizontal axis ends; log:
-    powers of ten, for losses that differ by orders of magnitude (values that are not positive are left out)."""
-    series = {name: [(a, math.log10(b) if log else b) for a, b in points if math.isfinite(b) and (b > 0 or not log)] for name, points in series.items()}  # fmt: skip
+def curves(
+    title: str,
+    series: Mapping[str, Sequence[Point]],
+    x: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    last: float | None = None,
+    log: bool = False,
+) -> str:
+    """Lines against steps. low, high: the axis' ends, else those of the values; last: where the
+    horizontal axis ends; log: powers of ten, for losses that differ by orders of magnitude (values
+    that are not positive are left out)."""
+    series = {
+        name: [
+            (a, math.log10(b) if log else b)
+            for a, b in points
+            if math.isfinite(b) and (b > 0 or not log)
+        ]
+        for name, points in series.items()
+    }
     real = (lambda b: 10**b) if log else (lambda b: b)
     values = [b for points in series.values() for _, b in points]
     if not values:
-        return f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><p class="ce-quiet">nothing yet</p></figure>'
+        return (
+            f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><p '
+            'class="ce-quiet">nothing yet</p></figure>'
+        )
     bottom, top = _span(min(values), max(values))
     bottom, top = bottom if low is None else low, top if high is None else high
     right = max([a for points in series.values() for a, _ in points] + [last or 1])
     lines = []
     for i, (name, points) in enumerate(series.items()):
-        path = " ".join(f"{_x(a, 0, right):.1f},{_y(b, bottom, top):.1f}" for a, b in _thinned(points))
+        path = " ".join(
+            f"{_x(a, 0, right):.1f},{_y(b, bottom, top):.1f}" for a, b in _thinned(points)
+        )
         dots = (
             f'<circle class="ce-s{i}" cx="{path.split(",")[0]}" cy="{path.split(",")[-1]}" r="3"/>'
             if len(points) == 1
@@ -57,32 +84,63 @@ def curves(title: str, series: Mapping[str, Sequence[Point]], x: str, *, low: fl
         )
         lines.append(f'<polyline class="ce-line ce-s{i}" points="{path}"/>{dots}')
         lines.append(
-            f'<text class="ce-key ce-s{i}" x="{LEFT + 4 + 150 * i}" y="15">● {escape(name)} {real(points[-1][1]):.3g}</text>'
+            (
+                f'<text class="ce-key ce-s{i}" x="{LEFT + 4 + 150 * i}" y="15">● '
+                f"{escape(name)} {real(points[-1][1]):.3g}</text>"
+            )
             if points
             else ""
         )
-    told = "; ".join(f"{name}: {len(points)} values, the last {real(points[-1][1]):.3g}" for name, points in series.items() if points)  # fmt: skip
-    return _framed(title, told, "".join(lines), x, (0, right), (bottom, top), real=real)
+    description = "; ".join(
+        f"{name}: {len(points)} values, the last {real(points[-1][1]):.3g}"
+        for name, points in series.items()
+        if points
+    )
+    return _framed(title, description, "".join(lines), x, (0, right), (bottom, top), real=real)
 
 
 def scatter(title: str, points: Sequence[tuple[str, float, float]], x: str, y: str) -> str:
-    """Numbered points with a list of their names; those that no other beats on both axes are filled.
+    """Numbered points with a list of their names; those that no other beats on both axes are
+    filled.
 
     x is better the smaller, y the larger."""
     if not points:
-        return f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><p class="ce-quiet">nothing measured yet</p></figure>'
+        return (
+            f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><p '
+            'class="ce-quiet">nothing measured yet</p></figure>'
+        )
     wide, tall = (_percent([p[1] for p in points]), _percent([p[2] for p in points]))
     dots, names = [], []
     for i, (name, a, b) in enumerate(points, 1):
         best = not any((c <= a and d >= b) and (c < a or d > b) for _, c, d in points)
         px, py = _x(a, *wide), _y(b, *tall)
-        dots.append(f'<g><title>{escape(name)}: {a:.1f}, {b:.1f}</title><circle class="{"ce-best" if best else "ce-dot"}" cx="{px:.1f}" cy="{py:.1f}" r="6"/><text class="ce-tick" x="{px + 9:.1f}" y="{py + 4:.1f}">{i}</text></g>')  # fmt: skip
-        names.append(f"<li>{'<strong>' if best else ''}{escape(name)}{'</strong>' if best else ''} <span>{a:.1f} / {b:.1f}</span></li>")  # fmt: skip
-    told = "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, a, b in points)
-    return _framed(title, told, "".join(dots), x, wide, tall, y) + f'<ol class="ce-names">{"".join(names)}</ol>'
+        dots.append(
+            f"<g><title>{escape(name)}: {a:.1f}, {b:.1f}</title><circle "
+            f'class="{"ce-best" if best else "ce-dot"}" cx="{px:.1f}" cy="{py:.1f}" '
+            f'r="6"/><text class="ce-tick" x="{px + 9:.1f}" '
+            f'y="{py + 4:.1f}">{i}</text></g>'
+        )
+        names.append(
+            f"<li>{'<strong>' if best else ''}{escape(name)}{'</strong>' if best else ''} "
+            f"<span>{a:.1f} / {b:.1f}</span></li>"
+        )
+    description = "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, a, b in points)
+    return (
+        _framed(title, description, "".join(dots), x, wide, tall, y)
+        + f'<ol class="ce-names">{"".join(names)}</ol>'
+    )
 
 
-def _framed(title: str, told: str, inside: str, x: str, wide: Point, tall: Point, y: str = "", real: Callable[[float], float] = float) -> str:  # fmt: skip
+def _framed(
+    title: str,
+    told: str,
+    inside: str,
+    x: str,
+    wide: Point,
+    tall: Point,
+    y: str = "",
+    real: Callable[[float], float] = float,
+) -> str:
     """Axes with three ticks each around what is drawn; `told` is what a screen reader says."""
     marks = []
     for share in (0, 0.5, 1):
@@ -90,14 +148,24 @@ def _framed(title: str, told: str, inside: str, x: str, wide: Point, tall: Point
         px, py = _x(a, *wide), _y(b, *tall)
         anchor = {0: "start", 0.5: "middle", 1: "end"}[share]
         marks.append(
-            f'<text class="ce-tick" x="{px:.0f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="{anchor}">{a:.4g}</text>'
+            f'<text class="ce-tick" x="{px:.0f}" y="{HEIGHT - BOTTOM + 15}" '
+            f'text-anchor="{anchor}">{a:.4g}</text>'
         )
-        marks.append(f'<line class="ce-rule" x1="{LEFT}" x2="{WIDTH - 10}" y1="{py:.1f}" y2="{py:.1f}"/><text class="ce-tick" x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{_short(real(b))}</text>')  # fmt: skip
+        marks.append(
+            f'<line class="ce-rule" x1="{LEFT}" x2="{WIDTH - 10}" y1="{py:.1f}" '
+            f'y2="{py:.1f}"/><text class="ce-tick" x="{LEFT - 6}" y="{py + 4:.1f}" '
+            f'text-anchor="end">{_short(real(b))}</text>'
+        )
     axis = (
-        f'<text class="ce-tick" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>'
+        f'<text class="ce-tick" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" '
+        f'text-anchor="middle">{escape(x)}</text>'
     )
     side = f'<text class="ce-tick" x="{LEFT}" y="12">{escape(y)}</text>' if y else ""
-    return f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}. {escape(told)}">{"".join(marks)}{axis}{side}{inside}</svg></figure>'  # fmt: skip
+    return (
+        f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><svg viewBox="0 '
+        f'0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}. '
+        f'{escape(told)}">{"".join(marks)}{axis}{side}{inside}</svg></figure>'
+    )
 
 
 def _x(value: float, low: float, high: float) -> float:
@@ -105,7 +173,11 @@ def _x(value: float, low: float, high: float) -> float:
 
 
 def _y(value: float, low: float, high: float) -> float:
-    return HEIGHT - BOTTOM - (min(max(value, low), high) - low) / (high - low or 1) * (HEIGHT - BOTTOM - TOP)
+    return (
+        HEIGHT
+        - BOTTOM
+        - (min(max(value, low), high) - low) / (high - low or 1) * (HEIGHT - BOTTOM - TOP)
+    )
 
 
 def _span(low: float, high: float) -> Point:
@@ -123,4 +195,8 @@ def _percent(values: Sequence[float]) -> Point:
 
 
 def _thinned(points: Sequence[Point], most: int = 400) -> Sequence[Point]:
-    return points if len(points) <= most else [points[int(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+    return (
+        points
+        if len(points) <= most
+        else [points[int(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+    )

@@ -1,13 +1,17 @@
-"""What a request must be before Gradio sees it: addressed to this page, sent by this page, and of a bounded size.
+"""What a request must be before Gradio sees it: addressed to this page, sent by this page, and of a
+bounded size.
 
-A browser sends requests to this server for any site that its user visits. Two checks tell these from the page's own:
+A browser sends requests to this server for any site that its user visits. Two checks tell these
+from the page's own:
 
-* The Host header is an address or a name of this server. A site whose name was pointed at this machine (DNS rebinding)
-  sends its own name there.
-* The Origin header is the page itself, and Sec-Fetch-Site is not a foreign site. Another site can then neither upload,
-  nor start a job, nor read an answer. Only a link to the page may come from elsewhere.
+* The Host header is an address or a name of this server. A site whose name was pointed at this
+  machine (DNS rebinding) sends its own name there.
+* The Origin header is the page itself, and Sec-Fetch-Site is not a foreign site. Another site can
+  then neither upload, nor start a job, nor read an answer. Only a link to the page may come from
+  elsewhere.
 
-`Guard` is ASGI and knows no library, so that every route of Gradio, and every one that it may add, passes it.
+`RequestGuard` is ASGI and knows no library, so that every route of Gradio, and every one that it
+may add, passes it.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from urllib.parse import urlsplit
 
 from concept_eraser.demo.login import Attempts, address_of
 from concept_eraser.demo.uploads import Uploads
-from concept_eraser.errors import shown
+from concept_eraser.utils.errors import shown
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -32,36 +36,62 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 API = "/gradio_api/"
 UPLOAD = API + "upload"
 BODY = 2**20  # bytes of a request that is no upload
-PICTURES = 40  # files of one upload, counted roughly while it arrives
-OPEN, OPEN_EACH = 400, 200  # requests that are open at once (every page holds two): of all, of one address
+IMAGES = 40  # files of one upload, counted roughly while it arrives
+# requests that are open at once (every page holds two): of all, of one address
+OPEN, OPEN_EACH = 400, 200
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Routes of Gradio that the page does not use: they write files, fetch addresses, read much into memory or run code.
+# Routes of Gradio that the page does not use: they write files, fetch addresses, read much into
+# memory or run code.
 CLOSED = (
     "/monitoring",
-    *(API + name for name in ("proxy=", "component_server", "process_recording", "deep_link", "vibe-", "undo-vibe-")),
-    *(API + name for name in ("run-history", "dev/", "stream/", "custom_component", "file=http", "file/")),
+    *(
+        API + name
+        for name in (
+            "proxy=",
+            "component_server",
+            "process_recording",
+            "deep_link",
+            "vibe-",
+            "undo-vibe-",
+        )
+    ),
+    *(
+        API + name
+        for name in ("run-history", "dev/", "stream/", "custom_component", "file=http", "file/")
+    ),
 )
 # Routes of Gradio that ask for no login, though only somebody who is logged in needs them.
 BEHIND_LOGIN = tuple(API + name for name in ("heartbeat/", "cancel", "reset", "token"))
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and one sentence. wait: seconds after which it may be tried again."""
+    """A request that is answered with a status and one sentence. wait: seconds after which it may
+    be tried again.
+    """
 
     def __init__(self, status: int, sentence: str, wait: float = 0) -> None:
         super().__init__(sentence)
         self.status, self.sentence, self.wait = status, sentence, wait
 
 
-class Guard:
+class RequestGuard:
     """The middleware. host: where the server listens; names: further hosts, with or without a port.
 
-    attempts: the login attempts to be counted; None where the page asks for no password. uploads: the quota.
+    attempts: the login attempts to be counted; None where the page asks for no password. uploads:
+    the quota.
     """
 
-    def __init__(self, app: App, host: str, names: Sequence[str], uploads: Uploads, attempts: Attempts | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        app: App,
+        host: str,
+        names: Sequence[str],
+        uploads: Uploads,
+        attempts: Attempts | None = None,
+    ) -> None:
         self.app, self.uploads, self.attempts = app, uploads, attempts
-        self.host = "" if host in ("0.0.0.0", "::") else plain_address(host)  # every address is no address
+        # every address is no address
+        self.host = "" if host in ("0.0.0.0", "::") else plain_address(host)
         self.names = [split_host(name) for name in names]
         self.open: Counter[str] = Counter()
 
@@ -75,7 +105,9 @@ class Guard:
             _require_own_page(scope, host)
             _require_known(scope, self.attempts is not None)
             if self.open.total() >= OPEN or self.open[address] >= OPEN_EACH:
-                raise Refusal(429, "too many requests are open at once; close some pages and try again", 5)
+                raise Refusal(
+                    429, "too many requests are open at once; close some pages and try again", 5
+                )
         except Refusal as refusal:
             await _refuse(refusal, scope, receive, send)
             return
@@ -107,35 +139,56 @@ class Guard:
 
     def _require_host(self, scope: Scope) -> tuple[str, int | None]:
         """The host that a request names. Raises Refusal where it is not this server."""
-        given = _headers(scope, b"host")
-        host = split_host(given[0]) if len(given) == 1 else ("", None)
+        headers = _headers(scope, b"host")
+        host = split_host(headers[0]) if len(headers) == 1 else ("", None)
         server = scope.get("server") or ("", None)
-        here, port = plain_address(str(server[0])), server[1]
-        own = {here, self.host, *(LOOPBACK if _is_loopback(here) else ())} - {""}
-        if host[0] in own and (host[1] or _default_port(scope)) == port:
+        server_address, port = plain_address(str(server[0])), server[1]
+        own_hosts = {
+            server_address,
+            self.host,
+            *(LOOPBACK if _is_loopback(server_address) else ()),
+        } - {""}
+        if host[0] in own_hosts and (host[1] or _default_port(scope)) == port:
             return host
-        for name, fixed in self.names:  # a proxy in front of the page has the usual port, or one that is given
+        # a proxy in front of the page has the usual port, or one that is given
+        for name, fixed in self.names:
             if host[0] == name and host[1] in ((fixed,) if fixed else (port, None)):
                 return host
-        raise Refusal(403, f"this page is not served as {shown(', '.join(given) or 'a host without a name', 80)}; open it by its address, or start it with --allow-host NAME")  # fmt: skip
+        raise Refusal(
+            403,
+            (
+                "this page is not served as "
+                f"{shown(', '.join(headers) or 'a host without a name', 80)}; open it by its "
+                "address, or start it with --allow-host NAME"
+            ),
+        )
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An upload within the quota. Raises Refusal beyond it; what exceeds its own announcement is cut off."""
+        """An upload within the quota. Raises Refusal beyond it; what exceeds its own announcement
+        is cut off.
+        """
         length = _length(scope)
         if (length or 0) > self.uploads.request:
             raise Refusal(413, _too_large(length or 0, self.uploads.request))
         size = self.uploads.request if length is None else length
         wait = self.uploads.reserve(size)
         if wait is not None:
-            raise Refusal(429, "the uploaded pictures take all the room that they may take on this server; they are removed after a while, try again later", wait)  # fmt: skip
-        received, pictures, answered, over = 0, 0, False, False
+            raise Refusal(
+                429,
+                (
+                    "the uploaded images take all the room that they may take on this "
+                    "server; they are removed after a while, try again later"
+                ),
+                wait,
+            )
+        received, images, answered, over = 0, 0, False, False
 
         async def counted() -> Message:
-            nonlocal received, pictures, over
+            nonlocal received, images, over
             message = await receive()
             received += len(message.get("body", b""))
-            pictures += message.get("body", b"").count(b'filename="')
-            if received > size or pictures > PICTURES:
+            images += message.get("body", b"").count(b'filename="')
+            if received > size or images > IMAGES:
                 over = True
                 return {"type": "http.disconnect"}
             return message
@@ -154,7 +207,12 @@ class Guard:
         finally:
             self.uploads.release(size)
         if over and not answered:
-            raise Refusal(413, _too_large(received, size) if received > size else f"the request has more than {PICTURES} files")  # fmt: skip
+            raise Refusal(
+                413,
+                _too_large(received, size)
+                if received > size
+                else f"the request has more than {IMAGES} files",
+            )
 
     async def _login(self, scope: Scope, receive: Receive, send: Send, address: str) -> None:
         """A login attempt, counted before it is looked at, so that many at once are counted too."""
@@ -176,16 +234,29 @@ def _require_own_page(scope: Scope, host: tuple[str, int | None]) -> None:
     origins, sites = _headers(scope, b"origin"), _headers(scope, b"sec-fetch-site")
     for origin in origins:
         if origin.partition("://")[0] not in ("http", "https") or _authority(origin) != host:
-            raise Refusal(403, f"this request was sent by another page ({shown(origin, 80)}); the demo answers its own page only")  # fmt: skip
+            raise Refusal(
+                403,
+                (
+                    f"this request was sent by another page ({shown(origin, 80)}); the demo "
+                    "answers its own page only"
+                ),
+            )
     if set(sites) <= {"same-origin", "none"}:
         return
-    link = (_headers(scope, b"sec-fetch-mode"), _headers(scope, b"sec-fetch-dest")) == (["navigate"], ["document"])
+    link = (_headers(scope, b"sec-fetch-mode"), _headers(scope, b"sec-fetch-dest")) == (
+        ["navigate"],
+        ["document"],
+    )
     if not (link and scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == "/"):
-        raise Refusal(403, "this request was sent by another site; the demo answers its own page only")
+        raise Refusal(
+            403, "this request was sent by another site; the demo answers its own page only"
+        )
 
 
 def _require_known(scope: Scope, account: bool) -> None:
-    """Raise Refusal for what the page does not use, and, with a password, for what needs a login. account: it has one."""
+    """Raise Refusal for what the page does not use, and, with a password, for what needs a login.
+    account: it has one.
+    """
     path = scope["path"]
     if path.startswith(CLOSED):
         raise Refusal(404, "the demo does not offer this")
@@ -198,12 +269,18 @@ def _is_logged_in(scope: Scope) -> bool:
     app = scope.get("app")
     tokens, identity = getattr(app, "tokens", {}), getattr(app, "cookie_id", "")
     names = (f"access-token-{identity}", f"access-token-unsecure-{identity}")
-    pairs = (pair.strip().partition("=") for line in _headers(scope, b"cookie") for pair in line.split(";"))
+    pairs = (
+        pair.strip().partition("=")
+        for line in _headers(scope, b"cookie")
+        for pair in line.split(";")
+    )
     return any(name in names and value.strip('"') in tokens for name, _, value in pairs)
 
 
 def _require_no_address(body: bytes) -> None:
-    """Raise Refusal where a request gives an address of the internet in place of a file: Gradio would fetch it."""
+    """Raise Refusal where a request gives an address of the internet in place of a file: Gradio
+    would fetch it.
+    """
     try:
         level = [json.loads(body)]
     except (ValueError, RecursionError):
@@ -214,7 +291,9 @@ def _require_no_address(body: bytes) -> None:
             if isinstance(value, dict):
                 path = value.get("path")
                 if isinstance(path, str) and "://" in path:
-                    raise Refusal(403, "a file is uploaded to the demo; it fetches none from an address")
+                    raise Refusal(
+                        403, "a file is uploaded to the demo; it fetches none from an address"
+                    )
                 below += value.values()
             elif isinstance(value, list):
                 below += value
@@ -253,17 +332,19 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 def _too_large(size: int, limit: int) -> str:
-    return f"the request has {size / 2**20:.1f} MB or more; at most {limit / 2**20:.1f} MB are taken"
+    return (
+        f"the request has {size / 2**20:.1f} MB or more; at most {limit / 2**20:.1f} MB are taken"
+    )
 
 
 def _length(scope: Scope) -> int | None:
     """The size that a request announces; None where it announces none."""
-    given = _headers(scope, b"content-length")
-    if not given:
+    headers = _headers(scope, b"content-length")
+    if not headers:
         return None
-    if len(given) > 1 or not given[0].isdecimal() or len(given[0]) > 18:
+    if len(headers) > 1 or not headers[0].isdecimal() or len(headers[0]) > 18:
         raise Refusal(400, "the size of the request is no number")
-    return int(given[0])
+    return int(headers[0])
 
 
 def _headers(scope: Mapping[str, Any], name: bytes) -> list[str]:
@@ -287,7 +368,9 @@ def split_host(text: str) -> tuple[str, int | None]:
 
 
 def plain_address(name: str) -> str:
-    """A host in one spelling: small letters, no last dot, addresses as they are written shortest."""
+    """A host in one spelling: small letters, no last dot, addresses as they are written
+    shortest.
+    """
     plain = name.lower().strip("[]").removesuffix(".")
     try:
         address = ipaddress.ip_address(plain.partition("%")[0])
@@ -308,13 +391,19 @@ def _default_port(scope: Mapping[str, Any]) -> int:
 
 
 async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with a status and a sentence; a websocket is closed before it is open, which servers answer with 403."""
+    """Answer with a status and a sentence; a websocket is closed before it is open, which servers
+    answer with 403.
+    """
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1008, "reason": refusal.sentence[:100]})
         return
     body = f"{refusal.sentence}\n".encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]  # fmt: skip
+    headers = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
     if refusal.wait:
         headers.append((b"retry-after", str(max(1, round(refusal.wait))).encode()))
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})

@@ -1,4 +1,4 @@
-"""The tab Images: what a VAE still reconstructs and what a classifier (or CLIP model) still says, before and after."""
+"""The tab Images: a VAE's reconstructions and a classifier's answers, before and after."""
 
 from __future__ import annotations
 
@@ -11,23 +11,51 @@ from typing import Any
 
 import numpy as np
 
-from concept_eraser.demo import pictures, safety
-from concept_eraser.demo.desk import Desk, alert, quiet, sentence
-from concept_eraser.demo.jobs import Job
+from concept_eraser.demo import image_html, safety
+from concept_eraser.demo.context import Desk, alert, quiet, sentence
+from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.demo.state import BUNDLED
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 TARGETS = ("vae", "classifier", "clip")
-MADE: Mapping[str, dict[str, Any]] = {  # runs that the page offers to make, from what the package brings along
-    "star-clip": {"model": BUNDLED, "target": "clip", "templates": ["a picture of a {}"], "forget": {"data": "painted", "options": {"n": 400}, "classes": ["star"], "loss": "relabel"}, "retain": "rest", "trainable": "text_attention", "training": {"steps": 60, "batch_size": 64, "lr": 1e-3}},
-    "star-vae": {"model": BUNDLED, "target": "vae", "forget": {"data": "painted", "options": {"n": 200}, "classes": ["star"], "loss": "ascent", "kl": 1e-6}, "retain": {"data": "rest", "loss": "distill"}, "training": {"steps": 20, "batch_size": 8, "lr": 1e-4}},
-}  # fmt: skip
+# runs that the page offers to make, from what the package brings along
+MADE: Mapping[str, dict[str, Any]] = {
+    "star-clip": {
+        "model": BUNDLED,
+        "target": "clip",
+        "templates": ["a picture of a {}"],
+        "forget": {
+            "data": "painted",
+            "options": {"n": 400},
+            "classes": ["star"],
+            "loss": "relabel",
+        },
+        "retain": "rest",
+        "trainable": "text_attention",
+        "training": {"steps": 60, "batch_size": 64, "lr": 1e-3},
+    },
+    "star-vae": {
+        "model": BUNDLED,
+        "target": "vae",
+        "forget": {
+            "data": "painted",
+            "options": {"n": 200},
+            "classes": ["star"],
+            "loss": "ascent",
+            "kl": 1e-6,
+        },
+        "retain": {"data": "rest", "loss": "distill"},
+        "training": {"steps": 20, "batch_size": 8, "lr": 1e-4},
+    },
+}
 TOLD = 3  # classes with the largest probabilities
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The modules before (None where it was in memory and is gone) and after, and data of the run's own."""
+    """The modules before (None where it was in memory and is gone) and after, and data of the run's
+    own.
+    """
 
     target: str
     before: Any
@@ -37,93 +65,117 @@ class Pair:
     labels: Sequence[int]
 
 
-def make(desk: Desk, name: str) -> Job:
+def make(desk: Desk, name: str) -> DemoJob:
     """Put one of the offered runs into the queue. Raises UserError where it is there already."""
     content = MADE[safety.one_of("run to make", name, list(MADE))]
     folder = safety.claim(desk.runs, name, name)
-    return desk.jobs.add("erase", f"making {name}", {"kind": "erase", "recipe": content, "folder": str(folder)}, folder)
+    return desk.jobs.add(
+        "erase",
+        f"making {name}",
+        {"kind": "erase", "recipe": content, "folder": str(folder)},
+        folder,
+    )
 
 
 def pair(desk: Desk, run: str) -> Pair:
-    """Both models of a run on labelled data, kept for the next question. Raises UserError where they cannot be loaded."""
+    """Both models of a run on labelled data, kept for the next question. Raises UserError where
+    they cannot be loaded.
+    """
     safety.one_of("run", run, desk.library.finished(TARGETS))
     folder = desk.library.folder(run)
-    return _pair(folder, max((folder / name).stat().st_mtime for name in ("done.json", "recipe.yaml")))
+    return _pair(
+        folder, max((folder / name).stat().st_mtime for name in ("done.json", "recipe.yaml"))
+    )
 
 
 @lru_cache(maxsize=2)
 def _pair(folder: Path, stamp: float) -> Pair:
     from concept_eraser.demo import presets
-    from concept_eraser.models.clip import Clip
+    from concept_eraser.models.families.clip import Clip
     from concept_eraser.models.loading import load_part
-    from concept_eraser.targets import labelled
-    from concept_eraser.targets.base import Request
+    from concept_eraser.targets.labelled_data import select_rows
 
     recipe = presets.read_recipe(folder)
     if recipe is None:
         raise UserError(f"{folder.name} has a recipe of another version; erase again")
     safety.require_no_code(recipe)
     after = load_part(folder, recipe.target)
-    chosen = labelled.rows(Request(recipe, after))
-    data, gone = chosen["forget"]
-    other, kept = chosen.get("retain", chosen["forget"])
-    rows, rest = gone[:4].tolist(), kept[:4].tolist()
+    selected_rows = select_rows(recipe)
+    data, forget_rows = selected_rows["forget"]
+    other, retain_rows = selected_rows.get("retain", selected_rows["forget"])
+    rows, other_rows = forget_rows[:4].tolist(), retain_rows[:4].tolist()
     import torch
 
-    inputs = torch.cat([data.inputs(rows), other.inputs(rest)])
-    labels = [*data.labels[rows].tolist(), *other.labels[rest].tolist()]
-    known = not (recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "))
+    inputs = torch.cat([data.inputs(rows), other.inputs(other_rows)])
+    labels = [*data.labels[rows].tolist(), *other.labels[other_rows].tolist()]
+    is_reloadable = not (recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "))
 
     def module(loaded: Any) -> Any:
-        return loaded.zero_shot(data.names, recipe.templates) if isinstance(loaded, Clip) else loaded.parts[recipe.target]  # fmt: skip
+        return (
+            loaded.zero_shot(data.names, recipe.templates)
+            if isinstance(loaded, Clip)
+            else loaded.parts[recipe.target]
+        )
 
-    before = module(load_part(recipe.model, recipe.target)) if known else None
+    before = module(load_part(recipe.model, recipe.target)) if is_reloadable else None
     return Pair(recipe.target, before, module(after), data.names, inputs, labels)
 
 
 def as_inputs(files: Sequence[str], like: Any) -> Any:
-    """Uploaded pictures in the shape and range of the data [n, ...]. Raises UserError for what is no picture, or where the
-    data are no pictures."""
+    """Uploaded images in the shape and range of the data [n, ...]. Raises UserError for what is
+    no image, or where the data are no images."""
     import torch
     from PIL import Image
 
-    from concept_eraser.data.images import read_picture
+    from concept_eraser.data.images import read_image
 
     if len(files) > safety.UPLOADS:
-        raise UserError(f"{len(files)} pictures; at most {safety.UPLOADS} are taken at once")
+        raise UserError(f"{len(files)} images; at most {safety.UPLOADS} are taken at once")
     shape = tuple(like.shape[1:])
     side = round(shape[0] ** 0.5) if len(shape) == 1 else shape[-1]
     channels = shape[0] if len(shape) == 3 else 1
     if (len(shape) == 1 and side * side != shape[0]) or len(shape) > 3 or channels not in (1, 3):
-        raise UserError(f"this run's data are no pictures (an example has the shape {list(shape)})")
+        raise UserError(f"this run's data are no images (an example has the shape {list(shape)})")
     low, high = float(like.min()), float(like.max())
     low = -1.0 if low < 0 else 0.0
     high = max(1.0, high)
-    found = []
+    inputs = []
     for file in files:
         _require_small(Path(file))
-        image = Image.fromarray(read_picture(Path(file)))
-        image = image.convert("RGB" if channels == 3 else "L").resize((side, shape[-2] if len(shape) > 1 else side))
+        image = Image.fromarray(read_image(Path(file)))
+        image = image.convert("RGB" if channels == 3 else "L").resize(
+            (side, shape[-2] if len(shape) > 1 else side)
+        )
         array = torch.from_numpy(np.asarray(image, np.float32).copy()) / 255 * (high - low) + low
-        found.append(array.permute(2, 0, 1).reshape(shape) if channels == 3 else array.reshape(shape))
-    return torch.stack(found)
+        inputs.append(
+            array.permute(2, 0, 1).reshape(shape) if channels == 3 else array.reshape(shape)
+        )
+    return torch.stack(inputs)
 
 
 def _require_small(path: Path) -> None:
-    """Raise UserError where a file is no picture of a usual format and size; nothing of it is unpacked."""
+    """Raise UserError where a file is no image of a usual format and size; nothing of it is
+    unpacked.
+    """
     from PIL import Image
 
     try:
         with Image.open(path, formats=safety.FORMATS) as image:
             width, height = image.size
     except Exception as error:  # Pillow raises many kinds for damaged files
-        raise UserError(f"{path.name[:80]} is no picture that can be read ({type(error).__name__}); give a file of {', '.join(safety.FORMATS)}") from None  # fmt: skip
+        raise UserError(
+            f"{path.name[:80]} is no image that can be read ({type(error).__name__}); "
+            f"give a file of {', '.join(safety.FORMATS)}"
+        ) from None
     if width * height > safety.PIXELS:
-        raise UserError(f"{path.name[:80]} has {width} x {height} pixels; at most {safety.PIXELS // 10**6} million are taken, so scale it down")  # fmt: skip
+        raise UserError(
+            f"{path.name[:80]} has {width} x {height} pixels; at most "
+            f"{safety.PIXELS // 10**6} million are taken, so scale it down"
+        )
 
 
 def shown(values: Any) -> np.ndarray:
-    """Examples [n, ...] as pictures [n, h, w, 3] uint8, for the eye."""
+    """Examples [n, ...] as images [n, h, w, 3] uint8, for the eye."""
     array = values.detach().cpu().float().numpy()
     low = -1.0 if array.min() < 0 else 0.0
     array = np.clip((array - low) / (max(1.0, float(array.max())) - low), 0, 1)
@@ -136,53 +188,124 @@ def shown(values: Any) -> np.ndarray:
 
 
 def show(desk: Desk, run: str, files: Sequence[str]) -> str:
-    """What the models before and after make of pictures: the uploaded ones, or examples of the run's own data."""
+    """What the models before and after make of images: the uploaded ones, or examples of the
+    run's own data.
+    """
     import torch
 
-    found = pair(desk, run)
-    inputs = as_inputs(files, found.inputs) if files else found.inputs
+    models = pair(desk, run)
+    inputs = as_inputs(files, models.inputs) if files else models.inputs
     labels = (
-        [None] * len(inputs) if files else [found.names[i] if i < len(found.names) else str(i) for i in found.labels]
+        [None] * len(inputs)
+        if files
+        else [models.names[i] if i < len(models.names) else str(i) for i in models.labels]
     )
     with torch.no_grad():
-        answers = {when: _answers(found, module, inputs) for when, module in (("before", found.before), ("after", found.after)) if module is not None}  # fmt: skip
+        answers = {
+            when: _answers(models, module, inputs)
+            for when, module in (("before", models.before), ("after", models.after))
+            if module is not None
+        }
     rows = ""
-    for i, picture in enumerate(shown(inputs)):
-        file = pictures.png(picture, {"example": i})
-        cells = "".join(f'<td><span class="ce-when">{when}</span>{answers[when][i]}</td>' for when in answers)
-        told = "your picture" if labels[i] is None else f"{labels[i]} ({'forgotten' if i < len(inputs) // 2 else 'retained'})"  # fmt: skip
-        rows += f'<tr><th scope="row"><img class="ce-pixels ce-small" src="{pictures.uri(file)}" alt="{escape(told)}"><br>{escape(told)}</th>{cells}</tr>'  # fmt: skip
+    for i, image in enumerate(shown(inputs)):
+        file = image_html.png(image, {"example": i})
+        cells = "".join(
+            f'<td><span class="ce-when">{when}</span>{answers[when][i]}</td>' for when in answers
+        )
+        heading = (
+            "your image"
+            if labels[i] is None
+            else f"{labels[i]} ({'forgotten' if i < len(inputs) // 2 else 'retained'})"
+        )
+        rows += (
+            '<tr><th scope="row"><img class="ce-pixels ce-small" '
+            f'src="{image_html.uri(file)}" '
+            f'alt="{escape(heading)}"><br>{escape(heading)}</th>{cells}</tr>'
+        )
     head = "".join(f'<th scope="col">{when}</th>' for when in answers)
-    lost = '<p class="ce-quiet">The model before was in memory and is not at hand; only the model after is shown.</p>' if found.before is None else ""  # fmt: skip
-    return f'{lost}<div class="ce-scroll"><table class="ce-table"><thead><tr><th scope="col">picture</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'  # fmt: skip
+    note = (
+        (
+            '<p class="ce-quiet">The model before was in memory and is not at hand; only the '
+            "model after is shown.</p>"
+        )
+        if models.before is None
+        else ""
+    )
+    return (
+        f'{note}<div class="ce-scroll"><table class="ce-table"><thead><tr><th '
+        f'scope="col">image</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    )
 
 
 def _answers(found: Pair, module: Any, inputs: Any) -> list[str]:
-    """One cell a picture: its reconstruction and how good it is, or the likeliest classes."""
+    """One cell an image: its reconstruction and how good it is, or the likeliest classes."""
     from concept_eraser.models.base import moments
-    from concept_eraser.models.base import pictures as decoded
+    from concept_eraser.models.base import to_pixels as decoded
 
     inputs = inputs.to(next(module.parameters()).device)
     if found.target == "vae":
-        again = decoded(module.decode(moments(module.encode(inputs))[0])).reshape(inputs.shape).float()
+        reconstructions = (
+            decoded(module.decode(moments(module.encode(inputs))[0])).reshape(inputs.shape).float()
+        )
         span = 2.0 if float(inputs.min()) < 0 else 1.0
-        errors = (again - inputs).square().flatten(1).mean(1).clamp(min=1e-12)
-        images = [pictures.uri(pictures.png(p, {"reconstruction": i})) for i, p in enumerate(shown(again))]
-        return [f'<img class="ce-pixels ce-small" src="{image}" alt="reconstruction, {10 * np.log10(span**2 / float(e)):.1f} dB"><br>{10 * np.log10(span**2 / float(e)):.1f} dB' for image, e in zip(images, errors, strict=True)]  # fmt: skip
-    likely = module(inputs).softmax(1).topk(min(TOLD, len(found.names)))
-    return ["".join(f'<div class="ce-prob" style="--p:{100 * float(p):.0f}%"><span>{escape(found.names[int(k)])}</span><span>{float(p):.0%}</span></div>' for p, k in zip(ps, ks, strict=True)) for ps, ks in zip(likely.values, likely.indices, strict=True)]  # fmt: skip
+        errors = (reconstructions - inputs).square().flatten(1).mean(1).clamp(min=1e-12)
+        images = [
+            image_html.uri(image_html.png(p, {"reconstruction": i}))
+            for i, p in enumerate(shown(reconstructions))
+        ]
+        return [
+            (
+                f'<img class="ce-pixels ce-small" src="{image}" alt="reconstruction, '
+                f"{10 * np.log10(span**2 / float(e)):.1f} "
+                f'dB"><br>{10 * np.log10(span**2 / float(e)):.1f} dB'
+            )
+            for image, e in zip(images, errors, strict=True)
+        ]
+    top_classes = module(inputs).softmax(1).topk(min(TOLD, len(found.names)))
+    return [
+        "".join(
+            (
+                '<div class="ce-prob" '
+                f'style="--p:{100 * float(p):.0f}%"><span>{escape(found.names[int(k)])}</span>'
+                f"<span>{float(p):.0%}</span></div>"
+            )
+            for p, k in zip(ps, ks, strict=True)
+        )
+        for ps, ks in zip(top_classes.values, top_classes.indices, strict=True)
+    ]
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
     """Build the tab; the components that the clock changes, by name."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
-            run = gr.Dropdown([], allow_custom_value=True, label="Run with target vae, classifier or clip", elem_id="images-run")  # fmt: skip
-            files = gr.File(label=f"Pictures of your own, at most {safety.UPLOADS}; without any, the run's own data", file_count="multiple", file_types=["image"], elem_id="images-files")  # fmt: skip
+            run = gr.Dropdown(
+                [],
+                allow_custom_value=True,
+                label="Run with target vae, classifier or clip",
+                elem_id="images-run",
+            )
+            files = gr.File(
+                label=(
+                    f"Images of your own, at most {safety.UPLOADS}; without any, the run's own data"
+                ),
+                file_count="multiple",
+                file_types=["image"],
+                elem_id="images-files",
+            )
             go = gr.Button("Show", variant="primary", elem_id="images-go")
-            gr.HTML('<p class="ce-quiet">Such runs are made by <code>concept-eraser erase</code> or in Python (docs/targets.md). Two small ones to try, a minute each:</p>')  # fmt: skip
+            gr.HTML(
+                '<p class="ce-quiet">Such runs are made by <code>concept-eraser '
+                "erase</code> or in Python (docs/targets.md). Two small ones to try, a "
+                "minute each:</p>"
+            )
             with gr.Row():
-                offers = {name: gr.Button(f"Make {name}", size="sm", min_width=110, elem_id=f"make-{name}") for name in MADE}  # fmt: skip
+                offers = {
+                    name: gr.Button(
+                        f"Make {name}", size="sm", min_width=110, elem_id=f"make-{name}"
+                    )
+                    for name in MADE
+                }
         with gr.Column(scale=5, min_width=300):
             table = gr.HTML(elem_id="images-shown", min_height=200)
 
@@ -196,13 +319,24 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
         def add() -> str:
             try:
                 return quiet(
-                    f"#{make(desk, name).number} was put into the queue; it can be chosen here when it is done"
+                    f"#{make(desk, name).number} was put into the queue; it can be "
+                    "chosen here when it is done"
                 )
             except Exception as error:
                 return alert(sentence(error))
 
         return add
 
-    events = [button.click(order(name), None, table, queue=False, api_visibility="private") for name, button in offers.items()]  # fmt: skip
-    go.click(answer, [run, files], table, concurrency_id="draw", concurrency_limit=1, api_visibility="private")
+    events = [
+        button.click(order(name), None, table, queue=False, api_visibility="private")
+        for name, button in offers.items()
+    ]
+    go.click(
+        answer,
+        [run, files],
+        table,
+        concurrency_id="draw",
+        concurrency_limit=1,
+        api_visibility="private",
+    )
     return {"run": run, "events": events}

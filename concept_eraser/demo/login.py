@@ -29,8 +29,8 @@ class Account:
 class Attempts:
     """Login attempts of the last WINDOW seconds. clock: seconds, for tests.
 
-    An attempt counts from its begin until it succeeds or is WINDOW seconds old. One that is refused does not count, so
-    that a block ends, and so that there are never more than ALL in memory.
+    An attempt counts from its begin until it succeeds or is WINDOW seconds old. One that is refused
+    does not count, so that a block ends, and so that there are never more than ALL in memory.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,9 +40,9 @@ class Attempts:
         """Count an attempt; 0, or for how many seconds there is no further one."""
         now = self._clock()
         self._begun = [(at, who) for at, who in self._begun if now - at < WINDOW]
-        own = [at for at, who in self._begun if who == address]
-        if len(own) >= EACH:
-            return WINDOW - (now - own[0])
+        times = [at for at, who in self._begun if who == address]
+        if len(times) >= EACH:
+            return WINDOW - (now - times[0])
         if len(self._begun) >= ALL:
             return WINDOW - (now - self._begun[0][0])
         self._begun.append((now, address))
@@ -54,14 +54,21 @@ class Attempts:
 
 
 def address_of(scope: Mapping[str, Any]) -> str:
-    """Who sends a request: an IPv4 address, or the network of an IPv6 address, of which one machine has many."""
+    """The sender of a request: an IPv4 address, or the network of an IPv6 address.
+
+    One machine has many IPv6 addresses of one network.
+    """
     client = scope.get("client")
     try:
         address = ipaddress.ip_address(str(client[0]).partition("%")[0] if client else "")
     except ValueError:
         return str(client[0]) if client else ""
     address = getattr(address, "ipv4_mapped", None) or address
-    return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+    return (
+        str(address)
+        if address.version == 4
+        else str(ipaddress.ip_network((address, 64), strict=False))
+    )
 
 
 def _digest(text: str) -> bytes:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.demo import attack, clock, compare, erase, labelled, results, safety
-from concept_eraser.demo.desk import Desk, alert, sentence
-from concept_eraser.demo.guard import Guard
+from concept_eraser.demo import attack, compare, erase, labelled, polling, results, safety
+from concept_eraser.demo.context import Desk, alert, sentence
+from concept_eraser.demo.guard import RequestGuard
 from concept_eraser.demo.jobs import QUIET_THREADS
 from concept_eraser.demo.login import Account, Attempts
 from concept_eraser.demo.state import BUNDLED, Library
@@ -33,24 +33,48 @@ function ceTheme() {
 }
 document.addEventListener('DOMContentLoaded', () => { let kept = null; try { kept = localStorage.getItem('ce-theme'); } catch (e) {}
   if (kept) document.body.classList.toggle('dark', kept === 'dark'); });
-</script>"""
-ADDRESS = "() => { const a = document.querySelector('#link [data-query]'); if (a) history.replaceState(null, '', a.dataset.query); }"
-INTRO = '<div class="ce-top"><div><h1>concept_eraser</h1><p>Make a diffusion model forget a concept, look at it before and after, and try to bring it back.</p></div><button type="button" onclick="ceTheme()">Light / dark</button></div>'
+</script>"""  # noqa: E501
+ADDRESS = (
+    "() => { const a = document.querySelector('#link [data-query]'); if (a) "
+    "history.replaceState(null, '', a.dataset.query); }"
+)
+INTRO = (
+    '<div class="ce-top"><div><h1>concept_eraser</h1><p>Make a diffusion model forget a '
+    "concept, look at it before and after, and try to bring it back.</p></div><button "
+    'type="button" onclick="ceTheme()">Light / dark</button></div>'
+)
 
 
 def theme(gr: Any) -> Any:
     """System fonts only, and colours whose contrast is at least 4.5 in both themes."""
     fonts = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "sans-serif"]
-    found = gr.themes.Base(primary_hue="teal", secondary_hue="slate", neutral_hue="slate", font=fonts, font_mono=["ui-monospace", "Consolas", "Liberation Mono", "monospace"])  # fmt: skip
-    return found.set(
-        button_primary_background_fill="*primary_800", button_primary_background_fill_hover="*primary_700", button_primary_text_color="white",
-        button_primary_background_fill_dark="*primary_700", button_primary_background_fill_hover_dark="*primary_800", button_primary_text_color_dark="white",
-        body_text_color_subdued="*neutral_600", body_text_color_subdued_dark="*neutral_300",
-        block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300",
-        block_label_text_color="*neutral_700", block_label_text_color_dark="*neutral_200",
-        link_text_color="*primary_800", link_text_color_dark="*primary_200", link_text_color_visited="*primary_800", link_text_color_visited_dark="*primary_200",
-        slider_color="*primary_700", slider_color_dark="*primary_400",
-    )  # fmt: skip
+    base = gr.themes.Base(
+        primary_hue="teal",
+        secondary_hue="slate",
+        neutral_hue="slate",
+        font=fonts,
+        font_mono=["ui-monospace", "Consolas", "Liberation Mono", "monospace"],
+    )
+    return base.set(
+        button_primary_background_fill="*primary_800",
+        button_primary_background_fill_hover="*primary_700",
+        button_primary_text_color="white",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover_dark="*primary_800",
+        button_primary_text_color_dark="white",
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_300",
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_300",
+        block_label_text_color="*neutral_700",
+        block_label_text_color_dark="*neutral_200",
+        link_text_color="*primary_800",
+        link_text_color_dark="*primary_200",
+        link_text_color_visited="*primary_800",
+        link_text_color_visited_dark="*primary_200",
+        slider_color="*primary_700",
+        slider_color_dark="*primary_400",
+    )
 
 
 def build(desk: Desk) -> Any:
@@ -61,22 +85,32 @@ def build(desk: Desk) -> Any:
         gr.HTML(INTRO, elem_id="head")
         jobs = gr.HTML(elem_id="jobs")
         with gr.Row(visible=False, elem_id="jobs-row") as row:
-            which = gr.Dropdown([], allow_custom_value=True, label="Job to cancel", elem_id="cancel-which", scale=4)
+            menu = gr.Dropdown(
+                [], allow_custom_value=True, label="Job to cancel", elem_id="cancel-which", scale=4
+            )
             cancel = gr.Button("Cancel", variant="stop", elem_id="cancel", scale=1, min_width=90)
-        said = gr.HTML(elem_id="jobs-said")
+        message = gr.HTML(elem_id="jobs-said")
         with gr.Tabs(overflow_behavior="wrap", elem_id="tabs"):
             parts = {}
-            for name, module in (("Compare", compare), ("Erase", erase), ("Attack", attack), ("Results", results), ("Images", labelled)):  # fmt: skip
+            for name, module in (
+                ("Compare", compare),
+                ("Erase", erase),
+                ("Attack", attack),
+                ("Results", results),
+                ("Images", labelled),
+            ):
                 with gr.Tab(name, id=name.lower(), elem_id=f"tab-{name.lower()}"):
                     parts[name] = module.tab(gr, desk)
-        events = _jobs(gr, desk, parts["Compare"], which, cancel, said)
+        events = _jobs(gr, desk, parts["Compare"], menu, cancel, message)
         events += [event for part in parts.values() for event in part.get("events", [])]
-        clock.wind(gr, desk, parts, jobs, row, which, events)
+        polling.wind(gr, desk, parts, jobs, row, menu, events)
         _opened(gr, desk, parts["Compare"], page)
     return page
 
 
-def _jobs(gr: Any, desk: Desk, part: dict[str, Any], which: Any, cancel: Any, said: Any) -> list[Any]:
+def _jobs(
+    gr: Any, desk: Desk, part: dict[str, Any], which: Any, cancel: Any, said: Any
+) -> list[Any]:
     """Cancel any job, and the first run that the page offers to make; the events of both."""
 
     def stop(number: str) -> str:
@@ -95,20 +129,38 @@ def _jobs(gr: Any, desk: Desk, part: dict[str, Any], which: Any, cancel: Any, sa
 
     return [
         cancel.click(stop, which, said, queue=False, api_name="cancel"),
-        part["first"].click(first, None, [part["said"], part["first"]], queue=False, api_visibility="private"),
+        part["first"].click(
+            first, None, [part["said"], part["first"]], queue=False, api_visibility="private"
+        ),
     ]
 
 
 def _opened(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
-    """Fill in a link's settings and, for the bundled model, draw at once; every drawing goes into the address."""
+    """Fill in a link's settings and, for the bundled model, draw at once; every drawing goes into
+    the address.
+    """
 
     def read(request: gr.Request) -> list[Any]:
-        known = desk.library.finished()
-        found = compare.Settings.read(dict(request.query_params), known)
-        return [found.prompt, gr.CheckboxGroup(known, value=list(found.runs)), found.strength, found.steps, found.guidance, found.seeds, found.first, found.judge, gr.Button(visible=not known)]  # fmt: skip
+        run_names = desk.library.finished()
+        settings = compare.ComparisonSettings.read(dict(request.query_params), run_names)
+        return [
+            settings.prompt,
+            gr.CheckboxGroup(run_names, value=list(settings.runs)),
+            settings.strength,
+            settings.steps,
+            settings.guidance,
+            settings.seeds,
+            settings.first,
+            settings.judge,
+            gr.Button(visible=not run_names),
+        ]
 
     def greet(*values: Any, progress: Any = gr.Progress()) -> Any:
-        bases = {desk.library.base_of(name) for name in values[1] or () if name in desk.library.finished()}
+        bases = {
+            desk.library.base_of(name)
+            for name in values[1] or ()
+            if name in desk.library.finished()
+        }
         if bases - {BUNDLED}:  # a large model is drawn with when somebody asks for it
             return gr.skip(), "", gr.skip()
         return compare.answer(gr, desk, values, False, progress)
@@ -118,15 +170,25 @@ def _opened(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
             (gr.skip(), "", gr.skip()) if values[1] else greet(*values, progress=progress)
         )  # else the runs' change draws
 
-    drawing = {"inputs": part["fields"], "outputs": [part["shown"], part["said"], part["link"]], "concurrency_id": "draw", "concurrency_limit": 1, "api_visibility": "private"}  # fmt: skip
+    drawing = {
+        "inputs": part["fields"],
+        "outputs": [part["shown"], part["said"], part["link"]],
+        "concurrency_id": "draw",
+        "concurrency_limit": 1,
+        "api_visibility": "private",
+    }
     read.__annotations__["request"] = gr.Request  # Gradio looks for it there, and finds a text
-    page.load(read, None, [*part["fields"], part["first"]], queue=False, api_visibility="private").then(alone, **drawing)  # fmt: skip
+    page.load(
+        read, None, [*part["fields"], part["first"]], queue=False, api_visibility="private"
+    ).then(alone, **drawing)
     part["runs"].change(greet, **drawing)  # also where a run has just been made
     part["link"].change(None, js=ADDRESS)
 
 
 class Headers:
-    """Nothing is loaded from elsewhere, whatever a library's page asks for, and nobody else's page frames this one."""
+    """Nothing is loaded from elsewhere, whatever a library's page asks for, and nobody else's page
+    frames this one.
+    """
 
     ADDED = (
         (
@@ -149,37 +211,60 @@ class Headers:
         await self.app(scope, receive, answer if scope["type"] == "http" else send)
 
 
-def middleware(host: str, names: Sequence[str], uploads: Uploads, attempts: Attempts | None) -> list[Any]:
-    """What stands in front of Gradio: the headers of every answer, and the guard of every request."""
+def middleware(
+    host: str, names: Sequence[str], uploads: Uploads, attempts: Attempts | None
+) -> list[Any]:
+    """What stands in front of Gradio: the headers of every answer, and the guard of every
+    request.
+    """
     from starlette.middleware import Middleware
 
-    return [Middleware(Headers), Middleware(Guard, host=host, names=names, uploads=uploads, attempts=attempts)]
+    return [
+        Middleware(Headers),
+        Middleware(RequestGuard, host=host, names=names, uploads=uploads, attempts=attempts),
+    ]
 
 
 def warm_up(library: Library) -> None:
     """Load torch, the bundled model and its judge while the first visitor reads the page."""
     try:
-        from concept_eraser.demo import pictures
+        from concept_eraser.demo import image_html
 
         library.model(BUNDLED)
-        pictures._judge()
+        image_html._judge()
     except Exception as error:
         sentence(error)  # into the terminal; the first drawing says it in the page
 
 
 def require_address(host: str) -> None:
-    """Raise UserError where this machine has no such address; Gradio would try a hundred ports, for minutes."""
-    from concept_eraser.errors import UserError
+    """Raise UserError where this machine has no such address; Gradio would try a hundred ports, for
+    minutes.
+    """
+    from concept_eraser.utils.errors import UserError
 
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
     except OSError as error:
-        raise UserError(f"the page cannot listen on {host}: {error.strerror or error}; 127.0.0.1 is for this machine alone, 0.0.0.0 for the network") from None  # fmt: skip
+        raise UserError(
+            f"the page cannot listen on {host}: {error.strerror or error}; 127.0.0.1 is "
+            "for this machine alone, 0.0.0.0 for the network"
+        ) from None
 
 
-def serve(given: Sequence[str], *, runs: Path, before: str | None, host: str, port: int | None, auth: tuple[str, str] | None, browser: bool, ready: Any, names: Sequence[str] = ()) -> None:  # fmt: skip
+def serve(
+    given: Sequence[str],
+    *,
+    runs: Path,
+    before: str | None,
+    host: str,
+    port: int | None,
+    auth: tuple[str, str] | None,
+    browser: bool,
+    ready: Any,
+    names: Sequence[str] = (),
+) -> None:
     """Show the page until Ctrl-C. Jobs are stopped so that they can be resumed.
 
     Args:
@@ -194,33 +279,61 @@ def serve(given: Sequence[str], *, runs: Path, before: str | None, host: str, po
         names: hosts under which the page is also reached, as NAME or NAME:PORT.
 
     Raises:
-        UserError: for runs that are none, for an address that is not this machine's, where the port is taken, and where
-            others reach the page and it has no password.
+        UserError: for runs that are none, for an address that is not this machine's, where the port
+            is taken, and where others reach the page and it has no password.
     """
     safety.require_account(host, auth)
     require_address(host)
     with tempfile.TemporaryDirectory(prefix="concept-eraser-demo-") as scratch:
-        os.environ |= QUIET_THREADS | {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": scratch, "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
+        os.environ |= QUIET_THREADS | {
+            "GRADIO_ANALYTICS_ENABLED": "False",
+            "HF_HUB_OFFLINE": "1",
+            "GRADIO_TEMP_DIR": scratch,
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
         from PIL import Image
 
-        from concept_eraser.errors import UserError
+        from concept_eraser.utils.errors import UserError
 
-        Image.MAX_IMAGE_PIXELS = safety.PIXELS  # an uploaded picture is unpacked in memory
+        Image.MAX_IMAGE_PIXELS = safety.PIXELS  # an uploaded image is unpacked in memory
         desk = Desk(Library(runs, given, before))
         page = build(desk).queue(max_size=100)
         import gradio as gr
 
-        named = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        url_host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         guards = middleware(host, names, Uploads(Path(scratch)), Attempts() if auth else None)
         try:
             style = Path(__file__).parent / "style.css"
-            _, address, _ = page.launch(prevent_thread_lock=True, server_name=named, server_port=port, auth=Account(*auth) if auth else None, share=False, quiet=True, inbrowser=browser, ssr_mode=False, theme=theme(gr), css_paths=style, head=HEAD, footer_links=[], max_file_size=FILE, show_error=False, strict_cors=True, app_kwargs={"middleware": guards}, allowed_paths=[], state_session_capacity=200)  # fmt: skip
+            _, address, _ = page.launch(
+                prevent_thread_lock=True,
+                server_name=url_host,
+                server_port=port,
+                auth=Account(*auth) if auth else None,
+                share=False,
+                quiet=True,
+                inbrowser=browser,
+                ssr_mode=False,
+                theme=theme(gr),
+                css_paths=style,
+                head=HEAD,
+                footer_links=[],
+                max_file_size=FILE,
+                show_error=False,
+                strict_cors=True,
+                app_kwargs={"middleware": guards},
+                allowed_paths=[],
+                state_session_capacity=200,
+            )
         except OSError as error:
             desk.jobs.close()
-            raise UserError(f"the page cannot listen on {host}:{port or 7860}: {str(error)[:150]}; give another --port") from None  # fmt: skip
+            raise UserError(
+                f"the page cannot listen on {host}:{port or 7860}: {str(error)[:150]}; "
+                "give another --port"
+            ) from None
         ready(address)
         threading.Thread(target=warm_up, args=(desk.library,), daemon=True).start()
-        for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell's & or a supervisor changed what they mean
+        # also where a shell's & or a supervisor changed what they mean
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
         try:
             threading.Event().wait()

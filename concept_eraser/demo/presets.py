@@ -1,4 +1,4 @@
-"""What there is to erase and to ask for: concepts of the bundled world, recipes from a form, prompts that show a run."""
+"""The choices of the page: bundled concepts, recipes from a form, and prompts that show a run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from typing import Any
 
 import yaml
 
-from concept_eraser import recipe as recipes
-from concept_eraser import resources
 from concept_eraser.data import prompts as sets
 from concept_eraser.demo import safety
-from concept_eraser.errors import UserError
-from concept_eraser.recipe import Recipe
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_yaml, require_regular
 from concept_eraser.tiny import painter
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError
 
-WORLD: Mapping[str, Sequence[str]] = {"shape": painter.SHAPES, "color": painter.COLORS, "style": painter.STYLES}
+WORLD: Mapping[str, Sequence[str]] = {
+    "shape": painter.SHAPES,
+    "color": painter.COLORS,
+    "style": painter.STYLES,
+}
 KINDS = ("forget", "synonym", "neighbour", "retain")
 MOST = 24  # prompts of a kind that are offered
-METHODS = {  # what the form calls it -> the shipped recipe that is taken, but for prompts, steps and sizes
+# what the form calls it -> the shipped recipe that is taken, but for prompts, steps and sizes
+METHODS = {
     "MUNBa: Nash bargaining": "tiny_star_munba",
     "MUNBa on a LoRA (what erase does without a recipe)": "tiny_star_munba_lora",
     "MUNBa on all weights, then UCE": "tiny_star_munba_uce",
@@ -37,14 +42,37 @@ METHODS = {  # what the form calls it -> the shipped recipe that is taken, but f
     "Text encoder only, MUNBa": "tiny_star_text_encoder",
 }
 _NEAR = {
-    "star": ("cross", "tree"), "circle": ("moon", "heart"), "square": ("house", "cross"), "triangle": ("tree", "house"),
-    "heart": ("moon", "circle"), "cross": ("star", "tree"), "moon": ("circle", "heart"), "house": ("square", "triangle"),
-    "tree": ("triangle", "star"), "fish": ("moon", "heart"),
-    "red": ("orange", "pink"), "orange": ("red", "yellow"), "yellow": ("orange", "green"), "green": ("blue", "yellow"),
-    "blue": ("purple", "green"), "purple": ("blue", "pink"), "pink": ("red", "purple"), "brown": ("red", "orange"),
-}  # fmt: skip
-_TEMPLATES = ["a(n) {style} {color} {shape} {background}", "a picture of a(n) {color} {shape} {background}", "a drawing of a(n) {style} {color} {shape}", "a(n) {color} {shape}"]  # fmt: skip
-_STYLED = ["a(n) {style} {color} {shape} {background}", "a picture of a(n) {style} {shape} {background}", "a drawing of a(n) {style} {color} {shape}", "a(n) {style} {shape}"]  # fmt: skip
+    "star": ("cross", "tree"),
+    "circle": ("moon", "heart"),
+    "square": ("house", "cross"),
+    "triangle": ("tree", "house"),
+    "heart": ("moon", "circle"),
+    "cross": ("star", "tree"),
+    "moon": ("circle", "heart"),
+    "house": ("square", "triangle"),
+    "tree": ("triangle", "star"),
+    "fish": ("moon", "heart"),
+    "red": ("orange", "pink"),
+    "orange": ("red", "yellow"),
+    "yellow": ("orange", "green"),
+    "green": ("blue", "yellow"),
+    "blue": ("purple", "green"),
+    "purple": ("blue", "pink"),
+    "pink": ("red", "purple"),
+    "brown": ("red", "orange"),
+}
+_TEMPLATES = [
+    "a(n) {style} {color} {shape} {background}",
+    "a picture of a(n) {color} {shape} {background}",
+    "a drawing of a(n) {style} {color} {shape}",
+    "a(n) {color} {shape}",
+]
+_STYLED = [
+    "a(n) {style} {color} {shape} {background}",
+    "a picture of a(n) {style} {shape} {background}",
+    "a drawing of a(n) {style} {color} {shape}",
+    "a(n) {style} {shape}",
+]
 
 
 def concepts() -> list[str]:
@@ -62,32 +90,56 @@ def other_values(concept: str) -> list[str]:
 def prompt_set(attribute: str, values: Sequence[str]) -> str:
     """YAML of a prompt set of the bundled world in which an attribute has only these values."""
     backgrounds = [[painter.BACKGROUND_PHRASES[b][0], b] for b in painter.BACKGROUNDS]
-    fields = {k: list(values if k == attribute else v) for k, v in WORLD.items()} | {"background": backgrounds}
+    fields = {k: list(values if k == attribute else v) for k, v in WORLD.items()} | {
+        "background": backgrounds
+    }
     expand = {"templates": _STYLED if attribute == "style" else _TEMPLATES, **fields}
-    return yaml.safe_dump({"about": f"made by the demo: {attribute} in {', '.join(values)}", "expand": expand}, sort_keys=False)  # fmt: skip
+    return yaml.safe_dump(
+        {"about": f"made by the demo: {attribute} in {', '.join(values)}", "expand": expand},
+        sort_keys=False,
+    )
 
 
-def content(method: str, *, model: str, forget: Any, retain: Any, anchor: Any, steps: int, pictures: int, seed: int, lr: float | None) -> dict[str, Any]:  # fmt: skip
-    """A recipe's content: a shipped one with other prompts and settings. Smaller pictures' sets and a faster sampler than
-    the studies' make a run of minutes out of one of an hour; what was measured is in eval/results."""
-    found = read_yaml(resources.find("pipelines", METHODS[method]))
-    found["model"] = model
-    prompted = found["target"] == "denoiser"
+def content(
+    method: str,
+    *,
+    model: str,
+    forget: Any,
+    retain: Any,
+    anchor: Any,
+    steps: int,
+    images: int,
+    seed: int,
+    lr: float | None,
+) -> dict[str, Any]:
+    """A recipe's content: a shipped one with other prompts and settings. Smaller images' sets and
+    a faster sampler than the studies' make a run of minutes out of one of an hour; what was
+    measured is in eval/results."""
+    recipe = read_yaml(resources.find("pipelines", METHODS[method]))
+    recipe["model"] = model
+    prompted = recipe["target"] == "denoiser"
     sides = {"forget": forget, "retain": retain, "replace": forget}
-    for name in sides.keys() & found.keys():
-        found[name] |= {"prompts": sides[name]} | ({"n": pictures} if prompted else {})
-        if "anchor" in found[name]:
+    for name in sides.keys() & recipe.keys():
+        recipe[name] |= {"prompts": sides[name]} | ({"n": images} if prompted else {})
+        if "anchor" in recipe[name]:
             if not anchor:
-                raise UserError(f"the method {method!r} needs an anchor: what to show instead of the concept")
-            found[name]["anchor"] = anchor
-    found["training"] |= {"steps": steps, "seed": seed} | ({"lr": lr} if lr else {})
+                raise UserError(
+                    f"the method {method!r} needs an anchor: what to show instead of the concept"
+                )
+            recipe[name]["anchor"] = anchor
+    recipe["training"] |= {"steps": steps, "seed": seed} | ({"lr": lr} if lr else {})
     if prompted:
-        found["generation"] = found.get("generation", {}) | {"steps": 8 if model == "tiny-sd" else 25, "batch_size": 16}
-    return found
+        recipe["generation"] = recipe.get("generation", {}) | {
+            "steps": 8 if model == "tiny-sd" else 25,
+            "batch_size": 16,
+        }
+    return recipe
 
 
 def concept_of(recipe: Recipe) -> tuple[str, str] | None:
-    """Attribute and value of the bundled world that all forgotten prompts have in common and the retained ones do not."""
+    """Attribute and value of the bundled world that all forgotten prompts have in common and the
+    retained ones do not.
+    """
     forget = recipe.forgotten[0]
     if forget.prompts is None or len(recipe.forgotten) > 1:
         return None
@@ -97,13 +149,15 @@ def concept_of(recipe: Recipe) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=1024)
 def _concept(prompts: str, changed: float, anchored: tuple[str, ...]) -> tuple[str, str] | None:
-    """The same from what decides it; the page asks every second, and a prompt set is read once for each change."""
-    loaded = _load(json.loads(prompts))
-    if loaded is None:
+    """The same from what decides it; the page asks every second, and a prompt set is read once for
+    each change.
+    """
+    prompt_list = _load(json.loads(prompts))
+    if prompt_list is None:
         return None
     for attribute in sorted(WORLD, key=lambda name: name not in anchored):
-        found = {row.fields.get(attribute) for row in loaded.prompts}
-        if len(found) == 1 and (value := found.pop()) in WORLD[attribute]:
+        values = {row.fields.get(attribute) for row in prompt_list.prompts}
+        if len(values) == 1 and (value := values.pop()) in WORLD[attribute]:
             return attribute, str(value)
     return None
 
@@ -119,64 +173,125 @@ def _changed(source: Any) -> float:
 def told(recipe: Recipe) -> str:
     """What a run forgot, where `concept_of` has no word for it."""
     several = len(recipe.forgotten)
-    return f"{several} concepts" if several > 1 else "its own prompts" if recipe.forgotten[0].prompts else str(recipe.forgotten[0].data)  # fmt: skip
+    return (
+        f"{several} concepts"
+        if several > 1
+        else "its own prompts"
+        if recipe.forgotten[0].prompts
+        else str(recipe.forgotten[0].data)
+    )
 
 
 def suite_of(recipe: Recipe) -> dict[str, Any] | str:
-    """The suite that measures a run: the one named like its prompt set, else one made from its own prompts.
+    """The suite that measures a run: the one named like its prompt set, else one made from its own
+    prompts.
 
     Raises UserError where nobody here could judge whether the concept shows.
     """
     if len(recipe.forgotten) > 1:
-        raise UserError(f"this run forgot {len(recipe.forgotten)} concepts, and this page measures and attacks one; use `concept-eraser evaluate --suite`, one suite a concept")  # fmt: skip
+        raise UserError(
+            f"this run forgot {len(recipe.forgotten)} concepts, and this page measures "
+            "and attacks one; use `concept-eraser evaluate --suite`, one suite a concept"
+        )
     name = recipe.forgotten[0].prompts
     if isinstance(name, str) and name in resources.names("eval"):
         return name
     concept = concept_of(recipe)
     if concept is None or recipe.retain is None:
-        raise UserError("no judge at hand sees what this run forgot, so it cannot be measured or attacked from this page; write a suite and use `concept-eraser evaluate --suite`")  # fmt: skip
-    groups: dict[str, Any] = {"direct": {"prompts": name, "role": "forget"}, "retained": {"prompts": recipe.retain.prompts, "role": "retain"}}  # fmt: skip
-    said = offers(recipe)
-    groups |= {f"{kind}s": {"prompts": said[kind], "role": role} for kind, role in (("synonym", "forget"), ("neighbour", "neighbour")) if said.get(kind)}  # fmt: skip
+        raise UserError(
+            "no judge at hand sees what this run forgot, so it cannot be measured or "
+            "attacked from this page; write a suite and use `concept-eraser evaluate "
+            "--suite`"
+        )
+    groups: dict[str, Any] = {
+        "direct": {"prompts": name, "role": "forget"},
+        "retained": {"prompts": recipe.retain.prompts, "role": "retain"},
+    }
+    prompts_by_kind = offers(recipe)
+    groups |= {
+        f"{kind}s": {"prompts": prompts_by_kind[kind], "role": role}
+        for kind, role in (("synonym", "forget"), ("neighbour", "neighbour"))
+        if prompts_by_kind.get(kind)
+    }
     sampling = {"steps": 8, "guidance": 5.0, "batch_size": 32, "precision": "bf16"}
-    return {"concept": dict([concept]), "judge": "tiny", "seed": 7001, "sampling": sampling, "groups": groups, "metrics": ["concept_share", "accuracy"]}  # fmt: skip
+    return {
+        "concept": dict([concept]),
+        "judge": "tiny",
+        "seed": 7001,
+        "sampling": sampling,
+        "groups": groups,
+        "metrics": ["concept_rate", "accuracy"],
+    }
 
 
 def offers(recipe: Recipe) -> dict[str, list[str]]:
-    """Prompts that show what a run did, by kind, in a fixed shuffled order; a kind without any is left out."""
-    return dict(_offers(json.dumps([[side.prompts for side in recipe.forgotten], recipe.retain.prompts if recipe.retain else None, concept_of(recipe)])))  # fmt: skip
+    """Prompts that show what a run did, by kind, in a fixed shuffled order; a kind without any is
+    left out.
+    """
+    return dict(
+        _offers(
+            json.dumps(
+                [
+                    [side.prompts for side in recipe.forgotten],
+                    recipe.retain.prompts if recipe.retain else None,
+                    concept_of(recipe),
+                ]
+            )
+        )
+    )
 
 
 @lru_cache(maxsize=64)
 def _offers(key: str) -> dict[str, list[str]]:
     concepts, retain, concept = json.loads(key)
-    found: dict[str, list[str]] = {"forget": [], "synonym": [], "neighbour": [], "retain": _some(retain) if retain else []}  # fmt: skip
+    prompts_by_kind: dict[str, list[str]] = {
+        "forget": [],
+        "synonym": [],
+        "neighbour": [],
+        "retain": _some(retain) if retain else [],
+    }
     share = -(-MOST // len(concepts))  # of several concepts some each
     for forget in concepts:
-        found["forget"] += _some(forget)[:share]
+        prompts_by_kind["forget"] += _some(forget)[:share]
         for kind, ending in (("synonym", "synonyms"), ("neighbour", "neighbours")):
             if isinstance(forget, str) and f"{forget}_{ending}" in resources.names("prompts"):
-                found[kind] += _some(f"{forget}_{ending}")[:share]
+                prompts_by_kind[kind] += _some(f"{forget}_{ending}")[:share]
     if concept:
         value = concept[1]
-        words = {**painter.SYNONYMS, **painter.COLOR_SYNONYMS, **{k: v[1:] for k, v in painter.STYLE_WORDS.items()}}.get(value, ())  # fmt: skip
-        found["synonym"] = found["synonym"] or [_said(p, value, word) for word in words for p in found["forget"][:8]]
-        found["neighbour"] = found["neighbour"] or [_said(p, value, near) for near in _NEAR.get(value, ()) for p in found["forget"][:8]]  # fmt: skip
-    return {kind: texts for kind, texts in found.items() if texts}
+        words = {
+            **painter.SYNONYMS,
+            **painter.COLOR_SYNONYMS,
+            **{k: v[1:] for k, v in painter.STYLE_WORDS.items()},
+        }.get(value, ())
+        prompts_by_kind["synonym"] = prompts_by_kind["synonym"] or [
+            _said(p, value, word) for word in words for p in prompts_by_kind["forget"][:8]
+        ]
+        prompts_by_kind["neighbour"] = prompts_by_kind["neighbour"] or [
+            _said(p, value, near)
+            for near in _NEAR.get(value, ())
+            for p in prompts_by_kind["forget"][:8]
+        ]
+    return {kind: texts for kind, texts in prompts_by_kind.items() if texts}
 
 
 def _said(prompt: str, value: str, word: str) -> str:
     """The prompt with another word, and the article that goes with it."""
-    return re.sub(r"\ban? (?=(\w))", lambda m: "an " if m[1].lower() in "aeiou" else "a ", prompt.replace(value, word))
+    return re.sub(
+        r"\ban? (?=(\w))",
+        lambda m: "an " if m[1].lower() in "aeiou" else "a ",
+        prompt.replace(value, word),
+    )
 
 
 def _some(source: Any) -> list[str]:
-    loaded = _load(source)
-    return loaded.take(min(MOST, len(loaded)), 1).texts if loaded else []
+    prompt_list = _load(source)
+    return prompt_list.take(min(MOST, len(prompt_list)), 1).texts if prompt_list else []
 
 
 def _load(source: Any) -> sets.PromptSet | None:
-    """The prompts that a recipe names; None where they cannot be read, whatever the reason: it may be a stranger's."""
+    """The prompts that a recipe names; None where they cannot be read, whatever the reason: it may
+    be a stranger's.
+    """
     try:
         if isinstance(source, str) and not source.startswith(sets.tables.HUB):
             require_regular(resources.find("prompts", source))
@@ -189,7 +304,9 @@ def _load(source: Any) -> sets.PromptSet | None:
 
 
 def read_recipe(folder: Path) -> Recipe | None:
-    """The recipe of a run folder; None where it has none that this version reads, or one of an unusual size."""
+    """The recipe of a run folder; None where it has none that this version reads, or one of an
+    unusual size.
+    """
     path = folder / "recipe.yaml"
     try:
         content = read_yaml(path, safety.RECIPE)

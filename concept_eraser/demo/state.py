@@ -1,8 +1,9 @@
-"""The models behind the page: each base once, of an erased one only the tensors that changed, and what was drawn lately.
+"""The models behind the page: each base once, of an erased one only the tensors that changed, and
+what was drawn lately.
 
-A strength s draws with `original + s * (erased - original)`. At 0 nothing is touched and at 1 the erased values are
-taken as they are, so that both ends are bit-equal to the models themselves. (A LoRA merged into its base is such a
-difference too, so the slider is its scale.)
+A strength s draws with `original + s * (erased - original)`. At 0 nothing is touched and at 1 the
+erased values are taken as they are, so that both ends are bit-equal to the models themselves. (A
+LoRA merged into its base is such a difference too, so the slider is its scale.)
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.demo import presets, safety
-from concept_eraser.errors import Interrupted, UserError, shown, unknown
-from concept_eraser.recipe import Recipe
+from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_tensor_header, read_tensors
+from concept_eraser.utils.errors import Interrupted, UserError, shown, unknown
 
-DRAWN = ("denoiser", "text_encoder")  # targets whose runs draw pictures
-REMEMBERED = 128 * 2**20  # bytes of pictures
+DRAWN = ("denoiser", "text_encoder")  # targets whose runs draw images
+REMEMBERED = 128 * 2**20  # bytes of images
 BASES = 3  # models that are kept, the bundled one among them
 CHANGED = 4 * 2**30  # bytes of the runs' tensors that are kept, those that were drawn last
 BUNDLED = "tiny-sd"
@@ -40,7 +41,7 @@ class Erased:
 
 @dataclass(frozen=True)
 class Look:
-    """One picture's settings but for its model: prompt, seed, sampler."""
+    """One image's settings but for its model: prompt, seed, sampler."""
 
     prompt: str
     seed: int
@@ -49,56 +50,80 @@ class Look:
 
 
 class Library:
-    """Runs by name (those of the runs folder and those given), and their pictures. Every method may be called by several
-    threads; one draws at a time."""
+    """Runs by name (those of the runs folder and those given), and their images. Every method may
+    be called by several threads; one draws at a time."""
 
     def __init__(self, runs: Path, given: Sequence[str] = (), before: str | None = None) -> None:
-        """given: run folders, or what another eraser published, to be put on `before`. Raises UserError where one is neither."""
+        """given: run folders, or what another eraser published, to be put on `before`. Raises
+        UserError where one is neither.
+        """
         self.runs, self.before = runs, before
         self._given = _named(given)
         self._bases: OrderedDict[str, Any] = OrderedDict()
-        self._plain: dict[str, dict[str, Any]] = {}  # a base's family options, as they were when it was loaded
+        # a base's family options, as they were when it was loaded
+        self._plain: dict[str, dict[str, Any]] = {}
         self._erased: OrderedDict[str, tuple[float, Erased]] = OrderedDict()
-        self._pictures: OrderedDict[tuple, Any] = OrderedDict()
+        self._images: OrderedDict[tuple, Any] = OrderedDict()
         self._lock, self._stop = threading.RLock(), threading.Event()
         self.dropped: set[str] = set()
         for name, path in self._given.items():
             if not (path / "recipe.yaml").is_file() and (before is None or not path.exists()):
-                raise UserError(f"{name}: {path} is no run folder (it has no recipe.yaml); of another eraser's file or folder say with --before what it was made from")  # fmt: skip
+                raise UserError(
+                    f"{name}: {path} is no run folder (it has no recipe.yaml); of "
+                    "another eraser's file or folder say with --before what it was made "
+                    "from"
+                )
 
     def folders(self) -> dict[str, Path]:
-        """Run folders by name, finished or not, the newest first; those given on the command line lead.
+        """Run folders by name, finished or not, the newest first; those given on the command line
+        lead.
 
-        What a symbolic link leads to outside of the runs folder is no run of it, and is left out."""
+        What a symbolic link leads to outside of the runs folder is no run of it, and is left out.
+        """
         inside = []
         for path in self.runs.iterdir() if self.runs.is_dir() else ():
             recipe = path / "recipe.yaml"
-            linked = path.is_symlink() or recipe.is_symlink()  # few are, and to follow links takes time
+            # few are, and to follow links takes time
+            linked = path.is_symlink() or recipe.is_symlink()
             if safety.can_be_listed(path.name) and _is_file(recipe):
-                inside += [(_stamp(recipe), path)] if not linked or safety.lies_inside(recipe, self.runs) else []
+                inside += (
+                    [(_stamp(recipe), path)]
+                    if not linked or safety.lies_inside(recipe, self.runs)
+                    else []
+                )
         inside.sort(key=lambda pair: pair[0], reverse=True)
         newest = [path for _, path in inside[: safety.LISTED]]
         return {**self._given, **{p.name: p for p in newest if p.name not in self._given}}
 
     def folder(self, name: Any) -> Path:
-        """The folder of a run by its name. Raises UserError for any other text: no path is ever made of it."""
-        known = self.folders()
-        if name not in known:
-            raise unknown("run", str(name)[:80], known)
-        return known[name]
+        """The folder of a run by its name. Raises UserError for any other text: no path is ever
+        made of it.
+        """
+        folders = self.folders()
+        if name not in folders:
+            raise unknown("run", str(name)[:80], folders)
+        return folders[name]
 
     def finished(self, targets: Sequence[str] = DRAWN) -> list[str]:
         """Names of the runs that are done and whose target is one of these."""
-        found = []
+        names = []
         for name, folder in self.folders().items():
             if name in self._given and not (folder / "recipe.yaml").is_file():
-                found += [name] if "denoiser" in targets else []
-            elif _is_file(folder / "done.json") and (recipe := recipe_in(folder)) and recipe.target in targets:
-                found.append(name)
-        return [name for name in found if name not in self.dropped]
+                names += [name] if "denoiser" in targets else []
+            elif (
+                _is_file(folder / "done.json")
+                and (recipe := recipe_in(folder))
+                and recipe.target in targets
+            ):
+                names.append(name)
+        return [name for name in names if name not in self.dropped]
 
     def unfinished(self) -> list[str]:
-        return [n for n, p in self.folders().items() if _is_file(p / "recipe.yaml") and not _is_file(p / "done.json") and recipe_in(p)]  # fmt: skip
+        return [
+            n
+            for n, p in self.folders().items()
+            if _is_file(p / "recipe.yaml") and not _is_file(p / "done.json") and recipe_in(p)
+        ]
 
     def recipe(self, name: str) -> Recipe | None:
         """The recipe of a run; None where it has none that this version reads."""
@@ -111,9 +136,13 @@ class Library:
 
     def bases_of(self, names: Sequence[str]) -> list[str]:
         """What several runs started from, each once."""
-        known = self.folders()
-        recipes = [recipe_in(known[name]) for name in names if name in known]
-        return list(dict.fromkeys(recipe.model if recipe else (self.before or BUNDLED) for recipe in recipes))
+        folders = self.folders()
+        recipes = [recipe_in(folders[name]) for name in names if name in folders]
+        return list(
+            dict.fromkeys(
+                recipe.model if recipe else (self.before or BUNDLED) for recipe in recipes
+            )
+        )
 
     def options_of(self, name: str | None) -> Options:
         """What a run's recipe sets of the family's options."""
@@ -121,14 +150,18 @@ class Library:
         return tuple(sorted(recipe.model_options.items())) if recipe else ()
 
     def model(self, source: str) -> Any:
-        """A base, loaded once; of several the last BASES are kept. Raises UserError where its name is code."""
+        """A base, loaded once; of several the last BASES are kept. Raises UserError where its name
+        is code.
+        """
         if safety.names_code(source):
-            raise UserError(f"{shown(source, 80)} names code, and the page runs no code that a recipe names")
+            raise UserError(
+                f"{shown(source, 80)} names code, and the page runs no code that a recipe names"
+            )
         with self._lock:
             if source not in self._bases:
-                others = [known for known in self._bases if known != BUNDLED]
-                for known in others[: max(0, len(self._bases) + 1 - BASES)]:
-                    del self._bases[known], self._plain[known]
+                others = [name for name in self._bases if name != BUNDLED]
+                for name in others[: max(0, len(self._bases) + 1 - BASES)]:
+                    del self._bases[name], self._plain[name]
                 from concept_eraser import api
                 from concept_eraser.models.base import onto_gpu
 
@@ -139,7 +172,9 @@ class Library:
             return self._bases[source]
 
     def erased(self, name: str) -> Erased:
-        """What a run changed; read again only where its file is another. Raises UserError for runs that draw nothing."""
+        """What a run changed; read again only where its file is another. Raises UserError for runs
+        that draw nothing.
+        """
         if name not in self.finished():
             raise unknown("finished run", str(name)[:80], self.finished())
         folder = self.folder(name)
@@ -148,65 +183,90 @@ class Library:
             safety.require_no_code(recipe)
         stamp = _stamp(weights)
         with self._lock:
-            known = self._erased.get(name)
-            if known is None or known[0] != stamp:
-                known = self._erased[name] = (stamp, self._read(name, folder))
+            cached = self._erased.get(name)
+            if cached is None or cached[0] != stamp:
+                cached = self._erased[name] = (stamp, self._read(name, folder))
             self._erased.move_to_end(name)
-            while len(self._erased) > 1 and sum(_size(one) for _, one in self._erased.values()) > CHANGED:
+            while (
+                len(self._erased) > 1
+                and sum(_size(one) for _, one in self._erased.values()) > CHANGED
+            ):
                 self._erased.popitem(last=False)
-            return known[1]
+            return cached[1]
 
     def _read(self, name: str, folder: Path) -> Erased:
         base, weights = self.base_of(name), folder / "weights.safetensors"
         if not _is_file(weights):
             return Erased(name, base, self._difference(folder, base))
-        written = read_tensor_header(weights)[0].get("part", "unet")
-        part = {"unet": "denoiser", "transformer": "denoiser"}.get(written, written)
+        part_name = read_tensor_header(weights)[0].get("part", "unet")
+        part = {"unet": "denoiser", "transformer": "denoiser"}.get(part_name, part_name)
         return Erased(name, base, {part: read_tensors(weights)})
 
     def _difference(self, path: Path, base: str) -> dict[str, dict[str, Any]]:
         """The tensors of somebody else's model that are not its base's."""
         from concept_eraser.models import loading
 
-        whole, found, model = loading.load(str(path), base=base), {}, self.model(base)
+        whole, tensors, model = loading.load(str(path), base=base), {}, self.model(base)
         for part in model.parts:
-            before, after = (m.parts[part].state_dict() if part in m.parts else {} for m in (model, whole))
-            if before.keys() != after.keys() or any(before[k].shape != after[k].shape for k in before):
-                raise UserError(f"{path} is of another architecture than {base}; say with --before what it was made from")  # fmt: skip
-            found[part] = {k: v.cpu() for k, v in after.items() if not v.equal(before[k].to(v.device))}
-        return found
+            before, after = (
+                m.parts[part].state_dict() if part in m.parts else {} for m in (model, whole)
+            )
+            if before.keys() != after.keys() or any(
+                before[k].shape != after[k].shape for k in before
+            ):
+                raise UserError(
+                    f"{path} is of another architecture than {base}; say with --before "
+                    "what it was made from"
+                )
+            tensors[part] = {
+                k: v.cpu() for k, v in after.items() if not v.equal(before[k].to(v.device))
+            }
+        return tensors
 
-    def draw(self, name: str | None, looks: Sequence[Look], strength: float = 1.0, tell: Tell | None = None, base: str | None = None, options: Options | None = None) -> Any:  # fmt: skip
-        """[n, h, w, 3] uint8 pictures by a run at some strength, or (name None, or strength 0) by its base. options: of the
-        family; default: as the run's recipe says.
+    def draw(
+        self,
+        name: str | None,
+        looks: Sequence[Look],
+        strength: float = 1.0,
+        tell: Tell | None = None,
+        base: str | None = None,
+        options: Options | None = None,
+    ) -> Any:
+        """[n, h, w, 3] uint8 images by a run at some strength, or (name None, or strength 0) by
+        its base. options: of the family; default: as the run's recipe says.
 
         Raises Interrupted where `stop` was called meanwhile."""
         import torch
 
-        erased = self.erased(name) if name is not None and strength > 0 else None
+        changes = self.erased(name) if name is not None and strength > 0 else None
         source = self.base_of(name) if base is None else base
         options = self.options_of(name) if options is None else options
-        keys: list[tuple] = [(source, name if erased else None, strength if erased else 0.0, options, look) for look in looks]  # fmt: skip
-        stamp = self._erased[erased.name][0] if erased and erased.name in self._erased else 0.0
+        keys: list[tuple] = [
+            (source, name if changes else None, strength if changes else 0.0, options, look)
+            for look in looks
+        ]
+        stamp = self._erased[changes.name][0] if changes and changes.name in self._erased else 0.0
         with self._lock:
-            keys = [(*key, stamp) for key in keys] if erased else keys
+            keys = [(*key, stamp) for key in keys] if changes else keys
             model = self.model(source)
-            missing = [i for i, key in enumerate(keys) if key not in self._pictures]
-            if missing:
+            missing_rows = [i for i, key in enumerate(keys) if key not in self._images]
+            if missing_rows:
                 model.configure({**self._plain[source], **dict(options)})
-                with _wearing(model, erased, strength):
-                    made = self._sample(model, [looks[i] for i in missing], tell)
-                for i, picture in zip(missing, made, strict=True):
-                    self._pictures[keys[i]] = picture
-            found = torch.stack([self._pictures[key] for key in keys])
+                with _wearing(model, changes, strength):
+                    new_images = self._sample(model, [looks[i] for i in missing_rows], tell)
+                for i, image in zip(missing_rows, new_images, strict=True):
+                    self._images[keys[i]] = image
+            images = torch.stack([self._images[key] for key in keys])
             for key in keys:
-                self._pictures.move_to_end(key)
-            while len(self._pictures) > 1 and sum(p.numel() for p in self._pictures.values()) > REMEMBERED:
-                self._pictures.popitem(last=False)
-        return found
+                self._images.move_to_end(key)
+            while (
+                len(self._images) > 1 and sum(p.numel() for p in self._images.values()) > REMEMBERED
+            ):
+                self._images.popitem(last=False)
+        return images
 
     def _sample(self, model: Any, looks: Sequence[Look], tell: Tell | None) -> Any:
-        """Pictures of the same sampler, all at once."""
+        """Images of the same sampler, all at once."""
 
         def report(done: int) -> None:
             if self._stop.is_set():
@@ -215,56 +275,74 @@ class Library:
                 tell(done, looks[0].steps)
 
         self._stop.clear()
-        return model.sample([look.prompt for look in looks], seeds=[look.seed for look in looks], steps=looks[0].steps, guidance=looks[0].guidance, progress=report)  # fmt: skip
+        return model.sample(
+            [look.prompt for look in looks],
+            seeds=[look.seed for look in looks],
+            steps=looks[0].steps,
+            guidance=looks[0].guidance,
+            progress=report,
+        )
 
     def stop(self) -> None:
         """End the drawing that is going on."""
         self._stop.set()
 
     def drop(self, name: str) -> None:
-        """Forget a run's tensors and pictures, and its base where no other run needs it. Its folder stays.
+        """Forget a run's tensors and images, and its base where no other run needs it. Its folder
+        stays.
 
         Raises UserError where there is no such run."""
         base = self.base_of(name)
         with self._lock:
             self._erased.pop(name, None)
             self.dropped.add(name)
-            for key in [key for key in self._pictures if key[1] == name]:
-                del self._pictures[key]
+            for key in [key for key in self._images if key[1] == name]:
+                del self._images[key]
             if base != BUNDLED and all(self.base_of(other) != base for other in self._erased):
                 self._bases.pop(base, None)
                 self._plain.pop(base, None)
-                for key in [key for key in self._pictures if key[0] == base]:
-                    del self._pictures[key]
+                for key in [key for key in self._images if key[0] == base]:
+                    del self._images[key]
 
     def remembered(self) -> dict[str, int]:
-        """What is in memory: bases, runs, pictures."""
+        """What is in memory: bases, runs, images."""
         with self._lock:
-            return {"bases": len(self._bases), "runs": len(self._erased), "pictures": len(self._pictures)}
+            return {
+                "bases": len(self._bases),
+                "runs": len(self._erased),
+                "images": len(self._images),
+            }
 
 
 @contextmanager
 def _wearing(model: Any, erased: Erased | None, strength: float) -> Iterator[None]:
-    """Inside, the changed tensors have this strength; afterwards they are bit for bit what they were."""
+    """Inside, the changed tensors have this strength; afterwards they are bit for bit what they
+    were.
+    """
     import torch
 
-    kept: list[tuple[Any, Any]] = []
+    originals: list[tuple[Any, Any]] = []
     try:
         with torch.no_grad():
             for part, tensors in (erased.parts if erased else {}).items():
                 if part not in model.parts:
-                    raise UserError(f"the run {erased.name} changes a part that {erased.base} does not have ({shown(part, 40)})")  # type: ignore[union-attr]  # fmt: skip
-                own = model.parts[part].state_dict()
+                    raise UserError(
+                        f"the run {erased.name} changes a part that {erased.base} does "  # type: ignore[union-attr]
+                        f"not have ({shown(part, 40)})"
+                    )
+                state = model.parts[part].state_dict()
                 for name, value in tensors.items():
-                    if name not in own or own[name].shape != value.shape:
+                    if name not in state or state[name].shape != value.shape:
                         raise UserError(f"the run {erased.name} does not fit {erased.base}: {name}")  # type: ignore[union-attr]
-                    kept.append((own[name], own[name].clone()))
-                    new = value.to(own[name])
-                    own[name].copy_(new if strength == 1 else own[name] + strength * (new - own[name]))
+                    originals.append((state[name], state[name].clone()))
+                    new = value.to(state[name])
+                    state[name].copy_(
+                        new if strength == 1 else state[name] + strength * (new - state[name])
+                    )
         yield
     finally:
         with torch.no_grad():
-            for tensor, original in kept:
+            for tensor, original in originals:
                 tensor.copy_(original)
 
 
@@ -272,14 +350,16 @@ def _named(given: Sequence[str]) -> dict[str, Path]:
     """Paths by the shortest ends that tell them apart, each once."""
     if not given:
         return {}  # the import below takes seconds, which the page's opening need not wait for
-    from concept_eraser.evaluation.entries import names_of
+    from concept_eraser.reporting.run_results import names_of
 
     paths = list({Path(path).resolve(): Path(path) for path in given}.values())
     return dict(zip(names_of(paths), paths, strict=True))
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is a regular file; False also where its links lead in a circle or this user may not look."""
+    """Whether there is a regular file; False also where its links lead in a circle or this user may
+    not look.
+    """
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -310,7 +390,7 @@ _READ: dict[Path, tuple[float, Recipe | None]] = {}
 
 def _recipe(folder: Path, stamp: float) -> Recipe | None:
     """A recipe, read again only where its file changed: the page asks every second."""
-    known = _READ.get(folder)
-    if known is None or known[0] != stamp:
-        known = _READ[folder] = (stamp, presets.read_recipe(folder))
-    return known[1]
+    cached = _READ.get(folder)
+    if cached is None or cached[0] != stamp:
+        cached = _READ[folder] = (stamp, presets.read_recipe(folder))
+    return cached[1]

@@ -1,4 +1,4 @@
-"""The quota of uploaded pictures: how much one request, and all together, may put into the scratch folder."""
+"""The quota of uploaded images in the scratch folder, per request and in total."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from concept_eraser.demo.safety import UPLOADS
 
-FILE = 10 * 10**6  # bytes of one picture; Gradio checks it
+FILE = 10 * 10**6  # bytes of one image; Gradio checks it
 REQUEST = UPLOADS * FILE + 2**16  # bytes of one request
-TOTAL = 400 * 10**6  # bytes of all pictures
+TOTAL = 400 * 10**6  # bytes of all images
 FILES = 500
-AGE = 1800.0  # seconds after which a picture is removed
+AGE = 1800.0  # seconds after which an image is removed
 
 
 @dataclass
@@ -32,15 +32,20 @@ class Uploads:
     requests: int = field(default=0, init=False)
 
     def reserve(self, size: int) -> float | None:
-        """Remove old pictures and make room for a request: None, or in how many seconds there may be some."""
+        """Remove old images and make room for a request: None, or in how many seconds there may
+        be some.
+        """
         now = self.clock()
-        kept = [(at, size) for at, size, path in self._listed() if not self._remove_old(path, now - at)]
-        taken = sum(size for _, size in kept) + self.under_way
-        # every request may hold as many pictures as are shown at once; Gradio writes them before it counts
-        count = len(kept) + (self.requests + 1) * UPLOADS
-        if taken + size > self.total or count > self.files:
-            oldest = min((at for at, _ in kept), default=now)
-            return max(1.0, self.age - (now - oldest))
+        current_files = [
+            (at, size) for at, size, path in self._listed() if not self._remove_old(path, now - at)
+        ]
+        used_bytes = sum(size for _, size in current_files) + self.under_way
+        # every request may hold as many images as are shown at once; Gradio writes them before it
+        # counts
+        count = len(current_files) + (self.requests + 1) * UPLOADS
+        if used_bytes + size > self.total or count > self.files:
+            oldest = min((at for at, _ in current_files), default=now)
+            return max(1.0, self.age - max(0.0, now - oldest))  # a clock may have been set back
         self.under_way += size
         self.requests += 1
         return None
@@ -51,17 +56,17 @@ class Uploads:
         self.requests -= 1
 
     def _listed(self) -> list[tuple[float, int, Path]]:
-        found = []
+        files = []
         for place, _, names in os.walk(self.folder):
             for name in names:
                 path = Path(place) / name
                 with suppress(OSError):  # removed meanwhile
                     status = path.lstat()
-                    found.append((status.st_mtime, status.st_size, path))
-        return found
+                    files.append((status.st_mtime, status.st_size, path))
+        return files
 
     def _remove_old(self, path: Path, age: float) -> bool:
-        """Remove a picture, and its folder where it is then empty, if it is old enough."""
+        """Remove an image, and its folder where it is then empty, if it is old enough."""
         if age <= self.age:
             return False
         with suppress(OSError):

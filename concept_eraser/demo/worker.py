@@ -1,4 +1,5 @@
-"""The process of one long job: reads what to do from its standard input, and writes one JSON line a report.
+"""The process of one long job: reads what to do from its standard input, and writes one JSON line a
+report.
 
 echo '{"kind": "erase", "recipe": ..., "folder": "runs/x"}' | python -m concept_eraser.demo.worker
 """
@@ -13,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.demo import safety
-from concept_eraser.errors import Interrupted, UserError
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.storage.writers import write_text
+from concept_eraser.utils.errors import Interrupted, UserError
 
 
 def say(**told: Any) -> None:
-    """One report. Raises KeyboardInterrupt where nobody listens any more: the server is gone, so stop to be resumed."""
+    """Write one report. Raises KeyboardInterrupt when the server is gone, so that the job can
+    resume.
+    """
     try:
         sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
@@ -29,7 +32,9 @@ def say(**told: Any) -> None:
 
 
 class Reporter:
-    """A progress callback that reports at most some times a second, and always the first and the last of a kind."""
+    """A progress callback that reports at most some times a second, and always the first and the
+    last of a kind.
+    """
 
     def __init__(self) -> None:
         self.last, self.what = 0.0, ""
@@ -44,7 +49,7 @@ class Reporter:
 def erase(spec: dict[str, Any]) -> None:
     """Train into a run folder, going on where an earlier try stopped."""
     from concept_eraser import api
-    from concept_eraser import recipe as recipes
+    from concept_eraser.recipes import recipe as recipes
 
     folder, command = (
         Path(spec["folder"]),
@@ -52,45 +57,57 @@ def erase(spec: dict[str, Any]) -> None:
     )
     content = spec.get("recipe") or read_yaml(folder / "recipe.yaml", safety.RECIPE)
     if not isinstance(content, dict):
-        raise UserError(f"{folder / 'recipe.yaml'} is damaged: expected a mapping, found {type(content).__name__}; erase again")  # fmt: skip
+        raise UserError(
+            f"{folder / 'recipe.yaml'} is damaged: expected a mapping, found "
+            f"{type(content).__name__}; erase again"
+        )
     recipe = recipes.load(content)
     safety.require_no_code(recipe)
     output_folder.claim(folder, "run", alone=True)
-    if not (folder / "recipe.yaml").exists():  # from now on the run can be resumed, even while its pictures are drawn
+    # from now on the run can be resumed, even while its images are drawn
+    if not (folder / "recipe.yaml").exists():
         write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
     api.erase(recipe, output=folder, resume=True, command=command, progress=Reporter())
 
 
 def measure(spec: dict[str, Any]) -> None:
-    """Evaluate a run by its suite; evaluation.json and report.html into its folder, or beside another suite's."""
+    """Evaluate a run by its suite; evaluation.json and report.html into its folder, or beside
+    another suite's.
+    """
     from concept_eraser import api
-    from concept_eraser.evaluation.entries import place_for
+    from concept_eraser.reporting.run_results import place_for
 
     folder = Path(spec["folder"])
     _require_no_code(folder)
-    found = api.evaluate(str(folder), spec["suite"], n=spec["n"], progress=Reporter())
+    evaluation = api.evaluate(str(folder), spec["suite"], n=spec["n"], progress=Reporter())
     name = Path(spec["suite"]).stem if isinstance(spec["suite"], str) else "own_prompts"
-    place = place_for(folder, found.suite, name)
+    place = place_for(folder, evaluation.suite, name)
     output_folder.claim(place, "evaluation", inside=folder)
-    found.save(place / "evaluation.json")
-    api.report(found, place / "report.html", run=folder)
-    refused = "; ".join(f"{metric}: {reason}" for metric, reason in found.refused.items())[:1000]
-    if refused and not found.results:
-        raise UserError(f"nothing could be measured; {refused}")
-    say(note=f"not measured: {refused}" if refused else "")
+    evaluation.save(place / "evaluation.json")
+    api.report(evaluation, place / "report.html", run=folder)
+    reasons = "; ".join(f"{metric}: {reason}" for metric, reason in evaluation.refused.items())[
+        :1000
+    ]
+    if reasons and not evaluation.results:
+        raise UserError(f"nothing could be measured; {reasons}")
+    say(note=f"not measured: {reasons}" if reasons else "")
 
 
 def attack(spec: dict[str, Any]) -> None:
-    from concept_eraser.demo.hunt import hunt
+    from concept_eraser.demo.attack_job import hunt
 
     _require_no_code(Path(spec["run"]))
     if safety.names_code(spec["base"]):
-        raise UserError("the model before the erasure names code, and the page runs no code that a recipe names")
+        raise UserError(
+            "the model before the erasure names code, and the page runs no code that a recipe names"
+        )
     hunt(spec, Reporter())
 
 
 def _require_no_code(folder: Path) -> None:
-    """Raise UserError where the recipe of a run folder names code. What is no run of ours has no recipe."""
+    """Raise UserError where the recipe of a run folder names code. What is no run of ours has no
+    recipe.
+    """
     from concept_eraser.demo.presets import read_recipe
 
     recipe = read_recipe(folder)

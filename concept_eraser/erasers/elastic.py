@@ -1,15 +1,20 @@
-"""Elastic weights: a pull back to the original values, stronger on the weights that matter (Selective Amnesia, EWC).
+"""Elastic weights: a pull back to the original values, stronger on the weights that matter
+(Selective Amnesia, EWC).
 
-Heng & Soh, "Selective Amnesia: A Continual Learning Approach to Forgetting in Deep Generative Models" (arXiv 2305.10120),
-Eq. 5, keeps with elastic weight consolidation (arXiv 1612.00796) what replayed examples alone would let drift:
+Heng & Soh, "Selective Amnesia: A Continual Learning Approach to Forgetting in Deep Generative
+Models" (arXiv 2305.10120), Eq. 5, keeps with elastic weight consolidation (arXiv 1612.00796) what
+replayed examples alone would let drift:
 
-    lambda / 2 sum_i F_i (theta_i - theta*_i)^2,        F_i = mean over examples of (d loss / d theta_i)^2 at theta*
+    lambda / 2 sum_i F_i (theta_i - theta*_i)^2,
+    F_i = mean over examples of (d loss / d theta_i)^2 at theta*
 
-F is the diagonal of the empirical Fisher information: squares of the gradients of single examples, not of their mean.
+F is the diagonal of the empirical Fisher information: squares of the gradients of single examples,
+not of their mean.
 
-Differences: the paper's F is of pictures of all concepts, ours of the side's own. The public code adds the gradients of
-all 1000 time steps of a picture before it squares them, and leaves out the 1/2; ours squares the gradient of one time
-step and one noise. Its lambda is about lambda / (2 x 1000^2) of ours, less what single time steps add to the square.
+Differences: the paper's F is of images of all concepts, ours of the objective's own. The public
+code adds the gradients of all 1000 time steps of an image before it squares them, and leaves out
+the 1/2; ours squares the gradient of one time step and one noise. Its lambda is about lambda / (2 x
+1000^2) of ours, less what single time steps add to the square.
 """
 
 from __future__ import annotations
@@ -21,16 +26,26 @@ from torch import Tensor
 
 
 def fisher(losses: Iterable[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """The mean of the squared gradients of some losses, one of an example each: a tensor for every parameter."""
+    """The mean of the squared gradients of some losses, one of an example each: a tensor for every
+    parameter.
+    """
     total, n = [torch.zeros_like(p) for p in params], 0
     for loss in losses:
-        for held, part in zip(total, torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True), strict=True):  # fmt: skip
+        for held, part in zip(
+            total,
+            torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True),
+            strict=True,
+        ):
             held.add_(part.square())
         n += 1
     return [held.div_(max(n, 1)) for held in total]
 
 
-def penalty(params: Sequence[Tensor], originals: Sequence[Tensor], importance: Sequence[Tensor]) -> Tensor:
+def penalty(
+    params: Sequence[Tensor], originals: Sequence[Tensor], importance: Sequence[Tensor]
+) -> Tensor:
     """1/2 sum_i F_i (theta_i - theta*_i)^2."""
-    parts = [(f * (p - o).square()).sum() for p, o, f in zip(params, originals, importance, strict=True)]
+    parts = [
+        (f * (p - o).square()).sum() for p, o, f in zip(params, originals, importance, strict=True)
+    ]
     return 0.5 * torch.stack(parts).sum()

@@ -1,6 +1,7 @@
 """One more class for a classifier while it trains: boundary expanding (arXiv 2303.11570).
 
-The module itself stays as it is: the new output reads what the last linear layer reads, and goes with the training.
+The module itself stays as it is: the new output reads what the last linear layer reads, and goes
+with the training.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 
 class Expansion:
@@ -22,7 +23,10 @@ class Expansion:
     def __init__(self, module: nn.Module, example: Tensor) -> None:
         made: list[tuple[nn.Linear, Tensor]] = []
         linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-        hooks = [layer.register_forward_hook(lambda layer, _, output: made.append((layer, output))) for layer in linear]
+        hooks = [
+            layer.register_forward_hook(lambda layer, _, output: made.append((layer, output)))
+            for layer in linear
+        ]
         try:
             with torch.no_grad():
                 logits = module(example)
@@ -30,7 +34,10 @@ class Expansion:
             for hook in hooks:
                 hook.remove()
         if not made or made[-1][1].shape != logits.shape or not torch.equal(made[-1][1], logits):
-            raise UserError("the loss 'expand' adds an output to the last layer, which has to be linear; this model's is not. Use boundary or relabel")  # fmt: skip
+            raise UserError(
+                "the loss 'expand' adds an output to the last layer, which has to be "
+                "linear; this model's is not. Use boundary or relabel"
+            )
         self.head = made[-1][0]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # nn.Linear draws from the global generator
@@ -41,7 +48,9 @@ class Expansion:
         return {f"expand.{name}": value for name, value in self.extra.named_parameters()}
 
     def logits(self, ask: Callable[[], Tensor]) -> Tensor:
-        """What `ask` gets from the module, [b, classes], with the logit of the new class behind: [b, classes + 1]."""
+        """What `ask` gets from the module, [b, classes], with the logit of the new class behind:
+        [b, classes + 1].
+        """
         seen: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:

@@ -1,1 +1,4 @@
-"""Measuring what a model still knows. It never sees how a model was made, so it judges anyone's checkpoint."""
+"""Measure what a model still generates.
+
+The evaluation does not use how a model was made, so it applies to any checkpoint.
+"""

@@ -1,8 +1,11 @@
-"""Evaluation suites: which prompt groups, how sampled, judged by whom, measured by which metrics."""
+"""Evaluation suites: which prompt groups, how sampled, judged by whom, measured by which
+metrics.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,14 +14,18 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from concept_eraser import environment, limits, registry, resources
+from concept_eraser import registry
 from concept_eraser.data import generate, prompts
-from concept_eraser.errors import UserError, mistakes_message, shown
-from concept_eraser.evaluation.base import Evidence, Group, Judge, Metric, Result
+from concept_eraser.evaluation.base import Evaluation, Evidence, Group, Judge, Metric, Result
 from concept_eraser.models.base import Model, onto_gpu
-from concept_eraser.progress import Progress, silent
+from concept_eraser.registry import Plugin
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.storage.writers import write_text
+from concept_eraser.utils import limits, resources
+from concept_eraser.utils import provenance as environment
+from concept_eraser.utils.errors import UserError, mistakes_message, shown
+from concept_eraser.utils.plugin_fields import JudgeField, MetricField
+from concept_eraser.utils.progress import Progress, silent
 
 
 class _Strict(BaseModel):
@@ -43,52 +50,76 @@ class Suite(_Strict):
 
     about: str = ""
     concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
-    judge: str = "tiny"
+    judge: JudgeField = Field("tiny", description="a name, or {name: NAME, OPTION: VALUE}")
     seed: int = Field(0, ge=0, le=limits.SEED)
     sampling: SuiteSampling = SuiteSampling()
     groups: dict[Annotated[str, Field(max_length=limits.FIELD)], SuiteGroup] = Field(
         min_length=1, max_length=limits.GROUPS
     )
-    metrics: list[str | dict[str, Any]] = Field(
-        ["concept_share", "accuracy", "fid", "clip_score"],
+    metrics: list[MetricField] = Field(
+        ["concept_rate", "accuracy", "fid", "clip_score"],
         max_length=limits.METRICS,
         description="names, or {name: nudenet, preset: rece}",
     )
-    sensitive: bool = Field(False, exclude=True, description="blur its pictures in reports; no part of the protocol")
+    sensitive: bool = Field(
+        False, exclude=True, description="blur its images in reports; no part of the protocol"
+    )
+
+    def build_judge(self) -> Judge:
+        """The judge. Raises UserError where it is unknown."""
+        judge: Judge = registry.read("judge", self.judge).build()
+        return judge
+
+    def using(self, judge: Any = None, metrics: Sequence[Any] | None = None) -> Suite:
+        """The same suite with another judge or other metrics, by name or as objects. Raises
+        UserError as `load`.
+        """
+        changed = {"judge": judge, "metrics": None if metrics is None else list(metrics)}
+        changed = {key: value for key, value in changed.items() if value is not None}
+        return (
+            load({**self.model_dump(), "sensitive": self.sensitive, **changed}) if changed else self
+        )
 
     def scaled(self, n: int | None) -> Suite:
-        """The same suite with at most `n` pictures a group, for a quick look."""
+        """The same suite with at most `n` images a group, for a quick look."""
         if n is None:
             return self
-        groups = {name: group.model_copy(update={"n": min(n, group.n)}) for name, group in self.groups.items()}
+        groups = {
+            name: group.model_copy(update={"n": min(n, group.n)})
+            for name, group in self.groups.items()
+        }
         return self.model_copy(update={"groups": groups})
 
 
-def load(source: str | Path | dict | Suite) -> Suite:
+def load(source: str | Path | Mapping[str, Any] | Suite) -> Suite:
     """A suite by name or path, or from a mapping; raises UserError with every mistake."""
     if isinstance(source, Suite):
         return source
-    if isinstance(source, dict):
-        content, where = source, "the suite"
+    if isinstance(source, Mapping):
+        content, where = dict(source), "the suite"
     else:
         path = resources.find("eval", str(source))
         where = path.name
         content = read_yaml(path)
         if not isinstance(content, dict):
-            raise UserError(f"{path}: expected a mapping with `concept` and `groups`, found {shown(content)}")
+            raise UserError(
+                f"{path}: expected a mapping with `concept` and `groups`, found {shown(content)}"
+            )
     try:
         suite = Suite.model_validate(content)
     except ValidationError as error:
         raise UserError(mistakes_message(map(_mistake, error.errors()), where)) from None
     if len(suite.concept) != 1:
         raise UserError(
-            f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; found {shown(suite.concept)}"
+            f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; "
+            f"found {shown(suite.concept)}"
         )
     named = [metric(asked).called() for asked in suite.metrics]
     twice = [name for i, name in enumerate(named) if name in named[:i]]
     if twice:
         raise UserError(
-            f"{where}: two of its metrics give numbers of one name ({twice[0]}); measure them by two suites"
+            f"{where}: two of its metrics give numbers of one name ({twice[0]}); measure "
+            "them by two suites"
         )
     return suite
 
@@ -96,30 +127,55 @@ def load(source: str | Path | dict | Suite) -> Suite:
 def _mistake(item: Any) -> str:
     """One line for one of pydantic's errors: the key, what is wrong, what stands there."""
     key, given = ".".join(str(part)[:60] for part in item["loc"]), item["input"]
-    found = "" if isinstance(given, dict) or item["type"] in ("value_error", "missing") else f", found {shown(given)}"
+    found = (
+        ""
+        if isinstance(given, dict) or item["type"] in ("value_error", "missing")
+        else f", found {shown(given)}"
+    )
     return f"{key}: {item['msg']}{found}"
 
 
-def metric(asked: str | dict[str, Any]) -> Metric:
-    """A metric from what a suite says of it: its name, or a mapping with `name` and its options."""
-    given = {"name": asked} if isinstance(asked, str) else dict(asked)
-    if not isinstance(name := given.pop("name", None), str):
-        raise UserError(f"a metric is its name, or a mapping with `name` and its options; found {shown(asked)}")
-    return registry.build("metric", name, given)
+def metric(asked: str | Mapping[str, Any] | Plugin) -> Metric:
+    """A metric from what a suite says of it.
+
+    Args:
+        asked: Its name, a mapping with `name` and its options, or an object.
+
+    Raises:
+        UserError: It is none of these, or the name or an option is unknown.
+    """
+    try:
+        built: Metric = registry.read("metric", asked).build()
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return built
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What an evaluation found, with everything needed to repeat it."""
+class PromptEvaluation(Evaluation):
+    """The numbers of a text-to-image model on the prompts of a suite.
+
+    Attributes:
+        suite: the protocol.
+        models: "before" and "after", each as "source (fingerprint of its weights)".
+        results: every number with its interval and the paired difference.
+        groups: the images of each group of prompts, and what the judge detects in them.
+        environment: versions, commit, device and command line.
+        judge: the fingerprint of the judge's weights.
+        refused: the metrics that could not be measured, with the reason.
+        options: the options of the models' family.
+    """
 
     suite: Suite
     models: dict[str, str]
     results: list[Result]
     groups: dict[str, Group]
     environment: dict[str, Any]
-    judge: str  # fingerprint of the judge's weights
-    refused: dict[str, str]  # metrics that could not be measured, with the reason
-    options: dict[str, Any] = field(default_factory=dict)  # of the models' family
+    judge: str
+    refused: dict[str, str]
+    options: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         protocol = self.suite.model_dump(mode="json")
@@ -137,11 +193,7 @@ class Evaluation:
             **({"sensitive": True} if self.suite.sensitive else {}),
         }
 
-    def find(self, metric: str, group: str) -> Result | None:
-        return next((r for r in self.results if r.metric == metric and r.group == group), None)
-
     def save(self, path: Path, *, overwrite: bool = False) -> None:
-        """Write the JSON file. overwrite: also replace a file that no manifest of ours lists. Raises UserError otherwise."""
         write_text(path, dumps(self.as_dict()), overwrite=overwrite)
 
 
@@ -164,40 +216,71 @@ def group_prompts(suite: Suite, name: str) -> prompts.PromptSet:
     return prompts.load(group.prompts).take(group.n, suite.seed)
 
 
-def evaluate(before: Model, after: Model, suite: Suite, *, cache: Path | None = None, progress: Progress = silent) -> Evaluation:  # fmt: skip
-    """Generate every group's pictures with both models from the same prompts and seeds, judge and measure them."""
-    judge = registry.load("judge", suite.judge)()
+def evaluate(
+    before: Model,
+    after: Model,
+    suite: Suite,
+    *,
+    cache: Path | None = None,
+    progress: Progress = silent,
+) -> PromptEvaluation:
+    """Generate every group's images with both models from the same prompts and seeds, judge and
+    measure them.
+    """
+    judge = suite.build_judge()
     attribute, value = next(iter(suite.concept.items()))
     if value not in judge.classes.get(attribute, ()):
         known = "; ".join(f"{k}: {', '.join(v)}" for k, v in judge.classes.items())
-        raise UserError(f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {known}")
+        raise UserError(
+            f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {known}"
+        )
     onto_gpu(before, after)
     sampling = generate.Sampling(**suite.sampling.model_dump())
     groups = {}
     for name in suite.groups:
         rows = group_prompts(suite, name)
         seeds = generate.seeds_for(rows.prompts, environment.derive_seed(suite.seed, name))
-        pictures: dict[str, Tensor] = {}
+        images: dict[str, Tensor] = {}
         for when, model in (("before", before), ("after", after)):
-            pictures[when] = generate.generate(model, rows.prompts, seeds, sampling, cache=cache, what=f"{name}, {when}", progress=progress)  # fmt: skip
-        groups[name] = _look(judge, name, suite, rows, pictures)
+            images[when] = generate.generate(
+                model,
+                rows.prompts,
+                seeds,
+                sampling,
+                cache=cache,
+                what=f"{name}, {when}",
+                progress=progress,
+            )
+        groups[name] = _look(judge, name, suite, rows, images)
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
     results: list[Result] = []
     refused: dict[str, str] = {}
     for asked in suite.metrics:
         try:
             results += metric(asked).measure(evidence)
-        except UserError as error:  # too few pictures for one number must not cost the others
+        except UserError as error:  # too few images for one number must not cost the others
             results += getattr(error, "results", ())  # those of a metric that is refused in part
-            refused[asked if isinstance(asked, str) else " ".join(map(str, asked.values()))] = str(error)
+            refused[
+                " ".join(map(str, asked.values())) if isinstance(asked, dict) else str(asked)
+            ] = str(error)
     models = {
-        when: f"{m.source} ({generate.model_fingerprint(m)})" for when, m in (("before", before), ("after", after))
+        when: f"{m.source} ({generate.model_fingerprint(m)})"
+        for when, m in (("before", before), ("after", after))
     }
-    return Evaluation(
-        suite, models, results, groups, environment.describe(), judge.fingerprint, refused, after.configured()
+    return PromptEvaluation(
+        suite,
+        models,
+        results,
+        groups,
+        environment.describe(),
+        judge.fingerprint,
+        refused,
+        after.configured(),
     )
 
 
-def _look(judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, pictures: dict[str, Tensor]) -> Group:
-    seen = {when: judge.look(some) for when, some in pictures.items()}
-    return Group(name, suite.groups[name].role, rows.prompts, pictures, seen)
+def _look(
+    judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, images: dict[str, Tensor]
+) -> Group:
+    seen = {when: judge.look(some) for when, some in images.items()}
+    return Group(name, suite.groups[name].role, rows.prompts, images, seen)

@@ -1,1 +1,3 @@
-"""How two gradients become one step. One file, one paper; discovered by file name."""
+"""Combination rules: how two gradients become one step. Each file is one paper, and its name is the
+name of the method.
+"""

@@ -1,11 +1,15 @@
-"""Alternating adversarial training: attack, then take one step under the attack. The baseline of FORUM.
+"""Alternating adversarial training: attack, then take one step under the attack. The baseline of
+FORUM.
 
-    omega <- omega - eta grad_omega f, T times;      theta <- theta - mu sum_i w_i grad_theta F_i(theta, omega)
+    omega <- omega - eta grad_omega f, T times;
+    theta <- theta - mu sum_i w_i grad_theta F_i(theta, omega)
 
-(Madry et al., arXiv 1706.06083, with f and F as in FORUM; for concept erasing, AdvUnlearn, arXiv 2405.15234, is of
-this kind: ESD's loss, the text encoder trained, `tiny_star_advunlearn`.) Deliberate differences: the attack is an offset of the embedding, warm-started and descended by plain
-gradient steps like FORUM's, so that only the treatment of the two levels differs; no projection on a ball, the attack's
-loss carries c/2 ||omega||^2 instead. `inner_steps: 0` is training without an attack.
+(Madry et al., arXiv 1706.06083, with f and F as in FORUM; for concept erasing, AdvUnlearn, arXiv
+2405.15234, is of this kind: ESD's loss, the text encoder trained, `tiny_star_advunlearn`.)
+Deliberate differences: the attack is an offset of the embedding, as in FORUM. It starts from its
+last value and takes plain gradient steps. So only the treatment of the two levels differs. The
+attack is not projected on a ball: its loss carries c/2 ||omega||^2 instead. `inner_steps: 0` is
+training without an attack.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ import torch
 
 from concept_eraser.methods.base import Closure, Direction, Method
 from concept_eraser.methods.forum import ATTACK, descend_inner, only
-from concept_eraser.vectors import combine, gramian
+from concept_eraser.methods.vectors import combine, gramian
 
 
 @dataclass(frozen=True)
 class Adversarial(Method):
-    """inner_steps, inner_lr: T and eta. retain, forget: the weights of the two losses (others count like forget)."""
+    """inner_steps, inner_lr: T and eta. retain, forget: the weights of the two losses (others count
+    like forget).
+    """
 
     title: ClassVar[str] = "Alternating adversarial training"
     source: ClassVar[str] = "arXiv 1706.06083; for erasing arXiv 2405.15234"
@@ -43,24 +49,35 @@ class Adversarial(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.inner_steps < 0 or self.inner_lr <= 0 or min(self.retain, self.forget) < 0:
-            raise ValueError(f"inner_steps, retain and forget must be >= 0 and inner_lr > 0, found {self.inner_steps}, {self.retain}, {self.forget}, {self.inner_lr}")  # fmt: skip
+            raise ValueError(
+                "inner_steps, retain and forget must be >= 0 and inner_lr > 0, found "
+                f"{self.inner_steps}, {self.retain}, {self.forget}, {self.inner_lr}"
+            )
 
-    def check_players(self, players: tuple[str, ...]) -> None:
-        if ATTACK not in players:
-            raise ValueError(f"adversarial training needs an attack, the player {ATTACK!r}; found {', '.join(players)}. Give the recipe an `attack:` section")  # fmt: skip
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        if ATTACK not in objectives:
+            raise ValueError(
+                f"adversarial training needs an attack, the objective {ATTACK!r}; found "
+                f"{', '.join(objectives)}. Give the recipe an `attack:` section"
+            )
 
     def direction(self, closure: Closure) -> Direction:
-        self.check_players(closure.players)
+        self.check_objectives(closure.objectives)
         start = [torch.zeros_like(closure.params[i]) for i in closure.inner]
         offset = descend_inner(closure, start, self.inner_steps, self.inner_lr)
-        uppers = [player for player in closure.players if player != ATTACK]
+        uppers = [objective for objective in closure.objectives if objective != ATTACK]
         with closure.at(only(closure.params, closure.inner, offset)):
-            grads = [closure.grad(player) for player in uppers]
-        grads = [tuple(torch.zeros_like(p) if i in closure.inner else p for i, p in enumerate(g)) for g in grads]
-        weights = torch.tensor([self.retain if p == "retain" else self.forget for p in uppers], dtype=torch.float64)
+            grads = [closure.grad(objective) for objective in uppers]
+        grads = [
+            tuple(torch.zeros_like(p) if i in closure.inner else p for i, p in enumerate(g))
+            for g in grads
+        ]
+        weights = torch.tensor(
+            [self.retain if p == "retain" else self.forget for p in uppers], dtype=torch.float64
+        )
         step = combine(weights, grads)
-        moved = dict(zip(closure.inner, offset, strict=True))
-        vec = tuple(-moved[i] if i in moved else part for i, part in enumerate(step))
+        offsets = dict(zip(closure.inner, offset, strict=True))
+        vec = tuple(-offsets[i] if i in offsets else part for i, part in enumerate(step))
         size = float(sum(o.square().sum() for o in offset)) ** 0.5 if offset else 0.0
         return Direction(vec, gramian(grads), weights, {"attack_moved": size})
 

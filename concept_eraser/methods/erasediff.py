@@ -1,27 +1,31 @@
-"""EraseDiff: Erasing Undesirable Influence in Diffusion Models (Wu et al., arXiv 2401.05779), Algorithm 1.
+"""EraseDiff: Erasing Undesirable Influence in Diffusion Models (Wu et al., arXiv 2401.05779),
+Algorithm 1.
 
-Keep what is retained, subject to what is forgotten being forgotten: min F(theta) subject to theta in argmin f, with F the
-retain and f the forget loss. By its value function the constraint reads q(theta) = f(theta) - min f <= 0, and the step is
-the one closest to F's own that lowers q fast enough (the dynamic barrier of BOME, arXiv 2209.08709):
+Keep what is retained, subject to what is forgotten being forgotten: min F(theta) subject to theta
+in argmin f, with F the retain and f the forget loss. By its value function the constraint reads
+q(theta) = f(theta) - min f <= 0, and the step is the one closest to F's own that lowers q fast
+enough (the dynamic barrier of BOME, arXiv 2209.08709):
 
     d = argmin 1/2 ||d - g_r||^2  subject to  <d, g_q> >= a
       = g_r + lambda g_q,      lambda = max(0, (a - <g_r, g_q>) / ||g_q||^2),
 
-g_r the gradient of F and g_q that of q. The minimum of f is taken as a constant of the step, as in the public code, so
-g_q is the gradient of f. The barrier a says how fast q is to fall:
+g_r the gradient of F and g_q that of q. The minimum of f is taken as a constant of the step, as in
+the public code, so g_q is the gradient of f. The barrier a says how fast q is to fall:
 
-* norm      a = eta ||g_q||^2       BOME's choice, hence lambda = max(0, eta - <g_r, g_q> / ||g_q||^2)
-* gap       a = eta q, q = f(theta) - f(theta^K), theta^K by K plain gradient steps on f: nothing more is asked for
-            where f can fall no further
+* norm      a = eta ||g_q||^2: BOME's choice, hence
+            lambda = max(0, eta - <g_r, g_q> / ||g_q||^2)
+* gap       a = eta q with q = f(theta) - f(theta^K), theta^K by K plain gradient steps on f:
+            the barrier is 0 where f can fall no further
 * constant  a = eta
 
-Consequences (each a test): <d, g_q> = max(a, <g_r, g_q>); d = g_r where that falls fast enough; d serves f even where the
-two losses are opposed, unlike a bargain.
+Consequences (each a test): <d, g_q> = max(a, <g_r, g_q>); d = g_r where that falls fast enough; d
+serves f even where the two losses are opposed, unlike a bargain.
 
-Differences: the public code runs the K steps on the forget set with Adam and puts theta back, but the value that it gets
-is detached and enters neither g_q nor lambda: its K changes no step, so `norm` and `constant` do not take them. Its
-lambda is a constant (0.1 for nudity, which is `weighted`) or max(0, eta - cos(g_r, g_q)). The steps here are taken on the
-step's own batch. Players other than retain and forget are refused.
+Differences: the public code runs the K steps on the forget set with Adam and puts theta back, but
+the value that it gets is detached and enters neither g_q nor lambda: its K changes no step, so
+`norm` and `constant` do not take them. Its lambda is a constant (0.1 for nudity, which is
+`weighted`) or max(0, eta - cos(g_r, g_q)). The steps here are taken on the step's own batch.
+Objectives other than retain and forget are refused.
 """
 
 from __future__ import annotations
@@ -33,12 +37,14 @@ from typing import ClassVar, Literal
 import torch
 
 from concept_eraser.methods.base import Closure, Direction, Method, usable
-from concept_eraser.vectors import Vec, combine, gramian
+from concept_eraser.methods.vectors import Vec, combine, gramian
 
 
 @dataclass(frozen=True)
 class EraseDiff(Method):
-    """eta, barrier: how fast the forget loss has to fall. inner_steps, inner_lr: K and the step size, of `gap` only."""
+    """eta, barrier: how fast the forget loss has to fall. inner_steps, inner_lr: K and the step
+    size, of `gap` only.
+    """
 
     title: ClassVar[str] = "EraseDiff: erasing undesirable influence in diffusion models"
     source: ClassVar[str] = "arXiv 2401.05779"
@@ -58,22 +64,34 @@ class EraseDiff(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eta <= 0 or self.inner_steps < 1 or self.inner_lr <= 0:
-            raise ValueError(f"eta and inner_lr must be > 0 and inner_steps >= 1, found {self.eta}, {self.inner_lr}, {self.inner_steps}")  # fmt: skip
+            raise ValueError(
+                f"eta and inner_lr must be > 0 and inner_steps >= 1, found {self.eta}, "
+                f"{self.inner_lr}, {self.inner_steps}"
+            )
 
-    def check_players(self, players: tuple[str, ...]) -> None:
-        if set(players) != {"retain", "forget"}:
-            raise ValueError(f"erasediff knows two players, retain and forget; found {', '.join(players)}")
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        if set(objectives) != {"retain", "forget"}:
+            raise ValueError(
+                f"erasediff knows two objectives, retain and forget; found {', '.join(objectives)}"
+            )
 
     def direction(self, closure: Closure) -> Direction:
-        self.check_players(closure.players)
-        given = {"retain": closure.grad("retain"), "forget": closure.grad("forget")}
-        found, grads = closure.seen, [given[player] for player in closure.players]
-        gram, place = gramian(grads), closure.players.index("forget")
-        forget = gram[place, place]
-        gap = self._gap(closure, given["forget"], found) if self.barrier == "gap" else 0.0
-        asked = {"norm": float(forget), "gap": gap, "constant": 1.0}[self.barrier] * self.eta
+        self.check_objectives(closure.objectives)
+        gradients = {"retain": closure.grad("retain"), "forget": closure.grad("forget")}
+        forget_loss, grads = (
+            closure.seen,
+            [gradients[objective] for objective in closure.objectives],
+        )
+        gram, index = gramian(grads), closure.objectives.index("forget")
+        forget = gram[index, index]
+        gap = self._gap(closure, gradients["forget"], forget_loss) if self.barrier == "gap" else 0.0
+        barrier = {"norm": float(forget), "gap": gap, "constant": 1.0}[self.barrier] * self.eta
         weights = torch.ones(2, dtype=torch.float64)
-        weights[place] = ((asked - gram[place, 1 - place]) / forget).clamp(min=0) if bool(usable(gram)[place]) else 0.0
+        weights[index] = (
+            ((barrier - gram[index, 1 - index]) / forget).clamp(min=0)
+            if bool(usable(gram)[index])
+            else 0.0
+        )
         notes = {"gap": gap} if self.barrier == "gap" else {}
         return Direction(combine(weights, grads), gram, weights, notes)
 
@@ -82,9 +100,9 @@ class EraseDiff(Method):
         offset = tuple(-self.inner_lr * part for part in first)
         for step in range(self.inner_steps):
             with closure.at(offset):
-                slope = closure.grad("forget")
+                gradient = closure.grad("forget")
             if step + 1 < self.inner_steps:
-                offset = tuple(o - self.inner_lr * s for o, s in zip(offset, slope, strict=True))
+                offset = tuple(o - self.inner_lr * s for o, s in zip(offset, gradient, strict=True))
         return max(0.0, found - closure.seen)
 
 

@@ -1,8 +1,9 @@
-"""The Fisher matrix of a model with an exponential-family output, and solving linear systems with it.
+"""The Fisher matrix of a model with an exponential-family output, and solving linear systems with
+it.
 
-F = mean over the samples of J^T Sigma J with J = df/dtheta and Sigma = diag(p) - p p^T (softmax) or I (Gaussian): labels
-come from the model, not from the data. Products and K-FAC are curvlinops', conjugate gradients scipy's. Used by
-natural_gradient.py.
+F = mean over the samples of J^T Sigma J with J = df/dtheta and Sigma = diag(p) - p p^T (softmax) or
+I (Gaussian): labels come from the model, not from the data. Products and K-FAC are curvlinops',
+conjugate gradients scipy's. Used by natural_gradient.py.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.vectors import Vec, norm, spectral_norm
+from concept_eraser.methods.vectors import Vec, norm, spectral_norm
+from concept_eraser.utils.extras import import_from_extra
 
-Batches = Sequence[tuple[Tensor, Tensor]]  # inputs [b, ...], labels [b] (softmax) or targets [b, d] (gaussian)
+# inputs [b, ...], labels [b] (softmax) or targets [b, d] (gaussian)
+Batches = Sequence[tuple[Tensor, Tensor]]
 Solver = Literal["cg", "exact", "diagonal", "kfac", "lissa"]
 EXACT_LIMIT = 5000  # parameters; beyond, a dense matrix is the wrong tool
 
 
 @dataclass(frozen=True)
 class Risk:
-    """L(S, theta) = 1/n sum_z -log P(y | f(x; theta)) + ridge/2 ||theta||^2 over the parameters of a model.
+    """L(S, theta) = 1/n sum_z -log P(y | f(x; theta)) + ridge/2 ||theta||^2 over the parameters of
+    a model.
 
     likelihood: softmax (f are logits, cross-entropy) or gaussian (1/2 ||y - f||^2).
     """
@@ -47,19 +51,29 @@ class Risk:
         total = tuple(torch.zeros_like(p) for p in self.params)
         for x, y in batches:
             loss = self.mean_loss(self.model(x), y) * len(x)
-            parts = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
+            parts = torch.autograd.grad(
+                loss, self.params, allow_unused=True, materialize_grads=True
+            )
             total = tuple(a + b for a, b in zip(total, parts, strict=True))
         return total
 
     def gradient(self, batches: Batches) -> Vec:
         """grad L(S, theta), with the ridge."""
         n = count(batches)
-        return tuple(g / n + self.ridge * p.detach() for g, p in zip(self.sum_gradient(batches), self.params, strict=True))  # fmt: skip
+        return tuple(
+            g / n + self.ridge * p.detach()
+            for g, p in zip(self.sum_gradient(batches), self.params, strict=True)
+        )
 
     def certificate(self, batches: Batches, convexity: float) -> float:
-        """||theta - argmin L(S)|| <= ||grad L(S, theta)|| / mu for a mu-strongly convex L: no constant but mu."""
+        """||theta - argmin L(S)|| <= ||grad L(S, theta)|| / mu for a mu-strongly convex L: no
+        constant but mu.
+        """
         if convexity <= 0:
-            raise ValueError(f"the certificate needs a risk that is strongly convex, with its constant > 0; found {convexity}")  # fmt: skip
+            raise ValueError(
+                "the certificate needs a risk that is strongly convex, with its "
+                f"constant > 0; found {convexity}"
+            )
         return float(norm(self.gradient(batches))) / convexity
 
 
@@ -86,7 +100,8 @@ class Fisher:
 
     @cached_property
     def _operator(self) -> Any:
-        from curvlinops import GGNLinearOperator
+        with import_from_extra("curvature", "the Fisher matrix (natural_gradient, hvp: ggn)"):
+            from curvlinops import GGNLinearOperator
 
         class MeanLoss(nn.Module):
             reduction = "mean"  # curvlinops asks
@@ -94,30 +109,48 @@ class Fisher:
             def forward(_self, output: Tensor, target: Tensor) -> Tensor:  # noqa: N805
                 return self.risk.mean_loss(output, target)
 
-        return GGNLinearOperator(self.risk.model, MeanLoss(), list(self.risk.params), self.batches, check_deterministic=False)  # fmt: skip
+        return GGNLinearOperator(
+            self.risk.model,
+            MeanLoss(),
+            list(self.risk.params),
+            self.batches,
+            check_deterministic=False,
+        )
 
     def product(self, v: Vec) -> Vec:
         """(F + shift I) v by one jvp and one vjp a batch."""
-        found = self._operator @ list(v)
-        return tuple(f.detach() + self.shift * part for f, part in zip(found, v, strict=True))
+        products = self._operator @ list(v)
+        return tuple(f.detach() + self.shift * part for f, part in zip(products, v, strict=True))
 
     def dense(self) -> Tensor:
         """[p, p]; refused beyond EXACT_LIMIT parameters."""
         size = sum(p.numel() for p in self.risk.params)
         if size > EXACT_LIMIT:
-            raise ValueError(f"solver: exact builds a {size} x {size} matrix; it is meant for at most {EXACT_LIMIT} parameters. Use cg")  # fmt: skip
+            raise ValueError(
+                f"solver: exact builds a {size} x {size} matrix; it is meant for at most "
+                f"{EXACT_LIMIT} parameters. Use cg"
+            )
         eye = torch.eye(size, dtype=self.risk.params[0].dtype, device=self.risk.params[0].device)
-        return (self._operator @ eye).detach() + self.shift * eye
+        matrix: Tensor = (self._operator @ eye).detach()
+        return matrix + self.shift * eye
 
     def diagonal(self) -> Tensor:
         """[p], exactly: sum over outputs of the squares of sqrt(Sigma) J, sample by sample."""
         params = self.risk.params
-        total = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+        total = torch.zeros(
+            sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device
+        )
         for x, _ in self.batches:
             for i in range(len(x)):
                 output = self.risk.model(x[i : i + 1])[0].reshape(-1)
                 for row in _root(output.detach(), self.risk.likelihood):
-                    parts = torch.autograd.grad(output @ row, params, retain_graph=True, allow_unused=True, materialize_grads=True)  # fmt: skip
+                    parts = torch.autograd.grad(
+                        output @ row,
+                        params,
+                        retain_graph=True,
+                        allow_unused=True,
+                        materialize_grads=True,
+                    )
                     total += flatten(parts) ** 2
         return total / count(self.batches) + self.shift
 
@@ -131,19 +164,34 @@ def _root(output: Tensor, likelihood: str) -> Tensor:
     return p.sqrt()[:, None] * (eye - p)
 
 
-def solve(fisher: Fisher, v: Vec, solver: Solver, *, iterations: int = 200, tolerance: float = 1e-10, sigma: float = 0.0) -> Vec:  # fmt: skip
-    """(F + shift I)^-1 v. Raises ValueError where the matrix is singular. sigma of lissa: 0 for 1.1 lambda_max."""
+def solve(
+    fisher: Fisher,
+    v: Vec,
+    solver: Solver,
+    *,
+    iterations: int = 200,
+    tolerance: float = 1e-10,
+    sigma: float = 0.0,
+) -> Vec:
+    """(F + shift I)^-1 v. Raises ValueError where the matrix is singular. sigma of lissa: 0 for 1.1
+    lambda_max.
+    """
     if solver == "exact":
         try:
             return unflatten(torch.linalg.solve(fisher.dense(), flatten(v)), v)
         except torch.linalg.LinAlgError:
-            raise ValueError("the Fisher matrix is singular (a softmax model's always is); give the risk a ridge or damping > 0") from None  # fmt: skip
+            raise ValueError(
+                "the Fisher matrix is singular (a softmax model's always is); give the "
+                "risk a ridge or damping > 0"
+            ) from None
     if solver == "diagonal":
         return unflatten(flatten(v) / fisher.diagonal(), v)
     if solver == "kfac":
         return _kfac(fisher, v)
     if solver == "lissa":
-        return lissa(fisher.product, v, sigma or 1.1 * spectral_norm(fisher.product, v, 50), iterations)
+        return lissa(
+            fisher.product, v, sigma or 1.1 * spectral_norm(fisher.product, v, 50), iterations
+        )
     return _cg(fisher, v, iterations, tolerance)
 
 
@@ -154,31 +202,60 @@ def _cg(fisher: Fisher, v: Vec, iterations: int, tolerance: float) -> Vec:
     size = sum(p.numel() for p in v)
 
     def multiply(x: Any) -> Any:
-        return flatten(fisher.product(unflatten(torch.from_numpy(np.asarray(x).reshape(-1)), v))).double().cpu().numpy()
+        return (
+            flatten(fisher.product(unflatten(torch.from_numpy(np.asarray(x).reshape(-1)), v)))
+            .double()
+            .cpu()
+            .numpy()
+        )
 
-    found, _ = cg(LinearOperator((size, size), matvec=multiply, dtype=np.float64), flatten(v).double().cpu().numpy(), rtol=tolerance, maxiter=iterations)  # fmt: skip
-    return unflatten(torch.from_numpy(found), v)
+    solution, _ = cg(
+        LinearOperator((size, size), matvec=multiply, dtype=np.float64),
+        flatten(v).double().cpu().numpy(),
+        rtol=tolerance,
+        maxiter=iterations,
+    )
+    return unflatten(torch.from_numpy(solution), v)
 
 
 def _kfac(fisher: Fisher, v: Vec) -> Vec:
-    """One Kronecker product a layer; exact for one linear layer without weight sharing and squared error."""
-    from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
+    """One Kronecker product a layer; exact for one linear layer without weight sharing and squared
+    error.
+    """
+    with import_from_extra("curvature", "solver: kfac"):
+        from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 
     if fisher.shift <= 0:
-        raise ValueError("solver: kfac needs damping (or a ridge) > 0: a Kronecker factor of few samples is singular")
+        raise ValueError(
+            "solver: kfac needs damping (or a ridge) > 0: a Kronecker factor of few "
+            "samples is singular"
+        )
     gaussian = fisher.risk.likelihood == "gaussian"
     outputs = fisher.risk.model(fisher.batches[0][0][:1]).numel()
-    scale = outputs / 2 if gaussian else 1.0  # torch's MSE is the mean over outputs, without our 1/2
+    # torch's MSE is the mean over outputs, without our 1/2
+    scale = outputs / 2 if gaussian else 1.0
     loss = nn.MSELoss() if gaussian else nn.CrossEntropyLoss()
-    factors = KFACLinearOperator(fisher.risk.model, loss, list(fisher.risk.params), fisher.batches, fisher_type="type-2", check_deterministic=False, separate_weight_and_bias=False)  # fmt: skip
-    inverse = KFACInverseLinearOperator(factors, damping=fisher.shift / scale, use_exact_damping=True)
+    factors = KFACLinearOperator(
+        fisher.risk.model,
+        loss,
+        list(fisher.risk.params),
+        fisher.batches,
+        fisher_type="type-2",
+        check_deterministic=False,
+        separate_weight_and_bias=False,
+    )
+    inverse = KFACInverseLinearOperator(
+        factors, damping=fisher.shift / scale, use_exact_damping=True
+    )
     return tuple(part.detach() / scale for part in inverse @ list(v))
 
 
 def lissa(multiply: Callable[[Vec], Vec], x: Vec, sigma: float, iterations: int) -> Vec:
-    """A^-1 x by v_t = x + v_{t-1} - A v_{t-1} / sigma, v_0 = x; returns v_T / sigma = (1 - (1 - A/sigma)^(T+1)) / A x.
+    """A^-1 x by v_t = x + v_{t-1} - A v_{t-1} / sigma, v_0 = x; returns v_T / sigma = (1 - (1 -
+    A/sigma)^(T+1)) / A x.
 
-    Needs sigma > lambda_max(A) / 2 to converge; directions with eigenvalue a << sigma / T stay damped.
+    Needs sigma > lambda_max(A) / 2 to converge; directions with eigenvalue a << sigma / T stay
+    damped.
     """
     v = x
     for _ in range(iterations):

@@ -1,32 +1,41 @@
-"""FORUM: a first-order multi-gradient algorithm for multi-objective bi-level optimisation (Ye et al., arXiv 2401.09257).
+"""FORUM: a first-order multi-gradient algorithm for multi-objective bi-level optimisation (Ye et
+al., arXiv 2401.09257).
 
-    min_z (F_1, ..., F_m)(alpha, omega)   subject to   omega = argmin_w f(alpha, w),        z = (alpha, omega),
+    min_z (F_1, ..., F_m)(alpha, omega) subject to omega = argmin_w f(alpha, w), z = (alpha, omega),
 
-as one level with the value-function constraint q(z) = f(z) - f*(alpha) <= 0. For erasing, alpha are the weights,
-omega an attack on the prompt's embedding, f what the attack minimises, F = (retain, forget under attack).
+as one level with the value-function constraint q(z) = f(z) - f*(alpha) <= 0. For erasing, alpha are
+the weights, omega an attack on the prompt's embedding, f what the attack minimises, F = (retain,
+forget under attack).
 
-One step at z, all questions on one draw:
+One step at z, with all gradients on one draw:
 1. T gradient steps on f from omega (warm start) give w~; q~ = f(z) - f(alpha, w~) and
-   grad q~ = (grad_alpha f(z) - grad_alpha f(alpha, w~); grad_omega f(z))                       (w~ is a constant)
-2. g_i = grad_z F_i; the direction d minimises max_i <g_i, d> + 1/2 ||d||^2 with <grad q~, d> <= -rho_e ||grad q~||^2
-   (Eq. 7). By duality (Eq. 10) d = -(G lam + nu grad q~), where lam, nu minimise
+   grad q~ = (grad_alpha f(z) - grad_alpha f(alpha, w~); grad_omega f(z))   (w~ is a constant)
+2. g_i = grad_z F_i; the direction d minimises max_i <g_i, d> + 1/2 ||d||^2 with <grad q~, d> <=
+   -rho_e ||grad q~||^2 (Eq. 7). By duality (Eq. 10) d = -(G lam + nu grad q~), where lam, nu
+   minimise
 
        1/2 ||G lam + nu grad q~||^2 - nu rho_e ||grad q~||^2    over the simplex and nu >= 0.
-3. lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k with beta_k = (k + 1)^(-3/4); nu for lam~_k; z moves along d.
+3. lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k with beta_k = (k + 1)^(-3/4); nu for lam~_k; z
+moves along d.
 
 Deliberate differences from the paper and its code (Baijiong-Lin/FORUM):
-* rho. The text's constraint has phi = rho/2 ||grad q~||^2, its Eqs. 9 and 17 (and the code) use twice the multiplier
-  that follows from it. `rho_e` is the number in the constraint above: rho/2 in the text, rho in Eq. 9.
-* The code adds a constraint on nu that is redundant if its multiplier were right and spoils lam as it is. Here the
-  quadratic program is solved exactly: in closed form for two objectives, by trying all supports for more.
-* beta_0 = 1 (the paper's constant beta with lam~_{-1} = 0 leaves the simplex), and beta counts steps, not epochs.
-* With u = grad q~ / ||grad q~|| the unknown is c = nu ||grad q~||, which stays bounded as grad q~ -> 0. At
-  grad q~ = 0 the constraint is dropped, which leaves MGDA.
-* `normalize`: every g_i is divided by its length. The code does so without saying; at a pretrained model, where
-  grad F_retain is nearly 0, the printed version gives all weight to it and stands still. The default is true, and a
-  player whose gradient is exactly 0 is left out.
-* The warm start is the default: from a fixed omega_0 the iterates stop at a bias (the theory needs the warm start).
-* FORUM is the optimistic bi-level problem: omega also descends F. `move_inner: false` leaves that part out.
+* rho. The text's constraint has phi = rho/2 ||grad q~||^2, its Eqs. 9 and 17 (and the code) use
+  twice the multiplier that follows from it. `rho_e` is the number in the constraint above: rho/2 in
+  the text, rho in Eq. 9.
+* The code adds a constraint on nu that is redundant if its multiplier were right and spoils lam as
+  it is. Here the quadratic program is solved exactly: in closed form for two objectives, by trying
+  all supports for more.
+* beta_0 = 1 (the paper's constant beta with lam~_{-1} = 0 leaves the simplex), and beta counts
+steps, not epochs.
+* With u = grad q~ / ||grad q~|| the unknown is c = nu ||grad q~||, which stays bounded as grad q~
+  -> 0. At grad q~ = 0 the constraint is dropped, which leaves MGDA.
+* `normalize`: every g_i is divided by its length. The code does so without saying; at a pretrained
+  model, where grad F_retain is nearly 0, the printed version gives all weight to it and stands
+  still. The default is true, and an objective whose gradient is exactly 0 is left out.
+* The warm start is the default: from a fixed omega_0 the iterates stop at a bias (the theory needs
+the warm start).
+* FORUM is the optimistic bi-level problem: omega also descends F. `move_inner: false` leaves that
+part out.
 """
 
 from __future__ import annotations
@@ -41,24 +50,31 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Closure, Direction, Method, usable
-from concept_eraser.vectors import Vec, combine, gramian, is_finite
+from concept_eraser.methods.vectors import Vec, combine, gramian, is_finite
 
-ATTACK = "attack"  # the player whose loss is f
+ATTACK = "attack"  # the objective whose loss is f
 
 
 def multipliers(gram: Tensor, rho_e: float, floor: float = 0.0) -> tuple[Tensor, float]:
-    """(lam [m], nu) of the direction problem from the Gram matrix [m + 1, m + 1] of g_1..g_m, grad q~.
+    """(lam [m], nu) of the direction problem from the Gram matrix [m + 1, m + 1] of g_1..g_m, grad
+    q~.
 
-    floor: the least lam_i (at most 1/m), which a preference for no player at all would ask for.
+    floor: the least lam_i (at most 1/m), which a preference for no objective at all would ask for.
     """
     m = len(gram) - 1
     square = float(gram[m, m])
     length = square**0.5
     inner = gram[:m, m] / length if length > 0 else torch.zeros(m, dtype=gram.dtype)  # <u, g_i>
     tau = rho_e * length if length > 0 else -float("inf")  # no constraint: c = 0
-    mix = floor * torch.ones(m, m, dtype=gram.dtype) + (1 - m * floor) * torch.eye(m, dtype=gram.dtype)
-    mixed, along = mix.T @ gram[:m, :m] @ mix, mix.T @ inner
-    mu = two_players(mixed, along, tau) if m == 2 else any_players(mixed, along, tau)
+    mix = floor * torch.ones(m, m, dtype=gram.dtype) + (1 - m * floor) * torch.eye(
+        m, dtype=gram.dtype
+    )
+    mixed_gram, mixed_inner = mix.T @ gram[:m, :m] @ mix, mix.T @ inner
+    mu = (
+        two_objectives(mixed_gram, mixed_inner, tau)
+        if m == 2
+        else any_objectives(mixed_gram, mixed_inner, tau)
+    )
     lam = mix @ mu
     return lam, slack_multiplier(lam, inner, tau) / length if length > 0 else 0.0
 
@@ -73,8 +89,10 @@ def dual_value(lam: Tensor, gram: Tensor, inner: Tensor, tau: float) -> float:
     return 0.5 * float(lam @ gram @ lam) - 0.5 * slack_multiplier(lam, inner, tau) ** 2
 
 
-def two_players(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
-    """The minimiser of psi for m = 2, lam = (l, 1 - l): the best of the ends, the kink and both branches' minima."""
+def two_objectives(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
+    """The minimiser of psi for m = 2, lam = (l, 1 - l): the best of the ends, the kink and both
+    branches' minima.
+    """
     candidates = [0.0, 1.0]
     across = float(gram[0, 0] - 2 * gram[0, 1] + gram[1, 1])  # ||g_1 - g_2||^2
     if across > 0:
@@ -87,17 +105,25 @@ def two_players(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
             candidates.append((float(off[1, 1] - off[0, 1]) - tau * step) / apart)
         if step != 0:
             candidates.append((tau - float(inner[1])) / step)
-    points = [torch.tensor([c, 1 - c], dtype=gram.dtype) for c in (min(max(c, 0.0), 1.0) for c in candidates)]
+    points = [
+        torch.tensor([c, 1 - c], dtype=gram.dtype)
+        for c in (min(max(c, 0.0), 1.0) for c in candidates)
+    ]
     return min(points, key=lambda lam: dual_value(lam, gram, inner, tau))
 
 
-def any_players(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
-    """The minimiser of psi for any small m: the best feasible point among the stationary ones of every support,
-    with the constraint on q active or not. 2^(m+1) linear systems; refused beyond 10 players."""
+def any_objectives(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
+    """The minimiser of psi for any small m: the best feasible point among the stationary ones of
+    every support, with the constraint on q active or not. 2^(m+1) linear systems; refused beyond 10
+    objectives."""
     m = len(gram)
     if m > 10:
-        raise ValueError(f"FORUM solves its quadratic program by trying all supports, for at most 10 players; found {m}")  # fmt: skip
-    # The minimiser does not depend on the gradients' common length, but the linear systems' rank decisions would.
+        raise ValueError(
+            "FORUM solves its quadratic program by trying all supports, for at most 10 "
+            f"objectives; found {m}"
+        )
+    # The minimiser does not depend on the gradients' common length, but the linear systems' rank
+    # decisions would.
     size = float(gram.diagonal().max())
     if size > 0:
         gram, inner, tau = gram / size, inner / size**0.5, tau / size**0.5
@@ -116,41 +142,47 @@ def any_players(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
 
 
 def _stationary(bowl: Tensor, slope: Tensor, support: list[int]) -> Tensor | None:
-    """The stationary point of 1/2 x^T bowl x + slope^T x on sum x = 1 within a support; None where x < 0.
+    """The stationary point of 1/2 x^T bowl x + slope^T x on sum x = 1 within a support; None where
+    x < 0.
 
-    Solved for y_i = x_i sqrt(bowl_ii), the players' own lengths taken out."""
+    Solved for y_i = x_i sqrt(bowl_ii), the objectives' own lengths taken out."""
     n = len(support)
     inside = bowl[support][:, support]
     lengths = inside.diagonal().abs().sqrt()
     lengths = torch.where(lengths > 0, lengths, torch.ones_like(lengths))
     system = torch.zeros(n + 1, n + 1, dtype=bowl.dtype)
     system[:n, :n] = inside / torch.outer(lengths, lengths)
-    level = float(lengths.min())  # sum x = 1 as sum y_i level / length_i = level, so that its row is of order one
+    # sum x = 1 as sum y_i level / length_i = level, so that its row is of order one
+    level = float(lengths.min())
     system[n, :n] = system[:n, n] = level / lengths
     right = torch.cat([-slope[support] / lengths, torch.full((1,), level, dtype=bowl.dtype)])
-    found = torch.linalg.lstsq(system, right[:, None], driver="gelsd").solution[:n, 0] / lengths
-    if float(found.min()) < -1e-12 or abs(float(found.sum()) - 1) > 1e-9:
+    solution = torch.linalg.lstsq(system, right[:, None], driver="gelsd").solution[:n, 0] / lengths
+    if float(solution.min()) < -1e-12 or abs(float(solution.sum()) - 1) > 1e-9:
         return None
     lam = torch.zeros(len(bowl), dtype=bowl.dtype)
-    lam[support] = found.clamp(min=0)
+    lam[support] = solution.clamp(min=0)
     return lam
 
 
 @dataclass(frozen=True)
 class Forum(Method):
-    """Retain and forget under the best attack: the attack is a lower-level problem, not a fixed recipe.
+    """Retain and forget under the best attack: the attack is a lower-level problem, not a fixed
+    recipe.
 
     rho_e: how strongly a step must lower q~: <grad q~, d> <= -rho_e ||grad q~||^2.
-    inner_steps, inner_lr: T and eta of the lower level. Where they diverge the step is skipped and counted.
+    inner_steps, inner_lr: T and eta of the lower level. Where they diverge the step is skipped and
+    counted.
     outer_lr: what the attack's variable moves by along d (the weights move by the optimiser).
     normalize: divide every g_i by its length.
-    floor: least weight of a player, 0 to 1/m.
+    floor: least weight of an objective, 0 to 1/m.
     warm: start the lower level where the attack stands, else where it was at the first step.
     momentum: exponent of beta_k = (k + 1)^-momentum; 0 for none.
     move_inner: whether the attack's variable also descends F.
     """
 
-    title: ClassVar[str] = "FORUM: a first-order multi-gradient algorithm for multi-objective bi-level optimization"
+    title: ClassVar[str] = (
+        "FORUM: a first-order multi-gradient algorithm for multi-objective bi-level optimization"
+    )
     source: ClassVar[str] = "arXiv 2401.09257"
     defaults: ClassVar[Mapping[str, str]] = {
         "rho_e": "the paper's rho = 0.5 (Table 5), read as rho_e = rho/2",
@@ -181,27 +213,39 @@ class Forum(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rho_e < 0 or self.inner_steps < 1 or self.inner_lr <= 0 or self.outer_lr <= 0:
-            raise ValueError(f"rho_e must be >= 0, inner_steps >= 1, inner_lr and outer_lr > 0; found {self.rho_e}, {self.inner_steps}, {self.inner_lr}, {self.outer_lr}")  # fmt: skip
-        if not 0 <= self.floor <= 0.5 or not 0 <= self.momentum <= 1:
-            raise ValueError(f"floor must lie in [0, 1/players] and momentum in [0, 1], found {self.floor}, {self.momentum}")  # fmt: skip
-
-    def check_players(self, players: tuple[str, ...]) -> None:
-        if ATTACK not in players:
-            raise ValueError(f"FORUM needs a lower-level problem, the player {ATTACK!r}; found {', '.join(players)}. Give the recipe an `attack:` section")  # fmt: skip
-        if self.floor * (len(players) - 1) > 1:
             raise ValueError(
-                f"floor must be at most 1/{len(players) - 1} for {len(players) - 1} losses, found {self.floor}"
+                "rho_e must be >= 0, inner_steps >= 1, inner_lr and outer_lr > 0; found "
+                f"{self.rho_e}, {self.inner_steps}, {self.inner_lr}, {self.outer_lr}"
+            )
+        if not 0 <= self.floor <= 0.5 or not 0 <= self.momentum <= 1:
+            raise ValueError(
+                "floor must lie in [0, 1/objectives] and momentum in [0, 1], found "
+                f"{self.floor}, {self.momentum}"
+            )
+
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        if ATTACK not in objectives:
+            raise ValueError(
+                f"FORUM needs a lower-level problem, the objective {ATTACK!r}; found "
+                f"{', '.join(objectives)}. Give the recipe an `attack:` section"
+            )
+        if self.floor * (len(objectives) - 1) > 1:
+            raise ValueError(
+                f"floor must be at most 1/{len(objectives) - 1} for {len(objectives) - 1} "
+                f"losses, found {self.floor}"
             )
 
     def direction(self, closure: Closure) -> Direction:
-        self.check_players(closure.players)
-        uppers = [player for player in closure.players if player != ATTACK]
+        self.check_objectives(closure.objectives)
+        uppers = [objective for objective in closure.objectives if objective != ATTACK]
         slope, gap = self._constraint(closure)
         if not (
             is_finite(slope) and math.isfinite(gap)
         ):  # T steps of eta were too long: no step rather than no constraint
-            return Direction(tuple(torch.full_like(p, float("nan")) for p in slope), notes={"inner_diverged": 1})
-        grads = [self._upper(closure, player) for player in uppers]
+            return Direction(
+                tuple(torch.full_like(p, float("nan")) for p in slope), notes={"inner_diverged": 1}
+            )
+        grads = [self._upper(closure, objective) for objective in uppers]
         raw = gramian([*grads, slope])
         lengths = raw.diagonal().sqrt()
         scale = torch.ones_like(lengths)
@@ -210,40 +254,56 @@ class Forum(Method):
         gram = raw * torch.outer(scale, scale)
         lam = self._smooth(closure.step, self._weigh(gram))
         length = float(lengths[-1])
-        nu = slack_multiplier(lam, gram[:-1, -1] / length, self.rho_e * length) / length if length > 0 else 0.0
+        nu = (
+            slack_multiplier(lam, gram[:-1, -1] / length, self.rho_e * length) / length
+            if length > 0
+            else 0.0
+        )
         weights = torch.cat([lam * scale[:-1], torch.tensor([nu], dtype=lam.dtype)])
         step = combine(weights, [*grads, slope])
-        vec = tuple(part * self.outer_lr if i in closure.inner else part for i, part in enumerate(step))
+        vec = tuple(
+            part * self.outer_lr if i in closure.inner else part for i, part in enumerate(step)
+        )
         kkt = float((weights @ raw @ weights).clamp(min=0).sqrt())
         return Direction(
-            vec, raw[:-1, :-1], weights[:-1], {"q": gap, "kkt": kkt, "nu": nu, "q_negative": int(self.warm and gap < 0)}
+            vec,
+            raw[:-1, :-1],
+            weights[:-1],
+            {"q": gap, "kkt": kkt, "nu": nu, "q_negative": int(self.warm and gap < 0)},
         )
 
     def _weigh(self, gram: Tensor) -> Tensor:
-        """lam over the players that have a gradient; one whose loss is at its minimum asks for nothing."""
-        alive = usable(gram[:-1, :-1]).nonzero().flatten()
+        """lam over the objectives that have a gradient; one whose loss is at its minimum asks for
+        nothing.
+        """
+        usable_objectives = usable(gram[:-1, :-1]).nonzero().flatten()
         lam = torch.zeros(len(gram) - 1, dtype=gram.dtype)
-        if len(alive):
-            chosen = torch.cat([alive, torch.tensor([len(gram) - 1])])
-            lam[alive] = multipliers(gram[chosen][:, chosen], self.rho_e, self.floor)[0]
+        if len(usable_objectives):
+            positions = torch.cat([usable_objectives, torch.tensor([len(gram) - 1])])
+            lam[usable_objectives] = multipliers(
+                gram[positions][:, positions], self.rho_e, self.floor
+            )[0]
         return lam
 
-    def _upper(self, closure: Closure, player: str) -> Vec:
+    def _upper(self, closure: Closure, objective: str) -> Vec:
         """grad_z F_i, without its lower-level part if that is not to move."""
-        grad = closure.grad(player)
+        grad = closure.grad(objective)
         if self.move_inner:
             return grad
         return tuple(torch.zeros_like(p) if i in closure.inner else p for i, p in enumerate(grad))
 
     def _constraint(self, closure: Closure) -> tuple[Vec, float]:
         """grad q~ and q~."""
-        here = closure.grad(ATTACK)
+        full_gradient = closure.grad(ATTACK)
         value = closure.seen
         offset = descend_inner(closure, self._start(closure), self.inner_steps, self.inner_lr)
         outer = [i for i in range(len(closure.params)) if i not in closure.inner]
         with closure.at(only(closure.params, closure.inner, offset)):
-            there = dict(zip(outer, closure.grad(ATTACK, of=outer), strict=True))
-        slope = tuple(part - there[i] if i in there else part for i, part in enumerate(here))
+            minimum_gradient = dict(zip(outer, closure.grad(ATTACK, of=outer), strict=True))
+        slope = tuple(
+            part - minimum_gradient[i] if i in minimum_gradient else part
+            for i, part in enumerate(full_gradient)
+        )
         return slope, value - closure.seen
 
     def _start(self, closure: Closure) -> list[Tensor]:
@@ -253,19 +313,24 @@ class Forum(Method):
             return [torch.zeros_like(v) for v in values]
         for position, value in enumerate(values):
             self._kept.setdefault(f"start_{position}", value.clone())
-        return [self._kept[f"start_{position}"].to(value) - value for position, value in enumerate(values)]
+        return [
+            self._kept[f"start_{position}"].to(value) - value
+            for position, value in enumerate(values)
+        ]
 
     def _smooth(self, step: int, lam: Tensor) -> Tensor:
         """lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k."""
         beta = (step + 1) ** -self.momentum
-        before = self._kept.get("lam", lam)
-        smoothed = (1 - beta) * before + beta * lam
-        self._kept["lam"] = smoothed
-        return smoothed
+        previous = self._kept.get("lam", lam)
+        average: Tensor = (1 - beta) * previous + beta * lam
+        self._kept["lam"] = average
+        return average
 
 
 def descend_inner(closure: Closure, offset: list[Tensor], steps: int, lr: float) -> list[Tensor]:
-    """Where `steps` gradient steps on f lead the lower-level variable from omega + offset, as an offset from omega."""
+    """Where `steps` gradient steps on f lead the lower-level variable from omega + offset, as an
+    offset from omega.
+    """
     for _ in range(steps):
         with closure.at(only(closure.params, closure.inner, offset)):
             grads = closure.grad(ATTACK, of=closure.inner)
@@ -275,8 +340,10 @@ def descend_inner(closure: Closure, offset: list[Tensor], steps: int, lr: float)
 
 def only(params: Vec, positions: Sequence[int], values: Sequence[Tensor]) -> Vec:
     """A Vec that is zero but at some positions."""
-    chosen = dict(zip(positions, values, strict=True))
-    return tuple(chosen[i] if i in chosen else torch.zeros_like(p) for i, p in enumerate(params))
+    value_at = dict(zip(positions, values, strict=True))
+    return tuple(
+        value_at[i] if i in value_at else torch.zeros_like(p) for i, p in enumerate(params)
+    )
 
 
 PLUGIN = Forum

@@ -1,19 +1,22 @@
 """Noise that makes a one-shot deletion (epsilon, delta)-indistinguishable from training again.
 
-If the parameters after deletion lie within gamma of the retrained ones, publishing them with N(0, sigma^2 I) added to
-both hides the difference. gamma for the natural-gradient step on a generalised linear model with ridge (Lev & Wilson,
-arXiv 2407.08169, with its factor of 2 and its Fisher made precise):
+If the parameters after deletion lie within gamma of the retrained ones, publishing them with N(0,
+sigma^2 I) added to both hides the difference. gamma for the natural-gradient step on a generalised
+linear model with ridge (Lev & Wilson, arXiv 2407.08169, with its factor of 2 and its Fisher made
+precise):
 
     F(R):  M m^2 C^2 / (2 mu^3 n^2)           F(S):  the same + m^2 C Q K / (mu^2 n (n - m))
 
-M: Lipschitz constant of the Hessian, C: of the loss with its ridge, mu: strong convexity, Q: bound of Sigma (1/2 softmax, 1/4 binary,
-1 squared error), K: bound of ||grad f||^2, n samples, m the most that will ever be deleted.
+M: Lipschitz constant of the Hessian, C: of the loss with its ridge, mu: strong convexity, Q: bound
+of Sigma (1/2 softmax, 1/4 binary, 1 squared error), K: bound of ||grad f||^2, n samples, m the most
+that will ever be deleted.
 
 Deliberate differences from the paper:
-* m is a fixed capacity, never the size of the request at hand: else deleting nothing gets no noise and the two cases
-  can be told apart.
-* The classical sigma = gamma / epsilon sqrt(2 ln(1.25 / delta)) is only right for epsilon <= 1, and refused beyond. The
-  default is the analytic mechanism (Balle & Wang, arXiv 1805.06530), right everywhere and with less noise.
+* m is a fixed capacity, never the size of the request at hand: else deleting nothing gets no noise
+  and the two cases can be told apart.
+* The classical sigma = gamma / epsilon sqrt(2 ln(1.25 / delta)) is only right for epsilon <= 1, and
+  refused beyond. The default is the analytic mechanism (Balle & Wang, arXiv 1805.06530), right
+  everywhere and with less noise.
 """
 
 from __future__ import annotations
@@ -22,13 +25,33 @@ import math
 from typing import Literal
 
 
-def sensitivity(n: int, m: int, *, convexity: float, lipschitz: float, hessian_lipschitz: float, covariance_bound: float = 0.5, jacobian_square_bound: float = 1.0, fisher_on: Literal["retain", "all"] = "retain") -> float:  # fmt: skip
+def sensitivity(
+    n: int,
+    m: int,
+    *,
+    convexity: float,
+    lipschitz: float,
+    hessian_lipschitz: float,
+    covariance_bound: float = 0.5,
+    jacobian_square_bound: float = 1.0,
+    fisher_on: Literal["retain", "all"] = "retain",
+) -> float:
     """gamma, the most by which the corrected step can miss the retrained parameters."""
     if not 0 < m < n or min(convexity, lipschitz, hessian_lipschitz) <= 0:
-        raise ValueError(f"expected 0 < m < n and constants > 0, found n={n}, m={m}, convexity={convexity}, lipschitz={lipschitz}, hessian_lipschitz={hessian_lipschitz}")  # fmt: skip
+        raise ValueError(
+            f"expected 0 < m < n and constants > 0, found n={n}, m={m}, "
+            f"convexity={convexity}, lipschitz={lipschitz}, "
+            f"hessian_lipschitz={hessian_lipschitz}"
+        )
     gamma = hessian_lipschitz * m**2 * lipschitz**2 / (2 * convexity**3 * n**2)
     if fisher_on == "all":
-        gamma += m**2 * lipschitz * covariance_bound * jacobian_square_bound / (convexity**2 * n * (n - m))
+        gamma += (
+            m**2
+            * lipschitz
+            * covariance_bound
+            * jacobian_square_bound
+            / (convexity**2 * n * (n - m))
+        )
     return gamma
 
 
@@ -40,13 +63,22 @@ def delta_of(sigma: float, gamma: float, epsilon: float) -> float:
     return float(norm.cdf(half - shift) - math.exp(epsilon + float(norm.logcdf(-half - shift))))
 
 
-def noise_scale(gamma: float, epsilon: float, delta: float, how: Literal["analytic", "classical"] = "analytic") -> float:  # fmt: skip
-    """The standard deviation to add to every parameter. Raises ValueError outside the mechanism's range."""
+def noise_scale(
+    gamma: float, epsilon: float, delta: float, how: Literal["analytic", "classical"] = "analytic"
+) -> float:
+    """The standard deviation to add to every parameter. Raises ValueError outside the mechanism's
+    range.
+    """
     if gamma <= 0 or epsilon <= 0 or not 0 < delta < 1:
-        raise ValueError(f"expected gamma > 0, epsilon > 0 and 0 < delta < 1, found {gamma}, {epsilon}, {delta}")
+        raise ValueError(
+            f"expected gamma > 0, epsilon > 0 and 0 < delta < 1, found {gamma}, {epsilon}, {delta}"
+        )
     if how == "classical":
         if epsilon > 1:
-            raise ValueError(f"the classical Gaussian mechanism holds for epsilon <= 1 only, found {epsilon}; use how='analytic'")  # fmt: skip
+            raise ValueError(
+                "the classical Gaussian mechanism holds for epsilon <= 1 only, found "
+                f"{epsilon}; use how='analytic'"
+            )
         return gamma / epsilon * math.sqrt(2 * math.log(1.25 / delta))
     from scipy.optimize import brentq
 
@@ -55,10 +87,12 @@ def noise_scale(gamma: float, epsilon: float, delta: float, how: Literal["analyt
         low /= 2
     while delta_of(high, 1.0, epsilon) > delta:
         high *= 2
-    found = (
-        brentq(lambda s: delta_of(s, 1.0, epsilon) - delta, low, high, rtol=1e-12, xtol=1e-14) if low < high else low
+    multiple = (
+        brentq(lambda s: delta_of(s, 1.0, epsilon) - delta, low, high, rtol=1e-12, xtol=1e-14)
+        if low < high
+        else low
     )
-    return float(gamma * found) * (1 + 1e-9)  # rounded to the safe side
+    return float(gamma * multiple) * (1 + 1e-9)  # rounded to the safe side
 
 
 def expected_length(sigma: float, d: int) -> float:

@@ -1,27 +1,33 @@
-"""Machine Unlearning with Minimal Gradient Dependence for High Unlearning Ratios (Huang et al., arXiv 2406.16986).
+"""Machine Unlearning with Minimal Gradient Dependence for High Unlearning Ratios (Huang et al.,
+arXiv 2406.16986).
 
-A model was trained by mini-batch SGD, w_i = w_{i-1} - eta mean_{B_i} grad F_j(w_{i-1}), i = 1..T. Training again
-without the forget set, with the same start and order, would have given w*_T. To first order in D_i = w*_i - w_i,
+A model was trained by mini-batch SGD, w_i = w_{i-1} - eta mean_{B_i} grad F_j(w_{i-1}), i = 1..T.
+Training again without the forget set, with the same start and order, would have given w*_T. To
+first order in D_i = w*_i - w_i,
 
-    D_i = (I - eta H_{R_i}) D_{i-1} + eta (g_{B_i} - g_{R_i}),      R_i = B_i without the forgotten samples,
+    D_i = (I - eta H_{R_i}) D_{i-1} + eta (g_{B_i} - g_{R_i}),   R_i = B_i without the forget set,
 
-with g the mean gradient and H the mean Hessian at w_{i-1}. Mini-Unlearning starts from D = 0 at i = T - k and returns
-w_T + D: what came before the last k iterations is dropped, at the price of a factor ||prod (I - eta H)||, which is
-small only where the iteration contracts. One Hessian-vector product an iteration (Horner), O(p) memory.
+with g the mean gradient and H the mean Hessian at w_{i-1}. Mini-Unlearning starts from D = 0 at i =
+T - k and returns w_T + D: what came before the last k iterations is dropped, at the price of a
+factor ||prod (I - eta H)||, which is small only where the iteration contracts. One Hessian-vector
+product an iteration (Horner), O(p) memory.
 
-`rewind` is its natural baseline: load the checkpoint w_{T-k} and train the last k iterations again without the
-forgotten samples. The formula above is the linearisation of that; on quadratics they are equal, and rewind needs one
-gradient an iteration, no Hessian.
+`rewind` is its natural baseline: load the checkpoint w_{T-k} and train the last k iterations again
+without the forgotten samples. The formula above is the linearisation of that; on quadratics they
+are equal, and rewind needs one gradient an iteration, no Hessian.
 
 Deliberate differences from the paper:
 * The sign of the forgotten samples' gradient: + as in Eqs. 7 and 14 (6 and 13 print -).
-* Algorithm 1 propagates all p basis vectors and pairs early Hessians with late gradients; here it is one vector.
-* w_{i-1} is recorded, not w_i; the forget set need not be known while training; a batch that is wholly forgotten
-  leaves the retrained path where it is (no division by zero).
-* Hessian products by double backward, or Gauss-Newton products, or Algorithm 4's compact L-BFGS with its four errors
-  corrected (sigma's denominator, the Cholesky factor, the signs of the blocks, the strictly lower L).
-* Heavy ball: v_i = beta v_{i-1} + g, w_i = w_{i-1} - eta v_i is carried along (ours; a wholly forgotten batch then
-  counts as a gradient of 0, the path coasts on). Other optimisers are not covered: record SGD runs only.
+* Algorithm 1 propagates all p basis vectors and pairs early Hessians with late gradients; here it
+is one vector.
+* w_{i-1} is recorded, not w_i; the forget set need not be known while training; a batch that is
+  wholly forgotten leaves the retrained path where it is (no division by zero).
+* Hessian products by double backward, or Gauss-Newton products, or Algorithm 4's compact L-BFGS
+  with its four errors corrected (sigma's denominator, the Cholesky factor, the signs of the blocks,
+  the strictly lower L).
+* Heavy ball: v_i = beta v_{i-1} + g, w_i = w_{i-1} - eta v_i is carried along (ours; a wholly
+  forgotten batch then counts as a gradient of 0, the path coasts on). Other optimisers are not
+  covered: record SGD runs only.
 """
 
 from __future__ import annotations
@@ -39,19 +45,24 @@ from torch import Tensor
 from concept_eraser.methods.base import Edit, EditRequest, all_or_nothing
 from concept_eraser.methods.fisher import Fisher, Risk
 from concept_eraser.methods.history import History, Iteration
-from concept_eraser.vectors import Vec, combine, dot, norm, spectral_norm
+from concept_eraser.methods.vectors import Vec, combine, dot, norm, spectral_norm
 
 REMEDY = "take fewer iterations k, or record a training whose learning rate contracts"
 NAMED = {"rewind": {"rewind": True}}
 
-MeanLoss = Callable[[Sequence[int]], Tensor]  # mean loss of some samples, by index, at the parameters as they stand
+# (samples, v) -> the mean Gauss-Newton matrix of the samples times v
+Curvature = Callable[[Sequence[int], Vec], Vec]
+# mean loss of some samples, by index, at the parameters as they stand
+MeanLoss = Callable[[Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What unlearning did. lengths: ||D_i|| after each iteration; touched: share of iterations with forgotten samples;
-    contraction: estimated ||I - eta H|| of each iteration (empty if not asked for); truncation: their product, a bound of
-    the factor by which the dropped past still weighs (nan with momentum, whose map is another)."""
+class RecursionOutcome:
+    """What unlearning did. lengths: ||D_i|| after each iteration; touched: share of iterations with
+    forgotten samples;
+    contraction: estimated ||I - eta H|| of each iteration (empty if not asked for); truncation:
+    their product, a bound of the factor by which the dropped past still weighs (nan with momentum,
+    whose map is another)."""
 
     lengths: tuple[float, ...]
     touched: float
@@ -69,15 +80,18 @@ class Outcome:
 class MiniUnlearning(Edit):
     """Remove samples from a model trained by SGD, from its last k iterations.
 
-    k: iterations that are looked at; more is closer to training again, always.
+    k: the number of last iterations that are used; more is closer to training again.
     history: in a recipe, the folder that a History recorded while the model was trained.
-    rewind: the baseline instead: the last k iterations again from their checkpoint, without the forgotten samples.
-    hvp: autograd (double backward), ggn (Gauss-Newton: needs the `curvature` product) or lbfgs (Algorithm 4, from
-        differences along the path; poor with few pairs, see the tests).
+    rewind: the baseline instead: the last k iterations again from their checkpoint, without the
+    forgotten samples.
+    hvp: autograd (double backward), ggn (Gauss-Newton: needs the `curvature` product) or lbfgs
+        (Algorithm 4, from differences along the path; poor with few pairs, see the tests).
     estimate: also estimate each iteration's contraction by that many power iterations (0: none).
     """
 
-    title: ClassVar[str] = "Machine Unlearning with Minimal Gradient Dependence for High Unlearning Ratios"
+    title: ClassVar[str] = (
+        "Machine Unlearning with Minimal Gradient Dependence for High Unlearning Ratios"
+    )
     source: ClassVar[str] = "arXiv 2406.16986"
     defaults: ClassVar[Mapping[str, str]] = {
         "k": "the paper, section 4",
@@ -99,58 +113,92 @@ class MiniUnlearning(Edit):
         if self.k < 1 or self.estimate < 0:
             raise ValueError(f"k must be >= 1 and estimate >= 0, found {self.k}, {self.estimate}")
 
-    def apply(self, history: History | None, loss: MeanLoss, forget: Sequence[int], *, curvature: Callable[[Sequence[int], Vec], Vec] | None = None) -> Outcome:  # fmt: skip
+    def apply(
+        self,
+        history: History | None,
+        loss: MeanLoss,
+        forget: Sequence[int],
+        *,
+        curvature: Curvature | None = None,
+    ) -> RecursionOutcome:
         """Move history.params, which stand at w_T, to w_T + D.
 
-        loss: mean loss of some samples by index, their share of weight decay included. BatchNorm must be frozen.
-        curvature: for hvp: ggn, the product of the mean Gauss-Newton matrix of some samples with a vector.
+        loss: mean loss of some samples by index, their share of weight decay included. BatchNorm
+        must be frozen.
+        curvature: for hvp: ggn, the product of the mean Gauss-Newton matrix of some samples with a
+        vector.
         """
         steps = _require(history).last(self.k)
         if self.hvp == "ggn" and curvature is None:
-            raise ValueError("hvp: ggn needs the argument `curvature`, (samples, v) -> Gauss-Newton product, e.g. lambda rows, v: Fisher(risk, [(x[rows], y[rows])]).product(v); or use hvp: autograd")  # fmt: skip
+            raise ValueError(
+                "hvp: ggn needs the argument `curvature`, (samples, v) -> Gauss-Newton "
+                "product, e.g. lambda rows, v: Fisher(risk, [(x[rows], "
+                "y[rows])]).product(v); or use hvp: autograd"
+            )
         assert history is not None
         with all_or_nothing(history.params, REMEDY) as final:
-            return self._recursion(steps, history.params, final, {int(j) for j in forget}, loss, curvature)
+            return self._recursion(
+                steps, history.params, final, {int(j) for j in forget}, loss, curvature
+            )
 
-    def _recursion(self, steps: list[Iteration], params: Vec, final: Vec, gone: set[int], loss: MeanLoss, curvature: Callable | None) -> Outcome:  # fmt: skip
+    def _recursion(
+        self,
+        steps: list[Iteration],
+        params: Vec,
+        final: Vec,
+        gone: set[int],
+        loss: MeanLoss,
+        curvature: Curvature | None,
+    ) -> RecursionOutcome:
         """D over the recorded iterations, oldest first, added to the weights of the last."""
         d = dv = tuple(torch.zeros_like(p) for p in params)
-        lengths, rates, touched = [], [], 0
-        plain = not any(step.momentum for step in steps)
+        lengths, rates, affected_steps = [], [], 0
+        without_momentum = not any(step.momentum for step in steps)
         product = self._product(steps, params, loss, curvature)
         for i, step in enumerate(steps):
-            kept = [j for j in step.indices if j not in gone]
-            hit = len(kept) < len(step.indices)
-            touched += hit
+            retained_rows = [j for j in step.indices if j not in gone]
+            is_affected = len(retained_rows) < len(step.indices)
+            affected_steps += is_affected
             _put(params, step.weights)
-            multiply = partial(product, i, kept)
-            d, dv = _advance(step, kept, hit, d, dv, params, loss, multiply)
-            if self.estimate and plain and kept:
+            multiply = partial(product, i, retained_rows)
+            d, dv = _advance(step, retained_rows, is_affected, d, dv, params, loss, multiply)
+            if self.estimate and without_momentum and retained_rows:
                 rates.append(_contraction(multiply, step.lr, params, self.estimate))
             lengths.append(float(norm(d)))
         _put(params, tuple(w + part for w, part in zip(final, d, strict=True)))
-        return Outcome(tuple(lengths), touched / len(steps), tuple(rates))
+        return RecursionOutcome(tuple(lengths), affected_steps / len(steps), tuple(rates))
 
     def edit(self, request: EditRequest) -> Mapping[str, float]:
         if not self.history:
-            raise ValueError("Mini-Unlearning needs the recorded history of the training: give method.history, the folder of a History(..., folder=...)")  # fmt: skip
+            raise ValueError(
+                "Mini-Unlearning needs the recorded history of the training: give "
+                "method.history, the folder of a History(..., folder=...)"
+            )
         history = History.open(request.params, Path(self.history))
         shapes = [tuple(w.shape) for w in history.last(1)[0].weights]
         if shapes != [tuple(p.shape) for p in request.params]:
-            raise ValueError(f"the history {self.history} is of {len(shapes)} tensors, of which the first are {shapes[:2]}; the selected ones are {len(request.params)}. Give the model it was recorded of, and trainable: all")  # fmt: skip
+            raise ValueError(
+                f"the history {self.history} is of {len(shapes)} tensors, of which the "
+                f"first are {shapes[:2]}; the selected ones are {len(request.params)}. "
+                "Give the model it was recorded of, and trainable: all"
+            )
         require_same_loss(history, request.loss)
         if self.rewind:
-            done = rewind(history, request.loss, request.forget, self.k)
+            outcome = rewind(history, request.loss, request.forget, self.k)
         else:
-            done = self.apply(history, request.loss, request.forget, curvature=self._curvature(request))
-        known = {"truncation": done.truncation} if math.isfinite(done.truncation) else {}
-        return {"step": done.lengths[-1], "touched": done.touched, **known}
+            outcome = self.apply(
+                history, request.loss, request.forget, curvature=self._curvature(request)
+            )
+        truncation = {"truncation": outcome.truncation} if math.isfinite(outcome.truncation) else {}
+        return {"step": outcome.lengths[-1], "touched": outcome.touched, **truncation}
 
-    def _curvature(self, request: EditRequest) -> Callable[[Sequence[int], Vec], Vec]:
+    def _curvature(self, request: EditRequest) -> Curvature:
         risk = Risk(request.model, "softmax", request.ridge)
         return lambda rows, v: Fisher(risk, request.batches(rows), request.ridge).product(v)
 
-    def _product(self, steps: list[Iteration], params: Vec, loss: MeanLoss, curvature: Callable | None) -> Callable:
+    def _product(
+        self, steps: list[Iteration], params: Vec, loss: MeanLoss, curvature: Curvature | None
+    ) -> Callable[[int, Sequence[int], Vec], Vec]:
         """(i, samples, v) -> mean Hessian of the samples at w_{i-1} times v."""
         if self.hvp == "ggn":
             return lambda i, kept, v: curvature(kept, v)  # type: ignore[misc]
@@ -158,10 +206,13 @@ class MiniUnlearning(Edit):
             return lambda i, kept, v: hessian_product(loss, kept, params, v)
 
         def secant(i: int, kept: Sequence[int], v: Vec) -> Vec:
-            near = sorted({max(0, min(len(steps) - 3, i - 1)) + j for j in range(min(3, len(steps)))})
+            near = sorted(
+                {max(0, min(len(steps) - 3, i - 1)) + j for j in range(min(3, len(steps)))}
+            )
             points = [steps[j].weights for j in near]
             grads = []
-            for point in points:  # the same samples in every gradient, or their differences are noise
+            # the same samples in every gradient, or their differences are noise
+            for point in points:
                 _put(params, point)
                 grads.append(mean_gradient(loss, kept, params))
             _put(params, steps[i].weights)
@@ -174,7 +225,11 @@ class MiniUnlearning(Edit):
 
 def _require(history: History | None) -> History:
     if history is None or history.seen == 0:
-        raise ValueError("Mini-Unlearning needs the recorded history of the training (weights and samples of its last iterations), and there is none. Train with a History, or use a method that needs no history")  # fmt: skip
+        raise ValueError(
+            "Mini-Unlearning needs the recorded history of the training (weights and "
+            "samples of its last iterations), and there is none. Train with a History, "
+            "or use a method that needs no history"
+        )
     return history
 
 
@@ -189,22 +244,41 @@ def mean_gradient(loss: MeanLoss, indices: Sequence[int], params: Vec) -> Vec:
 
 
 def hessian_product(loss: MeanLoss, indices: Sequence[int], params: Vec, v: Vec) -> Vec:
-    first = torch.autograd.grad(loss(indices), params, create_graph=True, allow_unused=True, materialize_grads=True)
-    along = torch.stack([(g * part).sum() for g, part in zip(first, v, strict=True)]).sum()
-    if not along.requires_grad:  # a loss that is linear in the parameters
+    gradient = torch.autograd.grad(
+        loss(indices), params, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    slope = torch.stack([(g * part).sum() for g, part in zip(gradient, v, strict=True)]).sum()
+    if not slope.requires_grad:  # a loss that is linear in the parameters
         return tuple(torch.zeros_like(p) for p in params)
-    return torch.autograd.grad(along, params, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(slope, params, allow_unused=True, materialize_grads=True)
 
 
-def _advance(step: Iteration, kept: list[int], hit: bool, d: Vec, dv: Vec, params: Vec, loss: MeanLoss, product: Callable[[Vec], Vec]) -> tuple[Vec, Vec]:  # fmt: skip
-    """One iteration of the recursion, with heavy ball: dv_i = beta dv_{i-1} + change of the gradient,
-    d_i = d_{i-1} - lr dv_i. The gradient of a batch that is wholly forgotten changes to 0."""
+def _advance(
+    step: Iteration,
+    kept: list[int],
+    hit: bool,
+    d: Vec,
+    dv: Vec,
+    params: Vec,
+    loss: MeanLoss,
+    product: Callable[[Vec], Vec],
+) -> tuple[Vec, Vec]:
+    """One iteration of the recursion, with heavy ball: dv_i = beta dv_{i-1} + change of the
+    gradient, d_i = d_{i-1} - lr dv_i. The gradient of a batch that is wholly forgotten changes to
+    0."""
     if not kept:
         change = tuple(-g for g in mean_gradient(loss, step.indices, params))
     else:
         change = product(d)
         if hit:
-            change = combine([1.0, 1.0, -1.0], [change, mean_gradient(loss, kept, params), mean_gradient(loss, step.indices, params)])  # fmt: skip
+            change = combine(
+                [1.0, 1.0, -1.0],
+                [
+                    change,
+                    mean_gradient(loss, kept, params),
+                    mean_gradient(loss, step.indices, params),
+                ],
+            )
     dv = combine([step.momentum, 1.0], [dv, change]) if step.momentum else change
     return combine([1.0, -step.lr], [d, dv]), dv
 
@@ -215,54 +289,75 @@ def _contraction(product: Callable[[Vec], Vec], lr: float, like: Vec, iterations
 
 
 def require_same_loss(history: History, loss: MeanLoss, tolerance: float = 0.05) -> None:
-    """Raise ValueError where the last recorded step but one is not a step of this loss: another weight decay, batch norm in
-    training mode, augmentation. Everything above would then linearise around the wrong path."""
+    """Raise ValueError where the last recorded step but one is not a step of this loss: another
+    weight decay, batch norm in training mode, augmentation. Everything above would then linearise
+    around the wrong path."""
     if min(history.seen, history.k) < 2:
         return
     before, after = history.last(2)
     params = history.params
-    with all_or_nothing(params, REMEDY) as now:
+    with all_or_nothing(params, REMEDY) as current_weights:
         _put(params, before.weights)
-        wanted = mean_gradient(loss, before.indices, params)
+        expected_step = mean_gradient(loss, before.indices, params)
         if before.momentum and before.velocity is not None:
-            wanted = combine([before.momentum, 1.0], [before.velocity, wanted])
-        _put(params, now)
-    made = tuple((a - b) / before.lr for a, b in zip(before.weights, after.weights, strict=True))
-    missed = float(norm(combine([1.0, -1.0], [made, wanted])))
-    rounding = 1e-6 * float(norm(before.weights)) / before.lr
-    if missed > tolerance * float(norm(made)) + rounding:
-        raise ValueError(f"the recorded training did not minimise this loss: its last step but one differs from ours by {missed / max(float(norm(made)), 1e-30):.0%}. Give the weight decay it was trained with (training.weight_decay), and record with batch norm frozen and without augmentation")  # fmt: skip
+            expected_step = combine([before.momentum, 1.0], [before.velocity, expected_step])
+        _put(params, current_weights)
+    recorded_step = tuple(
+        (a - b) / before.lr for a, b in zip(before.weights, after.weights, strict=True)
+    )
+    error = float(norm(combine([1.0, -1.0], [recorded_step, expected_step])))
+    rounding_error = 1e-6 * float(norm(before.weights)) / before.lr
+    if error > tolerance * float(norm(recorded_step)) + rounding_error:
+        raise ValueError(
+            "the recorded training did not minimise this loss: its last step but one "
+            f"differs from ours by {error / max(float(norm(recorded_step)), 1e-30):.0%}. Give "
+            "the weight decay it was trained with (training.weight_decay), and record "
+            "with batch norm frozen and without augmentation"
+        )
 
 
-def rewind(history: History | None, loss: MeanLoss, forget: Sequence[int], k: int) -> Outcome:
-    """The baseline: load w_{T-k} and train the last k iterations again without the forgotten samples."""
+def rewind(
+    history: History | None, loss: MeanLoss, forget: Sequence[int], k: int
+) -> RecursionOutcome:
+    """The baseline: load w_{T-k} and train the last k iterations again without the forgotten
+    samples.
+    """
     steps = _require(history).last(k)
     assert history is not None
-    params, gone, touched = history.params, {int(j) for j in forget}, 0
+    params, forget_rows, affected_steps = history.params, {int(j) for j in forget}, 0
     with all_or_nothing(params, REMEDY) as final:
         _put(params, steps[0].weights)
         velocity = steps[0].velocity or tuple(torch.zeros_like(p) for p in params)
         for step in steps:
-            kept = [j for j in step.indices if j not in gone]
-            touched += len(kept) < len(step.indices)
-            gradient = mean_gradient(loss, kept, params) if kept else tuple(torch.zeros_like(p) for p in params)
-            velocity = combine([step.momentum, 1.0], [velocity, gradient]) if step.momentum else gradient
+            retained_rows = [j for j in step.indices if j not in forget_rows]
+            affected_steps += len(retained_rows) < len(step.indices)
+            gradient = (
+                mean_gradient(loss, retained_rows, params)
+                if retained_rows
+                else tuple(torch.zeros_like(p) for p in params)
+            )
+            velocity = (
+                combine([step.momentum, 1.0], [velocity, gradient]) if step.momentum else gradient
+            )
             with torch.no_grad():
                 for parameter, v in zip(params, velocity, strict=True):
                     parameter.sub_(step.lr * v)
-        moved = tuple(p.detach() - w for p, w in zip(params, final, strict=True))
-    return Outcome((float(norm(moved)),), touched / k)
+        displacement = tuple(p.detach() - w for p, w in zip(params, final, strict=True))
+    return RecursionOutcome((float(norm(displacement)),), affected_steps / k)
 
 
 def lbfgs_product(s: Sequence[Vec], y: Sequence[Vec], v: Vec) -> Vec:
-    """B v for the compact L-BFGS matrix (Algorithm 4, corrected; Byrd, Nocedal & Schnabel 1994, Eq. 3.5):
+    """B v for the compact L-BFGS matrix (Algorithm 4, corrected; Byrd, Nocedal & Schnabel 1994, Eq.
+    3.5):
 
         B v = sigma v - [Y, sigma S] [[-D, L^T], [L, sigma S^T S]]^-1 [Y^T v; sigma S^T v]
 
-    S, Y: differences of weights and of gradients; D, L the diagonal and the strictly lower part of S^T Y;
-    sigma = y^T s / s^T s of the last pair. Pairs without positive curvature are left out.
+    S, Y: differences of weights and of gradients; D, L the diagonal and the strictly lower part of
+    S^T Y; sigma = y^T s / s^T s of the last pair. Pairs without positive curvature are left out.
     """
-    pairs = [(a, b) for a, b in zip(s, y, strict=True) if float(dot(a, b)) > 1e-12 * float(dot(a, a))]
+    pairs = [
+        (a, b) for a, b in zip(s, y, strict=True) if float(dot(a, b)) > 1e-12 * float(dot(a, a))
+    ]
     if not pairs:
         return tuple(torch.zeros_like(part) for part in v)
     s, y = [a for a, _ in pairs], [b for _, b in pairs]

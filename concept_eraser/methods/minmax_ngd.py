@@ -1,20 +1,25 @@
-"""Min/Max natural gradient descent (Lev & Wilson, arXiv 2407.08169, Algorithm 2), for losses that are not convex.
+"""Min/Max natural gradient descent (Lev & Wilson, arXiv 2407.08169, Algorithm 2), for losses that
+are not convex.
 
 In turn k_1 steps on forget batches and k_2 on retain batches, each of the form
 
-    theta <- theta - alpha P^-1 (grad L_player + 2 gamma (theta - theta_sm)),   theta_sm <- theta_sm + beta (theta - theta_sm),
+    theta <- theta - alpha P^-1 (grad L_objective + 2 gamma (theta - theta_sm)),
+    theta_sm <- theta_sm + beta (theta - theta_sm),
 
-with P the axis-wise online Fisher of Povey et al. (arXiv 1410.7455) that the authors' code uses: for every tensor and
-every axis of size d, F <- (1 - rho) F + rho X X^T / N over the other axes, smoothed to F + smoothing tr(F)/d I; each
-axis rescales its result to the length of the raw gradient, so that the learning rate keeps its meaning for SGD.
+with P the axis-wise online Fisher of Povey et al. (arXiv 1410.7455) that the authors' code uses:
+for every tensor and every axis of size d, F <- (1 - rho) F + rho X X^T / N over the other axes,
+smoothed to F + smoothing tr(F)/d I; each axis rescales its result to the length of the raw
+gradient, so that the learning rate keeps its meaning for SGD.
 
 Deliberate differences from the paper:
-* Eq. 14 has + gamma ||theta - theta_sm||^2 in the ascent, which drives the weights away from their smoothed average.
-  Here both phases are pulled towards it.
-* The forget loss is to be minimised, like every loss of this package: give it the loss `ascent` for the paper's
-  objective, or better a bounded one (`anchor`); raw ascent diverges in long runs.
-* k_1, k_2 and gamma are not given in the paper. The defaults: 1, 4 (its batches of 32 and 128) and 0.
-* Dense factors for axes of up to 512 entries; longer axes are left as they are (the code keeps low-rank factors).
+* Eq. 14 has + gamma ||theta - theta_sm||^2 in the ascent, which drives the weights away from their
+  smoothed average. Here both phases are pulled towards it.
+* The forget loss is to be minimised, like every loss of this package: give it the loss `ascent` for
+  the paper's objective, or better a bounded one (`anchor`); raw ascent diverges in long runs.
+* k_1, k_2 and gamma are not given in the paper. The defaults: 1, 4 (its batches of 32 and 128) and
+0.
+* Dense factors for axes of up to 512 entries; longer axes are left as they are (the code keeps
+low-rank factors).
 * `release` of theta_sm instead of theta is not offered; use the trained weights.
 """
 
@@ -28,21 +33,24 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Closure, Direction, Method
-from concept_eraser.vectors import Vec, gramian
+from concept_eraser.methods.vectors import Vec, gramian
 
 LONGEST = 512  # entries of an axis with a dense factor
 
 
 @dataclass(frozen=True)
 class MinMaxNGD(Method):
-    """Steps on one player at a time, preconditioned axis by axis.
+    """Steps on one objective at a time, preconditioned axis by axis.
 
-    forget_steps, retain_steps: k_1 and k_2. pull: gamma, towards the smoothed weights. average: beta.
-    memory: rho of the running Fisher. smoothing: multiple of its mean eigenvalue that is added. period: steps between
-    updates of the Fisher.
+    forget_steps, retain_steps: k_1 and k_2. pull: gamma, towards the smoothed weights. average:
+    beta.
+    memory: rho of the running Fisher. smoothing: multiple of its mean eigenvalue that is added.
+    period: steps between updates of the Fisher.
     """
 
-    title: ClassVar[str] = "Min/Max natural gradient descent (Faster Machine Unlearning via Natural Gradient Descent)"
+    title: ClassVar[str] = (
+        "Min/Max natural gradient descent (Faster Machine Unlearning via Natural Gradient Descent)"
+    )
     source: ClassVar[str] = "arXiv 2407.08169, Algorithm 2"
     defaults: ClassVar[Mapping[str, str]] = {
         "forget_steps": "ours",
@@ -66,56 +74,71 @@ class MinMaxNGD(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.forget_steps < 1 or self.retain_steps < 1 or self.period < 1:
-            raise ValueError(f"forget_steps, retain_steps and period must be >= 1, found {self.forget_steps}, {self.retain_steps}, {self.period}")  # fmt: skip
-        if self.pull < 0 or not 0 < self.average <= 1 or not 0 < self.memory <= 1 or self.smoothing <= 0:
-            raise ValueError(f"expected pull >= 0, average and memory in (0, 1], smoothing > 0; found {self.pull}, {self.average}, {self.memory}, {self.smoothing}")  # fmt: skip
+            raise ValueError(
+                "forget_steps, retain_steps and period must be >= 1, found "
+                f"{self.forget_steps}, {self.retain_steps}, {self.period}"
+            )
+        if (
+            self.pull < 0
+            or not 0 < self.average <= 1
+            or not 0 < self.memory <= 1
+            or self.smoothing <= 0
+        ):
+            raise ValueError(
+                "expected pull >= 0, average and memory in (0, 1], smoothing > 0; found "
+                f"{self.pull}, {self.average}, {self.memory}, {self.smoothing}"
+            )
 
-    def check_players(self, players: tuple[str, ...]) -> None:
-        if set(players) != {"retain", "forget"}:
-            raise ValueError(f"minmax_ngd takes turns between retain and forget; found {', '.join(players)}")
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        if set(objectives) != {"retain", "forget"}:
+            raise ValueError(
+                f"minmax_ngd takes turns between retain and forget; found {', '.join(objectives)}"
+            )
 
     def direction(self, closure: Closure) -> Direction:
-        self.check_players(closure.players)
+        self.check_objectives(closure.objectives)
         turn = closure.step % (self.forget_steps + self.retain_steps)
-        player = "forget" if turn < self.forget_steps else "retain"
-        grad = closure.grad(player)
+        objective = "forget" if turn < self.forget_steps else "retain"
+        grad = closure.grad(objective)
         raw = gramian([grad])
         grad = self._pulled(grad, closure.params)
         vec = tuple(self._precondition(i, g, closure.step) for i, g in enumerate(grad))
-        index = closure.players.index(player)
+        index = closure.objectives.index(objective)
         gram = torch.full((2, 2), float("nan"), dtype=torch.float64)
         gram[index, index] = raw[0, 0]
-        return Direction(vec, gram, None, {"forget_turn": float(player == "forget")})
+        return Direction(vec, gram, None, {"forget_turn": float(objective == "forget")})
 
     def _pulled(self, grad: Vec, params: Vec) -> Vec:
         """grad + 2 gamma (theta - theta_sm); moves theta_sm to where the weights have come."""
         if self.pull == 0:
             return grad
-        pulled = []
+        gradients = []
         for i, (g, p) in enumerate(zip(grad, params, strict=True)):
             smooth = self._kept.get(f"smooth_{i}", p.detach()).to(p)
             smooth = smooth + self.average * (p.detach() - smooth)
             self._kept[f"smooth_{i}"] = smooth
-            pulled.append(g + 2 * self.pull * (p.detach() - smooth))
-        return tuple(pulled)
+            gradients.append(g + 2 * self.pull * (p.detach() - smooth))
+        return tuple(gradients)
 
     def _precondition(self, index: int, grad: Tensor, step: int) -> Tensor:
-        found = grad
+        result = grad
         for axis, size in enumerate(grad.shape):
             if 1 < size <= LONGEST:
-                factor = self._factor(f"{index}_{axis}", found, axis, step).to(found)
-                found = precondition_axis(found, factor, axis, self.smoothing)
-        return found
+                factor = self._factor(f"{index}_{axis}", result, axis, step).to(result)
+                result = precondition_axis(result, factor, axis, self.smoothing)
+        return result
 
     def _factor(self, name: str, grad: Tensor, axis: int, step: int) -> Tensor:
-        """The running Fisher of one axis [d, d], updated every `period` steps, at another phase in every round: a
-        period that divides the round would see one player only."""
+        """The running Fisher of one axis [d, d], updated every `period` steps, at another phase in
+        every round: a period that divides the round would see one objective only."""
         key = f"fisher_{name}"
         turns = step // (self.forget_steps + self.retain_steps)
         if key not in self._kept:
             self._kept[key] = axis_covariance(grad, axis)
         elif (step + turns) % self.period == 0:
-            self._kept[key] = (1 - self.memory) * self._kept[key].to(grad) + self.memory * axis_covariance(grad, axis)
+            self._kept[key] = (1 - self.memory) * self._kept[key].to(
+                grad
+            ) + self.memory * axis_covariance(grad, axis)
         return self._kept[key]
 
 
@@ -131,10 +154,12 @@ def precondition_axis(grad: Tensor, factor: Tensor, axis: int, smoothing: float)
     if not bool(level > 0):
         return grad
     rows = grad.movedim(axis, 0).reshape(grad.shape[axis], -1)
-    smoothed = factor + smoothing * level * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-    turned = torch.linalg.solve(smoothed / level, rows)
-    turned = turned * (rows.norm() / turned.norm().clamp(min=1e-30))
-    return turned.reshape(grad.movedim(axis, 0).shape).movedim(0, axis)
+    damped_factor = factor + smoothing * level * torch.eye(
+        len(factor), dtype=factor.dtype, device=factor.device
+    )
+    result: Tensor = torch.linalg.solve(damped_factor / level, rows)
+    result = result * (rows.norm() / result.norm().clamp(min=1e-30))
+    return result.reshape(grad.movedim(axis, 0).shape).movedim(0, axis)
 
 
 PLUGIN = MinMaxNGD

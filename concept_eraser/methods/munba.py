@@ -1,31 +1,35 @@
 """MUNBa: Machine Unlearning via Nash Bargaining (Wu & Harandi, arXiv 2411.15537), Eqs. 6-8.
 
-Two players, retain and forget, offer the gradients g_r, g_f of losses that are both to be minimised, and bargain
-for a common direction g = a_r g_r + a_f g_f. The Nash solution has a > 0 and
+Two objectives, retain and forget, offer the gradients g_r, g_f of losses that are both to be
+minimised, and bargain for a common direction g = a_r g_r + a_f g_f. The Nash solution has a > 0 and
 
-    G^T G a = 1 / a   (elementwise),   G = [g_r g_f].                                                (Eq. 6)
+    G^T G a = 1 / a   (elementwise),   G = [g_r g_f].                                   (Eq. 6)
 
-Closed form. With c = cos(g_r, g_f) and u_i = a_i ||g_i|| the two equations read u_r^2 + c u_r u_f = 1 and
-u_f^2 + c u_r u_f = 1, hence u_r = u_f = (1 + c)^(-1/2):
+Closed form. With c = cos(g_r, g_f) and u_i = a_i ||g_i|| the two equations read u_r^2 + c u_r u_f =
+1 and u_f^2 + c u_r u_f = 1, hence u_r = u_f = (1 + c)^(-1/2):
 
     a_i = 1 / (||g_i|| sqrt(1 + c)).
 
-Consequences (each a test): ||g|| = sqrt(2); <g, g_i> = 1 / a_i > 0, so both losses fall to first order; rescaling
-either loss changes nothing; both players contribute equally; the direction is parallel to NGDiff's.
+Consequences (each a test): ||g|| = sqrt(2); <g, g_i> = 1 / a_i > 0, so both losses fall to first
+order; rescaling either loss changes nothing; both objectives contribute equally; the direction is
+parallel to NGDiff's.
 
 Deliberate differences from the paper and its code:
-* Eq. 8 as first printed gives a_f = sqrt(sin^2(phi) (1 - c)) / ||g_f||; the proof's Eq. 35 loses a division by
-  sin^2(phi). Its residual a_i (G^T G a)_i is (0.98, 0.85) at c = 0.3 instead of (1, 1). `formula="printed"`
-  reproduces it for comparison; the default is exact. The fourth version on arXiv has, by a public transcription of it,
-  a_i = sqrt((1 - c) / (sin^2(phi) + xi)) / ||g_i||: corrected, and at xi = 0 what stands above. With xi > 0 that
-  goes to 0 where the gradients agree (c -> 1); here xi acts at c -> -1 only, where there is no bargain.
-* The public code falls back to a fixed weighted sum where its formula cancels. Here nothing falls back silently:
-  1 + c is clamped at `xi` when the gradients are opposed, a player without a usable gradient is left out, and
-  both are counted in the log.
-* `every=k` bargains at every k-th step only and keeps the weights in between, as the paper offers; both gradients
-  are still needed at every step, so here it saves nothing but the solution of two equations.
-* More than two players (several concepts and retain) are solved by Newton's method on the strictly convex
-  1/2 u^T C u - sum_i log u_i, whose stationarity condition is Eq. 6 for unit gradients.
+* Eq. 8 as first printed gives a_f = sqrt(sin^2(phi) (1 - c)) / ||g_f||; the proof's Eq. 35 loses a
+  division by sin^2(phi). Its residual a_i (G^T G a)_i is (0.98, 0.85) at c = 0.3 instead of (1, 1).
+  `formula="printed"` reproduces it for comparison; the default is exact. The fourth version on
+  arXiv has, by a public transcription of it, a_i = sqrt((1 - c) / (sin^2(phi) + xi)) / ||g_i||:
+  corrected, and at xi = 0 what stands above. With xi > 0 that goes to 0 where the gradients agree
+  (c -> 1); here xi acts at c -> -1 only, where there is no bargain.
+* The public code falls back to a fixed weighted sum where its formula cancels. Here nothing falls
+  back silently: 1 + c is clamped at `xi` when the gradients are opposed, an objective without a
+  usable gradient is left out, and both are counted in the log.
+* `every=k` bargains at every k-th step only and keeps the weights in between, as the paper offers;
+  both gradients are still needed at every step, so here it saves nothing but the solution of two
+  equations.
+* More than two objectives (several concepts and retain) are solved by Newton's method on the
+  strictly convex 1/2 u^T C u - sum_i log u_i, whose stationarity condition is Eq. 6 for unit
+  gradients.
 """
 
 from __future__ import annotations
@@ -38,55 +42,64 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Closure, Direction, GramMethod, usable
-from concept_eraser.vectors import combine, gramian
+from concept_eraser.methods.vectors import combine, gramian
 
 
 def exact_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
-    """a_i = 1 / (||g_i|| sqrt(max(1 + c, xi))) for two players; also whether the clamp was active."""
+    """a_i = 1 / (||g_i|| sqrt(max(1 + c, xi))) for two objectives; also whether the clamp was
+    active.
+    """
     norms = gram.diagonal().sqrt()
     slack = 1 + gram[0, 1] / norms[0] / norms[1]
     return 1 / (norms * slack.clamp(min=xi).sqrt()), bool(slack < xi)
 
 
 def printed_weights(gram: Tensor) -> Tensor:
-    """Eq. 8 as first printed (wrong for the forget player), for two players ordered (retain, forget)."""
+    """Eq. 8 as first printed (wrong for the forget objective), for two objectives ordered (retain,
+    forget).
+    """
     norms = gram.diagonal().sqrt()
     c = (gram[0, 1] / norms[0] / norms[1]).clamp(-1, 1)
     sine2 = 1 - c * c
-    return torch.stack([1 / (norms[0] * (1 + c).clamp(min=1e-12).sqrt()), (sine2 * (1 - c)).sqrt() / norms[1]])
+    return torch.stack(
+        [1 / (norms[0] * (1 + c).clamp(min=1e-12).sqrt()), (sine2 * (1 - c)).sqrt() / norms[1]]
+    )
 
 
 def nash_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
-    """Solve a_i (G^T G a)_i = 1 for any number m of players; also whether the cosines had to be regularised.
+    """Solve a_i (G^T G a)_i = 1 for any number m of objectives; also whether the cosines had to be
+    regularised.
 
-    With u_i = a_i ||g_i|| and C the matrix of cosines, u minimises 1/2 u^T C u - sum log u. At the solution
-    u^T C u = m, so w = u / sum(u) has w^T C w = m / sum(u)^2: where 0 lies in the convex hull of the unit gradients
-    there is no common descent and u diverges. Beyond sum(u) = m / sqrt(xi), which for two players is 1 + c = xi,
-    C + xi I is solved instead.
+    With u_i = a_i ||g_i|| and C the matrix of cosines, u minimises 1/2 u^T C u - sum log u. At the
+    solution u^T C u = m, so w = u / sum(u) has w^T C w = m / sum(u)^2: where 0 lies in the convex
+    hull of the unit gradients there is no common descent and u diverges. Beyond sum(u) = m /
+    sqrt(xi), which for two objectives is 1 + c = xi, C + xi I is solved instead.
     """
     norms = gram.diagonal().sqrt()
     cosines = gram / norms[:, None] / norms[None, :]
     limit = len(gram) / xi**0.5
     u = _newton(cosines, 10 * limit)
-    clamped = bool(u.sum() > limit)
-    if clamped:
+    is_clamped = bool(u.sum() > limit)
+    if is_clamped:
         u = _newton(cosines + xi * torch.eye(len(gram), dtype=gram.dtype), float("inf"))
-    return u / norms, clamped
+    return u / norms, is_clamped
 
 
 def _newton(cosines: Tensor, limit: float) -> Tensor:
     """Minimise 1/2 u^T C u - sum log u; gives up where sum(u) exceeds the limit.
 
-    The function is self-concordant: the step -(C + diag(1/u^2))^-1 (C u - 1/u), divided by 1 + its Newton decrement
-    while that is large, never leaves u > 0 and converges from anywhere.
+    The function is self-concordant: the step -(C + diag(1/u^2))^-1 (C u - 1/u), divided by 1 + its
+    Newton decrement while that is large, never leaves u > 0 and converges from anywhere.
     """
     u = torch.ones(len(cosines), dtype=cosines.dtype)
     for _ in range(200):
         slope = cosines @ u - 1 / u
         # in units of u: (diag(u) C diag(u) + I) is well conditioned where C + diag(1/u^2) is not
-        scaled = torch.linalg.solve(u[:, None] * cosines * u[None, :] + torch.eye(len(u), dtype=u.dtype), u * slope)
-        decrement = float((u * slope @ scaled).clamp(min=0).sqrt())
-        u = u - u * scaled / (1 + decrement if decrement > 0.25 else 1)
+        relative_step = torch.linalg.solve(
+            u[:, None] * cosines * u[None, :] + torch.eye(len(u), dtype=u.dtype), u * slope
+        )
+        decrement = float((u * slope @ relative_step).clamp(min=0).sqrt())
+        u = u - u * relative_step / (1 + decrement if decrement > 0.25 else 1)
         if decrement < 1e-13 or float(u.sum()) > limit:
             break
     return u
@@ -96,8 +109,10 @@ def _newton(cosines: Tensor, limit: float) -> Tensor:
 class Munba(GramMethod):
     """Nash bargaining between forgetting and preserving.
 
-    formula: "exact" (the solution of Eq. 6) or "printed" (Eq. 8 as first printed, two players only).
-    xi: smallest value of 1 + cos that is used; below it the gradients are opposed and the weights would diverge.
+    formula: "exact" (the solution of Eq. 6) or "printed" (Eq. 8 as first printed, two objectives
+    only).
+    xi: smallest value of 1 + cos that is used; below it the gradients are opposed and the weights
+    would diverge.
     every: bargain at every `every`-th step and keep the weights in between.
     """
 
@@ -108,7 +123,9 @@ class Munba(GramMethod):
         "xi": "ours",
         "every": "the paper bargains at every step",
     }
-    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "stationarity"})  # fmt: skip
+    theorems: ClassVar[frozenset[str]] = frozenset(
+        {"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "stationarity"}
+    )
 
     formula: Literal["exact", "printed"] = "exact"
     xi: float = 1e-6
@@ -125,40 +142,46 @@ class Munba(GramMethod):
     def laws(self) -> frozenset[str]:
         return self.theorems if self.formula == "exact" else frozenset({"scale_invariance"})
 
-    def check_players(self, players: tuple[str, ...]) -> None:
-        if self.formula == "printed" and len(players) != 2:
-            raise ValueError(f"formula='printed' is Eq. 8 of the paper, which knows two players only; found {', '.join(players)}. Use 'exact'")  # fmt: skip
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        if self.formula == "printed" and len(objectives) != 2:
+            raise ValueError(
+                "formula='printed' is Eq. 8 of the paper, which knows two objectives only; "
+                f"found {', '.join(objectives)}. Use 'exact'"
+            )
 
     def direction(self, closure: Closure) -> Direction:
-        kept = self._kept.get("weights")
-        if self.every > 1 and closure.step % self.every and kept is not None:
-            grads = [closure.grad(player) for player in closure.players]
-            return Direction(combine(kept, grads), gramian(grads), kept, {"kept": 1})
-        found = super().direction(closure)
-        if self.every > 1 and found.weights is not None and not found.notes["degenerate"]:
-            self._kept["weights"] = found.weights
-        return found
+        weights = self._kept.get("weights")
+        if self.every > 1 and closure.step % self.every and weights is not None:
+            grads = [closure.grad(objective) for objective in closure.objectives]
+            return Direction(combine(weights, grads), gramian(grads), weights, {"kept": 1})
+        result = super().direction(closure)
+        if self.every > 1 and result.weights is not None and not result.notes["degenerate"]:
+            self._kept["weights"] = result.weights
+        return result
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
-        alive = usable(gram)
+        usable_objectives = usable(gram)
         weights = torch.zeros(len(gram), dtype=torch.float64)
-        players = alive.nonzero().flatten()
-        if len(players) == 0:
+        positions = usable_objectives.nonzero().flatten()
+        if len(positions) == 0:
             return weights, {"degenerate": 1, "clamped": 0}
-        some = gram.double()[players][:, players]
-        clamped = False
-        if len(players) == 1:
-            found = 1 / some.diagonal().sqrt()
-        elif len(players) > 2:
+        usable_gram = gram.double()[positions][:, positions]
+        is_clamped = False
+        if len(positions) == 1:
+            solution = 1 / usable_gram.diagonal().sqrt()
+        elif len(positions) > 2:
             if self.formula == "printed":
-                raise ValueError("formula='printed' is Eq. 8 of the paper, which knows two players only; use 'exact'")
-            found, clamped = nash_weights(some, self.xi)
+                raise ValueError(
+                    "formula='printed' is Eq. 8 of the paper, which knows two objectives "
+                    "only; use 'exact'"
+                )
+            solution, is_clamped = nash_weights(usable_gram, self.xi)
         elif self.formula == "printed":
-            found = printed_weights(some)
+            solution = printed_weights(usable_gram)
         else:
-            found, clamped = exact_weights(some, self.xi)
-        weights[players] = found
-        return weights, {"degenerate": int(len(players) < len(gram)), "clamped": int(clamped)}
+            solution, is_clamped = exact_weights(usable_gram, self.xi)
+        weights[positions] = solution
+        return weights, {"degenerate": int(len(positions) < len(gram)), "clamped": int(is_clamped)}
 
 
 NAMED = {"munba-printed": {"formula": "printed"}}

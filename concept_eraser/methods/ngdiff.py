@@ -2,10 +2,11 @@
 
     g = g_r / ||g_r|| + g_f / ||g_f||
 
-(the paper writes a difference because its g_f is the gradient of the loss it climbs; ours is of the loss to be
-minimised). Parallel to MUNBa's exact direction, which is sqrt(1/(1 + c)) times as long: under an optimiser that
-ignores the length of a constant-cosine gradient the two are one method, and this file exists to show it.
-The automatic learning rate of the paper is not part of the rule and is left out.
+(the paper writes a difference because its g_f is the gradient of the loss it climbs; ours is of the
+loss to be minimised). Parallel to MUNBa's exact direction, which is sqrt(1/(1 + c)) times as long:
+under an optimiser that ignores the length of a constant-cosine gradient the two are one method, and
+this file exists to show it. The automatic learning rate of the paper is not part of the rule and is
+left out.
 """
 
 from __future__ import annotations
@@ -24,14 +25,22 @@ from concept_eraser.methods.base import GramMethod, usable
 class NGDiff(GramMethod):
     """The sum of the unit gradients."""
 
-    title: ClassVar[str] = "NGDiff: Unlearning as multi-task optimization, a normalized gradient difference approach"
+    title: ClassVar[str] = (
+        "NGDiff: Unlearning as multi-task optimization, a normalized gradient difference approach"
+    )
     source: ClassVar[str] = "arXiv 2410.22086"
-    theorems: ClassVar[frozenset[str]] = frozenset({"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "stationarity"})  # fmt: skip
+    theorems: ClassVar[frozenset[str]] = frozenset(
+        {"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "stationarity"}
+    )
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
-        alive = usable(gram)
-        squares = torch.where(alive, gram.diagonal().double(), torch.ones((), dtype=torch.float64))
-        return torch.where(alive, squares.rsqrt(), 0.0), {"degenerate": int(not bool(alive.all()))}
+        usable_objectives = usable(gram)
+        squares = torch.where(
+            usable_objectives, gram.diagonal().double(), torch.ones((), dtype=torch.float64)
+        )
+        return torch.where(usable_objectives, squares.rsqrt(), 0.0), {
+            "degenerate": int(not bool(usable_objectives.all()))
+        }
 
 
 PLUGIN = NGDiff

@@ -1,22 +1,28 @@
-"""Reliable and Efficient Concept Erasure of Text-to-Image Diffusion Models (Gong, Chen, Wei, Chen & Jiang, arXiv 2407.12383).
+"""Reliable and Efficient Concept Erasure of Text-to-Image Diffusion Models (Gong, Chen, Wei, Chen &
+Jiang, arXiv 2407.12383).
 
-What UCE erased can often be asked for by other states. RECE finds them in closed form and erases them too, in rounds.
-With W the keys and values as they came, W_k after k rounds (W_0: after UCE), c a concept's state and a its anchor's:
+Other states often still produce a concept that UCE erased. RECE finds them in closed form and
+erases them too, in rounds. W are the original keys and values, W_k those after k rounds (W_0: after
+UCE). c is a concept's state and a its anchor's:
 
-    c' = argmin_x sum_layers ||W_k x - W c||^2 + reg ||x||^2 = (sum W_k^T W_k + reg I)^-1 (sum W_k^T W) c     (Eq. 8)
+    c' = argmin_x sum_layers ||W_k x - W c||^2 + reg ||x||^2                                (Eq. 8)
+       = (sum W_k^T W_k + reg I)^-1 (sum W_k^T W) c
     W_{k+1} = the minimiser of Eq. 3 for c' with anchor a, from W_k:
               sum ||W' c' - W_k a||^2 + preserve sum ||W' p - W_k p||^2 + lamb ||W' - W_k||^2
 
-All W_k are W times a matrix T_k of the states' width (see uce.py), so with G = sum W^T W the rounds need G only:
-c' = (T^T G T + reg I)^-1 T^T G c.
+All W_k are W times a matrix T_k of the states' width (see uce.py), so with G = sum W^T W the rounds
+need G only: c' = (T^T G T + reg I)^-1 T^T G c.
 
-The term reg ||x||^2 keeps c' short, and with it the damage that erasing it does: without one the best x brings W c back
-exactly wherever the layers have more outputs than the states are wide and T is invertible.
+The term reg ||x||^2 keeps c' short, and with it the damage that erasing it does: without one the
+best x brings W c back exactly wherever the layers have more outputs than the states are wide and T
+is invertible.
 
 Deliberate differences from the paper and its public code:
 * One set of weights for the first edit and the rounds. The paper starts from UCE's own checkpoints.
-* The code cuts off nothing (all 77 tokens, paired by place); see `tokens` in uce.py for what is paired here.
-* The code's other regularisations (towards an earlier target, surrogate) are left out; the paper's is this one.
+* The code cuts off nothing (all 77 tokens, paired by place); see `tokens` in uce.py for what is
+paired here.
+* The code's other regularisations (towards an earlier target, surrogate) are left out; the paper's
+is this one.
 * Solved in float64; UCE's differences.
 """
 
@@ -37,11 +43,13 @@ from concept_eraser.methods.uce import replacement, require_weights, second_mome
 class ReliableEfficientErasure(ProjectionEdit):
     """UCE, then rounds that find and erase what would bring the concept back.
 
-    epochs: rounds after UCE. reg: keeps the states that bring it back short. erase_scale, preserve_scale, lamb, tokens: as
-    of uce, in every round.
+    epochs: rounds after UCE. reg: keeps the states that bring it back short. erase_scale,
+    preserve_scale, lamb, tokens: as of uce, in every round.
     """
 
-    title: ClassVar[str] = "Reliable and Efficient Concept Erasure of Text-to-Image Diffusion Models"
+    title: ClassVar[str] = (
+        "Reliable and Efficient Concept Erasure of Text-to-Image Diffusion Models"
+    )
     source: ClassVar[str] = "Gong et al., arXiv 2407.12383"
     defaults: ClassVar[Mapping[str, str]] = {
         "epochs": "the paper, nudity (other unsafe concepts 2, styles and objects 1)",
@@ -67,31 +75,56 @@ class ReliableEfficientErasure(ProjectionEdit):
             raise ValueError(f"epochs must be >= 0 and reg > 0, found {self.epochs} and {self.reg}")
 
     def change(self, request: ProjectionRequest) -> tuple[Tensor, Mapping[str, float]]:
-        """Told beside: back_k, how far from the concept the best c' still is after k rounds, sum |T_k c' - c|^2 /
-        sum |a - c|^2 as a square root: 0 is brought back whole, 1 as far away as the anchor."""
-        gram, kept = request.gram(), second_moment(request.retain, width_of(request)) * self.preserve_scale
-        one = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        total = one + replacement(request.forget, request.anchor, kept, self.erase_scale, self.lamb)
-        told = {}
+        """See `ProjectionEdit.change`. The results also have back_k for each round k.
+
+        back_k is the distance of the best c' from the concept after k rounds,
+        sqrt(sum |T_k c' - c|^2 / sum |a - c|^2). At 0 the concept is regenerated exactly; at 1 it
+        is as far away as the anchor.
+        """
+        gram, preserved = (
+            request.gram(),
+            second_moment(request.retain, width_of(request)) * self.preserve_scale,
+        )
+        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        total = identity + replacement(
+            request.forget, request.anchor, preserved, self.erase_scale, self.lamb
+        )
+        distances = {}
         for k in range(self.epochs + 1):
-            found = [states.double() @ regenerating(gram, total, self.reg).T for states in request.forget]
-            told[f"back_{k}"] = _distance(gram, total, found, request)
+            regenerated = [
+                states.double() @ regenerating(gram, total, self.reg).T for states in request.forget
+            ]
+            distances[f"back_{k}"] = _distance(gram, total, regenerated, request)
             if k < self.epochs:
-                total = total @ (one + replacement(found, request.anchor, kept, self.erase_scale, self.lamb))
-        return total - one, told
+                total = total @ (
+                    identity
+                    + replacement(
+                        regenerated, request.anchor, preserved, self.erase_scale, self.lamb
+                    )
+                )
+        return total - identity, distances
 
 
 def regenerating(gram: Tensor, total: Tensor, reg: float) -> Tensor:
-    """B [width, width] with c' = B c = (T^T G T + reg I)^-1 T^T G c. Raises ValueError where they are not finite."""
+    """B [width, width] with c' = B c = (T^T G T + reg I)^-1 T^T G c. Raises ValueError where they
+    are not finite.
+    """
     right = total.T @ gram
-    return solved(right @ total + reg * torch.eye(len(gram), dtype=gram.dtype, device=gram.device), right)
+    return solved(
+        right @ total + reg * torch.eye(len(gram), dtype=gram.dtype, device=gram.device), right
+    )
 
 
-def _distance(gram: Tensor, total: Tensor, found: Sequence[Tensor], request: ProjectionRequest) -> float:
+def _distance(
+    gram: Tensor, total: Tensor, found: Sequence[Tensor], request: ProjectionRequest
+) -> float:
     above = below = 0.0
     for back, c, a in zip(found, request.forget, request.anchor, strict=True):
-        missed, apart = back @ total.T - c.double(), a.double() - c.double()
-        above, below = above + float(((missed @ gram) * missed).sum()), below + float(((apart @ gram) * apart).sum())
+        difference, anchor_difference = back @ total.T - c.double(), a.double() - c.double()
+        above, below = (
+            above + float(((difference @ gram) * difference).sum()),
+            below + float(((anchor_difference @ gram) * anchor_difference).sum()),
+        )
     return (above / below) ** 0.5 if below > 0 else 0.0
 
 

@@ -1,25 +1,33 @@
-"""SCRUB: a student that disobeys its teacher on the forgotten examples and obeys it elsewhere (Kurmanji et al., arXiv 2302.09880).
+"""SCRUB: a student that disobeys its teacher on the forgotten examples and obeys it elsewhere
+(Kurmanji et al., arXiv 2302.09880).
 
-With w^o the trained model (the teacher), w^u the student, which starts from it, and d(x; w) = KL(p(x; w^o) || p(x; w)):
+With w^o the trained model (the teacher), w^u the student, which starts from it, and d(x; w) =
+KL(p(x; w^o) || p(x; w)):
 
-    min over w^u of   alpha/N_r sum_r d(x_r; w^u) + gamma/N_r sum_r l(f(x_r; w^u), y_r) - 1/N_f sum_f d(x_f; w^u)
+    min over w^u of   alpha/N_r sum_r d(x_r; w^u) + gamma/N_r sum_r l(f(x_r; w^u), y_r)
+                      - 1/N_f sum_f d(x_f; w^u)
 
-which the paper optimises in turns (Algorithm 1): in each of `rounds` rounds first some max-steps on the last
-term, then some min-steps on the first two, and after that min-steps alone. In this frame:
+which the paper optimises in turns (Algorithm 1): in each of `rounds` rounds first some max-steps on
+the last term, then some min-steps on the first two, and after that min-steps alone. In this frame:
 
     forget: {loss: diverge}                                -KL: minimising it is the max-step
     retain: {loss: data, scale: gamma, distill: alpha}     the min-step
 
-and this method deals the turns by the step's number alone, so a resumed run goes on in the right one. A player whose turn
-it is not costs no backward pass. Any other pair of losses can take turns as well. At the teacher the KL has its minimum,
-so the max-steps of the first round hardly move anything (the paper's begin there too); they bite from the second on.
+and this method deals the turns by the step's number alone, so a resumed run goes on in the right
+one. An objective whose turn it is not costs no backward pass. Any other pair of losses can take
+turns as well. At the teacher the KL has its minimum, so the max-steps of the first round hardly
+move anything (the paper's begin there too); they bite from the second on.
 
 Deliberate differences from the paper and its code (github.com/meghdadk/SCRUB):
-* A turn is a number of steps, not a pass over the examples: for passes give N_f / batch and N_r / batch, rounded up.
-* No temperature: the code divides the logits by 4 and multiplies the KL by 16; the paper's equations have neither.
-* The learning rate does not fall by steps (training.decay: linear is there), and no average of the weights is kept.
-* No rewinding (SCRUB+R, for privacy): it goes back to the epoch whose error on the forgotten is that of validation data of the
-  same distribution, which a training loop that sees two sides does not have.
+* A turn is a number of steps, not a pass over the examples: for passes give N_f / batch and N_r /
+batch, rounded up.
+* No temperature: the code divides the logits by 4 and multiplies the KL by 16; the paper's
+equations have neither.
+* The learning rate does not fall by steps (training.decay: linear is there), and no average of the
+weights is kept.
+* No rewinding (SCRUB+R, for privacy): it goes back to the epoch whose error on the forgotten is
+  that of validation data of the same distribution. A training loop with a forget set and a retain
+  set has no such data.
 """
 
 from __future__ import annotations
@@ -31,19 +39,23 @@ from typing import ClassVar
 import torch
 
 from concept_eraser.methods.base import Closure, Direction, Method
-from concept_eraser.vectors import gramian
+from concept_eraser.methods.vectors import gramian
 
 
 @dataclass(frozen=True)
 class Scrub(Method):
-    """forget_steps max-steps and retain_steps min-steps a round, for some rounds; then min-steps to the end."""
+    """forget_steps max-steps and retain_steps min-steps a round, for some rounds; then min-steps to
+    the end.
+    """
 
     title: ClassVar[str] = "SCRUB (Towards Unbounded Machine Unlearning)"
     source: ClassVar[str] = "arXiv 2302.09880, Algorithm 1"
     defaults: ClassVar[Mapping[str, str]] = {
         "forget_steps": "ours: a tenth of the examples, where a round is a pass over both",
         "retain_steps": "ours: see forget_steps",
-        "rounds": "ours: the authors' code has 2 or 3 passes; a pass is more steps than a round of these",
+        "rounds": (
+            "ours: the authors' code has 2 or 3 passes; a pass is more steps than a round of these"
+        ),
     }
 
     forget_steps: int = 2
@@ -53,11 +65,16 @@ class Scrub(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.forget_steps, self.retain_steps, self.rounds) < 1:
-            raise ValueError(f"forget_steps, retain_steps and rounds must be >= 1, found {self.forget_steps}, {self.retain_steps}, {self.rounds}")  # fmt: skip
+            raise ValueError(
+                "forget_steps, retain_steps and rounds must be >= 1, found "
+                f"{self.forget_steps}, {self.retain_steps}, {self.rounds}"
+            )
 
-    def check_players(self, players: tuple[str, ...]) -> None:
-        if set(players) != {"retain", "forget"}:
-            raise ValueError(f"scrub takes turns between retain and forget; found {', '.join(players)}")
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        if set(objectives) != {"retain", "forget"}:
+            raise ValueError(
+                f"scrub takes turns between retain and forget; found {', '.join(objectives)}"
+            )
 
     def turn(self, step: int) -> str:
         """Whose turn it is at a step, counted from 0."""
@@ -65,9 +82,9 @@ class Scrub(Method):
         return "forget" if past < self.rounds and place < self.forget_steps else "retain"
 
     def direction(self, closure: Closure) -> Direction:
-        self.check_players(closure.players)
-        player = self.turn(closure.step)
-        index, grad = closure.players.index(player), closure.grad(player)
+        self.check_objectives(closure.objectives)
+        objective = self.turn(closure.step)
+        index, grad = closure.objectives.index(objective), closure.grad(objective)
         gram = torch.full((2, 2), float("nan"), dtype=torch.float64)
         gram[index, index] = gramian([grad])[0, 0]
         weights = torch.zeros(2, dtype=torch.float64)

@@ -4,11 +4,13 @@ With g_r, g_f the gradients of the retain and the forget loss:
 
 * descent (S, UNO's paper arXiv 2506.04712):   g = g_r - (<g_r, g_f> / ||g_f||^2) g_f
 * ascent  (SA, Bae et al. 2023, arXiv 2311.15040): g = g_f - (<g_r, g_f> / ||g_r||^2) g_r
-* pcgrad  (Yu et al., arXiv 2001.06782):        on conflict (<g_r, g_f> < 0) both projections, summed; else g_r + g_f
+* pcgrad  (Yu et al., arXiv 2001.06782): the sum of both projections on conflict (<g_r, g_f> < 0),
+  else g_r + g_f
 
-S and SA always project, PCGrad only on conflict. A difference of sign: the papers write S and SA with g_f the gradient
-of the training loss on forget data and step *up* along it in SA. Our forget loss is minimised, so both are to be used
-with the loss `ascent`, whose gradient is -g_f: S does not notice the sign, and SA's step up becomes our step down.
+S and SA always project, PCGrad only on conflict. A difference of sign: the papers write S and SA
+with g_f the gradient of the training loss on forget data and step *up* along it in SA. Our forget
+loss is minimised, so both are to be used with the loss `ascent`, whose gradient is -g_f: S does not
+notice the sign, and SA's step up becomes our step down.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from concept_eraser.methods.base import GramMethod, usable
 
 @dataclass(frozen=True)
 class Surgery(GramMethod):
-    """rule: "descent" (S), "ascent" (SA) or "pcgrad". A gradient that is zero or not finite is left out."""
+    """rule: "descent" (S), "ascent" (SA) or "pcgrad". A gradient that is zero or not finite is left
+    out.
+    """
 
     title: ClassVar[str] = "Gradient surgery: S and SA of the UNO paper, PCGrad"
     source: ClassVar[str] = "arXiv 2506.04712, 2311.15040, 2001.06782"
@@ -39,26 +43,41 @@ class Surgery(GramMethod):
     def laws(self) -> frozenset[str]:
         return frozenset({"stationarity"}) if self.rule == "pcgrad" else self.theorems
 
-    def check_players(self, players: tuple[str, ...]) -> None:
-        if len(players) != 2:
-            raise ValueError(f"surgery knows two players, retain and forget; found {', '.join(players)}. For more use torchjd with rule: PCGrad")  # fmt: skip
+    @property
+    def removed(self) -> str | None:
+        """The objective whose gradient is projected away; None where that depends on the
+        gradients.
+        """
+        return {"descent": "forget", "ascent": "retain"}.get(self.rule)
+
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        if len(objectives) != 2:
+            raise ValueError(
+                "surgery knows two objectives, retain and forget; found "
+                f"{', '.join(objectives)}. For more use torchjd with rule: PCGrad"
+            )
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
-        self.check_players(tuple(f"player {i}" for i in range(len(gram))))
-        alive = usable(gram)
-        kept = alive.double()
-        if not bool(alive.all()):  # nothing to project on
-            wanted = {"descent": torch.tensor([1.0, 0.0]), "ascent": torch.tensor([0.0, 1.0])}
-            return kept * wanted.get(self.rule, torch.ones(2)).double(), {"degenerate": 1}
+        self.check_objectives(tuple(f"objective {i}" for i in range(len(gram))))
+        usable_objectives = usable(gram)
+        ones = usable_objectives.double()
+        if not bool(usable_objectives.all()):  # nothing to project on
+            fallbacks = {"descent": torch.tensor([1.0, 0.0]), "ascent": torch.tensor([0.0, 1.0])}
+            return ones * fallbacks.get(self.rule, torch.ones(2)).double(), {"degenerate": 1}
         inner = gram[0, 1].double()
-        off_forget = torch.stack([torch.ones_like(inner), -inner / gram[1, 1]])  # g_r without its part along g_f
-        off_retain = torch.stack([-inner / gram[0, 0], torch.ones_like(inner)])  # g_f without its part along g_r
+        # g_r without its part along g_f
+        off_forget = torch.stack([torch.ones_like(inner), -inner / gram[1, 1]])
+        # g_f without its part along g_r
+        off_retain = torch.stack([-inner / gram[0, 0], torch.ones_like(inner)])
         if self.rule == "descent":
             return off_forget, {"degenerate": 0}
         if self.rule == "ascent":
             return off_retain, {"degenerate": 0}
         conflict = bool(inner < 0)
-        return (off_forget + off_retain if conflict else kept), {"degenerate": 0, "projected": int(conflict)}
+        return (off_forget + off_retain if conflict else ones), {
+            "degenerate": 0,
+            "projected": int(conflict),
+        }
 
 
 NAMED = {"s": {"rule": "descent"}, "sa": {"rule": "ascent"}, "pcgrad": {"rule": "pcgrad"}}

@@ -1,31 +1,38 @@
-"""Unified Concept Editing in Diffusion Models (Gandikota, Orgad, Belinkov, Materzynska & Bau, arXiv 2308.14761).
+"""Unified Concept Editing in Diffusion Models (Gandikota, Orgad, Belinkov, Materzynska & Bau, arXiv
+2308.14761).
 
-Keys and values of cross-attention are linear in the text's states. For concepts c_i with anchors a_i ("" where nothing
-is to be shown instead) and preserved states p_j, each such matrix W becomes the minimiser over W' of
+Keys and values of cross-attention are linear in the text's states. For concepts c_i with anchors
+a_i ("" where nothing is to be shown instead) and preserved states p_j, each such matrix W becomes
+the minimiser over W' of
 
     erase sum_i ||W' c_i - W a_i||^2 + preserve sum_j ||W' p_j - W p_j||^2 + lamb ||W' - W||^2
 
-which is, with R = erase sum_i (a_i - c_i) c_i^T and M = erase sum_i c_i c_i^T + preserve sum_j p_j p_j^T + lamb I,
+which is, with R = erase sum_i (a_i - c_i) c_i^T and M = erase sum_i c_i c_i^T + preserve sum_j p_j
+p_j^T + lamb I,
 
-    W' = W (I + R M^-1)                                                                              (Eq. 7)
+    W' = W (I + R M^-1)                                                                    (Eq. 7)
 
-R and M do not depend on W, so one matrix of the states' width serves all layers. Nothing is generated or trained.
+R and M do not depend on W, so one matrix of the states' width serves all layers. Nothing is
+generated or trained.
 
-MACE's closed-form refinement (Mass Concept Erasure, arXiv 2403.06135) is the same problem with other tokens:
-those beside the concept, which have taken it in through the text encoder's attention, are read as the same tokens of the
-anchor's prompt. It is here as the setting `mace-cfr` (tokens: context). MACE then trains a LoRA on the concept's own
-tokens, with masks of Grounded-SAM, and fuses the LoRAs of many concepts; that is not here, so `mace-cfr` alone is a stage
-of MACE and not MACE.
+MACE's closed-form refinement (Mass Concept Erasure, arXiv 2403.06135) is the same problem with
+other tokens: those beside the concept, which have taken it in through the text encoder's attention,
+are read as the same tokens of the anchor's prompt. It is here as the setting `mace-cfr` (tokens:
+context). MACE then trains a LoRA on the concept's own tokens, with masks of Grounded-SAM, and fuses
+the LoRAs of many concepts; that is not here, so `mace-cfr` alone is a stage of MACE and not MACE.
 
 Deliberate differences from the papers and their public code:
-* tokens: which tokens of a prompt are c_i. The first code takes the last word's and all behind it (`from_last`), the
-  present code the last word's only (`last`); both expect a prompt that is the concept's name. Here prompts are sentences
-  with the name anywhere, so the default is `all`. `context` is MACE's.
-* The equation is solved for the difference, in float64, by Cholesky: with c_i = a_i not a bit moves. The code inverts M
-  in single precision.
-* A concept counts for each of its prompts and tokens, as in the code: the scales multiply sums, not means.
-* What is preserved is preserved with all its tokens, as in the first code (`last`: with its last word's), and the empty
-  prompt always is. The first code's `tensor` (the anchor without its part along the concept) and debiasing are left out.
+* tokens: which tokens of a prompt are c_i. The first code takes the last word's and all behind it
+  (`from_last`), the present code the last word's only (`last`); both expect a prompt that is the
+  concept's name. Here prompts are sentences with the name anywhere, so the default is `all`.
+  `context` is MACE's.
+* The equation is solved for the difference, in float64, by Cholesky: with c_i = a_i not a bit
+  moves. The code inverts M in single precision.
+* A concept counts for each of its prompts and tokens, as in the code: the scales multiply sums, not
+means.
+* What is preserved is preserved with all its tokens, as in the first code (`last`: with its last
+  word's), and the empty prompt always is. The first code's `tensor` (the anchor without its part
+  along the concept) and debiasing are left out.
 """
 
 from __future__ import annotations
@@ -47,8 +54,9 @@ SINGULAR = 1e-13  # smallest over largest eigenvalue of M at which float64 has n
 class UnifiedConceptEditing(ProjectionEdit):
     """Keys and values of the concept become those of its anchor, by least squares.
 
-    erase_scale, preserve_scale, lamb: the weights of the three sums. tokens: all, context (all but the words in which
-    concept and anchor differ), from_last (the last word's token and those behind it) or last.
+    erase_scale, preserve_scale, lamb: the weights of the three sums. tokens: all, context (all but
+    the words in which concept and anchor differ), from_last (the last word's token and those behind
+    it) or last.
     """
 
     title: ClassVar[str] = "Unified Concept Editing in Diffusion Models"
@@ -71,54 +79,79 @@ class UnifiedConceptEditing(ProjectionEdit):
         require_weights(self.erase_scale, self.preserve_scale, self.lamb)
 
     def change(self, request: ProjectionRequest) -> tuple[Tensor, Mapping[str, float]]:
-        kept = second_moment(request.retain, width_of(request)) * self.preserve_scale
-        return replacement(request.forget, request.anchor, kept, self.erase_scale, self.lamb), {}
+        preserved = second_moment(request.retain, width_of(request)) * self.preserve_scale
+        return replacement(
+            request.forget, request.anchor, preserved, self.erase_scale, self.lamb
+        ), {}
 
 
 def require_weights(erase: float, preserve: float, lamb: float) -> None:
     """Raise ValueError for weights that make no least-squares problem."""
     if erase <= 0 or preserve < 0 or lamb < 0:
-        raise ValueError(f"erase_scale must be > 0, preserve_scale and lamb >= 0; found {erase}, {preserve}, {lamb}")
+        raise ValueError(
+            f"erase_scale must be > 0, preserve_scale and lamb >= 0; found {erase}, "
+            f"{preserve}, {lamb}"
+        )
 
 
 def width_of(request: ProjectionRequest) -> int:
     """The width of the states. Raises ValueError where layers and states do not fit together."""
-    widths = {w.shape[1] for w in request.layers.values()} | {s.shape[1] for s in (*request.forget, *request.anchor, *request.retain)}  # fmt: skip
+    widths = {w.shape[1] for w in request.layers.values()} | {
+        s.shape[1] for s in (*request.forget, *request.anchor, *request.retain)
+    }
     if len(widths) != 1:
-        raise ValueError(f"layers and states must have one width, found {sorted(widths) or 'no layers'}")
+        raise ValueError(
+            f"layers and states must have one width, found {sorted(widths) or 'no layers'}"
+        )
     return widths.pop()
 
 
 def second_moment(states: Sequence[Tensor], width: int) -> Tensor:
     """sum of s s^T over all rows s: [width, width] float64."""
-    total = torch.zeros(width, width, dtype=torch.float64, device=states[0].device if states else None)
+    total = torch.zeros(
+        width, width, dtype=torch.float64, device=states[0].device if states else None
+    )
     for rows in states:
         total += rows.double().T @ rows.double()
     return total
 
 
-def replacement(forget: Sequence[Tensor], anchor: Sequence[Tensor], kept: Tensor, erase: float, lamb: float) -> Tensor:
+def replacement(
+    forget: Sequence[Tensor], anchor: Sequence[Tensor], kept: Tensor, erase: float, lamb: float
+) -> Tensor:
     """D = R M^-1 [width, width] float64, so that W (I + D) is the minimiser; see above.
 
-    kept: preserve sum_j p_j p_j^T. Raises ValueError where M is singular (lamb is 0, and the states do not span) or the
-    states are not finite.
+    kept: preserve sum_j p_j p_j^T. Raises ValueError where M is singular (lamb is 0, and the states
+    do not span) or the states are not finite.
     """
     kept = kept.to(forget[0].device) if forget else kept
-    pull, seen = torch.zeros_like(kept), kept + lamb * torch.eye(len(kept), dtype=kept.dtype, device=kept.device)
+    pull, moment = (
+        torch.zeros_like(kept),
+        kept + lamb * torch.eye(len(kept), dtype=kept.dtype, device=kept.device),
+    )
     for c, a in zip(forget, anchor, strict=True):
         c, a = c.double(), a.double()
         pull += erase * (a - c).T @ c
-        seen += erase * c.T @ c
-    return solved(seen, pull.T).T
+        moment += erase * c.T @ c
+    return solved(moment, pull.T).T
 
 
 def solved(matrix: Tensor, right: Tensor) -> Tensor:
-    """matrix^-1 right, for a symmetric positive definite matrix [width, width]. Raises ValueError for any other."""
+    """matrix^-1 right, for a symmetric positive definite matrix [width, width]. Raises ValueError
+    for any other.
+    """
     if not (torch.isfinite(matrix).all() and torch.isfinite(right).all()):
-        raise ValueError("the states of the prompts are not finite, so there is nothing to solve; look at the text encoder's weights")  # fmt: skip
+        raise ValueError(
+            "the states of the prompts are not finite, so there is nothing to solve; "
+            "look at the text encoder's weights"
+        )
     spectrum = torch.linalg.eigvalsh(matrix)
     if not float(spectrum[0]) > SINGULAR * float(spectrum[-1]):
-        raise ValueError(f"the prompts leave directions of the states undetermined (eigenvalues of M from {float(spectrum[0]):.1e} to {float(spectrum[-1]):.1e}); give a larger lamb")  # fmt: skip
+        raise ValueError(
+            "the prompts leave directions of the states undetermined (eigenvalues of M "
+            f"from {float(spectrum[0]):.1e} to {float(spectrum[-1]):.1e}); give a larger "
+            "lamb"
+        )
     return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
 
 

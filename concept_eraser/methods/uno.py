@@ -1,30 +1,35 @@
 """UNO: unlearning via orthogonalisation in generative models (Mandal & Gottwald, arXiv 2506.04712).
 
-With g_r, g_f the gradients of the same training loss on a retain and a forget batch and c = cos(g_r, g_f),
+With g_r, g_f the gradients of the same training loss on a retain and a forget batch and c =
+cos(g_r, g_f),
 
     L_UNO = L_r + beta c^2,            theta <- theta - eta grad L_UNO.
 
-Descending c^2 turns the model to where a step on the retain batch no longer helps the forget batch. UNO-S takes a
-UNO step and a surgery step S in turn. The gradient of c^2 needs two Hessian-vector products only:
+Descending c^2 turns the model to where a step on the retain batch no longer helps the forget batch.
+UNO-S takes a UNO step and a surgery step S in turn. The gradient of c^2 needs two Hessian-vector
+products only:
 
     a = g_f / (|g_f||g_r|) - c g_r / |g_r|^2,   b = g_r / (|g_f||g_r|) - c g_f / |g_f|^2,
     grad c^2 = 2 c (H_r a + H_f b),
 
-since dc/dg_r = a and dc/dg_f = b. So the graphs of both losses never live together, and with central differences
-(`hvp: difference`) neither does a graph of a gradient: that is what lets UNO run on a UNet with fused attention.
+since dc/dg_r = a and dc/dg_f = b. So the graphs of both losses never live together, and with
+central differences (`hvp: difference`) neither does a graph of a gradient: that is what lets UNO
+run on a UNet with fused attention.
 
-The hat versions add a loss that tells retained from forgotten samples with a classifier: the player `histogram`, with
-gradient h. g_r and g_f become g_r + beta_h h and g_f + beta_h h everywhere above (and in S), which gives UNO^, UNO^-S^
-and S^; H is L_r + beta_h d_KL alone.
+The hat versions add a loss that tells retained from forgotten samples with a classifier: the
+objective `histogram`, with gradient h. g_r and g_f become g_r + beta_h h and g_f + beta_h h
+everywhere above (and in S), which gives UNO^, UNO^-S^ and S^; H is L_r + beta_h d_KL alone.
 
 Deliberate differences from the paper and its code:
-* beta. The paper writes mean losses, its MNIST code sums over 128 x 784 terms with beta = 1e3; a beta without its
-  reduction means nothing, so both are options (`reduction: sum` multiplies every mean loss by its number of terms). Published values
-  span 0.02 to 1e5; `strength: auto` sets ||beta grad c^2|| = ratio ||g_r|| anew at every step.
+* beta. The paper writes mean losses, its MNIST code sums over 128 x 784 terms with beta = 1e3; a
+  beta without its reduction means nothing, so both are options (`reduction: sum` multiplies every
+  mean loss by its number of terms). Published values span 0.02 to 1e5; `strength: auto` sets ||beta
+  grad c^2|| = ratio ||g_r|| anew at every step.
 * The forget loss enters through c^2 only, which does not notice its sign: give it the loss `data`.
-* An unconditional model that forgets is done; a prompted one must draw something else instead. The authors'
-  extension to class labels adds the training loss of retained images under the forgotten label. Here that is the
-  player `replace` (say, the loss `relabel`), whose gradient is added to g_r's step and takes no part in c^2.
+* An unconditional model that forgets is done; a prompted one must draw something else instead. The
+  authors' extension to class labels adds the training loss of retained images under the forgotten
+  label. Here that is the objective `replace` (say, the loss `relabel`), whose gradient is added to
+  g_r's step and takes no part in c^2.
 * Surgery in UNO-S always projects, as in the paper (PCGrad only on conflict).
 * Steps are counted from 0: step 0 is UNO, step 1 is S.
 """
@@ -39,7 +44,7 @@ import torch
 
 from concept_eraser.methods.base import Closure, Direction, HessianProduct, Method, usable
 from concept_eraser.methods.surgery import Surgery
-from concept_eraser.vectors import Vec, combine, gramian, norm
+from concept_eraser.methods.vectors import Vec, combine, gramian, norm
 
 NAMED = {
     "uno-s": {"alternate": True},
@@ -60,7 +65,7 @@ class Uno(Method):
     reduction: mean or sum, what the number beta refers to.
     hvp: difference (central, any attention kernel) or exact (double backward, one loss at a time).
     size: step of the difference along the unit vector, in units of the parameters.
-    histogram: beta_h, the weight of the player `histogram`; 0 for none.
+    histogram: beta_h, the weight of the objective `histogram`; 0 for none.
     """
 
     title: ClassVar[str] = "UNO: Unlearning via Orthogonalisation in generative models"
@@ -92,61 +97,95 @@ class Uno(Method):
         if self.strength != "auto" and self.strength < 0:
             raise ValueError(f"strength must be 'auto' or >= 0, found {self.strength}")
         if self.ratio <= 0 or self.size <= 0 or self.histogram < 0:
-            raise ValueError(f"ratio and size must be > 0 and histogram >= 0, found {self.ratio}, {self.size}, {self.histogram}")  # fmt: skip
+            raise ValueError(
+                f"ratio and size must be > 0 and histogram >= 0, found {self.ratio}, "
+                f"{self.size}, {self.histogram}"
+            )
         if self.rule == "none" and self.alternate:
-            raise ValueError("alternate needs a rule to alternate with: uno or surgery, found rule 'none'")
+            raise ValueError(
+                "alternate needs a rule to alternate with: uno or surgery, found rule 'none'"
+            )
 
     def laws(self) -> frozenset[str]:
-        return frozenset() if self.histogram or self.rule == "none" else self.theorems  # a judge knows which way is up
+        # a judge knows which way is up
+        return frozenset() if self.histogram or self.rule == "none" else self.theorems
 
-    def check_players(self, players: tuple[str, ...]) -> None:
-        known = {"retain", "forget", "replace", *(["histogram"] if self.histogram else [])}
-        missing = sorted(known - {"replace"} - set(players))
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        names = {
+            "retain",
+            "forget",
+            "replace",
+            *(["histogram"] if self.histogram else []),
+        }
+        missing = sorted(names - {"replace"} - set(objectives))
         if missing:
-            hint = "the hat versions need the recipe's section `histogram`, which asks a judge" if "histogram" in missing else "give the recipe these sides"  # fmt: skip
-            raise ValueError(f"UNO with these options needs {', '.join(missing)} beside {', '.join(players)}: {hint}")
-        if set(players) - known:
-            raise ValueError(f"UNO does not know what to do with {', '.join(sorted(set(players) - known))}" + ("; set histogram > 0 to use it" if "histogram" in players else ""))  # fmt: skip
+            hint = (
+                "the hat versions need the recipe's section `histogram`, which asks a judge"
+                if "histogram" in missing
+                else "give the recipe these sides"
+            )
+            raise ValueError(
+                f"UNO with these options needs {', '.join(missing)} beside "
+                f"{', '.join(objectives)}: {hint}"
+            )
+        if set(objectives) - names:
+            raise ValueError(
+                f"UNO does not know what to do with {', '.join(sorted(set(objectives) - names))}"
+                + ("; set histogram > 0 to use it" if "histogram" in objectives else "")
+            )
 
     def direction(self, closure: Closure) -> Direction:
-        self.check_players(closure.players)
+        self.check_objectives(closure.objectives)
         retain = self._gradients(closure, "retain")
-        forget = tuple(map(torch.zeros_like, retain)) if self.rule == "none" else self._gradients(closure, "forget")
+        forget = (
+            tuple(map(torch.zeros_like, retain))
+            if self.rule == "none"
+            else self._gradients(closure, "forget")
+        )
         gram = gramian([retain, forget])
-        notes: dict[str, float] = {"degenerate": int(self.rule != "none" and not bool(usable(gram).all()))}
+        notes: dict[str, float] = {
+            "degenerate": int(self.rule != "none" and not bool(usable(gram).all()))
+        }
         if self.rule == "surgery" or (self.alternate and closure.step % 2 == 1):
             step = combine(Surgery("descent").weights(gram), [retain, forget])
         else:
             step = retain
             if self.rule == "uno" and not notes["degenerate"]:
-                turn = self._slope(closure, retain, forget, gram)
-                beta = self._beta(turn, step)
-                step = combine([1.0, beta], [step, turn])
-                notes |= {"beta": beta, "slope_norm": float(norm(turn))}
-        if "replace" in closure.players:
+                slope = self._slope(closure, retain, forget, gram)
+                beta = self._beta(slope, step)
+                step = combine([1.0, beta], [step, slope])
+                notes |= {"beta": beta, "slope_norm": float(norm(slope))}
+        if "replace" in closure.objectives:
             step = combine([1.0, self._scale(closure, "replace")], [step, closure.grad("replace")])
         return Direction(step, gram, None, notes)
 
-    def _gradients(self, closure: Closure, player: str) -> Vec:
-        """The player's gradient; for the hat versions with beta_h times that of the histogram loss."""
-        parts, weights = [closure.grad(player)], [self._scale(closure, player)]
+    def _gradients(self, closure: Closure, objective: str) -> Vec:
+        """The objective's gradient; for the hat versions with beta_h times that of the histogram
+        loss.
+        """
+        parts, weights = [closure.grad(objective)], [self._scale(closure, objective)]
         if self.histogram:
             parts.append(closure.grad("histogram"))
             weights.append(self.histogram)
         return combine(weights, parts)
 
-    def _scale(self, closure: Closure, player: str) -> float:
-        """What makes a mean-reduced loss the sum it is the mean of; d_KL is no mean and stays as it is."""
-        return float(closure.terms(player)) if self.reduction == "sum" else 1.0
+    def _scale(self, closure: Closure, objective: str) -> float:
+        """What makes a mean-reduced loss the sum it is the mean of; d_KL is no mean and stays as it
+        is.
+        """
+        return float(closure.terms(objective)) if self.reduction == "sum" else 1.0
 
     def _slope(self, closure: Closure, retain: Vec, forget: Vec, gram: torch.Tensor) -> Vec:
         """grad c^2 = 2 c (H_r a + H_f b)."""
         norms = gram.diagonal().sqrt()
         c = float(gram[0, 1] / norms[0] / norms[1])
-        both = 1 / float(norms[0] * norms[1])
-        a = combine([both, -c / float(gram[0, 0])], [forget, retain])
-        b = combine([both, -c / float(gram[1, 1])], [retain, forget])
-        parts = [closure.hvp("retain", a, self.hvp, self.size), closure.hvp("forget", b, self.hvp, self.size)]
+        scale = 1 / float(norms[0] * norms[1])
+        a = combine([scale, -c / float(gram[0, 0])], [forget, retain])
+        b = combine([scale, -c / float(gram[1, 1])], [retain, forget])
+        parts = [
+            closure.hvp("retain", a, self.hvp, self.size),
+            closure.hvp("forget", b, self.hvp, self.size),
+        ]
         weights = [2 * c * self._scale(closure, "retain"), 2 * c * self._scale(closure, "forget")]
         if self.histogram:  # its Hessian stands in both
             parts.append(closure.hvp("histogram", combine([1.0, 1.0], [a, b]), self.hvp, self.size))

@@ -2,11 +2,12 @@
 
     g = retain * g_r + forget * g_f
 
-Settings with a name of their own: fine-tuning on the retain set only (forget=0); gradient ascent, GA, called A in
-UNO's paper (retain=0 with the loss `ascent`); gradient difference, GDiff (both 1 with the loss `ascent`, Liu et al.,
-arXiv 2203.12817); A-D of UNO's paper (arXiv 2506.04712): `alternate`, ascent and descent in turn, one gradient a step;
-ESD (retain=0 with the loss `esd`). A player of weight 0 costs no backward pass. Players other than retain and forget
-are weighed like forget.
+Settings with a name of their own: fine-tuning on the retain set only (forget=0); gradient ascent,
+GA, called A in UNO's paper (retain=0 with the loss `ascent`); gradient difference, GDiff (both 1
+with the loss `ascent`, Liu et al., arXiv 2203.12817); A-D of UNO's paper (arXiv 2506.04712):
+`alternate`, ascent and descent in turn, one gradient a step; ESD (retain=0 with the loss `esd`). An
+objective of weight 0 costs no backward pass. Objectives other than retain and forget are weighed
+like forget.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import ClassVar
 import torch
 
 from concept_eraser.methods.base import Closure, Direction, Method
-from concept_eraser.vectors import combine, gramian
+from concept_eraser.methods.vectors import combine, gramian
 
 
 @dataclass(frozen=True)
 class Weighted(Method):
-    """retain, forget: the weights of the two gradients; both losses are minimised, so both are >= 0.
+    """retain, forget: the weights of the two gradients; both losses are minimised, so both are >=
+    0.
 
     alternate: forget alone at even steps (counted from 0), retain alone at odd ones.
     """
@@ -44,24 +46,43 @@ class Weighted(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.retain < 0 or self.forget < 0 or self.retain + self.forget == 0:
-            raise ValueError(f"the weights must be >= 0 and not both 0, found retain={self.retain}, forget={self.forget}; to climb a loss use the loss 'ascent'")  # fmt: skip
+            raise ValueError(
+                f"the weights must be >= 0 and not both 0, found retain={self.retain}, "
+                f"forget={self.forget}; to climb a loss use the loss 'ascent'"
+            )
         if self.alternate and self.retain * self.forget == 0:
-            raise ValueError("alternate needs both weights > 0; without it one weight of 0 leaves a player out")
+            raise ValueError(
+                "alternate needs both weights > 0; without it one weight of 0 leaves an "
+                "objective out"
+            )
 
-    def check_players(self, players: tuple[str, ...]) -> None:
-        if self.retain > 0 and "retain" not in players:
-            raise ValueError("the method 'weighted' needs a retain set; to forget without one use method: {name: weighted, retain: 0}")  # fmt: skip
+    def check_objectives(self, objectives: tuple[str, ...]) -> None:
+        if self.retain > 0 and "retain" not in objectives:
+            raise ValueError(
+                "the method 'weighted' needs a retain set; to forget without one use "
+                "method: {name: weighted, retain: 0}"
+            )
 
     def direction(self, closure: Closure) -> Direction:
-        turn = closure.step % 2 == 1  # whose turn it is: retain's?
-        each = [self.retain if player == "retain" else self.forget for player in closure.players]
+        is_retain_turn = closure.step % 2 == 1  # whose turn it is: retain's?
+        weights = [
+            self.retain if objective == "retain" else self.forget
+            for objective in closure.objectives
+        ]
         if self.alternate:
-            each = [w if (p == "retain") == turn else 0.0 for p, w in zip(closure.players, each, strict=True)]
-        used = [i for i, weight in enumerate(each) if weight > 0]
-        grads = [closure.grad(closure.players[i]) for i in used]
-        gram = torch.full((len(each), len(each)), float("nan"), dtype=torch.float64)
-        gram[torch.tensor(used)[:, None], torch.tensor(used)] = gramian(grads)
-        return Direction(combine([each[i] for i in used], grads), gram, torch.tensor(each, dtype=torch.float64))
+            weights = [
+                w if (p == "retain") == is_retain_turn else 0.0
+                for p, w in zip(closure.objectives, weights, strict=True)
+            ]
+        positions = [i for i, weight in enumerate(weights) if weight > 0]
+        grads = [closure.grad(closure.objectives[i]) for i in positions]
+        gram = torch.full((len(weights), len(weights)), float("nan"), dtype=torch.float64)
+        gram[torch.tensor(positions)[:, None], torch.tensor(positions)] = gramian(grads)
+        return Direction(
+            combine([weights[i] for i in positions], grads),
+            gram,
+            torch.tensor(weights, dtype=torch.float64),
+        )
 
 
 NAMED = {

@@ -1,1 +1,3 @@
-"""One file a model family, all behind the face of `base.Model`; the only importers of diffusers and transformers."""
+"""One file a model family, all behind the face of `base.Model`; the only importers of diffusers and
+transformers.
+"""

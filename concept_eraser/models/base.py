@@ -1,25 +1,40 @@
-"""The face that every text-to-image family shows: epsilon-, v- and flow-prediction alike."""
+"""The interface of all text-to-image families, with epsilon-, v- and flow-prediction."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.errors import UserError, unknown
-from concept_eraser.models.words import Words
+from concept_eraser.models.vocabulary import Words
+from concept_eraser.utils.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+log = logging.getLogger(__name__)
+
+# What a model is loaded from: a name, a folder, a hub id, or an object in memory; for CLIP also
+# (model, tokenizer).
+ModelSource: TypeAlias = (
+    "str | Path | Loaded | nn.Module | DiffusionPipeline | tuple[nn.Module, Any]"
+)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a prompt becomes: named tensors whose first axis is the batch, e.g. {"states": [b, tokens, width]}."""
+    """What a prompt becomes: named tensors whose first axis is the batch, e.g. {"states": [b,
+    tokens, width]}.
+    """
 
     tensors: Mapping[str, Tensor]
 
@@ -46,12 +61,14 @@ class Loaded(ABC):
     family: ClassVar[str]
     source: str  # name, folder or hub id it came from
     parts: Mapping[str, nn.Module]
-    working: torch.device | None = None  # where it computes while its parts lie apart (training/placement.py)
-    options: ClassVar[Mapping[str, str]] = {}  # of the family, attributes of the same names: what each one is
+    # where it computes while its parts lie apart (training/placement.py)
+    working: torch.device | None = None
+    # of the family, attributes of the same names: what each one is
+    options: ClassVar[Mapping[str, str]] = {}
 
     def configure(self, given: Mapping[str, Any]) -> None:
-        """Set options of the family, before anything is encoded. Raises UserError for one that it does not have, and for
-        a value that is out of range; then none was set."""
+        """Set options of the family, before anything is encoded. Raises UserError for one that it
+        does not have, and for a value that is out of range; then none was set."""
         for name, value in given.items():
             if name not in self.options:
                 raise unknown(f"option of the model family {self.family!r}", name, self.options)
@@ -65,8 +82,18 @@ class Loaded(ABC):
 
     def check_option(self, name: str, value: float) -> None:
         """Raise UserError where the family cannot do with that value."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value < math.inf
+        ):
             raise UserError(f"{name}: expected a number that is not negative, found {value!r}")
+
+    def part(self, name: str) -> nn.Module:
+        """A part by name. Raises UserError where the model has none of that name."""
+        if name not in self.parts:
+            raise UserError(f"{self.source} has no part {name!r}; it has {', '.join(self.parts)}")
+        return self.parts[name]
 
     @property
     def device(self) -> torch.device:
@@ -77,17 +104,22 @@ class Loaded(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the whole model, safetensors only, so that the library it comes from can load it."""
+        """Write the whole model, safetensors only, so that the library it comes from can load
+        it.
+        """
 
 
 class Model(Loaded):
-    """A text-to-image pipeline of one family: parts "denoiser", "vae" and its text encoders: one ("text_encoder"), several
-    ("text_encoder_2", ...) or none (class-conditional: prompts are classes). Latents are those the denoiser sees (scaled)."""
+    """A text-to-image pipeline of one family: parts "denoiser", "vae" and its text encoders: one
+    ("text_encoder"), several ("text_encoder_2", ...) or none (class-conditional: prompts are
+    classes). Latents are those the denoiser sees (scaled)."""
 
     timesteps: int  # of the training schedule
 
     def drawing(self) -> dict[str, Any]:
-        """What decides a picture beside weights, prompt, seed and sampling settings, for the cache's key."""
+        """What decides an image beside weights, prompt, seed and sampling settings, for the
+        cache's key.
+        """
         return {"latents": list(self.latent_shape())}
 
     @property
@@ -100,25 +132,39 @@ class Model(Loaded):
         return tuple(name for name in self.parts if name.startswith("text_encoder"))
 
     def protect(self, guard: Any) -> None:
-        """Sample under a safeguard (models/guards.py) from now on. Raises UserError where the family cannot."""
+        """Sample under a safeguard (models/guards.py) from now on. Raises UserError where the
+        family cannot.
+        """
         raise self.lacks(f"the safeguard {guard.kind!r}")
 
     def lacks(self, what: str) -> UserError:
         """The error of a family that has several text encoders, or none, where one is needed."""
-        found = f"has {' and '.join(self.readers)}" if self.readers else "is conditioned on classes, not on texts"
-        return UserError(f"{what} needs a model with one CLIP text encoder, as Stable Diffusion 1 and 2 are; {self.source} ({self.family}) {found}")  # fmt: skip
+        description = (
+            f"has {' and '.join(self.readers)}"
+            if self.readers
+            else "is conditioned on classes, not on texts"
+        )
+        return UserError(
+            f"{what} needs a model with one CLIP text encoder, as Stable Diffusion 1 and "
+            f"2 are; {self.source} ({self.family}) {description}"
+        )
 
     @abstractmethod
     def to(self, device: torch.device) -> Model: ...
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[str]) -> Condition:
-        """Prompts to token ids (and masks): integer tensors [n, length], "ids" and for further encoders "ids_2", ..."""
+        """Prompts to token ids (and masks): integer tensors [n, length], "ids" and for further
+        encoders "ids_2", ...
+        """
 
     @abstractmethod
-    def embed(self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None) -> Condition:
-        """Tokens to what the denoiser is conditioned on, differentiable in the text encoder's parameters, of which
-        some are replaced if `weights` is given, and in `rows`, the tokens' embeddings [n, length, width] if given."""
+    def embed(
+        self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None
+    ) -> Condition:
+        """Tokens to what the denoiser is conditioned on, differentiable in the text encoder's
+        parameters, of which some are replaced if `weights` is given, and in `rows`, the tokens'
+        embeddings [n, length, width] if given."""
 
     @property
     @abstractmethod
@@ -136,7 +182,9 @@ class Model(Loaded):
         return self.embed(self.tokenize(prompts))
 
     def null(self) -> Condition:
-        """What the family's own sampler guides away from when it is given no negative prompt: one row."""
+        """What the family's own sampler guides away from when it is given no negative prompt: one
+        row.
+        """
         return self.encode([""])
 
     @abstractmethod
@@ -163,36 +211,92 @@ class Model(Loaded):
         """Latents -> images [n, 3, h, w], about [-1, 1] and not clipped, differentiable."""
 
     @abstractmethod
-    def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
+    def denoise(
+        self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None
+    ) -> Tensor:
         """The denoiser's prediction, with some of its parameters replaced if `weights` is given."""
 
     def attention_layers(self) -> list[nn.Module]:
-        """The denoiser's cross-attention with the prompt, layer by layer; none where picture and text attend jointly."""
+        """The denoiser's cross-attention with the prompt, layer by layer; none where image and
+        text attend jointly.
+        """
         return []
 
     def attention(self, noisy: Tensor, t: Tensor, condition: Condition) -> list[Tensor]:
-        """Of each such layer, the probabilities with which places of the picture look at tokens of the prompt:
-        [b, heads, places, tokens], differentiable."""
+        """The attention probabilities of each such layer, from places of the image to tokens of
+        the prompt: [b, heads, places, tokens], differentiable."""
         raise NotImplementedError(f"{self.family} has no cross-attention")
 
-    def concept_tokens(self, prompts: Sequence[str], anchors: Sequence[str] | None, *, end: bool) -> Tensor:
-        """Which tokens of each prompt stand for its concept: [n, tokens] bool. See models/cross_attention.py."""
+    def concept_tokens(
+        self, prompts: Sequence[str], anchors: Sequence[str] | None, *, end: bool
+    ) -> Tensor:
+        """Which tokens of each prompt stand for its concept: [n, tokens] bool. See
+        models/cross_attention.py.
+        """
         raise NotImplementedError(f"{self.family} has no cross-attention")
 
     @abstractmethod
-    def partial(self, noise: Tensor, condition: Condition, null: Condition, *, stop: int, steps: int, guidance: float, weights: Weights | None = None) -> tuple[Tensor, int]:  # fmt: skip
-        """Sample from unit noise for `stop` of `steps` steps: (x_t, the time step t it stands at)."""
+    def partial(
+        self,
+        noise: Tensor,
+        condition: Condition,
+        null: Condition,
+        *,
+        stop: int,
+        steps: int,
+        guidance: float,
+        weights: Weights | None = None,
+    ) -> tuple[Tensor, int]:
+        """Sample from unit noise for `stop` of `steps` steps: (x_t, the time step t it stands
+        at).
+        """
 
     @abstractmethod
-    def sample(self, prompts: Sequence[str] | Condition, *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
-        """Images of some prompts (or of what they were encoded to), one seed each: [n, h, w, 3] uint8 on the CPU."""
+    def sample(
+        self,
+        prompts: Sequence[str] | Condition,
+        *,
+        seeds: Sequence[int],
+        steps: int,
+        guidance: float,
+        autocast: torch.dtype | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Images of some prompts (or of what they were encoded to), one seed each: [n, h, w, 3]
+        uint8 on the CPU.
+        """
 
     @abstractmethod
     def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the text encoder's weights by a CLIP text tower's, in place. Raises UserError where they do not fit."""
+        """Replace the text encoder's weights by a CLIP text tower's, in place. Raises UserError
+        where they do not fit.
+        """
 
     def precision(self, autocast: torch.dtype | None) -> AbstractContextManager:
-        return torch.autocast(self.device.type, autocast) if autocast else nullcontext()
+        """Autocast to a precision, or fp32 on a CPU that would emulate it.
+
+        Weights that are held in half precision need the autocast on any device.
+        """
+        held = getattr(self, "narrowed", None) or getattr(self, "narrowed_readers", None)
+        if autocast is None or (held is None and emulates_bf16(self.device)):
+            return nullcontext()
+        return torch.autocast(self.device.type, autocast)
+
+
+def emulates_bf16(device: torch.device) -> bool:
+    """Whether a device computes bfloat16 by emulation: about 15 times slower than fp32.
+
+    This is so on CPUs without AVX-512, or without the bfloat16 instructions of Arm.
+    """
+    return device.type == "cpu" and not _cpu_has_bf16()
+
+
+@functools.cache
+def _cpu_has_bf16() -> bool:
+    has_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if not has_bf16:
+        log.info("this CPU has no bfloat16 instructions: images are generated in fp32")
+    return has_bf16
 
 
 def onto_gpu(*models: Model) -> None:
@@ -203,19 +307,26 @@ def onto_gpu(*models: Model) -> None:
 
 
 def moments(encoded: Any) -> tuple[Tensor, Tensor]:
-    """Mean and log variance of a code, from what a VAE's encode gives: a pair, or diffusers' output."""
+    """Mean and log variance of a code, from what a VAE's encode gives: a pair, or diffusers'
+    output.
+    """
     latent = getattr(encoded, "latent_dist", None)
     return (latent.mean, latent.logvar) if latent is not None else tuple(encoded)
 
 
-def pictures(decoded: Any) -> Tensor:
+def to_pixels(decoded: Any) -> Tensor:
     """What a VAE's decode gives, a tensor or diffusers' output."""
     return getattr(decoded, "sample", decoded)
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str, advice: str) -> None:
-    """Raise UserError where a tensor holds a value that is not finite: such weights are no result."""
+    """Raise UserError where a tensor holds a value that is not finite: such weights are no
+    result.
+    """
     for name, value in tensors.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             count = int((~value.isfinite()).sum())
-            raise UserError(f"{what} are not finite ({count} values of {name}), so they are not written; {advice}")
+            raise UserError(
+                f"{what} are not finite ({count} values of {name}), so they are not "
+                f"written; {advice}"
+            )

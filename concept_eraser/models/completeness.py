@@ -1,7 +1,8 @@
 """Whether a model that was loaded has all its weights from the files.
 
-diffusers and transformers draw a weight at random where no file holds it, and say so in their log only. A checkpoint that
-lost a tensor, or whose names a library no longer knows, would then be erased, measured and published as if it were whole.
+diffusers and transformers draw a weight at random where no file holds it, and say so in their log
+only. A checkpoint that lost a tensor, or whose names a library no longer knows, would then be
+erased, measured and published as if it were whole.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from torch import nn
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage.readers import read_tensor_header
+from concept_eraser.utils.errors import UserError
 
 _OLDER = {
     ".to_q.": ".query.",
@@ -23,21 +24,30 @@ _OLDER = {
 
 
 def require_all_weights(module: nn.Module, folder: Path) -> None:
-    """Raise UserError where a parameter of a module is in none of the safetensors files of its folder.
+    """Raise UserError where a parameter of a module is in none of the safetensors files of its
+    folder.
 
-    A parameter with several names (tied weights) needs one of them. A folder of pickles is not checked.
+    A parameter with several names (tied weights) needs one of them. A folder of pickles is not
+    checked.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return
-    held = {name for file in files for name in read_tensor_header(file)[1]}
+    file_tensors = {name for file in files for name in read_tensor_header(file)[1]}
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    missing = [some[0] for some in names.values() if not any(one in held for name in some for one in _spellings(name))]
+    missing = [
+        some[0]
+        for some in names.values()
+        if not any(one in file_tensors for name in some for one in _spellings(name))
+    ]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{folder} lacks weights: {missing[0]}{more}. The library would draw them at random; copy the checkpoint again")  # fmt: skip
+        raise UserError(
+            f"{folder} lacks weights: {missing[0]}{more}. The library would draw them at "
+            "random; copy the checkpoint again"
+        )
 
 
 def _spellings(name: str) -> Iterator[str]:
@@ -45,7 +55,7 @@ def _spellings(name: str) -> Iterator[str]:
     older = name
     for new, old in _OLDER.items():
         older = older.replace(new, old)
-    for one in (name, older):
-        yield one
-        yield one.removeprefix("text_model.")
-        yield f"text_model.{one}"
+    for spelling in (name, older):
+        yield spelling
+        yield spelling.removeprefix("text_model.")
+        yield f"text_model.{spelling}"

@@ -1,10 +1,11 @@
-"""Flow matching (rectified flow) as SD 3 and Flux are trained: x_t = (1 - sigma) x_0 + sigma noise, and the denoiser
-predicts the velocity noise - x_0.
+"""Flow matching (rectified flow) as SD 3 and Flux are trained: x_t = (1 - sigma) x_0 + sigma noise,
+and the denoiser predicts the velocity noise - x_0.
 
-The integer time step t of our face counts the scheduler's training schedule from the clean end: sigma ascends with t, as
-it does in diffusion, and the last t is pure noise. The schedule's shift towards noise is applied, the constant one or,
-where the scheduler goes by the picture's size, that of the size drawn. Training draws t uniformly, so sigma by that
-shifted schedule; SD 3's own training drew it from a logit-normal.
+The integer time step t of our face counts the scheduler's training schedule from the clean end:
+sigma ascends with t, as it does in diffusion, and the last t is pure noise. The schedule's shift
+towards noise is applied, the constant one or, where the scheduler goes by the image's size, that
+of the size drawn. Training draws t uniformly, so sigma by that shifted schedule; SD 3's own
+training drew it from a logit-normal.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser.errors import UserError
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.latent import Sized
+from concept_eraser.utils.errors import UserError
 
 
 class Flow(Sized):
@@ -30,8 +31,13 @@ class Flow(Sized):
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
         scheduler = pipeline.scheduler
-        if not type(scheduler).__name__.startswith("FlowMatch") or scheduler.config.get("invert_sigmas"):
-            raise UserError(f"{source}: the scheduler {type(scheduler).__name__} is not one of flow matching from noise (FlowMatchEulerDiscreteScheduler)")  # fmt: skip
+        if not type(scheduler).__name__.startswith("FlowMatch") or scheduler.config.get(
+            "invert_sigmas"
+        ):
+            raise UserError(
+                f"{source}: the scheduler {type(scheduler).__name__} is not one of flow "
+                "matching from noise (FlowMatchEulerDiscreteScheduler)"
+            )
 
         self._sigmas = self._schedule()
 
@@ -46,14 +52,19 @@ class Flow(Sized):
         # made anew: sampling overwrites the sigmas of the pipeline's own
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.pipeline.scheduler.config)
         sigmas = scheduler.sigmas
-        if scheduler.config.use_dynamic_shifting:  # not applied by the scheduler before it is told the picture's size
+        # not applied by the scheduler before it is told the image's size
+        if scheduler.config.use_dynamic_shifting:
             sigmas = scheduler.time_shift(self._mu(scheduler.config), 1.0, sigmas)
         return sigmas.flip(0)
 
     def _mu(self, config: Any) -> float:
-        """The shift for a picture of our size: linear in its tokens, from the scheduler's base to its maximum."""
+        """The shift for an image of our size: linear in its tokens, from the scheduler's base to
+        its maximum.
+        """
         tokens = (self.latent_shape()[1] // self.patch) ** 2
-        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        slope = (config.max_shift - config.base_shift) / (
+            config.max_image_seq_len - config.base_image_seq_len
+        )
         return float(config.base_shift + slope * (tokens - config.base_image_seq_len))
 
     def sigma(self, t: Tensor) -> Tensor:
@@ -71,9 +82,23 @@ class Flow(Sized):
         return noisy - self.sigma(t).view(-1, 1, 1, 1) * prediction
 
     @torch.no_grad()
-    def partial(self, noise: Tensor, condition: Condition, null: Condition, *, stop: int, steps: int, guidance: float, weights: Weights | None = None) -> tuple[Tensor, int]:  # fmt: skip
-        """Euler's method along `steps` of the training schedule's own time steps, evenly spaced, so that x_t stands at one."""
-        places = torch.linspace(self.timesteps - 1, 0, steps + 1, device=noise.device).round().long()
+    def partial(
+        self,
+        noise: Tensor,
+        condition: Condition,
+        null: Condition,
+        *,
+        stop: int,
+        steps: int,
+        guidance: float,
+        weights: Weights | None = None,
+    ) -> tuple[Tensor, int]:
+        """Euler's method along `steps` of the training schedule's own time steps, evenly spaced, so
+        that x_t stands at one.
+        """
+        places = (
+            torch.linspace(self.timesteps - 1, 0, steps + 1, device=noise.device).round().long()
+        )
         x = noise
         for t, after in pairwise(places[: stop + 1]):
             velocity = self._guided(x, t, condition, null, guidance, weights)

@@ -23,12 +23,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError, shown
 from concept_eraser.storage.readers import JSON_BYTES, cannot, read_json, size_text
+from concept_eraser.utils.errors import UserError, shown
 
 INDEX = "model_index.json"
 CODE = frozenset(
-    [".py", ".pyc", ".pyo", ".pyw", ".pyd", ".pyx", ".pyz", ".so", ".dll", ".dylib", ".egg", ".whl", ".jinja"],
+    [
+        ".py",
+        ".pyc",
+        ".pyo",
+        ".pyw",
+        ".pyd",
+        ".pyx",
+        ".pyz",
+        ".so",
+        ".dll",
+        ".dylib",
+        ".egg",
+        ".whl",
+        ".jinja",
+    ],
 )
 FILES = 10_000  # entries of a model folder
 TOKENIZERS = (
@@ -134,19 +148,19 @@ def check_index(file: Path) -> dict[str, Any]:
         UserError: where it is damaged, or names something else.
     """
     index = read_json(file)
-    named = index.get("_class_name")
-    if not isinstance(named, str):
+    entry = index.get("_class_name")
+    if not isinstance(entry, str):
         raise UserError(
-            f"{file} is damaged: its _class_name is {shown(named)}, expected the "
+            f"{file} is damaged: its _class_name is {shown(entry)}, expected the "
             "name of a pipeline class of diffusers; copy the checkpoint again"
         )
     _check_keys({key: value for key, value in index.items() if key != "id2label"}, file)
-    for name, named in index.items():
+    for name, entry in index.items():
         if name.startswith("_"):
             continue
-        if isinstance(named, list):
-            _check_component(name, named, file)
-        elif isinstance(named, dict) and name != "id2label":
+        if isinstance(entry, list):
+            _check_component(name, entry, file)
+        elif isinstance(entry, dict) and name != "id2label":
             raise UserError(
                 f"{file}: the entry {shown(name)} is a mapping; expected [library, class] or a "
                 "plain value, so remove it or copy the checkpoint again"
@@ -156,8 +170,8 @@ def check_index(file: Path) -> dict[str, Any]:
 
 def components(index: Mapping[str, Any]) -> list[str]:
     """The names of the parts that a checked index says are there."""
-    lists = {name: named for name, named in index.items() if isinstance(named, list)}
-    return [name for name, named in lists.items() if not name.startswith("_") and all(named)]
+    lists = {name: entry for name, entry in index.items() if isinstance(entry, list)}
+    return [name for name, entry in lists.items() if not name.startswith("_") and all(entry)]
 
 
 def _check_component(name: str, named: list[Any], file: Path) -> None:
@@ -183,10 +197,10 @@ def _check_component(name: str, named: list[Any], file: Path) -> None:
             "only diffusers and transformers are allowed. Use a pipeline without custom code"
         )
     if library == "transformers":
-        allowed, kinds = class_name in TRANSFORMERS, ", ".join(sorted(TRANSFORMERS))
+        is_allowed, kinds = class_name in TRANSFORMERS, ", ".join(sorted(TRANSFORMERS))
     else:
-        allowed, kinds = _is_part_of_diffusers(class_name), "its models and schedulers"
-    if not allowed:
+        is_allowed, kinds = _is_part_of_diffusers(class_name), "its models and schedulers"
+    if not is_allowed:
         raise UserError(
             f"{file}: the part {name!r} is {library}'s {shown(class_name)}, which is no part that "
             f"is loaded; of {library} these are: {kinds}. Use a pipeline of such parts"
@@ -196,13 +210,15 @@ def _check_component(name: str, named: list[Any], file: Path) -> None:
 def _is_part_of_diffusers(class_name: str) -> bool:
     import diffusers
 
-    found = getattr(diffusers, class_name, None)
+    attribute = getattr(diffusers, class_name, None)
     bases = (diffusers.ModelMixin, diffusers.SchedulerMixin)
-    return isinstance(found, type) and issubclass(found, bases)
+    return isinstance(attribute, type) and issubclass(attribute, bases)
 
 
 def _root_of(folder: Path) -> Path:
-    """The folder that a model's links may not leave: its own, or its repository's in the hub cache."""
+    """The folder that a model's links may not leave: its own, or its repository's in the hub
+    cache.
+    """
     try:
         own = folder.resolve(strict=True)
     except (OSError, RuntimeError) as error:
@@ -218,14 +234,18 @@ def _check_files(folder: Path, root: Path, *, deep: bool) -> None:
     for number, path in enumerate(_walk(folder, deep)):
         if number >= FILES:
             raise UserError(
-                f"{folder} has more than {FILES:,} files, which no model has; check that it is the right folder"
+                f"{folder} has more than {FILES:,} files, which no model has; check that "
+                "it is the right folder"
             )
         _check_link(path, root)
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             continue
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is no regular file (a pipe or a device); remove it, or copy the model again")
+            raise UserError(
+                f"{path} is no regular file (a pipe or a device); remove it, or copy the "
+                "model again"
+            )
         if CODE & {suffix.lower() for suffix in path.suffixes}:
             raise UserError(
                 f"{path} is code beside a model's weights, which a library may run; only weights "
@@ -261,7 +281,9 @@ def _check_link(path: Path, root: Path) -> None:
     except (OSError, RuntimeError) as error:  # it leads nowhere, or in a circle
         raise UserError(cannot("read", path, error)) from None
     if not inside:
-        raise UserError(f"{path} is a link that leads out of the model's folder; put the files themselves there")
+        raise UserError(
+            f"{path} is a link that leads out of the model's folder; put the files themselves there"
+        )
 
 
 def _check_json(path: Path, size: int) -> None:
@@ -297,33 +319,35 @@ def _check_keys(content: Mapping[str, Any], file: Path) -> None:
     """Refuse what names code, another model, or a path out of the folder, at any depth."""
     level: list[Any] = [content]
     while level:
-        one = level.pop()
-        if isinstance(one, list):
-            level.extend(one)
-        elif isinstance(one, dict):
-            for key, value in one.items():
+        value_at_hand = level.pop()
+        if isinstance(value_at_hand, list):
+            level.extend(value_at_hand)
+        elif isinstance(value_at_hand, dict):
+            for key, value in value_at_hand.items():
                 _check_entry(key, value, file)
-            level.extend(one.values())
+            level.extend(value_at_hand.values())
 
 
 def _check_entry(key: str, value: Any, file: Path) -> None:
     if key in _REFUSED and value not in (None, False, [], {}, ""):
         raise UserError(
-            f"{file} has {key}: {shown(value, 80)}, which {_REFUSED[key]}; remove the entry, or use a model without it"
+            f"{file} has {key}: {shown(value, 80)}, which {_REFUSED[key]}; remove the "
+            "entry, or use a model without it"
         )
     if key in _ATTENTION_KEYS:
         kinds = list(value.values()) if isinstance(value, dict) else [value]  # of parts by name
-        wrong = [one for one in kinds if one is not None and one not in _ATTENTION]
-        if wrong:
+        names = [one for one in kinds if one is not None and one not in _ATTENTION]
+        if names:
             raise UserError(
-                f"{file} has {key}: {shown(wrong[0], 80)}, which may name code of the hub; allowed "
+                f"{file} has {key}: {shown(names[0], 80)}, which may name code of the hub; allowed "
                 f"are {', '.join(_ATTENTION)}. Remove the entry"
             )
     if key in _PATHS:
         for path in value if isinstance(value, list) else [value]:
             if path is not None and not _stays(path):
                 raise UserError(
-                    f"{file} has {key}: {shown(path, 80)}, a path out of the model's folder; remove "
+                    f"{file} has {key}: {shown(path, 80)}, a path out of the model's "
+                    "folder; remove "
                     "the entry, or name a file of the folder"
                 )
     if key == "tokenizer_class" and value is not None and value not in TOKENIZERS:
@@ -337,7 +361,9 @@ def _check_entry(key: str, value: Any, file: Path) -> None:
             "Python code; copy the checkpoint again"
         )
     if key == "_commit_hash" and value is not None and not str(value).isalnum():
-        raise UserError(f"{file} has _commit_hash: {shown(value, 80)}, which is no commit; remove the entry")
+        raise UserError(
+            f"{file} has _commit_hash: {shown(value, 80)}, which is no commit; remove the entry"
+        )
 
 
 def _stays(path: Any) -> bool:

@@ -1,8 +1,10 @@
-"""Pipelines by hub id, `owner/name` or `owner/name@revision` (a branch, tag or commit): from the hub, else from its cache.
+"""Pipelines by hub id, `owner/name` or `owner/name@revision` (a branch, tag or commit): from the
+hub, else from its cache.
 
-One short question decides whether the hub answers, so that a machine without network says so at once instead of trying
-each file again and again. Where it does not answer, the cache on disk serves. A token comes from the caller, from
-$HF_TOKEN or from `hf auth login`; it is passed on and kept nowhere.
+One short question decides whether the hub answers, so that a machine without network says so at
+once instead of trying each file again and again. Where it does not answer, the cache on disk
+serves. A token comes from the caller, from $HF_TOKEN or from `hf auth login`; it is passed on and
+kept nowhere.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError, first_line, shown
 from concept_eraser.models.folder_check import INDEX, check_index
+from concept_eraser.utils.errors import UserError, first_line, shown
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 PATIENCE = 2.5  # seconds; $HF_HUB_ETAG_TIMEOUT where it is set
@@ -23,15 +25,16 @@ ADVICE = "give a local folder, or set HF_HOME to a cache that holds it"
 
 
 def is_id(name: str) -> bool:
-    return _ID.fullmatch(name) is not None and ".safetensors" not in name  # FILE.safetensors@BASE: see loading.on_base
+    # FILE.safetensors@BASE: see loading.on_base
+    return _ID.fullmatch(name) is not None and ".safetensors" not in name
 
 
 def split(name: str) -> tuple[str, str | None]:
     """`owner/name@revision` -> (owner/name, revision or None)."""
-    found = _ID.fullmatch(name)
-    if found is None:
+    match = _ID.fullmatch(name)
+    if match is None:
         raise UserError(f"{shown(name)} is no hub id; expected owner/name or owner/name@revision")
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def offline() -> bool:
@@ -41,30 +44,55 @@ def offline() -> bool:
 
 
 def why_not(name: str, token: str | None = None) -> str | None:
-    """None where the hub answers and shows the repository; "" where it cannot be reached (or must not be asked).
+    """None where the hub answers and shows the repository; "" where it cannot be reached (or must
+    not be asked).
 
-    Raises UserError where it answers that there is no such repository or revision, or that this token may not see it.
+    Raises UserError where it answers that there is no such repository or revision, or that this
+    token may not see it.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     repository, revision = split(name)
     if offline():
         return ""
-    error = within_patience(lambda patience: HfApi(token=token).model_info(repository, revision=revision, timeout=patience))  # fmt: skip
+    error = within_patience(
+        lambda patience: HfApi(token=token).model_info(
+            repository, revision=revision, timeout=patience
+        )
+    )
     if isinstance(error, GatedRepoError):
-        raise UserError(f"cannot load {name}: its owner asks for agreement first; accept the terms on its page, and give a token (HF_TOKEN, or hf auth login)") from None  # fmt: skip
+        raise UserError(
+            f"cannot load {name}: its owner asks for agreement first; accept the terms "
+            "on its page, and give a token (HF_TOKEN, or hf auth login)"
+        ) from None
     if isinstance(error, RevisionNotFoundError):
         raise UserError(f"cannot load {name}: {repository} has no revision {revision!r}") from None
     if isinstance(error, RepositoryNotFoundError):
-        raise UserError(f"cannot load {name}: the hub has no {repository}, or hides it; if it is private, give a token (HF_TOKEN, or hf auth login)") from None  # fmt: skip
-    if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code in (401, 403):
-        raise UserError(f"cannot load {name}: the hub refuses the token; check HF_TOKEN, or run hf auth login") from None  # fmt: skip
+        raise UserError(
+            f"cannot load {name}: the hub has no {repository}, or hides it; if it is "
+            "private, give a token (HF_TOKEN, or hf auth login)"
+        ) from None
+    if (
+        isinstance(error, HfHubHTTPError)
+        and error.response is not None
+        and error.response.status_code in (401, 403)
+    ):
+        raise UserError(
+            f"cannot load {name}: the hub refuses the token; check HF_TOKEN, or run hf auth login"
+        ) from None
     return "" if error is not None else None
 
 
 def is_silent_about_dataset(repository: str) -> bool:
-    """Whether the hub does not answer a question about a data set, or must not be asked. One that answers no is not silent."""
+    """Whether the hub does not answer a question about a data set, or must not be asked. One that
+    answers no is not silent.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -75,24 +103,35 @@ def is_silent_about_dataset(repository: str) -> bool:
 
 
 def within_patience(ask: Callable[[float], Any]) -> BaseException | None:
-    """Ask the hub something, which is told the patience in seconds: None where it answers in time, else the error."""
-    caught: list[BaseException | None] = []
+    """Make a request to the hub: None where it answers in time, else the error.
+
+    ask: the request; its argument is the time limit in seconds.
+    """
+    errors: list[BaseException | None] = []
     patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE)
 
     def run() -> None:
         try:
             ask(patience)
-            caught.append(None)
+            errors.append(None)
         except Exception as error:
-            caught.append(error)
+            errors.append(error)
 
-    asking = threading.Thread(target=run, daemon=True)  # a name server's silence has no timeout of its own
-    asking.start()
-    asking.join(patience)
-    return caught[0] if caught else TimeoutError("no answer in time")
+    # a name server's silence has no timeout of its own
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(patience)
+    return errors[0] if errors else TimeoutError("no answer in time")
 
 
-def folder_of(name: str, *, token: str | None = None, allow_pickle: bool = False, weights: bool = True, left_out: Mapping[str, Any] | None = None) -> Path:  # fmt: skip
+def folder_of(
+    name: str,
+    *,
+    token: str | None = None,
+    allow_pickle: bool = False,
+    weights: bool = True,
+    left_out: Mapping[str, Any] | None = None,
+) -> Path:
     """The folder in the hub's cache that holds a pipeline, after fetching what is missing.
 
     weights: also those, not the configuration alone; left_out: components that are not needed.
@@ -103,17 +142,29 @@ def folder_of(name: str, *, token: str | None = None, allow_pickle: bool = False
 
     repository, revision = split(name)
     silent = why_not(name, token) is not None
-    told: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": silent}
+    options: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": silent}
     try:
         if not weights:
-            return Path(snapshot_download(repository, allow_patterns=["*.json", "*.txt", "*.model"], **told))
+            return Path(
+                snapshot_download(
+                    repository, allow_patterns=["*.json", "*.txt", "*.model"], **options
+                )
+            )
         if silent:
-            return Path(snapshot_download(repository, **told))
+            return Path(snapshot_download(repository, **options))
         # before diffusers reads it: the index decides what diffusers would download and import
         check_index(Path(hf_hub_download(repository, INDEX, revision=revision, token=token)))
-        from diffusers import DiffusionPipeline  # late: it takes seconds, and a hub that is not there is told at once
+        # imported late: it takes seconds, and a missing hub is reported at once
+        from diffusers import DiffusionPipeline
 
-        return Path(DiffusionPipeline.download(repository, use_safetensors=None if allow_pickle else True, **told, **(left_out or {})))  # fmt: skip
+        return Path(
+            DiffusionPipeline.download(
+                repository,
+                use_safetensors=None if allow_pickle else True,
+                **options,
+                **(left_out or {}),
+            )
+        )
     except UserError:
         raise
     except Exception as error:  # the hub's client and diffusers raise some twenty kinds
@@ -121,10 +172,15 @@ def folder_of(name: str, *, token: str | None = None, allow_pickle: bool = False
 
 
 def half_filled(name: str, folder: Path, problem: str) -> str:
-    """What to say of a pipeline in the cache that lacks files. folder: its snapshot; problem: what was found there."""
-    told = problem.replace(f"{folder}/", "").replace(str(folder), "it")
-    whole = folder.parents[1] if folder.parent.name == "snapshots" else folder
-    return f"cannot load {name}: the download of it in the cache on this machine is incomplete ({told}); run once with a network, or remove {whole} and load it again"  # fmt: skip
+    """What to say of a pipeline in the cache that lacks files. folder: its snapshot; problem: what
+    was found there.
+    """
+    short_problem = problem.replace(f"{folder}/", "").replace(str(folder), "it")
+    repository = folder.parents[1] if folder.parent.name == "snapshots" else folder
+    return (
+        f"cannot load {name}: the download of it in the cache on this machine is incomplete "
+        f"({short_problem}); run once with a network, or remove {repository} and load it again"
+    )
 
 
 def _reason(silent: bool, revision: str | None, error: Exception) -> str:
@@ -132,4 +188,7 @@ def _reason(silent: bool, revision: str | None, error: Exception) -> str:
         return f"the hub did not give it: {first_line(error)}"
     cause = "HF_HUB_OFFLINE is set" if offline() else "the hub cannot be reached"
     what = f"its revision {revision!r}" if revision else "it"
-    return f"there is no such folder, {cause}, and the cache on this machine does not hold {what}; {ADVICE}"
+    return (
+        f"there is no such folder, {cause}, and the cache on this machine does not hold "
+        f"{what}; {ADVICE}"
+    )

@@ -1,7 +1,8 @@
-"""What all families share that denoise the latents of a VAE by a pipeline of diffusers; epsilon- and v-prediction.
+"""Base classes of the families that denoise the latents of a VAE by a pipeline of diffusers, and
+epsilon- and v-prediction.
 
-Sampling is diffusers' own pipeline. Training always uses the schedule's alphas: the forward process is the same for every
-sampler.
+Sampling is diffusers' own pipeline. Training always uses the schedule's alphas: the forward process
+is the same for every sampler.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.errors import UserError
-from concept_eraser.models import cross_attention, pieces
+from concept_eraser.models import cross_attention, generation_stages
 from concept_eraser.models.base import Condition, Model, Weights
-from concept_eraser.models.guards import Guard
-from concept_eraser.models.words import Words
+from concept_eraser.models.safeguards import Guard
+from concept_eraser.models.vocabulary import Words
+from concept_eraser.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 SENTENCE = "A photo of the naïve étoile, 12 red stars & co!"
@@ -27,7 +28,9 @@ READERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 def quiet_libraries() -> None:
-    """diffusers and transformers draw a bar for every shard they read or write; ours report the whole."""
+    """diffusers and transformers draw a bar for every shard they read or write; ours report the
+    whole.
+    """
     import diffusers
     import transformers
 
@@ -36,50 +39,79 @@ def quiet_libraries() -> None:
 
 
 def tokens_of(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
-    """Ids and mask of some prompts, padded to `length`; longer ones are cut and named in a warning."""
-    tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    over = [p for p in prompts if len(p) > length and len(tokenizer(p).input_ids) > length]
-    if over:
-        named = "; ".join(f"{p[:60]!r}" for p in list(dict.fromkeys(over))[:5]) + ("; ..." if len(set(over)) > 5 else "")  # fmt: skip
-        log.warning("%d of %d prompts are longer than the model's %d tokens and were cut: %s", len(over), len(prompts), length, named)  # fmt: skip
+    """Ids and mask of some prompts, padded to `length`; longer ones are cut and named in a
+    warning.
+    """
+    tokens = tokenizer(
+        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    )
+    long_prompts = [p for p in prompts if len(p) > length and len(tokenizer(p).input_ids) > length]
+    if long_prompts:
+        examples = "; ".join(f"{p[:60]!r}" for p in list(dict.fromkeys(long_prompts))[:5]) + (
+            "; ..." if len(set(long_prompts)) > 5 else ""
+        )
+        log.warning(
+            "%d of %d prompts are longer than the model's %d tokens and were cut: %s",
+            len(long_prompts),
+            len(prompts),
+            length,
+            examples,
+        )
     return tokens
 
 
 def penultimate(encoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """A CLIP text encoder's last but one hidden states [n, length, width], and its first output: [n, width], what is
-    projected from the end token, of one with a projection."""
-    read = encoder(ids, output_hidden_states=True)
-    return read.hidden_states[-2], read[0]
+    """A CLIP text encoder's last but one hidden states [n, length, width], and its first output:
+    [n, width], what is projected from the end token, of one with a projection."""
+    output = encoder(ids, output_hidden_states=True)
+    return output.hidden_states[-2], output[0]
 
 
 class Latent(Model):
-    """A pipeline with an AutoencoderKL behind the families' face. A family says what its denoiser is called and given
-    (`_inputs`), and what its pipeline is asked (`_asked`)."""
+    """A pipeline with an AutoencoderKL, with the interface of `Model`. A family defines the inputs
+    of its denoiser (`_inputs`) and the arguments of its pipeline (`_asked`)."""
 
     pipeline_class: ClassVar[str]
     network: ClassVar[str] = "unet"  # what the pipeline calls its denoiser
     left_out: ClassVar[Mapping[str, Any]] = {}  # what the pipeline is loaded without
-    # of frozen weights while they are not fp32 (training/placement.py): the denoiser's, the text encoders'
+    # of frozen weights while they are not fp32 (training/placement.py): the denoiser's, the text
+    # encoders'
     narrowed: torch.dtype | None = None
     narrowed_readers: torch.dtype | None = None
     guard: Guard | None = None  # a safeguard while sampling
 
     def drawing(self) -> dict[str, Any]:
-        """The latents' shape, the sampler with its configuration, and how tokenizers write down a sentence."""
+        """The latents' shape, the sampler with its configuration, and how tokenizers write down a
+        sentence.
+        """
         scheduler = self.pipeline.scheduler
-        tokenizers = [getattr(self.pipeline, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")]
-        written = [[*t(SENTENCE).input_ids, t.pad_token_id, int(t.model_max_length)] for t in tokenizers if t is not None]  # fmt: skip
-        told = {"pipeline": type(self.pipeline).__name__, "scheduler": [type(scheduler).__name__, {k: str(v) for k, v in sorted(scheduler.config.items()) if not k.startswith("_")}]}  # fmt: skip
-        guarded = {"guard": str(self.guard)} if self.guard else {}
-        return {**super().drawing(), **told, "tokens": written, **guarded}
+        tokenizers = [
+            getattr(self.pipeline, name, None)
+            for name in ("tokenizer", "tokenizer_2", "tokenizer_3")
+        ]
+        encodings = [
+            [*t(SENTENCE).input_ids, t.pad_token_id, int(t.model_max_length)]
+            for t in tokenizers
+            if t is not None
+        ]
+        settings = {
+            "pipeline": type(self.pipeline).__name__,
+            "scheduler": [
+                type(scheduler).__name__,
+                {k: str(v) for k, v in sorted(scheduler.config.items()) if not k.startswith("_")},
+            ],
+        }
+        guard = {"guard": str(self.guard)} if self.guard else {}
+        return {**super().drawing(), **settings, "tokens": encodings, **guard}
 
     def __init__(self, pipeline: Any, source: str) -> None:
         self.pipeline, self.source = pipeline, source
         readers = [name for name in READERS if getattr(pipeline, name, None) is not None]
-        named = {"denoiser": self.network, **{name: name for name in readers}, "vae": "vae"}
-        self.parts = {part: getattr(pipeline, name) for part, name in named.items()}
+        names = {"denoiser": self.network, **{name: name for name in readers}, "vae": "vae"}
+        self.parts = {part: getattr(pipeline, name) for part, name in names.items()}
         for part in self.parts.values():
-            part.float().eval().requires_grad_(False)  # stored in half precision or not, weights are trained in fp32
+            # stored in half precision or not, weights are trained in fp32
+            part.float().eval().requires_grad_(False)
         self.timesteps = int(pipeline.scheduler.config.num_train_timesteps)
         pipeline.set_progress_bar_config(disable=True)
 
@@ -89,8 +121,13 @@ class Latent(Model):
 
         quiet_libraries()
         family: Any = getattr(diffusers, cls.pipeline_class)
-        # a part saved as absent ([null, null], SD 3 without T5) must be passed as None, or diffusers asks for it
-        absent = {name: None for name, named in family.load_config(folder).items() if named in ([None, None], (None, None))}  # fmt: skip
+        # a part saved as absent ([null, null], SD 3 without T5) must be passed as None, or
+        # diffusers asks for it
+        absent = {
+            name: None
+            for name, entry in family.load_config(folder).items()
+            if entry in ([None, None], (None, None))
+        }
         return cls(family.from_pretrained(folder, **{**absent, **cls.left_out}, **options), source)
 
     def to(self, device: torch.device) -> Self:
@@ -112,13 +149,17 @@ class Latent(Model):
         raise self.lacks("putting in a CLIP text tower")
 
     def protect(self, guard: Guard) -> None:
-        """Sample under a safeguard from now on. Raises UserError where the family has no single text to steer by."""
+        """Sample under a safeguard from now on. Raises UserError where the family has no single
+        text to steer by.
+        """
         if self.readers != ("text_encoder",):
             raise self.lacks(f"the safeguard {guard.kind!r}")
         self.guard, self.source = guard, f"{self.source} under {guard}"
 
     def _only_read(self, weights: Weights | None, rows: Tensor | None) -> None:
-        """Raise UserError where an encoder's weights or its tokens' embeddings are to be replaced."""
+        """Raise UserError where an encoder's weights or its tokens' embeddings are to be
+        replaced.
+        """
         if weights is not None:
             raise self.lacks("training the text encoder")
         if rows is not None:
@@ -134,8 +175,10 @@ class Latent(Model):
         if self.narrowed_readers is None:
             return super().encode(prompts)
         with self.precision(self.narrowed_readers):
-            found = super().encode(prompts)
-        return Condition({k: v.float() if v.is_floating_point() else v for k, v in found.tensors.items()})
+            condition = super().encode(prompts)
+        return Condition(
+            {k: v.float() if v.is_floating_point() else v for k, v in condition.tensors.items()}
+        )
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
@@ -147,10 +190,12 @@ class Latent(Model):
         return self.pipeline.vae.decode(latents / factor + shift).sample
 
     def _inputs(self, noisy: Tensor, t: Tensor, condition: Condition) -> dict[str, Any]:
-        """What the denoiser is called with, by its own names."""
+        """The inputs of the denoiser, by its own names."""
         raise NotImplementedError
 
-    def denoise(self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None) -> Tensor:
+    def denoise(
+        self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None
+    ) -> Tensor:
         network: nn.Module = self.denoiser
         inputs = self._inputs(noisy, t, condition)
         with self.precision(self.narrowed):
@@ -162,36 +207,60 @@ class Latent(Model):
         return cross_attention.layers(self.denoiser)
 
     def attention(self, noisy: Tensor, t: Tensor, condition: Condition) -> list[Tensor]:
-        return cross_attention.maps(self.attention_layers(), lambda: self.denoise(noisy, t, condition))
+        return cross_attention.maps(
+            self.attention_layers(), lambda: self.denoise(noisy, t, condition)
+        )
 
-    def concept_tokens(self, prompts: Sequence[str], anchors: Sequence[str] | None, *, end: bool) -> Tensor:
+    def concept_tokens(
+        self, prompts: Sequence[str], anchors: Sequence[str] | None, *, end: bool
+    ) -> Tensor:
         words = Words(self.pipeline.tokenizer)
-        ids = [tokens_of(words.tokenizer, some, words.length).input_ids for some in (prompts, anchors) if some is not None]  # fmt: skip
-        return cross_attention.concept_tokens(ids[0], ids[1] if anchors is not None else None, words, end=end)
+        ids = [
+            tokens_of(words.tokenizer, some, words.length).input_ids
+            for some in (prompts, anchors)
+            if some is not None
+        ]
+        return cross_attention.concept_tokens(
+            ids[0], ids[1] if anchors is not None else None, words, end=end
+        )
 
     def checkpoint(self, on: bool) -> None:
-        """Keep the denoiser's activations between its blocks only, and compute those inside again in the backward pass.
+        """Keep the denoiser's activations between its blocks only, and compute those inside again
+        in the backward pass.
 
-        diffusers' is non-reentrant, so that `torch.autograd.grad` and second derivatives work; it asks whether gradients
-        are wanted, not whether the module is in training mode, so that teachers are not slowed down. Blocks are computed
-        again with the module's own weights: never differentiate through `denoise` with `weights` while it is on.
+        diffusers' is non-reentrant, so that `torch.autograd.grad` and second derivatives work; it
+        asks whether gradients are wanted, not whether the module is in training mode, so that
+        teachers are not slowed down. Blocks are computed again with the module's own weights: never
+        differentiate through `denoise` with `weights` while it is on.
         """
         network: Any = self.denoiser
         network.enable_gradient_checkpointing() if on else network.disable_gradient_checkpointing()
 
-    def _guided(self, x: Tensor, t: Tensor, condition: Condition, null: Condition, guidance: float, weights: Weights | None) -> Tensor:  # fmt: skip
+    def _guided(
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        null: Condition,
+        guidance: float,
+        weights: Weights | None,
+    ) -> Tensor:
         """The prediction with classifier-free guidance at one time step t [1]."""
         n = len(condition)
-        both = Condition({k: torch.cat([null.tensors[k], v]) for k, v in condition.tensors.items()})
-        free, given = self.denoise(x.repeat(2, 1, 1, 1), t.expand(2 * n), both, weights).chunk(2)
-        return free + guidance * (given - free)
+        conditions = Condition(
+            {k: torch.cat([null.tensors[k], v]) for k, v in condition.tensors.items()}
+        )
+        unconditional, conditional = self.denoise(
+            x.repeat(2, 1, 1, 1), t.expand(2 * n), conditions, weights
+        ).chunk(2)
+        return unconditional + guidance * (conditional - unconditional)
 
     def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
-        """What the pipeline is called with to draw some prompts."""
+        """The arguments of the pipeline that generate images of some prompts."""
         raise NotImplementedError
 
     def _reporting(self, progress: Callable[[int], None] | None) -> dict[str, Any]:
-        """What the pipeline is called with to report its steps."""
+        """The arguments of the pipeline that make it report its steps."""
 
         def report(pipe: Any, step: int, t: Any, values: dict) -> dict:
             if progress:
@@ -204,21 +273,45 @@ class Latent(Model):
         """Raise UserError where the pipeline cannot sample with that guidance."""
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[str] | Condition, *, seeds: Sequence[int], steps: int, guidance: float, autocast: torch.dtype | None = None, progress: Callable[[int], None] | None = None) -> Tensor:  # fmt: skip
+    def sample(
+        self,
+        prompts: Sequence[str] | Condition,
+        *,
+        seeds: Sequence[int],
+        steps: int,
+        guidance: float,
+        autocast: torch.dtype | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Tensor:
         if len(prompts) != len(seeds):
-            raise ValueError(f"one seed per prompt is needed, found {len(prompts)} prompts and {len(seeds)} seeds")
-        # noise is drawn on the CPU, one generator an image: a picture depends on its own seed, not on its batch
+            raise ValueError(
+                f"one seed per prompt is needed, found {len(prompts)} prompts and "
+                f"{len(seeds)} seeds"
+            )
+        # noise is drawn on the CPU, one generator an image: an image depends on its own seed, not
+        # on its batch
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        guarded = self.guard.around(self, len(prompts)) if self.guard else nullcontext()
-        with self.precision(autocast or self.narrowed), guarded:
-            images = self.pipeline(**self._asked(prompts), generator=generators, num_inference_steps=steps, guidance_scale=guidance, output_type="pt", **self._reporting(progress)).images  # fmt: skip
-        return pieces.to_bytes(images)
+        safeguard = self.guard.around(self, len(prompts)) if self.guard else nullcontext()
+        with self.precision(autocast or self.narrowed), safeguard:
+            images = self.pipeline(
+                **self._asked(prompts),
+                generator=generators,
+                num_inference_steps=steps,
+                guidance_scale=guidance,
+                output_type="pt",
+                **self._reporting(progress),
+            ).images
+        return generation_stages.to_bytes(images)
 
 
 class Sized(Latent):
-    """Families that draw pictures of any size: the option `size`, in pixels, by default the pipeline's own."""
+    """Families that draw images of any size: the option `size`, in pixels, by default the
+    pipeline's own.
+    """
 
-    options: ClassVar[Mapping[str, str]] = {"size": "side of the pictures in pixels (default: the pipeline's)"}
+    options: ClassVar[Mapping[str, str]] = {
+        "size": "side of the images in pixels (default: the pipeline's)"
+    }
     patch: ClassVar[int] = 1  # latents along a side of what the denoiser sees as one
 
     def __init__(self, pipeline: Any, source: str) -> None:
@@ -229,7 +322,10 @@ class Sized(Latent):
         super().check_option(name, value)
         step = self.pipeline.vae_scale_factor * self.patch
         if name == "size" and (value < step or value % step):
-            raise UserError(f"size: {self.source} draws pictures whose side is a multiple of {step}, found {value:g}")
+            raise UserError(
+                f"size: {self.source} draws images whose side is a multiple of {step}, "
+                f"found {value:g}"
+            )
 
     def latent_shape(self) -> tuple[int, int, int]:
         side = self.size // self.pipeline.vae_scale_factor
@@ -243,22 +339,31 @@ class Sized(Latent):
         size = {"height": self.size, "width": self.size}
         if not isinstance(prompts, Condition):
             return {"prompt": list(prompts), **size}
-        return {"prompt_embeds": prompts.tensors["states"], "pooled_prompt_embeds": prompts.tensors["pooled"], **size}
+        return {
+            "prompt_embeds": prompts.tensors["states"],
+            "pooled_prompt_embeds": prompts.tensors["pooled"],
+            **size,
+        }
 
 
 class Variance(Latent):
-    """Variance-preserving diffusion: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise; the prediction is the noise (epsilon) or
-    v = sqrt(a_t) noise - sqrt(1 - a_t) x_0, told apart by the scheduler's configuration."""
+    """Variance-preserving diffusion: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise; the prediction is
+    the noise (epsilon) or v = sqrt(a_t) noise - sqrt(1 - a_t) x_0. The scheduler's configuration
+    says which."""
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
         self.prediction = pipeline.scheduler.config.prediction_type
         if self.prediction not in ("epsilon", "v_prediction"):
             raise UserError(
-                f"{source}: prediction type {self.prediction!r} is not supported; epsilon, v_prediction are"
+                f"{source}: prediction type {self.prediction!r} is not supported; "
+                "epsilon, v_prediction are"
             )
         if not hasattr(pipeline.scheduler, "alphas_cumprod"):
-            raise UserError(f"{source}: its {type(pipeline.scheduler).__name__} is of another diffusion than DDPM's, which is not supported")  # fmt: skip
+            raise UserError(
+                f"{source}: its {type(pipeline.scheduler).__name__} is of another "
+                "diffusion than DDPM's, which is not supported"
+            )
         self._alphas: Tensor = pipeline.scheduler.alphas_cumprod.float()
 
     def _signal(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,25 +387,41 @@ class Variance(Latent):
         return signal * noisy - sigma * prediction
 
     @torch.no_grad()
-    def partial(self, noise: Tensor, condition: Condition, null: Condition, *, stop: int, steps: int, guidance: float, weights: Weights | None = None) -> tuple[Tensor, int]:  # fmt: skip
+    def partial(
+        self,
+        noise: Tensor,
+        condition: Condition,
+        null: Condition,
+        *,
+        stop: int,
+        steps: int,
+        guidance: float,
+        weights: Weights | None = None,
+    ) -> tuple[Tensor, int]:
         from diffusers import DDIMScheduler
 
         config = self.pipeline.scheduler.config
-        # DDIM's default clips x_0 to [-1, 1], which latents exceed; other schedulers' configurations do not say otherwise
+        # DDIM's default clips x_0 to [-1, 1], which latents exceed; other schedulers'
+        # configurations do not say otherwise
         scheduler = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False))
         scheduler.set_timesteps(steps, device=self.device)
         x = noise * scheduler.init_noise_sigma
         for t in scheduler.timesteps[:stop]:
-            x = scheduler.step(self._guided(x, t, condition, null, guidance, weights), t, x).prev_sample
+            x = scheduler.step(
+                self._guided(x, t, condition, null, guidance, weights), t, x
+            ).prev_sample
         return x, int(scheduler.timesteps[stop])
 
 
 class Guided(Sized):
-    """Those whose pipeline guides away from a condition that it is given."""
+    """Families whose pipeline takes the condition to guide away from as an argument."""
 
     def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
-        asked = super()._asked(prompts)
+        arguments = super()._asked(prompts)
         if isinstance(prompts, Condition):
             null = self.null().repeat(len(prompts)).tensors
-            asked |= {"negative_prompt_embeds": null["states"], "negative_pooled_prompt_embeds": null["pooled"]}
-        return asked
+            arguments |= {
+                "negative_prompt_embeds": null["states"],
+                "negative_pooled_prompt_embeds": null["pooled"],
+            }
+        return arguments

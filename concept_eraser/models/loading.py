@@ -1,4 +1,6 @@
-"""From a name, folder, hub id or object in memory to a `Model`, refusing what cannot be loaded safely."""
+"""From a name, folder, hub id or object in memory to a `Model`, refusing what cannot be loaded
+safely.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,20 @@ from typing import Any
 
 from torch import nn
 
-from concept_eraser import registry, resources
-from concept_eraser.errors import UserError, first_line, shown, unknown
+from concept_eraser import registry
 from concept_eraser.models import folder_check, hub, overlay, single_file
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.completeness import require_all_weights
 from concept_eraser.models.module import CONFIG, Module, open_folder
-from concept_eraser.places import FILE_ON
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_text
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError, first_line, shown, unknown
+from concept_eraser.utils.path_redaction import FILE_ON
 
-BUNDLED = {"tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"}
+BUNDLED = {
+    "tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"
+}
 FAMILIES = {
     "StableDiffusionPipeline": "sd",
     "StableDiffusionXLPipeline": "sdxl",
@@ -30,18 +35,27 @@ FAMILIES = {
     "DiTPipeline": "dit",
 }
 _CODE = re.compile(r"[^\d\W]\w*(\.[^\d\W]\w*)*:[^\d\W]\w*")  # package.module:function
-_WEIGHED = ("unet", "transformer", "vae", "text_encoder")  # how the parts of a pipeline begin that have weights we load
+# how the parts of a pipeline begin that have weights we load
+_WEIGHED = ("unet", "transformer", "vae", "text_encoder")
 
 
 def on_base(file: Any, base: Any) -> str:
-    """The one name of a single-file checkpoint, or of a part of a pipeline, and of what it is read beside: FILE@BASE.
+    """The one name of a single-file checkpoint, or of a part of a pipeline, and of what it is read
+    beside: FILE@BASE.
 
     Raises UserError where there is no such file, or the base has no name.
     """
     if not isinstance(file, str | Path) or Path(file).suffix != ".safetensors":
-        raise UserError(f"a base belongs to a model that is one .safetensors file, found the model {file if isinstance(file, str | Path) else type(file).__name__}; leave it out")  # fmt: skip
+        raise UserError(
+            "a base belongs to a model that is one .safetensors file, found the model "
+            f"{file if isinstance(file, str | Path) else type(file).__name__}; leave it "
+            "out"
+        )
     if not isinstance(base, str | Path):
-        raise UserError(f"a base is a diffusers folder or a hub id, found a {type(base).__name__}; for one in memory give model=concept_eraser.load(FILE, base=...)")  # fmt: skip
+        raise UserError(
+            f"a base is a diffusers folder or a hub id, found a {type(base).__name__}; "
+            "for one in memory give model=concept_eraser.load(FILE, base=...)"
+        )
     if not Path(file).is_file():
         raise UserError(f"no such model: {file}")
     return f"{file}@{base}"
@@ -51,15 +65,18 @@ class Incomplete(UserError):
     """A folder lacks files that its model needs."""
 
 
-def load_part(source: Any, target: str, *, allow_pickle: bool = False, allow_code: bool = False) -> Loaded:
+def load_part(
+    source: Any, target: str, *, allow_pickle: bool = False, allow_code: bool = False
+) -> Loaded:
     """Load what a job with some target trains.
 
-    A denoiser or text encoder: see `load`. A classifier, VAE or CLIP model: a torch module in memory (for CLIP also the
-    pair of a transformers CLIPModel and its tokenizer), the folder of a saved one, a run folder, "tiny-sd" (its VAE or
-    its small CLIP), or "package.module:function", called without arguments to make the module.
+    A denoiser or text encoder: see `load`. A classifier, VAE or CLIP model: a torch module in
+    memory (for CLIP also the pair of a transformers CLIPModel and its tokenizer), the folder of a
+    saved one, a run folder, "tiny-sd" (its VAE or its small CLIP), or "package.module:function",
+    called without arguments to make the module.
 
-    allow_code: also import and call "package.module:function". It runs code, so it is for names that the user has given
-    himself, never for what a recipe or a run folder says.
+    allow_code: also import and call "package.module:function". It runs code, so it is for names
+    that the user has given himself, never for what a recipe or a run folder says.
 
     Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
     """
@@ -75,23 +92,42 @@ def load_part(source: Any, target: str, *, allow_pickle: bool = False, allow_cod
         return Module(source, target, f"a {type(source).__name__} in memory")
     if names_code(source):
         if not allow_code:
-            raise UserError(f"the model {shown(source)} names Python code, which is not run for a recipe or a run folder: they may be a stranger's. If you trust it, pass --allow-code (allow_code=True), or name the model yourself with --model")  # fmt: skip
+            raise UserError(
+                f"the model {shown(source)} names Python code, which is not run for a "
+                "recipe or a run folder: they may be a stranger's. If you trust it, "
+                "pass --allow-code (allow_code=True), or name the model yourself with "
+                "--model"
+            )
         return Module(_made_by(source), target, source)
     if not isinstance(source, str | Path):
-        raise UserError(f"a {type(source).__name__} cannot be trained as a {target}; give a torch module, or the folder of a saved one")  # fmt: skip
+        raise UserError(
+            f"a {type(source).__name__} cannot be trained as a {target}; give a torch "
+            "module, or the folder of a saved one"
+        )
     path = Path(source)
     for folder in (path / resources.whole_model("module"), path):
         if (folder / CONFIG).is_file():
             require_intact(folder)
-            return _autoencoder(folder) if target == "vae" and "_class_name" in read_text(folder / CONFIG) else open_folder(folder, target)  # fmt: skip
+            return (
+                _autoencoder(folder)
+                if target == "vae" and "_class_name" in read_text(folder / CONFIG)
+                else open_folder(folder, target)
+            )
     if target == "vae":
         return load(source, allow_pickle=allow_pickle)
-    raise UserError(f"no such {target}: {source!r}; give the folder of a saved one, a run folder, package.module:function, or in Python the module itself")  # fmt: skip
+    raise UserError(
+        f"no such {target}: {source!r}; give the folder of a saved one, a run folder, "
+        "package.module:function, or in Python the module itself"
+    )
 
 
 def names_code(source: Any) -> bool:
     """Whether a model is named as "package.module:function", which is code to be run."""
-    return isinstance(source, str) and _CODE.fullmatch(source) is not None and not Path(source).exists()
+    return (
+        isinstance(source, str)
+        and _CODE.fullmatch(source) is not None
+        and not Path(source).exists()
+    )
 
 
 def _made_by(source: str) -> nn.Module:
@@ -100,12 +136,12 @@ def _made_by(source: str) -> nn.Module:
     if str(Path.cwd()) not in sys.path:  # as `python -m` does; the console script does not
         sys.path.insert(0, str(Path.cwd()))
     try:
-        made = getattr(importlib.import_module(name), attribute)()
+        module = getattr(importlib.import_module(name), attribute)()
     except Exception as error:  # whatever the code raises
         raise UserError(f"cannot call {source} without arguments: {first_line(error)}") from error
-    if not isinstance(made, nn.Module):
-        raise UserError(f"{source} returned a {type(made).__name__}, not a torch module")
-    return made
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{source} returned a {type(module).__name__}, not a torch module")
+    return module
 
 
 def _autoencoder(folder: Path) -> Module:
@@ -128,7 +164,10 @@ def _clip(source: Any) -> Loaded:
     if isinstance(source, nn.Module):
         return family.from_object(source)
     if not isinstance(source, str | Path):
-        raise UserError(f"a {type(source).__name__} is no CLIP model; give (CLIPModel, tokenizer) or an open_clip model")  # fmt: skip
+        raise UserError(
+            f"a {type(source).__name__} is no CLIP model; give (CLIPModel, tokenizer) or "
+            "an open_clip model"
+        )
     if str(source) in BUNDLED:
         return _bundled_clip(family, str(source))
     path = Path(source)
@@ -136,34 +175,42 @@ def _clip(source: Any) -> Loaded:
         if (folder / CONFIG).is_file():
             require_intact(folder)
             return family.from_folder(folder, str(source))
-    raise UserError(f"no such CLIP model: {source!r}; give a folder that CLIPModel.save_pretrained wrote, a run folder, 'tiny-sd', or in Python (model, tokenizer) or an open_clip model")  # fmt: skip
+    raise UserError(
+        f"no such CLIP model: {source!r}; give a folder that CLIPModel.save_pretrained "
+        "wrote, a run folder, 'tiny-sd', or in Python (model, tokenizer) or an "
+        "open_clip model"
+    )
 
 
 def _bundled_clip(family: Any, name: str) -> Loaded:
     """The small CLIP of the bundled world, whose text tower is the pipeline's text encoder."""
     from transformers import CLIPTokenizer
 
-    from concept_eraser.tiny.clip import load_clip
+    from concept_eraser.models.families.clip import load_bundled_clip
 
     weights = resources.tiny_weights()
     tokenizer = CLIPTokenizer.from_pretrained(weights / name / "tokenizer")
-    found = family.from_object(load_clip(weights), tokenizer, name)
-    found.keep = [tokenizer]
-    found.mean = found.std = (0.5, 0.5, 0.5)
-    found.preprocessing = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    return found
+    clip = family.from_object(load_bundled_clip(weights), tokenizer, name)
+    clip.keep = [tokenizer]
+    clip.mean = clip.std = (0.5, 0.5, 0.5)
+    clip.preprocessing = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    return clip
 
 
-def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: str | None = None) -> Model:
+def load(
+    source: Any, *, allow_pickle: bool = False, base: Any = None, token: str | None = None
+) -> Model:
     """Load a text-to-image model.
 
-    source: "tiny-sd", a diffusers folder, a run folder of ours, a hub id ("owner/name", "owner/name@revision"), a
-        diffusers pipeline object, or a Model (returned as it is); or a part of a pipeline that another eraser made: a
-        LoRA, a state dict or folder of the denoiser or the text encoder (see overlay.py); or FILE.safetensors@BASE, one of
-        these or a single-file checkpoint with its base.
+    source: "tiny-sd", a diffusers folder, a run folder of ours, a hub id ("owner/name",
+        "owner/name@revision"), a diffusers pipeline object, or a Model (returned as it is); or a
+        part of a pipeline that another eraser made: a LoRA, a state dict or folder of the denoiser
+        or the text encoder (see overlay.py); or FILE.safetensors@BASE, one of these or a
+        single-file checkpoint with its base.
     allow_pickle: also load weights stored as pickles, which can execute code; off by default.
-    base: for a part, the model it was made for (which stays as it is); for a single-file checkpoint (.safetensors in the
-        original layout), the diffusers folder of its architecture; not asked for otherwise.
+    base: for a part, the model it was made for (which stays as it is); for a single-file checkpoint
+        (.safetensors in the original layout), the diffusers folder of its architecture; not asked
+        for otherwise.
     token: for the hub; default $HF_TOKEN or what `hf auth login` kept.
 
     Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
@@ -179,7 +226,9 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: st
     try:
         (path / "pipeline").exists()
     except OSError as error:  # a name that the system does not take
-        raise UserError(f"cannot load {shown(name)}: {str(error.strerror).lower()}; check the name") from None
+        raise UserError(
+            f"cannot load {shown(name)}: {str(error.strerror).lower()}; check the name"
+        ) from None
     require_intact(path / "pipeline" if (path / "pipeline").is_dir() else path)
     file, at, beside = name.partition(FILE_ON)
     if at and not path.exists():
@@ -195,61 +244,92 @@ def load(source: Any, *, allow_pickle: bool = False, base: Any = None, token: st
     if path.suffix in (*overlay.PICKLES, ".safetensors"):
         raise UserError(f"no such model: {path}")
     if path.is_file():
-        raise UserError(f"{path} is no model; give a .safetensors file, a diffusers folder, a run folder or a hub id")
+        raise UserError(
+            f"{path} is no model; give a .safetensors file, a diffusers folder, a run "
+            "folder or a hub id"
+        )
     if hub.is_id(name):
         return _from_hub(name, allow_pickle, token)
-    raise unknown("model", name, BUNDLED, hint="a diffusers folder, a run folder or a hub id (owner/name) works too")
+    raise unknown(
+        "model",
+        name,
+        BUNDLED,
+        hint="a diffusers folder, a run folder or a hub id (owner/name) works too",
+    )
 
 
 def _family(class_name: str, name: str) -> Any:
     if class_name not in FAMILIES:
-        raise UserError(f"{name} is a {class_name}, which is not supported; supported: {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{name} is a {class_name}, which is not supported; supported: {', '.join(FAMILIES)}"
+        )
     return registry.load("model", FAMILIES[class_name])
 
 
 def _from_object(pipeline: Any) -> Model:
-    return _family(type(pipeline).__name__, "the given object")(pipeline, f"a {type(pipeline).__name__} in memory")
+    return _family(type(pipeline).__name__, "the given object")(
+        pipeline, f"a {type(pipeline).__name__} in memory"
+    )
 
 
 def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model:
     """A part of a pipeline on the base it was made for, or a checkpoint in the original layout."""
-    held = overlay.parts_in(path) if path.is_file() else set()
-    if base is None and held:
-        raise UserError(f"{path} is a single-file checkpoint: weights without configuration, scheduler and tokenizer; give a diffusers folder or hub id of the same architecture with --base (erase), --before (other commands) or base=, or convert it once: concept-eraser export {path} --before FOLDER --to diffusers")  # fmt: skip
+    file_parts = overlay.parts_in(path) if path.is_file() else set()
+    if base is None and file_parts:
+        raise UserError(
+            f"{path} is a single-file checkpoint: weights without configuration, "
+            "scheduler and tokenizer; give a diffusers folder or hub id of the same "
+            "architecture with --base (erase), --before (other commands) or base=, or "
+            f"convert it once: concept-eraser export {path} --before FOLDER --to "
+            "diffusers"
+        )
     if base is None:
-        raise UserError(f"{path} is only a part of a pipeline (a LoRA, a denoiser or a text encoder); give the model it was made for with --before (erase: --base)")  # fmt: skip
+        raise UserError(
+            f"{path} is only a part of a pipeline (a LoRA, a denoiser or a text "
+            "encoder); give the model it was made for with --before (erase: --base)"
+        )
     in_memory = not isinstance(base, str | Path)
-    if held:
+    if file_parts:
         if in_memory:
-            pipeline = single_file.read_as(path, base if isinstance(base, Model) else _from_object(base), held)
+            pipeline = single_file.read_as(
+                path, base if isinstance(base, Model) else _from_object(base), file_parts
+            )
         else:
-            pipeline = single_file.read(path, _configuration(str(base), token), held)
+            pipeline = single_file.read(path, _configuration(str(base), token), file_parts)
         if pipeline is not None:
-            found = _from_object(pipeline)
-            found.source = str(path)
-            return found
-    whole = load(base, allow_pickle=allow_pickle, token=token)
-    whole = copy.deepcopy(whole) if in_memory else whole  # the caller's own stays as it is
-    overlay.put_on(whole, path, allow_pickle=allow_pickle)
-    return whole
+            model_of_file = _from_object(pipeline)
+            model_of_file.source = str(path)
+            return model_of_file
+    model = load(base, allow_pickle=allow_pickle, token=token)
+    model = copy.deepcopy(model) if in_memory else model  # the caller's own stays as it is
+    overlay.put_on(model, path, allow_pickle=allow_pickle)
+    return model
 
 
 def _configuration(name: str, token: str | None) -> str:
-    """The diffusers folder that a model's name stands for; who reads it checks it. Raises UserError where it is none."""
+    """The diffusers folder that a model's name stands for; who reads it checks it. Raises UserError
+    where it is none.
+    """
     if name in BUNDLED:
         return str(resources.tiny_weights() / name)
     for folder in (Path(name) / "pipeline", Path(name)):
         if (folder / "model_index.json").is_file():
             return str(folder)
     if Path(name).exists() or not hub.is_id(name):
-        raise UserError(f"{name} holds no configuration (model_index.json); give a diffusers folder of the checkpoint's architecture")  # fmt: skip
+        raise UserError(
+            f"{name} holds no configuration (model_index.json); give a diffusers folder "
+            "of the checkpoint's architecture"
+        )
     return str(hub.folder_of(name, token=token, weights=False))
 
 
 def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
     index = folder / "model_index.json"
     if not index.is_file():
-        raise Incomplete(f"{name} is no diffusers pipeline: it has no model_index.json (found: {', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'nothing'})")  # fmt: skip
+        raise Incomplete(
+            f"{name} is no diffusers pipeline: it has no model_index.json (found: "
+            f"{', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'nothing'})"
+        )
     content = folder_check.check_pipeline(folder)
     family = _family(content["_class_name"], name)
     for part in folder_check.components(content):
@@ -264,7 +344,9 @@ def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
 
 
 def _check_weights(folder: Path, allow_pickle: bool) -> None:
-    """Every part must have whole safetensors files; a pickle is refused before anything opens it."""
+    """Every part must have whole safetensors files; a pickle is refused before anything opens
+    it.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
@@ -272,7 +354,11 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
     tensors = sorted(folder.glob("*.safetensors"))
     pickles = [p for p in folder.iterdir() if p.suffix in overlay.PICKLES]
     if not tensors and pickles and not allow_pickle:
-        raise UserError(f"{pickles[0]} is a pickle, which can execute code when loaded; convert it to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust its author")  # fmt: skip
+        raise UserError(
+            f"{pickles[0]} is a pickle, which can execute code when loaded; convert it "
+            "to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust "
+            "its author"
+        )
     if not tensors and not pickles:
         raise Incomplete(f"{folder} holds no weights (*.safetensors)")
     for path in tensors:
@@ -280,12 +366,19 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
             with safe_open(path, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged or truncated ({error}); copy the checkpoint again") from None
+            raise UserError(
+                f"{path} is damaged or truncated ({error}); copy the checkpoint again"
+            ) from None
 
 
 def _from_hub(name: str, allow_pickle: bool, token: str | None) -> Model:
     """A pipeline of the hub: its folder in the cache, filled where the hub answers."""
-    folder = hub.folder_of(name, token=token, allow_pickle=allow_pickle, left_out={"safety_checker": None, "feature_extractor": None})  # fmt: skip
+    folder = hub.folder_of(
+        name,
+        token=token,
+        allow_pickle=allow_pickle,
+        left_out={"safety_checker": None, "feature_extractor": None},
+    )
     try:
         return _from_folder(folder, name, allow_pickle)
     except Incomplete as error:
@@ -300,5 +393,6 @@ def _guarded(family: Any, location: str, name: str, options: dict) -> Model:
         raise
     except Exception as error:  # a configuration of wrong types makes the libraries raise any kind
         raise UserError(
-            f"cannot load {name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:300]}"
+            f"cannot load {name}: "
+            f"{(str(error).strip().splitlines() or [type(error).__name__])[0][:300]}"
         ) from error

@@ -1,9 +1,12 @@
-"""LoRA (arXiv 2106.09685): W + (alpha / rank) up @ down instead of W, for some linear or convolutional layers of a part.
+"""LoRA (arXiv 2106.09685): W + (alpha / rank) up @ down instead of W, for some linear or
+convolutional layers of a part.
 
-Training goes through peft's layers, put in place of ours and taken away again. `up` starts at 0, so the model with its
-factors at their start is, bit by bit, the model without them: that is the frozen teacher.
+Training goes through peft's layers, put in place of ours and taken away again. `up` starts at 0, so
+the model with its factors at their start is, bit by bit, the model without them: that is the frozen
+teacher.
 
-For a convolution with kernel k, down is one with the same kernel [rank, in, k, k] and up a 1x1 [out, rank, 1, 1].
+For a convolution with kernel k, down is one with the same kernel [rank, in, k, k] and up a 1x1
+[out, rank, 1, 1].
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 _NAME = "eraser"  # of the adapter inside peft's layers
 Pair = tuple[Tensor, Tensor]  # down, up
@@ -24,7 +27,9 @@ Pair = tuple[Tensor, Tensor]  # down, up
 
 @dataclass(frozen=True)
 class Factors:
-    """The change of one part of a model ("denoiser", "text_encoder"): (down, up) by the layer's name, one rank for all."""
+    """The change of one part of a model ("denoiser", "text_encoder"): (down, up) by the layer's
+    name, one rank for all.
+    """
 
     part: str
     layers: Mapping[str, Pair]
@@ -32,8 +37,12 @@ class Factors:
     alpha: float
 
     def scaled(self, strength: float) -> Factors:
-        """The change times a number. It goes into `up`: readers divide by alpha, or take it from elsewhere."""
-        return replace(self, layers={name: (down, up * strength) for name, (down, up) in self.layers.items()})
+        """The change times a number. It goes into `up`: readers divide by alpha, or take it from
+        elsewhere.
+        """
+        return replace(
+            self, layers={name: (down, up * strength) for name, (down, up) in self.layers.items()}
+        )
 
     def change(self, layer: str) -> Tensor:
         """What is added to the layer's weight, in the weight's own shape."""
@@ -43,49 +52,70 @@ class Factors:
 
 
 def can_adapt(layer: nn.Module, *, conv: bool) -> bool:
-    return isinstance(layer, nn.Linear) or (conv and isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    return isinstance(layer, nn.Linear) or (
+        conv and isinstance(layer, nn.Conv2d) and layer.groups == 1
+    )
 
 
 def layers_of(module: nn.Module, tensors: Iterable[str], *, conv: bool = False) -> list[str]:
-    """The layers that get factors: the linear (and `conv`olutional) ones whose weight is among the tensors named.
+    """The layers that get factors: the linear (and `conv`olutional) ones whose weight is among the
+    tensors named.
 
     Raises UserError where there is none.
     """
     names = list(tensors)
     owners = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-    found = [name for name in owners if can_adapt(module.get_submodule(name), conv=conv)]
-    if not found:
+    layers = [name for name in owners if can_adapt(module.get_submodule(name), conv=conv)]
+    if not layers:
         kinds = sorted({type(module.get_submodule(name)).__name__ for name in owners})
-        raise UserError(f"a LoRA changes linear layers{' and convolutions' if conv else ' (convolutions with trainable.lora.conv: true)'}, and none is among the {len(names)} selected tensors (found weights of {', '.join(kinds) or 'no layer'}); select e.g. cross_attention")  # fmt: skip
-    return found
+        raise UserError(
+            "a LoRA changes linear "
+            f"layers{' and convolutions' if conv else ' (convolutions with trainable.lora.conv: true)'}, "  # noqa: E501
+            f"and none is among the {len(names)} selected tensors (found weights of "
+            f"{', '.join(kinds) or 'no layer'}); select e.g. cross_attention"
+        )
+    return layers
 
 
 class Adapter:
-    """Factors in training on a module's layers, from the moment it is made until `remove` or `merge`.
+    """Factors in training on a module's layers, from the moment it is made until `remove` or
+    `merge`.
 
-    seed: of `down` (peft's start: uniform, +-1 / sqrt(in)); `up` starts at 0. The caller's generator is not moved.
+    seed: of `down` (peft's start: uniform, +-1 / sqrt(in)); `up` starts at 0. The caller's
+    generator is not moved.
 
     Raises UserError where the module carries adapters already.
     """
 
-    def __init__(self, module: nn.Module, layers: Iterable[str], *, rank: int, alpha: float, seed: int) -> None:
+    def __init__(
+        self, module: nn.Module, layers: Iterable[str], *, rank: int, alpha: float, seed: int
+    ) -> None:
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
-            raise UserError("the model carries adapters (a LoRA) already; merge them with fuse_lora, then take them away with unload_lora_weights")  # fmt: skip
+            raise UserError(
+                "the model carries adapters (a LoRA) already; merge them with fuse_lora, "
+                "then take them away with unload_lora_weights"
+            )
         self.module, self.rank, self.alpha = module, rank, alpha
         self.original = {name: module.get_submodule(name) for name in layers}
-        exactly = "|".join(re.escape(name) for name in self.original)  # a list would match by endings
+        # a list would match by endings
+        exactly = "|".join(re.escape(name) for name in self.original)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # peft draws from the global generator
-            settings: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": f"({exactly})"}
+            settings: dict[str, Any] = {
+                "r": rank,
+                "lora_alpha": alpha,
+                "target_modules": f"({exactly})",
+            }
             inject_adapter_in_model(LoraConfig(**settings), module, _NAME)
         for name in self.tensors:  # peft gives them the layer's precision
             factor = module.get_parameter(name)
             factor.data = factor.data.float()
         self.layers: dict[str, Any] = {name: module.get_submodule(name) for name in self.original}
-        module.__dict__.pop("peft_config", None)  # peft's note on the module, which would outlive the layers
+        # peft's note on the module, which would outlive the layers
+        module.__dict__.pop("peft_config", None)
 
     @property
     def tensors(self) -> list[str]:
@@ -94,18 +124,26 @@ class Adapter:
 
     def factors(self, part: str) -> Factors:
         """As they stand, on the CPU."""
-        found = {name: tuple(getattr(layer, key)[_NAME].weight.detach().cpu().clone() for key in ("lora_A", "lora_B")) for name, layer in self.layers.items()}  # fmt: skip
-        return Factors(part, found, self.rank, self.alpha)
+        pairs = {
+            name: tuple(
+                getattr(layer, key)[_NAME].weight.detach().cpu().clone()
+                for key in ("lora_A", "lora_B")
+            )
+            for name, layer in self.layers.items()
+        }
+        return Factors(part, pairs, self.rank, self.alpha)
 
     def base(self) -> dict[str, Tensor]:
         """The weights that the factors are added to."""
-        return {f"{name}.weight": layer.get_parameter("weight") for name, layer in self.original.items()}
+        return {
+            f"{name}.weight": layer.get_parameter("weight") for name, layer in self.original.items()
+        }
 
     def remove(self) -> None:
         """Put the module's own layers back, as they were before."""
         for name, layer in self.original.items():
-            owner, _, last = name.rpartition(".")
-            setattr(self.module.get_submodule(owner), last, layer)
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.module.get_submodule(owner), attribute, layer)
 
     @torch.no_grad()
     def negate(self, scale: float) -> None:
@@ -115,7 +153,9 @@ class Adapter:
 
     @torch.no_grad()
     def merge(self) -> dict[str, Tensor]:
-        """Put the module's own layers back with the change added to them: the changed weights by name."""
+        """Put the module's own layers back with the change added to them: the changed weights by
+        name.
+        """
         self.remove()
         change, base = self.factors(""), self.base()
         for name in self.original:

@@ -1,11 +1,12 @@
 """LoRA files: written and read in diffusers' naming and in kohya's.
 
-* diffusers: `unet.<layer>.lora_A.weight` (down), `.lora_B.weight` (up), rank and alpha in the file's header, as
-  `pipe.load_lora_weights` takes them
-* kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, as A1111, ComfyUI, Forge (and
-  diffusers) take them. Its names are those of the UNet that sd-scripts trains: diffusers' own for Stable Diffusion 1 and 2
-  (text encoder `lora_te_`), the original code's for SDXL (`lora_te1_`, `lora_te2_`) and for Flux (its CLIP `lora_te1_`),
-  where one projection stands for q, k and v: their factors are put together, block by block.
+* diffusers: `unet.<layer>.lora_A.weight` (down), `.lora_B.weight` (up), rank and alpha in the
+  file's header, as `pipe.load_lora_weights` takes them
+* kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, as A1111,
+  ComfyUI, Forge (and diffusers) take them. Its names are those of the UNet that sd-scripts trains:
+  diffusers' own for Stable Diffusion 1 and 2 (text encoder `lora_te_`), the original code's for
+  SDXL (`lora_te1_`, `lora_te2_`) and for Flux (its CLIP `lora_te1_`), where one projection stands
+  for q, k and v: their factors are put together, block by block.
 """
 
 from __future__ import annotations
@@ -19,64 +20,96 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from concept_eraser.errors import UserError
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.lora import Factors, Pair
 from concept_eraser.models.single_file import ldm, transformers
+from concept_eraser.utils.errors import UserError
 
-FOLDER, FILE = "lora", "pytorch_lora_weights.safetensors"  # in a run's folder; the name that diffusers looks for
+# in a run's folder; the name that diffusers looks for
+FOLDER, FILE = "lora", "pytorch_lora_weights.safetensors"
 _KOHYA: dict[str, dict[str, str]] = {
     "sd": {"denoiser": "lora_unet_", "text_encoder": "lora_te_"},
     "sdxl": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"},
     "flux": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_"},
 }
-_DOWN_UP = (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"), ("lora.down.weight", "lora.up.weight"))  # fmt: skip
+_DOWN_UP = (
+    ("lora_A.weight", "lora_B.weight"),
+    ("lora_down.weight", "lora_up.weight"),
+    ("lora.down.weight", "lora.up.weight"),
+)
 
 
-def save(model: Loaded, factors: Sequence[Factors], file: Path, *, kohya: bool = False, notes: Mapping[str, str] | None = None) -> None:  # fmt: skip
+def save(
+    model: Loaded,
+    factors: Sequence[Factors],
+    file: Path,
+    *,
+    kohya: bool = False,
+    notes: Mapping[str, str] | None = None,
+) -> None:
     """Write the factors of one or more parts of a pipeline. notes: for the file's header.
 
     Raises UserError where kohya has no names for the model's layers that are diffusers' own.
     """
     tensors: dict[str, Tensor] = {}
-    told: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     header = dict(notes or {})
     if kohya and model.family not in _KOHYA:
-        raise UserError(f"no program reads kohya's names for the family {model.family!r} that we could test with; export --to lora, which ComfyUI reads too")  # fmt: skip
-    for one in factors:
+        raise UserError(
+            f"no program reads kohya's names for the family {model.family!r} that we "
+            "could test with; export --to lora, which ComfyUI reads too"
+        )
+    for part_factors in factors:
         if kohya:
-            tensors |= _kohya(model, one)
+            tensors |= _kohya(model, part_factors)
             continue
-        prefix = _component(model, one.part)
-        told |= {f"{prefix}.{key}": value for key, value in _config(one).items()}
-        for layer, (down, up) in one.layers.items():
-            stem = f"{prefix}.{_full(one.part, layer)}"
+        prefix = _component(model, part_factors.part)
+        metadata |= {f"{prefix}.{key}": value for key, value in _config(part_factors).items()}
+        for layer, (down, up) in part_factors.layers.items():
+            stem = f"{prefix}.{_full(part_factors.part, layer)}"
             tensors |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
     if kohya:  # what A1111's and ComfyUI's lists show
-        header |= {"ss_network_module": "networks.lora", "ss_network_dim": str(factors[0].rank), "ss_network_alpha": str(factors[0].alpha)}  # fmt: skip
+        header |= {
+            "ss_network_module": "networks.lora",
+            "ss_network_dim": str(factors[0].rank),
+            "ss_network_alpha": str(factors[0].alpha),
+        }
     else:
-        header |= {"format": "pt", "lora_adapter_metadata": json.dumps(told, sort_keys=True)}
+        header |= {"format": "pt", "lora_adapter_metadata": json.dumps(metadata, sort_keys=True)}
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata=header)
 
 
 def _full(part: str, layer: str) -> str:
-    """Newer transformers dropped `text_model.` from a text encoder's names; files have it, and readers know both."""
-    return f"text_model.{layer}" if part == "text_encoder" and not layer.startswith("text_model.") else layer
+    """Newer transformers dropped `text_model.` from a text encoder's names; files have it, and
+    readers know both.
+    """
+    return (
+        f"text_model.{layer}"
+        if part == "text_encoder" and not layer.startswith("text_model.")
+        else layer
+    )
 
 
 def _kohya(model: Loaded, one: Factors) -> dict[str, Tensor]:
     """Raises UserError where kohya has no name for a layer."""
     tensors: dict[str, Tensor] = {}
-    left = set(one.layers)
+    remaining = set(one.layers)
     for stem, layers in _kohya_stems(model, one.part):
-        if not left & set(layers):
+        if not remaining & set(layers):
             continue
-        left -= set(layers)
+        remaining -= set(layers)
         down, up = one.layers[layers[0]] if len(layers) == 1 else _fused(model, one, layers)
-        tensors |= {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.alpha": torch.tensor(one.alpha * len(down) / one.rank)}  # fmt: skip
-    if left:
-        raise UserError(f"kohya has no name for the layer {min(left)} of {one.part} ({len(left)} such) that diffusers reads; export --to lora, which ComfyUI reads too")  # fmt: skip
+        tensors |= {
+            f"{stem}.lora_down.weight": down,
+            f"{stem}.lora_up.weight": up,
+            f"{stem}.alpha": torch.tensor(one.alpha * len(down) / one.rank),
+        }
+    if remaining:
+        raise UserError(
+            f"kohya has no name for the layer {min(remaining)} of {one.part} ({len(remaining)} "
+            "such) that diffusers reads; export --to lora, which ComfyUI reads too"
+        )
     return tensors
 
 
@@ -88,39 +121,55 @@ def _kohya_stems(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...
     module: Any = model.parts[part]
     if part == "denoiser" and model.family != "sd":
         for place in ldm.unet(module) if model.family == "sdxl" else transformers.flux(module):
-            blocks = model.family == "sdxl" or place.name.startswith(("double_blocks.", "single_blocks."))
+            blocks = model.family == "sdxl" or place.name.startswith(
+                ("double_blocks.", "single_blocks.")
+            )
             if place.name.endswith(".weight") and blocks:
-                yield prefix + place.name[:-7].replace(".", "_"), tuple(name[:-7] for name in place.sources)
+                yield (
+                    prefix + place.name[:-7].replace(".", "_"),
+                    tuple(name[:-7] for name in place.sources),
+                )
         return
     for layer, _ in module.named_modules():
         yield prefix + _full(part, layer).replace(".", "_"), (layer,)
 
 
 def _fused(model: Loaded, one: Factors, layers: Sequence[str]) -> Pair:
-    """The factors of layers that the original code has as one, each in its own rows and its own share of the rank."""
+    """The factors of layers that the original code has as one, each in its own rows and its own
+    share of the rank.
+    """
     pairs = []
     width = next(down.shape[1] for name, (down, _) in one.layers.items() if name in layers)
     for layer in layers:
         height = len(model.parts[one.part].get_parameter(f"{layer}.weight"))
-        pairs.append(one.layers.get(layer, (torch.zeros(one.rank, width), torch.zeros(height, one.rank))))
+        pairs.append(
+            one.layers.get(layer, (torch.zeros(one.rank, width), torch.zeros(height, one.rank)))
+        )
     return torch.cat([down for down, _ in pairs]), torch.block_diag(*(up for _, up in pairs))
 
 
-def _parted(model: Loaded, part: str, layers: Sequence[str], down: Tensor, up: Tensor) -> dict[str, Pair]:
+def _parted(
+    model: Loaded, part: str, layers: Sequence[str], down: Tensor, up: Tensor
+) -> dict[str, Pair]:
     """`_fused`, undone: each layer's rows, with the part of the rank that is not zero there."""
     heights = [len(model.parts[part].get_parameter(f"{layer}.weight")) for layer in layers]
     if sum(heights) != len(up):
-        raise UserError(f"factors for {' and '.join(layers)} have {len(up)} rows, {sum(heights)} are needed; was it made for another model?")  # fmt: skip
-    found = {}
+        raise UserError(
+            f"factors for {' and '.join(layers)} have {len(up)} rows, {sum(heights)} are "
+            "needed; was it made for another model?"
+        )
+    pairs = {}
     for layer, rows in zip(layers, up.split(heights), strict=True):
-        used = rows.any(0)
-        if used.any():
-            found[layer] = down[used], rows[:, used]
-    return found
+        columns = rows.any(0)
+        if columns.any():
+            pairs[layer] = down[columns], rows[:, columns]
+    return pairs
 
 
 def _config(one: Factors) -> dict[str, Any]:
-    """peft's settings. It matches layers by the endings of their names, so names without `text_model.` fit both kinds."""
+    """peft's settings. It matches layers by the endings of their names, so names without
+    `text_model.` fit both kinds.
+    """
     targets = sorted(layer.removeprefix("text_model.") for layer in one.layers)
     return {"r": one.rank, "lora_alpha": one.alpha, "target_modules": targets}
 
@@ -128,39 +177,64 @@ def _config(one: Factors) -> dict[str, Any]:
 def _component(model: Loaded, part: str) -> str:
     """What the pipeline calls a part of ours: unet or transformer, text_encoder."""
     components: Mapping[str, Any] = getattr(getattr(model, "pipeline", None), "components", {})
-    found = next((name for name, value in components.items() if value is model.parts[part]), None)
-    if found is None:
-        raise UserError(f"{model.source} is no diffusers pipeline, so a LoRA of its {part} has no name to be saved under")  # fmt: skip
-    return found
+    component = next(
+        (name for name, value in components.items() if value is model.parts[part]), None
+    )
+    if component is None:
+        raise UserError(
+            f"{model.source} is no diffusers pipeline, so a LoRA of its {part} has no "
+            "name to be saved under"
+        )
+    return component
 
 
-def read(model: Loaded, tensors: Mapping[str, Tensor], header: Mapping[str, str], source: str) -> list[Factors]:
-    """The factors in a file of either naming, one entry a part. Scales of their own (alphas) go into `up`.
+def read(
+    model: Loaded, tensors: Mapping[str, Tensor], header: Mapping[str, str], source: str
+) -> list[Factors]:
+    """The factors in a file of either naming, one entry a part. Scales of their own (alphas) go
+    into `up`.
 
     Raises UserError for a layer that the model does not have, and for what is no plain LoRA.
     """
     config = json.loads(header.get("lora_adapter_metadata") or "{}")
-    told: dict[str, dict[str, Pair]] = {}
-    places = {spelled: (part, layers, prefix) for part in model.parts if part != "vae" for spelled, layers, prefix in _spelled(model, part)}  # fmt: skip
-    left = {name for name in tensors if not name.endswith("alpha")}
-    for name in sorted(left):
+    pairs_by_part: dict[str, dict[str, Pair]] = {}
+    places = {
+        name_in_file: (part, layers, prefix)
+        for part in model.parts
+        if part != "vae"
+        for name_in_file, layers, prefix in _spelled(model, part)
+    }
+    remaining = {name for name in tensors if not name.endswith("alpha")}
+    for name in sorted(remaining):
         kind = next(((down, up) for down, up in _DOWN_UP if name.endswith(f".{down}")), None)
         if kind is None:
             continue
         stem = name.removesuffix(f".{kind[0]}")
         if stem not in places:
-            raise UserError(f"{source} has factors for {stem!r}, which {model.source} does not have; was it made for another model?")  # fmt: skip
+            raise UserError(
+                f"{source} has factors for {stem!r}, which {model.source} does not have; "
+                "was it made for another model?"
+            )
         (part, layers, prefix), up = places[stem], f"{stem}.{kind[1]}"
         if up not in tensors:
             raise UserError(f"{source} is incomplete: it has {name} but no {up}")
         rank = len(tensors[name])
-        alpha = float(tensors[f"{stem}.alpha"]) if f"{stem}.alpha" in tensors else float(config.get(f"{prefix}.lora_alpha", rank))  # fmt: skip
+        alpha = (
+            float(tensors[f"{stem}.alpha"])
+            if f"{stem}.alpha" in tensors
+            else float(config.get(f"{prefix}.lora_alpha", rank))
+        )
         pair = tensors[name].float(), tensors[up].float() * (alpha / rank)
-        told.setdefault(part, {}).update({layers[0]: pair} if len(layers) == 1 else _parted(model, part, layers, *pair))
-        left -= {name, up}
-    if left:
-        raise UserError(f"{source} is no plain LoRA: nothing is known of {min(left)!r}; only pairs of down and up can be converted")  # fmt: skip
-    return [of_pairs(part, layers) for part, layers in told.items()]
+        pairs_by_part.setdefault(part, {}).update(
+            {layers[0]: pair} if len(layers) == 1 else _parted(model, part, layers, *pair)
+        )
+        remaining -= {name, up}
+    if remaining:
+        raise UserError(
+            f"{source} is no plain LoRA: nothing is known of {min(remaining)!r}; only pairs "
+            "of down and up can be converted"
+        )
+    return [of_pairs(part, layers) for part, layers in pairs_by_part.items()]
 
 
 def _spelled(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -177,13 +251,19 @@ def _spelled(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...], s
 
 
 def of_pairs(part: str, pairs: Mapping[str, Pair]) -> Factors:
-    """Factors of any ranks, scaled by 1, as factors of the largest rank: the smaller ones are filled up with zeros."""
+    """Factors of any ranks, scaled by 1, as factors of the largest rank: the smaller ones are
+    filled up with zeros.
+    """
     rank = max(len(down) for down, _ in pairs.values())
-    return Factors(part, {name: _filled(*pair, rank) for name, pair in pairs.items()}, rank, float(rank))
+    return Factors(
+        part, {name: _filled(*pair, rank) for name, pair in pairs.items()}, rank, float(rank)
+    )
 
 
 def _filled(down: Tensor, up: Tensor, rank: int) -> Pair:
     more = rank - len(down)
     if not more:
         return down, up
-    return torch.cat([down, down.new_zeros(more, *down.shape[1:])]), torch.cat([up, up.new_zeros(len(up), more, *up.shape[2:])], 1)  # fmt: skip
+    return torch.cat([down, down.new_zeros(more, *down.shape[1:])]), torch.cat(
+        [up, up.new_zeros(len(up), more, *up.shape[2:])], 1
+    )

@@ -1,10 +1,13 @@
 """What another eraser publishes instead of a whole pipeline, put on the pipeline it was made for.
 
-* a LoRA file or folder (diffusers' or kohya's naming: whatever the pipeline's own `load_lora_weights` reads), merged
-* a state dict of the denoiser, whole or the changed tensors only (ESD, UCE, SalUn), or of the text encoder (AdvUnlearn)
+* a LoRA file or folder (diffusers' or kohya's naming: whatever the pipeline's own
+`load_lora_weights` reads), merged
+* a state dict of the denoiser, whole or the changed tensors only (ESD, UCE, SalUn), or of the text
+encoder (AdvUnlearn)
 * a folder of one part: a `UNet2DConditionModel`, or a transformers text encoder
 * the changed tensors of a run of ours (weights.safetensors)
-* parts in the original layout of single files: a UNet or transformer alone, or a checkpoint that lacks a text encoder
+* parts in the original layout of single files: a UNet or transformer alone, or a checkpoint that
+lacks a text encoder
 
 The base is loaded anew, so the caller's own model stays as it is.
 """
@@ -23,15 +26,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from concept_eraser.errors import UserError, first_line, shown
 from concept_eraser.models import single_file
 from concept_eraser.models.base import Model
 from concept_eraser.models.folder_check import check_part
 from concept_eraser.storage.readers import read_json
+from concept_eraser.utils.errors import UserError, first_line, shown
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 LORA_FILE = "pytorch_lora_weights.safetensors"
-_DENOISERS = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel", "DiTTransformer2DModel")
+_DENOISERS = (
+    "UNet2DConditionModel",
+    "SD3Transformer2DModel",
+    "FluxTransformer2DModel",
+    "DiTTransformer2DModel",
+)
 _PARTS = {**dict.fromkeys(_DENOISERS, "denoiser"), "CLIPTextModel": "text_encoder"}
 # put before the names by other tools
 _PREFIXES = ("module.", "model.", "unet.", "transformer.", "text_encoder.", "text_model.")
@@ -47,14 +55,15 @@ def is_overlay(path: Path) -> bool:
 def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
     """Change `base` in place into what `path` makes of it.
 
-    Raises UserError where the file is a pickle (without `allow_pickle`), damaged, or does not fit the base: every
-    tensor must have its place.
+    Raises UserError where the file is a pickle (without `allow_pickle`), damaged, or does not fit
+    the base: every tensor must have its place.
     """
     file = _weights_of(path) if path.is_dir() else path
     assert file is not None  # is_overlay has said so
     tensors = _read(file, allow_pickle)
     if any("lora" in name.lower() for name in tensors):
-        # from the file, not from its tensors: the scale (lora_alpha) may stand in the file's header alone
+        # from the file, not from its tensors: the scale (lora_alpha) may stand in the file's header
+        # alone
         _merge_lora(base, tensors if file.suffix in PICKLES else file, path, idle=_idle(tensors))
         return
     if hasattr(base, "pipeline") and single_file.parts_in(tensors):
@@ -64,9 +73,9 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
     part = _part_of(path)
     names = [part] if part else ["denoiser", *base.readers]
     for name in names:
-        placed = _placed(tensors, base.parts[name])
-        if placed is not None:
-            base.parts[name].load_state_dict(placed, strict=False)
+        part_tensors = _placed(tensors, base.parts[name])
+        if part_tensors is not None:
+            base.parts[name].load_state_dict(part_tensors, strict=False)
             base.source = f"{path} on {base.source}"
             return
     raise UserError(_misfit(path, tensors, base, names))
@@ -74,7 +83,15 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
 
 def _weights_of(folder: Path) -> Path | None:
     """The one file of weights of a part's folder or of a run of ours."""
-    candidates = [folder / LORA_FILE, folder / "weights.safetensors", *(folder / f"{stem}{suffix}" for stem in ("diffusion_pytorch_model", "model", "pytorch_model") for suffix in (".safetensors", ".bin"))]  # fmt: skip
+    candidates = [
+        folder / LORA_FILE,
+        folder / "weights.safetensors",
+        *(
+            folder / f"{stem}{suffix}"
+            for stem in ("diffusion_pytorch_model", "model", "pytorch_model")
+            for suffix in (".safetensors", ".bin")
+        ),
+    ]
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -86,10 +103,15 @@ def _part_of(path: Path) -> str | None:
     check_part(path)
     content = read_json(config)
     architectures = content.get("architectures") or [None]
-    named = content.get("_class_name") or (architectures[0] if isinstance(architectures, list) else None)
-    if isinstance(named, str) and named in _PARTS:
-        return _PARTS[named]
-    raise UserError(f"{path} holds a {shown(named, 80) if named else 'model of no name'}, which is no part of a pipeline that is read; {' and '.join(_PARTS)} are")  # fmt: skip
+    class_name = content.get("_class_name") or (
+        architectures[0] if isinstance(architectures, list) else None
+    )
+    if isinstance(class_name, str) and class_name in _PARTS:
+        return _PARTS[class_name]
+    raise UserError(
+        f"{path} holds a {shown(class_name, 80) if class_name else 'model of no name'}, which is "
+        f"no part of a pipeline that is read; {' and '.join(_PARTS)} are"
+    )
 
 
 def parts_in(path: Path) -> set[str]:
@@ -97,8 +119,8 @@ def parts_in(path: Path) -> set[str]:
     if path.suffix != ".safetensors":
         return set()
     try:
-        with safe_open(path, "pt") as opened:
-            return single_file.parts_in(opened.keys())
+        with safe_open(path, "pt") as file:
+            return single_file.parts_in(file.keys())
     except (SafetensorError, OSError):
         return set()  # said when it is read
 
@@ -110,7 +132,11 @@ def _read(file: Path, allow_pickle: bool) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is damaged or truncated ({error}); copy it again") from None
     if not allow_pickle:
-        raise UserError(f"{file} is a pickle, which can execute code when loaded; convert it to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust its author")  # fmt: skip
+        raise UserError(
+            f"{file} is a pickle, which can execute code when loaded; convert it to "
+            "safetensors, or pass --allow-pickle (allow_pickle=True) if you trust its "
+            "author"
+        )
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds
@@ -122,26 +148,44 @@ def _read(file: Path, allow_pickle: bool) -> dict[str, Tensor]:
 
 
 def _why(error: Exception) -> str:
-    """Why torch reads no tensors from a pickle. Its own sentence tells of ways around the refusal, which are not ours."""
+    """Why torch reads no tensors from a pickle. Its own sentence tells of ways around the refusal,
+    which are not ours.
+    """
     if not isinstance(error, pickle.UnpicklingError):
         return first_line(error)
     if any(word in str(error) for word in ("GLOBAL", "Unsupported class", "REDUCE", "BUILD")):
-        return "it holds more than tensors, objects that can execute code, so it is refused; ask its author for a .safetensors file, or for a state dict alone"  # fmt: skip
-    return "it is damaged, or holds more than tensors; copy it again, or ask its author for a .safetensors file"
+        return (
+            "it holds more than tensors, objects that can execute code, so it is refused; "
+            "ask its author for a .safetensors file, or for a state dict alone"
+        )
+    return (
+        "it is damaged, or holds more than tensors; copy it again, or ask its author for a "
+        ".safetensors file"
+    )
 
 
 def _idle(lora: Mapping[str, Tensor]) -> bool:
-    """Whether every pair of a LoRA has a factor of zeros, as one of strength 0: that it changes nothing is no mistake."""
-    ups = [v for name, v in lora.items() if name.endswith(("lora_B.weight", "lora_up.weight", "lora.up.weight", "lora_linear_layer.up.weight"))]  # fmt: skip
+    """Whether every pair of a LoRA has a factor of zeros, as one of strength 0: that it changes
+    nothing is no mistake.
+    """
+    ups = [
+        v
+        for name, v in lora.items()
+        if name.endswith(
+            ("lora_B.weight", "lora_up.weight", "lora.up.weight", "lora_linear_layer.up.weight")
+        )
+    ]
     return bool(ups) and not any(v.any() for v in ups)
 
 
 def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle: bool) -> None:
-    """Add a LoRA's matrices to the weights, by diffusers' own reader, and take the adapters away again. idle: it is all
-    zeros, so that it may change nothing."""
+    """Add a LoRA's matrices to the weights, by diffusers' own reader, and take the adapters away
+    again. idle: it is all zeros, so that it may change nothing."""
     pipeline: Any = getattr(base, "pipeline", None)
     if pipeline is None or not hasattr(pipeline, "load_lora_weights"):
-        raise UserError(f"{path} is a LoRA, which {base.source} cannot take: its pipeline reads none")
+        raise UserError(
+            f"{path} is a LoRA, which {base.source} cannot take: its pipeline reads none"
+        )
     before = {name: part.state_dict() for name, part in base.parts.items()}
     before = {name: {k: v.clone() for k, v in state.items()} for name, state in before.items()}
     try:
@@ -150,13 +194,24 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle
                 pipeline.load_lora_weights(str(lora.parent), weight_name=lora.name)
             else:
                 pipeline.load_lora_weights(lora)
-        pipeline.fuse_lora(components=_adapted(pipeline))  # Flux's own default leaves its text encoder out
+        # Flux's own default leaves its text encoder out
+        pipeline.fuse_lora(components=_adapted(pipeline))
         pipeline.unload_lora_weights()
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise UserError(f"{path} is a LoRA that does not fit {base.source}: {str(error).splitlines()[0][:200]}") from None  # fmt: skip
-    same = all(torch.equal(v, before[name][k]) for name, part in base.parts.items() for k, v in part.state_dict().items() if k in before[name])  # fmt: skip
-    if same and not idle:
-        raise UserError(f"{path} is a LoRA that changes nothing in {base.source}; was it made for another architecture?")  # fmt: skip
+        raise UserError(
+            f"{path} is a LoRA that does not fit {base.source}: {str(error).splitlines()[0][:200]}"
+        ) from None
+    is_unchanged = all(
+        torch.equal(v, before[name][k])
+        for name, part in base.parts.items()
+        for k, v in part.state_dict().items()
+        if k in before[name]
+    )
+    if is_unchanged and not idle:
+        raise UserError(
+            f"{path} is a LoRA that changes nothing in {base.source}; was it made for "
+            "another architecture?"
+        )
     base.source = f"{path} on {base.source}"
     for part in base.parts.values():
         part.eval().requires_grad_(False)
@@ -166,62 +221,86 @@ def _adapted(pipeline: Any) -> list[str]:
     """The components that carry adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    modules = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
-    return [name for name, part in modules.items() if any(isinstance(m, BaseTunerLayer) for m in part.modules())]
+    modules = {
+        name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)
+    }
+    return [
+        name
+        for name, part in modules.items()
+        if any(isinstance(m, BaseTunerLayer) for m in part.modules())
+    ]
 
 
 @contextlib.contextmanager
 def _of_one_part() -> Iterator[None]:
-    """diffusers warns of each part that a LoRA has no factors for, which is as it should be; its other warnings stay."""
+    """diffusers warns of each part that a LoRA has no factors for, which is as it should be; its
+    other warnings stay.
+    """
     import diffusers  # noqa: F401  (makes its loggers' root)
 
-    loggers = [logging.getLogger(f"diffusers.loaders.{name}") for name in ("peft", "lora_base", "lora_pipeline")]
+    loggers = [
+        logging.getLogger(f"diffusers.loaders.{name}")
+        for name in ("peft", "lora_base", "lora_pipeline")
+    ]
 
     def hears(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("No LoRA keys associated to")
 
-    for one in loggers:
-        one.addFilter(hears)
+    for logger in loggers:
+        logger.addFilter(hears)
     try:
         yield
     finally:
-        for one in loggers:
-            one.removeFilter(hears)
+        for logger in loggers:
+            logger.removeFilter(hears)
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """A tensor's name as other tools may have put it, prefixes taken off one after the other, and CLIP's added."""
-    found = True
-    while found:
+    """A tensor's name as other tools may have put it, prefixes taken off one after the other, and
+    CLIP's added.
+    """
+    has_prefix = True
+    while has_prefix:
         yield name
         yield f"text_model.{name}"
-        found = False
+        has_prefix = False
         for prefix in _PREFIXES:
             if name.startswith(prefix):
-                name, found = name[len(prefix) :], True
+                name, has_prefix = name[len(prefix) :], True
                 break
 
 
 def _placed(tensors: Mapping[str, Tensor], part: nn.Module) -> dict[str, Tensor] | None:
-    """The tensors under the part's own names; None where one has no place or another shape there."""
+    """The tensors under the part's own names; None where one has no place or another shape
+    there.
+    """
     own = part.state_dict()
-    placed: dict[str, Tensor] = {}
+    part_tensors: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if name.endswith("position_ids"):  # a buffer that older transformers saved
             continue
         fits = next((s for s in _spellings(name) if s in own and own[s].shape == value.shape), None)
         if fits is None:
             return None
-        placed[fits] = value.to(own[fits].dtype)
-    return placed or None
+        part_tensors[fits] = value.to(own[fits].dtype)
+    return part_tensors or None
 
 
 def _misfit(path: Path, tensors: Mapping[str, Tensor], base: Model, names: list[str]) -> str:
     own = {name: base.parts[name].state_dict() for name in names}
     for key, value in tensors.items():
-        known = [state[s] for state in own.values() for s in _spellings(key) if s in state]
-        if not known:
-            return f"{path} does not fit {base.source}: nothing there is called {key!r}; was it made for another model?"
-        if all(k.shape != value.shape for k in known):
-            return f"{path} does not fit {base.source}: {key} is {list(value.shape)}, {list(known[0].shape)} is needed"
-    return f"{path} does not fit {base.source}: its tensors belong to several parts; give them one at a time"
+        candidates = [state[s] for state in own.values() for s in _spellings(key) if s in state]
+        if not candidates:
+            return (
+                f"{path} does not fit {base.source}: nothing there is called {key!r}; was it "
+                "made for another model?"
+            )
+        if all(k.shape != value.shape for k in candidates):
+            return (
+                f"{path} does not fit {base.source}: {key} is {list(value.shape)}, "
+                f"{list(candidates[0].shape)} is needed"
+            )
+    return (
+        f"{path} does not fit {base.source}: its tensors belong to several parts; give them "
+        "one at a time"
+    )

@@ -1,7 +1,8 @@
-"""The cache's files: chunks of tensors, rows of JSON, and records of one size. Each carries its own SHA-256.
+"""The cache's files: chunks of tensors, rows of JSON, and records of one size. Each carries its own
+SHA-256.
 
-What is in the cache can be made again, so nothing in it is ever trusted: a chunk, row or record that does not fit its digest
-is as good as missing, and is made again.
+What is in the cache can be made again, so nothing in it is ever trusted: a chunk, row or record
+that does not fit its digest is as good as missing, and is made again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage.digests import value_digest
 from concept_eraser.storage.readers import LOG_BYTES, cannot, read_bytes, whole_lines
 from concept_eraser.storage.writers import is_full
+from concept_eraser.utils.errors import UserError
 
 _DIGEST = "sha256"
 CHECK_BYTES = 8  # of the digest of a record
@@ -29,15 +30,17 @@ class CacheFull(UserError):
 
 
 def read_chunk(path: Path) -> dict[str, Any] | None:
-    """The tensors of a chunk by name; None where there is none, or where it is not what was written."""
+    """The tensors of a chunk by name; None where there is none, or where it is not what was
+    written.
+    """
     from safetensors import safe_open
 
     if not path.is_file():
         return None
     try:
-        with safe_open(path, "pt") as opened:
-            digest = (opened.metadata() or {}).get(_DIGEST)
-            tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+        with safe_open(path, "pt") as file:
+            digest = (file.metadata() or {}).get(_DIGEST)
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except Exception:  # safetensors has an error class of its own, and raises others too
         return None
     return tensors if digest == value_digest(tensors) else None
@@ -47,11 +50,11 @@ def write_chunk(path: Path, tensors: Mapping[str, Any]) -> None:
     """Put tensors into the cache, whole or not at all. Raises CacheFull where that fails."""
     from safetensors.torch import save_file
 
-    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    contents = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(ordered, partial, metadata={_DIGEST: value_digest(ordered)})
+        save_file(contents, partial, metadata={_DIGEST: value_digest(contents)})
         os.replace(partial, path)
     except BaseException as error:
         with suppress(OSError):
@@ -70,16 +73,28 @@ def remove_chunk(path: Path) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of the cache that are what was written; [] where there is no file."""
     try:
-        text = read_bytes(path, LOG_BYTES).decode("utf-8", errors="replace") if path.is_file() else ""
+        text = (
+            read_bytes(path, LOG_BYTES).decode("utf-8", errors="replace") if path.is_file() else ""
+        )
     except UserError:
         return []
-    return [line["row"] for line in whole_lines(text) if isinstance(line.get("row"), dict) and line.get(_DIGEST) == _row_digest(line["row"])]  # fmt: skip
+    return [
+        line["row"]
+        for line in whole_lines(text)
+        if isinstance(line.get("row"), dict) and line.get(_DIGEST) == _row_digest(line["row"])
+    ]
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a file of the cache, behind a fragment that a kill has left. Raises CacheFull where that fails."""
-    kept = json.loads(json.dumps(row))  # as it will be read
-    _append(path, (json.dumps({"row": kept, _DIGEST: _row_digest(kept)}) + "\n").encode(), line=True)
+    """Append a row to a file of the cache, behind a fragment that a kill has left. Raises CacheFull
+    where that fails.
+    """
+    content = json.loads(json.dumps(row))  # as it will be read
+    _append(
+        path,
+        (json.dumps({"row": content, _DIGEST: _row_digest(content)}) + "\n").encode(),
+        line=True,
+    )
 
 
 def _row_digest(row: Mapping[str, Any]) -> str:
@@ -116,7 +131,13 @@ def _append(path: Path, content: bytes, *, size: int = 1, line: bool = False) ->
 def _failure(path: Path, error: BaseException) -> str:
     advice = "name another folder with the variable CONCEPT_ERASER_CACHE"
     if is_full(error):
-        return f"cannot write to the cache {path.parent}: the disk is full; free some space, or {advice}"
+        return (
+            f"cannot write to the cache {path.parent}: the disk is full; free some space, or "
+            f"{advice}"
+        )
     if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"cannot write to the cache {path.parent}: this user may not, or it is read-only; {advice}"
+        return (
+            f"cannot write to the cache {path.parent}: this user may not, or it is "
+            f"read-only; {advice}"
+        )
     return f"{cannot('write to the cache', path.parent, error)}, or {advice}"

@@ -16,7 +16,8 @@ def file_digest(path: Path) -> str:
 def value_digest(value: Any) -> str:
     """The SHA-256 of nested mappings, lists, tensors and plain values, in hex.
 
-    Two values have one digest where they are equal in type, order of keys, shapes and every bit of every tensor.
+    Two values have one digest where they are equal in type, order of keys, shapes and every bit of
+    every tensor.
 
     Raises TypeError for a value of another type.
     """

@@ -1,8 +1,9 @@
 """One process at a time in an output folder.
 
-The lock is a file in the folder that the process holds locked (flock) and that says who it is. The system gives the lock up
-when the process ends, however it ends, so a lock of a process that was killed is stale and is taken over. On a network
-folder the system's lock may not reach other machines; there the name of the host in the file decides.
+The lock is a file in the folder that the process holds locked (flock) and that says who it is. The
+system gives the lock up when the process ends, however it ends, so a lock of a process that was
+killed is stale and is taken over. On a network folder the system's lock may not reach other
+machines; there the name of the host in the file decides.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage.readers import cannot
+from concept_eraser.utils.errors import UserError
 
 try:
     import fcntl
@@ -34,8 +35,8 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 def locked(folder: Path, purpose: str) -> Iterator[None]:
     """Hold the lock of an output folder; the folder is made where it is missing.
 
-    This is also the probe of the place: what cannot be written to is said here, before any work. Folders that were made
-    for the lock are removed again where nothing was written into them.
+    This is also the probe of the place: what cannot be written to is said here, before any work.
+    Folders that were made for the lock are removed again where nothing was written into them.
 
     Args:
         folder: the output folder.
@@ -44,11 +45,11 @@ def locked(folder: Path, purpose: str) -> Iterator[None]:
     Raises:
         UserError: another process works in the folder, or the folder cannot be made or written to.
     """
-    created = make_folder(folder)
+    new_folders = make_folder(folder)
     try:
         descriptor = _acquire(folder, purpose)
     except BaseException:
-        remove_empty(created)
+        remove_empty(new_folders)
         raise
     try:
         yield
@@ -56,11 +57,13 @@ def locked(folder: Path, purpose: str) -> Iterator[None]:
         with suppress(OSError):
             (folder / LOCK).unlink()
         os.close(descriptor)
-        remove_empty(created)
+        remove_empty(new_folders)
 
 
 def holder_of(folder: Path) -> dict[str, Any] | None:
-    """Who works in a folder now: its process id, host, purpose and start; None where nobody does."""
+    """Who works in a folder now: its process id, host, purpose and start; None where nobody
+    does.
+    """
     path = folder / LOCK
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -80,11 +83,11 @@ def make_folder(folder: Path) -> list[Path]:
 
     Raises UserError where it cannot be made, or is a file.
     """
-    missing = []
+    new_folders = []
     place = folder
     try:
         while not place.exists():
-            missing.append(place)
+            new_folders.append(place)
             if place == place.parent:
                 break
             place = place.parent
@@ -93,7 +96,7 @@ def make_folder(folder: Path) -> list[Path]:
         raise UserError(f"{folder} is a file; give a folder with --output") from None
     except (OSError, ValueError) as error:
         raise UserError(_no_place(folder, error)) from None
-    return missing[::-1]
+    return new_folders[::-1]
 
 
 def _acquire(folder: Path, purpose: str) -> int:
@@ -105,9 +108,9 @@ def _acquire(folder: Path, purpose: str) -> int:
         except OSError as error:
             raise UserError(_no_place(folder, error)) from None
         try:
-            taken = _take(descriptor)
+            is_locked = _take(descriptor)
             holder = _read(descriptor)
-            if taken is False or (holder and not _is_stale(holder, certain=taken is True)):
+            if is_locked is False or (holder and not _is_stale(holder, certain=is_locked is True)):
                 raise UserError(_refusal(folder, holder))
             if _is_still(path, descriptor):
                 _write(descriptor, purpose)
@@ -122,7 +125,10 @@ def _acquire(folder: Path, purpose: str) -> int:
             raise UserError(_no_place(folder, error)) from None
         os.close(descriptor)  # its owner has just removed it: another try makes a new one
         time.sleep(0.01)
-    raise UserError(f"{folder} could not be locked; another process locks and frees it all the time. Give another --output")  # fmt: skip
+    raise UserError(
+        f"{folder} could not be locked; another process locks and frees it all the time. "
+        "Give another --output"
+    )
 
 
 def _take(descriptor: int) -> bool | None:
@@ -145,7 +151,12 @@ def _read(descriptor: int) -> dict[str, Any] | None:
 
 
 def _write(descriptor: int, purpose: str) -> None:
-    content = {"pid": os.getpid(), "host": socket.gethostname(), "purpose": purpose, "started": time.strftime("%Y-%m-%d %H:%M:%S")}  # fmt: skip
+    content = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "purpose": purpose,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, (json.dumps(content) + "\n").encode(), 0)
 
@@ -153,14 +164,16 @@ def _write(descriptor: int, purpose: str) -> None:
 def _is_still(path: Path, descriptor: int) -> bool:
     """Whether the path still leads to the file that is open."""
     try:
-        there, here = os.stat(path, follow_symlinks=False), os.fstat(descriptor)
+        path_status, file_status = os.stat(path, follow_symlinks=False), os.fstat(descriptor)
     except OSError:
         return False
-    return (there.st_ino, there.st_dev) == (here.st_ino, here.st_dev)
+    return (path_status.st_ino, path_status.st_dev) == (file_status.st_ino, file_status.st_dev)
 
 
 def _is_stale(holder: dict[str, Any], *, certain: bool) -> bool:
-    """Whether the process that a lock names has ended. certain: the system gave us the lock, so on this host it has."""
+    """Whether the process that a lock names has ended. certain: the system gave us the lock, so on
+    this host it has.
+    """
     if holder.get("host") != socket.gethostname():
         return False
     return certain or not is_alive(holder.get("pid"))
@@ -183,11 +196,19 @@ def is_alive(pid: Any) -> bool:
 
 def _refusal(folder: Path, holder: dict[str, Any] | None) -> str:
     if not holder:
-        return f"{folder} is in use by another process; wait until it has ended, or give another --output"
-    pid, host, purpose, started = (_plain(holder.get(key)) for key in ("pid", "host", "purpose", "started"))
-    who = f"process {pid} on {host}, which began to {purpose} at {started}"
+        return (
+            f"{folder} is in use by another process; wait until it has ended, or give "
+            "another --output"
+        )
+    pid, host, purpose, start_time = (
+        _plain(holder.get(key)) for key in ("pid", "host", "purpose", "started")
+    )
+    who = f"process {pid} on {host}, which began to {purpose} at {start_time}"
     if holder.get("host") != socket.gethostname():
-        return f"{folder} is in use by {who}; wait until it has ended, or give another --output. If that machine no longer runs it, remove {folder / LOCK}"  # fmt: skip
+        return (
+            f"{folder} is in use by {who}; wait until it has ended, or give another "
+            f"--output. If that machine no longer runs it, remove {folder / LOCK}"
+        )
     return f"{folder} is in use by {who}; wait until it has ended, or give another --output"
 
 
@@ -199,16 +220,26 @@ def _plain(text: Any) -> str:
 def _no_place(folder: Path, error: BaseException) -> str:
     code = getattr(error, "errno", None)
     if code == errno.ELOOP:
-        return f"{folder / LOCK} is a link, which concept_eraser does not make; remove it, or give another --output"
+        return (
+            f"{folder / LOCK} is a link, which concept_eraser does not make; remove it, or "
+            "give another --output"
+        )
     if code in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"cannot write to {folder}: this user may not, or it is read-only; give another --output"
+        return (
+            f"cannot write to {folder}: this user may not, or it is read-only; give another "
+            "--output"
+        )
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return f"cannot write to {folder}: the disk is full; free some space, or give another --output"
+        return (
+            f"cannot write to {folder}: the disk is full; free some space, or give another --output"
+        )
     return f"{cannot('write to', folder, error)}, or give another --output"
 
 
 def remove_empty(created: list[Path]) -> None:
-    """Remove folders that were made for nothing, innermost first, up to the first that holds something."""
+    """Remove folders that were made for nothing, innermost first, up to the first that holds
+    something.
+    """
     for folder in reversed(created):
         try:
             folder.rmdir()

@@ -1,7 +1,8 @@
 """The mark of a folder of ours, with the SHA-256 of every file that we wrote there.
 
-A folder is ours only by its mark. Only files that the mark lists are ever replaced, set aside or removed, and only where
-they still hold what we wrote. A user's own files in the same folder are never touched.
+A folder is ours only by its mark. Only files that the mark lists are ever replaced, set aside or
+removed, and only where they still hold what we wrote. A user's own files in the same folder are
+never touched.
 
 The mark is `.concept_eraser.json`:
 
@@ -9,8 +10,9 @@ The mark is `.concept_eraser.json`:
      "files": {"weights.safetensors": {"size": 123, "mtime_ns": 1, "sha256": "..."}},
      "folders": ["tracking"]}
 
-`sha256` is null while a file grows (a log). `folders` are folders whose whole content is ours (files of other libraries).
-The mark may come from a stranger, so its names are checked: none leads out of its folder.
+`sha256` is null while a file grows (a log). `folders` are folders whose whole content is ours
+(files of other libraries). The mark may come from a stranger, so its names are checked: none leads
+out of its folder.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage import locks
 from concept_eraser.storage.digests import file_digest
 from concept_eraser.storage.readers import read_json
+from concept_eraser.utils.errors import UserError
 
 MARK = ".concept_eraser.json"
 PATIENCE = 60.0  # seconds that a process waits for another one to change a manifest
@@ -82,7 +84,10 @@ def read(folder: Path) -> Manifest | None:
     if not os.path.lexists(path):
         return None
     if path.is_symlink():
-        raise UserError(f"{path} is a link, which concept_eraser does not make; the folder is not used. Remove the link if the folder is yours")  # fmt: skip
+        raise UserError(
+            f"{path} is a link, which concept_eraser does not make; the folder is not "
+            "used. Remove the link if the folder is yours"
+        )
     content = read_json(path)
     try:
         if content["made_by"] != "concept_eraser" or content["format"] != 1:
@@ -92,14 +97,25 @@ def read(folder: Path) -> Manifest | None:
         kind = "".join(letter for letter in str(content["kind"])[:40] if letter.isprintable())
         return Manifest(kind, files, folders)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({str(error)[:100]}); nothing in {folder} is changed. Remove the mark if the folder is yours") from None  # fmt: skip
+        raise UserError(
+            f"{path} is damaged ({str(error)[:100]}); nothing in {folder} is changed. "
+            "Remove the mark if the folder is yours"
+        ) from None
 
 
 def _name(name: Any) -> str:
     path = PurePosixPath(name)
-    if not isinstance(name, str) or not name or path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:  # fmt: skip
+    if (
+        not isinstance(name, str)
+        or not name
+        or path.is_absolute()
+        or ".." in path.parts
+        or "\0" in name
+        or "\\" in name
+    ):
         raise ValueError("a name in it leads out of the folder")
-    if len(name) > 1000 or any(len(os.fsencode(part)) > 255 for part in path.parts):  # what no text can be raises too
+    # what no text can be raises too
+    if len(name) > 1000 or any(len(os.fsencode(part)) > 255 for part in path.parts):
         raise ValueError("a name in it cannot be the name of a file")
     if path.as_posix() != name or name == ".":
         raise ValueError("a name in it is not written plainly")
@@ -108,8 +124,8 @@ def _name(name: Any) -> str:
 
 def _record(entry: Any) -> FileRecord:
     record = FileRecord(**entry)
-    whole = isinstance(record.size, int) and isinstance(record.mtime_ns, int)
-    if not whole or not (record.sha256 is None or isinstance(record.sha256, str)):
+    has_numbers = isinstance(record.size, int) and isinstance(record.mtime_ns, int)
+    if not has_numbers or not (record.sha256 is None or isinstance(record.sha256, str)):
         raise ValueError("an entry of it is of the wrong type")
     return record
 
@@ -144,19 +160,31 @@ def folder_of(path: Path) -> Path | None:
 
 
 def require_inside(path: Path) -> None:
-    """Raise UserError where a path lies in a marked folder and a link on the way to it leads out of that folder."""
+    """Raise UserError where a path lies in a marked folder and a link on the way to it leads out of
+    that folder.
+    """
     for folder in path.parents:
-        if os.path.lexists(folder / MARK) and not path.parent.resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{path.parent} is, or lies behind, a link that leads out of {folder}; remove the link, or give another place with --output")  # fmt: skip
+        if os.path.lexists(folder / MARK) and not path.parent.resolve().is_relative_to(
+            folder.resolve()
+        ):
+            raise UserError(
+                f"{path.parent} is, or lies behind, a link that leads out of {folder}; "
+                "remove the link, or give another place with --output"
+            )
 
 
 @contextmanager
 def changed(folder: Path) -> Iterator[Manifest]:
-    """The manifest of a marked folder, to be changed inside; then it is written. One process changes it at a time."""
+    """The manifest of a marked folder, to be changed inside; then it is written. One process
+    changes it at a time.
+    """
     with held(folder):
         manifest = read(folder)
         if manifest is None:
-            raise UserError(f"{folder} has lost its mark ({MARK}) while it was written to; run the command again with a new --output")  # fmt: skip
+            raise UserError(
+                f"{folder} has lost its mark ({MARK}) while it was written to; run the "
+                "command again with a new --output"
+            )
         yield manifest
         write(folder, manifest)
 
@@ -175,7 +203,11 @@ def held(folder: Path) -> Iterator[None]:
         began = time.monotonic()
         while locks._take(descriptor) is False:
             if time.monotonic() - began > PATIENCE:
-                raise UserError(f"the list of files in {folder / MARK} is being changed by another process for {PATIENCE:g} s; wait until it has ended, and give the command again")  # fmt: skip
+                raise UserError(
+                    f"the list of files in {folder / MARK} is being changed by another "
+                    f"process for {PATIENCE:g} s; wait until it has ended, and give the "
+                    "command again"
+                )
             time.sleep(0.05)
         yield
     finally:
@@ -183,7 +215,9 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def record(paths: Iterable[Path]) -> None:
-    """List files with their digests in the manifest of the nearest marked folder; those in none are listed nowhere."""
+    """List files with their digests in the manifest of the nearest marked folder; those in none are
+    listed nowhere.
+    """
     for folder, some in _by_folder(paths).items():
         records = {path.relative_to(folder).as_posix(): FileRecord.of(path) for path in some}
         with changed(folder) as manifest:
@@ -200,35 +234,44 @@ def expect(paths: Iterable[Path]) -> None:
 
 def _by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
     """Paths by the nearest marked folder above them."""
-    grouped: dict[Path, list[Path]] = {}
+    paths_by_folder: dict[Path, list[Path]] = {}
     for path in paths:
         folder = folder_of(path.parent)
         if folder is not None:
-            grouped.setdefault(folder, []).append(path)
-    return grouped
+            paths_by_folder.setdefault(folder, []).append(path)
+    return paths_by_folder
 
 
 def forget(path: Path, keep: Iterable[Path] = ()) -> None:
-    """Take a file, or all files below a folder but `keep`, out of the manifest of the nearest marked folder."""
+    """Take a file, or all files below a folder but `keep`, out of the manifest of the nearest
+    marked folder.
+    """
     folder = folder_of(path.parent)
     if folder is None:
         return
     name = path.relative_to(folder).as_posix()
-    kept = {one.relative_to(folder).as_posix() for one in keep}
+    kept_names = {one.relative_to(folder).as_posix() for one in keep}
     with changed(folder) as manifest:
         for one in [one for one in manifest.files if one == name or one.startswith(f"{name}/")]:
-            if one not in kept:
+            if one not in kept_names:
                 del manifest.files[one]
         manifest.folders = [one for one in manifest.folders if one != name]
 
 
 def seal(folder: Path) -> None:
     """Record the digests of files that grew and do so no longer."""
-    listed = (read(folder) or Manifest("")).files
-    grown = [name for name, entry in listed.items() if entry.sha256 is None and is_plain(folder, name) and (folder / name).is_file()]  # fmt: skip
-    records = {name: FileRecord.of(folder / name) for name in grown}  # hashed before the manifest is held
+    records_by_name = (read(folder) or Manifest("")).files
+    names = [
+        name
+        for name, entry in records_by_name.items()
+        if entry.sha256 is None and is_plain(folder, name) and (folder / name).is_file()
+    ]
+    # hashed before the manifest is held
+    records = {name: FileRecord.of(folder / name) for name in names}
     with changed(folder) as manifest:
-        manifest.files |= {name: record for name, record in records.items() if name in manifest.files}
+        manifest.files |= {
+            name: record for name, record in records.items() if name in manifest.files
+        }
 
 
 def is_plain(folder: Path, name: str) -> bool:
@@ -244,8 +287,8 @@ def is_plain(folder: Path, name: str) -> bool:
 def state_of(folder: Path, name: str, entry: FileRecord, *, hashed: bool = True) -> State:
     """Whether a listed file is what was written.
 
-    hashed: compare its digest. Without it a file above SMALL bytes of the recorded size and time is taken for intact, so
-    that reading a model of gigabytes costs nothing more.
+    hashed: compare its digest. Without it a file above SMALL bytes of the recorded size and time is
+    taken for intact, so that reading a model of gigabytes costs nothing more.
     """
     path = folder / name
     if not is_plain(folder, name):
@@ -266,23 +309,36 @@ def state_of(folder: Path, name: str, entry: FileRecord, *, hashed: bool = True)
 
 
 def verify(folder: Path) -> list[FileState]:
-    """The state of every listed file of a marked folder and of marked folders inside it, all hashed.
+    """The state of every listed file of a marked folder and of marked folders inside it, all
+    hashed.
 
     Raises UserError where the folder has no mark.
     """
     manifest = read(folder)
     if manifest is None:
-        raise UserError(f"{folder} has no manifest ({MARK}): concept_eraser did not write it, or an early version did, or it was copied without its hidden files. Copy it with them (cp -r)")  # fmt: skip
-    states = [FileState(name, state_of(folder, name, entry)) for name, entry in sorted(manifest.files.items())]
+        raise UserError(
+            f"{folder} has no manifest ({MARK}): concept_eraser did not write it, or an "
+            "early version did, or it was copied without its hidden files. Copy it with "
+            "them (cp -r)"
+        )
+    states = [
+        FileState(name, state_of(folder, name, entry))
+        for name, entry in sorted(manifest.files.items())
+    ]
     for inner in marked_inside(folder):
         prefix = inner.relative_to(folder).as_posix()
         content = read(inner) or Manifest("")
-        states += [FileState(f"{prefix}/{name}", state_of(inner, name, entry)) for name, entry in sorted(content.files.items())]  # fmt: skip
+        states += [
+            FileState(f"{prefix}/{name}", state_of(inner, name, entry))
+            for name, entry in sorted(content.files.items())
+        ]
     return states
 
 
 def marked_inside(folder: Path) -> list[Path]:
-    """Marked folders below a marked folder, outermost first, but for results that were set aside; links are not followed."""
+    """Marked folders below a marked folder, outermost first, but for results that were set aside;
+    links are not followed.
+    """
     places = []
     for place, folders, _ in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(ASIDE))
@@ -292,22 +348,32 @@ def marked_inside(folder: Path) -> list[Path]:
 
 
 def unlisted(folder: Path) -> list[str]:
-    """Files below a marked folder that neither its manifest nor one further inside lists: a user's own."""
-    own = []
+    """Files below a marked folder that neither its manifest nor one further inside lists: a user's
+    own.
+    """
+    user_files = []
     for place, folders, files in os.walk(folder):
-        here = Path(place)
-        manifest = read(here) if (here / MARK).is_file() else None
-        if manifest is not None and here != folder:
-            own += [f"{here.relative_to(folder).as_posix()}/{name}" for name in unlisted(here)]
+        path_of_folder = Path(place)
+        manifest = read(path_of_folder) if (path_of_folder / MARK).is_file() else None
+        if manifest is not None and path_of_folder != folder:
+            user_files += [
+                f"{path_of_folder.relative_to(folder).as_posix()}/{name}"
+                for name in unlisted(path_of_folder)
+            ]
             folders.clear()
             continue
-        listed = read(folder)
+        content = read(folder)
         for name in files:
-            path = (here / name).relative_to(folder).as_posix()
-            ours = name in OURS or (name.startswith(".") and name.endswith(_HALF_WRITTEN))
-            if not ours and listed is not None and path not in listed.files and not _within(path, listed.folders):
-                own.append(path)
-    return sorted(own)
+            path = (path_of_folder / name).relative_to(folder).as_posix()
+            is_internal = name in OURS or (name.startswith(".") and name.endswith(_HALF_WRITTEN))
+            if (
+                not is_internal
+                and content is not None
+                and path not in content.files
+                and not _within(path, content.folders)
+            ):
+                user_files.append(path)
+    return sorted(user_files)
 
 
 def _within(path: str, folders: Iterable[str]) -> bool:
@@ -315,9 +381,11 @@ def _within(path: str, folders: Iterable[str]) -> bool:
 
 
 def require_intact(path: Path) -> None:
-    """Raise UserError where a file that we wrote, or one below a folder that we wrote, is no longer what was written.
+    """Raise UserError where a file that we wrote, or one below a folder that we wrote, is no longer
+    what was written.
 
-    What no manifest lists is not checked: it is somebody else's. A link inside a marked folder that leads out of it is
+    What no manifest lists is not checked: it is somebody else's. A link inside a marked folder that
+    leads out of it is
     refused: a run folder of a stranger must not make us read another file.
     """
     path = path.resolve() if ".." in path.parts else path
@@ -335,23 +403,42 @@ def require_intact(path: Path) -> None:
             continue
         state = state_of(folder, name, entry, hashed=False)
         if state == "changed":
-            raise UserError(f"{folder / name} is not what concept_eraser wrote: it is damaged, or somebody changed it. Make it again, or accept it as it is with: concept-eraser verify {folder} --accept")  # fmt: skip
+            raise UserError(
+                f"{folder / name} is not what concept_eraser wrote: it is damaged, or "
+                "somebody changed it. Make it again, or accept it as it is with: "
+                f"concept-eraser verify {folder} --accept"
+            )
         if state == "link":
-            raise UserError(f"{folder / name} is a link where a file was written; it is not read. Put the file in its place")  # fmt: skip
+            raise UserError(
+                f"{folder / name} is a link where a file was written; it is not read. "
+                "Put the file in its place"
+            )
         if state == "missing" and name.endswith(".safetensors"):
-            raise UserError(f"{folder / name} is missing, which was written with the rest; copy the whole folder again")
+            raise UserError(
+                f"{folder / name} is missing, which was written with the rest; copy the "
+                "whole folder again"
+            )
 
 
 def _require_no_way_out(folder: Path, path: Path) -> None:
-    """Raise UserError where a path, or what is below it, leads out of a marked folder by symbolic links."""
+    """Raise UserError where a path, or what is below it, leads out of a marked folder by symbolic
+    links.
+    """
     root = os.path.realpath(folder)
-    waiting, seen = [path], set()
-    while waiting:
-        place = waiting.pop()
+    pending, targets = [path], set()
+    while pending:
+        place = pending.pop()
         target = os.path.realpath(place)
         if not Path(target).is_relative_to(root):
-            raise UserError(f"{place} is, or lies behind, a link that leads out of {folder}; it is not followed. Put the file itself in its place")  # fmt: skip
-        if target not in seen:
-            seen.add(target)
-            below = (Path(top) / name for top, folders, files in os.walk(target) for name in (*folders, *files))
-            waiting += [one for one in below if one.is_symlink()]
+            raise UserError(
+                f"{place} is, or lies behind, a link that leads out of {folder}; it is "
+                "not followed. Put the file itself in its place"
+            )
+        if target not in targets:
+            targets.add(target)
+            below = (
+                Path(top) / name
+                for top, folders, files in os.walk(target)
+                for name in (*folders, *files)
+            )
+            pending += [one for one in below if one.is_symlink()]

@@ -5,8 +5,9 @@
         ...                                  # writers list what they write
         seal(folder); remove_set_aside(folder)
 
-What `--overwrite` replaces is moved aside first, into `.replaced-1` of the same folder, and removed when the new result is
-complete. A file that the user has changed since, or that the manifest does not list, is not removed.
+What `--overwrite` replaces is moved aside first, into `.replaced-1` of the same folder, and removed
+when the new result is complete. A file that the user has changed since, or that the manifest does
+not list, is not removed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage import locks, manifest, writers
 from concept_eraser.storage.manifest import ASIDE, MARK, OURS, Manifest
 from concept_eraser.storage.readers import cannot
+from concept_eraser.utils.errors import UserError
 
 
 def is_empty(folder: Path) -> bool:
@@ -32,13 +33,16 @@ def is_empty(folder: Path) -> bool:
         raise UserError(cannot("read", folder, error)) from None
 
 
-def require_claimable(folder: Path, kind: str, *, alone: bool = False, inside: Path | None = None) -> bool:
+def require_claimable(
+    folder: Path, kind: str, *, alone: bool = False, inside: Path | None = None
+) -> bool:
     """Whether a folder is ours already. Nothing is changed.
 
     Args:
         folder: the output folder; it may be missing.
         kind: what is written there: "run", "evaluation", "attack", "images", ...
-        alone: the folder must be empty, or marked as of this kind. Otherwise it may hold a user's files too.
+        alone: the folder must be empty, or marked as of this kind. Otherwise it may hold a user's
+        files too.
         inside: a run folder that the output folder belongs to: no link may lead out of it.
 
     Raises:
@@ -48,16 +52,21 @@ def require_claimable(folder: Path, kind: str, *, alone: bool = False, inside: P
         raise UserError(f"{folder} is a file; give a folder with --output")
     if inside is not None and not folder.resolve().is_relative_to(inside.resolve()):
         raise UserError(
-            f"{folder} is a link that leads out of {inside}; remove it, or give another place with --output"
+            f"{folder} is a link that leads out of {inside}; remove it, or give another "
+            "place with --output"
         )
     mark = manifest.read(folder)
     if not alone:
         return mark is not None
     if mark is None and not is_empty(folder):
-        raise UserError(f"{folder} is not empty and concept_eraser did not make it, so nothing in it is replaced; give a new folder with --output")  # fmt: skip
+        raise UserError(
+            f"{folder} is not empty and concept_eraser did not make it, so nothing in it "
+            "is replaced; give a new folder with --output"
+        )
     if mark is not None and mark.kind != kind:
         raise UserError(
-            f"{folder} is the folder of another kind of result ({mark.kind}, not {kind}); give another one with --output"
+            f"{folder} is the folder of another kind of result ({mark.kind}, not "
+            f"{kind}); give another one with --output"
         )
     return mark is not None
 
@@ -68,19 +77,25 @@ def claim(folder: Path, kind: str, *, alone: bool = False, inside: Path | None =
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with manifest.held(folder):
-                if manifest.read(folder) is None:  # another process of the same launch may have been first
+                # another process of the same launch may have been first
+                if manifest.read(folder) is None:
                     manifest.write(folder, Manifest(kind))
                     writers.expect_anew(folder)
         except OSError as error:
-            raise UserError(f"{cannot('write to', folder, error)}, or give another --output") from None
+            raise UserError(
+                f"{cannot('write to', folder, error)}, or give another --output"
+            ) from None
 
 
 @contextmanager
-def results(folder: Path, kind: str, names: Iterable[str] = (), *, inside: Path | None = None) -> Iterator[None]:
-    """Hold the lock of a folder of results; the caller marks it with `claim` when there is something to write.
+def results(
+    folder: Path, kind: str, names: Iterable[str] = (), *, inside: Path | None = None
+) -> Iterator[None]:
+    """Hold the lock of a folder of results; the caller marks it with `claim` when there is
+    something to write.
 
-    Whether the results can be written is found out here, before the work: the folder can be made and written to, and none
-    of the files `names` is there that is not ours.
+    Whether the results can be written is found out here, before the work: the folder can be made
+    and written to, and none of the files `names` is there that is not ours.
 
     Args:
         folder: where results go; it may be a run folder, or hold a user's own files.
@@ -109,7 +124,7 @@ def accept(folder: Path) -> list[str]:
 
     A file that is missing is taken out. A link is never accepted: put the file itself in its place.
     """
-    accepted = []
+    names = []
     for place in [folder, *manifest.marked_inside(folder)]:
         with manifest.changed(place) as content:
             for name, entry in list(content.files.items()):
@@ -120,8 +135,8 @@ def accept(folder: Path) -> list[str]:
                     content.files[name] = manifest.FileRecord.of(place / name)
                 else:
                     continue
-                accepted.append((place / name).relative_to(folder).as_posix())
-    return accepted
+                names.append((place / name).relative_to(folder).as_posix())
+    return names
 
 
 def make(folder: Path, kind: str) -> bool:
@@ -142,7 +157,8 @@ def make(folder: Path, kind: str) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a marked folder with the files and folders that its manifest lists; of an unmarked one nothing but itself.
+    """Remove a marked folder with the files and folders that its manifest lists; of an unmarked one
+    nothing but itself.
 
     A user's own files stay, and then the folder too.
     """
@@ -160,7 +176,8 @@ def discard(folder: Path) -> None:
 
 
 def own_folder(folder: Path, name: str) -> Path:
-    """A folder below a marked one that another library fills, e.g. a tracker: all in it is ours, if we have made it.
+    """A folder below a marked one that another library fills, e.g. a tracker: all in it is ours, if
+    we have made it.
 
     Raises UserError where the name is taken by a file or a link.
     """
@@ -176,13 +193,16 @@ def own_folder(folder: Path, name: str) -> Path:
 
 
 def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
-    """Move every file that a marked folder lists, and those of marked folders inside it, into `.replaced-N`.
+    """Move every file that a marked folder lists, and those of marked folders inside it, into
+    `.replaced-N`.
 
-    The mark goes with them, so that what was set aside is a whole result still; the folder gets a new mark.
+    The mark goes with them, so that what was set aside is a whole result still; the folder gets a
+    new mark.
 
     Args:
         folder: a marked folder.
-        keep: names of listed files that stay where they are, e.g. prompt files that the new recipe reads.
+        keep: names of listed files that stay where they are, e.g. prompt files that the new recipe
+        reads.
 
     Returns:
         where they lie now; None where there was nothing to move.
@@ -192,40 +212,51 @@ def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
     """
     content = manifest.read(folder)
     if content is None:
-        raise UserError(f"{folder} has no mark of ours, so nothing in it is replaced; give a new folder with --output")
-    aside = next(place for n in range(1, 10_000) if not os.path.lexists(place := folder / f"{ASIDE}{n}"))
+        raise UserError(
+            f"{folder} has no mark of ours, so nothing in it is replaced; give a new "
+            "folder with --output"
+        )
+    aside = next(
+        place for n in range(1, 10_000) if not os.path.lexists(place := folder / f"{ASIDE}{n}")
+    )
     try:
-        moved = _move(folder, aside, content, keep)
+        any_moved = _move(folder, aside, content, keep)
         for inner in manifest.marked_inside(folder):
             inner_content = manifest.read(inner)
             if inner_content is not None:
-                moved |= _move(inner, aside / inner.relative_to(folder), inner_content)
+                any_moved |= _move(inner, aside / inner.relative_to(folder), inner_content)
                 (inner / MARK).unlink()
                 _remove_empty_folders(inner, folder)
-        stayed = {name: entry for name, entry in content.files.items() if name in keep}
-        manifest.write(folder, Manifest(content.kind, stayed))
+        remaining = {name: entry for name, entry in content.files.items() if name in keep}
+        manifest.write(folder, Manifest(content.kind, remaining))
         writers.expect_anew(folder)
     except OSError as error:
-        raise UserError(f"{cannot('set aside what is in', folder, error)}. What was moved lies in {aside}") from None
-    return aside if moved else None
+        raise UserError(
+            f"{cannot('set aside what is in', folder, error)}. What was moved lies in {aside}"
+        ) from None
+    return aside if any_moved else None
 
 
 def _move(folder: Path, aside: Path, content: Manifest, keep: Collection[str] = ()) -> bool:
     """Move what a manifest lists; whether there was anything."""
-    moved = False
+    any_moved = False
     inside = tuple(f"{name}/" for name in content.folders)
     for name in [*content.folders, *(one for one in content.files if not one.startswith(inside))]:
         path = folder / name
-        if name in keep or not os.path.lexists(path) or not manifest.is_plain(folder, str(PurePosixPath(name).parent)):
+        if (
+            name in keep
+            or not os.path.lexists(path)
+            or not manifest.is_plain(folder, str(PurePosixPath(name).parent))
+        ):
             continue
         target = aside / name
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(path, target)
-        moved = True
+        any_moved = True
         _remove_empty_folders(path.parent, folder)
-    if moved:
+    if any_moved:
         manifest.write(aside, content)
-    return moved
+    return any_moved
 
 
 def _remove_empty_folders(place: Path, root: Path) -> None:
@@ -240,7 +271,9 @@ def _remove_empty_folders(place: Path, root: Path) -> None:
 
 def places_set_aside(folder: Path) -> list[Path]:
     """Where earlier results of a folder lie that were set aside and not removed yet."""
-    return sorted(place for place in folder.glob(f"{ASIDE}*") if place.is_dir() and not place.is_symlink())
+    return sorted(
+        place for place in folder.glob(f"{ASIDE}*") if place.is_dir() and not place.is_symlink()
+    )
 
 
 def remove_set_aside(folder: Path) -> list[Path]:
@@ -256,18 +289,26 @@ def remove_set_aside(folder: Path) -> list[Path]:
             content = manifest.read(place) if (place / MARK).is_file() else None
             for name, entry in (content.files if content else {}).items():
                 path = place / name
-                changed = manifest.state_of(place, name, entry, hashed=False) not in ("intact", "growing")
-                if os.path.lexists(path) and not changed:
+                is_changed = manifest.state_of(place, name, entry, hashed=False) not in (
+                    "intact",
+                    "growing",
+                )
+                if os.path.lexists(path) and not is_changed:
                     path.unlink()
                     _remove_empty_folders(path.parent, folder)
             for name in content.folders if content else ():
                 if manifest.is_plain(place, name):
                     _remove_tree(place / name)
-            left = [p for p in place.rglob("*") if p.name != MARK] if place.is_dir() else []
-            if place.is_dir() and not left:
+            remaining = [p for p in place.rglob("*") if p.name != MARK] if place.is_dir() else []
+            if place.is_dir() and not remaining:
                 (place / MARK).unlink(missing_ok=True)
                 _remove_empty_folders(place, folder)
-    return [path for aside in places_set_aside(folder) for path in aside.rglob("*") if path.is_file() and path.name != MARK]  # fmt: skip
+    return [
+        path
+        for aside in places_set_aside(folder)
+        for path in aside.rglob("*")
+        if path.is_file() and path.name != MARK
+    ]
 
 
 def _remove_tree(folder: Path) -> None:

@@ -1,16 +1,19 @@
 """One guarded reader for each kind of file that a user, or a stranger, may give.
 
-A reader checks what it can before it reads: that the path is a regular file (a pipe would wait for ever, a device never
-ends), and that the file is not larger than its kind is in practice. It then parses without running code, and refuses what
-grows when it is used: aliases of YAML that expand to more than a file of that size could say, and nesting beyond DEPTH.
+A reader checks what it can before it reads: that the path is a regular file (a pipe would wait for
+ever, a device never ends), and that the file is not larger than its kind is in practice. It then
+parses without running code, and refuses what grows when it is used: aliases of YAML that expand to
+more than a file of that size could say, and nesting beyond DEPTH.
 
-Every reader raises UserError that names the file, what is wrong, and what to do. No other exception leaves a reader.
+Every reader raises UserError that names the file, what is wrong, and what to do. No other exception
+leaves a reader.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import lzma
 import os
 import stat
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError, first_line
+from concept_eraser.utils.errors import UserError, first_line
 
 MEGABYTE = 2**20
 YAML_BYTES = 4 * MEGABYTE  # recipes, suites, prompt sets
@@ -46,19 +49,20 @@ _NEXT_STEP = {
 def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
     """The content of a regular file.
 
-    Raises UserError where there is no such file, it is a folder, pipe or device, it has more than `limit` bytes, or the
-    system does not let this user read it.
+    Raises UserError where there is no such file, it is a folder, pipe or device, it has more than
+    `limit` bytes, or the system does not let this user read it.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))  # a pipe must not wait
-        with os.fdopen(descriptor, "rb") as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
             status = os.fstat(file.fileno())
-            if stat.S_ISDIR(status.st_mode):
-                raise UserError(f"{path} is a folder; give a file")
             if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path} is no regular file (a pipe or a device); give a file")
             if status.st_size > limit:
-                raise UserError(f"{path} has {size_text(status.st_size)}; at most {size_text(limit)} are read of a file of this kind. Check that it is the right file, or split it")  # fmt: skip
+                raise UserError(
+                    f"{path} has {size_text(status.st_size)}; at most {size_text(limit)} "
+                    "are read of a file of this kind. Check that it is the right file, "
+                    "or split it"
+                )
             content = file.read(limit + 1)
     except UserError:  # which is a ValueError
         raise
@@ -67,8 +71,18 @@ def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
     except ValueError:  # a path with a null byte
         raise UserError(f"{str(path)!r} cannot be the name of a file; check the path") from None
     if len(content) > limit:  # it grew, or the system does not state its size (/proc)
-        raise UserError(f"{path} has more than {size_text(limit)}, which no file of this kind has; check that it is the right file")  # fmt: skip
+        raise UserError(
+            f"{path} has more than {size_text(limit)}, which no file of this kind has; "
+            "check that it is the right file"
+        )
     return content
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """The opener of `open` for a file that may be a pipe: the system must not wait for who writes
+    into it.
+    """
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
@@ -77,18 +91,23 @@ def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text in UTF-8 (byte {error.start} is wrong); save it as UTF-8") from None
+        raise UserError(
+            f"{path} is no text in UTF-8 (byte {error.start} is wrong); save it as UTF-8"
+        ) from None
 
 
 def read_yaml(path: Path, limit: int = YAML_BYTES) -> Any:
-    """What a YAML file holds; None where it is empty. Raises UserError as `read_text` and `parse_yaml`."""
+    """What a YAML file holds; None where it is empty. Raises UserError as `read_text` and
+    `parse_yaml`.
+    """
     return parse_yaml(read_text(path, limit), str(path))
 
 
 def read_json(path: Path, kind: type | tuple[type, ...] = dict, limit: int = JSON_BYTES) -> Any:
     """What a JSON file holds, a mapping unless `kind` says otherwise.
 
-    Raises UserError as `read_text`, and where the file is no JSON, is nested deeper than DEPTH, or holds another kind.
+    Raises UserError as `read_text`, and where the file is no JSON, is nested deeper than DEPTH, or
+    holds another kind.
     """
     return parse_json(read_text(path, limit), str(path), kind)
 
@@ -98,50 +117,99 @@ def read_lines(path: Path, limit: int = LOG_BYTES) -> list[dict[str, Any]]:
 
     A line that is no whole mapping is left out: a kill may cut the last line of a log anywhere.
     """
-    return [] if not path.exists() else whole_lines(read_bytes(path, limit).decode("utf-8", errors="replace"))
+    return (
+        []
+        if not path.exists()
+        else whole_lines(read_bytes(path, limit).decode("utf-8", errors="replace"))
+    )
+
+
+def read_compressed_lines(path: Path, limit: int = TABLE_BYTES) -> list[dict[str, Any]]:
+    """The mappings of a JSON Lines file under xz, of at most `limit` bytes when it is decompressed.
+
+    Raises UserError as `read_bytes`, and where the file is no xz file, is cut, is larger, or has a
+    line that is no mapping.
+    """
+    decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+    try:
+        content = decompressor.decompress(read_bytes(path, limit), max_length=limit + 1)
+    except lzma.LZMAError as error:
+        raise UserError(
+            f"{path} is damaged: it is no xz file ({first_line(error)}); copy it again"
+        ) from None
+    if len(content) > limit:
+        raise UserError(
+            f"{path} holds more than {size_text(limit)}; check that it is the right file"
+        )
+    if not decompressor.eof:
+        raise UserError(f"{path} is damaged: its end is missing; copy it again")
+    lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line]
+    rows = whole_lines("\n".join(lines))
+    if len(rows) < len(lines):
+        raise UserError(
+            f"{path} is damaged: {len(lines) - len(rows)} of its lines are no mappings; "
+            "copy it again"
+        )
+    return rows
 
 
 def whole_lines(text: str) -> list[dict[str, Any]]:
     """The mappings in a text of one JSON object a line; other lines are left out."""
-    found = []
+    rows = []
     for line in text.split("\n"):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def parse_json(text: str, where: str, kind: type | tuple[type, ...] = dict) -> Any:
-    """The value of a JSON text. `where` names its source in errors. Raises UserError as `read_json`."""
+    """The value of a JSON text. `where` names its source in errors. Raises UserError as
+    `read_json`.
+    """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
-        raise UserError(f"{where} is nested deeper than {DEPTH} levels; check that it is the right file") from None
+        raise UserError(
+            f"{where} is nested deeper than {DEPTH} levels; check that it is the right file"
+        ) from None
     except ValueError as error:  # of the syntax, or a whole number of thousands of digits
-        raise UserError(f"{where} is damaged: it is no JSON ({first_line(error)}); copy it again, or run the command that wrote it") from None  # fmt: skip
+        raise UserError(
+            f"{where} is damaged: it is no JSON ({first_line(error)}); copy it again, or "
+            "run the command that wrote it"
+        ) from None
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(found, kinds):
+    if not isinstance(value, kinds):
         names: dict[type, str] = {dict: "a mapping", list: "a list", str: "a text"}
-        wanted = " or ".join(names.get(one, one.__name__) for one in kinds)
-        raise UserError(f"{where} is damaged: expected {wanted}, found {type(found).__name__}; copy it again, or run the command that wrote it")  # fmt: skip
-    if _deeper_than(found, DEPTH):
-        raise UserError(f"{where} is nested deeper than {DEPTH} levels; check that it is the right file")
-    return found
+        expected_kinds = " or ".join(names.get(one, one.__name__) for one in kinds)
+        raise UserError(
+            f"{where} is damaged: expected {expected_kinds}, found {type(value).__name__}; copy "
+            "it again, or run the command that wrote it"
+        )
+    if _deeper_than(value, DEPTH):
+        raise UserError(
+            f"{where} is nested deeper than {DEPTH} levels; check that it is the right file"
+        )
+    return value
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text, of plain types only; None where it is empty. `where` names its source in errors.
+    """The value of a YAML text, of plain types only; None where it is empty. `where` names its
+    source in errors.
 
-    Raises UserError where it is no YAML, is nested deeper than DEPTH, its aliases lead in a circle, or they expand to more
-    than NODES values.
+    Raises UserError where it is no YAML, is nested deeper than DEPTH, its aliases lead in a circle,
+    or they expand to more than NODES values.
     """
     import yaml
 
     if len(text) > YAML_BYTES:
-        raise UserError(f"{where} has {size_text(len(text))}; at most {size_text(YAML_BYTES)} are read of a YAML file")
+        raise UserError(
+            f"{where} has {size_text(len(text))}; at most {size_text(YAML_BYTES)} are "
+            "read of a YAML file"
+        )
     loader = None
     try:
         _require_shallow(text, where)
@@ -174,24 +242,33 @@ def _yaml_loader() -> Any:
 
 
 def _require_bounded(root: Any, where: str) -> None:
-    """Raise UserError where a YAML node, its aliases expanded, is too deep or too large, or contains itself."""
+    """Raise UserError where a YAML node, its aliases expanded, is too deep or too large, or
+    contains itself.
+    """
     from yaml import MappingNode, SequenceNode
 
-    measured: dict[int, tuple[int, int]] = {}  # of each node; an alias is the same node again
+    sizes: dict[int, tuple[int, int]] = {}  # of each node; an alias is the same node again
     open_nodes: set[int] = set()
 
     def measure(node: Any, depth: int) -> tuple[int, int]:
-        """Values in a node and how many levels of lists and mappings it has, at `depth` levels inside others."""
+        """Values in a node and how many levels of lists and mappings it has, at `depth` levels
+        inside others.
+        """
         if id(node) in open_nodes:
-            raise UserError(f"{where}: an alias (*name) stands inside what it stands for; write the value out")
-        total, height = measured.get(id(node), (1, int(isinstance(node, SequenceNode | MappingNode))))
+            raise UserError(
+                f"{where}: an alias (*name) stands inside what it stands for; write the value out"
+            )
+        total, height = sizes.get(id(node), (1, int(isinstance(node, SequenceNode | MappingNode))))
         if depth + height > DEPTH:
             raise UserError(f"{where} is nested deeper than {DEPTH} levels; write it flatter")
-        if id(node) in measured:
+        if id(node) in sizes:
             return total, height
         children: Iterator[Any] = iter(())
         if str(node.tag) in _NO_PLAIN_TYPES:
-            raise UserError(f"{where} has a value marked !!{node.tag.rpartition(':')[2]}; write it as a text or a list")
+            raise UserError(
+                f"{where} has a value marked !!{node.tag.rpartition(':')[2]}; write it "
+                "as a text or a list"
+            )
         if isinstance(node, SequenceNode):
             children = iter(node.value)
         elif isinstance(node, MappingNode):
@@ -201,17 +278,20 @@ def _require_bounded(root: Any, where: str) -> None:
             values, levels = measure(child, depth + 1)
             total, height = total + values, max(height, levels + 1)
             if total > NODES:
-                raise UserError(f"{where} holds more than {NODES:,} values, its aliases (*name) written out; make it smaller")  # fmt: skip
+                raise UserError(
+                    f"{where} holds more than {NODES:,} values, its aliases (*name) "
+                    "written out; make it smaller"
+                )
         open_nodes.discard(id(node))
-        measured[id(node)] = total, height
+        sizes[id(node)] = total, height
         return total, height
 
     measure(root, 0)
 
 
 def _require_shallow(text: str, where: str) -> None:
-    """Raise UserError where a YAML text is nested too deep, by its events: libyaml composes nodes by recursion in C, which
-    ends the process where the stack ends."""
+    """Raise UserError where a YAML text is nested too deep, by its events: libyaml composes nodes
+    by recursion in C, which ends the process where the stack ends."""
     import yaml
 
     depth = 0
@@ -228,7 +308,12 @@ def _deeper_than(value: Any, limit: int) -> bool:
     """Whether lists and mappings are nested in each other more than `limit` deep."""
     level = [value]
     for _ in range(limit):
-        level = [inner for one in level if isinstance(one, dict | list) for inner in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
         if not level:
             return False
     return any(isinstance(one, dict | list) for one in level)
@@ -245,19 +330,25 @@ def read_tensors(path: Path) -> dict[str, Any]:
     try:
         return load_file(path)
     except Exception as error:  # safetensors has an error class of its own, and raises others too
-        raise UserError(f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again") from None  # fmt: skip
+        raise UserError(
+            f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again"
+        ) from None
 
 
 def read_tensor_header(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Metadata and names of the tensors of a safetensors file; no tensor is read. Raises UserError as `read_tensors`."""
+    """Metadata and names of the tensors of a safetensors file; no tensor is read. Raises UserError
+    as `read_tensors`.
+    """
     from safetensors import safe_open
 
     require_regular(path)
     try:
-        with safe_open(path, "pt") as opened:
-            return dict(opened.metadata() or {}), list(opened.keys())
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {}), list(file.keys())
     except Exception as error:
-        raise UserError(f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again") from None  # fmt: skip
+        raise UserError(
+            f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again"
+        ) from None
 
 
 def require_regular(path: Path) -> None:
@@ -267,7 +358,9 @@ def require_regular(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise UserError(cannot("read", path, error)) from None
     if not stat.S_ISREG(status.st_mode):
-        what = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file (a pipe or a device)"
+        what = (
+            "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file (a pipe or a device)"
+        )
         raise UserError(f"{path} is {what}; give a file")
 
 
@@ -283,7 +376,9 @@ def size_text(count: int) -> str:
     """Bytes for a reader: 12 bytes, 3.4 MB."""
     if count < 10_000:
         return f"{count} bytes"
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
+    unit, size = next(
+        (unit, size)
+        for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+        if count >= size
+    )
+    return f"{count / size:.1f} {unit}"

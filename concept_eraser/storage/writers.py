@@ -1,10 +1,13 @@
-"""Writers of files and of folders. A kill at any moment leaves the earlier one, or the new one, whole.
+"""Writers of files and of folders. A kill at any moment leaves the earlier one, or the new one,
+whole.
 
-Files and folders have writers of their own: a file writer never removes a folder, a folder writer never removes a file that
-it did not write. What is written into a marked folder (see `manifest`) is listed there with its SHA-256.
+Files and folders have writers of their own: a file writer never removes a folder, a folder writer
+never removes a file that it did not write. What is written into a marked folder (see `manifest`) is
+listed there with its SHA-256.
 
-A file that is there already is replaced only where the manifest of its folder lists it, or where the caller says that the
-user asked for it (`overwrite`). New content is written beside its place, brought to the disk (fsync), then renamed.
+A file that is there already is replaced only where the manifest of its folder lists it, or where
+the caller says that the user asked for it (`overwrite`). New content is written beside its place,
+brought to the disk (fsync), then renamed.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError, shown
 from concept_eraser.storage import locks, manifest
 from concept_eraser.storage.readers import cannot
+from concept_eraser.utils.errors import UserError, shown
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # safetensors and torch wrap the system's error in one of their own
@@ -31,7 +34,9 @@ _FULL_TEXTS = ("No space left", "File too large", "os error 28", "os error 27", 
 _PARTIAL = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}\.partial")
 
 
-def write_file(path: Path, write: Callable[[Path], None], *, overwrite: bool = False, growing: bool = False) -> None:  # fmt: skip
+def write_file(
+    path: Path, write: Callable[[Path], None], *, overwrite: bool = False, growing: bool = False
+) -> None:
     """Write a file whole or not at all.
 
     Args:
@@ -41,7 +46,8 @@ def write_file(path: Path, write: Callable[[Path], None], *, overwrite: bool = F
         growing: the file will change, so no digest of it is recorded before its folder is sealed.
 
     Raises:
-        UserError: `path` is a folder or a link, holds a file that is not ours, cannot be written to, or the disk is full.
+        UserError: `path` is a folder or a link, holds a file that is not ours, cannot be written
+        to, or the disk is full.
     """
     require_free(path, overwrite=overwrite)
     locks.make_folder(path.parent)
@@ -71,19 +77,27 @@ def write_json(path: Path, content: Any, *, overwrite: bool = False) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n", overwrite=overwrite)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str], *, overwrite: bool = False) -> None:  # fmt: skip
-    """Write tensors by name as safetensors; equal tensors and metadata give equal bytes. Raises UserError as `write_file`."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str], *, overwrite: bool = False
+) -> None:
+    """Write tensors by name as safetensors; equal tensors and metadata give equal bytes. Raises
+    UserError as `write_file`.
+    """
     from safetensors.torch import save_file
 
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    header = dict(metadata) or None  # of no tensors and an empty mapping safetensors writes a file that nobody can read
-    write_file(path, lambda partial: save_file(contiguous, partial, metadata=header), overwrite=overwrite)
+    # of no tensors and an empty mapping safetensors writes a file that nobody can read
+    header = dict(metadata) or None
+    write_file(
+        path, lambda partial: save_file(contiguous, partial, metadata=header), overwrite=overwrite
+    )
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
     """Append a mapping as one line of JSON, behind a fragment that a kill has left.
 
-    Raises UserError where the file is a folder or a link, cannot be written to, or the disk is full.
+    Raises UserError where the file is a folder or a link, cannot be written to, or the disk is
+    full.
     """
     manifest.require_inside(path)
     locks.make_folder(path.parent)
@@ -102,20 +116,26 @@ _EXPECTED: set[Path] = set()  # files that this process has listed without a dig
 
 
 def _expect(paths: list[Path]) -> None:
-    """List files before they are put in place: a kill in between must not leave a file that the manifest does not know."""
+    """List files before they are put in place: a kill in between must not leave a file that the
+    manifest does not know.
+    """
     new = [path for path in paths if path.absolute() not in _EXPECTED]
     manifest.expect(new)
     _EXPECTED.update(path.absolute() for path in new)
 
 
 def expect_anew(folder: Path) -> None:
-    """Forget what this process has listed in a folder: its manifest is a new one, or its files are sealed."""
+    """Forget what this process has listed in a folder: its manifest is a new one, or its files are
+    sealed.
+    """
     own = folder.absolute()
     _EXPECTED.difference_update([path for path in _EXPECTED if own in path.parents])
 
 
 def write_growing(path: Path, text: str) -> None:
-    """Write the first lines of a file that grows, whole or not at all. Raises UserError as `write_file`."""
+    """Write the first lines of a file that grows, whole or not at all. Raises UserError as
+    `write_file`.
+    """
     write_file(path, lambda partial: _put(partial, text.encode()), growing=True)
 
 
@@ -123,13 +143,15 @@ def write_folder(path: Path, write: Callable[[Path], None], *, kind: str | None 
     """Write a folder whole or not at all, and list its files.
 
     Args:
-        path: where to. A folder that is there is replaced only where a manifest lists all of its files.
+        path: where to. A folder that is there is replaced only where a manifest lists all of its
+        files.
         write: fills the empty folder that it is given.
-        kind: mark the folder as one of ours, of this kind, with a manifest of its own; else its files are listed in the
-            manifest of the marked folder that it lies in.
+        kind: mark the folder as one of ours, of this kind, with a manifest of its own; else its
+            files are listed in the manifest of the marked folder that it lies in.
 
     Raises:
-        UserError: `path` is a file or a link, holds files that are not ours, cannot be written to, or the disk is full.
+        UserError: `path` is a file or a link, holds files that are not ours, cannot be written to,
+        or the disk is full.
     """
     require_free_folder(path)
     locks.make_folder(path.parent)
@@ -153,7 +175,8 @@ def write_folder(path: Path, write: Callable[[Path], None], *, kind: str | None 
     if kind is not None:
         return
     manifest.record([path / name for name in names])
-    manifest.forget(path, keep=[path / name for name in names])  # not before: a kill must not leave files unlisted
+    # not before: a kill must not leave files unlisted
+    manifest.forget(path, keep=[path / name for name in names])
 
 
 def give_second_name(path: Path, place: Path) -> None:
@@ -165,7 +188,8 @@ def give_second_name(path: Path, place: Path) -> None:
 
 
 def write_files(folder: Path, contents: Mapping[str, Callable[[], bytes]]) -> None:
-    """Write many files into a folder, each whole or not at all; the manifest is changed once, not once a file.
+    """Write many files into a folder, each whole or not at all; the manifest is changed once, not
+    once a file.
 
     Args:
         folder: a folder; it is made where it is missing.
@@ -179,25 +203,29 @@ def write_files(folder: Path, contents: Mapping[str, Callable[[], bytes]]) -> No
         require_free(path)
     locks.make_folder(folder)
     manifest.expect(paths)
-    written = []
+    written_paths = []
     try:
         for path, content in zip(paths, contents.values(), strict=True):
             with _Staged(path, clear=False) as partial:
                 _put(partial, content())
                 _finish(partial)
                 os.replace(partial, path)
-            written.append(path)
+            written_paths.append(path)
     finally:
         _sync_folder(folder)
-        manifest.record(written)
+        manifest.record(written_paths)
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file that a manifest lists, if it is there. Raises UserError for a file that none lists."""
+    """Remove a file that a manifest lists, if it is there. Raises UserError for a file that none
+    lists.
+    """
     if not os.path.lexists(path):
         return
     if not is_listed(path):
-        raise UserError(f"{path} was not written by concept_eraser, so it is not removed; remove it yourself")
+        raise UserError(
+            f"{path} was not written by concept_eraser, so it is not removed; remove it yourself"
+        )
     path.unlink()
     manifest.forget(path)
 
@@ -214,9 +242,15 @@ def require_free(path: Path, *, overwrite: bool = False) -> None:
     if overwrite and not path.is_symlink():
         return
     if path.is_symlink():
-        raise UserError(f"{path} is a link, which is not written through; give another name with --output, or remove the link")  # fmt: skip
+        raise UserError(
+            f"{path} is a link, which is not written through; give another name with "
+            "--output, or remove the link"
+        )
     if not is_listed(path):
-        raise UserError(f"{path} exists and was not written by concept_eraser; give another name with --output, or move it away")  # fmt: skip
+        raise UserError(
+            f"{path} exists and was not written by concept_eraser; give another name "
+            "with --output, or move it away"
+        )
 
 
 def require_free_folder(path: Path) -> None:
@@ -225,21 +259,31 @@ def require_free_folder(path: Path) -> None:
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
-        raise UserError(f"{path} is {'a link' if path.is_symlink() else 'a file'}; give the name of a new folder")
+        raise UserError(
+            f"{path} is {'a link' if path.is_symlink() else 'a file'}; give the name of "
+            "a new folder"
+        )
     if (path / manifest.MARK).is_file():
-        raise UserError(f"{path} holds a result of ours, which is not replaced by another one; give another --output, or remove it")  # fmt: skip
+        raise UserError(
+            f"{path} holds a result of ours, which is not replaced by another one; give "
+            "another --output, or remove it"
+        )
     for place, _, files in os.walk(path):
         for name in files:
             if not is_listed(Path(place) / name):
-                raise UserError(f"{Path(place) / name} was not written by concept_eraser, so {path} is not replaced; give another --output, or move it away")  # fmt: skip
+                raise UserError(
+                    f"{Path(place) / name} was not written by concept_eraser, so {path} "
+                    "is not replaced; give another --output, or move it away"
+                )
 
 
 def probe(path: Path) -> None:
-    """Raise UserError where nothing can be written beside a path, before the work whose result goes there.
+    """Raise UserError where nothing can be written beside a path, before the work whose result goes
+    there.
 
     Folders that are made for the probe are removed again.
     """
-    created = locks.make_folder(path.parent)
+    new_folders = locks.make_folder(path.parent)
     partial = path.with_name(f".probe.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         _put(partial, b"")
@@ -247,22 +291,30 @@ def probe(path: Path) -> None:
         raise UserError(_failure(path, error)) from None
     finally:
         _remove(partial)
-        locks.remove_empty(created)
+        locks.remove_empty(new_folders)
 
 
 def is_listed(path: Path) -> bool:
     """Whether the nearest marked folder lists a file."""
     folder = manifest.folder_of(path.parent)
     content = manifest.read(folder) if folder is not None else None
-    return folder is not None and content is not None and path.relative_to(folder).as_posix() in content.files
+    return (
+        folder is not None
+        and content is not None
+        and path.relative_to(folder).as_posix() in content.files
+    )
 
 
 class _Staged:
-    """The path beside a target that its content is written to; nothing is left of it after an error."""
+    """The path beside a target that its content is written to; nothing is left of it after an
+    error.
+    """
 
     def __init__(self, path: Path, *, clear: bool = True) -> None:
         self.path, self.clear = path, clear
-        self.partial = path.with_name(f".{path.name[:120]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+        self.partial = path.with_name(
+            f".{path.name[:120]}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+        )
 
     def __enter__(self) -> Path:
         if self.clear:
@@ -281,7 +333,9 @@ class _Staged:
 
 def _remove_left_over(path: Path) -> None:
     """Remove what a process that was killed has left half-written for the same target."""
-    for other in path.parent.glob(f".{_escaped(path.name[:120])}.*.partial") if path.parent.is_dir() else ():
+    for other in (
+        path.parent.glob(f".{_escaped(path.name[:120])}.*.partial") if path.parent.is_dir() else ()
+    ):
         parts = _PARTIAL.fullmatch(other.name)
         if parts and parts[1] == path.name[:120] and not locks.is_alive(int(parts[2])):
             _remove(other)
@@ -305,13 +359,16 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _finish(path: Path) -> None:
-    """Bring a file to the disk; of safetensors the header is put in one order first, so that equal content has equal bytes."""
+    """Bring a file to the disk; of safetensors the header is put in one order first, so that equal
+    content has equal bytes.
+    """
     if path.suffix == ".safetensors" or _is_tensors(path):
         order_header(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         permissions = os.fstat(descriptor).st_mode & 0o777
-        if permissions == 0o600:  # safetensors sets these; others may read what the user's umask lets them
+        # safetensors sets these; others may read what the user's umask lets them
+        if permissions == 0o600:
             os.fchmod(descriptor, 0o666 & ~_umask())
         os.fsync(descriptor)
     finally:
@@ -331,7 +388,9 @@ def _is_tensors(path: Path) -> bool:
 
 
 def order_header(path: Path) -> None:
-    """Sort the metadata in the header of a safetensors file, in place: the library writes them in random order."""
+    """Sort the metadata in the header of a safetensors file, in place: the library writes them in
+    random order.
+    """
     with path.open("r+b") as file:
         length = struct.unpack("<Q", file.read(8))[0]
         text = file.read(length)
@@ -339,10 +398,12 @@ def order_header(path: Path) -> None:
         if "__metadata__" not in header or len(header["__metadata__"]) < 2:
             return
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
-        if len(ordered) == length:
+        text_in_order = (
+            json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        )
+        if len(text_in_order) == length:
             file.seek(8)
-            file.write(ordered)
+            file.write(text_in_order)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -362,10 +423,16 @@ def is_full(error: BaseException) -> bool:
 
 def _failure(path: Path, error: BaseException) -> str:
     if is_full(error):
-        return f"cannot write {path}: the disk is full or a size limit is reached; earlier files are intact. Free some space, then continue with --resume"  # fmt: skip
+        return (
+            f"cannot write {path}: the disk is full or a size limit is reached; earlier "
+            "files are intact. Free some space, then continue with --resume"
+        )
     code = getattr(error, "errno", None)
     if code == errno.ELOOP:
-        return f"{path} is a link, which is not written through; give another name with --output, or remove the link"
+        return (
+            f"{path} is a link, which is not written through; give another name with "
+            "--output, or remove the link"
+        )
     if code == errno.EISDIR:
         return f"{path} is a folder; give the name of a file"
     if code in (errno.EROFS, errno.EACCES, errno.EPERM):

@@ -1,4 +1,6 @@
-"""From trained parts to the bundled world: a diffusers folder in half precision, scored, with its JSON."""
+"""From trained parts to the bundled world: a diffusers folder in half precision, scored, with its
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,30 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from concept_eraser import environment, resources
-from concept_eraser.models.sd import StableDiffusion
+from concept_eraser.models.families.sd import StableDiffusion
 from concept_eraser.tiny import painter
 from concept_eraser.tiny.judge import CLASSES, JudgeNet, load_judge
 from concept_eraser.tiny.stages.base import save_half
 from concept_eraser.tiny.stages.clip import text_tower
 from concept_eraser.tiny.stages.unet import SCHEDULE
+from concept_eraser.utils import provenance, resources
 
-PROMPTS_A_NOUN = 48  # pictures for each shape's own name and for each synonym
+PROMPTS_A_NOUN = 48  # images for each shape's own name and for each synonym
 
 
-def assemble(work: Path, output: Path | None, *, seed: int, threads: int, say: Callable[[str], None]) -> dict:
+def assemble(
+    work: Path, output: Path | None, *, seed: int, threads: int, say: Callable[[str], None]
+) -> dict:
     """Write the bundled weights and score what was written, not what was trained."""
     weights = output or resources.tiny_weights()
     _write_pipeline(work, weights / "tiny-sd")
     _write_clip(work, weights / "clip")
     shutil.copytree(work / "judge", weights / "judge", dirs_exist_ok=True)
     say("scoring the assembled pipeline")
-    parts = {name: json.loads((work / f"{name}.json").read_text()) for name in ("vae", "judge", "clip", "unet")}
+    parts = {
+        name: json.loads((work / f"{name}.json").read_text())
+        for name in ("vae", "judge", "clip", "unet")
+    }
     model = StableDiffusion.from_folder(str(weights / "tiny-sd"), source="tiny-sd")
     size = sum(p.stat().st_size for p in weights.rglob("*") if p.is_file())
     report = {
@@ -41,7 +48,7 @@ def assemble(work: Path, output: Path | None, *, seed: int, threads: int, say: C
         "megabytes": round(size / 2**20, 2),
         "parts": parts,
         "pipeline": score_pipeline(model, load_judge(weights / "judge"), say=say),
-        "environment": environment.describe(),
+        "environment": provenance.describe(),
     }
     (weights / "tiny.json").write_text(json.dumps(report, indent=1) + "\n")
     say(json.dumps(report["pipeline"]))
@@ -49,7 +56,12 @@ def assemble(work: Path, output: Path | None, *, seed: int, threads: int, say: C
 
 
 def _write_pipeline(work: Path, folder: Path) -> None:
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from diffusers import (
+        AutoencoderKL,
+        DDIMScheduler,
+        StableDiffusionPipeline,
+        UNet2DConditionModel,
+    )
     from transformers import CLIPTokenizer
 
     pipeline = StableDiffusionPipeline(
@@ -69,14 +81,23 @@ def _write_pipeline(work: Path, folder: Path) -> None:
 
 
 def _write_clip(work: Path, folder: Path) -> None:
-    """Everything of the CLIP but its text tower, which the pipeline's text_encoder/ already holds."""
+    """Everything of the CLIP but its text tower, which the pipeline's text_encoder/ already
+    holds.
+    """
     tensors = load_file(work / "clip" / "model.safetensors")
-    save_half({k: v for k, v in tensors.items() if not k.startswith("text_model.")}, folder / "model.safetensors")
+    save_half(
+        {k: v for k, v in tensors.items() if not k.startswith("text_model.")},
+        folder / "model.safetensors",
+    )
     shutil.copy(work / "clip" / "config.json", folder / "config.json")
 
 
-def held_out_prompts(rng: np.random.Generator, n: int = PROMPTS_A_NOUN) -> list[tuple[str, painter.Scene, str]]:
-    """(noun, scene, caption) for every shape's name and every synonym, of combinations never seen in training."""
+def held_out_prompts(
+    rng: np.random.Generator, n: int = PROMPTS_A_NOUN
+) -> list[tuple[str, painter.PaintedScene, str]]:
+    """(noun, scene, caption) for every shape's name and every synonym, of combinations never seen
+    in training.
+    """
     rows = []
     for shape in painter.SHAPES:
         for noun in (shape, *painter.SYNONYMS[shape]):
@@ -87,30 +108,58 @@ def held_out_prompts(rng: np.random.Generator, n: int = PROMPTS_A_NOUN) -> list[
                         break
                 words = f"{painter.STYLE_WORDS[scene.style][0]} {scene.color} {noun}"
                 rows.append(
-                    (noun, scene, f"{painter.article(words)} {painter.BACKGROUND_PHRASES[scene.background][0]}")
+                    (
+                        noun,
+                        scene,
+                        (
+                            f"{painter.article(words)} "
+                            f"{painter.BACKGROUND_PHRASES[scene.background][0]}"
+                        ),
+                    )
                 )
     return rows
 
 
 @torch.no_grad()
-def score_pipeline(model: StableDiffusion, judge: JudgeNet, *, say: Callable[[str], None], steps: int = 25, guidance: float = 5.0) -> dict:  # fmt: skip
-    """Share of generated pictures that show what was asked, by noun; and the time to sample 16 of them."""
+def score_pipeline(
+    model: StableDiffusion,
+    judge: JudgeNet,
+    *,
+    say: Callable[[str], None],
+    steps: int = 25,
+    guidance: float = 5.0,
+) -> dict:
+    """Share of generated images that show what was asked, by noun; and the time to sample 16 of
+    them.
+    """
     rows = held_out_prompts(np.random.default_rng(2024))
     hits: dict[str, list[bool]] = defaultdict(list)
     attributes: dict[str, list[bool]] = defaultdict(list)
     none = 0
     for start in range(0, len(rows), 64):
         part = rows[start : start + 64]
-        seeds = [environment.derive_seed("score", start + i) % 2**31 for i in range(len(part))]
-        pictures = model.sample([text for _, _, text in part], seeds=seeds, steps=steps, guidance=guidance, autocast=torch.bfloat16)  # fmt: skip
-        seen = {k: v.argmax(1).tolist() for k, v in judge(pictures.permute(0, 3, 1, 2).float() / 127.5 - 1).items()}
-        none += seen["shape"].count(len(painter.SHAPES))
+        seeds = [provenance.derive_seed("score", start + i) % 2**31 for i in range(len(part))]
+        images = model.sample(
+            [text for _, _, text in part],
+            seeds=seeds,
+            steps=steps,
+            guidance=guidance,
+            autocast=torch.bfloat16,
+        )
+        predictions = {
+            k: v.argmax(1).tolist()
+            for k, v in judge(images.permute(0, 3, 1, 2).float() / 127.5 - 1).items()
+        }
+        none += predictions["shape"].count(len(painter.SHAPES))
         for i, (noun, scene, _) in enumerate(part):
-            right = {k: seen[k][i] == label for k, label in zip(CLASSES, scene.labels(), strict=True)}
+            right = {
+                k: predictions[k][i] == label
+                for k, label in zip(CLASSES, scene.labels(), strict=True)
+            }
             hits[f"{scene.shape}/{noun}"].append(right["shape"])
             for name, value in right.items():
                 attributes[name].append(value)
-        say(f"scoring: {start + len(part)}/{len(rows)} pictures")
+        say(f"scoring: {start + len(part)}/{len(rows)} images")
     began = time.monotonic()
     model.sample(["a red star"] * 16, seeds=list(range(16)), steps=25, guidance=guidance)
     direct = {s: float(np.mean(hits[f"{s}/{s}"])) for s in painter.SHAPES}
@@ -122,8 +171,8 @@ def score_pipeline(model: StableDiffusion, judge: JudgeNet, *, say: Callable[[st
         "n_per_noun": PROMPTS_A_NOUN,
         "shape_by_own_name": float(np.mean(list(direct.values()))),
         "accuracy": {k: float(np.mean(v)) for k, v in attributes.items()},
-        "none_share": none / len(rows),
+        "no_object_rate": none / len(rows),
         "by_shape": direct,
         "by_synonym": synonyms,
-        "seconds_for_16_pictures_fp32": round(time.monotonic() - began, 2),
+        "seconds_for_16_images_fp32": round(time.monotonic() - began, 2),
     }

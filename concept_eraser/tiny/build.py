@@ -1,8 +1,9 @@
 """Retrain the whole bundled world from one seed: `python -m concept_eraser.tiny.build`.
 
-Four parts are trained from scratch (judge, vae, clip, unet; see `stages`), then assembled into a diffusers
-pipeline folder in half precision, scored, and written beside a JSON that says how. The independent parts are
-trained side by side, one core each; every part saves as it goes and an interrupted build continues where it was.
+Four parts are trained from scratch (judge, vae, clip, unet; see `stages`), then assembled into a
+diffusers pipeline folder in half precision, scored, and written beside a JSON that says how. The
+independent parts are trained in parallel, one core each; every part saves as it goes and an
+interrupted build continues where it was.
 """
 
 from __future__ import annotations
@@ -15,20 +16,40 @@ import sys
 import time
 from pathlib import Path
 
-# Large activations that are mapped and unmapped at every step cost more than the arithmetic; keep them in the heap.
+# Large activations that are mapped and unmapped at every step cost more than the arithmetic; keep
+# them in the heap.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 _TOGETHER = (("vae", "judge"), ("clip",))  # two chains, one core each; the unet then takes both
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m concept_eraser.tiny.build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--work", type=Path, default=Path("runs/tiny-build"), help="checkpoints and raw weights (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=None, help="where the finished world goes (default: the bundled weights)")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m concept_eraser.tiny.build",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs/tiny-build"),
+        help="checkpoints and raw weights (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        help="where the finished world goes (default: the bundled weights)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
-    parser.add_argument("--only", default="", help="train just these parts, e.g. vae,judge, and assemble nothing")
     parser.add_argument(
-        "--shrink", type=float, default=1.0, help="train every part for this share of its steps (tests)"
+        "--only", default="", help="train just these parts, e.g. vae,judge, and assemble nothing"
+    )
+    parser.add_argument(
+        "--shrink",
+        type=float,
+        default=1.0,
+        help="train every part for this share of its steps (tests)",
     )
     return parser.parse_args()
 
@@ -46,12 +67,15 @@ def train(names: tuple[str, ...], args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     stage = Stage(args.work, args.seed, _say, args.shrink)
     for name in names:
-        done = args.work / f"{name}.json"
-        if done.exists():
+        marker = args.work / f"{name}.json"
+        if marker.exists():
             continue
         scores = STAGES[name](stage)
-        done.write_text(json.dumps({"threads": args.threads, **scores}, indent=1) + "\n")
-        _say(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items() if isinstance(v, int | float)))
+        marker.write_text(json.dumps({"threads": args.threads, **scores}, indent=1) + "\n")
+        _say(
+            f"{name}: "
+            + ", ".join(f"{k} {v:.4g}" for k, v in scores.items() if isinstance(v, int | float))
+        )
 
 
 def _side_by_side(args: argparse.Namespace) -> None:
@@ -68,13 +92,18 @@ def _side_by_side(args: argparse.Namespace) -> None:
         str(threads),
     ]
     children = [
-        subprocess.Popen([sys.executable, "-m", "concept_eraser.tiny.build", "--only", ",".join(chain), *common])
+        subprocess.Popen(
+            [sys.executable, "-m", "concept_eraser.tiny.build", "--only", ",".join(chain), *common]
+        )
         for chain in _TOGETHER
     ]
     try:
         codes = [child.wait() for child in children]
         if any(codes):
-            raise SystemExit("a part failed to train; its error stands above. Run the same command again to continue.")
+            raise SystemExit(
+                "a part failed to train; its error stands above. Run the same command "
+                "again to continue."
+            )
     finally:
         for child in children:
             if child.poll() is None:

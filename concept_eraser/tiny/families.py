@@ -1,7 +1,8 @@
-"""Tiny pipelines of every family, of the real classes with random weights, saved as diffusers saves them.
+"""Tiny pipelines of every family, of the real classes with random weights, saved as diffusers saves
+them.
 
-Nothing is downloaded: the tokenizers know letters only. They stand in for models that are not at hand: in a dry run, which
-finds what is wrong with a recipe, and in tests.
+Nothing is downloaded: the tokenizers know letters only. They stand in for models that are not at
+hand: in a dry run, which finds what is wrong with a recipe, and in tests.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from transformers import (
 )
 
 NAMES = ("sdxl", "sdxl-v", "sd3", "sd3-no-t5", "flux", "flux-schnell", "dit")
-SIZE = {"flux": 16, "flux-schnell": 16}  # in pixels; Flux has no size of its own but diffusers' 1024
+# in pixels; Flux has no size of its own but diffusers' 1024
+SIZE = {"flux": 16, "flux-schnell": 16}
 LABELS = {7: "cock", 207: "golden retriever, goldie", 281: "tabby"}
 
 
 def build(name: str, folder: Path) -> Path:
-    """Save the pipeline of that name into a folder; the same one each time, and the caller's generator is not moved."""
+    """Save the pipeline of that name into a folder; the same one each time, and the caller's
+    generator is not moved.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipeline = _made(name)
@@ -40,7 +44,8 @@ def build(name: str, folder: Path) -> Path:
 def _made(name: str) -> Any:
     family, _, variant = name.partition("-")
     pipeline = {"sdxl": _sdxl, "sd3": _sd3, "flux": _flux, "dit": _dit}[family](variant)
-    with torch.no_grad():  # DiT and Flux begin with zeros in their last layers, which would hide mistakes
+    # DiT and Flux begin with zeros in their last layers, which would hide mistakes
+    with torch.no_grad():
         for part in pipeline.components.values():
             for p in part.parameters() if isinstance(part, torch.nn.Module) else ():
                 if not p.any():
@@ -51,57 +56,168 @@ def _made(name: str) -> Any:
 def clip_tokenizer() -> Any:
     letters = sorted(ByteLevel.alphabet())
     words = [*letters, *(f"{c}</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77)
+    return CLIPTokenizer(
+        vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77
+    )
 
 
 def clip_text(width: int, projected: bool) -> Any:
     tokenizer = clip_tokenizer()
-    config = CLIPTextConfig(vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, projection_dim=width, num_hidden_layers=2, num_attention_heads=2, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
 
 
 def t5_text() -> tuple[Any, Any]:
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((c, -3.0) for c in "\u2581" + string.printable[:-6])]
+    vocabulary = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        *((c, -3.0) for c in "\u2581" + string.printable[:-6]),
+    ]
     tokenizer = T5Tokenizer(vocab=vocabulary, extra_ids=0)
-    config = T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+    )
     return T5EncoderModel(config), tokenizer
 
 
 def _vae(**options: Any) -> Any:
-    return diffusers.AutoencoderKL(block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4, **options)  # fmt: skip
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        **options,
+    )
 
 
 def _sdxl(variant: str) -> Any:
-    unet = diffusers.UNet2DConditionModel(sample_size=8, block_out_channels=(8, 16), layers_per_block=1, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(2, 4), transformer_layers_per_block=(1, 2), use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=6 * 8 + 32, cross_attention_dim=16 + 32, norm_num_groups=4)  # fmt: skip
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4),
+        transformer_layers_per_block=(1, 2),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + 32,
+        cross_attention_dim=16 + 32,
+        norm_num_groups=4,
+    )
     prediction = "v_prediction" if variant == "v" else "epsilon"
-    scheduler = diffusers.EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type=prediction, steps_offset=1, timestep_spacing="leading")  # fmt: skip
+    scheduler = diffusers.EulerDiscreteScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type=prediction,
+        steps_offset=1,
+        timestep_spacing="leading",
+    )
     zeros = variant != "v"
-    return diffusers.StableDiffusionXLPipeline(vae=_vae(), text_encoder=clip_text(16, False), text_encoder_2=clip_text(32, True), tokenizer=clip_tokenizer(), tokenizer_2=clip_tokenizer(), unet=unet, scheduler=scheduler, force_zeros_for_empty_prompt=zeros)  # fmt: skip
+    return diffusers.StableDiffusionXLPipeline(
+        vae=_vae(),
+        text_encoder=clip_text(16, False),
+        text_encoder_2=clip_text(32, True),
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(),
+        unet=unet,
+        scheduler=scheduler,
+        force_zeros_for_empty_prompt=zeros,
+    )
 
 
 def _sd3(variant: str) -> Any:
     encoder, tokenizer = t5_text() if variant != "no-t5" else (None, None)
-    transformer = diffusers.SD3Transformer2DModel(sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32, pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm")  # fmt: skip
-    return diffusers.StableDiffusion3Pipeline(transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=_vae(scaling_factor=1.5, shift_factor=0.06), text_encoder=clip_text(16, True), tokenizer=clip_tokenizer(), text_encoder_2=clip_text(16, True), tokenizer_2=clip_tokenizer(), text_encoder_3=encoder, tokenizer_3=tokenizer)  # fmt: skip
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=16,
+        pooled_projection_dim=32,
+        pos_embed_max_size=8,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_vae(scaling_factor=1.5, shift_factor=0.06),
+        text_encoder=clip_text(16, True),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=clip_text(16, True),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=encoder,
+        tokenizer_3=tokenizer,
+    )
 
 
 def _flux(variant: str) -> Any:
     dev = variant != "schnell"
     encoder, tokenizer = t5_text()
-    transformer = diffusers.FluxTransformer2DModel(patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=16, guidance_embeds=dev, axes_dims_rope=(4, 4, 8))  # fmt: skip
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0 if dev else 1.0, use_dynamic_shifting=dev)
-    return diffusers.FluxPipeline(scheduler=scheduler, vae=_vae(scaling_factor=0.4, shift_factor=0.1), text_encoder=clip_text(16, False), tokenizer=clip_tokenizer(), text_encoder_2=encoder, tokenizer_2=tokenizer, transformer=transformer)  # fmt: skip
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=16,
+        guidance_embeds=dev,
+        axes_dims_rope=(4, 4, 8),
+    )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        shift=3.0 if dev else 1.0, use_dynamic_shifting=dev
+    )
+    return diffusers.FluxPipeline(
+        scheduler=scheduler,
+        vae=_vae(scaling_factor=0.4, shift_factor=0.1),
+        text_encoder=clip_text(16, False),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=encoder,
+        tokenizer_2=tokenizer,
+        transformer=transformer,
+    )
 
 
 def _dit(variant: str) -> Any:
-    transformer = diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=1000)  # fmt: skip
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=1000,
+    )
     pipeline = diffusers.DiTPipeline(
         transformer=transformer, vae=_vae(), scheduler=diffusers.DDIMScheduler(clip_sample=False)
     )
-    pipeline.register_to_config(id2label={str(k): v for k, v in LABELS.items()})  # as facebook/DiT-XL-2-256 has it
+    # as facebook/DiT-XL-2-256 has it
+    pipeline.register_to_config(id2label={str(k): v for k, v in LABELS.items()})
     return pipeline
 
 
 def options(name: str) -> dict[str, float]:
-    """The model options with which its pictures are tiny."""
+    """The model options with which its images are tiny."""
     return {"size": SIZE[name]} if name in SIZE else {}

@@ -1,8 +1,10 @@
-"""Pictures that show no shape, and mild damage to pictures that do: what the judge must not be fooled by.
+"""Images that show no shape, and mild damage to images that do: what the judge must not be
+fooled by.
 
-An erased model often answers a forgotten prompt with a smear, a fragment or a blend of two shapes. A judge that
-has only seen clean drawings would still name the nearest shape, and an erasure would look worse, or a broken
-model better, than it is. So a third of the judge's training pictures are garbage labelled "none".
+An erased model often answers a forgotten prompt with a smear, a fragment or a blend of two shapes.
+A judge that has only seen clean drawings would still name the nearest shape, and an erasure would
+look worse, or a broken model better, than it is. So a third of the judge's training images are
+garbage labelled "none".
 """
 
 from __future__ import annotations
@@ -10,21 +12,33 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from concept_eraser.tiny.painter import SCALE, SHAPES, SIZE, Scene, _background, ink, outline, place, random_scene
+from concept_eraser.tiny.painter import (
+    SCALE,
+    SHAPES,
+    SIZE,
+    PaintedScene,
+    _background,
+    ink,
+    outline,
+    place,
+    random_scene,
+)
 
 KINDS = ("empty", "blend", "polygon", "strokes", "crumpled", "fragment", "noise", "texture")
 
 
 def resample(points: np.ndarray, n: int = 120) -> np.ndarray:
     """`n` points at equal distances along a closed polygon, [n, 2]."""
-    closed = np.concatenate([points, points[:1]])
-    length = np.concatenate([[0], np.cumsum(np.linalg.norm(np.diff(closed, axis=0), axis=1))])
+    outline = np.concatenate([points, points[:1]])
+    length = np.concatenate([[0], np.cumsum(np.linalg.norm(np.diff(outline, axis=0), axis=1))])
     at = np.linspace(0, length[-1], n, endpoint=False)
-    return np.stack([np.interp(at, length, closed[:, i]) for i in (0, 1)], 1)
+    return np.stack([np.interp(at, length, outline[:, i]) for i in (0, 1)], 1)
 
 
 def warp(points: np.ndarray, amplitude: float, rng: np.random.Generator) -> np.ndarray:
-    """Displace points by a smooth random field of the given amplitude (the shape itself has radius 1)."""
+    """Displace points by a smooth random field of the given amplitude (the shape itself has radius
+    1).
+    """
     shift = np.zeros_like(points)
     for _ in range(4):
         wave = rng.normal(0, 2.2, 2)
@@ -43,7 +57,9 @@ def blend(rng: np.random.Generator) -> np.ndarray:
 
 
 def noise(rng: np.random.Generator) -> np.ndarray:
-    """Random fields of any grain, from single pixels to a few blobs: what a broken denoiser decodes to."""
+    """Random fields of any grain, from single pixels to a few blobs: what a broken denoiser decodes
+    to.
+    """
     grain = int(rng.choice([1, 1, 2, 4, 4, 8, 16]))
     side = SIZE // grain
     if rng.random() < 0.5:
@@ -56,10 +72,12 @@ def noise(rng: np.random.Generator) -> np.ndarray:
 
 
 def texture(background: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Stripes, checks or dots over the whole picture, or a background half covered by noise."""
+    """Stripes, checks or dots over the whole image, or a background half covered by noise."""
     yy, xx = np.mgrid[0:SIZE, 0:SIZE]
     angle, period = rng.uniform(0, np.pi), rng.uniform(3, 24)
-    wave = np.sin((xx * np.cos(angle) + yy * np.sin(angle)) * 2 * np.pi / period + rng.uniform(0, 6))
+    wave = np.sin(
+        (xx * np.cos(angle) + yy * np.sin(angle)) * 2 * np.pi / period + rng.uniform(0, 6)
+    )
     if rng.random() < 0.5:
         wave = wave * np.sin((yy * np.cos(angle) - xx * np.sin(angle)) * 2 * np.pi / period)
     mask = np.clip(wave * rng.uniform(0.5, 8) + 0.5, 0, 1)[:, :, None]
@@ -67,61 +85,75 @@ def texture(background: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return (background * (1 - mask) + over * mask).astype(np.uint8)
 
 
-def garbage(kind: str, rng: np.random.Generator) -> tuple[Scene, np.ndarray]:
-    """One picture that shows no shape, [64, 64, 3] uint8, and its scene with `shape=None`."""
-    drawn = random_scene(rng)
-    scene = Scene(None, drawn.color, drawn.style, drawn.background)
+def garbage(kind: str, rng: np.random.Generator) -> tuple[PaintedScene, np.ndarray]:
+    """One image that shows no shape, [64, 64, 3] uint8, and its scene with `shape=None`."""
+    base_scene = random_scene(rng)
+    scene = PaintedScene(None, base_scene.color, base_scene.style, base_scene.background)
     canvas = _background(scene, rng)
     if kind in ("noise", "texture"):
-        return scene, noise(rng) if kind == "noise" else texture(np.asarray(canvas.reduce(SCALE)), rng)
+        return scene, noise(rng) if kind == "noise" else texture(
+            np.asarray(canvas.reduce(SCALE)), rng
+        )
     if kind == "blend":
         ink(canvas, place(warp(blend(rng), 0.08, rng), rng), scene.color, scene.style, rng)
     elif kind == "polygon":
         n = int(rng.integers(6, 14))
         angle = np.sort(rng.uniform(0, 2 * np.pi, n))
         radius = rng.uniform(0.25, 1.1, n)
-        ink(canvas, place(np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1), rng), scene.color, scene.style, rng)  # fmt: skip
+        ink(
+            canvas,
+            place(np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1), rng),
+            scene.color,
+            scene.style,
+            rng,
+        )
     elif kind == "strokes":
         for _ in range(int(rng.integers(1, 5))):
             path = place(np.cumsum(rng.normal(0, 0.35, (int(rng.integers(3, 9)), 2)), axis=0), rng)
             tone = tuple(int(v) for v in rng.integers(0, 256, 3))
             width = int(rng.integers(4, 40))
-            ImageDraw.Draw(canvas).line([(float(x), float(y)) for x, y in path], fill=tone, width=width, joint="curve")
+            ImageDraw.Draw(canvas).line(
+                [(float(x), float(y)) for x, y in path], fill=tone, width=width, joint="curve"
+            )
     elif kind == "crumpled":
-        points = warp(resample(outline(drawn.shape or "star")), rng.uniform(0.55, 1.0), rng)
+        points = warp(resample(outline(base_scene.shape or "star")), rng.uniform(0.55, 1.0), rng)
         ink(canvas, place(points, rng, 0.26), scene.color, scene.style, rng)
     elif kind == "fragment":
-        points = place(resample(outline(drawn.shape or "star")), rng)
+        points = place(resample(outline(base_scene.shape or "star")), rng)
         start, part = int(rng.integers(120)), int(rng.integers(15, 45))
         path = np.roll(points, -start, axis=0)[:part]
         width = int(rng.integers(5, 16))
         ImageDraw.Draw(canvas).line(
-            [(float(x), float(y)) for x, y in path], fill=tuple(int(v) for v in rng.integers(0, 256, 3)), width=width
+            [(float(x), float(y)) for x, y in path],
+            fill=tuple(int(v) for v in rng.integers(0, 256, 3)),
+            width=width,
         )
-    picture = canvas.reduce(SCALE)
+    image = canvas.reduce(SCALE)
     if rng.random() < 0.3:
-        picture = picture.filter(ImageFilter.GaussianBlur(rng.uniform(0.5, 3.5)))
-    return scene, np.asarray(picture)
+        image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.5, 3.5)))
+    return scene, np.asarray(image)
 
 
-def damaged(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """A drawing with the mild faults of a decoder: slightly bent, blurred or noisy, but what it was."""
+def damaged(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
+    """A drawing with the mild faults of a decoder: slightly bent, blurred or noisy, but what it
+    was.
+    """
     canvas = _background(scene, rng)
     points = outline(scene.shape) if scene.shape else np.zeros((3, 2))
     if rng.random() < 0.6:
         points = warp(resample(points), rng.uniform(0, 0.09), rng)
     ink(canvas, place(points, rng), scene.color, scene.style, rng)
-    picture: Image.Image = canvas.reduce(SCALE)
+    image: Image.Image = canvas.reduce(SCALE)
     if rng.random() < 0.4:
-        picture = picture.filter(ImageFilter.GaussianBlur(rng.uniform(0.2, 1.0)))
-    pixels = np.asarray(picture)
+        image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.2, 1.0)))
+    pixels = np.asarray(image)
     if rng.random() < 0.4:
         noise = rng.normal(0, rng.uniform(1, 12), (SIZE, SIZE, 3))
         pixels = np.clip(pixels + noise, 0, 255).astype(np.uint8)
     return pixels
 
 
-def garbage_batch(n: int, rng: np.random.Generator) -> tuple[list[Scene], np.ndarray]:
-    """`n` pictures of all kinds of garbage in turn, [n, 64, 64, 3] uint8."""
-    made = [garbage(KINDS[i % len(KINDS)], rng) for i in range(n)]
-    return [scene for scene, _ in made], np.stack([picture for _, picture in made])
+def garbage_batch(n: int, rng: np.random.Generator) -> tuple[list[PaintedScene], np.ndarray]:
+    """`n` images of all kinds of garbage in turn, [n, 64, 64, 3] uint8."""
+    samples = [garbage(KINDS[i % len(KINDS)], rng) for i in range(n)]
+    return [scene for scene, _ in samples], np.stack([image for _, image in samples])

@@ -1,8 +1,9 @@
-"""The bundled world: 64x64 drawings of ten shapes in eight colours, four styles and four backgrounds, with captions.
+"""The bundled world: 64x64 drawings of ten shapes in eight colours, four styles and four
+backgrounds, with captions.
 
-A drawing is a function of a `Scene` and a random generator, nothing else, so every data set made from this
-module is reproducible from a seed. Drawings are painted at three times their size and box-reduced, which
-anti-aliases them (about 0.2 ms an image on one core).
+A drawing is a function of a `PaintedScene` and a random generator, nothing else, so every data set
+made from this module is reproducible from a seed. Drawings are painted at three times their size
+and box-reduced, which anti-aliases them (about 0.2 ms an image on one core).
 """
 
 from __future__ import annotations
@@ -69,12 +70,17 @@ _RGB = {
     "pink": (246, 122, 182),
     "brown": (122, 74, 36),
 }
-_BACKGROUND_RGB = {"white": (250, 250, 250), "black": (14, 14, 16), "gray": (142, 142, 146), "sky": (168, 208, 240)}
+_BACKGROUND_RGB = {
+    "white": (250, 250, 250),
+    "black": (14, 14, 16),
+    "gray": (142, 142, 146),
+    "sky": (168, 208, 240),
+}
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What a drawing shows. `shape=None` is an empty or garbage picture (the judge's "none")."""
+class PaintedScene:
+    """What a drawing shows. `shape=None` is an empty or garbage image (the judge's "none")."""
 
     shape: str | None
     color: str
@@ -84,19 +90,28 @@ class Scene:
     def labels(self) -> tuple[int, int, int, int]:
         """Indices into SHAPES (len(SHAPES) for none), COLORS, STYLES, BACKGROUNDS."""
         shape = len(SHAPES) if self.shape is None else SHAPES.index(self.shape)
-        return shape, COLORS.index(self.color), STYLES.index(self.style), BACKGROUNDS.index(self.background)
+        return (
+            shape,
+            COLORS.index(self.color),
+            STYLES.index(self.style),
+            BACKGROUNDS.index(self.background),
+        )
 
 
-def is_held_out(scene: Scene) -> bool:
-    """One combination of shape, colour, style and background in ten is never painted for the generative models."""
+def is_held_out(scene: PaintedScene) -> bool:
+    """One combination of shape, colour, style and background in ten is never painted for the
+    generative models.
+    """
     shape, color, style, background = scene.labels()
     return (shape + 3 * color + 7 * style + 9 * background) % 10 == 0
 
 
-def random_scene(rng: np.random.Generator, *, held_out: bool | None = None) -> Scene:
-    """A random scene: any (None), only combinations the pipeline never saw (True), only the others (False)."""
+def random_scene(rng: np.random.Generator, *, held_out: bool | None = None) -> PaintedScene:
+    """A random scene: any (None), only combinations the pipeline never saw (True), only the others
+    (False).
+    """
     while True:
-        scene = Scene(
+        scene = PaintedScene(
             SHAPES[rng.integers(len(SHAPES))],
             COLORS[rng.integers(len(COLORS))],
             STYLES[rng.integers(len(STYLES))],
@@ -106,10 +121,12 @@ def random_scene(rng: np.random.Generator, *, held_out: bool | None = None) -> S
             return scene
 
 
-# --- outlines: closed polygons in the square [-1, 1]^2, y downwards -------------------------------------------
+# --- outlines: closed polygons in the square [-1, 1]^2, y downwards -------------------------------
 
 
-def _arc(cx: float, cy: float, rx: float, ry: float, start: float, end: float, n: int = 40) -> np.ndarray:
+def _arc(
+    cx: float, cy: float, rx: float, ry: float, start: float, end: float, n: int = 40
+) -> np.ndarray:
     t = np.radians(np.linspace(start, end, n))
     return np.stack([cx + rx * np.cos(t), cy + ry * np.sin(t)], 1)
 
@@ -135,7 +152,20 @@ def outline(shape: str) -> np.ndarray:
     if shape == "cross":
         a, b = 0.3, 0.95
         return np.array(
-            [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a), (a, b), (-a, b), (-a, a), (-b, a), (-b, -a), (-a, -a)]
+            [
+                (-a, -b),
+                (a, -b),
+                (a, -a),
+                (b, -a),
+                (b, a),
+                (a, a),
+                (a, b),
+                (-a, b),
+                (-a, a),
+                (-b, a),
+                (-b, -a),
+                (-a, -a),
+            ]
         )
     if shape == "moon":
         outer, inner = _arc(0.1, 0, 0.95, 0.95, 60, 300), _arc(0.45, 0, 0.78, 0.83, 278, 82)
@@ -157,7 +187,16 @@ def outline(shape: str) -> np.ndarray:
             ]
         )
     if shape == "tree":
-        right = [(0, -1), (0.48, -0.42), (0.26, -0.42), (0.7, 0.12), (0.4, 0.12), (0.9, 0.62), (0.2, 0.62), (0.2, 1.0)]
+        right = [
+            (0, -1),
+            (0.48, -0.42),
+            (0.26, -0.42),
+            (0.7, 0.12),
+            (0.4, 0.12),
+            (0.9, 0.62),
+            (0.2, 0.62),
+            (0.2, 1.0),
+        ]
         return np.array(right + [(-x, y) for x, y in reversed(right[1:])])
     if shape == "fish":
         body = _arc(-0.2, 0, 0.78, 0.5, 28, 332, 40)
@@ -174,18 +213,22 @@ def _pattern(style: str) -> Image.Image:
     return Image.fromarray(((stripes if style == "striped" else dots) * 255).astype(np.uint8))
 
 
-def _background(scene: Scene, rng: np.random.Generator) -> Image.Image:
+def _background(scene: PaintedScene, rng: np.random.Generator) -> Image.Image:
     side = SIZE * SCALE
     base = np.array(_BACKGROUND_RGB[scene.background]) + rng.normal(0, 3, 3)
     rgb = tuple(int(v) for v in np.clip(base, 0, 255))
     if scene.background != "sky":
         return Image.new("RGB", (side, side), rgb)
-    ramp = np.linspace(0, 1, side)[:, None, None] * np.array([60, 34, 12]) + (np.array(rgb) - np.array([30, 17, 6]))
+    ramp = np.linspace(0, 1, side)[:, None, None] * np.array([60, 34, 12]) + (
+        np.array(rgb) - np.array([30, 17, 6])
+    )
     return Image.fromarray(np.broadcast_to(np.clip(ramp, 0, 255), (side, side, 3)).astype(np.uint8))
 
 
 def place(points: np.ndarray, rng: np.random.Generator, scale: float | None = None) -> np.ndarray:
-    """Rotate by up to 20 degrees, scale and shift an outline onto the canvas; [points, 2] in canvas pixels."""
+    """Rotate by up to 20 degrees, scale and shift an outline onto the canvas; [points, 2] in canvas
+    pixels.
+    """
     side = SIZE * SCALE
     angle = np.radians(rng.uniform(-20, 20))
     radius = side * (rng.uniform(0.25, 0.36) if scale is None else scale)
@@ -194,17 +237,19 @@ def place(points: np.ndarray, rng: np.random.Generator, scale: float | None = No
     return points @ turn.T * radius + side / 2 + rng.uniform(-slack, slack, 2)
 
 
-def ink(canvas: Image.Image, points: np.ndarray, color: str, style: str, rng: np.random.Generator) -> None:
+def ink(
+    canvas: Image.Image, points: np.ndarray, color: str, style: str, rng: np.random.Generator
+) -> None:
     """Draw a placed outline onto the canvas in the given colour and style."""
     rgb = tuple(int(v) for v in np.clip(np.array(_RGB[color]) + rng.normal(0, 6, 3), 0, 255))
     corners = [(float(x), float(y)) for x, y in points]
-    closed = [*corners, corners[0], corners[1]]
+    outline = [*corners, corners[0], corners[1]]
     draw = ImageDraw.Draw(canvas)
     if style == "flat":
         draw.polygon(corners, fill=rgb)
         return
     if style == "outlined":
-        draw.line(closed, fill=rgb, width=11, joint="curve")
+        draw.line(outline, fill=rgb, width=11, joint="curve")
         return
     mask = Image.new("L", canvas.size, 0)
     ImageDraw.Draw(mask).polygon(corners, fill=255)
@@ -212,10 +257,10 @@ def ink(canvas: Image.Image, points: np.ndarray, color: str, style: str, rng: np
     pattern = _pattern(style).crop((dx, dy, dx + canvas.width, dy + canvas.height))
     blank = Image.new("L", canvas.size, 0)
     canvas.paste(rgb, (0, 0), Image.composite(pattern, blank, mask))
-    draw.line(closed, fill=rgb, width=5, joint="curve")
+    draw.line(outline, fill=rgb, width=5, joint="curve")
 
 
-def paint(scene: Scene, rng: np.random.Generator) -> np.ndarray:
+def paint(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
     """Paint one scene: [64, 64, 3] uint8."""
     canvas = _background(scene, rng)
     if scene.shape is not None:
@@ -223,18 +268,22 @@ def paint(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(canvas.reduce(SCALE))
 
 
-def paint_batch(n: int, rng: np.random.Generator, *, held_out: bool | None = None) -> tuple[list[Scene], np.ndarray]:
+def paint_batch(
+    n: int, rng: np.random.Generator, *, held_out: bool | None = None
+) -> tuple[list[PaintedScene], np.ndarray]:
     """`n` random scenes and their drawings, [n, 64, 64, 3] uint8."""
     scenes = [random_scene(rng, held_out=held_out) for _ in range(n)]
     return scenes, np.stack([paint(scene, rng) for scene in scenes])
 
 
-# --- captions ---------------------------------------------------------------------------------------------------
+# --- captions -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption and which attributes it states: (shape, colour, style, background), as indices or -100."""
+    """A caption and which attributes it states: (shape, colour, style, background), as indices or
+    -100.
+    """
 
     text: str
     stated: tuple[int, int, int, int]
@@ -248,8 +297,10 @@ def article(words: str) -> str:
     return ("an " if words[0] in "aeiou" else "a ") + words
 
 
-def caption(scene: Scene, rng: np.random.Generator, *, full: bool = False) -> Caption:
-    """A caption of a scene. Attributes other than the shape are left out at random unless `full`."""
+def caption(scene: PaintedScene, rng: np.random.Generator, *, full: bool = False) -> Caption:
+    """A caption of a scene. Attributes other than the shape are left out at random unless
+    `full`.
+    """
     assert scene.shape is not None  # only drawings of a shape are captioned
     shape, color, style, background = scene.labels()
     draw = rng.random(7)
@@ -264,7 +315,9 @@ def caption(scene: Scene, rng: np.random.Generator, *, full: bool = False) -> Ca
     else:
         style = -100
     if draw[4] < 0.85 or full:
-        words.append(scene.color if rng.random() < 0.75 else _pick(rng, COLOR_SYNONYMS[scene.color]))
+        words.append(
+            scene.color if rng.random() < 0.75 else _pick(rng, COLOR_SYNONYMS[scene.color])
+        )
     else:
         color = -100
     text = article(" ".join([*words, noun]))

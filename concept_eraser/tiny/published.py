@@ -1,7 +1,9 @@
-"""The architectures of published models without their weights: on the meta device, where a tensor is a shape.
+"""The architectures of published models without their weights: on the meta device, where a tensor
+is a shape.
 
-They say what a training takes before anything is downloaded (forecast.py). The numbers are those of the models' own
-config.json; a test compares the counts of parameters with what their cards say. Tokenizers know letters only.
+They say what a training takes before anything is downloaded (forecast.py). The numbers are those of
+the models' own config.json; a test compares the counts of parameters with what their cards say.
+Tokenizers know letters only.
 """
 
 from __future__ import annotations
@@ -12,28 +14,66 @@ from typing import Any
 
 import diffusers
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    T5Config,
+    T5EncoderModel,
+)
 
 from concept_eraser.models.base import Model
-from concept_eraser.places import base_of
 from concept_eraser.tiny.families import clip_tokenizer, t5_text
+from concept_eraser.utils.path_redaction import base_of
 
 
 def _clip_l(*, projected: bool = False) -> Any:
-    config = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, projection_dim=768)  # fmt: skip
+    config = CLIPTextConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        projection_dim=768,
+    )
     return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
 
 
 def _clip_g() -> Any:
-    return CLIPTextModelWithProjection(CLIPTextConfig(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20, projection_dim=1280, hidden_act="gelu"))  # fmt: skip
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            hidden_size=1280,
+            intermediate_size=5120,
+            num_hidden_layers=32,
+            num_attention_heads=20,
+            projection_dim=1280,
+            hidden_act="gelu",
+        )
+    )
 
 
 def _t5_xxl() -> Any:
-    return T5EncoderModel(T5Config(d_model=4096, d_ff=10240, d_kv=64, num_heads=64, num_layers=24, vocab_size=32128, feed_forward_proj="gated-gelu"))  # fmt: skip
+    return T5EncoderModel(
+        T5Config(
+            d_model=4096,
+            d_ff=10240,
+            d_kv=64,
+            num_heads=64,
+            num_layers=24,
+            vocab_size=32128,
+            feed_forward_proj="gated-gelu",
+        )
+    )
 
 
 def _vae(channels: int, **options: Any) -> Any:
-    return diffusers.AutoencoderKL(block_out_channels=(128, 256, 512, 512), down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, latent_channels=channels, **options)  # fmt: skip
+    return diffusers.AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=channels,
+        **options,
+    )
 
 
 def _schedule(kind: str, **options: Any) -> Any:
@@ -43,20 +83,87 @@ def _schedule(kind: str, **options: Any) -> Any:
 
 
 def _sd14() -> Any:
-    unet = diffusers.UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
-    scheduler = _schedule("PNDMScheduler", beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", skip_prk_steps=True, steps_offset=1)  # fmt: skip
-    return diffusers.StableDiffusionPipeline(vae=_vae(4), text_encoder=_clip_l(), tokenizer=clip_tokenizer(), unet=unet, scheduler=scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)  # fmt: skip
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=64, cross_attention_dim=768, attention_head_dim=8
+    )
+    scheduler = _schedule(
+        "PNDMScheduler",
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        skip_prk_steps=True,
+        steps_offset=1,
+    )
+    return diffusers.StableDiffusionPipeline(
+        vae=_vae(4),
+        text_encoder=_clip_l(),
+        tokenizer=clip_tokenizer(),
+        unet=unet,
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
 
 
 def _sdxl() -> Any:
-    unet = diffusers.UNet2DConditionModel(sample_size=128, block_out_channels=(320, 640, 1280), down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), transformer_layers_per_block=(1, 2, 10), attention_head_dim=(5, 10, 20), cross_attention_dim=2048, use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816)  # fmt: skip
-    scheduler = _schedule("EulerDiscreteScheduler", beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, timestep_spacing="leading")  # fmt: skip
-    return diffusers.StableDiffusionXLPipeline(vae=_vae(4, scaling_factor=0.13025), text_encoder=_clip_l(), text_encoder_2=_clip_g(), tokenizer=clip_tokenizer(), tokenizer_2=clip_tokenizer(), unet=unet, scheduler=scheduler)  # fmt: skip
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=128,
+        block_out_channels=(320, 640, 1280),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2, 10),
+        attention_head_dim=(5, 10, 20),
+        cross_attention_dim=2048,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=256,
+        projection_class_embeddings_input_dim=2816,
+    )
+    scheduler = _schedule(
+        "EulerDiscreteScheduler",
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        steps_offset=1,
+        timestep_spacing="leading",
+    )
+    return diffusers.StableDiffusionXLPipeline(
+        vae=_vae(4, scaling_factor=0.13025),
+        text_encoder=_clip_l(),
+        text_encoder_2=_clip_g(),
+        tokenizer=clip_tokenizer(),
+        tokenizer_2=clip_tokenizer(),
+        unet=unet,
+        scheduler=scheduler,
+    )
 
 
 def _sd3(**options: Any) -> Any:
-    transformer = diffusers.SD3Transformer2DModel(sample_size=128, patch_size=2, in_channels=16, num_layers=24, attention_head_dim=64, num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048, out_channels=16, **options)  # fmt: skip
-    return diffusers.StableDiffusion3Pipeline(transformer=transformer, scheduler=_schedule("FlowMatchEulerDiscreteScheduler", shift=3.0), vae=_vae(16, scaling_factor=1.5305, shift_factor=0.0609), text_encoder=_clip_l(projected=True), tokenizer=clip_tokenizer(), text_encoder_2=_clip_g(), tokenizer_2=clip_tokenizer(), text_encoder_3=_t5_xxl(), tokenizer_3=t5_text()[1])  # fmt: skip
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=128,
+        patch_size=2,
+        in_channels=16,
+        num_layers=24,
+        attention_head_dim=64,
+        num_attention_heads=24,
+        joint_attention_dim=4096,
+        caption_projection_dim=1536,
+        pooled_projection_dim=2048,
+        out_channels=16,
+        **options,
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=_schedule("FlowMatchEulerDiscreteScheduler", shift=3.0),
+        vae=_vae(16, scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=_clip_l(projected=True),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=_clip_g(),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=_t5_xxl(),
+        tokenizer_3=t5_text()[1],
+    )
 
 
 def _sd3_medium() -> Any:
@@ -68,9 +175,29 @@ def _sd35_medium() -> Any:
 
 
 def _flux(*, dev: bool = True) -> Any:
-    transformer = diffusers.FluxTransformer2DModel(patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=dev)  # fmt: skip
-    scheduler = _schedule("FlowMatchEulerDiscreteScheduler", shift=3.0 if dev else 1.0, use_dynamic_shifting=dev)
-    return diffusers.FluxPipeline(scheduler=scheduler, vae=_vae(16, scaling_factor=0.3611, shift_factor=0.1159), text_encoder=_clip_l(), tokenizer=clip_tokenizer(), text_encoder_2=_t5_xxl(), tokenizer_2=t5_text()[1], transformer=transformer)  # fmt: skip
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=64,
+        num_layers=19,
+        num_single_layers=38,
+        attention_head_dim=128,
+        num_attention_heads=24,
+        joint_attention_dim=4096,
+        pooled_projection_dim=768,
+        guidance_embeds=dev,
+    )
+    scheduler = _schedule(
+        "FlowMatchEulerDiscreteScheduler", shift=3.0 if dev else 1.0, use_dynamic_shifting=dev
+    )
+    return diffusers.FluxPipeline(
+        scheduler=scheduler,
+        vae=_vae(16, scaling_factor=0.3611, shift_factor=0.1159),
+        text_encoder=_clip_l(),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=_t5_xxl(),
+        tokenizer_2=t5_text()[1],
+        transformer=transformer,
+    )
 
 
 MADE: dict[str, tuple[str, Callable[[], Any]]] = {  # short name -> (family, its pipeline)
@@ -99,7 +226,9 @@ def _id(source: str) -> str:
 
 
 def family_of(source: str) -> str | None:
-    """The family of a published model by its hub id, with or without a revision; None for one that is not known."""
+    """The family of a published model by its hub id, with or without a revision; None for one that
+    is not known.
+    """
     name = KNOWN.get(_id(source))
     return MADE[name][0] if name else None
 
@@ -107,7 +236,7 @@ def family_of(source: str) -> str | None:
 def hollow(source: str) -> Model:
     """A published model without weights, by hub id or short name."""
     family, make = MADE[KNOWN.get(_id(source), source)]
-    plugin = importlib.import_module(f"concept_eraser.models.{family}").PLUGIN
+    plugin = importlib.import_module(f"concept_eraser.models.families.{family}").PLUGIN
     with torch.device("meta"):
         pipeline = make()
     return plugin(pipeline, source)

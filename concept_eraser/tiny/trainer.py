@@ -1,7 +1,7 @@
 """A resumable training loop for the parts of the bundled world.
 
-Each step draws its data from a generator seeded by (seed, stage, step), so that a build that was interrupted and
-resumed makes the same weights as one that was not.
+Each step draws its data from a generator seeded by (seed, stage, step), so that a build that was
+interrupted and resumed makes the same weights as one that was not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from torch import Tensor, nn
 from concept_eraser.tiny.painter import SIZE
 
 
-def as_tensor(pictures: np.ndarray) -> Tensor:
+def as_tensor(images: np.ndarray) -> Tensor:
     """[n, 64, 64, 3] uint8 -> [n, 3, 64, 64] float in [-1, 1]."""
-    return torch.from_numpy(np.ascontiguousarray(pictures)).permute(0, 3, 1, 2).float().div(127.5).sub(1).view(-1, 3, SIZE, SIZE)  # fmt: skip
+    return (
+        torch.from_numpy(np.ascontiguousarray(images))
+        .permute(0, 3, 1, 2)
+        .float()
+        .div(127.5)
+        .sub(1)
+        .view(-1, 3, SIZE, SIZE)
+    )
 
 
 def step_rng(seed: int, stage: str, step: int) -> np.random.Generator:
@@ -31,7 +38,9 @@ def step_rng(seed: int, stage: str, step: int) -> np.random.Generator:
 
 
 def cosine(step: int, steps: int, *, warmup: int = 50, flat: float = 0.0) -> float:
-    """Learning-rate factor: linear warm-up, constant for a share `flat` of the run, then half a cosine to zero."""
+    """Learning-rate factor: linear warm-up, constant for a share `flat` of the run, then half a
+    cosine to zero.
+    """
     if step < warmup:
         return (step + 1) / warmup
     start = flat * steps
@@ -41,16 +50,27 @@ def cosine(step: int, steps: int, *, warmup: int = 50, flat: float = 0.0) -> flo
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW groups: no weight decay on vectors and on embedding tables (rare words would only shrink)."""
-    tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    decayed = [p for p in module.parameters() if p.requires_grad and p.ndim > 1 and id(p) not in tables]
+    """AdamW groups: no weight decay on vectors and on embedding tables (rare words would only
+    shrink).
+    """
+    tables = {
+        id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
+    decayed = [
+        p for p in module.parameters() if p.requires_grad and p.ndim > 1 and id(p) not in tables
+    ]
     rest = [p for p in module.parameters() if p.requires_grad and (p.ndim <= 1 or id(p) in tables)]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
 
 
 @dataclass
 class Trainer:
-    """Runs `loss(step, rng)` for `steps` optimiser steps, with checkpoints, resume, EMA and a progress line."""
+    """Runs `loss(step, rng)` for `steps` optimiser steps, with checkpoints, resume, EMA and a
+    progress line.
+    """
 
     stage: str
     module: nn.Module
@@ -73,7 +93,9 @@ class Trainer:
     def checkpoint(self) -> Path:
         return self.folder / f"{self.stage}.ckpt"
 
-    def run(self, loss: Callable[[int, np.random.Generator], Tensor], say: Callable[[str], None]) -> float:
+    def run(
+        self, loss: Callable[[int, np.random.Generator], Tensor], say: Callable[[str], None]
+    ) -> float:
         """Train to the end; returns the seconds spent in this and earlier, interrupted calls."""
         first, spent = self._resume(say)
         began, last = time.monotonic(), time.monotonic()
@@ -92,7 +114,10 @@ class Trainer:
                 last = time.monotonic()
                 rate = (step + 1 - first) / (last - began)
                 left = (self.steps - step - 1) / rate
-                say(f"{self.stage}: step {step + 1}/{self.steps}  loss {value.item():.4f}  {rate:.2f} steps/s  {left:.0f} s left")  # fmt: skip
+                say(
+                    f"{self.stage}: step {step + 1}/{self.steps}  loss "
+                    f"{value.item():.4f}  {rate:.2f} steps/s  {left:.0f} s left"
+                )
             if (step + 1) % self.save_every == 0 or step + 1 == self.steps:
                 self._save(step + 1, spent + time.monotonic() - began)
         if self.ema:

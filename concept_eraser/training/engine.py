@@ -8,56 +8,34 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from concept_eraser import ranks
-from concept_eraser.environment import derive_seed
-from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.erasers.base import Draw, Eraser
 from concept_eraser.methods.base import Direction, Method
-from concept_eraser.progress import Progress, silent
+from concept_eraser.methods.vectors import is_finite
 from concept_eraser.storage import output_folder
-from concept_eraser.training import saliency, sharding, state
-from concept_eraser.training.closure import Draw, of_step
+from concept_eraser.training import checkpoint, saliency
+from concept_eraser.training.closure import of_step
+from concept_eraser.training.distributed import sharding
 from concept_eraser.training.log import Log, describe_gram, peak_memory
 from concept_eraser.training.stopping import Stops
 from concept_eraser.training.trackers import Trackers
-from concept_eraser.vectors import is_finite
+from concept_eraser.utils import distributed
+from concept_eraser.utils.errors import Interrupted, UserError
+from concept_eraser.utils.extras import import_from_extra
+from concept_eraser.utils.progress import Progress, silent
+from concept_eraser.utils.provenance import derive_seed
 
 MAX_SKIPPED = 10  # steps in a row without a finite loss before the run is given up
 
 
-class Eraser(Protocol):
-    """All that the engine knows of what is trained."""
-
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def players(self) -> tuple[str, ...]: ...
-    def trainable(self) -> dict[str, nn.Parameter]: ...
-    @property
-    def adapter(self) -> Any: ...
-    def turn(self, step: int | None) -> dict[str, str]: ...
-    def negate(self, scale: float) -> None: ...
-    def absorb(self) -> None: ...
-    def finish(self) -> dict[str, Tensor]: ...
-    def scratch(self) -> dict[str, nn.Parameter]: ...
-    def restore(self) -> None: ...
-    @property
-    def origin(self) -> str: ...
-    def buffers(self) -> dict[str, Tensor]: ...
-    def settle(self, player: str, draw: Any) -> None: ...
-    def adversary(self) -> dict[str, nn.Parameter]: ...
-    def draw(self, player: str, seeds: Sequence[int]) -> Any: ...
-    def loss(self, player: str, draw: Any) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast: see sections.Training for the meaning and the defaults of each."""
+    """How long and how fast: see sections.TrainingSpec for the meaning and the defaults of each."""
 
     steps: int
     batch_size: int
@@ -90,17 +68,21 @@ class Engine:
     folder: Path
     accelerator: Accelerator
     progress: Progress = silent
-    watch: Callable[[int, float], None] | None = None  # asked between steps: steps done, seconds of training so far
+    # asked between steps: steps done, seconds of training so far
+    watch: Callable[[int, float], None] | None = None
     saliency: float | None = None  # the share of the trained weights that may move; None for all
-    reinitialise: float | None = None  # the share of them that is drawn anew before training; None for none
+    # the share of them that is drawn anew before training; None for none
+    reinitialise: float | None = None
     shard: bool = False  # split the optimizer's state among the processes
     trackers: Trackers | None = None
     trained: int = field(init=False, default=0)
     skipped: int = 0
     skipped_in_a_row: int = 0
     seconds: float = 0.0
-    cpu_seconds: float = 0.0  # of this process, all its threads: what a busy machine does not stretch
-    params: dict[str, nn.Parameter] = field(init=False)  # what the method sees: trained tensors, then the adversary's
+    # of this process, all its threads: what a busy machine does not stretch
+    cpu_seconds: float = 0.0
+    # what the method sees: trained tensors, then the adversary's
+    params: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.params = {**self.eraser.trainable(), **self.eraser.scratch()}
@@ -120,33 +102,97 @@ class Engine:
     def run(self, *, resume: bool = False) -> None:
         if self.accelerator.is_main_process:
             output_folder.claim(self.folder, "run")  # marked already where a job runs it
-        done = state.restore(self) if resume else 0
+        step_count = self._restore() if resume else 0
         if self.skipped_in_a_row >= MAX_SKIPPED:
             self.skipped_in_a_row = 0  # the user asked to try on, perhaps with luck in the draw
-        log = Log(self.folder / "log.jsonl", keep=done) if self.accelerator.is_main_process else None
+        log = (
+            Log(self.folder / "log.jsonl", keep=step_count)
+            if self.accelerator.is_main_process
+            else None
+        )
         stops = Stops(self._anyone if self.accelerator.num_processes > 1 else None)
         if self.trackers:
-            self.trackers.start(done)
+            self.trackers.start(step_count)
         try:
             with stops.loop():
-                self._look(done)
-                while done < self.schedule.steps:
+                self._look(step_count)
+                while step_count < self.schedule.steps:
                     with stops.step():
-                        row = self._logged(done, log)
-                        done += 1
-                    self.progress("erasing", done, self.schedule.steps, _note(row))
-                    if done % self.schedule.save_every == 0:
-                        state.save(self, done)
-                    self._look(done)
-                    self._give_up_if_hopeless(done)
+                        row = self._logged(step_count, log)
+                        step_count += 1
+                    self.progress("erasing", step_count, self.schedule.steps, _note(row))
+                    if step_count % self.schedule.save_every == 0:
+                        self._save(step_count)
+                    self._look(step_count)
+                    self._give_up_if_hopeless(step_count)
         except KeyboardInterrupt:
-            state.save(self, done)
-            raise Interrupted(f"stopped after {done} of {self.schedule.steps} steps; the state is in {self.checkpoint}") from None  # fmt: skip
+            self._save(step_count)
+            raise Interrupted(
+                f"stopped after {step_count} of {self.schedule.steps} steps; the state is in "
+                f"{self.checkpoint}"
+            ) from None
         finally:
             if self.trackers:
                 self.trackers.finish()
 
-    def _logged(self, step: int, log: Log | None) -> dict:
+    def _save(self, step: int) -> None:
+        """Write the state after `step` steps. All processes come here together; the main one
+        writes.
+        """
+        optimizer = self.optimizer.state_dict()  # of all processes, where it is split among them
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "step": step,
+            "ranks": self.accelerator.num_processes,
+            "params": {name: value.detach().cpu() for name, value in self.params.items()},
+            "optimizer": optimizer,
+            "method": self.method.state_dict(),
+            "origin": self.eraser.origin,
+            "buffers": {
+                name: value.detach().cpu().clone() for name, value in self.eraser.buffers().items()
+            },
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+        }
+        checkpoint.save(self.checkpoint, state)
+
+    def _restore(self) -> int:
+        """Load the state, where there is one. Returns the number of steps that are done.
+
+        Raises:
+            UserError: The state is of another run, or not all processes see it.
+        """
+        exists = checkpoint.exists(self.checkpoint)
+        if not distributed.same(exists):
+            raise UserError(
+                f"not all processes see {self.checkpoint}; the run folder must lie where "
+                "all of them can read it"
+            )
+        if not exists:
+            return 0
+        state = checkpoint.load(self.checkpoint)
+        checkpoint.require_same_run(
+            self.checkpoint,
+            state,
+            params=set(self.params),
+            origin=self.eraser.origin,
+            processes=self.accelerator.num_processes,
+        )
+        with torch.no_grad():
+            for name, value in state["params"].items():
+                self.params[name].copy_(value)
+            for name, value in state.get("buffers", {}).items():
+                self.eraser.buffers()[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.method.load_state_dict(state["method"])
+        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+        self.seconds, self.cpu_seconds = state["seconds"], state.get("cpu_seconds", 0.0)
+        return int(state["step"])
+
+    def _logged(self, step: int, log: Log | None) -> dict[str, Any]:
         """Do a step, count its time and write it down."""
         began, busy = time.monotonic(), time.process_time()
         row = self._step(step)
@@ -166,23 +212,32 @@ class Engine:
         return float(self._mean([torch.tensor(float(came), device=self.accelerator.device)])[0]) > 0
 
     def _require_same_start(self) -> None:
-        """Raise UserError where the processes start from different weights: they would train different models."""
-        if self.accelerator.num_processes > 1 and not ranks.same(self.eraser.origin):
-            raise UserError("the processes have loaded different weights; give all of them the same model files")
+        """Raise UserError where the processes start from different weights: they would train
+        different models.
+        """
+        if self.accelerator.num_processes > 1 and not distributed.same(self.eraser.origin):
+            raise UserError(
+                "the processes have loaded different weights; give all of them the same model files"
+            )
 
     def _optimizer(self, params: list[nn.Parameter]) -> Any:
-        one, several = self.accelerator.process_index, self.accelerator.num_processes
-        make = lambda some: _optimizer(some, self.schedule)  # noqa: E731
-        return sharding.ShardedOptimizer(make, params, one, several) if self.shard and several > 1 else make(params)
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        if not self.shard or ranks == 1:
+            return _optimizer(params, self.schedule)
+        return sharding.ShardedOptimizer(
+            lambda some: _optimizer(some, self.schedule), params, rank, ranks
+        )
 
     def _look(self, done: int) -> None:
         if self.watch and self.accelerator.is_main_process:
             self.watch(done, self.seconds)
 
-    def _step(self, step: int) -> dict:
-        """One optimiser step, or none where a loss or the direction is not finite. Returns its log row."""
+    def _step(self, step: int) -> dict[str, Any]:
+        """One optimiser step, or none where a loss or the direction is not finite. Returns its log
+        row.
+        """
         turn = self.eraser.turn(step)
-        draws = {player: self._draws(player, step) for player in self.eraser.players}
+        draws = {objective: self._draws(objective, step) for objective in self.eraser.objectives}
         closure = of_step(
             self.eraser,
             tuple(self.params.values()),
@@ -194,23 +249,34 @@ class Engine:
             autocast=self._autocast,
             reduce=self._mean,
         )
-        kept = self.method.state_dict()
+        method_state = self.method.state_dict()
         with self._full_precision():
             direction = self.method.direction(closure)
-        row = {**turn, "losses": closure.losses, **describe_gram(closure.players, direction.gram, direction.weights), **direction.notes}  # fmt: skip
-        if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(direction.vec):
+        row = {
+            **turn,
+            "losses": closure.losses,
+            **describe_gram(closure.objectives, direction.gram, direction.weights),
+            **direction.notes,
+        }
+        if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(
+            direction.vec
+        ):
             self._move(step, direction)
-            self._settle({player: draws[player] for player in closure.losses})  # a player never asked moves nothing
+            # an objective never asked moves nothing
+            self._settle({objective: draws[objective] for objective in closure.losses})
             self.skipped_in_a_row = 0
         else:
-            self.method.load_state_dict(kept)  # what it learned from this step is as good as the step
+            # what it learned from this step is as good as the step
+            self.method.load_state_dict(method_state)
             self.skipped += 1
             self.skipped_in_a_row += 1
             row["skipped"] = 1
         return row
 
     def _prepare(self) -> list[Tensor | None] | None:
-        """Choose the weights that may move, and draw anew those that shall; an adversary is neither."""
+        """Choose the weights that may move, and draw anew those that shall; an adversary is
+        neither.
+        """
         if self.saliency is None and self.reinitialise is None:
             return None
         params = dict(list(self.params.items())[: self.trained])
@@ -220,83 +286,118 @@ class Engine:
             saliency.start_anew(params, gradient, self.reinitialise, seed)
         if self.saliency is None:
             return None
-        return [*saliency.salient(gradient, self.saliency), *[None] * (len(self.params) - self.trained)]
+        return [
+            *saliency.salient(gradient, self.saliency),
+            *[None] * (len(self.params) - self.trained),
+        ]
 
     def _mean(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of each tensor over the ranks."""
         return sharding.mean(values) if self.accelerator.num_processes > 1 else values
 
-    def _autocast(self) -> AbstractContextManager:
-        """bf16 for the forward pass; weights, gradients and inner products stay in fp32 or better."""
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.schedule.precision == "bf16")
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """bf16 for the forward pass; weights, gradients and inner products stay in fp32 or
+        better.
+        """
+        return torch.autocast(
+            self.accelerator.device.type, torch.bfloat16, enabled=self.schedule.precision == "bf16"
+        )
 
-    def _full_precision(self) -> AbstractContextManager:
-        """No TF32 in convolutions for methods that take differences of gradients (it is cuDNN's default)."""
+    def _full_precision(self) -> AbstractContextManager[Any]:
+        """No TF32 in convolutions for methods that take differences of gradients (it is cuDNN's
+        default).
+        """
         cudnn = torch.backends.cudnn
         if not self.method.needs_fp32 or not torch.cuda.is_available():
             return nullcontext()
-        return cudnn.flags(enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False)  # fmt: skip
+        return cudnn.flags(
+            enabled=cudnn.enabled,
+            benchmark=cudnn.benchmark,
+            deterministic=cudnn.deterministic,
+            allow_tf32=False,
+        )
 
     def _move(self, step: int, direction: Direction) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr_at(step)
-        for i, (parameter, gradient) in enumerate(zip(self.params.values(), direction.vec, strict=True)):
+        for i, (parameter, gradient) in enumerate(
+            zip(self.params.values(), direction.vec, strict=True)
+        ):
             if i < self.trained:
                 parameter.grad = gradient.to(parameter.dtype)
             else:  # the method has given the adversary's step its length
                 parameter.data.sub_(gradient)
-        trained = list(self.params.values())[: self.trained]
-        before = [p.detach().clone() for p in trained] if self.mask else []
+        parameters = list(self.params.values())[: self.trained]
+        before = [p.detach().clone() for p in parameters] if self.mask else []
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():  # weight decay and preconditioners know no mask
-            for parameter, old, mask in zip(trained, before, self.mask or [], strict=False):
+            for parameter, old, mask in zip(parameters, before, self.mask or [], strict=False):
                 parameter.copy_(torch.where(mask.bool(), parameter, old))  # type: ignore[union-attr]
 
     def _settle(self, draws: Mapping[str, list[Draw]]) -> None:
-        """Running statistics of batch-norm layers, where they are trained: once a micro-batch, one process after the other,
-        as one process with all the micro-batches would."""
-        moving = self.eraser.buffers()
-        for player, some in draws.items():
-            for rank in range(self.accelerator.num_processes if moving else 1):
-                if rank == self.accelerator.process_index or not moving:
+        """Running statistics of batch-norm layers, where they are trained: once a micro-batch, one
+        process after the other, as one process with all the micro-batches would."""
+        statistics = self.eraser.buffers()
+        for objective, some in draws.items():
+            for rank in range(self.accelerator.num_processes if statistics else 1):
+                if rank == self.accelerator.process_index or not statistics:
                     for draw in some:
-                        self.eraser.settle(player, draw)
+                        self.eraser.settle(objective, draw)
                 if self.accelerator.num_processes > 1:
-                    for value in moving.values():
+                    for value in statistics.values():
                         torch.distributed.broadcast(value, rank)
 
-    def _draws(self, player: str, step: int) -> list[Draw]:
-        """This rank's micro-batches of a step. Example e of the global batch draws from (seed, step, player, e)."""
+    def _draws(self, objective: str, step: int) -> list[Draw]:
+        """This rank's micro-batches of a step. Example e of the global batch draws from (seed,
+        step, objective, e).
+        """
         size, micro = self.schedule.batch_size, self.schedule.micro_batches
         first = self.accelerator.process_index * micro * size
-        seeds = [derive_seed(self.schedule.seed, step, player, first + e) for e in range(micro * size)]
-        return [self.eraser.draw(player, seeds[m * size : (m + 1) * size]) for m in range(micro)]
+        seeds = [
+            derive_seed(self.schedule.seed, step, objective, first + e) for e in range(micro * size)
+        ]
+        return [self.eraser.draw(objective, seeds[m * size : (m + 1) * size]) for m in range(micro)]
 
     def _give_up_if_hopeless(self, step: int) -> None:
         if self.skipped_in_a_row < MAX_SKIPPED:
             return
-        state.save(self, step)  # skipped steps moved nothing: this is the last good state
-        raise UserError(f"the loss was not finite in {MAX_SKIPPED} steps in a row (steps {step - MAX_SKIPPED + 1}-{step}); the last good state is in {self.checkpoint}; lower training.lr (now {self.schedule.lr:g}) or use precision fp32")  # fmt: skip
+        self._save(step)  # skipped steps moved nothing: this is the last good state
+        raise UserError(
+            f"the loss was not finite in {MAX_SKIPPED} steps in a row (steps "
+            f"{step - MAX_SKIPPED + 1}-{step}); the last good state is in "
+            f"{self.checkpoint}; lower training.lr (now {self.schedule.lr:g}) or use "
+            "precision fp32"
+        )
 
 
 def optimizer_class(name: str) -> Any:
-    """torch's, or bitsandbytes' of the name. Raises UserError where that is not installed, before anything is made."""
-    ours = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}  # fmt: skip
-    if name in ours:
-        return ours[name]
-    try:
+    """torch's, or bitsandbytes' of the name. Raises UserError where that is not installed, before
+    anything is made.
+    """
+    torch_classes = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+        "adafactor": torch.optim.Adafactor,
+    }
+    if name in torch_classes:
+        return torch_classes[name]
+    hint = "Without it, adafactor keeps little state too"
+    with import_from_extra("memory", f"training.optimizer {name}", hint=hint):
         from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise UserError(f"training.optimizer {name} needs bitsandbytes, which cannot be imported here ({error}); install it with: pip install 'concept-eraser[memory]'. Without it, adafactor keeps little state too") from None  # fmt: skip
     return AdamW8bit
 
 
 def _optimizer(params: list[nn.Parameter], schedule: Schedule) -> torch.optim.Optimizer:
-    return optimizer_class(schedule.optimizer)(params, lr=schedule.lr, weight_decay=schedule.weight_decay)
+    make = optimizer_class(schedule.optimizer)
+    optimizer: torch.optim.Optimizer = make(
+        params, lr=schedule.lr, weight_decay=schedule.weight_decay
+    )
+    return optimizer
 
 
-def _note(row: dict) -> str:
-    losses = "  ".join(f"{player} {value:.4f}" for player, value in row["losses"].items())
+def _note(row: dict[str, Any]) -> str:
+    losses = "  ".join(f"{objective} {value:.4f}" for objective, value in row["losses"].items())
     cosine = row.get("cosine")
     return losses + (f"  cos {cosine:+.2f}" if cosine is not None and math.isfinite(cosine) else "")

@@ -1,4 +1,6 @@
-"""Training a small model from scratch: what a deletion is compared with ("Retrain"), and where a history is recorded."""
+"""Training a small model from scratch: what a deletion is compared with ("Retrain"), and where a
+history is recorded.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.progress import Progress, silent
-from concept_eraser.vectors import Vec
+from concept_eraser.methods.vectors import Vec
+from concept_eraser.utils.progress import Progress, silent
 
-Record = Callable[[Sequence[int], float, float, Vec | None], None]  # History.record: positions, lr, momentum, velocity
+# History.record: positions, lr, momentum, velocity
+Record = Callable[[Sequence[int], float, float, Vec | None], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: plain SGD (with heavy ball) or Adam, the rate falling to 0 along a cosine if `decay`."""
+    """How to train: plain SGD (with heavy ball) or Adam, the rate falling to 0 along a cosine if
+    `decay`.
+    """
 
     epochs: int = 10
     batch_size: int = 64
@@ -33,42 +38,62 @@ class Plan:
         return self.epochs * -(-examples // self.batch_size)
 
 
-def fit(module: nn.Module, loss: Callable[[Sequence[int]], Tensor], rows: Tensor, plan: Plan, *, record: Record | None = None, what: str = "training", progress: Progress = silent) -> float:  # fmt: skip
-    """Train all parameters on the examples at `rows` in place; the seconds it took. The module ends in eval mode.
+def fit(
+    module: nn.Module,
+    loss: Callable[[Sequence[int]], Tensor],
+    rows: Tensor,
+    plan: Plan,
+    *,
+    record: Record | None = None,
+    what: str = "training",
+    progress: Progress = silent,
+) -> float:
+    """Train all parameters on the examples at `rows` in place; the seconds it took. The module ends
+    in eval mode.
 
-    loss: mean loss of some positions. record: called before each step of SGD with its positions, rate and momentum; the
-    module then keeps its batch-norm statistics frozen, as Mini-Unlearning needs.
+    loss: mean loss of some positions. record: called before each step of SGD with its positions,
+    rate and momentum; the module then keeps its batch-norm statistics frozen, as Mini-Unlearning
+    needs.
     """
     if record is not None and plan.optimizer != "sgd":
-        raise ValueError(f"a history can be recorded of plain SGD only, found optimizer {plan.optimizer!r}")
+        raise ValueError(
+            f"a history can be recorded of plain SGD only, found optimizer {plan.optimizer!r}"
+        )
     module.requires_grad_(True).train(record is None)
     params = tuple(module.parameters())
     if plan.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(params, plan.lr, plan.momentum, weight_decay=plan.weight_decay)  # fmt: skip
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            params, plan.lr, plan.momentum, weight_decay=plan.weight_decay
+        )
     else:
         optimizer = torch.optim.Adam(params, plan.lr, weight_decay=plan.weight_decay)
     total = plan.steps(len(rows))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total) if plan.decay else None
     generator = torch.Generator().manual_seed(plan.seed)
-    began, done = time.monotonic(), 0
+    began, step_count = time.monotonic(), 0
     for _ in range(plan.epochs):
         order = rows[torch.randperm(len(rows), generator=generator)]
         for part in order.split(plan.batch_size):
             positions = part.tolist()
             if record is not None:
-                record(positions, optimizer.param_groups[0]["lr"], plan.momentum, _velocity(optimizer, params))
+                record(
+                    positions,
+                    optimizer.param_groups[0]["lr"],
+                    plan.momentum,
+                    _velocity(optimizer, params),
+                )
             optimizer.zero_grad(set_to_none=True)
             loss(positions).backward()
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-            done += 1
-        progress(what, done, total)
+            step_count += 1
+        progress(what, step_count, total)
     module.eval().requires_grad_(False)
     return time.monotonic() - began
 
 
 def _velocity(optimizer: torch.optim.Optimizer, params: Vec) -> Vec | None:
     """The momentum buffers, once there are any."""
-    found = [optimizer.state[p].get("momentum_buffer") for p in params]
-    return None if any(v is None for v in found) else tuple(found)
+    buffers = [optimizer.state[p].get("momentum_buffer") for p in params]
+    return None if any(v is None for v in buffers) else tuple(buffers)

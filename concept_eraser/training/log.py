@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from concept_eraser.methods.vectors import cosine
 from concept_eraser.storage.readers import read_lines
 from concept_eraser.storage.writers import append_line, write_growing
-from concept_eraser.vectors import cosine
 
 
 class Log:
-    """Appends one JSON object per step. Lines after `keep` steps are dropped: the resumed run writes them again."""
+    """Appends one JSON object per step. Lines after `keep` steps are dropped: the resumed run
+    writes them again.
+    """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
@@ -44,15 +46,22 @@ def _finite(value: Any) -> Any:
     return [_finite(v) for v in value] if isinstance(value, list) else value
 
 
-def describe_gram(players: tuple[str, ...], gram: Tensor | None, weights: Tensor | None) -> dict[str, Any]:
-    """Gradient norms, the cosine of the first two players, and the weights, for the log."""
+def describe_gram(
+    objectives: tuple[str, ...], gram: Tensor | None, weights: Tensor | None
+) -> dict[str, Any]:
+    """Gradient norms, the cosine of the first two objectives, and the weights, for the log."""
     row: dict[str, Any] = {}
-    known = len(gram) if gram is not None else 0  # a method may leave out players of its own (an attack, a judge)
+    # a method may leave out objectives of its own (an attack, a judge)
+    count = len(gram) if gram is not None else 0
     if gram is not None:
-        row["norms"] = {player: float(gram[i, i].sqrt()) for i, player in enumerate(players[:known])}
-        row["cosine"] = cosine(gram) if known > 1 else float("nan")
+        row["norms"] = {
+            objective: float(gram[i, i].sqrt()) for i, objective in enumerate(objectives[:count])
+        }
+        row["cosine"] = cosine(gram) if count > 1 else float("nan")
     if weights is not None:
-        row["weights"] = {player: float(weight) for player, weight in zip(players, weights, strict=False)}
+        row["weights"] = {
+            objective: float(weight) for objective, weight in zip(objectives, weights, strict=False)
+        }
     return row
 
 
@@ -68,7 +77,9 @@ def peak_memory() -> float:
 
 
 def reset_peak_memory() -> float:
-    """Count the peak from now on, where the system can (CUDA, Linux); the memory in use now, in MB."""
+    """Count the peak from now on, where the system can (CUDA, Linux); the memory in use now, in
+    MB.
+    """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     elif Path("/proc/self/clear_refs").exists():

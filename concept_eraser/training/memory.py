@@ -1,13 +1,15 @@
 """How much memory a training takes, counted before it starts.
 
-The forward and backward pass is not guessed: it is run with tensors that have a shape and no content (torch's fake
-tensors), and every tensor that comes and goes is counted (`Peak`). That costs seconds for Stable Diffusion on a laptop.
-What lives longer than a pass is counted by `held`: weights, their original values (the frozen teacher), one gradient a
-player and the direction they become, the optimiser's state, masks.
+The forward and backward pass is not guessed: it is run with tensors that have a shape and no
+content (torch's fake tensors), and every tensor that comes and goes is counted (`Peak`). That costs
+seconds for Stable Diffusion on a laptop. What lives longer than a pass is counted by `held`:
+weights, their original values (the frozen teacher), one gradient an objective and the direction
+they become, the optimiser's state, masks.
 
-What is assumed: kernels of attention that do not write down the matrix of scores, as torch's are by default; norms in
-fp32 under autocast, as on CUDA; CONTEXT bytes for CUDA itself. What is left out: memory that the allocator
-holds in pieces it cannot use, and what a method keeps of its own beside one gradient a player.
+What is assumed: kernels of attention that do not write down the matrix of scores, as torch's are by
+default; norms in fp32 under autocast, as on CUDA; CONTEXT bytes for CUDA itself. What is left out:
+memory that the allocator holds in pieces it cannot use, and what a method keeps of its own beside
+one gradient an objective.
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ _NORMS = (nn.GroupNorm, nn.LayerNorm)
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside: `now`, and `peak` the most there ever were. Views count once."""
+    """Counts the bytes of all tensors made inside: `now`, and `peak` the most there ever were.
+    Views count once.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: dict[int, tuple[int, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor):
-                self._count(value, made=False)  # what was there before counts nothing, nor do views of it
+                # what was there before counts nothing, nor do views of it
+                self._count(value, made=False)
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
@@ -64,38 +69,47 @@ class Peak(TorchDispatchMode):
     def __exit__(self, *about: Any) -> None:
         for _, watcher in self._known.values():
             watcher.detach()
-        super().__exit__(*about)
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
 
 
-def _widen(layer: nn.Module, given: tuple) -> tuple:
-    """What a norm is given, in fp32 under autocast: CUDA's autocast has it so, the CPU's has not."""
+def _widen(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a norm is given, in fp32 under autocast: CUDA's autocast has it so, the CPU's has
+    not.
+    """
     if not torch.is_autocast_enabled("cpu"):
         return given
-    return tuple(x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in given)
+    return tuple(
+        x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in given
+    )
 
 
 @contextmanager
 def pretending(*modules: nn.Module, narrow: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Inside, tensors have shapes and no content, those of these modules too, and nothing is computed. Modules may lie
-    anywhere, also on the meta device; afterwards they are what they were. narrow: tensors that are bf16 inside."""
-    halved = {id(value) for value in narrow}
+    """Inside, tensors have shapes and no content, those of these modules too, and nothing is
+    computed. Modules may lie anywhere, also on the meta device; afterwards they are what they were.
+    narrow: tensors that are bf16 inside."""
+    bf16_ids = {id(value) for value in narrow}
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    kept: list[tuple[dict, dict]] = []
+    originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
     layers = {id(layer): layer for module in modules for layer in module.modules()}.values()
-    hooks = [layer.register_forward_pre_hook(_widen) for layer in layers if isinstance(layer, _NORMS)]
+    hooks = [
+        layer.register_forward_pre_hook(_widen) for layer in layers if isinstance(layer, _NORMS)
+    ]
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
             shared: dict[int, Tensor] = {}
             for layer in layers:
                 for values in (layer._parameters, layer._buffers):
-                    kept.append((values, dict(values)))
+                    originals.append((values, dict(values)))
                     for name, value in values.items():
                         if value is not None:
-                            values[name] = shared.setdefault(id(value), _hollow(value, id(value) in halved))  # type: ignore[assignment]
+                            values[name] = shared.setdefault(
+                                id(value), _hollow(value, id(value) in bf16_ids)
+                            )  # type: ignore[assignment]
             yield
         finally:
-            for values, before in kept:
+            for values, before in originals:
                 values.clear()
                 values.update(before)
             for hook in hooks:
@@ -104,18 +118,25 @@ def pretending(*modules: nn.Module, narrow: Iterable[Tensor] = ()) -> Iterator[N
 
 def _hollow(value: Tensor, halved: bool) -> Tensor:
     empty = torch.empty(value.shape, dtype=torch.bfloat16 if halved else value.dtype)
-    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
+    return (
+        nn.Parameter(empty, requires_grad=value.requires_grad)
+        if isinstance(value, nn.Parameter)
+        else empty
+    )
 
 
 def peak_of(run: Callable[[], Any], *, bf16: bool = False) -> int:
     """The most bytes that tensors made by `run` take at one time (inside `pretending`)."""
-    with Peak() as counted, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    counter = Peak()
+    with counter, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         run()
-    return counted.peak
+    return counter.peak
 
 
 def passing(loss: Callable[[], Tensor], params: Sequence[Tensor], *, bf16: bool = False) -> int:
-    """The most bytes of one forward and backward pass (inside `pretending`), the gradient it ends with included."""
+    """The most bytes of one forward and backward pass (inside `pretending`), the gradient it ends
+    with included.
+    """
 
     def run() -> None:
         torch.autograd.grad(loss(), list(params), allow_unused=True, materialize_grads=True)
@@ -125,19 +146,23 @@ def passing(loss: Callable[[], Tensor], params: Sequence[Tensor], *, bf16: bool 
 
 def weights_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, each tensor once."""
-    return sum({id(v): v.numel() * v.element_size() for v in (*module.parameters(), *module.buffers())}.values())
+    return sum(
+        {
+            id(v): v.numel() * v.element_size() for v in (*module.parameters(), *module.buffers())
+        }.values()
+    )
 
 
 @dataclass(frozen=True)
 class Trained:
     """What moves, as shapes, and the rules that decide how many copies of it there are.
 
-    players: gradients that the method asks for at once; masked: whether a saliency mask is kept; gpu: torch's optimisers
-    move all tensors at once there, for the price of a copy.
+    objectives: gradients that the method asks for at once; masked: whether a saliency mask is kept;
+    gpu: torch's optimisers move all tensors at once there, for the price of a copy.
     """
 
     shapes: Sequence[Sequence[int]]
-    players: int = 2
+    objectives: int = 2
     micro_batches: int = 1
     optimizer: str = "adam"
     masked: bool = False
@@ -157,8 +182,12 @@ class Trained:
             return 0
         if self.optimizer == "adafactor":  # torch factors the last two axes
             return sum(_FP32 * _factored(shape) for shape in self.shapes)
-        if self.optimizer == "adamw8bit":  # two bytes a number and two scales a block of 256; small tensors in fp32
-            return sum(2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n for n in map(math.prod, self.shapes))
+        # two bytes a number and two scales a block of 256; small tensors in fp32
+        if self.optimizer == "adamw8bit":
+            return sum(
+                2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n
+                for n in map(math.prod, self.shapes)
+            )
         return 2 * self.bytes
 
 
@@ -170,27 +199,41 @@ def _factored(shape: Sequence[int]) -> int:
 
 
 def moments(trained: Trained, passed: int) -> dict[str, dict[str, int]]:
-    """The three moments of a step at which most may be held, beyond what is held all the time: bytes by their use.
+    """The three moments of a step at which most may be held, beyond what is held all the time:
+    bytes by their use.
 
     passed: of one forward and backward pass, see `passing`.
     """
-    one, big = trained.bytes, trained.largest
-    masks = {"masks": one} if trained.masked else {}
-    sums = {"gradients of other players": (trained.players - 1) * one}
+    total, largest = trained.bytes, trained.largest
+    masks = {"masks": total} if trained.masked else {}
+    sums = {"gradients of other objectives": (trained.objectives - 1) * total}
     if trained.micro_batches > 1:
-        sums["sum over micro-batches"] = one
-    wide = trained.players * 2 * big  # the Gram matrix is summed in float64, tensor by tensor
-    extra = one if trained.gpu and trained.optimizer in ("adam", "adamw") else 2 * big
+        sums["sum over micro-batches"] = total
+    wide = (
+        trained.objectives * 2 * largest
+    )  # the Gram matrix is summed in float64, tensor by tensor
+    extra = total if trained.gpu and trained.optimizer in ("adam", "adamw") else 2 * largest
     return {
         "last gradient": {**masks, **sums, "forward and backward pass": passed},
-        "combining": {**masks, "gradients": trained.players * one, "the direction": max(one + big, wide)},
-        "moving": {**masks, "the direction": one, "weights before the step": one if trained.masked else 0, "inside the optimiser": extra},
-    }  # fmt: skip
+        "combining": {
+            **masks,
+            "gradients": trained.objectives * total,
+            "the direction": max(total + largest, wide),
+        },
+        "moving": {
+            **masks,
+            "the direction": total,
+            "weights before the step": total if trained.masked else 0,
+            "inside the optimiser": extra,
+        },
+    }
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by their use. always: while training; moments: see above; making: while the examples are made, at most."""
+    """Bytes by their use. always: while training; moments: see above; making: while the examples
+    are made, at most.
+    """
 
     always: Mapping[str, int]
     moments: Mapping[str, Mapping[str, int]]
@@ -215,6 +258,15 @@ class Estimate:
     def lines(self) -> list[str]:
         """For people, in GB (2^30 bytes), the largest first."""
         parts = {**self.always, **self.moments[self.fullest]}
-        told = ", ".join(f"{name} {size / GB:.2f}" for name, size in sorted(parts.items(), key=lambda item: -item[1]) if size)  # fmt: skip
-        made = f"; while the examples are made {self.examples / GB:.2f} GB" if self.making else ""
-        return [f"memory (an estimate, not measured): {self.training / GB:.2f} GB{made}", f"  of which {told}"]
+        parts_text = ", ".join(
+            f"{name} {size / GB:.2f}"
+            for name, size in sorted(parts.items(), key=lambda item: -item[1])
+            if size
+        )
+        examples_text = (
+            f"; while the examples are made {self.examples / GB:.2f} GB" if self.making else ""
+        )
+        return [
+            f"memory (an estimate, not measured): {self.training / GB:.2f} GB{examples_text}",
+            f"  of which {parts_text}",
+        ]

@@ -1,64 +1,81 @@
-"""The weights that the forgotten data depend on most: only they move (SalUn), or they start anew (Scissorhands).
+"""The weights that the forgotten data depend on most: only they move (SalUn), or they start anew
+(Scissorhands).
 
 Both ask for the gradient g of the forget loss at the original weights theta, over BATCHES draws:
 
-* salient     1 for the share of weights with the largest |g|        (SalUn, arXiv 2310.12508, Eq. 3-4)
+* salient     1 for the share of weights with the largest |g| (SalUn, arXiv 2310.12508, Eq. 3-4)
 * start_anew  the share with the largest |g theta|, the connection sensitivity (SNIP), is drawn anew
               (Scissorhands, arXiv 2401.06187, section 3.1)
 
-Differences: the papers take the whole forget set for g; Scissorhands draws from a truncated normal of one width, we from
-a normal with the mean and the spread of the weights' own tensor, which also suits norm layers and embeddings.
+Differences: the papers take the whole forget set for g; Scissorhands draws from a truncated normal
+of one width, we from a normal with the mean and the spread of the weights' own tensor, which also
+suits norm layers and embeddings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.environment import derive_seed
+from concept_eraser.erasers.base import Eraser
 from concept_eraser.training.closure import Reduce, of_step
+from concept_eraser.utils.provenance import derive_seed
 
 BATCHES = 8  # ours
 
 
-def sensitivity(eraser: Any, params: Mapping[str, nn.Parameter], seed: int, batch_size: int, reduce: Reduce) -> list[Tensor]:  # fmt: skip
-    """The gradient of the forget loss at the present weights, one tensor a parameter; the same for a resumed run. Of
-    several concepts it is the sum, whether they are players or take turns."""
-    seeds = [[derive_seed(seed, "saliency", i, e) for e in range(batch_size)] for i in range(BATCHES)]
+def sensitivity(
+    eraser: Eraser, params: Mapping[str, nn.Parameter], seed: int, batch_size: int, reduce: Reduce
+) -> list[Tensor]:
+    """The gradient of the forget loss at the present weights, one tensor a parameter; the same for
+    a resumed run. Of several concepts it is the sum, whether they are objectives or take turns."""
+    seeds = [
+        [derive_seed(seed, "saliency", i, e) for e in range(batch_size)] for i in range(BATCHES)
+    ]
     total: list[Tensor] = []
     eraser.turn(None)
     for concept in eraser.concepts:
         draws = [eraser.draw(concept, some) for some in seeds]
-        found = of_step(eraser, tuple(params.values()), {concept: draws}, reduce=reduce).grad(concept)
-        total = [a + b for a, b in zip(total, found, strict=True)] if total else list(found)
+        gradient = of_step(eraser, tuple(params.values()), {concept: draws}, reduce=reduce).grad(
+            concept
+        )
+        total = [a + b for a, b in zip(total, gradient, strict=True)] if total else list(gradient)
     return total
 
 
 def salient(gradient: list[Tensor], share: float) -> list[Tensor]:
-    """1 where |gradient| is among the largest, else 0; a weight without gradient is never salient."""
+    """1 where |gradient| is among the largest, else 0; a weight without gradient is never
+    salient.
+    """
     return [
-        mask.to(part.dtype) for mask, part in zip(_largest([g.abs() for g in gradient], share), gradient, strict=True)
+        mask.to(part.dtype)
+        for mask, part in zip(_largest([g.abs() for g in gradient], share), gradient, strict=True)
     ]
 
 
 @torch.no_grad()
-def start_anew(params: Mapping[str, nn.Parameter], gradient: list[Tensor], share: float, seed: int) -> int:
+def start_anew(
+    params: Mapping[str, nn.Parameter], gradient: list[Tensor], share: float, seed: int
+) -> int:
     """Draw the most sensitive weights anew, in place; how many."""
-    chosen = _largest([(g * p).abs() for g, p in zip(gradient, params.values(), strict=True)], share)
-    for (name, parameter), mask in zip(params.items(), chosen, strict=True):
+    masks = _largest([(g * p).abs() for g, p in zip(gradient, params.values(), strict=True)], share)
+    for (name, parameter), mask in zip(params.items(), masks, strict=True):
         generator = torch.Generator().manual_seed(derive_seed(seed, "start anew", name))
         spread = parameter.std() if parameter.numel() > 1 else parameter.abs().mean()
-        fresh = parameter.mean() + spread * torch.randn(parameter.shape, generator=generator).to(parameter)
+        fresh = parameter.mean() + spread * torch.randn(parameter.shape, generator=generator).to(
+            parameter
+        )
         parameter.copy_(torch.where(mask, fresh, parameter))
-    return sum(int(mask.sum()) for mask in chosen)
+    return sum(int(mask.sum()) for mask in masks)
 
 
 def _largest(scores: list[Tensor], share: float) -> list[Tensor]:
-    """True for the share of all entries with the largest scores, over all tensors together; never for a score of 0."""
+    """True for the share of all entries with the largest scores, over all tensors together; never
+    for a score of 0.
+    """
     every = torch.cat([score.flatten() for score in scores])
-    kept = max(1, round(share * len(every)))
-    least = every.kthvalue(len(every) - kept + 1).values
+    count = max(1, round(share * len(every)))
+    least = every.kthvalue(len(every) - count + 1).values
     return [(score >= least) & (score > 0) for score in scores]

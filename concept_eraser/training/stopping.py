@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM between steps only, and in all processes after the same one.
 
-Signals reach the main thread only; elsewhere, and where somebody ignores or handles them, nothing is changed.
+Signals reach the main thread only; elsewhere, and where somebody ignores or handles them, nothing
+is changed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stops:
-    """When a training loop ends early: KeyboardInterrupt, for Ctrl-C and for the SIGTERM of a scheduler or a launcher.
+    """When a training loop ends early: KeyboardInterrupt, for Ctrl-C and for the SIGTERM of a
+    scheduler or a launcher.
 
-    anyone: of several processes, whether any of them was asked to stop; all must call it together. With it a signal is
-    held back from the start of the loop, and answered at the end of a step by all alike: one that stopped alone would leave
-    the others waiting. Without it (one process) a signal is held back inside steps only.
+    anyone: of several processes, whether any of them was asked to stop; all must call it together.
+    With it a signal is held back from the start of the loop, and answered at the end of a step by
+    all alike: one that stopped alone would leave the others waiting. Without it (one process) a
+    signal is held back inside steps only.
     """
 
     def __init__(self, anyone: Callable[[bool], bool] | None = None) -> None:
@@ -55,14 +58,19 @@ def _raise(number: int, frame: Any) -> None:
 @contextmanager
 def _handled(answer: Callable[[int, Any], None]) -> Iterator[None]:
     """Inside, `answer` is called for the signals that would stop this process."""
-    kept: dict[int, Any] = {}
+    handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        ours = (signal.default_int_handler, signal.SIG_DFL, _raise)
-        kept = {number: before for number in SIGNALS if (before := signal.getsignal(number)) in ours or getattr(before, "gives_way", False)}  # fmt: skip
+        replaceable = (signal.default_int_handler, signal.SIG_DFL, _raise)
+        handlers = {
+            number: before
+            for number in SIGNALS
+            if (before := signal.getsignal(number)) in replaceable
+            or getattr(before, "gives_way", False)
+        }
     try:
-        for number in kept:
+        for number in handlers:
             signal.signal(number, answer)
         yield
     finally:
-        for number, before in kept.items():
+        for number, before in handlers.items():
             signal.signal(number, before)

@@ -1,4 +1,6 @@
-"""TensorBoard and Weights & Biases, through accelerate: each step's row of log.jsonl, and the recipe."""
+"""TensorBoard and Weights & Biases, through accelerate: each step's row of log.jsonl, and the
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from concept_eraser.errors import UserError, first_line
 from concept_eraser.storage.output_folder import own_folder
 from concept_eraser.storage.readers import read_text
 from concept_eraser.storage.writers import write_text
+from concept_eraser.utils.errors import UserError, first_line
 
 FOLDER = "tracking"  # in the run folder
 PROJECT = "concept-eraser"
@@ -24,17 +26,24 @@ _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # tracker: package
 
 
 def require(names: Sequence[str]) -> None:
-    """Raise UserError where a tracker's package is not installed (accelerate would leave it out without a word)."""
+    """Raise UserError where a tracker's package is not installed (accelerate would leave it out
+    without a word).
+    """
     for name in names:
         if importlib.util.find_spec(_NEEDS[name]) is None:
-            raise UserError(f"training.tracker {name} needs the package {_NEEDS[name]}, which is not installed; install it with: pip install 'concept-eraser[trackers]' (or leave the tracker out: log.jsonl has the same numbers)")  # fmt: skip
+            raise UserError(
+                f"training.tracker {name} needs the package {_NEEDS[name]}, which is not "
+                "installed; install it with: pip install 'concept-eraser[trackers]' (or "
+                "leave the tracker out: log.jsonl has the same numbers)"
+            )
 
 
 @dataclass(frozen=True)
 class Trackers:
     """What logs the steps of one run, in the main process.
 
-    accelerator: made with `log_with` and the run folder's FOLDER as `project_dir`; config: the recipe.
+    accelerator: made with `log_with` and the run folder's FOLDER as `project_dir`; config: the
+    recipe.
     """
 
     accelerator: Accelerator
@@ -42,7 +51,8 @@ class Trackers:
     config: Mapping[str, Any]
 
     def start(self, done: int) -> None:
-        """Begin, or go on after `done` steps: what was logged beyond them by a process that was killed is dropped.
+        """Begin, or go on after `done` steps: what was logged beyond them by a process that was
+        killed is dropped.
 
         Raises UserError where a service cannot be reached.
         """
@@ -60,8 +70,13 @@ class Trackers:
         }
         try:
             self.accelerator.init_trackers(PROJECT, config=flat(self.config), init_kwargs=each)
-        except Exception as error:  # wandb raises errors of its own, which cannot be imported without it
-            raise UserError(f"a tracker could not be started ({first_line(error)}); for wandb without network or login set WANDB_MODE=offline, or leave training.tracker out") from error  # fmt: skip
+        except Exception as error:
+            # wandb raises errors of its own, which cannot be imported without it
+            raise UserError(
+                f"a tracker could not be started ({first_line(error)}); for wandb "
+                "without network or login set WANDB_MODE=offline, or leave "
+                "training.tracker out"
+            ) from error
 
     def _id(self, done: int) -> str:
         """The run's name for a service: a new one for a new run, the same when it goes on."""
@@ -73,11 +88,19 @@ class Trackers:
     def log(self, row: Mapping[str, Any]) -> None:
         """One step: its numbers by dotted name, losses/forget for {"losses": {"forget": ...}}."""
         if self.accelerator.log_with:
-            numbers = {k: v for k, v in flat(row, "/").items() if isinstance(v, int | float) and math.isfinite(v)}
-            self.accelerator.log({k: v for k, v in numbers.items() if k != "step"}, step=int(row["step"]))
+            numbers = {
+                k: v
+                for k, v in flat(row, "/").items()
+                if isinstance(v, int | float) and math.isfinite(v)
+            }
+            self.accelerator.log(
+                {k: v for k, v in numbers.items() if k != "step"}, step=int(row["step"])
+            )
 
     def finish(self) -> None:
-        """Write what is still held back. (`Accelerator.end_training` would also part the processes.)"""
+        """Write what is still held back. (`Accelerator.end_training` would also part the
+        processes.)
+        """
         if self.accelerator.is_main_process:
             for tracker in getattr(self.accelerator, "trackers", []):
                 with suppress(OSError):
@@ -86,10 +109,10 @@ class Trackers:
 
 def flat(content: Mapping[str, Any], between: str = ".") -> dict[str, Any]:
     """A nested mapping as one level of plain values; lists and others as text."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}{between}{inner}": v for inner, v in flat(value, between).items()}
+            values |= {f"{key}{between}{inner}": v for inner, v in flat(value, between).items()}
         else:
-            found[str(key)] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+            values[str(key)] = value if isinstance(value, bool | int | float | str) else str(value)
+    return values

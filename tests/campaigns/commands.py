@@ -1,12 +1,15 @@
-"""Random command lines of `concept-eraser`: right and wrong verbs, options and values, over a folder of hostile files.
+"""Random command lines of `concept-eraser`: right and wrong verbs, options and values, over a
+folder of hostile files.
 
     python -m tests.campaigns.commands --n 1000 --seed 0
 
-Libraries are imported once; each command line runs in a fork of that process, in a scratch folder, with `sys.argv` set and
-`concept_eraser.cli.main.main` called. Every twenty-fifth runs as a process of its own too, and must give the same exit code.
+Libraries are imported once; each command line runs in a fork of that process, in a scratch folder,
+with `sys.argv` set and `concept_eraser.cli.main.main` called. Every twenty-fifth runs as a process
+of its own too, and must give the same exit code.
 
-A defect is: a traceback; an exit code but 0, 2 and 130; more than LIMIT seconds; a path changed outside of the scratch
-folder and the cache; a program started or a host asked; a file of the user's changed or removed.
+A defect is: a traceback; an exit code but 0, 2 and 130; more than LIMIT seconds; a path changed
+outside of the scratch folder and the cache; a program started or a host asked; a file of the user's
+changed or removed.
 """
 
 from __future__ import annotations
@@ -39,9 +42,185 @@ LIBRARIES = (".ses", "torchinductor_")  # what onnxruntime and torch leave in th
 RESULTS = Path(__file__).parent / "results" / "commands.json"
 
 # Values that nobody means. No null byte: no operating system passes one on a command line.
-HOSTILE_TEXTS = ("", " ", "-", "--", "=", "==", "a=b=c", "../..", "..", ".", "/", "~", "nan", "inf", "-inf", "1e309", "-1", "0", "99999999999999999999", "0x10", "1_000", "1e3", "é", "日本語", "🌟" * 40, "\x1b[2J", "a\nb", "\t", "\x7f", "\udcff", "{shape}", "{0.__class__}", "{", "%s", "$(touch EXECUTED)", "`touch EXECUTED`", "'; touch EXECUTED", "x" * 300, "y" * 5000, "hf://a/b/c.csv", "owner/name", "owner/name@main", "a/b/c", "re:(a+)+$", "re:[", "null", "true", "[]", "{}", "[1,", "&a [*a]", "!!python/object/apply:os.system ['touch EXECUTED']", "payload:go", "con", "NUL", "*", "?")  # fmt: skip
-HOSTILE_PATHS = ("missing", "missing/deep/er.yaml", "notes.txt", "notes.txt/below", "pipe", "loop", "loop/x", "dangling", "zero", "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "empty", "empty.yaml", "binary.yaml", "list.yaml", "deep.yaml", "bomb.yaml", "code.yaml", "list.json", "nan.json", "empty.safetensors", "huge.safetensors", "pickle.bin", "pickle.pt", "to_outside", "to_outside/secret.txt", "to_outside/new", "mine", "pipeline", "README.md", "report.html", "images", "images/broken.png", "runs", "runs/half", "x" * 300, "a/" * 2000 + "b", "sp ace", "\udcff\udcfe", ".", "..", "runs/star/my notes.txt", "model/unet", "runs/star/attacks", *(f"damaged/{name}" for name in worlds.DAMAGES))  # fmt: skip
-OVERRIDES = ("training.lr=1e-4", "training.lr=nan", "training.lr=.inf", "training.lr=-1", "training.lr=", "training.lr=1e400", "training.batch_size=0", "training.batch_size=-1", "training.batch_size=1e99", "training.optimizer=sgd", "training.optimizer=\x1b", "training.seed=99999999999999999999", "training.weight_decay=.inf", "trainable=cross_attention", "trainable=re:(", "trainable=re:(a+)+b", "trainable.lora.rank=0", "trainable.lora.rank=2", "trainable.lora.alpha=.inf", "method.name=ga", "method.name=nothing", "method=[]", "method.options.x=1", "method=payload:go", "forget.loss=ascent", "forget.anchor={shape: circle}", "forget.anchor='{0.__class__}'", "forget.prompts=prompts.txt", "forget.prompts=pipe", "forget.prompts=zero", "forget.prompts=table.csv", "forget.prompts=binary.yaml", "forget.prompts=[a, b]", "forget.prompts={}", "forget.n=0", "forget.n=-5", "retain.prompts=to_outside/secret.txt", "model=payload:go", "model=missing", "model=model", "model=/dev/zero", "model=[1]", "model=damaged/index_list", "target=classifier", "target=é", "memory=8gb", "memory=lots", "a.b.c.d=1", "=1", "x=", "training=1", "training=[", "training={", "training.steps=1", "generation.guidance=nan", "generation.guidance=.inf", "generation.batch_size=3", "training.precision=bf16", "training.precision=fp8", "finish.name=uce", "finish=1", "watch={}", "watch.every=0", "training.warmup=.nan", "training.save_every=0", "training.micro_batches=0", "training.decay=cosine", "training.device=cuda", "training.device=\udcff")  # fmt: skip
+HOSTILE_TEXTS = (
+    "",
+    " ",
+    "-",
+    "--",
+    "=",
+    "==",
+    "a=b=c",
+    "../..",
+    "..",
+    ".",
+    "/",
+    "~",
+    "nan",
+    "inf",
+    "-inf",
+    "1e309",
+    "-1",
+    "0",
+    "99999999999999999999",
+    "0x10",
+    "1_000",
+    "1e3",
+    "é",
+    "日本語",
+    "🌟" * 40,
+    "\x1b[2J",
+    "a\nb",
+    "\t",
+    "\x7f",
+    "\udcff",
+    "{shape}",
+    "{0.__class__}",
+    "{",
+    "%s",
+    "$(touch EXECUTED)",
+    "`touch EXECUTED`",
+    "'; touch EXECUTED",
+    "x" * 300,
+    "y" * 5000,
+    "hf://a/b/c.csv",
+    "owner/name",
+    "owner/name@main",
+    "a/b/c",
+    "re:(a+)+$",
+    "re:[",
+    "null",
+    "true",
+    "[]",
+    "{}",
+    "[1,",
+    "&a [*a]",
+    "!!python/object/apply:os.system ['touch EXECUTED']",
+    "payload:go",
+    "con",
+    "NUL",
+    "*",
+    "?",
+)
+HOSTILE_PATHS = (
+    "missing",
+    "missing/deep/er.yaml",
+    "notes.txt",
+    "notes.txt/below",
+    "pipe",
+    "loop",
+    "loop/x",
+    "dangling",
+    "zero",
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/proc/self/mem",
+    "empty",
+    "empty.yaml",
+    "binary.yaml",
+    "list.yaml",
+    "deep.yaml",
+    "bomb.yaml",
+    "code.yaml",
+    "list.json",
+    "nan.json",
+    "empty.safetensors",
+    "huge.safetensors",
+    "pickle.bin",
+    "pickle.pt",
+    "to_outside",
+    "to_outside/secret.txt",
+    "to_outside/new",
+    "mine",
+    "pipeline",
+    "README.md",
+    "report.html",
+    "images",
+    "images/broken.png",
+    "runs",
+    "runs/half",
+    "x" * 300,
+    "a/" * 2000 + "b",
+    "sp ace",
+    "\udcff\udcfe",
+    ".",
+    "..",
+    "runs/star/my notes.txt",
+    "model/unet",
+    "runs/star/attacks",
+    *(f"damaged/{name}" for name in worlds.DAMAGES),
+)
+OVERRIDES = (
+    "training.lr=1e-4",
+    "training.lr=nan",
+    "training.lr=.inf",
+    "training.lr=-1",
+    "training.lr=",
+    "training.lr=1e400",
+    "training.batch_size=0",
+    "training.batch_size=-1",
+    "training.batch_size=1e99",
+    "training.optimizer=sgd",
+    "training.optimizer=\x1b",
+    "training.seed=99999999999999999999",
+    "training.weight_decay=.inf",
+    "trainable=cross_attention",
+    "trainable=re:(",
+    "trainable=re:(a+)+b",
+    "trainable.lora.rank=0",
+    "trainable.lora.rank=2",
+    "trainable.lora.alpha=.inf",
+    "method.name=ga",
+    "method.name=nothing",
+    "method=[]",
+    "method.options.x=1",
+    "method=payload:go",
+    "forget.loss=ascent",
+    "forget.anchor={shape: circle}",
+    "forget.anchor='{0.__class__}'",
+    "forget.prompts=prompts.txt",
+    "forget.prompts=pipe",
+    "forget.prompts=zero",
+    "forget.prompts=table.csv",
+    "forget.prompts=binary.yaml",
+    "forget.prompts=[a, b]",
+    "forget.prompts={}",
+    "forget.n=0",
+    "forget.n=-5",
+    "retain.prompts=to_outside/secret.txt",
+    "model=payload:go",
+    "model=missing",
+    "model=model",
+    "model=/dev/zero",
+    "model=[1]",
+    "model=damaged/index_list",
+    "target=classifier",
+    "target=é",
+    "memory=8gb",
+    "memory=lots",
+    "a.b.c.d=1",
+    "=1",
+    "x=",
+    "training=1",
+    "training=[",
+    "training={",
+    "training.steps=1",
+    "generation.guidance=nan",
+    "generation.guidance=.inf",
+    "generation.batch_size=3",
+    "training.precision=bf16",
+    "training.precision=fp8",
+    "finish.name=uce",
+    "finish=1",
+    "watch={}",
+    "watch.every=0",
+    "training.warmup=.nan",
+    "training.save_every=0",
+    "training.micro_batches=0",
+    "training.decay=cosine",
+    "training.device=cuda",
+    "training.device=\udcff",
+)
 
 Make = Callable[[random.Random], list[str]]
 
@@ -51,7 +230,9 @@ def _one(*values: str) -> Callable[[random.Random], str]:
 
 
 _RUN = _one("runs/star", "runs/star", "runs/lora", "runs/half", "model", "tiny-sd")
-_OUT = _one("out", "out/deep/er", "new.safetensors", "out.md", "empty", "runs/new", "runs/star/more")
+_OUT = _one(
+    "out", "out/deep/er", "new.safetensors", "out.md", "empty", "runs/new", "runs/star/more"
+)
 
 
 def _damaged(rng: random.Random) -> str:
@@ -66,8 +247,15 @@ def _erase(rng: random.Random) -> list[str]:
     recipe = rng.choice(["short.yaml", "short.yaml", "lora.yaml", "other.yaml", "tiny_star_munba"])
     words = [recipe, *rng.sample(OVERRIDES, rng.choice([0, 0, 1, 1, 2, 4]))]
     if rng.random() < 0.5:
-        words += ["-o", rng.choice(["out", "runs/half", "runs/star", _damaged(rng), ".", "mine", "empty"])]
-    words += [flag for flag in ("--resume", "--overwrite", "--quiet", "--allow-pickle") if rng.random() < 0.25]
+        words += [
+            "-o",
+            rng.choice(["out", "runs/half", "runs/star", _damaged(rng), ".", "mine", "empty"]),
+        ]
+    words += [
+        flag
+        for flag in ("--resume", "--overwrite", "--quiet", "--allow-pickle")
+        if rng.random() < 0.25
+    ]
     if rng.random() < 0.4:
         words += ["--dry-run"]
     return words
@@ -77,24 +265,79 @@ def _erase(rng: random.Random) -> list[str]:
 VERBS: dict[str, Make] = {
     "erase": _erase,
     "generate": lambda rng: [_any_run(rng), "-p", "a red star", "-o", _OUT(rng)],
-    "evaluate": lambda rng: [_any_run(rng), "--suite", "tiny_star", *(["-o", _OUT(rng)] if rng.random() < 0.5 else [])],
-    "attack": lambda rng: [_any_run(rng), "-a", rng.choice(["random_tokens", "random_tokens", "nothing"]), *(["-o", _OUT(rng)] if rng.random() < 0.5 else [])],
+    "evaluate": lambda rng: [
+        _any_run(rng),
+        "--suite",
+        "tiny_star",
+        *(["-o", _OUT(rng)] if rng.random() < 0.5 else []),
+    ],
+    "attack": lambda rng: [
+        _any_run(rng),
+        "-a",
+        rng.choice(["random_tokens", "random_tokens", "nothing"]),
+        *(["-o", _OUT(rng)] if rng.random() < 0.5 else []),
+    ],
     "detect": lambda rng: [rng.choice(["images", "empty"]), "-o", _OUT(rng)],
-    "demo": lambda rng: rng.choice([["missing"], ["--auth", "x"], ["--port", "0"], ["--runs", "notes.txt"], ["--host", "0.0.0.0"], [_damaged(rng), "--port", "70000"], ["--before", "missing", "missing"]]),
+    "demo": lambda rng: rng.choice(
+        [
+            ["missing"],
+            ["--auth", "x"],
+            ["--port", "0"],
+            ["--runs", "notes.txt"],
+            ["--host", "0.0.0.0"],
+            [_damaged(rng), "--port", "70000"],
+            ["--before", "missing", "missing"],
+        ]
+    ),
     "distance": lambda rng: ["images", "more images", "--features", "judge", "-o", _OUT(rng)],
     "compare": lambda rng: [_any_run(rng), _any_run(rng)],
-    "report": lambda rng: [_any_run(rng) for _ in range(rng.choice([1, 1, 2]))] + (["-o", rng.choice(["page.html", "report.html", "out/x.html"])] if rng.random() < 0.6 else []),
-    "export": lambda rng: [_any_run(rng), "--to", rng.choice(["diffusers", "tensors", "lora", "kohya", "single-file"]), *(["-o", _OUT(rng)] if rng.random() < 0.6 else [])],
+    "report": lambda rng: (
+        [_any_run(rng) for _ in range(rng.choice([1, 1, 2]))]
+        + (
+            ["-o", rng.choice(["page.html", "report.html", "out/x.html"])]
+            if rng.random() < 0.6
+            else []
+        )
+    ),
+    "export": lambda rng: [
+        _any_run(rng),
+        "--to",
+        rng.choice(["diffusers", "tensors", "lora", "kohya", "single-file"]),
+        *(["-o", _OUT(rng)] if rng.random() < 0.6 else []),
+    ],
     "merge": lambda rng: [_any_run(rng), _any_run(rng), "-o", _OUT(rng)],
-    "card": lambda rng: [_any_run(rng), *(["-o", rng.choice(["card.md", "README.md", "runs", "runs/star/README.md"])] if rng.random() < 0.6 else [])],
+    "card": lambda rng: [
+        _any_run(rng),
+        *(
+            ["-o", rng.choice(["card.md", "README.md", "runs", "runs/star/README.md"])]
+            if rng.random() < 0.6
+            else []
+        ),
+    ],
     "push": lambda rng: [_any_run(rng), "me/mine", *(["--dry-run"] if rng.random() < 0.8 else [])],
     "verify": lambda rng: [_any_run(rng), *(["--accept"] if rng.random() < 0.3 else [])],
     "list": lambda rng: [rng.choice(["methods", "models", "recipes", "suites", "all", "nothing"])],
     "show": lambda rng: [rng.choice(["munba", "tiny_star", "tiny_star_munba", "p4d", "nothing"])],
-    "check": lambda rng: rng.sample(["short.yaml", "lora.yaml", "binary.yaml", "bomb.yaml", "deep.yaml", "list.yaml", "code.yaml"], 2),
-    "copy": lambda rng: [rng.choice(["tiny_star_munba", "tiny_star", "nothing"]), rng.choice(["copied.yaml", "notes.txt", "empty", "out/x.yaml"])],
-    "quickstart": lambda rng: rng.choice([["-n", "0"], ["-n", "x"], ["-o", "notes.txt"], ["-o", "mine"], ["--what"], ["-o", "loop"]]),
-}  # fmt: skip
+    "check": lambda rng: rng.sample(
+        [
+            "short.yaml",
+            "lora.yaml",
+            "binary.yaml",
+            "bomb.yaml",
+            "deep.yaml",
+            "list.yaml",
+            "code.yaml",
+        ],
+        2,
+    ),
+    "copy": lambda rng: [
+        rng.choice(["tiny_star_munba", "tiny_star", "nothing"]),
+        rng.choice(["copied.yaml", "notes.txt", "empty", "out/x.yaml"]),
+    ],
+    "quickstart": lambda rng: rng.choice(
+        [["-n", "0"], ["-n", "x"], ["-o", "notes.txt"], ["-o", "mine"], ["--what"], ["-o", "loop"]]
+    ),
+}
 WEIGHTS = {"erase": 6, "quickstart": 1, "demo": 1, "list": 1, "show": 1, "check": 2}
 
 
@@ -132,7 +375,9 @@ def _hostile(rng: random.Random) -> str:
 
 def _mutated(rng: random.Random, verb: str, words: list[str]) -> list[str]:
     """One thing wrong, or one option more."""
-    kind = rng.choice(["option", "option", "option", "value", "value", "drop", "twice", "insert", "swap"])
+    kind = rng.choice(
+        ["option", "option", "option", "value", "value", "drop", "twice", "insert", "swap"]
+    )
     place = rng.randrange(len(words)) if words else 0
     if kind == "option":
         return words + _option(rng, verb)
@@ -148,17 +393,53 @@ def _mutated(rng: random.Random, verb: str, words: list[str]) -> list[str]:
 
 
 def _option(rng: random.Random, verb: str) -> list[str]:
-    """An option of the verb, by its own declaration, with a value that is likely wrong; or one that it does not have."""
+    """An option of the verb, by its own declaration, with a value that is likely wrong; or one that
+    it does not have.
+    """
     if rng.random() < 0.1:
-        return [rng.choice(["--what", "-z", "--no-quiet", "--output", "--help", "--=1", "-n", "--seed=", "--version"])]
-    choices = [p for p in _commands()[verb].params if p.param_type_name == "option" and p.name not in ("n", "steps", "n_", "settings")]  # fmt: skip
+        return [
+            rng.choice(
+                [
+                    "--what",
+                    "-z",
+                    "--no-quiet",
+                    "--output",
+                    "--help",
+                    "--=1",
+                    "-n",
+                    "--seed=",
+                    "--version",
+                ]
+            )
+        ]
+    choices = [
+        p
+        for p in _commands()[verb].params
+        if p.param_type_name == "option" and p.name not in ("n", "steps", "n_", "settings")
+    ]
     if not choices:
         return []
     chosen = rng.choice(choices)
     name = rng.choice([*chosen.opts, *chosen.secondary_opts])
     if chosen.is_flag:
         return [name]
-    value = {"seed": _one("0", "1", "-1", "1.5", "99999999999999999999"), "guard": _one("negative:a star", "sld-max:a star", "sld-max:", ":", "x:y", "negative:" + "a " * 3000), "before": _RUN, "base": _RUN, "output": _OUT, "weights": _one("1,0.5", "nan,1", "1e308,1e308", ",", "1", "inf,1"), "strength": _one("0", "0.5", "nan", "inf", "1e308", "-1"), "rank": _one("1", "4", "0", "-1", "1000000"), "suite": _one("tiny_star", "tiny_moon", "tiny_sta", "list.yaml", "bomb.yaml", "binary.yaml"), "kind": _one("pipeline", "lora", "both", "x"), "repository": _one("a/b", "a", "", "a/b@c", "../x")}.get(chosen.name or "")  # fmt: skip
+    value = {
+        "seed": _one("0", "1", "-1", "1.5", "99999999999999999999"),
+        "guard": _one(
+            "negative:a star", "sld-max:a star", "sld-max:", ":", "x:y", "negative:" + "a " * 3000
+        ),
+        "before": _RUN,
+        "base": _RUN,
+        "output": _OUT,
+        "weights": _one("1,0.5", "nan,1", "1e308,1e308", ",", "1", "inf,1"),
+        "strength": _one("0", "0.5", "nan", "inf", "1e308", "-1"),
+        "rank": _one("1", "4", "0", "-1", "1000000"),
+        "suite": _one(
+            "tiny_star", "tiny_moon", "tiny_sta", "list.yaml", "bomb.yaml", "binary.yaml"
+        ),
+        "kind": _one("pipeline", "lora", "both", "x"),
+        "repository": _one("a/b", "a", "", "a/b@c", "../x"),
+    }.get(chosen.name or "")
     return [name, value(rng) if value is not None and rng.random() < 0.6 else _hostile(rng)]
 
 
@@ -180,10 +461,40 @@ def _cheap(rng: random.Random, verb: str, words: Sequence[str]) -> list[str]:
     if verb == "erase":
         small = ["training.steps=2", "generation.steps=1", "forget.n=4", "retain.n=4"]
         own = any(word in ("short.yaml", "lora.yaml", "other.yaml") for word in words)
-        return [*([] if own else small), *([] if own or "--dry-run" in words else ["--dry-run"]), *(["--no-trial"] if "--dry-run" in words or not own else [])]  # fmt: skip
+        return [
+            *([] if own else small),
+            *([] if own or "--dry-run" in words else ["--dry-run"]),
+            *(["--no-trial"] if "--dry-run" in words or not own else []),
+        ]
     if verb == "quickstart":
         return ["-n", "0"]
-    return {"generate": ["-n", rng.choice(["1", "2", "0", "x"]), "--steps", rng.choice(["1", "2", "0", "1.5"])], "evaluate": ["-n", rng.choice(["2", "2", "1"])], "attack": ["-n", "2", "--set", rng.choice(["tries=1", "tries=1", "tries=x", "what=1", "x", "tries=nan", "tries=1e400", "k=-1", "where=\x1b"])]}.get(verb, [])  # fmt: skip
+    return {
+        "generate": [
+            "-n",
+            rng.choice(["1", "2", "0", "x"]),
+            "--steps",
+            rng.choice(["1", "2", "0", "1.5"]),
+        ],
+        "evaluate": ["-n", rng.choice(["2", "2", "1"])],
+        "attack": [
+            "-n",
+            "2",
+            "--set",
+            rng.choice(
+                [
+                    "tries=1",
+                    "tries=1",
+                    "tries=x",
+                    "what=1",
+                    "x",
+                    "tries=nan",
+                    "tries=1e400",
+                    "k=-1",
+                    "where=\x1b",
+                ]
+            ),
+        ],
+    }.get(verb, [])
 
 
 class Server:
@@ -234,15 +545,29 @@ class Server:
         """What must not have changed and did. The scratch folder is put back."""
         after = worlds.snapshot(self.world.scratch)
         gone = worlds.changes(self.before, after)
-        found = [f"the user's file {path} changed" for path in gone if path in CANARIES and not _is_asked_for(words, path)]  # fmt: skip
-        found += [f"{path} changed" for path in gone if path not in CANARIES and not _may_change(words, path)]
-        found += ["something was executed"] if any(path.endswith("EXECUTED") for path in after) else []
+        found = [
+            f"the user's file {path} changed"
+            for path in gone
+            if path in CANARIES and not _is_asked_for(words, path)
+        ]
+        found += [
+            f"{path} changed"
+            for path in gone
+            if path not in CANARIES and not _may_change(words, path)
+        ]
+        found += (
+            ["something was executed"] if any(path.endswith("EXECUTED") for path in after) else []
+        )
         if worlds.snapshot(self.world.root / "outside") != self.outside:
             found.append("what links lead to changed")
             self.outside = worlds.snapshot(self.world.root / "outside")
         new = [path for path in after if path not in self.before]
         self._restore(gone, new)
-        left = [path for path in (self.world.root / "tmp").iterdir() if not path.name.startswith(LIBRARIES)]
+        left = [
+            path
+            for path in (self.world.root / "tmp").iterdir()
+            if not path.name.startswith(LIBRARIES)
+        ]
         found += [f"left in the temporary folder: {left[0].name}"] if left else []
         for path in left:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
@@ -251,7 +576,9 @@ class Server:
     def _restore(self, changed: list[str], new: list[str]) -> None:
         for path in sorted(new, key=len, reverse=True):
             place = self.world.scratch / path
-            place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink(missing_ok=True)
+            place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink(
+                missing_ok=True
+            )
         if not changed:
             return
         for path in sorted(changed):
@@ -266,11 +593,17 @@ class Server:
 
 def _is_asked_for(words: list[str], path: str) -> bool:
     """`card --overwrite -o FILE` replaces that file, whoever's it is: its help says so."""
-    return words[:1] == ["card"] and "--overwrite" in words and any(os.path.normpath(word) == path for word in words)
+    return (
+        words[:1] == ["card"]
+        and "--overwrite" in words
+        and any(os.path.normpath(word) == path for word in words)
+    )
 
 
 def _may_change(words: list[str], path: str) -> bool:
-    """Whether a verb may change a path of a run that was there before. Files of other folders are the user's."""
+    """Whether a verb may change a path of a run that was there before. Files of other folders are
+    the user's.
+    """
     verb, name = words[0] if words else "", path.rsplit("/", 1)[-1]
     if not path.startswith(("runs/", "damaged/")):
         return path == "empty"
@@ -278,7 +611,11 @@ def _may_change(words: list[str], path: str) -> bool:
         return True
     if verb == "erase":
         return "--overwrite" in words or "--resume" in words
-    result = {"evaluate": ("evaluation.json", "report.html"), "report": ("report.html",), "attack": ("attack.json", "attempts.jsonl")}  # fmt: skip
+    result = {
+        "evaluate": ("evaluation.json", "report.html"),
+        "report": ("report.html",),
+        "attack": ("attack.json", "attempts.jsonl"),
+    }
     return name in result.get(verb, ())
 
 
@@ -298,8 +635,13 @@ def _child(world: World, words: list[str], output: Path, witness: Path) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["concept-eraser", *words]
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
-        Watch([world.scratch, world.cache, world.root / "tmp"], lambda text: os.write(seen, (text + "\n").encode(errors="replace")), network=True)  # fmt: skip
+        replace = "backslashreplace"
+        sys.stderr = open(2, "w", 1, "utf-8", replace, closefd=False)  # noqa: SIM115
+        Watch(
+            [world.scratch, world.cache, world.root / "tmp"],
+            lambda text: os.write(seen, (text + "\n").encode(errors="replace")),
+            network=True,
+        )
         from concept_eraser.cli.main import main
 
         try:
@@ -333,10 +675,25 @@ def run_really(world: World, words: list[str]) -> int:
     """The exit code of the same command line as a process of its own."""
     command = [sys.executable, "-m", "concept_eraser", *words]
     environment = {**os.environ, **world.variables(), "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run([os.fsencode(word) for word in command], cwd=world.scratch, env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=300).returncode  # fmt: skip
+    return subprocess.run(
+        [os.fsencode(word) for word in command],
+        cwd=world.scratch,
+        env=environment,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    ).returncode
 
 
-def campaign(world: World, n: int, seed: int, *, first: int = 0, real_every: int = 0, say: Callable[[str], None] = lambda text: None) -> list[Outcome]:  # fmt: skip
+def campaign(
+    world: World,
+    n: int,
+    seed: int,
+    *,
+    first: int = 0,
+    real_every: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Outcome]:
     """Run command lines `first` to `first + n`."""
     server, outcomes = Server(world), []
     began = time.monotonic()
@@ -353,13 +710,16 @@ def campaign(world: World, n: int, seed: int, *, first: int = 0, real_every: int
             say(f"{number}: {words!r}: {'; '.join(found.defects)}\n{found.output[-1500:]}\n")
         if (number + 1) % 50 == 0:
             rate = len(outcomes) / (time.monotonic() - began)
-            say(f"{number + 1}: {rate:.1f} command lines/s, {sum(bool(o.defects) for o in outcomes)} with defects")
+            say(
+                f"{number + 1}: {rate:.1f} command lines/s, "
+                f"{sum(bool(o.defects) for o in outcomes)} with defects"
+            )
     return outcomes
 
 
 def summary(outcomes: Sequence[Outcome], seed: int, seconds: float) -> dict[str, Any]:
     """What is committed: counts, and each defect with the command line that shows it."""
-    from concept_eraser import environment
+    from concept_eraser.utils import provenance as environment
 
     about = environment.describe()
     verbs: dict[str, Counter[str]] = {}
@@ -374,25 +734,52 @@ def summary(outcomes: Sequence[Outcome], seed: int, seconds: float) -> dict[str,
         "exit_codes": dict(sorted(Counter(str(one.code) for one in outcomes).items())),
         "as_real_processes": sum(one.real_code is not None for one in outcomes),
         "verbs": {verb: dict(sorted(counts.items())) for verb, counts in sorted(verbs.items())},
-        "defects": [{**asdict(one), "output": one.output[-600:]} for one in outcomes if one.defects],
-        "versions": {key: about[key] for key in ("python", "torch", "concept_eraser", "commit") if key in about},
+        "defects": [
+            {**asdict(one), "output": one.output[-600:]} for one in outcomes if one.defects
+        ],
+        "versions": {
+            key: about[key]
+            for key in ("python", "torch", "concept_eraser", "commit")
+            if key in about
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--n", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--first", type=int, default=0, help="number of the first command line, to go on with a campaign"
+        "--first",
+        type=int,
+        default=0,
+        help="number of the first command line, to go on with a campaign",
     )
-    parser.add_argument("--real-every", type=int, default=25, help="also as a process of its own; 0: never")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/concept_eraser_campaign"), help="place of the world; kept")  # fmt: skip
+    parser.add_argument(
+        "--real-every", type=int, default=25, help="also as a process of its own; 0: never"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("/tmp/concept_eraser_campaign"),
+        help="place of the world; kept",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     world, began = worlds.build(asked.folder), time.monotonic()
-    outcomes = campaign(world, asked.n, asked.seed, first=asked.first, real_every=asked.real_every, say=lambda text: print(text.encode(errors="backslashreplace").decode(), flush=True))  # fmt: skip
-    asked.results.write_text(json.dumps(summary(outcomes, asked.seed, time.monotonic() - began), indent=1) + "\n")
+    outcomes = campaign(
+        world,
+        asked.n,
+        asked.seed,
+        first=asked.first,
+        real_every=asked.real_every,
+        say=lambda text: print(text.encode(errors="backslashreplace").decode(), flush=True),
+    )
+    asked.results.write_text(
+        json.dumps(summary(outcomes, asked.seed, time.monotonic() - began), indent=1) + "\n"
+    )
     bad = sum(bool(one.defects) for one in outcomes)
     print(f"{len(outcomes)} command lines, {bad} with defects: {asked.results}")
     sys.exit(1 if bad else 0)

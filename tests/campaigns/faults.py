@@ -1,12 +1,14 @@
-"""Kills and other faults on real processes of every verb that writes. Nothing may be lost, and the work can be repeated.
+"""Kills and other faults on real processes of every verb that writes. Nothing may be lost, and the
+work can be repeated.
 
     python -m tests.campaigns.faults --kills 50 --seed 0 [--only erase,merge] [--folder PLACE]
 
-Each case runs one command line as a process of its own, hurts it (a signal at a random moment, a full or read-only disk,
-a vanished cache, a second process in the same folder, a clock that jumps), and then gives the same command again. After the
-fault: the user's files and all earlier results are intact byte for byte, or set aside whole; no traceback; the exit code
-is 0, 2, 130 or that of the signal; nothing outside changed. The repetition succeeds, and its weights are bit-identical to those of
-a run that nothing disturbed.
+Each case runs one command line as a process of its own, hurts it (a signal at a random moment, a
+full or read-only disk, a vanished cache, a second process in the same folder, a clock that jumps),
+and then gives the same command again. After the
+fault: the user's files and all earlier results are intact byte for byte, or set aside whole; no
+traceback; the exit code is 0, 2, 130 or that of the signal; nothing outside changed. The repetition
+succeeds, and its weights are bit-identical to those of a run that nothing disturbed.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ _OF_CAMPAIGN = ("home", "tmp", "cache", "output")
 
 @dataclass(frozen=True)
 class Verb:
-    """words: the command line; again: the one that repeats it after a fault; outputs: what it may make or replace; weights:
-    the file by which two results are compared, "" for none that is the same each time."""
+    """words: the command line; again: the one that repeats it after a fault; outputs: what it may
+    make or replace; weights: the file by which two results are compared, "" for none that is the
+    same each time."""
 
     words: Sequence[str]
     outputs: Sequence[str]
@@ -50,24 +53,87 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "erase": Verb(["erase", "other.yaml", "-o", "out"], ["out"], "out/weights.safetensors", ["erase", "other.yaml", "-o", "out", "--resume"]),
-    "resume": Verb(["erase", "runs/half/recipe.yaml", "-o", "runs/half", "--resume"], ["runs/half"], "runs/half/weights.safetensors"),
-    "overwrite": Verb(["erase", "other.yaml", "-o", "runs/star", "--overwrite"], ["runs/star"], "runs/star/weights.safetensors", ["erase", "other.yaml", "-o", "runs/star", "--resume"]),
-    "evaluate": Verb(["evaluate", "runs/lora", "--suite", "tiny_star", "-n", "2"], ["runs/lora/evaluation.json", "runs/lora/report.html"]),
-    "attack": Verb(["attack", "runs/lora", "-a", "random_tokens", "-n", "2", "--set", "tries=2"], ["runs/lora/attacks"]),
-    "generate": Verb(["generate", "runs/star", "-p", "a red star", "-n", "3", "--steps", "2", "-o", "out"], ["out"], "out/00000.png", ["generate", "runs/star", "-p", "a red star", "-n", "3", "--steps", "2", "-o", "out", "--overwrite"]),
-    "export diffusers": Verb(["export", "runs/star", "--to", "diffusers", "-o", "out"], ["out"], "out/unet/diffusion_pytorch_model.safetensors"),
-    "export tensors": Verb(["export", "runs/star", "--to", "tensors", "-o", "out.safetensors"], ["out.safetensors"], "out.safetensors"),
-    "export lora": Verb(["export", "runs/lora", "--to", "lora", "-o", "out.safetensors"], ["out.safetensors"], "out.safetensors"),
-    "export kohya": Verb(["export", "runs/lora", "--to", "kohya", "-o", "out.safetensors"], ["out.safetensors"], "out.safetensors"),
-    "export single-file": Verb(["export", "runs/star", "--to", "single-file", "-o", "out.safetensors"], ["out.safetensors"], "out.safetensors"),
-    "merge": Verb(["merge", "runs/star", "runs/lora", "-o", "out"], ["out"], "out/unet/diffusion_pytorch_model.safetensors"),
+    "erase": Verb(
+        ["erase", "other.yaml", "-o", "out"],
+        ["out"],
+        "out/weights.safetensors",
+        ["erase", "other.yaml", "-o", "out", "--resume"],
+    ),
+    "resume": Verb(
+        ["erase", "runs/half/recipe.yaml", "-o", "runs/half", "--resume"],
+        ["runs/half"],
+        "runs/half/weights.safetensors",
+    ),
+    "overwrite": Verb(
+        ["erase", "other.yaml", "-o", "runs/star", "--overwrite"],
+        ["runs/star"],
+        "runs/star/weights.safetensors",
+        ["erase", "other.yaml", "-o", "runs/star", "--resume"],
+    ),
+    "evaluate": Verb(
+        ["evaluate", "runs/lora", "--suite", "tiny_star", "-n", "2"],
+        ["runs/lora/evaluation.json", "runs/lora/report.html"],
+    ),
+    "attack": Verb(
+        ["attack", "runs/lora", "-a", "random_tokens", "-n", "2", "--set", "tries=2"],
+        ["runs/lora/attacks"],
+    ),
+    "generate": Verb(
+        ["generate", "runs/star", "-p", "a red star", "-n", "3", "--steps", "2", "-o", "out"],
+        ["out"],
+        "out/00000.png",
+        [
+            "generate",
+            "runs/star",
+            "-p",
+            "a red star",
+            "-n",
+            "3",
+            "--steps",
+            "2",
+            "-o",
+            "out",
+            "--overwrite",
+        ],
+    ),
+    "export diffusers": Verb(
+        ["export", "runs/star", "--to", "diffusers", "-o", "out"],
+        ["out"],
+        "out/unet/diffusion_pytorch_model.safetensors",
+    ),
+    "export tensors": Verb(
+        ["export", "runs/star", "--to", "tensors", "-o", "out.safetensors"],
+        ["out.safetensors"],
+        "out.safetensors",
+    ),
+    "export lora": Verb(
+        ["export", "runs/lora", "--to", "lora", "-o", "out.safetensors"],
+        ["out.safetensors"],
+        "out.safetensors",
+    ),
+    "export kohya": Verb(
+        ["export", "runs/lora", "--to", "kohya", "-o", "out.safetensors"],
+        ["out.safetensors"],
+        "out.safetensors",
+    ),
+    "export single-file": Verb(
+        ["export", "runs/star", "--to", "single-file", "-o", "out.safetensors"],
+        ["out.safetensors"],
+        "out.safetensors",
+    ),
+    "merge": Verb(
+        ["merge", "runs/star", "runs/lora", "-o", "out"],
+        ["out"],
+        "out/unet/diffusion_pytorch_model.safetensors",
+    ),
     "card": Verb(["card", "runs/star", "-o", "out.md"], ["out.md"], "out.md"),
     "report": Verb(["report", "runs/star"], ["runs/star/report.html"]),
     "detect": Verb(["detect", "images", "-o", "out"], ["out"]),
-    "distance": Verb(["distance", "images", "more images", "--features", "judge", "-o", "out"], ["out"], code=2),
+    "distance": Verb(
+        ["distance", "images", "more images", "--features", "judge", "-o", "out"], ["out"], code=2
+    ),
     "copy": Verb(["copy", "tiny_star_munba", "out.yaml"], ["out.yaml"], "out.yaml"),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -91,14 +157,25 @@ class Bench:
         self.digests: dict[str, str] = {}
 
     def fresh(self) -> None:
-        """The scratch folder anew, without the user's file in a folder that --overwrite replaces: it would be refused."""
+        """The scratch folder anew, without the user's file in a folder that --overwrite replaces:
+        it would be refused.
+        """
         self.world.fresh()
         (self.world.scratch / "runs/star/pipeline/mine.txt").unlink()
 
     def command(self, words: Sequence[str], **more: str) -> subprocess.Popen[str]:
         environment = {**os.environ, **self.world.variables(), "PYTHONPATH": str(ROOT), **more}
         answering = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  # a background process inherits an ignored one
-        return subprocess.Popen([sys.executable, "-m", "concept_eraser", *words], cwd=self.world.scratch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, preexec_fn=answering)  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, "-m", "concept_eraser", *words],
+            cwd=self.world.scratch,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            preexec_fn=answering,
+        )
 
     def undisturbed(self, name: str) -> None:
         """Measure how long the verb takes, and the digest of its result."""
@@ -122,19 +199,39 @@ class Bench:
 
     def _digest(self, name: str) -> str:
         path = self.world.scratch / VERBS[name].weights
-        return hashlib.sha256(path.read_bytes()).hexdigest() if VERBS[name].weights and path.is_file() else ""
+        return (
+            hashlib.sha256(path.read_bytes()).hexdigest()
+            if VERBS[name].weights and path.is_file()
+            else ""
+        )
 
-    def case(self, name: str, fault: str, hurt: Callable[[subprocess.Popen[str]], float | None], *, allowed: Sequence[int] = (0, 2, 130), cold: bool = False, **more: str) -> Case:  # fmt: skip
-        """Run a verb, hurt it, check what is left, and give it again. cold: without what the cache holds."""
+    def case(
+        self,
+        name: str,
+        fault: str,
+        hurt: Callable[[subprocess.Popen[str]], float | None],
+        *,
+        allowed: Sequence[int] = (0, 2, 130),
+        cold: bool = False,
+        **more: str,
+    ) -> Case:
+        """Run a verb, hurt it, check what is left, and give it again. cold: without what the cache
+        holds.
+        """
         self.undisturbed(name)
         self.fresh()
         if cold:
             self.clear_cache()
-        before, outside = _contents(self.world.scratch), worlds.snapshot(self.world.root / "outside")
+        before, outside = (
+            _contents(self.world.scratch),
+            worlds.snapshot(self.world.root / "outside"),
+        )
         process = self.command(VERBS[name].words, **more)
         after = hurt(process)
         code, output = self._end(process)
-        case = Case(name, fault, None if after is None else round(after, 2), code, output=output[-600:])
+        case = Case(
+            name, fault, None if after is None else round(after, 2), code, output=output[-600:]
+        )
         self._check(case, before, output, allowed)
         if worlds.snapshot(self.world.root / "outside") != outside:
             case.problems.append("something outside changed")
@@ -142,28 +239,53 @@ class Bench:
         self._check_files(case, before, "after the repetition")
         return case
 
-    def _check(self, case: Case, before: dict[str, str], output: str, allowed: Sequence[int]) -> None:
+    def _check(
+        self, case: Case, before: dict[str, str], output: str, allowed: Sequence[int]
+    ) -> None:
         if "Traceback (most recent call last)" in output or "Exception ignored" in output:
             case.problems.append("a traceback")
         if case.code not in allowed:
             case.problems.append(f"exit code {case.code}")
-        if case.code == 130 and case.fault.startswith("SIGINT at start") and len(output.strip().splitlines()) != 1:
+        if (
+            case.code == 130
+            and case.fault.startswith("SIGINT at start")
+            and len(output.strip().splitlines()) != 1
+        ):
             case.problems.append("more than one line")
         self._check_files(case, before, "after the fault")
 
     def _check_files(self, case: Case, before: dict[str, str], when: str) -> None:
-        """Every file that was there is as it was, or set aside as it was, or replaced by a finished result."""
+        """Every file that was there is as it was, or set aside as it was, or replaced by a finished
+        result.
+        """
         now = _contents(self.world.scratch)
         aside = {digest for path, digest in now.items() if "/.replaced-" in path}
         outputs = VERBS[case.verb].outputs
         for path, digest in before.items():
             if now.get(path) == digest or Path(path).name in _OWN:
                 continue
-            ours = any(path == output or path.startswith(f"{output}/") for output in outputs) and path not in worlds.CANARIES  # fmt: skip
-            finished = ours and (case.verb not in ("overwrite",) or (self.world.scratch / "runs/star/done.json").is_file())  # fmt: skip
+            ours = (
+                any(path == output or path.startswith(f"{output}/") for output in outputs)
+                and path not in worlds.CANARIES
+            )
+            finished = ours and (
+                case.verb not in ("overwrite",)
+                or (self.world.scratch / "runs/star/done.json").is_file()
+            )
             if digest not in aside and not finished and not (case.verb == "resume" and ours):
                 case.problems.append(f"{path} {'changed' if path in now else 'is gone'} {when}")
-        strange = [path for path in now if path not in before and Path(path).name not in _OWN and not any(path == o or path.startswith((f"{o}/", f".{o}.")) or Path(path).name.startswith(f".{Path(o).name}.") for o in outputs)]  # fmt: skip
+        strange = [
+            path
+            for path in now
+            if path not in before
+            and Path(path).name not in _OWN
+            and not any(
+                path == o
+                or path.startswith((f"{o}/", f".{o}."))
+                or Path(path).name.startswith(f".{Path(o).name}.")
+                for o in outputs
+            )
+        ]
         if strange:
             case.problems.append(f"{strange[0]} was made {when}")
 
@@ -177,7 +299,9 @@ class Bench:
             return
         words = verb.words
         if verb.again is not None and any(path.exists() for path in made):
-            started = (self.world.scratch / "out" / worlds_mark()).is_file() or case.verb == "overwrite"
+            started = (
+                self.world.scratch / "out" / worlds_mark()
+            ).is_file() or case.verb == "overwrite"
             words = verb.again if started else verb.words
         if case.verb == "overwrite" and not self._holds_new_run():
             words = verb.words
@@ -193,7 +317,9 @@ class Bench:
             case.problems.append("the repetition's result differs from an undisturbed one")
 
     def _holds_new_run(self) -> bool:
-        """Whether the overwritten folder holds the new run already, finished or not: then it goes on with --resume."""
+        """Whether the overwritten folder holds the new run already, finished or not: then it goes
+        on with --resume.
+        """
         import yaml
 
         path = self.world.scratch / "runs/star/recipe.yaml"
@@ -213,10 +339,21 @@ def worlds_mark() -> str:
 
 def _contents(folder: Path) -> dict[str, str]:
     """The SHA-256 of every regular file below a folder."""
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in worlds.walk(folder) if path.is_file() and not path.is_symlink()}  # fmt: skip
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in worlds.walk(folder)
+        if path.is_file() and not path.is_symlink()
+    }
 
 
-def kills(bench: Bench, n: int, seed: int, only: Sequence[str], first: int = 0, say: Callable[[Case], None] = lambda case: None) -> list[Case]:  # fmt: skip
+def kills(
+    bench: Bench,
+    n: int,
+    seed: int,
+    only: Sequence[str],
+    first: int = 0,
+    say: Callable[[Case], None] = lambda case: None,
+) -> list[Case]:
     """n kills: verbs and signals in turn, each at a moment drawn by the seed and the number."""
     found, names, kinds = [], list(only), list(SIGNALS)
     for number in range(first, first + n):
@@ -231,7 +368,9 @@ def kills(bench: Bench, n: int, seed: int, only: Sequence[str], first: int = 0, 
             return delay
 
         answered = () if kind == "SIGINT" else (-SIGNALS[kind],)
-        found.append(bench.case(name, kind, hurt, allowed=(0, 2, 130, *answered), cold=rng.random() < 0.3))
+        found.append(
+            bench.case(name, kind, hurt, allowed=(0, 2, 130, *answered), cold=rng.random() < 0.3)
+        )
         say(found[-1])
     return found
 
@@ -241,12 +380,18 @@ def _let_run(process: subprocess.Popen[str]) -> None:
 
 
 def start_up(bench: Bench, delays: Sequence[float]) -> list[Case]:
-    """Ctrl-C while libraries are imported: one line, exit code 130."""
+    """Ctrl-C while libraries are imported: one line, exit code 130.
+
+    The delays begin where `main` can be imported: until then Python itself answers Ctrl-C.
+    """
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import concept_eraser.cli.main"], cwd=ROOT, check=True)
+    python = time.monotonic() - began
     found = []
     for delay in delays:
 
         def hurt(process: subprocess.Popen[str], delay: float = delay) -> float:
-            time.sleep(delay)
+            time.sleep(python + delay)
             process.send_signal(signal.SIGINT)
             return delay
 
@@ -256,7 +401,13 @@ def start_up(bench: Bench, delays: Sequence[float]) -> list[Case]:
 
 def other_faults(bench: Bench) -> list[Case]:
     """Full disk, read-only folder, vanished cache, two processes, jumping clock."""
-    return [*_full_disks(bench), *_read_only(bench), *_vanished_cache(bench), *_two_processes(bench), *_clocks(bench)]
+    return [
+        *_full_disks(bench),
+        *_read_only(bench),
+        *_vanished_cache(bench),
+        *_two_processes(bench),
+        *_clocks(bench),
+    ]
 
 
 def _with_site(bench: Bench, name: str, code: str) -> dict[str, str]:
@@ -271,10 +422,29 @@ def _full_disks(bench: Bench) -> list[Case]:
     """A file may have so many bytes and no more: what a full disk says, at any file of more."""
     found = []
     for size in (100_000, 3_000_000):
-        code = f"import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"  # fmt: skip
+        code = (
+            "import resource, signal\nsignal.signal(signal.SIGXFSZ, "
+            f"signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
+        )
         variables = _with_site(bench, f"full_{size}", code)
-        for name in ("erase", "overwrite", "generate", "export diffusers", "export single-file", "merge", "evaluate"):
-            found.append(bench.case(name, f"no file above {size} bytes", _let_run, cold=size < 1_000_000, **variables))
+        for name in (
+            "erase",
+            "overwrite",
+            "generate",
+            "export diffusers",
+            "export single-file",
+            "merge",
+            "evaluate",
+        ):
+            found.append(
+                bench.case(
+                    name,
+                    f"no file above {size} bytes",
+                    _let_run,
+                    cold=size < 1_000_000,
+                    **variables,
+                )
+            )
     return found + _small_disk(bench)
 
 
@@ -290,7 +460,12 @@ def _small_disk(bench: Bench) -> list[Case]:
         return []
     found = []
     try:
-        for words in (["erase", "other.yaml"], ["export", "runs/star", "--to", "diffusers"], ["merge", "runs/star", "runs/lora"], ["generate", "runs/star", "-p", "a star", "-n", "2", "--steps", "1"]):  # fmt: skip
+        for words in (
+            ["erase", "other.yaml"],
+            ["export", "runs/star", "--to", "diffusers"],
+            ["merge", "runs/star", "runs/lora"],
+            ["generate", "runs/star", "-p", "a star", "-n", "2", "--steps", "1"],
+        ):
             bench.fresh()
             shutil.rmtree(place / "out", ignore_errors=True)
             before = _contents(bench.world.scratch)
@@ -315,7 +490,14 @@ def _read_only(bench: Bench) -> list[Case]:
         return []
     found = []
     try:
-        for words in (["erase", "other.yaml"], ["generate", "runs/star", "-p", "a star"], ["export", "runs/star", "--to", "diffusers"], ["detect", "images"], ["card", "runs/star"], ["evaluate", "runs/star", "--suite", "tiny_star", "-n", "2"]):  # fmt: skip
+        for words in (
+            ["erase", "other.yaml"],
+            ["generate", "runs/star", "-p", "a star"],
+            ["export", "runs/star", "--to", "diffusers"],
+            ["detect", "images"],
+            ["card", "runs/star"],
+            ["evaluate", "runs/star", "--suite", "tiny_star", "-n", "2"],
+        ):
             bench.fresh()
             code, output = bench._end(bench.command([*words, "-o", str(place / "out")]))
             case = Case(words[0], "read-only folder", None, code, output=output[-600:])
@@ -343,12 +525,16 @@ def _vanished_cache(bench: Bench) -> list[Case]:
 
 
 def _two_processes(bench: Bench) -> list[Case]:
-    """A second process with the same command, a moment later: one works, the other is refused or finds the work done."""
+    """A second process with the same command, a moment later: one works, the other is refused or
+    finds the work done.
+    """
     found = []
     for name in ("erase", "generate", "merge", "export diffusers", "evaluate", "attack"):
         second: list[tuple[int, str]] = []
 
-        def hurt(process: subprocess.Popen[str], name: str = name, second: list[tuple[int, str]] = second) -> float:
+        def hurt(
+            process: subprocess.Popen[str], name: str = name, second: list[tuple[int, str]] = second
+        ) -> float:
             time.sleep(0.5)
             second.append(bench._end(bench.command(VERBS[name].words)))
             return 0.5
@@ -365,53 +551,129 @@ def _two_processes(bench: Bench) -> list[Case]:
 
 def _clocks(bench: Bench) -> list[Case]:
     """The clock jumps by a year, forwards and backwards, from call to call."""
-    code = "import time, itertools\n_real, _count = time.time, itertools.count()\ntime.time = lambda: _real() + (31e6, -31e6, 0.0)[next(_count) % 3]\n"  # fmt: skip
+    code = (
+        "import time, itertools\n_real, _count = time.time, itertools.count()\ntime.time = "
+        "lambda: _real() + (31e6, -31e6, 0.0)[next(_count) % 3]\n"
+    )
     variables = _with_site(bench, "clock", code)
-    return [bench.case(name, "clock jumps", _let_run, **variables) for name in ("erase", "generate", "evaluate", "merge", "detect")]  # fmt: skip
+    return [
+        bench.case(name, "clock jumps", _let_run, **variables)
+        for name in ("erase", "generate", "evaluate", "merge", "detect")
+    ]
 
 
 def table(cases: Sequence[Case], about: dict[str, Any]) -> str:
-    """The counts as Markdown: a row for each verb, a column for each fault; failures of all cases."""
+    """The counts as Markdown: a row for each verb, a column for each fault; failures of all
+    cases.
+    """
     faults = list(dict.fromkeys(case.fault for case in cases))
-    lines = ["# Faults on real processes", "", "Written by `python -m tests.campaigns.faults`. A cell counts cases in which all held, of all cases.", "", f"{len(cases)} cases, {sum(case.fault in SIGNALS for case in cases)} of them kills; seed {about['seed']}, commit {about.get('commit')}.", "", "| verb | " + " | ".join(faults) + " |", "|---|" + "---|" * len(faults)]  # fmt: skip
+    lines = [
+        "# Faults on real processes",
+        "",
+        (
+            "Written by `python -m tests.campaigns.faults`. A cell counts cases in which all "
+            "held, of all cases."
+        ),
+        "",
+        (
+            f"{len(cases)} cases, {sum(case.fault in SIGNALS for case in cases)} of them "
+            f"kills; seed {about['seed']}, commit {about.get('commit')}."
+        ),
+        "",
+        "| verb | " + " | ".join(faults) + " |",
+        "|---|" + "---|" * len(faults),
+    ]
     for verb in dict.fromkeys(case.verb for case in cases):
         cells = []
         for fault in faults:
             some = [case for case in cases if (case.verb, case.fault) == (verb, fault)]
-            cells.append(f"{sum(not case.problems for case in some)} of {len(some)}" if some else "")
+            cells.append(
+                f"{sum(not case.problems for case in some)} of {len(some)}" if some else ""
+            )
         lines.append(f"| {verb} | " + " | ".join(cells) + " |")
     failed = [case for case in cases if case.problems]
-    lines += ["", f"Failed: {len(failed)}.", *(f"* {case.verb}, {case.fault}, after {case.after} s: {'; '.join(case.problems)[:300]}" for case in failed)]  # fmt: skip
+    lines += [
+        "",
+        f"Failed: {len(failed)}.",
+        *(
+            f"* {case.verb}, {case.fault}, after {case.after} s: {'; '.join(case.problems)[:300]}"
+            for case in failed
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--first", type=int, default=0, help="number of the first kill, to go on with a campaign")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first kill, to go on with a campaign"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default=",".join(VERBS), help="verbs to kill, with commas between them")
-    parser.add_argument("--others", default="all", choices=["all", "none", "full", "read-only", "cache", "two", "clock", "start"], help="faults beside kills")  # fmt: skip
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/concept_eraser_campaign"), help="place of the world; kept")  # fmt: skip
+    parser.add_argument(
+        "--only", default=",".join(VERBS), help="verbs to kill, with commas between them"
+    )
+    parser.add_argument(
+        "--others",
+        default="all",
+        choices=["all", "none", "full", "read-only", "cache", "two", "clock", "start"],
+        help="faults beside kills",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("/tmp/concept_eraser_campaign"),
+        help="place of the world; kept",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--add", action="store_true", help="add to the results that are there")
     asked = parser.parse_args()
-    from concept_eraser import environment
+    from concept_eraser.utils import provenance as environment
 
     bench = Bench(worlds.build(asked.folder))
     began = time.monotonic()
-    earlier = json.loads(asked.results.read_text()) if asked.add and asked.results.is_file() else {"cases": [], "seconds": 0.0}  # fmt: skip
+    earlier = (
+        json.loads(asked.results.read_text())
+        if asked.add and asked.results.is_file()
+        else {"cases": [], "seconds": 0.0}
+    )
     cases = [Case(**one) for one in earlier["cases"]]
 
     def keep(case: Case) -> None:
         cases.append(case)
-        print(f"{case.verb}, {case.fault}, after {case.after} s: exit code {case.code}; {'; '.join(case.problems) or 'all held'}", flush=True)  # fmt: skip
+        print(
+            (
+                f"{case.verb}, {case.fault}, after {case.after} s: exit code {case.code}; "
+                f"{'; '.join(case.problems) or 'all held'}"
+            ),
+            flush=True,
+        )
         about = environment.describe()
-        content = {"seed": asked.seed, "commit": about["commit"], "python": about["python"], "seconds": round(earlier["seconds"] + time.monotonic() - began, 1), "kills": sum(one.fault in SIGNALS for one in cases), "defects": sum(bool(one.problems) for one in cases), "cases": [{**asdict(one), "output": one.output[-300:] if one.problems else ""} for one in cases]}  # fmt: skip
+        content = {
+            "seed": asked.seed,
+            "commit": about["commit"],
+            "python": about["python"],
+            "seconds": round(earlier["seconds"] + time.monotonic() - began, 1),
+            "kills": sum(one.fault in SIGNALS for one in cases),
+            "defects": sum(bool(one.problems) for one in cases),
+            "cases": [
+                {**asdict(one), "output": one.output[-300:] if one.problems else ""}
+                for one in cases
+            ],
+        }
         asked.results.write_text(json.dumps(content, indent=1) + "\n")
         asked.results.with_suffix(".md").write_text(table(cases, content))
 
-    kinds: dict[str, Callable[[], list[Case]]] = {"start": lambda: start_up(bench, (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.2, 3.0)), "full": lambda: _full_disks(bench), "read-only": lambda: _read_only(bench), "cache": lambda: _vanished_cache(bench), "two": lambda: _two_processes(bench), "clock": lambda: _clocks(bench)}  # fmt: skip
+    kinds: dict[str, Callable[[], list[Case]]] = {
+        "start": lambda: start_up(bench, (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.2, 3.0)),
+        "full": lambda: _full_disks(bench),
+        "read-only": lambda: _read_only(bench),
+        "cache": lambda: _vanished_cache(bench),
+        "two": lambda: _two_processes(bench),
+        "clock": lambda: _clocks(bench),
+    }
     kills(bench, asked.kills, asked.seed, asked.only.split(","), asked.first, keep)
     for name, make in kinds.items():
         for case in make() if asked.others in ("all", name) else ():

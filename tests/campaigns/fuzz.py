@@ -1,10 +1,12 @@
-"""Fuzzed inputs over all readers. Each answers, or raises UserError of at most 4,000 characters, within LIMIT seconds.
+"""Fuzzed inputs over all readers. Each answers, or raises UserError of at most 4,000 characters,
+within LIMIT seconds.
 
     python -m tests.campaigns.fuzz --n 100000 --seed 0 [--only manifest,state]
 
-The examples of a target run in a forked process, in a folder of their own. What a reader writes outside of that folder, which
-programs it starts and which hosts it asks is a defect; so is the end of the process. A target is a hypothesis strategy, or
-`make(seed)`, and `run(example, folder)`, which raises only what is a defect.
+The examples of a target run in a forked process, in a folder of their own. What a reader writes
+outside of that folder, which programs it starts and which hosts it asks is a defect; so is the end
+of the process. A target is a hypothesis strategy, or `make(seed)`, and `run(example, folder)`,
+which raises only what is a defect.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class SlowError(Exception):
 
 
 def targets() -> dict[str, Any]:
-    """All targets by name: those of data and models (targets.py), and those of runs (targets_runs.py)."""
+    """All targets by name: those of data and models (targets.py), and those of runs
+    (targets_runs.py).
+    """
     from tests.campaigns import targets_runs
 
     found: dict[str, Any] = dict(targets_runs.TARGETS)
@@ -65,7 +69,11 @@ def fuzz(target: Any, n: int, seed: int, folder: Path) -> dict[str, Any]:
             kept = defects.setdefault(_sort_of(one["error"]), {**one, "times": 0})
             kept["times"] += 1
         done += reached
-    return {"inputs": done, "seconds": round(time.monotonic() - began, 1), "defects": list(defects.values())}
+    return {
+        "inputs": done,
+        "seconds": round(time.monotonic() - began, 1),
+        "defects": list(defects.values()),
+    }
 
 
 def _sort_of(error: str) -> str:
@@ -82,8 +90,8 @@ def warm() -> None:
     from diffusers import StableDiffusionPipeline  # noqa: F401
 
     import concept_eraser.api  # noqa: F401
-    from concept_eraser.evaluation import plots
     from concept_eraser.models import loading
+    from concept_eraser.reporting import plots
 
     torch.set_num_threads(1)
     loading.load("tiny-sd")
@@ -125,7 +133,9 @@ def _batch(target: Any, seed: int, count: int, folder: Path) -> tuple[int, list[
     return max(reached, 1), found
 
 
-def _child(target: Any, seed: int, count: int, folder: Path, progress: mmap.mmap, writing: int) -> None:
+def _child(
+    target: Any, seed: int, count: int, folder: Path, progress: mmap.mmap, writing: int
+) -> None:
     """Run examples in this process; never returns."""
     code = 1
     try:
@@ -158,7 +168,9 @@ def _child(target: Any, seed: int, count: int, folder: Path, progress: mmap.mmap
                 problem = f"{problem or ''} touched: {sorted(set(touched))[:3]}"
                 touched.clear()
             if problem:
-                line = json.dumps({"seed": seed, "at": number, "error": problem, "input": repr(example)[:600]})
+                line = json.dumps(
+                    {"seed": seed, "at": number, "error": problem, "input": repr(example)[:600]}
+                )
                 os.write(writing, line.encode() + b"\n")
             shutil.rmtree(place, ignore_errors=True)
             progress[:8] = struct.pack("q", number + 1)
@@ -176,7 +188,9 @@ def _child(target: Any, seed: int, count: int, folder: Path, progress: mmap.mmap
         os._exit(code)
 
 
-def _with_hypothesis(strategy: Any, one: Callable[[Any], None], seed: int, count: int, watch: Watch) -> None:
+def _with_hypothesis(
+    strategy: Any, one: Callable[[Any], None], seed: int, count: int, watch: Watch
+) -> None:
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
     from hypothesis import seed as seeded
 
@@ -187,7 +201,14 @@ def _with_hypothesis(strategy: Any, one: Callable[[Any], None], seed: int, count
         finally:
             watch.on = False
 
-    chosen = settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet)  # fmt: skip
+    chosen = settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+    )
     seeded(seed)(chosen(given(strategy)(watched)))()
 
 
@@ -195,7 +216,13 @@ def _too_slow(number: int, frame: Any) -> None:
     raise SlowError(f"more than {LIMIT:g} s")
 
 
-def campaign(chosen: Mapping[str, Any], n: int, seed: int, folder: Path, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:  # fmt: skip
+def campaign(
+    chosen: Mapping[str, Any],
+    n: int,
+    seed: int,
+    folder: Path,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """n examples over all targets, in parts by their weights."""
     warm()
     found: dict[str, Any] = {}
@@ -205,7 +232,10 @@ def campaign(chosen: Mapping[str, Any], n: int, seed: int, folder: Path, say: Ca
         if share:
             found[name] = fuzz(target, share, seed, folder / "work")
             rate = found[name]["inputs"] / max(found[name]["seconds"], 0.1)
-            say(f"{name}: {found[name]['inputs']} inputs, {rate:.0f}/s, {len(found[name]['defects'])} defects")
+            say(
+                f"{name}: {found[name]['inputs']} inputs, {rate:.0f}/s, "
+                f"{len(found[name]['defects'])} defects"
+            )
             for defect in found[name]["defects"][:3]:
                 say(f"    {defect['error'][-700:]}\n    {defect.get('input', '')[:300]}")
     shutil.rmtree(folder / "work", ignore_errors=True)
@@ -213,20 +243,24 @@ def campaign(chosen: Mapping[str, Any], n: int, seed: int, folder: Path, say: Ca
 
 
 def summary(found: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    from concept_eraser import environment
+    from concept_eraser.utils import provenance
 
-    about = environment.describe()
+    about = provenance.describe()
     return {
         "inputs": sum(one["inputs"] for one in found.values()),
         "seed": seed,
         "seconds": round(sum(one["seconds"] for one in found.values()), 1),
         "targets": dict(found),
-        "versions": {key: about[key] for key in ("python", "concept_eraser", "commit") if key in about},
+        "versions": {
+            key: about[key] for key in ("python", "concept_eraser", "commit") if key in about
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--n", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="names of targets, with commas between them")
@@ -235,7 +269,9 @@ def main() -> None:
     every = targets()
     chosen = {name: every[name] for name in asked.only.split(",")} if asked.only else every
     with tempfile.TemporaryDirectory() as folder:
-        found = campaign(chosen, asked.n, asked.seed, Path(folder), lambda text: print(text, flush=True))
+        found = campaign(
+            chosen, asked.n, asked.seed, Path(folder), lambda text: print(text, flush=True)
+        )
     merged = found
     if asked.only and asked.results.is_file():  # a campaign in pieces
         merged = {**json.loads(asked.results.read_text())["targets"], **found}

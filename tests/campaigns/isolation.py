@@ -1,4 +1,6 @@
-"""Code under test in a forked process: what it wrote, started and asked for is seen by Python's audit events."""
+"""Code under test in a forked process: what it wrote, started and asked for is seen by Python's
+audit events.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,33 @@ from pathlib import Path
 from typing import Any
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_PATH_EVENTS = {"os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,), "os.mkdir": (0,), "os.link": (1,), "os.symlink": (1,), "os.truncate": (0,), "shutil.rmtree": (0,)}  # fmt: skip
+_PATH_EVENTS = {
+    "os.remove": (0,),
+    "os.rename": (0, 1),
+    "os.rmdir": (0,),
+    "os.mkdir": (0,),
+    "os.link": (1,),
+    "os.symlink": (1,),
+    "os.truncate": (0,),
+    "shutil.rmtree": (0,),
+}
 _PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn")
 _NETWORK = ("socket.connect", "socket.getaddrinfo")
 
 
 class Watch:
-    """Collects what a process does outside of the folders that it may write to. It cannot be taken away again."""
+    """Collects what a process does outside of the folders that it may write to. It cannot be taken
+    away again.
+    """
 
-    def __init__(self, allowed: list[Path], report: Callable[[str], Any], *, network: bool = False) -> None:
-        self.allowed = [str(path.resolve()) for path in allowed] + ["/dev/null", "/proc/self", "/dev/shm"]
+    def __init__(
+        self, allowed: list[Path], report: Callable[[str], Any], *, network: bool = False
+    ) -> None:
+        self.allowed = [str(path.resolve()) for path in allowed] + [
+            "/dev/null",
+            "/proc/self",
+            "/dev/shm",
+        ]
         self.report, self.network = report, network
         self.on = True
         sys.addaudithook(self._hear)
@@ -28,7 +47,9 @@ class Watch:
             return
         if event == "open":
             path, mode, flags = arguments
-            writes = (isinstance(flags, int) and flags & _WRITE_FLAGS) or (isinstance(mode, str) and set(mode) & set("wax+"))  # fmt: skip
+            writes = (isinstance(flags, int) and flags & _WRITE_FLAGS) or (
+                isinstance(mode, str) and set(mode) & set("wax+")
+            )
             if writes and isinstance(path, str | bytes | os.PathLike):
                 self._check(event, path)
         elif event in _PATH_EVENTS:
@@ -72,5 +93,7 @@ def _is_harmless(words: Any) -> bool:
         "-S",
     ]:  # our own search with a regular expression, which may be killed
         return True
-    name = os.path.basename(os.fsdecode(first)) if isinstance(first, str | bytes | os.PathLike) else ""
+    name = (
+        os.path.basename(os.fsdecode(first)) if isinstance(first, str | bytes | os.PathLike) else ""
+    )
     return name in ("git", "uname", "lscpu", "ldconfig", "gcc", "cc", "sh", "fc-list", "nvidia-smi")

@@ -5,18 +5,21 @@
     python -m tests.campaigns.mutants --survivors     only the mutants that survived the last run
 
 Why this is no library. mutmut 3 makes no mutants of decorated functions (property, cached_property,
-contextmanager) and of values at the level of a class or a module (the options of every method), and it makes many
-of strings, which are messages here. cosmic-ray starts a process for each mutant: 5 s to import torch and collect
-the tests, times some thousand mutants. Here a process with torch and the collected tests forks for each mutant. The
-child gives the functions in question the mutant's code, and classes and module the mutant's values (options,
-constants, default arguments), runs the tests that reach the mutated line, fastest first, and ends at the first
-failure. What another module or a test took from the module while it was collected keeps its value: some mutants of
-constants survive by that, none is killed by it.
+contextmanager) and of values at the level of a class or a module (the options of every method), and
+it makes many of strings, which are messages here. cosmic-ray starts a process for each mutant: 5 s
+to import torch and collect the tests, times some thousand mutants. Here a process with torch and
+the collected tests forks for each mutant. The child gives the functions in question the mutant's
+code, and classes and module the mutant's values (options, constants, default arguments), runs the
+tests that reach the mutated line, fastest first, and ends at the first failure. What another module
+or a test took from the module while it was collected keeps its value: some mutants of constants
+survive by that, none is killed by it.
 
-No mutants are made of: docstrings, strings and messages, annotations, decorators, the arguments of `raise`, `assert`
-(types only), `__repr__`, protocols and abstract methods, and the arguments strict, dtype and device. A mutant is
-shown to the fastest tests that reach it, up to BUDGET seconds. A mutant that exceeds its time limit counts as killed
-and is counted apart.
+No mutants are made of: docstrings, strings and messages, annotations, decorators, the arguments of
+`raise`, `assert` (types only), `__repr__`, protocols and abstract methods, and the arguments
+strict, dtype and device. A mutant is shown to the fastest tests that reach it, up to BUDGET
+seconds. A mutant that exceeds its time limit counts as killed and is counted apart. All these
+seconds are of the processor, so that other work on the machine changes no verdict; a mutant that
+waits ends by the clock, after PATIENCE times as long.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import ast
 import hashlib
 import importlib
 import json
+import math
 import os
 import random
 import resource
@@ -42,13 +46,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).parent / "results" / "mutants.json"
-BUDGET = 3.0  # seconds of tests a mutant: the fastest that reach it, as many as fit, and one at least; --budget
+# seconds of tests a mutant: the fastest that reach it, as many as fit, and one at least; --budget
+BUDGET = 3.0
+# times its limit in seconds of the processor: how long a mutant may take by the clock
+PATIENCE = 10
 MOST = 1000  # mutants a module; beyond, this many are drawn with SEED
 SEED = 0
 MEMORY = 16 * 2**30  # bytes of address space of a child
 PRELOADED = """torch hypothesis pytest yaml scipy.stats scipy.optimize scipy.linalg scipy.sparse.linalg safetensors.torch
     torchjd.aggregation cvxpy curvlinops sklearn.datasets sklearn.linear_model cleanfid.fid
-    statsmodels.stats.contingency_tables"""  # what would be imported in every child
+    statsmodels.stats.contingency_tables"""  # what would be imported in every child  # noqa: E501
 
 # Files *_checked.py and the like take too long to be asked.
 METHODS = "tests/methods/test_"
@@ -60,50 +67,78 @@ TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/base.py": SHARED,
     "concept_eraser/methods/erasediff.py": [LAWS, OPTIONS, METHODS + "erasediff.py"],
     "concept_eraser/methods/fisher.py": [
-        LAWS, OPTIONS, METHODS + "fisher.py", METHODS + "natural_gradient.py"
+        LAWS,
+        OPTIONS,
+        METHODS + "fisher.py",
+        METHODS + "natural_gradient.py",
     ],
     "concept_eraser/methods/forum.py": [LAWS, OPTIONS, METHODS + "forum.py"],
     "concept_eraser/methods/gaussian_mechanism.py": [METHODS + "gaussian_mechanism.py"],
     "concept_eraser/methods/history.py": [METHODS + "history.py", METHODS + "mini_unlearning.py"],
     "concept_eraser/methods/influence.py": [LAWS, OPTIONS, METHODS + "influence.py"],
-    "concept_eraser/methods/mini_unlearning.py": [
-        LAWS, OPTIONS, METHODS + "mini_unlearning.py"
-    ],
+    "concept_eraser/methods/mini_unlearning.py": [LAWS, OPTIONS, METHODS + "mini_unlearning.py"],
     "concept_eraser/methods/minmax_ngd.py": [LAWS, OPTIONS, METHODS + "minmax_ngd.py"],
     "concept_eraser/methods/munba.py": [LAWS, OPTIONS, METHODS + "munba.py"],
     "concept_eraser/methods/natural_gradient.py": [
-        LAWS, OPTIONS, METHODS + "fisher.py", METHODS + "natural_gradient.py"
+        LAWS,
+        OPTIONS,
+        METHODS + "fisher.py",
+        METHODS + "natural_gradient.py",
     ],
     "concept_eraser/methods/ngdiff.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
     "concept_eraser/methods/rece.py": [LAWS, OPTIONS, METHODS + "rece.py"],
     "concept_eraser/methods/scrub.py": [LAWS, OPTIONS, METHODS + "scrub.py"],
     "concept_eraser/methods/ssd.py": [LAWS, OPTIONS, METHODS + "ssd.py"],
     "concept_eraser/methods/surgery.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
-    "concept_eraser/methods/torchjd.py": [LAWS, OPTIONS, METHODS + "torchjd.py", METHODS + "baselines.py"],
+    "concept_eraser/methods/torchjd.py": [
+        LAWS,
+        OPTIONS,
+        METHODS + "torchjd.py",
+        METHODS + "baselines.py",
+    ],
     "concept_eraser/methods/uce.py": [LAWS, OPTIONS, METHODS + "uce.py", METHODS + "rece.py"],
     "concept_eraser/methods/uno.py": [LAWS, OPTIONS, METHODS + "uno.py"],
     "concept_eraser/methods/weighted.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
-    "concept_eraser/vectors.py": ["tests/test_vectors.py", LAWS],
-    "concept_eraser/evaluation/statistics.py": ["tests/test_statistics.py"],
+    "concept_eraser/methods/vectors.py": ["tests/methods/test_vectors.py", LAWS],
+    "concept_eraser/evaluation/statistics.py": ["tests/evaluation/test_statistics.py"],
     "concept_eraser/storage/cache.py": [STORAGE + "cache.py"],
     "concept_eraser/storage/digests.py": [STORAGE + "digests.py", STORAGE + "cache.py"],
     "concept_eraser/storage/locks.py": [STORAGE + "locks.py", STORAGE + "writers.py"],
     "concept_eraser/storage/manifest.py": [STORAGE + "manifest.py", STORAGE + "writers.py"],
-    "concept_eraser/storage/output_folder.py": [STORAGE + "output_folder.py", STORAGE + "manifest.py"],
-    "concept_eraser/storage/readers.py": ["tests/test_readers.py"],
+    "concept_eraser/storage/output_folder.py": [
+        STORAGE + "output_folder.py",
+        STORAGE + "manifest.py",
+    ],
+    "concept_eraser/storage/readers.py": ["tests/storage/test_readers.py"],
     "concept_eraser/storage/writers.py": [STORAGE + "writers.py", STORAGE + "manifest.py"],
-}  # fmt: skip
+}
 
-# --- the mutants of a module --------------------------------------------------------------------------------------
+# --- the mutants of a module ----------------------------------------------------------------------
 
 SWAPS: dict[type, tuple[type, ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,), ast.NotIn: (ast.In,), ast.And: (ast.Or,), ast.Or: (ast.And,),
-    ast.Add: (ast.Sub,), ast.Sub: (ast.Add,), ast.Mult: (ast.Div,), ast.Div: (ast.Mult,), ast.MatMult: (ast.Mult,),
-    ast.FloorDiv: (ast.Mult,), ast.Mod: (ast.Mult,), ast.Pow: (ast.Mult,),
-    ast.BitAnd: (ast.BitOr,), ast.BitOr: (ast.BitAnd,),
-}  # fmt: skip
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+    ast.And: (ast.Or,),
+    ast.Or: (ast.And,),
+    ast.Add: (ast.Sub,),
+    ast.Sub: (ast.Add,),
+    ast.Mult: (ast.Div,),
+    ast.Div: (ast.Mult,),
+    ast.MatMult: (ast.Mult,),
+    ast.FloorDiv: (ast.Mult,),
+    ast.Mod: (ast.Mult,),
+    ast.Pow: (ast.Mult,),
+    ast.BitAnd: (ast.BitOr,),
+    ast.BitOr: (ast.BitAnd,),
+}
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -140,7 +175,9 @@ def _set(place: tuple[ast.AST, str, int | None], node: Any) -> None:
 
 
 def mutants(tree: ast.Module) -> list[Mutant]:
-    """All mutants of a module, in the order of its lines; two of one text at two places have two numbers."""
+    """All mutants of a module, in the order of its lines; two of one text at two places have two
+    numbers.
+    """
     found = list(_inside(tree, (), None))
     times: dict[str, int] = {}
     numbered = []
@@ -151,7 +188,9 @@ def mutants(tree: ast.Module) -> list[Mutant]:
     return numbered
 
 
-def _inside(node: ast.AST, function: tuple[str, ...], statement: ast.stmt | None) -> Iterator[Mutant]:
+def _inside(
+    node: ast.AST, function: tuple[str, ...], statement: ast.stmt | None
+) -> Iterator[Mutant]:
     for field, value in ast.iter_fields(node):
         if _left_out(node, field):
             continue
@@ -171,25 +210,33 @@ def _inside(node: ast.AST, function: tuple[str, ...], statement: ast.stmt | None
 
 
 def _left_out(node: ast.AST, field: str) -> bool:
-    return field in ("annotation", "returns", "decorator_list", "ctx", "bases") or isinstance(node, ast.Raise)
+    return field in ("annotation", "returns", "decorator_list", "ctx", "bases") or isinstance(
+        node, ast.Raise
+    )
 
 
 def _is_no_code(node: ast.AST) -> bool:
-    """Docstrings, imports, assertions, `__repr__`, protocols, abstract methods, `strict=`, `dtype=`, `device=`."""
+    """Docstrings, imports, assertions, `__repr__`, protocols, abstract methods, `strict=`,
+    `dtype=`, `device=`.
+    """
     if isinstance(node, ast.FunctionDef):
-        return node.name == "__repr__" or any("abstractmethod" in ast.unparse(one) for one in node.decorator_list)
+        return node.name == "__repr__" or any(
+            "abstractmethod" in ast.unparse(one) for one in node.decorator_list
+        )
     if isinstance(node, ast.ClassDef):
         return any("Protocol" in ast.unparse(one) for one in node.bases)
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.unparse(node.test)
-    return (isinstance(node, ast.keyword) and node.arg in ("strict", "repr", "dtype", "device")) or isinstance(
-        node, ast.Import | ast.ImportFrom | ast.Assert
-    )
+    return (
+        isinstance(node, ast.keyword) and node.arg in ("strict", "repr", "dtype", "device")
+    ) or isinstance(node, ast.Import | ast.ImportFrom | ast.Assert)
 
 
-def _described(place: tuple, old: Any, new: Any, function: tuple[str, ...], statement: Any) -> Mutant:
+def _described(
+    place: tuple, old: Any, new: Any, function: tuple[str, ...], statement: Any
+) -> Mutant:
     """The mutant with the statement's text before and after, cut off around the difference."""
     whole = statement if statement is not None else old
     before = _header(whole)
@@ -204,7 +251,9 @@ def _described(place: tuple, old: Any, new: Any, function: tuple[str, ...], stat
         start += 1
     start = max(0, start - 50)
     line = getattr(old, "lineno", getattr(whole, "lineno", 0))
-    return Mutant(place, new, function, line, before[start : start + 110], after[start : start + 110])
+    return Mutant(
+        place, new, function, line, before[start : start + 110], after[start : start + 110]
+    )
 
 
 def _header(node: ast.AST) -> str:
@@ -225,7 +274,9 @@ def _replacements(node: Any, parent: Any, field: str) -> Iterator[ast.AST]:
         case ast.Compare():
             for i, operator in enumerate(node.ops):
                 for swap in SWAPS[type(operator)]:
-                    yield ast.Compare(node.left, [*node.ops[:i], swap(), *node.ops[i + 1 :]], node.comparators)
+                    yield ast.Compare(
+                        node.left, [*node.ops[:i], swap(), *node.ops[i + 1 :]], node.comparators
+                    )
         case ast.BinOp() if not any(_is_text(side) for side in (node.left, node.right)):
             for swap in SWAPS.get(type(node.op), ()):
                 yield ast.BinOp(node.left, swap(), node.right)
@@ -242,7 +293,9 @@ def _replacements(node: Any, parent: Any, field: str) -> Iterator[ast.AST]:
                 yield ast.Slice(node.lower, None, node.step)
         case ast.Name() if node.id in NAMES and isinstance(parent, ast.Call) and field == "func":
             yield ast.Name(NAMES[node.id], ast.Load())
-        case ast.Attribute() if node.attr in NAMES and isinstance(parent, ast.Call) and field == "func":
+        case ast.Attribute() if (
+            node.attr in NAMES and isinstance(parent, ast.Call) and field == "func"
+        ):
             yield ast.Attribute(node.value, NAMES[node.attr], ast.Load())
         case ast.keyword() if node.arg in ("min", "max"):
             yield ast.keyword(NAMES[node.arg], node.value)
@@ -250,13 +303,17 @@ def _replacements(node: Any, parent: Any, field: str) -> Iterator[ast.AST]:
             yield ast.Return(ast.Constant(None))
         case ast.Raise() | ast.Expr(value=ast.Call()):
             yield ast.Pass()
-        case ast.Assign() if any(isinstance(t, ast.Subscript | ast.Attribute) for t in node.targets):
+        case ast.Assign() if any(
+            isinstance(t, ast.Subscript | ast.Attribute) for t in node.targets
+        ):
             yield ast.Pass()
         case ast.AugAssign():
             yield ast.Pass()
             for swap in SWAPS.get(type(node.op), ()):
                 yield ast.AugAssign(node.target, swap(), node.value)
-        case ast.ExceptHandler() if not (isinstance(node.body[0], ast.Raise) and node.body[0].exc is None):
+        case ast.ExceptHandler() if not (
+            isinstance(node.body[0], ast.Raise) and node.body[0].exc is None
+        ):
             yield ast.ExceptHandler(node.type, node.name, [ast.Raise()])
         case ast.Break():
             yield ast.Continue()
@@ -268,7 +325,9 @@ def _replacements(node: Any, parent: Any, field: str) -> Iterator[ast.AST]:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def _other_values(value: Any) -> list[Any]:
@@ -281,11 +340,13 @@ def _other_values(value: Any) -> list[Any]:
     return []
 
 
-# --- running them -------------------------------------------------------------------------------------------------
+# --- running them ---------------------------------------------------------------------------------
 
 
 class Recorder:
-    """A pytest plugin: whether a test failed, how long each takes and which lines of the module it reaches."""
+    """A pytest plugin: whether a test failed, how long each takes and which lines of the module it
+    reaches.
+    """
 
     def __init__(self, loop: Callable[[Any, Recorder], None]) -> None:
         self.loop, self.failed = loop, False
@@ -299,18 +360,32 @@ class Recorder:
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             self.failed = True
             self.failures.append(report.nodeid)
 
-    def run(self, items: list[Any], before: Callable[[Any], None] = lambda item: None, *, stop: bool = True) -> None:
+    def run(
+        self,
+        items: list[Any],
+        before: Callable[[Any], None] = lambda item: None,
+        *,
+        stop: bool = True,
+    ) -> None:
         for i, item in enumerate(items):
             before(item)
             following = items[i + 1] if i + 1 < len(items) else None
+            began = _processor_seconds()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            self.seconds[item.nodeid] = _processor_seconds() - began
             if self.failed and stop:
                 return
+
+
+def _processor_seconds() -> float:
+    """What this process and its ended children have used of the processor, in the program and in
+    the system.
+    """
+    return sum(os.times()[:4])
 
 
 def _pytest(files: list[str], recorder: Recorder, scratch: Path) -> int:
@@ -331,11 +406,17 @@ def _pytest(files: list[str], recorder: Recorder, scratch: Path) -> int:
         "timeout=0",
     ]
     options += ["--basetemp", str(scratch / f"tmp-{os.getpid()}"), "--no-header", "--no-summary"]
-    return int(pytest.main([*options, *(file for file in files if (ROOT / file).exists())], plugins=[recorder]))
+    return int(
+        pytest.main(
+            [*options, *(file for file in files if (ROOT / file).exists())], plugins=[recorder]
+        )
+    )
 
 
 def _in_child(work: Callable[[], int], seconds: float) -> int | None:
-    """The exit code of `work` in a fork of this process; None where it took longer, 70 where it raised."""
+    """The exit code of `work` in a fork of this process; None where it took longer, 70 where it
+    raised.
+    """
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -369,7 +450,9 @@ def _silence() -> None:
 
 
 def _spare_other_processes() -> None:
-    """Let no mutant of `os.kill(pid, 0)` end a process that its own test did not start, such as this program."""
+    """Let no mutant of `os.kill(pid, 0)` end a process that its own test did not start, such as
+    this program.
+    """
     kill = os.kill
 
     def guarded(process: int, number: int) -> None:
@@ -397,8 +480,12 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _patch(path: str, code: CodeType, mutant: Mutant, functions: dict[tuple[str, int], list[FunctionType]]) -> None:
-    """Put the mutant into the loaded module. Raises ImportError where such a module cannot be imported."""
+def _patch(
+    path: str, code: CodeType, mutant: Mutant, functions: dict[tuple[str, int], list[FunctionType]]
+) -> None:
+    """Put the mutant into the loaded module. Raises ImportError where such a module cannot be
+    imported.
+    """
     module = sys.modules[path.removesuffix(".py").replace("/", ".")]
     fresh: dict[str, Any] = {"__name__": module.__name__, "__file__": module.__file__}
     try:
@@ -416,7 +503,9 @@ def _patch(path: str, code: CodeType, mutant: Mutant, functions: dict[tuple[str,
                 function.__code__ = one
             else:  # `super()` is gone, and with it the cell of its class
                 owner = getattr(module, mutant.function[1])
-                setattr(owner, mutant.function[2], vars(fresh[mutant.function[1]])[mutant.function[2]])
+                setattr(
+                    owner, mutant.function[2], vars(fresh[mutant.function[1]])[mutant.function[2]]
+                )
     for value in vars(module).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()
@@ -427,29 +516,44 @@ VALUES = int | float | str | tuple | frozenset | dict | None
 
 
 def _take_values(old: Any, fresh: Mapping[str, Any]) -> None:
-    """Give a module or a class the values and default arguments of its mutant, and what dataclass wrote for it."""
+    """Give a module or a class the values and default arguments of its mutant, and what dataclass
+    wrote for it.
+    """
     for name, new in fresh.items():
         known = vars(old).get(name)
         if isinstance(new, FunctionType) and isinstance(known, FunctionType):
-            if new.__code__.co_filename == "<string>" and name not in ("__setattr__", "__delattr__"):
+            if new.__code__.co_filename == "<string>" and name not in (
+                "__setattr__",
+                "__delattr__",
+            ):
                 setattr(old, name, new)
             elif new.__module__ == known.__module__:
                 known.__defaults__, known.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
-        elif isinstance(new, type) and isinstance(known, type) and new.__module__ == fresh.get("__name__"):
+        elif (
+            isinstance(new, type)
+            and isinstance(known, type)
+            and new.__module__ == fresh.get("__name__")
+        ):
             _take_values(known, dict(vars(new)))
-        elif name == "__dataclass_fields__" or (isinstance(new, VALUES) and not name.startswith("__")):
+        elif name == "__dataclass_fields__" or (
+            isinstance(new, VALUES) and not name.startswith("__")
+        ):
             setattr(old, name, new)
 
 
-def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scratch: Path, budget: float) -> Callable:
-    """The test loop of a process that has collected the tests: baseline, then a fork for each mutant in a function."""
+def _serve(
+    path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scratch: Path, budget: float
+) -> Callable:
+    """The test loop of a process that has collected the tests: baseline, then a fork for each
+    mutant in a function.
+    """
 
     def loop(session: Any, recorder: Recorder) -> None:
         import gc
 
         items, full = list(session.items), str(ROOT / path)
         baseline = scratch / "baseline.json"
-        if _in_child(lambda: _baseline(items, recorder, full, baseline), 1200) != 0:
+        if _in_child(lambda: _baseline(items, recorder, full, baseline), 3600) != 0:
             raise RuntimeError(f"the tests of {path} end their process without any mutant")
         measured = json.loads(baseline.read_text())
         if measured["failures"]:
@@ -459,7 +563,9 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
         functions: dict[tuple[str, int], list[FunctionType]] = {}
         for one in gc.get_objects():
             if isinstance(one, FunctionType) and one.__code__.co_filename == full:
-                functions.setdefault((one.__code__.co_qualname, one.__code__.co_firstlineno), []).append(one)
+                functions.setdefault(
+                    (one.__code__.co_qualname, one.__code__.co_firstlineno), []
+                ).append(one)
         gc.collect()
         gc.freeze()  # else the collector of every child copies all pages
         verdicts: dict[str, str] = {}
@@ -472,8 +578,13 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
                 reached = sorted(ordered, key=lambda item: not lines[item.nodeid])
             reached = _affordable(reached, [seconds[item.nodeid] for item in reached], budget)
 
-            def work(mutant: Mutant = mutant, reached: list[Any] = reached) -> int:
+            limit = math.ceil(8 + 6 * sum(seconds[item.nodeid] for item in reached))
+
+            def work(
+                mutant: Mutant = mutant, reached: list[Any] = reached, limit: int = limit
+            ) -> int:
                 _silence()
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
                 _spare_other_processes()
                 mutant.apply()
                 try:
@@ -485,11 +596,13 @@ def _serve(path: str, tree: ast.Module, chosen: list[Mutant], answer: Path, scra
                 recorder.run(reached)
                 return int(recorder.failed)
 
-            limit = 8 + 6 * sum(seconds[item.nodeid] for item in reached)
-            code = _in_child(work, limit)
+            code = _in_child(work, PATIENCE * limit)
             if code == BROKEN:
-                raise RuntimeError(f"{path}, line {mutant.line}: cannot be put into the module: {mutant.key}")
-            verdict = "timeout" if code is None else "survived" if code == 0 else "killed"
+                raise RuntimeError(
+                    f"{path}, line {mutant.line}: cannot be put into the module: {mutant.key}"
+                )
+            ended_late = code is None or code == -signal.SIGXCPU
+            verdict = "timeout" if ended_late else "survived" if code == 0 else "killed"
             verdicts[mutant.key] = verdict if reached else "not reached"
         answer.write_text(json.dumps(verdicts))
 
@@ -505,11 +618,17 @@ def _affordable(tests: list[Any], seconds: list[float], budget: float) -> list[A
 
 
 def _lines_of(mutant: Mutant) -> set[int]:
-    """The lines on which the interpreter may report the mutated statement; of a handler its body's."""
+    """The lines on which the interpreter may report the mutated statement; of a handler its
+    body's.
+    """
     old = _get(mutant.place)
     if isinstance(old, ast.ExceptHandler):
         return set(range(old.lineno, (old.body[-1].end_lineno or old.lineno) + 1))
-    return set(range(old.lineno, (old.end_lineno or old.lineno) + 1)) if hasattr(old, "lineno") else {mutant.line}
+    return (
+        set(range(old.lineno, (old.end_lineno or old.lineno) + 1))
+        if hasattr(old, "lineno")
+        else {mutant.line}
+    )
 
 
 def _baseline(items: list[Any], recorder: Recorder, full: str, answer: Path) -> int:
@@ -556,7 +675,9 @@ def run_module(
         verdicts = _verdicts(path, tree, asked, scratch, budget)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    timeouts = sum(v == "timeout" for v in verdicts.values()) + (known["timeouts"] if again and known else 0)
+    timeouts = sum(v == "timeout" for v in verdicts.values()) + (
+        known["timeouts"] if again and known else 0
+    )
     alive = [one for one in asked if verdicts[one.key] in ("survived", "not reached")]
     listed = [
         {
@@ -586,34 +707,55 @@ def _digest(path: str) -> str:
     return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:12]
 
 
-def _verdicts(path: str, tree: ast.Module, asked: list[Mutant], scratch: Path, budget: float) -> dict[str, str]:
+def _verdicts(
+    path: str, tree: ast.Module, asked: list[Mutant], scratch: Path, budget: float
+) -> dict[str, str]:
     answer = scratch / "answer.json"
 
     def server() -> int:
         if not os.environ.get("MUTANTS_DEBUG"):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return _pytest(TESTS[path], Recorder(_serve(path, tree, asked, answer, scratch, budget)), scratch)
+        return _pytest(
+            TESTS[path], Recorder(_serve(path, tree, asked, answer, scratch, budget)), scratch
+        )
 
     code = _in_child(server, 6 * 3600)
     if code != 0 or not answer.exists():
-        raise SystemExit(f"{path}: its tests could not be collected or fail without a mutant (exit code {code}); run them: pytest {' '.join(TESTS[path])}")  # fmt: skip
+        raise SystemExit(
+            f"{path}: its tests could not be collected or fail without a mutant (exit "
+            f"code {code}); run them: pytest {' '.join(TESTS[path])}"
+        )
     return json.loads(answer.read_text())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Mutation testing of methods, vectors, statistics and storage.")
+    parser = argparse.ArgumentParser(
+        description="Mutation testing of methods, vectors, statistics and storage."
+    )
     parser.add_argument("modules", nargs="*", help="parts of paths, e.g. munba; all without")
     parser.add_argument("--survivors", action="store_true", help="only what survived the last run")
-    parser.add_argument("--missing", action="store_true", help="only modules whose source has no result yet")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="leave out modules that would take longer")
+    parser.add_argument(
+        "--missing", action="store_true", help="only modules whose source has no result yet"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="leave out modules that would take longer",
+    )
     parser.add_argument("--most", type=int, default=MOST, help="mutants a module at most")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of tests a mutant")
     parser.add_argument("--count", action="store_true", help="only say how many mutants there are")
     options = parser.parse_args()
-    paths = [p for p in TESTS if not options.modules or any(Path(p).stem == m for m in options.modules)]
+    paths = [
+        p for p in TESTS if not options.modules or any(Path(p).stem == m for m in options.modules)
+    ]
     if options.count:
         counts = {path: len(_of(path)) for path in paths}
-        print("\n".join(f"{n:5} {path}" for path, n in counts.items()), f"\n{sum(counts.values()):5} in all")
+        print(
+            "\n".join(f"{n:5} {path}" for path, n in counts.items()),
+            f"\n{sum(counts.values()):5} in all",
+        )
         return
     began = time.monotonic()
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONHASHSEED="0")
@@ -624,24 +766,40 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    generate = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # a failing example need not be made small
-    hypothesis.settings.register_profile("mutants", phases=generate, database=None, derandomize=True)
+    # a failing example need not be made small
+    generate = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile(
+        "mutants", phases=generate, database=None, derandomize=True
+    )
     hypothesis.settings.load_profile("mutants")
     for path in paths:
-        content = json.loads(RESULT.read_text()) if RESULT.exists() else {"modules": {}}
-        known = content["modules"].get(path)
+        known = _results().get(path)
         if options.missing and known is not None and known["source"] == _digest(path):
             continue
-        number = len(known["survivors"]) if known and options.survivors else min(options.most, len(_of(path)))
+        number = (
+            len(known["survivors"])
+            if known and options.survivors
+            else min(options.most, len(_of(path)))
+        )
         if time.monotonic() - began + 12 + 0.45 * number > options.seconds:
             print(f"{path}: left out, --seconds would not be enough", flush=True)
             continue
         how = {"survivors_only": options.survivors, "most": options.most, "budget": options.budget}
         found = run_module(path, known, **how)
-        content["modules"][path] = found
-        RESULT.write_text(_as_text(content["modules"]))
+        RESULT.write_text(_as_text(_results() | {path: found}))  # another process may have written
         share = found["killed"] / max(1, found["mutants"])
-        print(f"{path}: {found['killed']} of {found['mutants']} killed ({share:.1%}), {found['seconds']} s", flush=True)
+        print(
+            (
+                f"{path}: {found['killed']} of {found['mutants']} killed ({share:.1%}), "
+                f"{found['seconds']} s"
+            ),
+            flush=True,
+        )
+
+
+def _results() -> dict[str, Any]:
+    """What the last runs wrote, by module."""
+    return json.loads(RESULT.read_text())["modules"] if RESULT.exists() else {}
 
 
 def _as_text(modules: dict[str, Any]) -> str:

@@ -1,8 +1,11 @@
-"""What is fuzzed: for each reader of a text that a user or a stranger gives, a strategy of examples and a function.
+"""What is fuzzed: for each reader of a text that a user or a stranger gives, a strategy of examples
+and a function.
 
-`run(example, folder)` gives the example to its reader, with an empty folder to lay files into. It raises only what is a
-defect: any error but UserError, a message of more than 4,000 characters, more than 5 seconds of processor time, or a file
-that was written, changed or removed. tests/test_readers_property.py runs some hundred examples of each.
+`run(example, folder)` gives the example to its reader, with an empty folder to lay files into. It
+raises only what is a
+defect: any error but UserError, a message of more than 4,000 characters, more than 5 seconds of
+processor time, or a file that was written, changed or removed.
+tests/storage/test_readers_property.py runs some hundred examples of each.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import lzma
 import os
 import struct
 import zipfile
@@ -24,13 +28,14 @@ import yaml
 from hypothesis import strategies as st
 from PIL import Image
 
-from concept_eraser import recipe, registry, resources
+from concept_eraser import registry
 from concept_eraser.data import images, labelled, prompts
-from concept_eraser.errors import UserError
 from concept_eraser.evaluation import suite
+from concept_eraser.recipes import recipe, selections
 from concept_eraser.storage import readers
-from concept_eraser.targets.labelled import read_indices
-from concept_eraser.training import parameters
+from concept_eraser.targets.labelled_data import read_indices
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError
 
 SECONDS = 5.0
 CHARACTERS = 4_000
@@ -38,7 +43,9 @@ CHARACTERS = 4_000
 
 @dataclass(frozen=True)
 class Target:
-    """strategy: of examples; run: gives one to the reader, and raises where the reader does what it must not."""
+    """strategy: of examples; run: gives one to the reader, and raises where the reader does what it
+    must not.
+    """
 
     strategy: st.SearchStrategy[Any]
     run: Callable[[Any, Path], None]
@@ -49,13 +56,17 @@ class Defect(AssertionError):
 
 
 def guarded(read: Callable[[], Any], folder: Path, seconds: float = SECONDS) -> None:
-    """Call a reader; raise Defect for what it must not do, and let every error but UserError through."""
+    """Call a reader; raise Defect for what it must not do, and let every error but UserError
+    through.
+    """
     before, began = _state(folder), _seconds()
     try:
         read()
     except UserError as error:
         if len(str(error)) > CHARACTERS:
-            raise Defect(f"a message of {len(str(error))} characters: {str(error)[:200]}") from error
+            raise Defect(
+                f"a message of {len(str(error))} characters: {str(error)[:200]}"
+            ) from error
     if (took := _seconds() - began) > seconds:
         raise Defect(f"took {took:.1f} s")
     if (after := _state(folder)) != before:
@@ -63,7 +74,9 @@ def guarded(read: Callable[[], Any], folder: Path, seconds: float = SECONDS) -> 
 
 
 def _seconds() -> float:
-    """Of processor time, of this process and those that it started; the machine's other work does not count."""
+    """Of processor time, of this process and those that it started; the machine's other work does
+    not count.
+    """
     return sum(os.times()[:4])
 
 
@@ -131,15 +144,41 @@ TEXTS = st.one_of(
 NUMBERS = st.one_of(
     st.integers(),
     st.floats(),
-    st.sampled_from([0, -1, 1, 2**31, 2**32, 2**63, 2**64, 10**30, 10**400, 1e308, 0.5, float("inf"), float("nan")]),
+    st.sampled_from(
+        [
+            0,
+            -1,
+            1,
+            2**31,
+            2**32,
+            2**63,
+            2**64,
+            10**30,
+            10**400,
+            1e308,
+            0.5,
+            float("inf"),
+            float("nan"),
+        ]
+    ),
 )
 OTHERS = st.sampled_from(
-    [None, True, False, datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1), b"\0\xff", {"a", "b"}]
+    [
+        None,
+        True,
+        False,
+        datetime.date(2020, 1, 1),
+        datetime.datetime(2020, 1, 1),
+        b"\0\xff",
+        {"a", "b"},
+    ]
 )
 SCALARS = st.one_of(TEXTS, NUMBERS, OTHERS)
 KEYS = st.one_of(TEXTS, st.sampled_from([0, 1, None, True, 1.5, datetime.date(2020, 1, 1)]))
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=8
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=8,
 )
 PLAIN = st.recursive(  # of JSON
     st.one_of(TEXTS, NUMBERS, st.sampled_from([None, True, False])),
@@ -190,7 +229,8 @@ def bytes_like(*valid: bytes) -> st.SearchStrategy[bytes]:
             length = draw(st.sampled_from([0, 1, 2, 4, 8, 50]))
             piece = draw(
                 st.one_of(
-                    st.binary(max_size=8), st.sampled_from([b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff"])
+                    st.binary(max_size=8),
+                    st.sampled_from([b"\0\0\0\0", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff"]),
                 )
             )
             content = content[:place] + piece + content[place + length :]
@@ -211,7 +251,9 @@ def alike(value: Any) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def mutations(draw: st.DrawFn, base: Callable[[], Any], values: st.SearchStrategy[Any] = VALUES) -> Any:
+def mutations(
+    draw: st.DrawFn, base: Callable[[], Any], values: st.SearchStrategy[Any] = VALUES
+) -> Any:
     """A valid content with some values replaced, some keys put in, some taken out."""
     content = json.loads(json.dumps(base()))
     for _ in range(draw(st.integers(0, 3))):
@@ -242,7 +284,9 @@ def json_bytes(content: Any) -> bytes:
     return json.dumps(content).encode()
 
 
-def file_target(name: str, strategy: st.SearchStrategy[bytes], read: Callable[[Path], Any], **others: bytes) -> Target:
+def file_target(
+    name: str, strategy: st.SearchStrategy[bytes], read: Callable[[Path], Any], **others: bytes
+) -> Target:
     """A target that lays the example into a file and reads that; others: files beside it."""
 
     def run(example: bytes, folder: Path) -> None:
@@ -263,24 +307,49 @@ def _yaml_of(kind: str, name: str) -> Any:
 
 
 def _recipe() -> Any:
-    sides = {"prompts": "tiny_star", "loss": "anchor", "anchor": {"shape": "circle"}, "timesteps": [0, 1000], "scale": 1.0, "n": 8, "images": "generate", "eta": 1.0, "empty_prompts": 0.1}  # fmt: skip
+    sides = {
+        "prompts": "tiny_star",
+        "loss": "anchor",
+        "anchor": {"shape": "circle"},
+        "timesteps": [0, 1000],
+        "scale": 1.0,
+        "n": 8,
+        "images": "generate",
+        "eta": 1.0,
+        "empty_prompts": 0.1,
+    }
     return {
         "model": "tiny-sd",
         "model_options": {"size": 512},
         "forget": [sides, {"prompts": "tiny_moon", "loss": "esd", "eta": 1.0}],
-        "concepts": "players",
+        "concepts": "together",
         "retain": {"prompts": ["a house", "a moon"], "loss": "data"},
         "method": {"name": "munba", "xi": 1e-6, "every": 1},
         "finish": {"name": "uce", "lamb": 0.5},
         "trainable": {"select": "all", "lora": {"rank": 4, "alpha": 4.0}},
-        "training": {"steps": 4, "batch_size": 4, "lr": 1e-4, "weight_decay": 0.0, "seed": 0, "tracker": "none"},
+        "training": {
+            "steps": 4,
+            "batch_size": 4,
+            "lr": 1e-4,
+            "weight_decay": 0.0,
+            "seed": 0,
+            "tracker": "none",
+        },
         "generation": {"steps": 2, "guidance": 5.0, "batch_size": 8, "seed": 0},
         "memory": "8gb",
     }
 
 
 def _labelled_recipe() -> Any:
-    side = {"data": "digits", "options": {"flat": True}, "classes": [3, "4"], "share": 0.5, "indices": [1, 2], "loss": "relabel", "l1": 0.1}  # fmt: skip
+    side = {
+        "data": "digits",
+        "options": {"flat": True},
+        "classes": [3, "4"],
+        "share": 0.5,
+        "indices": [1, 2],
+        "loss": "relabel",
+        "l1": 0.1,
+    }
     return {
         "target": "classifier",
         "model": "x",
@@ -308,16 +377,29 @@ def _paths(content: Any, prefix: str = "") -> list[str]:
         content = dict(enumerate(content, 1))
     if not isinstance(content, dict):
         return [prefix]
-    return [prefix, *(path for key, inner in content.items() for path in _paths(inner, f"{prefix}.{key}".strip(".")))]
+    return [
+        prefix,
+        *(
+            path
+            for key, inner in content.items()
+            for path in _paths(inner, f"{prefix}.{key}".strip("."))
+        ),
+    ]
 
 
 def _yaml_line(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+    )
 
 
 OVERRIDES = st.lists(
     st.one_of(
-        st.builds("{}={}".format, st.sampled_from(_paths(_recipe())), st.one_of(VALUES.map(_yaml_line), TEXTS)),
+        st.builds(
+            "{}={}".format,
+            st.sampled_from(_paths(_recipe())),
+            st.one_of(VALUES.map(_yaml_line), TEXTS),
+        ),
         st.builds("{}={}".format, TEXTS, TEXTS),
         TEXTS,
     ),
@@ -342,12 +424,18 @@ def _suite() -> Any:
             "direct": {"prompts": "tiny_star", "role": "forget", "n": 4},
             "more": {"prompts": ["a"], "role": "retain"},
         },
-        "metrics": ["concept_share", {"name": "nudenet", "preset": "mace"}, {"name": "fid", "features": "judge"}],
+        "metrics": [
+            "concept_rate",
+            {"name": "nudenet", "preset": "mace"},
+            {"name": "fid", "features": "judge"},
+        ],
     }
 
 
 SUITES = st.one_of(
-    mutations(_suite).map(yaml_bytes), bytes_like(resources.find("eval", "tiny").read_bytes()), NASTY_YAML
+    mutations(_suite).map(yaml_bytes),
+    bytes_like(resources.find("eval", "tiny").read_bytes()),
+    NASTY_YAML,
 )
 
 
@@ -382,10 +470,15 @@ def _prompt_set() -> Any:
 
 
 TABLE = b'prompt,categories,seed,guidance,share\n"a, b","sexual, x",17,7.5,60\nc,sexual,18.0,,70\n'
-JSON_TABLE = json.dumps({"annotations": [{"caption": "a", "seed": 1, "guidance": 2.0, "n": [1, 2]}, "b"]}).encode()
+JSON_TABLE = json.dumps(
+    {"annotations": [{"caption": "a", "seed": 1, "guidance": 2.0, "n": [1, 2]}, "b"]}
+).encode()
 JSON_LINES = b'{"text": "a", "seed": 1}\n\n{"prompt": "b", "guidance": 2.5}\n"c"\n'
 BILLIONS = {
-    "expand": {"templates": ["{" + "} {".join("abcdefgh") + "}"], **{letter: list(range(50)) for letter in "abcdefgh"}}
+    "expand": {
+        "templates": ["{" + "} {".join("abcdefgh") + "}"],
+        **{letter: list(range(50)) for letter in "abcdefgh"},
+    }
 }
 PROMPT_SETS = st.one_of(
     mutations(_prompt_set).map(yaml_bytes),
@@ -401,17 +494,24 @@ def _read_prompts(path: Path) -> None:
 
 
 CELLS = st.one_of(
-    TEXTS, NUMBERS.map(lambda number: format(number, "g") if isinstance(number, float) else str(number)[:4000])
+    TEXTS,
+    NUMBERS.map(
+        lambda number: format(number, "g") if isinstance(number, float) else str(number)[:4000]
+    ),
 )
 
 
 def _rows(separator: str) -> st.SearchStrategy[bytes]:
     heads = st.lists(
-        st.sampled_from(["prompt", "text", "seed", "guidance", "class", "", "prompt"]), min_size=1, max_size=4
+        st.sampled_from(["prompt", "text", "seed", "guidance", "class", "", "prompt"]),
+        min_size=1,
+        max_size=4,
     )
     rows = st.lists(st.lists(CELLS, max_size=5), max_size=4)
     return st.builds(
-        lambda head, body: "\n".join(separator.join(row) for row in [head, *body]).encode(errors="surrogatepass"),
+        lambda head, body: "\n".join(separator.join(row) for row in [head, *body]).encode(
+            errors="surrogatepass"
+        ),
         heads,
         rows,
     )
@@ -431,7 +531,10 @@ ANCHORS = st.one_of(
 
 def _run_anchor(example: Any, folder: Path) -> None:
     row = prompts.Prompt(
-        "a red star", {"shape": "star", "color": "red"}, {"shape": "star", "color": "red"}, "a {color} {shape}"
+        "a red star",
+        {"shape": "star", "color": "red"},
+        {"shape": "star", "color": "red"},
+        "a {color} {shape}",
     )
     guarded(lambda: row.anchored(example), folder)
 
@@ -490,40 +593,40 @@ EXPRESSIONS = st.one_of(
 
 
 def _run_expression(example: str, folder: Path) -> None:
-    guarded(lambda: parameters.select(NAMES, f"re:{example}"), folder)
+    guarded(lambda: selections.select(NAMES, f"re:{example}"), folder)
 
 
-# Pictures and labelled data
+# Images and labelled data
 
 
 @cache
-def picture(kind: str) -> bytes:
-    """A small valid picture file."""
+def image(kind: str) -> bytes:
+    """A small valid image file."""
     file = io.BytesIO()
     pixels = (np.arange(12 * 9 * 3).reshape(9, 12, 3) % 256).astype(np.uint8)
     Image.fromarray(pixels).save(file, kind)
     return file.getvalue()
 
 
-def _huge_picture() -> bytes:
-    """A PNG whose header states more pixels than any picture has."""
+def _huge_image() -> bytes:
+    """A PNG whose header states more pixels than any image has."""
     import zlib
 
-    content = picture("PNG")
+    content = image("PNG")
     header = b"IHDR" + struct.pack(">II", 2**30, 2**30) + content[24:29]
     return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
 
 
-PICTURES = st.one_of(
-    bytes_like(*(picture(kind) for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"))),
-    st.just(_huge_picture()),
+IMAGES = st.one_of(
+    bytes_like(*(image(kind) for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"))),
+    st.just(_huge_image()),
     st.just(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(x) =\n"),
 )
 
 
-def _read_picture(path: Path) -> None:
+def _read_image(path: Path) -> None:
     images.read_folder(path.parent, (16, 16), caption="a")
-    list(images.read_pictures(path.parent, []))
+    list(images.read_images(path.parent, []))
 
 
 METADATA = st.one_of(
@@ -552,7 +655,9 @@ def npy(array: Any, pickled: bool = False) -> bytes:
 def header(shape: str, kind: str) -> bytes:
     """The header of an array that states a shape, and ten bytes in its place."""
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text) + 1) + text.encode() + b"\n" + b"\0" * 10
+    return (
+        b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text) + 1) + text.encode() + b"\n" + b"\0" * 10
+    )
 
 
 ARRAYS = st.one_of(
@@ -577,7 +682,9 @@ ARRAYS = st.one_of(
     ),
     st.builds(
         header,
-        st.sampled_from(["(1000000000000,)", "(4,)", "(-1, 2)", "(2, 2, 'a')", "()", "x", "(" * 300]),
+        st.sampled_from(
+            ["(1000000000000,)", "(4,)", "(-1, 2)", "(2, 2, 'a')", "()", "x", "(" * 300]
+        ),
         st.sampled_from(["<f4", "|O", "<U9", "q", "|V2000000000", "x"]),
     ),
     bytes_like(npy(np.zeros((4, 3)))),
@@ -603,7 +710,9 @@ TARGETS: dict[str, Target] = {
     "suite": file_target("suite.yaml", SUITES, lambda path: suite.load(str(path))),
     "plug-in options": Target(st.tuples(st.sampled_from(OPTIONS), VALUES), _run_option),
     "prompts yaml": file_target("set.yaml", PROMPT_SETS, _read_prompts, table__csv=TABLE),
-    "prompts txt": file_target("set.txt", st.one_of(LINES, bytes_like(b"# x\na star\n\n a moon \n")), _read_prompts),
+    "prompts txt": file_target(
+        "set.txt", st.one_of(LINES, bytes_like(b"# x\na star\n\n a moon \n")), _read_prompts
+    ),
     "prompts csv": file_target("set.csv", st.one_of(_rows(","), bytes_like(TABLE)), _read_prompts),
     "prompts tsv": file_target(
         "set.tsv", st.one_of(_rows("\t"), bytes_like(TABLE.replace(b",", b"\t"))), _read_prompts
@@ -617,11 +726,15 @@ TARGETS: dict[str, Target] = {
         ),
         _read_prompts,
     ),
-    "prompts jsonl": file_target("set.jsonl", st.one_of(LINES, bytes_like(JSON_LINES)), _read_prompts),
+    "prompts jsonl": file_target(
+        "set.jsonl", st.one_of(LINES, bytes_like(JSON_LINES)), _read_prompts
+    ),
     "anchor": Target(ANCHORS, _run_anchor),
     "selection": Target(EXPRESSIONS, _run_expression),
     "read_yaml": file_target(
-        "x.yaml", st.one_of(NASTY_YAML, VALUES.map(yaml_bytes), bytes_like(b"a: [1, {b: c}]\n")), readers.read_yaml
+        "x.yaml",
+        st.one_of(NASTY_YAML, VALUES.map(yaml_bytes), bytes_like(b"a: [1, {b: c}]\n")),
+        readers.read_yaml,
     ),
     "read_json": file_target(
         "x.json",
@@ -633,23 +746,36 @@ TARGETS: dict[str, Target] = {
         readers.read_json,
     ),
     "read_lines": file_target(
-        "x.jsonl", st.one_of(LINES, bytes_like(JSON_LINES), st.just(b"[" * 9000)), readers.read_lines
+        "x.jsonl",
+        st.one_of(LINES, bytes_like(JSON_LINES), st.just(b"[" * 9000)),
+        readers.read_lines,
+    ),
+    "read_compressed_lines": file_target(
+        "x.jsonl.xz",
+        st.one_of(
+            LINES.map(lzma.compress), bytes_like(lzma.compress(b'{"a": 1}\n{"b": [2]}\n')), LINES
+        ),
+        readers.read_compressed_lines,
     ),
     "read_tensors": file_target("x.safetensors", bytes_like(_tensors()), readers.read_tensors),
-    "read_tensor_header": file_target("x.safetensors", bytes_like(_tensors()), readers.read_tensor_header),
-    "pictures": file_target("a.png", PICTURES, _read_picture),
+    "read_tensor_header": file_target(
+        "x.safetensors", bytes_like(_tensors()), readers.read_tensor_header
+    ),
+    "images": file_target("a.png", IMAGES, _read_image),
     "captions": file_target(
         "a.txt",
         st.one_of(LINES, st.binary(max_size=50)),
         lambda path: images.read_folder(path.parent, (8, 8)),
-        a__png=picture("PNG"),
+        a__png=image("PNG"),
     ),
     "metadata": file_target(
         "metadata.jsonl",
         METADATA,
         lambda path: images.read_folder(path.parent, (8, 8), caption="a"),
-        a__png=picture("PNG"),
+        a__png=image("PNG"),
     ),
     "npz": file_target("data.npz", NPZ, lambda path: labelled.open_data(str(path)).inputs([0])),
-    "indices": file_target("rows.txt", st.one_of(LINES, bytes_like(b"1\n2 # two\n30\n")), read_indices),
+    "indices": file_target(
+        "rows.txt", st.one_of(LINES, bytes_like(b"1\n2 # two\n30\n")), read_indices
+    ),
 }

@@ -1,6 +1,8 @@
-"""Targets about what run folders, caches and checkpoints hold: files that a stranger, or a failing disk, has changed.
+"""Targets about what run folders, caches and checkpoints hold: files that a stranger, or a failing
+disk, has changed.
 
-Inputs are made by a seed: a valid file of a small corpus, changed as bytes, or as a structure that is then written.
+Inputs are made by a seed: a valid file of a small corpus, changed as bytes, or as a structure that
+is then written.
 """
 
 from __future__ import annotations
@@ -16,12 +18,79 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 
 ERROR_CHARACTERS = 4000
-_NUMBERS = (0, 1, -1, 127, 128, 255, 256, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30)
-_BYTES = (b"\0", b"\xff", b"\n", b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"9", b"e", b"\\", b"/", b"..", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"NaN", b"null", b"true", b"1e999", b"Infinity")  # fmt: skip
-_VALUES = (None, True, 0, -1, 1.5, 1e308, float("nan"), float("inf"), 10**40, "", "x", "../../x", "/etc/hostname", "\0", "\ud800", "{0.__class__}", "a" * 5000, [], {}, [[]], [{}], {"a": {}}, [1, "x", None], "payload:go", "nan", [None, None])  # fmt: skip
+_NUMBERS = (
+    0,
+    1,
+    -1,
+    127,
+    128,
+    255,
+    256,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**63 - 1,
+    2**63,
+    2**64,
+    -(2**63),
+    10**30,
+)
+_BYTES = (
+    b"\0",
+    b"\xff",
+    b"\n",
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"-",
+    b"9",
+    b"e",
+    b"\\",
+    b"/",
+    b"..",
+    b"\xef\xbb\xbf",
+    b"\xed\xa0\x80",
+    b"NaN",
+    b"null",
+    b"true",
+    b"1e999",
+    b"Infinity",
+)
+_VALUES = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    10**40,
+    "",
+    "x",
+    "../../x",
+    "/etc/hostname",
+    "\0",
+    "\ud800",
+    "{0.__class__}",
+    "a" * 5000,
+    [],
+    {},
+    [[]],
+    [{}],
+    {"a": {}},
+    [1, "x", None],
+    "payload:go",
+    "nan",
+    [None, None],
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +99,8 @@ class RunTarget:
 
     make: Callable[[int], Any]
     run: Callable[[Any, Path], None]
-    weight: float = 1.0  # of its share of a campaign's inputs: a card takes a tenth of a second, a header none
+    # of its share of a campaign's inputs: a card takes a tenth of a second, a header none
+    weight: float = 1.0
 
     @property
     def strategy(self) -> Any:
@@ -40,7 +110,9 @@ class RunTarget:
 
 
 def mutated_bytes(content: bytes, rng: random.Random) -> bytes:
-    """A file after one to four damages: flips, cuts, inserted, doubled, swapped and zeroed blocks, numbers at limits."""
+    """A file after one to four damages: flips, cuts, inserted, doubled, swapped and zeroed blocks,
+    numbers at limits.
+    """
     data = bytearray(content)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         place = rng.randrange(len(data) + 1)
@@ -60,7 +132,9 @@ def mutated_bytes(content: bytes, rng: random.Random) -> bytes:
                 data[place:end] = bytes(end - place)
             case 6:
                 size = rng.choice([1, 2, 4, 8])
-                data[place : place + size] = (rng.choice(_NUMBERS) % 2 ** (8 * size)).to_bytes(size, rng.choice(["little", "big"]))  # fmt: skip
+                data[place : place + size] = (rng.choice(_NUMBERS) % 2 ** (8 * size)).to_bytes(
+                    size, rng.choice(["little", "big"])
+                )
             case 7:
                 data[place:place] = str(rng.choice(_NUMBERS)).encode()
             case _:
@@ -70,7 +144,9 @@ def mutated_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def mutated_value(value: Any, rng: random.Random) -> Any:
-    """A nested value with one to three places changed: another type, a key less, more or renamed, deeper."""
+    """A nested value with one to three places changed: another type, a key less, more or renamed,
+    deeper.
+    """
     found = json.loads(json.dumps(value))
     for _ in range(rng.choice([1, 1, 2, 3])):
         found = _changed(found, rng)
@@ -84,7 +160,9 @@ def _changed(value: Any, rng: random.Random) -> Any:
             case 0:
                 return {k: v for k, v in value.items() if k != key}
             case 1:
-                return {(str(rng.choice(_VALUES))[:40] if k == key else k): v for k, v in value.items()}
+                return {
+                    (str(rng.choice(_VALUES))[:40] if k == key else k): v for k, v in value.items()
+                }
             case 2:
                 return {**value, key: rng.choice(_VALUES)}
             case _:
@@ -104,22 +182,142 @@ def _changed(value: Any, rng: random.Random) -> Any:
 
 
 def answers(call: Callable[[], Any]) -> None:
-    """Raise AssertionError where what is called raises UserError of more than 4,000 characters; other errors pass on."""
+    """Raise AssertionError where what is called raises UserError of more than 4,000 characters;
+    other errors pass on.
+    """
     try:
         call()
     except UserError as error:
         if len(str(error)) > ERROR_CHARACTERS:
-            raise AssertionError(f"an error of {len(str(error))} characters: {str(error)[:200]}") from error
+            raise AssertionError(
+                f"an error of {len(str(error))} characters: {str(error)[:200]}"
+            ) from error
 
 
-# The valid files that inputs are made from. They are written here, not read from a run: a campaign needs no training.
+# The valid files that inputs are made from. They are written here, not read from a run: a campaign
+# needs no training.
 INTERVAL = {"value": 0.5, "low": 0.25, "high": 0.75, "n": 8}
-SUITE = {"about": "", "concept": {"shape": "star"}, "judge": "tiny", "seed": 0, "sampling": {"steps": 2, "guidance": 5.0}, "groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 2}, "retained": {"prompts": "tiny_rest", "role": "retain", "n": 2}}, "metrics": ["concept_share"]}  # fmt: skip
-ENVIRONMENT = {"concept_eraser": "0.1.0", "commit": "0" * 40, "python": "3.11.7", "platform": "Linux", "versions": {"torch": "2.13.0"}, "device": "cpu", "cpu_count": 2, "threads": 1, "command": "concept-eraser evaluate runs/star", "prompts": {"forget": {"rows": 20, "hash": "abc"}}}  # fmt: skip
-EVALUATION = {"protocol": SUITE, "protocol_hash": "0123456789ab", "prompt_hashes": {"direct": "a", "retained": "b"}, "judge": "tiny (0123)", "models": {"before": "tiny-sd (aaaaaaaa)", "after": "runs/star (bbbbbbbb)"}, "sensitive": False, "refused": {"fid": "too few"}, "results": [{"metric": "concept_share", "group": "direct", "better": "lower", "before": INTERVAL, "after": INTERVAL, "difference": INTERVAL, "settings": {"k": 1}}, {"metric": "nudenet_armpits", "group": "direct", "better": "lower", "before": INTERVAL, "after": INTERVAL, "difference": None, "settings": {"preset": "mace"}}, {"metric": "accuracy_shape", "group": "retained", "better": "higher", "before": INTERVAL, "after": INTERVAL, "difference": None}], "environment": ENVIRONMENT}  # fmt: skip
-ATTACK = {"protocol": {"attack": "random_tokens", "options": {"tries": 1}, "group": "direct", "suite": SUITE, "n": 2}, "protocol_hash": "ab", "models": {"victim": "runs/star (bbbbbbbb)", "before": "tiny-sd (aaaaaaaa)"}, "rates": {"pre": INTERVAL, "attacked": INTERVAL, "asr": INTERVAL}, "cost": {"pictures": 4}, "seconds": 1.5, "attempts": [{"prompt": "a star", "seed": 1, "pre": False, "success": True, "round": 1, "text": "x a star", "by_seed": None}, {"prompt": "a red star", "seed": 2, "pre": True, "success": True, "round": 0, "text": None, "by_seed": None}], "curves": [[{"round": 1, "fell": 1}]], "environment": ENVIRONMENT}  # fmt: skip
-DONE = {"steps": 2, "seconds": 1.5, "trained_parameters": 1000, "trained_tensors": 10, "skipped_steps": 0}
-LOG = [{"step": 1, "seconds": 0.1, "losses": {"forget": 0.5, "retain": 0.4}, "cosine": 0.1, "norms": {"forget": 1.0, "retain": 2.0}}, {"step": 2, "seconds": 0.2, "losses": {"forget": 0.5, "retain": 0.4}, "cosine": -0.1, "norms": {"forget": 1.0, "retain": 2.0}}]  # fmt: skip
+SUITE = {
+    "about": "",
+    "concept": {"shape": "star"},
+    "judge": "tiny",
+    "seed": 0,
+    "sampling": {"steps": 2, "guidance": 5.0},
+    "groups": {
+        "direct": {"prompts": "tiny_star", "role": "forget", "n": 2},
+        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 2},
+    },
+    "metrics": ["concept_rate"],
+}
+ENVIRONMENT = {
+    "concept_eraser": "0.1.0",
+    "commit": "0" * 40,
+    "python": "3.11.7",
+    "platform": "Linux",
+    "versions": {"torch": "2.13.0"},
+    "device": "cpu",
+    "cpu_count": 2,
+    "threads": 1,
+    "command": "concept-eraser evaluate runs/star",
+    "prompts": {"forget": {"rows": 20, "hash": "abc"}},
+}
+EVALUATION = {
+    "protocol": SUITE,
+    "protocol_hash": "0123456789ab",
+    "prompt_hashes": {"direct": "a", "retained": "b"},
+    "judge": "tiny (0123)",
+    "models": {"before": "tiny-sd (aaaaaaaa)", "after": "runs/star (bbbbbbbb)"},
+    "sensitive": False,
+    "refused": {"fid": "too few"},
+    "results": [
+        {
+            "metric": "concept_rate",
+            "group": "direct",
+            "better": "lower",
+            "before": INTERVAL,
+            "after": INTERVAL,
+            "difference": INTERVAL,
+            "settings": {"k": 1},
+        },
+        {
+            "metric": "nudenet_armpits",
+            "group": "direct",
+            "better": "lower",
+            "before": INTERVAL,
+            "after": INTERVAL,
+            "difference": None,
+            "settings": {"preset": "mace"},
+        },
+        {
+            "metric": "accuracy_shape",
+            "group": "retained",
+            "better": "higher",
+            "before": INTERVAL,
+            "after": INTERVAL,
+            "difference": None,
+        },
+    ],
+    "environment": ENVIRONMENT,
+}
+ATTACK = {
+    "protocol": {
+        "attack": "random_tokens",
+        "options": {"tries": 1},
+        "group": "direct",
+        "suite": SUITE,
+        "n": 2,
+    },
+    "protocol_hash": "ab",
+    "models": {"victim": "runs/star (bbbbbbbb)", "before": "tiny-sd (aaaaaaaa)"},
+    "rates": {"pre": INTERVAL, "attacked": INTERVAL, "asr": INTERVAL},
+    "cost": {"images": 4},
+    "seconds": 1.5,
+    "attempts": [
+        {
+            "prompt": "a star",
+            "seed": 1,
+            "pre": False,
+            "success": True,
+            "round": 1,
+            "text": "x a star",
+            "by_seed": None,
+        },
+        {
+            "prompt": "a red star",
+            "seed": 2,
+            "pre": True,
+            "success": True,
+            "round": 0,
+            "text": None,
+            "by_seed": None,
+        },
+    ],
+    "curves": [[{"round": 1, "fell": 1}]],
+    "environment": ENVIRONMENT,
+}
+DONE = {
+    "steps": 2,
+    "seconds": 1.5,
+    "trained_parameters": 1000,
+    "trained_tensors": 10,
+    "skipped_steps": 0,
+}
+LOG = [
+    {
+        "step": 1,
+        "seconds": 0.1,
+        "losses": {"forget": 0.5, "retain": 0.4},
+        "cosine": 0.1,
+        "norms": {"forget": 1.0, "retain": 2.0},
+    },
+    {
+        "step": 2,
+        "seconds": 0.2,
+        "losses": {"forget": 0.5, "retain": 0.4},
+        "cosine": -0.1,
+        "norms": {"forget": 1.0, "retain": 2.0},
+    },
+]
 RECIPE = """# concept-eraser erase short.yaml
 model: tiny-sd
 forget: {prompts: tiny_star, loss: anchor, anchor: {shape: circle}, n: 4}
@@ -129,8 +327,31 @@ trainable: {select: cross_attention}
 training: {steps: 2, batch_size: 2, device: cpu}
 generation: {steps: 1}
 """
-MARK = {"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"weights.safetensors": {"size": 3, "mtime_ns": 1, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}, "log.jsonl": {"size": 0, "mtime_ns": 0, "sha256": None}, "pipeline/a.json": {"size": 2, "mtime_ns": 1, "sha256": "0" * 64}}, "folders": ["tracking"]}  # fmt: skip
-INDEX = {"_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.37.0", "unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"], "text_encoder": ["transformers", "CLIPTextModel"], "tokenizer": ["transformers", "CLIPTokenizer"], "scheduler": ["diffusers", "DDIMScheduler"], "safety_checker": [None, None]}  # fmt: skip
+MARK = {
+    "made_by": "concept_eraser",
+    "format": 1,
+    "kind": "run",
+    "files": {
+        "weights.safetensors": {
+            "size": 3,
+            "mtime_ns": 1,
+            "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+        },
+        "log.jsonl": {"size": 0, "mtime_ns": 0, "sha256": None},
+        "pipeline/a.json": {"size": 2, "mtime_ns": 1, "sha256": "0" * 64},
+    },
+    "folders": ["tracking"],
+}
+INDEX = {
+    "_class_name": "StableDiffusionPipeline",
+    "_diffusers_version": "0.37.0",
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "scheduler": ["diffusers", "DDIMScheduler"],
+    "safety_checker": [None, None],
+}
 
 
 def json_input(*values: Any) -> Callable[[int], bytes]:
@@ -185,7 +406,11 @@ def _manifest(content: bytes, folder: Path) -> None:
 
     run, canary = _run_folder(folder, manifest.MARK, content), folder / "canary.txt"
     canary.write_text("mine")
-    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != manifest.MARK}  # fmt: skip
+    before = {
+        path: path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name != manifest.MARK
+    }
     answers(lambda: manifest.verify(run))
     answers(lambda: manifest.unlisted(run))
     answers(lambda: manifest.require_intact(run))
@@ -197,14 +422,24 @@ def _manifest(content: bytes, folder: Path) -> None:
     answers(lambda: output_folder.remove_set_aside(run))
     assert canary.read_text() == "mine"
     listed = _listed(content)
-    lost = [path for path in before if not path.exists() and not _set_aside(run, path) and path.relative_to(run).as_posix() not in listed]  # fmt: skip
+    lost = [
+        path
+        for path in before
+        if not path.exists()
+        and not _set_aside(run, path)
+        and path.relative_to(run).as_posix() not in listed
+    ]
     assert not lost, f"files that the mark does not list are gone: {lost}"
 
 
 def _listed(content: bytes) -> set[str]:
     try:
         found = json.loads(content)
-        return set(found["files"]) | {f"{folder}/{name}" for folder in found.get("folders", []) for name in ("a.json", "attack.json", "model_index.json")}  # fmt: skip
+        return set(found["files"]) | {
+            f"{folder}/{name}"
+            for folder in found.get("folders", [])
+            for name in ("a.json", "attack.json", "model_index.json")
+        }
     except (ValueError, TypeError, KeyError, RecursionError):
         return set()
 
@@ -228,7 +463,9 @@ def _lock(content: bytes, folder: Path) -> None:
     answers(take)
 
 
-def _run_file(name: str, readers: Callable[[Path], list[Callable[[], Any]]]) -> Callable[[bytes, Path], None]:
+def _run_file(
+    name: str, readers: Callable[[Path], list[Callable[[], Any]]]
+) -> Callable[[bytes, Path], None]:
     """A target that changes one file of a run and reads the run by all that read it."""
 
     def run(content: bytes, folder: Path) -> None:
@@ -240,8 +477,8 @@ def _run_file(name: str, readers: Callable[[Path], list[Callable[[], Any]]]) -> 
 
 
 def _readers_of_numbers(run: Path) -> list[Callable[[], Any]]:
-    from concept_eraser import cards, reporting
-    from concept_eraser.evaluation import compare, entries
+    from concept_eraser.exporting import model_card
+    from concept_eraser.reporting import compare, run_results, write
 
     def table() -> None:
         path, content = compare.read(run)
@@ -251,44 +488,52 @@ def _readers_of_numbers(run: Path) -> list[Callable[[], Any]]:
         other = run.parent / "other"
         shutil.copytree(run, other, dirs_exist_ok=True)
         (other / "evaluation.json").write_text(json.dumps(EVALUATION))
-        entries.read([run, other], {})
+        run_results.read([run, other], {})
 
     return [
-        lambda: entries.read_evaluation(run),
-        lambda: list(entries.read_attacks(run)),
-        lambda: entries.read([run], {}),
+        lambda: run_results.read_evaluation(run),
+        lambda: list(run_results.read_attacks(run)),
+        lambda: run_results.read([run], {}),
         beside,
         table,
-        lambda: entries._held(run),
-        lambda: cards.card(run),
-        lambda: cards.warnings(run),
-        lambda: reporting._facts(run),
-        lambda: reporting.is_labelled(run),
+        lambda: run_results._held(run),
+        lambda: model_card.card(run),
+        lambda: model_card.warnings(run),
+        lambda: write._facts(run),
+        lambda: write.is_labelled(run),
     ]
 
 
 def _readers_for_page(run: Path) -> list[Callable[[], Any]]:
-    """The page about several runs, without making images: all that is rendered from the files' numbers."""
-    from concept_eraser import reporting
-    from concept_eraser.evaluation import entries, overview, overview_plots, standing, triples
+    """The page about several runs, without making images: all that is rendered from the files'
+    numbers.
+    """
+    from concept_eraser.reporting import (
+        comparison_plots,
+        galleries,
+        ranking,
+        run_results,
+        several_runs,
+        write,
+    )
 
     def page() -> None:
-        facts = {run: reporting._facts(run)}
-        found = entries.read([run], facts)
-        overview.table(found)
-        standing.summary(found)
-        overview.costs(found)
+        facts = {run: write._facts(run)}
+        found = run_results.read([run], facts)
+        several_runs.table(found)
+        ranking.summary(found)
+        several_runs.costs(found)
         for entry in found:
             for label, content in entry.attacks.items():
-                triples.of_attack(label, content)
-                overview_plots.fallen(content)
-        overview._machines(found)
+                galleries.of_attack(label, content)
+                comparison_plots.fallen(content)
+        several_runs._machines(found)
         if len((run / "evaluation.json").read_bytes()) % 16 == 0:  # figures take a while
-            overview.curves(found)
-            overview.pareto(found)
-            overview.nudenet(found)
+            several_runs.curves(found)
+            several_runs.pareto(found)
+            several_runs.nudenet(found)
         for entry in found:
-            overview.repeat(entry)
+            several_runs.repeat(entry)
             _ = entry.concept, entry.sensitive
 
     return [page]
@@ -299,7 +544,12 @@ def _state_corpus() -> bytes:
 
     from concept_eraser.storage.digests import value_digest
 
-    state = {"step": 2, "weights": {"a": torch.zeros(2, 3)}, "optimizer": {"state": {0: {"step": 1, "exp": torch.ones(2)}}, "groups": [{"lr": 0.1}]}, "seconds": 1.5}  # fmt: skip
+    state = {
+        "step": 2,
+        "weights": {"a": torch.zeros(2, 3)},
+        "optimizer": {"state": {0: {"step": 1, "exp": torch.ones(2)}}, "groups": [{"lr": 0.1}]},
+        "seconds": 1.5,
+    }
     buffer = io.BytesIO()
     torch.save({**state, "sha256": value_digest(state)}, buffer)
     return buffer.getvalue()
@@ -394,9 +644,15 @@ def _lora_corpus(kohya: bool) -> Callable[[], bytes]:
         from concept_eraser.models import lora_files
 
         model = _tiny()
-        layer = next(name for name, module in model.parts["denoiser"].named_modules() if name.endswith("attn2.to_k"))
+        layer = next(
+            name
+            for name, module in model.parts["denoiser"].named_modules()
+            if name.endswith("attn2.to_k")
+        )
         shape = model.parts["denoiser"].get_submodule(layer).weight.shape
-        factors = lora_files.of_pairs("denoiser", {layer: (torch.zeros(2, shape[1]), torch.zeros(shape[0], 2))})
+        factors = lora_files.of_pairs(
+            "denoiser", {layer: (torch.zeros(2, shape[1]), torch.zeros(shape[0], 2))}
+        )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "lora.safetensors"
             lora_files.save(model, [factors], path, kohya=kohya)
@@ -422,7 +678,9 @@ def _lora(content: bytes, folder: Path) -> None:
 def _texts(*corpus: str) -> Callable[[int], str]:
     def make(seed: int) -> str:
         rng = random.Random(seed)
-        return mutated_bytes(rng.choice(corpus).encode(), rng).decode("utf-8", "surrogateescape" if rng.random() < 0.2 else "replace")  # fmt: skip
+        return mutated_bytes(rng.choice(corpus).encode(), rng).decode(
+            "utf-8", "surrogateescape" if rng.random() < 0.2 else "replace"
+        )
 
     return make
 
@@ -436,16 +694,16 @@ def _hub_id(text: str, folder: Path) -> None:
 
 
 def _guard(text: str, folder: Path) -> None:
-    from concept_eraser.models.guards import Guard
+    from concept_eraser.models.safeguards import Guard
 
     answers(lambda: Guard.read(text))
 
 
 def _places(text: str, folder: Path) -> None:
-    from concept_eraser import places
+    from concept_eraser.utils import path_redaction
 
-    answers(lambda: places.cleaned({"a": [text], "b": text}))
-    answers(lambda: places.named(text))
+    answers(lambda: path_redaction.cleaned({"a": [text], "b": text}))
+    answers(lambda: path_redaction.named(text))
 
 
 def _jsonl(seed: int) -> bytes:
@@ -456,11 +714,10 @@ def _jsonl(seed: int) -> bytes:
 
 
 def _log(content: bytes, folder: Path) -> None:
-    from concept_eraser import reporting
-    from concept_eraser.evaluation import plots
+    from concept_eraser.reporting import plots, write
 
     run = _run_folder(folder, "log.jsonl", content)
-    found = reporting._facts(run).log
+    found = write._facts(run).log
     if len(content) % 16 == 0:  # a figure takes a third of a second
         answers(lambda: plots.curves(found))
         answers(lambda: plots.conflict(found))
@@ -468,21 +725,54 @@ def _log(content: bytes, folder: Path) -> None:
 
 TARGETS: dict[str, RunTarget] = {
     "manifest": RunTarget(json_input(MARK), _manifest, 0.2),
-    "lock": RunTarget(json_input({"pid": 1, "host": "localhost", "purpose": "erase", "started": "now"}), _lock),
-    "run_evaluation": RunTarget(json_input(EVALUATION), _run_file("evaluation.json", _readers_of_numbers), 0.1),
-    "run_attack": RunTarget(json_input(ATTACK), _run_file("attacks/random_tokens/attack.json", _readers_of_numbers), 0.1),
-    "run_page": RunTarget(json_input(EVALUATION), _run_file("evaluation.json", _readers_for_page), 0.3),
-    "run_page_attack": RunTarget(json_input(ATTACK), _run_file("attacks/random_tokens/attack.json", _readers_for_page), 0.3),
+    "lock": RunTarget(
+        json_input({"pid": 1, "host": "localhost", "purpose": "erase", "started": "now"}), _lock
+    ),
+    "run_evaluation": RunTarget(
+        json_input(EVALUATION), _run_file("evaluation.json", _readers_of_numbers), 0.1
+    ),
+    "run_attack": RunTarget(
+        json_input(ATTACK), _run_file("attacks/random_tokens/attack.json", _readers_of_numbers), 0.1
+    ),
+    "run_page": RunTarget(
+        json_input(EVALUATION), _run_file("evaluation.json", _readers_for_page), 0.3
+    ),
+    "run_page_attack": RunTarget(
+        json_input(ATTACK), _run_file("attacks/random_tokens/attack.json", _readers_for_page), 0.3
+    ),
     "run_done": RunTarget(json_input(DONE), _run_file("done.json", _readers_of_numbers), 0.1),
-    "run_environment": RunTarget(json_input(ENVIRONMENT), _run_file("environment.json", _readers_of_numbers), 0.1),
-    "run_recipe": RunTarget(bytes_input(lambda: RECIPE.encode()), _run_file("recipe.yaml", _readers_of_numbers), 0.1),
+    "run_environment": RunTarget(
+        json_input(ENVIRONMENT), _run_file("environment.json", _readers_of_numbers), 0.1
+    ),
+    "run_recipe": RunTarget(
+        bytes_input(lambda: RECIPE.encode()), _run_file("recipe.yaml", _readers_of_numbers), 0.1
+    ),
     "run_log": RunTarget(_jsonl, _log, 0.2),
     "state": RunTarget(bytes_input(_state_corpus, _state_corpus, _pickle_corpus), _state),
     "cache_chunk": RunTarget(bytes_input(_chunk_corpus), _chunk),
     "cache_rows": RunTarget(bytes_input(_rows_corpus), _rows),
     "model_index": RunTarget(json_input(INDEX), _index),
     "lora": RunTarget(bytes_input(_lora_corpus(False), _lora_corpus(True)), _lora),
-    "hub_id": RunTarget(_texts("owner/name", "owner/name@main", "tiny-sd", "a/b/c", "package.module:go", "x.safetensors@tiny-sd"), _hub_id),
+    "hub_id": RunTarget(
+        _texts(
+            "owner/name",
+            "owner/name@main",
+            "tiny-sd",
+            "a/b/c",
+            "package.module:go",
+            "x.safetensors@tiny-sd",
+        ),
+        _hub_id,
+    ),
     "guard": RunTarget(_texts("negative:a star", "sld-max:a red star", "sld-weak:x"), _guard),
-    "places": RunTarget(_texts("/home/me/model (abcdef)", "tiny-sd", "runs/x on /a/b/c", "say ~/a/b and C:\\x\\y", "/x/y.safetensors@/a/b"), _places),
-}  # fmt: skip
+    "places": RunTarget(
+        _texts(
+            "/home/me/model (abcdef)",
+            "tiny-sd",
+            "runs/x on /a/b/c",
+            "say ~/a/b and C:\\x\\y",
+            "/x/y.safetensors@/a/b",
+        ),
+        _places,
+    ),
+}

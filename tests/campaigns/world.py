@@ -1,11 +1,12 @@
-"""The place that the campaigns happen in: runs, a user's own files, hostile files, and what must stay as it is.
+"""The place that the campaigns happen in: runs, a user's own files, hostile files, and what must
+stay as it is.
 
 root/
     scratch/    where command lines run: finished, unfinished and damaged runs, somebody's files, canaries
     cache/      CONCEPT_ERASER_CACHE
     home/ tmp/  HOME and TMPDIR of the processes
     outside/    what links in scratch/ lead to; nothing may change it
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -23,8 +24,35 @@ from typing import Any
 from tests.conftest import short
 
 CANARY = "this file is the user's own; nobody may change it\n"
-CANARIES = ("notes.txt", "pipeline/keep.txt", "README.md", "report.html", "mine/notes.txt", "mine/weights.safetensors", "runs/star/my notes.txt", "runs/star/pipeline/mine.txt")  # fmt: skip
-DAMAGES = ("empty_state", "no_done", "done_empty", "done_list", "binary_log", "index_list", "evaluation_list", "evaluation_empty", "attack_empty", "recipe_binary", "recipe_code", "weights_cut", "mark_hostile", "lock_binary", "links_out", "environment_list", "nested")  # fmt: skip
+CANARIES = (
+    "notes.txt",
+    "pipeline/keep.txt",
+    "README.md",
+    "report.html",
+    "mine/notes.txt",
+    "mine/weights.safetensors",
+    "runs/star/my notes.txt",
+    "runs/star/pipeline/mine.txt",
+)
+DAMAGES = (
+    "empty_state",
+    "no_done",
+    "done_empty",
+    "done_list",
+    "binary_log",
+    "index_list",
+    "evaluation_list",
+    "evaluation_empty",
+    "attack_empty",
+    "recipe_binary",
+    "recipe_code",
+    "weights_cut",
+    "mark_hostile",
+    "lock_binary",
+    "links_out",
+    "environment_list",
+    "nested",
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +97,9 @@ class World:
 
 
 def build(root: Path, *, runs: bool = True) -> World:
-    """Make the template and the folders around it. runs: with runs that were trained, evaluated and attacked (20 s)."""
+    """Make the template and the folders around it. runs: with runs that were trained, evaluated and
+    attacked (20 s).
+    """
     world = World(root.resolve())
     for name in ("template", "cache", "home", "tmp", "outside"):
         (world.root / name).mkdir(parents=True, exist_ok=True)
@@ -91,7 +121,15 @@ def build(root: Path, *, runs: bool = True) -> World:
 
 def recipe(**changes: Any) -> dict[str, Any]:
     """A recipe of two steps on four images of one denoising step."""
-    return short(forget__n=4, retain__n=4, training__steps=2, training__save_every=1, generation__steps=1, training__batch_size=2, **changes)  # fmt: skip
+    return short(
+        forget__n=4,
+        retain__n=4,
+        training__steps=2,
+        training__save_every=1,
+        generation__steps=1,
+        training__batch_size=2,
+        **changes,
+    )
 
 
 def _users_files(place: Path, outside: Path) -> None:
@@ -103,7 +141,9 @@ def _users_files(place: Path, outside: Path) -> None:
     (outside / "model" / "config.json").write_text("{}")
     (place / "short.yaml").write_text(yaml.safe_dump(recipe()))
     (place / "other.yaml").write_text(yaml.safe_dump(recipe(training__seed=1)))
-    (place / "lora.yaml").write_text(yaml.safe_dump(recipe(trainable={"select": "cross_attention", "lora": {"rank": 2}})))  # fmt: skip
+    (place / "lora.yaml").write_text(
+        yaml.safe_dump(recipe(trainable={"select": "cross_attention", "lora": {"rank": 2}}))
+    )
     (place / "prompts.txt").write_text("a red star\na blue star\n")
     (place / "table.csv").write_text("prompt,seed\na red star,1\na blue star,2\n")
     (place / "table.jsonl").write_text('{"prompt": "a red star"}\n')
@@ -121,14 +161,30 @@ def _hostile_files(place: Path) -> None:
     (place / "binary.yaml").write_bytes(bytes(range(256)))
     (place / "list.yaml").write_text("[1, 2]")
     (place / "deep.yaml").write_text("[" * 5000)
-    (place / "bomb.yaml").write_text("a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(12)))  # fmt: skip
-    (place / "code.yaml").write_text("model: payload:go\nforget: {prompts: tiny_star}\nretain: {prompts: tiny_rest}\nmethod: munba\n")  # fmt: skip
-    (place / "payload.py").write_text("import pathlib\npathlib.Path('EXECUTED').touch()\ndef go():\n    pathlib.Path('EXECUTED').touch()\n")  # fmt: skip
+    (place / "bomb.yaml").write_text(
+        "a: &a [1,1,1,1,1,1,1,1,1]\n"
+        + "".join(
+            f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n"
+            for i in range(12)
+        )
+    )
+    (place / "code.yaml").write_text(
+        "model: payload:go\nforget: {prompts: tiny_star}\nretain: {prompts: "
+        "tiny_rest}\nmethod: munba\n"
+    )
+    (place / "payload.py").write_text(
+        "import pathlib\npathlib.Path('EXECUTED').touch()\ndef go():\n    "
+        "pathlib.Path('EXECUTED').touch()\n"
+    )
     (place / "list.json").write_text("[]")
-    (place / "nan.json").write_text('{"protocol": NaN, "results": [{"metric": 1, "group": [], "after": {}}]}')
+    (place / "nan.json").write_text(
+        '{"protocol": NaN, "results": [{"metric": 1, "group": [], "after": {}}]}'
+    )
     (place / "empty.safetensors").write_bytes(b"")
     (place / "huge.safetensors").write_bytes(b"\xff" * 64)
-    (place / "pickle.bin").write_bytes(b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0etouch EXECUTED\x85R.")
+    (place / "pickle.bin").write_bytes(
+        b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0etouch EXECUTED\x85R."
+    )
     (place / "pickle.pt").write_bytes((place / "pickle.bin").read_bytes())
     os.mkfifo(place / "pipe")
     (place / "loop").symlink_to("loop")
@@ -137,11 +193,19 @@ def _hostile_files(place: Path) -> None:
 
 
 def _runs(world: World) -> None:
-    """Runs made by the package itself, in a process of their own, then copies of one with a damage each."""
+    """Runs made by the package itself, in a process of their own, then copies of one with a damage
+    each.
+    """
     root = Path(__file__).parents[2]
     code = "import sys; from tests.campaigns.world import make_runs; make_runs()"
     environment = {**os.environ, **world.variables(), "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", code], cwd=world.template, env=environment, check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=world.template,
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     star = world.template / "runs" / "star"
     for damage in DAMAGES:
         folder = world.template / "damaged" / damage
@@ -158,7 +222,9 @@ def _linked(source: str, target: str) -> None:
 
 
 def make_runs() -> None:
-    """In the working directory: a finished run with evaluation, report and attack, one of a LoRA, an unfinished one."""
+    """In the working directory: a finished run with evaluation, report and attack, one of a LoRA,
+    an unfinished one.
+    """
     from concept_eraser import Interrupted, api
 
     star = Path("runs/star")
@@ -166,8 +232,17 @@ def make_runs() -> None:
     found = api.evaluate(str(star), "tiny_star", n=2)
     found.save(star / "evaluation.json")
     api.report(found, star / "report.html", run=star)
-    api.attack(str(star), "random_tokens", None, n=2, options={"tries": 1}, output=star / "attacks" / "random_tokens")
-    api.erase(recipe(trainable={"select": "cross_attention", "lora": {"rank": 2}}), output="runs/lora")
+    api.attack(
+        str(star),
+        "random_tokens",
+        None,
+        n=2,
+        options={"tries": 1},
+        output=star / "attacks" / "random_tokens",
+    )
+    api.erase(
+        recipe(trainable={"select": "cross_attention", "lora": {"rank": 2}}), output="runs/lora"
+    )
 
     def stop(step: int, seconds: float) -> None:
         if step == 1:
@@ -211,18 +286,39 @@ def damaged(folder: Path, damage: str, outside: Path) -> None:
         case "evaluation_list":
             put("evaluation.json", "[]")
         case "evaluation_empty":
-            put("evaluation.json", json.dumps({**content, "models": {}, "results": [{"metric": "x", "group": "y", "after": {}}]}))  # fmt: skip
+            put(
+                "evaluation.json",
+                json.dumps(
+                    {
+                        **content,
+                        "models": {},
+                        "results": [{"metric": "x", "group": "y", "after": {}}],
+                    }
+                ),
+            )
         case "attack_empty":
             put("attacks/random_tokens/attack.json", '{"protocol": {}, "rates": {}}')
         case "recipe_binary":
             put("recipe.yaml", bytes(range(128, 256)))
         case "recipe_code":
-            put("recipe.yaml", "model: payload:go\ntarget: classifier\nforget: {data: digits, classes: [3], loss: relabel}\nretain: {data: rest, loss: data}\nmethod: munba\n")  # fmt: skip
+            put(
+                "recipe.yaml",
+                (
+                    "model: payload:go\ntarget: classifier\nforget: {data: digits, classes: "
+                    "[3], loss: relabel}\nretain: {data: rest, loss: data}\nmethod: munba\n"
+                ),
+            )
         case "weights_cut":
             cut = folder / "weights.safetensors"
             put("weights.safetensors", cut.read_bytes()[:1000] if cut.is_file() else b"")
         case "mark_hostile":
-            put(".concept_eraser.json", '{"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"../../notes.txt": {"size": 1, "mtime_ns": 1, "sha256": null}}}')  # fmt: skip
+            put(
+                ".concept_eraser.json",
+                (
+                    '{"made_by": "concept_eraser", "format": 1, "kind": "run", "files": '
+                    '{"../../notes.txt": {"size": 1, "mtime_ns": 1, "sha256": null}}}'
+                ),
+            )
         case "lock_binary":
             put(".concept_eraser.lock", bytes(range(256)))
         case "links_out":
@@ -237,11 +333,14 @@ def damaged(folder: Path, damage: str, outside: Path) -> None:
             raise ValueError(damage)
 
 
-Stamp = tuple[int, int, int, int, str]  # mode, size, time of content, time of change, target of a link
+# mode, size, time of content, time of change, target of a link
+Stamp = tuple[int, int, int, int, str]
 
 
 def snapshot(folder: Path) -> dict[str, Stamp]:
-    """What the system says of every path below a folder: a change of any file shows in its time of change."""
+    """What the system says of every path below a folder: a change of any file shows in its time of
+    change.
+    """
     return {str(path.relative_to(folder)): _stamp(path) for path in walk(folder)}
 
 

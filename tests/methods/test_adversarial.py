@@ -1,4 +1,6 @@
-"""Alternating adversarial training on quadratics, where the attack and the step are known in closed form."""
+"""Alternating adversarial training on quadratics, where the attack and the step are known in closed
+form.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,15 @@ import pytest
 import torch
 
 from concept_eraser.methods.adversarial import Adversarial
+from concept_eraser.methods.checks import closure, pair
 from concept_eraser.training.closure import LossClosure
-from tests.methods.zoo import closure, pair
 
 FLOAT = torch.float64
 
 
-def problem(theta: float = 2.0, omega: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, LossClosure]:
+def problem(
+    theta: float = 2.0, omega: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, LossClosure]:
     """f = 1/2 (omega - 3)^2; retain = theta omega + omega^2, forget = theta^2 omega."""
     t = torch.tensor(theta, dtype=FLOAT, requires_grad=True)
     w = torch.tensor(omega, dtype=FLOAT, requires_grad=True)
@@ -26,21 +30,24 @@ def problem(theta: float = 2.0, omega: float = 1.0) -> tuple[torch.Tensor, torch
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_the_attack_is_moved_first_and_the_step_is_taken_under_it(steps: int) -> None:
-    """omega_T = 3 - (3 - 1) 0.8^T; d retain / d theta = omega, d forget / d theta = 2 theta omega."""
+    """omega_T = 3 - (3 - 1) 0.8^T; d retain / d theta = omega, d forget / d theta = 2 theta
+    omega.
+    """
     theta, omega, asked = problem()
     found = Adversarial(inner_steps=steps, inner_lr=0.2, retain=0.5, forget=3.0).direction(asked)
     attacked = 3 - 2 * 0.8**steps
     assert float(found.vec[0]) == pytest.approx(0.5 * attacked + 3 * 4 * attacked)
-    assert float(omega.detach() - found.vec[1]) == pytest.approx(attacked)  # the optimiser subtracts
+    # the optimiser subtracts
+    assert float(omega.detach() - found.vec[1]) == pytest.approx(attacked)
     assert found.notes == pytest.approx({"attack_moved": attacked - 1})
     assert found.weights.tolist() == [0.5, 3.0]
-    # the attack's own part is no part of the players' gradients
+    # the attack's own part is no part of the objectives' gradients
     expected = torch.tensor([[1.0, 4.0], [4.0, 16.0]], dtype=FLOAT) * attacked**2
     torch.testing.assert_close(found.gram, expected)
     assert (theta.item(), omega.item()) == (2, 1), "the weights stay where they are"
 
 
-def test_a_third_player_counts_like_forget() -> None:
+def test_a_third_objective_counts_like_forget() -> None:
     gradients = closure(*pair(0.2, 1.0, 1.0)).gradients
     asked = closure(*pair(0.2, 1.0, 1.0))
     asked.gradients = {**gradients, "replace": gradients["retain"], "attack": gradients["forget"]}
@@ -50,8 +57,10 @@ def test_a_third_player_counts_like_forget() -> None:
 
 
 def test_without_an_attack_it_is_refused() -> None:
-    Adversarial().check_players(("retain", "forget", "attack"))
-    with pytest.raises(ValueError, match=r"needs an attack, the player 'attack'; found retain, forget"):
-        Adversarial().check_players(("retain", "forget"))
+    Adversarial().check_objectives(("retain", "forget", "attack"))
+    with pytest.raises(
+        ValueError, match=r"needs an attack, the objective 'attack'; found retain, forget"
+    ):
+        Adversarial().check_objectives(("retain", "forget"))
     with pytest.raises(ValueError, match="needs an attack"):
         Adversarial().direction(closure(*pair(0.1, 1.0, 1.0)))

@@ -1,4 +1,6 @@
-"""What all methods share: usable gradients, all or nothing, kept state, players, and the figures of projection edits."""
+"""What all methods share: usable gradients, all or nothing, kept state, objectives, and the figures
+of projection edits.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ import pytest
 import torch
 
 from concept_eraser.methods.base import Direction, Method, ProjectionRequest, all_or_nothing, usable
+from concept_eraser.methods.checks import closure, flat, pair
 from concept_eraser.methods.erasediff import EraseDiff
 from concept_eraser.methods.influence import Influence
 from concept_eraser.methods.munba import Munba
 from concept_eraser.methods.uce import UnifiedConceptEditing
 from tests.methods.test_uce import problem
-from tests.methods.zoo import closure, flat, pair
 
 NAN, INF = math.nan, math.inf
 
@@ -24,7 +26,8 @@ NAN, INF = math.nan, math.inf
     [
         ([[1.0, 0.5], [0.5, 2.0]], [True, True]),
         ([[0.0, 0.0], [0.0, 2.0]], [False, True]),
-        ([[NAN, NAN], [NAN, 2.0]], [False, True]),  # a gradient with a nan spoils its row, not the other player
+        # a gradient with a nan spoils its row, not the other objective
+        ([[NAN, NAN], [NAN, 2.0]], [False, True]),
         ([[INF, INF], [INF, 2.0]], [False, True]),
         ([[-1.0, 0.0], [0.0, 1e-300]], [False, True]),
     ],
@@ -44,7 +47,10 @@ def test_an_edit_is_whole_or_not_at_all() -> None:
         assert [p.tolist() for p in before] == [[1, 1], [2, 2, 2]]
         move(5.0)
     assert params[1].tolist() == [2, 5, 2]
-    with pytest.raises(ValueError, match=r"ran away .* nothing was changed; try less"), all_or_nothing(params, "try less"):  # fmt: skip
+    with (
+        pytest.raises(ValueError, match=r"ran away .* nothing was changed; try less"),
+        all_or_nothing(params, "try less"),
+    ):
         move(NAN)
     assert params[1].tolist() == [2, 5, 2]
 
@@ -76,30 +82,39 @@ def test_loaded_state_replaces_what_was_kept() -> None:
     assert set(method.state_dict()) == {"other"}
 
 
-def test_a_method_combines_any_players_unless_it_says_otherwise() -> None:
+def test_a_method_combines_any_objectives_unless_it_says_otherwise() -> None:
     @dataclass(frozen=True)
     class Any(Method):
         def direction(self, closure) -> Direction:
             return Direction(())
 
-    assert Any().check_players(("retain", "forget", "forget.2")) is None
+    assert Any().check_objectives(("retain", "forget", "forget.2")) is None
     assert Any().laws() == frozenset()
 
 
-@pytest.mark.parametrize("players", [("forget",), ("retain",), (), ("forget", "retain", "forget.2")])
-def test_an_edit_of_labels_takes_two_sides(players: tuple[str, ...]) -> None:
-    Influence().check_players(("retain", "forget"))
+@pytest.mark.parametrize(
+    "objectives", [("forget",), ("retain",), (), ("forget", "retain", "forget.2")]
+)
+def test_an_edit_of_labels_takes_two_sides(objectives: tuple[str, ...]) -> None:
+    Influence().check_objectives(("retain", "forget"))
     with pytest.raises(ValueError, match="needs the sides forget and retain and no other"):
-        Influence().check_players(players)
+        Influence().check_objectives(objectives)
 
 
 def test_an_edit_of_projections_takes_concepts_and_perhaps_what_stays() -> None:
     method = UnifiedConceptEditing()
-    for players in (("forget",), ("forget", "retain"), ("forget", "forget.2", "retain"), ("forget.2",)):
-        method.check_players(players)
-    for players in ((), ("retain",), ("forget", "attack"), ("forget", "retain", "replace")):
-        with pytest.raises(ValueError, match="needs the side forget, may have retain, and has no use for others"):
-            method.check_players(players)
+    for objectives in (
+        ("forget",),
+        ("forget", "retain"),
+        ("forget", "forget.2", "retain"),
+        ("forget.2",),
+    ):
+        method.check_objectives(objectives)
+    for objectives in ((), ("retain",), ("forget", "attack"), ("forget", "retain", "replace")):
+        with pytest.raises(
+            ValueError, match="needs the side forget, may have retain, and has no use for others"
+        ):
+            method.check_objectives(objectives)
 
 
 def test_the_figures_of_a_projection_edit_are_those_of_the_layers() -> None:
@@ -113,21 +128,30 @@ def test_the_figures_of_a_projection_edit_are_those_of_the_layers() -> None:
 
     old = request.layers
     c, a, p = (torch.cat(list(rows)) for rows in (request.forget, request.anchor, request.retain))
-    assert figures["moved"] == pytest.approx(length(lambda n: new[n] - old[n]) / length(lambda n: old[n]))
+    assert figures["moved"] == pytest.approx(
+        length(lambda n: new[n] - old[n]) / length(lambda n: old[n])
+    )
     left = length(lambda n: (c @ new[n].T) - a @ old[n].T) / length(lambda n: (c - a) @ old[n].T)
     assert figures["left"] == pytest.approx(left)
-    assert figures["drift"] == pytest.approx(length(lambda n: p @ (new[n] - old[n]).T) / length(lambda n: p @ old[n].T))
+    assert figures["drift"] == pytest.approx(
+        length(lambda n: p @ (new[n] - old[n]).T) / length(lambda n: p @ old[n].T)
+    )
 
 
 def test_the_figures_do_not_depend_on_units() -> None:
     request = problem()
     tiny = replace(request, layers={name: 1e-6 * w for name, w in request.layers.items()})
-    one, other = (UnifiedConceptEditing().edit(replace(r, layers={n: w.clone() for n, w in r.layers.items()})) for r in (request, tiny))  # fmt: skip
+    one, other = (
+        UnifiedConceptEditing().edit(replace(r, layers={n: w.clone() for n, w in r.layers.items()}))
+        for r in (request, tiny)
+    )
     assert one == pytest.approx(other, rel=1e-6)
 
 
 def test_figures_where_there_is_nothing_to_compare() -> None:
-    """No preserved prompts: no drift. Concepts that are their anchors: nothing is left. Layers of zeros: nothing moves."""
+    """No preserved prompts: no drift. Concepts that are their anchors: nothing is left. Layers of
+    zeros: nothing moves.
+    """
     request = replace(problem(), retain=[])
     assert UnifiedConceptEditing().edit(request)["drift"] == 0
     same = problem()
@@ -141,7 +165,9 @@ def test_figures_where_there_is_nothing_to_compare() -> None:
 def test_the_step_of_a_gram_method_carries_its_gram_matrix_and_weights() -> None:
     retain, forget = pair(0.3, 2.0, 5.0)
     found = Munba().direction(closure(retain, forget))
-    torch.testing.assert_close(found.gram, torch.tensor([[4.0, 3.0], [3.0, 25.0]], dtype=torch.float64))
+    torch.testing.assert_close(
+        found.gram, torch.tensor([[4.0, 3.0], [3.0, 25.0]], dtype=torch.float64)
+    )
     expected = found.weights[0] * flat(retain) + found.weights[1] * flat(forget)
     torch.testing.assert_close(flat(found.vec), expected)
     torch.testing.assert_close(Munba().weights(found.gram), found.weights)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from concept_eraser.methods import weighted
+from concept_eraser.methods.checks import closure, flat, pair
 from concept_eraser.methods.ngdiff import NGDiff
 from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.weighted import Weighted
-from tests.methods.zoo import closure, flat, pair
 
 
 def test_weighted_is_the_sum_it_says() -> None:
@@ -19,7 +19,9 @@ def test_weighted_is_the_sum_it_says() -> None:
     assert found.weights.tolist() == [0.5, 3.0]
 
 
-@pytest.mark.parametrize(("options", "asked"), [({"forget": 0.0}, ["retain"]), ({"retain": 0.0}, ["forget"])])
+@pytest.mark.parametrize(
+    ("options", "asked"), [({"forget": 0.0}, ["retain"]), ({"retain": 0.0}, ["forget"])]
+)
 def test_a_weight_of_zero_costs_no_backward_pass(options: dict, asked: list[str]) -> None:
     given = closure(*pair(0.1, 1.0, 1.0))
     found = Weighted(**options).direction(given)
@@ -52,7 +54,9 @@ def test_pcgrad_against_torchjd(cosine: float) -> None:
 
 
 def test_descent_surgery_does_not_notice_the_sign_of_the_forget_loss() -> None:
-    """The paper's g_f is the gradient of the training loss, ours of its negative: S is the same either way."""
+    """The paper's g_f is the gradient of the training loss, ours of its negative: S is the same
+    either way.
+    """
     retain, forget = pair(0.7, 1.0, 3.0)
     one = flat(Surgery("descent").direction(closure(retain, forget)).vec)
     other = flat(Surgery("descent").direction(closure(retain, tuple(-p for p in forget))).vec)
@@ -68,19 +72,19 @@ def test_ascent_surgery_is_the_papers_step_up() -> None:
     torch.testing.assert_close(-ours, up)
 
 
-def test_surgery_refuses_three_players() -> None:
-    with pytest.raises(ValueError, match="two players"):
+def test_surgery_refuses_three_objectives() -> None:
+    with pytest.raises(ValueError, match="two objectives"):
         Surgery().weights(torch.eye(3, dtype=torch.float64))
 
 
-def test_a_d_takes_turns_and_asks_one_player_a_step() -> None:
+def test_a_d_takes_turns_and_asks_one_objective_a_step() -> None:
     method = Weighted(alternate=True)
-    for step, player in enumerate(("forget", "retain", "forget")):
+    for step, objective in enumerate(("forget", "retain", "forget")):
         given = closure(*pair(0.1, 1.0, 2.0))
         given.step = step
         found = method.direction(given)
-        assert given.asked == [player]
-        torch.testing.assert_close(flat(found.vec), flat(given.gradients[player]))
+        assert given.asked == [objective]
+        torch.testing.assert_close(flat(found.vec), flat(given.gradients[objective]))
 
 
 def test_alternating_with_a_weight_of_zero_is_refused() -> None:
@@ -96,7 +100,7 @@ def gram_with(dead: int, value: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_player_without_a_gradient_is_left_out_and_counted(dead: int, value: float) -> None:
+def test_a_objective_without_a_gradient_is_left_out_and_counted(dead: int, value: float) -> None:
     gram, alive = gram_with(dead, value), 1 - dead
     weights, notes = NGDiff().solve(gram)
     assert weights[dead] == 0
@@ -116,10 +120,16 @@ def test_ngdiff_knows_when_both_gradients_are_there() -> None:
 
 
 def test_surgery_by_hand() -> None:
-    """g_r = (2, 0), g_f = (-1, 1): S removes 1/2 (-2) g_f, SA removes -2/4 g_r, PCGrad sums both."""
+    """g_r = (2, 0), g_f = (-1, 1): S removes 1/2 (-2) g_f, SA removes -2/4 g_r, PCGrad sums
+    both.
+    """
     gram = torch.tensor([[4.0, -2.0], [-2.0, 2.0]], dtype=torch.float64)
     expected = {"descent": [1.0, 1.0], "ascent": [0.5, 1.0], "pcgrad": [1.5, 2.0]}
-    notes = {"descent": {"degenerate": 0}, "ascent": {"degenerate": 0}, "pcgrad": {"degenerate": 0, "projected": 1}}
+    notes = {
+        "descent": {"degenerate": 0},
+        "ascent": {"degenerate": 0},
+        "pcgrad": {"degenerate": 0, "projected": 1},
+    }
     for rule, weights in expected.items():
         found, said = Surgery(rule=rule).solve(gram)
         assert found.tolist() == weights
@@ -133,10 +143,12 @@ def test_surgery_says_which_laws_it_keeps_and_whom_it_knows() -> None:
     assert Surgery(rule="pcgrad").laws() == {"stationarity"}
     for rule in ("descent", "ascent"):
         assert Surgery(rule=rule).laws() == {"stationarity", "orthogonality"}
-    Surgery().check_players(("retain", "forget"))
-    for players in (("retain",), ("retain", "forget", "forget.2")):
-        with pytest.raises(ValueError, match=f"two players, retain and forget; found {', '.join(players)}"):
-            Surgery().check_players(players)
+    Surgery().check_objectives(("retain", "forget"))
+    for objectives in (("retain",), ("retain", "forget", "forget.2")):
+        with pytest.raises(
+            ValueError, match=f"two objectives, retain and forget; found {', '.join(objectives)}"
+        ):
+            Surgery().check_objectives(objectives)
 
 
 def test_the_gram_matrix_of_what_was_computed_and_nan_elsewhere() -> None:
@@ -145,7 +157,9 @@ def test_the_gram_matrix_of_what_was_computed_and_nan_elsewhere() -> None:
     assert torch.isnan(found.gram).tolist() == [[True, True], [True, False]]
     assert float(found.gram[1, 1]) == pytest.approx(9)
     both = Weighted().direction(given)
-    torch.testing.assert_close(both.gram, torch.tensor([[4.0, 3.0], [3.0, 9.0]], dtype=torch.float64))
+    torch.testing.assert_close(
+        both.gram, torch.tensor([[4.0, 3.0], [3.0, 9.0]], dtype=torch.float64)
+    )
 
 
 def test_alternating_weighs_and_logs_the_one_whose_turn_it_is() -> None:
@@ -166,17 +180,24 @@ def test_who_is_weighed_how() -> None:
 
 
 def test_a_weight_of_retain_needs_a_retain_set() -> None:
-    Weighted(retain=0.0).check_players(("forget",))
-    Weighted(retain=0.5).check_players(("forget", "retain"))
+    Weighted(retain=0.0).check_objectives(("forget",))
+    Weighted(retain=0.5).check_objectives(("forget", "retain"))
     with pytest.raises(ValueError, match="needs a retain set"):
-        Weighted(retain=0.5).check_players(("forget",))
+        Weighted(retain=0.5).check_objectives(("forget",))
 
 
 @pytest.mark.parametrize(
     ("options", "fine"),
-    [({"retain": 0.0}, True), ({"forget": 0.0}, True), ({"retain": 0.0, "forget": 0.0}, False), ({"retain": 0.0, "alternate": True}, False),
-     ({"retain": 0.5, "forget": 0.5, "alternate": True}, True), ({"forget": -0.5}, False), ({"retain": -0.5}, False)],
-)  # fmt: skip
+    [
+        ({"retain": 0.0}, True),
+        ({"forget": 0.0}, True),
+        ({"retain": 0.0, "forget": 0.0}, False),
+        ({"retain": 0.0, "alternate": True}, False),
+        ({"retain": 0.5, "forget": 0.5, "alternate": True}, True),
+        ({"forget": -0.5}, False),
+        ({"retain": -0.5}, False),
+    ],
+)
 def test_which_weights_make_a_method(options: dict, fine: bool) -> None:
     if fine:
         Weighted(**options)
@@ -186,7 +207,9 @@ def test_which_weights_make_a_method(options: dict, fine: bool) -> None:
 
 
 def test_the_settings_with_names_do_what_their_names_say() -> None:
-    """Who is asked for a gradient at the first two steps: nothing but forgetting, nothing but retaining, both, in turn."""
+    """Who is asked for a gradient at the first two steps: nothing but forgetting, nothing but
+    retaining, both, in turn.
+    """
     expected = {
         "finetune": [["retain"], ["retain"]],
         "ga": [["forget"], ["forget"]],
@@ -196,8 +219,8 @@ def test_the_settings_with_names_do_what_their_names_say() -> None:
     }
     assert set(weighted.NAMED) == set(expected)
     for name, asked in expected.items():
-        for step, players in enumerate(asked):
+        for step, objectives in enumerate(asked):
             given = closure(*pair(0.1, 1.0, 2.0))
             given.step = step
             Weighted(**weighted.NAMED[name]).direction(given)
-            assert given.asked == players, name
+            assert given.asked == objectives, name

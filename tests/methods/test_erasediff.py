@@ -1,4 +1,6 @@
-"""EraseDiff: the barrier, the quadratic programme that it solves, and a toy where the losses are opposed."""
+"""EraseDiff: the barrier, the quadratic programme that it solves, and a toy where the losses are
+opposed.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,24 @@ import numpy as np
 import pytest
 import torch
 
+from concept_eraser.methods.checks import COSINES, PAIRS, closure, flat, pair
 from concept_eraser.methods.erasediff import EraseDiff
+from concept_eraser.methods.vectors import dot, norm
 from concept_eraser.training.closure import LossClosure
-from concept_eraser.vectors import dot, norm
-from tests.methods.zoo import COSINES, PAIRS, closure, flat, pair
 
 
-@pytest.mark.parametrize("method", [EraseDiff(), EraseDiff(eta=0.1), EraseDiff(barrier="constant", eta=0.5)])
+@pytest.mark.parametrize(
+    "method", [EraseDiff(), EraseDiff(eta=0.1), EraseDiff(barrier="constant", eta=0.5)]
+)
 def test_the_forget_loss_falls_as_fast_as_asked(method: EraseDiff) -> None:
     """<d, g_q> = max(a, <g_r, g_q>)."""
     for retain, forget in PAIRS:
         asked = method.eta * (float(norm(forget)) ** 2 if method.barrier == "norm" else 1.0)
         found = method.direction(closure(retain, forget))
         parts = float(norm(retain) * norm(forget)) + float(found.weights[1] * norm(forget) ** 2)
-        assert float(dot(found.vec, forget)) == pytest.approx(max(asked, float(dot(retain, forget))), rel=1e-6, abs=1e-12 * parts)  # fmt: skip
+        assert float(dot(found.vec, forget)) == pytest.approx(
+            max(asked, float(dot(retain, forget))), rel=1e-6, abs=1e-12 * parts
+        )
         assert found.weights[0] == 1
 
 
@@ -35,7 +41,8 @@ def test_it_serves_the_forget_loss_where_a_bargain_would_stop() -> None:
     retain, _ = pair(0.3, 2.0, 1.0)
     forget = tuple(-0.5 * part for part in retain)
     found = EraseDiff().direction(closure(retain, forget)).vec
-    torch.testing.assert_close(flat(found), flat(forget))  # g_r is cancelled, and what is asked for is left
+    # g_r is cancelled, and what is asked for is left
+    torch.testing.assert_close(flat(found), flat(forget))
     assert float(dot(found, retain)) < 0
 
 
@@ -47,7 +54,9 @@ def test_against_the_quadratic_programme(cosine: float, barrier: str) -> None:
     r, q = (flat(v).numpy() for v in (retain, forget))
     d = cvxpy.Variable(len(r))
     asked = 0.8 * (q @ q if barrier == "norm" else 1.0)
-    cvxpy.Problem(cvxpy.Minimize(cvxpy.sum_squares(d - r)), [q @ d >= asked]).solve(solver="CLARABEL")
+    cvxpy.Problem(cvxpy.Minimize(cvxpy.sum_squares(d - r)), [q @ d >= asked]).solve(
+        solver="CLARABEL"
+    )
     found = EraseDiff(eta=0.8, barrier=barrier).direction(closure(retain, forget))
     np.testing.assert_allclose(flat(found.vec).numpy(), d.value, atol=1e-6)
 
@@ -64,7 +73,10 @@ def quadratics(at: list[float]) -> tuple[torch.Tensor, LossClosure]:
     """Retain wants (1, 0), forget wants the first coordinate to be -1."""
     theta = torch.tensor(at, dtype=torch.float64, requires_grad=True)
     home = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    losses = {"retain": [lambda: (theta - home).square().sum()], "forget": [lambda: (theta[0] + 1).square()]}
+    losses = {
+        "retain": [lambda: (theta - home).square().sum()],
+        "forget": [lambda: (theta[0] + 1).square()],
+    }
     return theta, LossClosure((theta,), losses)
 
 
@@ -73,7 +85,9 @@ def test_the_gap_is_what_k_steps_gain() -> None:
     theta, asked = quadratics([0.5, 0.25])
     found = EraseDiff(barrier="gap", eta=3.0, inner_steps=3, inner_lr=0.1).direction(asked)
     assert found.notes["gap"] == pytest.approx(1.5**2 * (1 - 0.8**6))
-    assert float(dot(found.vec, (torch.tensor([3.0, 0.0], dtype=torch.float64),))) == pytest.approx(3 * found.notes["gap"])  # fmt: skip
+    assert float(dot(found.vec, (torch.tensor([3.0, 0.0], dtype=torch.float64),))) == pytest.approx(
+        3 * found.notes["gap"]
+    )
     assert theta.tolist() == [0.5, 0.25]
 
 
@@ -89,8 +103,8 @@ def test_the_constraint_wins_and_the_rest_is_kept(method: EraseDiff) -> None:
 
 
 def test_what_it_cannot_do_is_said() -> None:
-    with pytest.raises(ValueError, match="two players"):
-        EraseDiff().check_players(("retain", "forget", "forget.2"))
+    with pytest.raises(ValueError, match="two objectives"):
+        EraseDiff().check_objectives(("retain", "forget", "forget.2"))
     with pytest.raises(ValueError, match="eta and inner_lr"):
         EraseDiff(eta=0.0)
     with pytest.raises(ValueError, match="barrier must be"):
@@ -99,7 +113,9 @@ def test_what_it_cannot_do_is_said() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_the_gap_after_any_number_of_steps(steps: int) -> None:
-    """f = (x + 1)^2 at x = 0.5: each plain step of 0.1 leaves 0.8 of the distance; weights and notes follow."""
+    """f = (x + 1)^2 at x = 0.5: each plain step of 0.1 leaves 0.8 of the distance; weights and
+    notes follow.
+    """
     _, asked = quadratics([0.5, 0.25])
     found = EraseDiff(barrier="gap", inner_steps=steps, inner_lr=0.1).direction(asked)
     gap = 2.25 * (1 - 0.64**steps)
@@ -109,18 +125,23 @@ def test_the_gap_after_any_number_of_steps(steps: int) -> None:
 
 
 def test_a_loss_that_rises_has_no_gap() -> None:
-    """Steps too long lead upwards: nothing is asked for, and where retaining forgets already nothing is added."""
+    """Steps too long lead upwards: nothing is asked for, and where retaining forgets already
+    nothing is added.
+    """
     _, asked = quadratics([2.0, 0.0])  # g_r = (2, 0) and g_q = (6, 0) agree
     found = EraseDiff(barrier="gap", inner_lr=3.0).direction(asked)
     assert found.notes == {"gap": 0.0}
     assert found.weights.tolist() == [1.0, 0.0]
 
 
-def test_the_order_of_the_players_and_a_forget_loss_at_its_minimum() -> None:
+def test_the_order_of_the_objectives_and_a_forget_loss_at_its_minimum() -> None:
     retain, forget = pair(-0.5, 2.0, 3.0)
     reversed_order = closure(retain, forget)
     reversed_order.gradients = {"forget": forget, "retain": retain}
-    one, other = EraseDiff().direction(closure(retain, forget)), EraseDiff().direction(reversed_order)
+    one, other = (
+        EraseDiff().direction(closure(retain, forget)),
+        EraseDiff().direction(reversed_order),
+    )
     assert one.weights.tolist() == pytest.approx([1.0, 1 + 0.5 * 2 / 3])
     assert other.weights.tolist() == pytest.approx([1 + 0.5 * 2 / 3, 1.0])
     torch.testing.assert_close(flat(one.vec), flat(other.vec))
@@ -134,12 +155,14 @@ def test_a_constant_barrier_is_eta() -> None:
     retain, forget = pair(0.0, 1.0, 2.0)
     found = EraseDiff(barrier="constant", eta=0.5).direction(closure(retain, forget))
     assert found.weights.tolist() == pytest.approx([1.0, 0.5 / 4])
-    assert EraseDiff(eta=0.5).direction(closure(retain, forget)).weights.tolist() == pytest.approx([1.0, 0.5])
+    assert EraseDiff(eta=0.5).direction(closure(retain, forget)).weights.tolist() == pytest.approx(
+        [1.0, 0.5]
+    )
 
 
-def test_it_refuses_other_players_where_it_acts_too() -> None:
-    EraseDiff().check_players(("forget", "retain"))
+def test_it_refuses_other_objectives_where_it_acts_too() -> None:
+    EraseDiff().check_objectives(("forget", "retain"))
     asked = closure(*pair(0.1, 1.0, 1.0))
     asked.gradients["replace"] = asked.gradients["retain"]
-    with pytest.raises(ValueError, match="two players"):
+    with pytest.raises(ValueError, match="two objectives"):
         EraseDiff().direction(asked)

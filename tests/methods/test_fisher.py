@@ -16,7 +16,9 @@ from concept_eraser.methods.natural_gradient import NaturalGradient, proximal
 FLOAT = torch.float64
 
 
-def samples(n: int = 7, d: int = 3, outputs: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def samples(
+    n: int = 7, d: int = 3, outputs: int = 2, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, labels, targets."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, d, generator=g, dtype=FLOAT)
@@ -26,7 +28,9 @@ def samples(n: int = 7, d: int = 3, outputs: int = 2, seed: int = 0) -> tuple[Te
 def linear(d: int = 3, outputs: int = 2, seed: int = 1) -> nn.Linear:
     model = nn.Linear(d, outputs, bias=False, dtype=FLOAT)
     with torch.no_grad():
-        model.weight.copy_(torch.randn(outputs, d, generator=torch.Generator().manual_seed(seed), dtype=FLOAT))
+        model.weight.copy_(
+            torch.randn(outputs, d, generator=torch.Generator().manual_seed(seed), dtype=FLOAT)
+        )
     return model
 
 
@@ -35,7 +39,11 @@ def written_out(model: nn.Linear, x: Tensor, likelihood: str) -> Tensor:
     total = torch.zeros(model.weight.numel(), model.weight.numel(), dtype=FLOAT)
     for row in x:
         p = (model.weight.detach() @ row).softmax(0)
-        sigma = torch.eye(len(p), dtype=FLOAT) if likelihood == "gaussian" else torch.diag(p) - torch.outer(p, p)
+        sigma = (
+            torch.eye(len(p), dtype=FLOAT)
+            if likelihood == "gaussian"
+            else torch.diag(p) - torch.outer(p, p)
+        )
         total += torch.kron(sigma, torch.outer(row, row)) / len(x)
     return total
 
@@ -53,7 +61,10 @@ def test_gradients_are_sums_over_samples_whatever_the_batches(likelihood: str) -
     model, (x, labels, targets) = linear(), samples()
     y = labels if likelihood == "softmax" else targets
     risk = Risk(model, likelihood, 0.3)
-    each = [torch.autograd.grad(risk.mean_loss(model(x[i : i + 1]), y[i : i + 1]), model.weight)[0] for i in range(7)]
+    each = [
+        torch.autograd.grad(risk.mean_loss(model(x[i : i + 1]), y[i : i + 1]), model.weight)[0]
+        for i in range(7)
+    ]
     batches = [(x[:2], y[:2]), (x[2:], y[2:])]
     assert algebra.count(batches) == 7
     torch.testing.assert_close(risk.sum_gradient(batches)[0], sum(each))
@@ -70,7 +81,11 @@ def test_frozen_parameters_take_no_part_and_unused_ones_have_no_gradient() -> No
     class Spare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.used, self.frozen, self.spare = linear(), linear(), nn.Parameter(torch.ones(2, dtype=FLOAT))
+            self.used, self.frozen, self.spare = (
+                linear(),
+                linear(),
+                nn.Parameter(torch.ones(2, dtype=FLOAT)),
+            )
             self.frozen.requires_grad_(False)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +107,9 @@ def test_products_dense_and_diagonal_written_out(likelihood: str) -> None:
     torch.testing.assert_close(fisher.dense(), expected)
     torch.testing.assert_close(fisher.diagonal(), expected.diagonal())
     v = (torch.arange(6, dtype=FLOAT).reshape(2, 3),)
-    torch.testing.assert_close(algebra.flatten(fisher.product(v)), expected @ torch.arange(6, dtype=FLOAT))
+    torch.testing.assert_close(
+        algebra.flatten(fisher.product(v)), expected @ torch.arange(6, dtype=FLOAT)
+    )
     assert not fisher.dense().requires_grad
     assert not fisher.product(v)[0].requires_grad
 
@@ -115,12 +132,18 @@ def test_every_solver_inverts_its_matrix(solver: str, likelihood: str) -> None:
 
 @pytest.mark.parametrize("likelihood", ["softmax", "gaussian"])
 def test_kfac_of_one_layer_with_a_bias_and_three_outputs(likelihood: str) -> None:
-    """Exact for one sample, weights and bias together: torch's mean over the outputs is taken out again."""
+    """Exact for one sample, weights and bias together: torch's mean over the outputs is taken out
+    again.
+    """
     torch.manual_seed(0)
     model, (x, labels, targets) = nn.Linear(4, 3, dtype=FLOAT), samples(1, 4, 3)
-    fisher = Fisher(Risk(model, likelihood), [(x, labels if likelihood == "softmax" else targets)], 0.4)
+    fisher = Fisher(
+        Risk(model, likelihood), [(x, labels if likelihood == "softmax" else targets)], 0.4
+    )
     v = (torch.arange(12, dtype=FLOAT).reshape(3, 4), torch.tensor([1.0, -1.0, 2.0], dtype=FLOAT))
-    for found, exact in zip(algebra.solve(fisher, v, "kfac"), algebra.solve(fisher, v, "exact"), strict=True):
+    for found, exact in zip(
+        algebra.solve(fisher, v, "kfac"), algebra.solve(fisher, v, "exact"), strict=True
+    ):
         torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-9)
         assert not found.requires_grad
 
@@ -129,16 +152,22 @@ def test_lissa_without_a_sigma_takes_a_tenth_more_than_the_largest_eigenvalue() 
     """A few iterations are the filter (1 - (1 - a / sigma)^(T + 1)) / a of every eigenvalue a."""
     model, (x, _, y) = linear(), samples()
     fisher = Fisher(Risk(model, "gaussian"), [(x, y)], 0.1)
-    values, basis = torch.linalg.eigh(written_out(model, x, "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT))
+    values, basis = torch.linalg.eigh(
+        written_out(model, x, "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
+    )
     v = torch.arange(1.0, 7.0, dtype=FLOAT)
     for sigma, given in ((1.1 * float(values.max()), {}), (30.0, {"sigma": 30.0})):
         filtered = (1 - (1 - values / sigma) ** 4) / values
         (found,) = algebra.solve(fisher, (v.reshape(2, 3),), "lissa", iterations=3, **given)
-        torch.testing.assert_close(found.flatten(), basis @ (filtered * (basis.T @ v)), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(
+            found.flatten(), basis @ (filtered * (basis.T @ v)), rtol=1e-6, atol=1e-9
+        )
 
 
 def test_conjugate_gradients_stop_when_told() -> None:
-    """One iteration is the steepest descent of the quadratic, (r.r / r.Ar) r; a tolerance of 0.9 is met by it or by none."""
+    """One iteration is the steepest descent of the quadratic, (r.r / r.Ar) r; a tolerance of 0.9 is
+    met by it or by none.
+    """
     model, (x, _, y) = linear(), samples()
     fisher = Fisher(Risk(model, "gaussian"), [(x, y)], 0.1)
     matrix = written_out(model, x, "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
@@ -159,7 +188,9 @@ def test_a_dense_matrix_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(algebra, "EXACT_LIMIT", 6)
     assert fisher.dense().shape == (6, 6)
     monkeypatch.setattr(algebra, "EXACT_LIMIT", 5)
-    with pytest.raises(ValueError, match="builds a 6 x 6 matrix; it is meant for at most 5 parameters"):
+    with pytest.raises(
+        ValueError, match="builds a 6 x 6 matrix; it is meant for at most 5 parameters"
+    ):
         fisher.dense()
 
 
@@ -167,7 +198,9 @@ def test_kfac_refuses_a_matrix_without_a_shift() -> None:
     x, y, _ = samples()
     for shift in (0.0, -1.0):
         with pytest.raises(ValueError, match="kfac needs damping"):
-            algebra.solve(Fisher(Risk(linear()), [(x, y)], shift), (torch.ones(2, 3, dtype=FLOAT),), "kfac")
+            algebra.solve(
+                Fisher(Risk(linear()), [(x, y)], shift), (torch.ones(2, 3, dtype=FLOAT),), "kfac"
+            )
 
 
 def test_flat_and_back() -> None:
@@ -177,12 +210,14 @@ def test_flat_and_back() -> None:
     assert algebra.flatten(parts).tolist() == list(range(10))
 
 
-# --- the step -----------------------------------------------------------------------------------------------------
+# --- the step -------------------------------------------------------------------------------------
 
 
 def minimiser(x: Tensor, y: Tensor, ridge: float) -> nn.Linear:
     model = linear(x.shape[1], y.shape[1])
-    solution = torch.linalg.solve(x.T @ x / len(x) + ridge * torch.eye(x.shape[1], dtype=FLOAT), x.T @ y / len(x))
+    solution = torch.linalg.solve(
+        x.T @ x / len(x) + ridge * torch.eye(x.shape[1], dtype=FLOAT), x.T @ y / len(x)
+    )
     with torch.no_grad():
         model.weight.copy_(solution.T)
     return model
@@ -192,13 +227,17 @@ def minimiser(x: Tensor, y: Tensor, ridge: float) -> nn.Linear:
 @pytest.mark.parametrize("objective", ["retain_mean", "fixed_n"])
 @pytest.mark.parametrize("damping", [0.0, 0.7])
 def test_the_step_written_out(objective: str, fisher_on: str, damping: float) -> None:
-    """retain_mean: 1/(n-m) on both sides and the ridge of U; fixed_n: 1/n on both, no ridge term. All: F(S)."""
+    """retain_mean: 1/(n-m) on both sides and the ridge of U; fixed_n: 1/n on both, no ridge term.
+    All: F(S).
+    """
     ridge, m = 0.1, 3
     x, _, y = samples(11)
     model = minimiser(x, y, ridge)
     w = model.weight.detach().clone()
     method = NaturalGradient(objective=objective, fisher_on=fisher_on, damping=damping)
-    found = method.apply(Risk(model, "gaussian", ridge), [(x[:m], y[:m])], [(x[m:8], y[m:8]), (x[8:], y[8:])])
+    found = method.apply(
+        Risk(model, "gaussian", ridge), [(x[:m], y[:m])], [(x[m:8], y[m:8]), (x[8:], y[8:])]
+    )
     push = (x[:m] @ w.T - y[:m]).T @ x[:m]
     n = len(x)
     gram, rows = (x.T @ x, n) if fisher_on == "all" else (x[m:].T @ x[m:], n - m)
@@ -216,7 +255,9 @@ def test_the_step_written_out(objective: str, fisher_on: str, damping: float) ->
     def slope(at: Tensor) -> float:
         return float(((x[m:] @ at.T - y[m:]).T @ x[m:] / (n - m) + ridge * at).norm())
 
-    assert (found.before, found.after) == pytest.approx((slope(w), slope(w + step)), rel=1e-6, abs=1e-9)
+    assert (found.before, found.after) == pytest.approx(
+        (slope(w), slope(w + step)), rel=1e-6, abs=1e-9
+    )
 
 
 def test_the_trust_region_is_exact_for_gaussian_outputs() -> None:
@@ -226,7 +267,9 @@ def test_the_trust_region_is_exact_for_gaussian_outputs() -> None:
     for kl in (0.0, 1e-5, 1e3):
         model = minimiser(x, y, 0.1)
         before = model(x[3:]).detach()
-        found = NaturalGradient(kl=kl).apply(Risk(model, "gaussian", 0.1), [(x[:3], y[:3])], [(x[3:], y[3:])])
+        found = NaturalGradient(kl=kl).apply(
+            Risk(model, "gaussian", 0.1), [(x[:3], y[:3])], [(x[3:], y[3:])]
+        )
         moved = float(0.5 * (model(x[3:]).detach() - before).square().sum(1).mean())
         lengths[kl] = (found.length, found.shrunk, moved)
     assert lengths[1e-5][2] == pytest.approx(1e-5, rel=1e-6)
@@ -241,7 +284,9 @@ def test_the_residual_is_a_share_of_the_right_hand_side() -> None:
     x, _, y = samples(11)
     model = minimiser(x, y, 0.1)
     w = model.weight.detach().clone()
-    found = NaturalGradient(iterations=1).apply(Risk(model, "gaussian", 0.1), [(x[:3], y[:3])], [(x[3:], y[3:])])
+    found = NaturalGradient(iterations=1).apply(
+        Risk(model, "gaussian", 0.1), [(x[:3], y[:3])], [(x[3:], y[3:])]
+    )
     b = (((x[:3] @ w.T - y[:3]).T @ x[:3] + 0.3 * w) / 8).flatten()
     matrix = written_out(model, x[3:], "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
     first = (b @ b) / (b @ matrix @ b) * b
@@ -252,7 +297,9 @@ def test_the_residual_is_a_share_of_the_right_hand_side() -> None:
 def test_nothing_to_forget_has_no_residual_and_does_not_shrink() -> None:
     x, _, y = samples(11)
     for kl in (0.0, 1e-6):
-        found = NaturalGradient(kl=kl).apply(Risk(minimiser(x, y, 0.1), "gaussian", 0.1), [], [(x, y)])
+        found = NaturalGradient(kl=kl).apply(
+            Risk(minimiser(x, y, 0.1), "gaussian", 0.1), [], [(x, y)]
+        )
         assert (found.residual, found.shrunk, found.length) == (0, 1, 0)
 
 
@@ -271,27 +318,48 @@ def test_an_edit_is_the_step_and_its_figures() -> None:
     x, y, _ = samples(11)
     one, other = linear(), linear()
     batches = lambda rows: [(x[list(rows)], y[list(rows)])]  # noqa: E731
-    request = EditRequest(one, (0, 4), (1, 2, 3, 5, 6, 7, 8, 9, 10), 0.2, batches, lambda rows: one.weight.sum())
+    request = EditRequest(
+        one, (0, 4), (1, 2, 3, 5, 6, 7, 8, 9, 10), 0.2, batches, lambda rows: one.weight.sum()
+    )
     figures = NaturalGradient().edit(request)
-    done = NaturalGradient().apply(Risk(other, "softmax", 0.2), batches(request.forget), batches(request.retain))
+    done = NaturalGradient().apply(
+        Risk(other, "softmax", 0.2), batches(request.forget), batches(request.retain)
+    )
     torch.testing.assert_close(one.weight, other.weight)
-    assert figures == pytest.approx({"step": done.length, "gradient_before": done.before, "gradient_after": done.after, "residual": done.residual, "shrunk": 1.0})  # fmt: skip
+    assert figures == pytest.approx(
+        {
+            "step": done.length,
+            "gradient_before": done.before,
+            "gradient_after": done.after,
+            "residual": done.residual,
+            "shrunk": 1.0,
+        }
+    )
 
 
 def test_the_proximal_step_of_a_diagonal_metric_is_soft_thresholding() -> None:
     """argmin a (c - t)^2 + 2 penalty |t| = sign(c) max(|c| - penalty / a, 0)."""
-    center, a = torch.tensor([3.0, -3.0, 0.4, -0.4, 0.0], dtype=FLOAT), torch.tensor([1.0, 2.0, 1.0, 4.0, 1.0], dtype=FLOAT)  # fmt: skip
+    center, a = (
+        torch.tensor([3.0, -3.0, 0.4, -0.4, 0.0], dtype=FLOAT),
+        torch.tensor([1.0, 2.0, 1.0, 4.0, 1.0], dtype=FLOAT),
+    )
     found = proximal(center, a.diag(), 0.5)
-    torch.testing.assert_close(found, torch.tensor([2.5, -2.75, 0.0, -0.275, 0.0], dtype=FLOAT), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        found, torch.tensor([2.5, -2.75, 0.0, -0.275, 0.0], dtype=FLOAT), rtol=0, atol=1e-12
+    )
 
 
 def test_the_proximal_iteration_is_accelerated() -> None:
-    """Beck & Teboulle (2009), Theorem 4.4: F(x_k) - F* <= 2 L ||x_0 - x*||^2 / (k + 1)^2; plain steps miss it here."""
+    """Beck & Teboulle (2009), Theorem 4.4: F(x_k) - F* <= 2 L ||x_0 - x*||^2 / (k + 1)^2; plain
+    steps miss it here.
+    """
     metric = torch.diag(torch.tensor([1.0, 0.01, 0.003], dtype=FLOAT))
     center, penalty = torch.tensor([0.0, 5.0, 5.0], dtype=FLOAT), 0.01
 
     def value(theta: Tensor) -> float:
-        return float(0.5 * (center - theta) @ metric @ (center - theta) + penalty * theta.abs().sum())
+        return float(
+            0.5 * (center - theta) @ metric @ (center - theta) + penalty * theta.abs().sum()
+        )
 
     best = center.sign() * (center.abs() - penalty / metric.diagonal()).clamp(min=0)
     distance = float((center - best).square().sum())

@@ -1,4 +1,6 @@
-"""FORUM: duality, the lemmas that can be measured, Eq. (24), memory, and the printed version's errors."""
+"""FORUM: duality, the lemmas that can be measured, Eq. (24), memory, and the printed version's
+errors.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from concept_eraser.methods.forum import Forum, any_players, descend_inner, dual_value, multipliers, two_players
+from concept_eraser.methods.forum import (
+    Forum,
+    any_objectives,
+    descend_inner,
+    dual_value,
+    multipliers,
+    two_objectives,
+)
+from concept_eraser.methods.vectors import combine, gramian
 from concept_eraser.training.closure import LossClosure
-from concept_eraser.vectors import combine, gramian
 
 
 def problem(m: int, seed: int, d: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +33,9 @@ def gram_of(g: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return rows @ rows.T
 
 
-def direction(g: torch.Tensor, q: torch.Tensor, rho_e: float) -> tuple[torch.Tensor, torch.Tensor, float]:
+def direction(
+    g: torch.Tensor, q: torch.Tensor, rho_e: float
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     lam, nu = multipliers(gram_of(g, q), rho_e)
     return -(lam @ g + nu * q), lam, nu
 
@@ -33,7 +44,9 @@ def direction(g: torch.Tensor, q: torch.Tensor, rho_e: float) -> tuple[torch.Ten
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("rho_e", [0.0, 0.25, 2.0])
 def test_t1_t2_duality_feasibility_slackness(m: int, seed: int, rho_e: float) -> None:
-    """The primal problem (Eq. 7), solved by cvxpy, has the value of our dual; the conditions of T1 and T2 hold."""
+    """The primal problem (Eq. 7), solved by cvxpy, has the value of our dual; the conditions of T1
+    and T2 hold.
+    """
     g, q = problem(m, seed)
     d, lam, nu = direction(g, q, rho_e)
     phi = rho_e * float(q @ q)
@@ -45,7 +58,10 @@ def test_t1_t2_duality_feasibility_slackness(m: int, seed: int, rho_e: float) ->
     assert float((g @ d).max()) == pytest.approx(-float(d @ d) - nu * float(q @ d), abs=1e-8)
     dual = -0.5 * float(d @ d) + nu * phi
     x, worst = cvxpy.Variable(g.shape[1]), cvxpy.Variable()
-    primal = cvxpy.Problem(cvxpy.Minimize(worst + 0.5 * cvxpy.sum_squares(x)), [g.numpy() @ x <= worst, q.numpy() @ x <= -phi])  # fmt: skip
+    primal = cvxpy.Problem(
+        cvxpy.Minimize(worst + 0.5 * cvxpy.sum_squares(x)),
+        [g.numpy() @ x <= worst, q.numpy() @ x <= -phi],
+    )
     assert primal.solve(solver="CLARABEL") == pytest.approx(dual, rel=1e-6, abs=1e-6)
 
 
@@ -54,7 +70,9 @@ def test_the_closed_form_is_the_general_solver(seed: int) -> None:
     g, q = problem(2, seed)
     gram, inner = g @ g.T, g @ (q / q.norm())
     for tau in (-float("inf"), 0.0, 0.3, 5.0):
-        torch.testing.assert_close(two_players(gram, inner, tau), any_players(gram, inner, tau), atol=1e-8, rtol=0)
+        torch.testing.assert_close(
+            two_objectives(gram, inner, tau), any_objectives(gram, inner, tau), atol=1e-8, rtol=0
+        )
 
 
 def test_a_floor_is_kept_and_optimal_above_it() -> None:
@@ -66,7 +84,9 @@ def test_a_floor_is_kept_and_optimal_above_it() -> None:
     length = float(q.norm())
     u = (q / length).numpy()
     value = 0.5 * cvxpy.sum_squares(g.numpy().T @ x + c * u) - c * 0.1 * length
-    cvxpy.Problem(cvxpy.Minimize(value), [x >= 0.2, cvxpy.sum(x) == 1, c >= 0]).solve(solver="CLARABEL")
+    cvxpy.Problem(cvxpy.Minimize(value), [x >= 0.2, cvxpy.sum(x) == 1, c >= 0]).solve(
+        solver="CLARABEL"
+    )
     np.testing.assert_allclose(lam.numpy(), x.value, atol=1e-4)
 
 
@@ -102,7 +122,9 @@ def test_t9_one_objective_is_bome() -> None:
 
 
 def test_e1_the_printed_multiplier_asks_for_twice_the_descent() -> None:
-    """With nu of Eqs. 9 and 17 (rho instead of rho/2) <q, d> is -2 phi, phi = rho/2 ||q||^2, where it is active."""
+    """With nu of Eqs. 9 and 17 (rho instead of rho/2) <q, d> is -2 phi, phi = rho/2 ||q||^2, where
+    it is active.
+    """
     g, q = problem(2, 5)
     rho = 4.0
     d, _, nu = direction(g, q, rho)  # the printed nu is that of rho_e = rho
@@ -110,10 +132,12 @@ def test_e1_the_printed_multiplier_asks_for_twice_the_descent() -> None:
     assert float(q @ d) / (rho / 2 * float(q @ q)) == pytest.approx(-2)
 
 
-# --- lemmas on a strongly convex lower level: f = 1/2 (w - B a)^T A (w - B a) ------------------------------------
+# --- lemmas on a strongly convex lower level: f = 1/2 (w - B a)^T A (w - B a) ---------------------
 
 
-def quadratic(seed: int, d: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def quadratic(
+    seed: int, d: int = 4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rng = np.random.default_rng(seed)
     basis, _ = np.linalg.qr(rng.normal(size=(d, d)))
     a = torch.from_numpy(basis @ np.diag(np.linspace(0.5, 3, d)) @ basis.T)
@@ -134,7 +158,9 @@ def whole_lipschitz(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("steps", [1, 5, 20])
 def test_t3_t4_t5_what_the_inner_steps_leave(seed: int, steps: int) -> None:
-    """T3 (Lemma A.1), T4 (B.1c) and T5 (B.1d, B.2b), each as an inequality on a quadratic with known constants."""
+    """T3 (Lemma A.1), T4 (B.1c) and T5 (B.1d, B.2b), each as an inequality on a quadratic with
+    known constants.
+    """
     a, b, alpha, w0 = quadratic(seed)
     c, lip = 0.5, whole_lipschitz(a, b)
     eta = 1 / lip
@@ -159,17 +185,23 @@ def test_t3_t4_t5_what_the_inner_steps_leave(seed: int, steps: int) -> None:
     assert error <= lip / c * gamma**0.5 * float(slope_q.norm()) + 1e-12
 
 
-# --- Eq. (24) ------------------------------------------------------------------------------------------------
+# --- Eq. (24) -------------------------------------------------------------------------------------
 
 
-def eq24(start: tuple[float, tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor, LossClosure]:
+def eq24(
+    start: tuple[float, tuple[float, float]],
+) -> tuple[torch.Tensor, torch.Tensor, LossClosure]:
     alpha = torch.tensor(start[0], dtype=torch.float64, requires_grad=True)
     omega = torch.tensor(start[1], dtype=torch.float64, requires_grad=True)
 
     def to(first: float):
         return lambda: (omega[0] - first) ** 2 + (omega[1] - alpha) ** 2
 
-    losses = {"first": [to(1.0)], "second": [to(2.0)], "attack": [lambda: ((omega - alpha) ** 2).sum()]}
+    losses = {
+        "first": [to(1.0)],
+        "second": [to(2.0)],
+        "attack": [lambda: ((omega - alpha) ** 2).sum()],
+    }
     return alpha, omega, LossClosure((alpha, omega), losses, inner=[1])
 
 
@@ -182,7 +214,13 @@ def distance(alpha: torch.Tensor, omega: torch.Tensor) -> float:
 
 def run_eq24(start: tuple, steps: int, **options) -> tuple[float, list[float]]:
     alpha, omega, closure = eq24(start)
-    settings = {"rho_e": 0.15, "inner_steps": 50, "inner_lr": 0.05, "outer_lr": 0.3, "normalize": False}
+    settings = {
+        "rho_e": 0.15,
+        "inner_steps": 50,
+        "inner_lr": 0.05,
+        "outer_lr": 0.3,
+        "normalize": False,
+    }
     method = Forum(**{**settings, **options})
     gaps = []
     for k in range(steps):
@@ -200,7 +238,9 @@ STARTS = [(0.0, (0.0, 3.0)), (2.0, (0.0, 3.0)), (2.0, (3.0, 3.0))]
 
 @pytest.mark.parametrize("start", STARTS)
 def test_t7_eq24_is_solved(start: tuple) -> None:
-    """The paper's settings (mu .3, eta .05, T 50, rho .3): 1e-4 after 100 steps, and q~ >= 0 on the way."""
+    """The paper's settings (mu .3, eta .05, T 50, rho .3): 1e-4 after 100 steps, and q~ >= 0 on the
+    way.
+    """
     left, gaps = run_eq24(start, 100)
     assert left < 1e-4
     assert min(gaps) >= -1e-12
@@ -234,7 +274,9 @@ def test_t7_a_cold_start_stalls() -> None:
 
 
 def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
-    """The memory for backward is that of one gradient, whatever T; an unrolled hypergradient keeps T graphs."""
+    """The memory for backward is that of one gradient, whatever T; an unrolled hypergradient keeps
+    T graphs.
+    """
 
     def saved(steps: int, unrolled: bool) -> int:
         torch.manual_seed(0)
@@ -286,7 +328,7 @@ def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
     assert saved(16, unrolled=True) > 3.5 * saved(4, unrolled=True)
 
 
-# --- the stall at a pretrained model -----------------------------------------------------------------------------
+# --- the stall at a pretrained model --------------------------------------------------------------
 
 
 def test_the_printed_version_stands_still_at_a_pretrained_model() -> None:
@@ -308,11 +350,15 @@ def test_the_printed_version_stands_still_at_a_pretrained_model() -> None:
     assert moved(normalize=False, floor=0.2) > 0.1
 
 
-def test_a_player_at_its_minimum_does_not_stop_the_others() -> None:
+def test_a_objective_at_its_minimum_does_not_stop_the_others() -> None:
     """Distillation at the untouched model has a gradient of exactly 0."""
     theta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     delta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    losses = {"retain": [lambda: (theta**2).sum()], "forget": [lambda: ((theta - 1) ** 2).sum()], "attack": [lambda: (delta**2).sum()]}  # fmt: skip
+    losses = {
+        "retain": [lambda: (theta**2).sum()],
+        "forget": [lambda: ((theta - 1) ** 2).sum()],
+        "attack": [lambda: (delta**2).sum()],
+    }
     found = Forum().direction(LossClosure((theta, delta), losses, inner=[1]))
     assert found.weights.tolist() == pytest.approx([0.0, 1 / 8**0.5])
     assert torch.all(found.vec[0] < 0)
@@ -326,10 +372,10 @@ def test_a_lower_level_that_diverges_is_a_step_not_taken() -> None:
     assert all(torch.isnan(part).all() for part in found.vec)
 
 
-def test_a_floor_that_does_not_fit_the_players_is_refused() -> None:
-    Forum(floor=0.5).check_players(("retain", "forget", "attack"))
+def test_a_floor_that_does_not_fit_the_objectives_is_refused() -> None:
+    Forum(floor=0.5).check_objectives(("retain", "forget", "attack"))
     with pytest.raises(ValueError, match="at most 1/3"):
-        Forum(floor=0.5).check_players(("retain", "forget", "replace", "attack"))
+        Forum(floor=0.5).check_objectives(("retain", "forget", "replace", "attack"))
 
 
 def test_a_resumed_run_goes_on_alike() -> None:
@@ -350,7 +396,10 @@ def test_a_resumed_run_goes_on_alike() -> None:
         assert all(torch.equal(a, b) for a, b in zip(vecs[k], again, strict=True))
 
 
-@pytest.mark.parametrize(("options", "words"), [({"rho_e": -1}, "rho_e"), ({"floor": 0.7}, "floor"), ({"inner_steps": 0}, "inner_steps")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"rho_e": -1}, "rho_e"), ({"floor": 0.7}, "floor"), ({"inner_steps": 0}, "inner_steps")],
+)
 def test_options_are_checked(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Forum(**options)
@@ -358,7 +407,7 @@ def test_options_are_checked(options: dict, words: str) -> None:
 
 def test_without_an_attack_it_is_refused() -> None:
     with pytest.raises(ValueError, match="lower-level problem"):
-        Forum().check_players(("retain", "forget"))
+        Forum().check_objectives(("retain", "forget"))
 
 
 def test_multipliers_work_on_a_gram_matrix_of_tensor_tuples() -> None:
@@ -371,7 +420,9 @@ def test_multipliers_work_on_a_gram_matrix_of_tensor_tuples() -> None:
 
 @pytest.mark.parametrize("m", [1, 3, 4])
 def test_the_common_length_of_the_gradients_does_not_matter(m: int) -> None:
-    """Scaling all gradients, that of q too, by 1e-12 to 1e12 leaves the multipliers: no rank decision sees the units."""
+    """Scaling all gradients, that of q too, by 1e-12 to 1e12 leaves the multipliers: no rank
+    decision sees the units.
+    """
     for seed in range(5):
         g, q = problem(m, seed)
         expected, nu = multipliers(gram_of(g, q), 0.4)
@@ -386,20 +437,36 @@ def test_the_common_length_of_the_gradients_does_not_matter(m: int) -> None:
         lam, _ = multipliers(gram, 0.4)
         inner = gram[:m, m] / float(q.norm())
         value = dual_value(lam, gram[:m, :m], inner, tau)
-        others = torch.distributions.Dirichlet(torch.full((m,), 0.3, dtype=g.dtype)).sample((300,)) if m > 1 else []
-        assert all(dual_value(other, gram[:m, :m], inner, tau) >= value * (1 - 1e-9) - 1e-12 for other in others)
+        others = (
+            torch.distributions.Dirichlet(torch.full((m,), 0.3, dtype=g.dtype)).sample((300,))
+            if m > 1
+            else []
+        )
+        assert all(
+            dual_value(other, gram[:m, :m], inner, tau) >= value * (1 - 1e-9) - 1e-12
+            for other in others
+        )
 
 
-# --- one step, question by question ------------------------------------------------------------------------------
+# --- one step, question by question ---------------------------------------------------------------
 
 
-def gradients_of(closure: LossClosure, players: tuple[str, ...]) -> torch.Tensor:
-    """[players, 3] in (alpha, omega_1, omega_2)."""
-    return torch.stack([torch.cat([part.flatten() for part in closure.grad(player)]) for player in players])
+def gradients_of(closure: LossClosure, objectives: tuple[str, ...]) -> torch.Tensor:
+    """[objectives, 3] in (alpha, omega_1, omega_2)."""
+    return torch.stack(
+        [
+            torch.cat([part.flatten() for part in closure.grad(objective)])
+            for objective in objectives
+        ]
+    )
 
 
-def constraint_of(alpha: float, omega: tuple[float, float], lr: float, steps: int) -> tuple[torch.Tensor, float]:
-    """grad q~ and q~ of Eq. (24) by hand: f = ||w - a 1||^2, so w~ - a 1 = (1 - 2 lr)^T (w - a 1)."""
+def constraint_of(
+    alpha: float, omega: tuple[float, float], lr: float, steps: int
+) -> tuple[torch.Tensor, float]:
+    """grad q~ and q~ of Eq. (24) by hand: f = ||w - a 1||^2, so w~ - a 1 = (1 - 2 lr)^T (w - a
+    1).
+    """
     w = torch.tensor(omega, dtype=torch.float64) - alpha
     left = (1 - 2 * lr) ** steps * w
     slope = torch.cat([(-2 * w.sum() + 2 * left.sum())[None], 2 * w])
@@ -409,8 +476,12 @@ def constraint_of(alpha: float, omega: tuple[float, float], lr: float, steps: in
 @pytest.mark.parametrize("start", [*STARTS, (0.5, (1.5, -1.0))])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("rho_e", [0.1, 3.0])
-def test_one_step_is_the_solution_of_the_direction_problem(start: tuple, normalize: bool, rho_e: float) -> None:
-    """cvxpy solves Eq. 7 for the unit gradients (or the plain ones) and the constraint written out by hand."""
+def test_one_step_is_the_solution_of_the_direction_problem(
+    start: tuple, normalize: bool, rho_e: float
+) -> None:
+    """cvxpy solves Eq. 7 for the unit gradients (or the plain ones) and the constraint written out
+    by hand.
+    """
     _, _, closure = eq24(start)
     method = Forum(rho_e=rho_e, inner_steps=3, inner_lr=0.1, outer_lr=1.0, normalize=normalize)
     found = method.direction(closure)
@@ -420,14 +491,18 @@ def test_one_step_is_the_solution_of_the_direction_problem(start: tuple, normali
     g = raw / raw.norm(dim=1, keepdim=True) if normalize else raw
     x, worst = cvxpy.Variable(3), cvxpy.Variable()
     asked = [g.numpy() @ x <= worst, q.numpy() @ x <= -rho_e * float(q @ q)]
-    cvxpy.Problem(cvxpy.Minimize(worst + 0.5 * cvxpy.sum_squares(x)), asked).solve(solver="CLARABEL")
+    cvxpy.Problem(cvxpy.Minimize(worst + 0.5 * cvxpy.sum_squares(x)), asked).solve(
+        solver="CLARABEL"
+    )
     np.testing.assert_allclose(-step.numpy(), x.value, atol=2e-5)
     assert found.notes["q"] == pytest.approx(gap)
     assert found.notes["kkt"] == pytest.approx(float(step.norm()), abs=1e-9)
     assert found.notes["q_negative"] == 0
     torch.testing.assert_close(found.gram, raw @ raw.T)
     torch.testing.assert_close(step, found.weights @ raw + found.notes["nu"] * q)
-    assert float((found.weights * raw.norm(dim=1) if normalize else found.weights).sum()) == pytest.approx(1)
+    assert float(
+        (found.weights * raw.norm(dim=1) if normalize else found.weights).sum()
+    ) == pytest.approx(1)
 
 
 def test_the_attacks_variable_moves_by_its_own_rate() -> None:
@@ -437,7 +512,9 @@ def test_the_attacks_variable_moves_by_its_own_rate() -> None:
     other = Forum(inner_steps=3, rho_e=3.0, outer_lr=0.25).direction(eq24(start)[2])
     torch.testing.assert_close(other.vec[0], one.vec[0])
     torch.testing.assert_close(other.vec[1], 0.25 * one.vec[1])
-    still = Forum(inner_steps=3, rho_e=3.0, outer_lr=1.0, move_inner=False).direction(eq24(start)[2])
+    still = Forum(inner_steps=3, rho_e=3.0, outer_lr=1.0, move_inner=False).direction(
+        eq24(start)[2]
+    )
     slope, _ = constraint_of(*start, 0.1, 3)
     assert still.notes["nu"] > 0
     torch.testing.assert_close(still.vec[1], still.notes["nu"] * slope[1:])
@@ -445,7 +522,9 @@ def test_the_attacks_variable_moves_by_its_own_rate() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 1.0])
 def test_weights_are_smoothed_over_the_steps(momentum: float) -> None:
-    """lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k, beta_k = (k + 1)^-momentum, by a method without memory."""
+    """lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k, beta_k = (k + 1)^-momentum, by a method
+    without memory.
+    """
     smooth = Forum(normalize=False, momentum=momentum, inner_steps=3)
     expected = None
     for k, start in enumerate([STARTS[0], (0.5, (1.5, -1.0)), STARTS[2]]):
@@ -458,7 +537,9 @@ def test_weights_are_smoothed_over_the_steps(momentum: float) -> None:
 
 
 def test_a_cold_start_is_where_the_attack_stood_first() -> None:
-    """f falls from omega_0 again and again: q~ at a moved omega is f there less f after three steps from omega_0."""
+    """f falls from omega_0 again and again: q~ at a moved omega is f there less f after three steps
+    from omega_0.
+    """
     alpha, omega, closure = eq24((0.0, (1.0, 2.0)))
     method = Forum(warm=False, inner_steps=3, inner_lr=0.1)
     assert method.direction(closure).notes["q"] == pytest.approx(5 * (1 - 0.8**6))
@@ -474,7 +555,7 @@ def test_a_cold_start_is_where_the_attack_stood_first() -> None:
     assert warm.direction(eq24((0.0, (1.0, 2.0)))[2]).notes["q_negative"] == 1
 
 
-def test_among_three_players_one_without_a_gradient_is_left_out() -> None:
+def test_among_three_objectives_one_without_a_gradient_is_left_out() -> None:
     theta = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
     delta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     losses = {
@@ -494,7 +575,10 @@ def test_among_three_players_one_without_a_gradient_is_left_out() -> None:
 def test_nobody_has_a_gradient_and_the_constraint_is_left() -> None:
     theta = torch.ones(2, dtype=torch.float64, requires_grad=True)
     delta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    losses = {"retain": [lambda: 0 * theta.sum()], "attack": [lambda: ((delta - theta[0]) ** 2).sum()]}
+    losses = {
+        "retain": [lambda: 0 * theta.sum()],
+        "attack": [lambda: ((delta - theta[0]) ** 2).sum()],
+    }
     found = Forum(rho_e=0.5, outer_lr=1.0).direction(LossClosure((theta, delta), losses, inner=[1]))
     assert found.weights.tolist() == [0.0]
     assert found.notes["nu"] == pytest.approx(0.5)  # -<q, d> = rho ||q||^2
@@ -510,22 +594,24 @@ def test_equal_gradients_and_a_constraint_across_them() -> None:
         assert nu == 0
 
 
-def test_more_than_ten_players_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most 10 players; found 11"):
-        any_players(torch.eye(11, dtype=torch.float64), torch.zeros(11, dtype=torch.float64), -float("inf"))
+def test_more_than_ten_objectives_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 10 objectives; found 11"):
+        any_objectives(
+            torch.eye(11, dtype=torch.float64), torch.zeros(11, dtype=torch.float64), -float("inf")
+        )
 
 
 def test_a_program_without_a_solution_says_so() -> None:
     gram = torch.full((3, 3), float("nan"), dtype=torch.float64)
     with pytest.raises((ValueError, RuntimeError)):
-        any_players(gram, torch.zeros(3, dtype=torch.float64), -float("inf"))
+        any_objectives(gram, torch.zeros(3, dtype=torch.float64), -float("inf"))
 
 
-def test_which_floors_fit_how_many_players() -> None:
-    Forum(floor=1 / 3).check_players(("retain", "forget", "replace", "attack"))
-    Forum(floor=0.5).check_players(("retain", "forget", "attack"))
+def test_which_floors_fit_how_many_objectives() -> None:
+    Forum(floor=1 / 3).check_objectives(("retain", "forget", "replace", "attack"))
+    Forum(floor=0.5).check_objectives(("retain", "forget", "attack"))
     with pytest.raises(ValueError, match=r"at most 1/3 for 3 losses, found 0\.34"):
-        Forum(floor=0.34).check_players(("retain", "forget", "replace", "attack"))
+        Forum(floor=0.34).check_objectives(("retain", "forget", "replace", "attack"))
 
 
 def test_a_value_of_the_attack_that_is_not_finite_is_a_step_not_taken() -> None:

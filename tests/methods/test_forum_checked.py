@@ -1,5 +1,6 @@
-"""FORUM's remaining statements: its rate over long runs, Eq. (24) to rounding error, the lemmas at their longest steps,
-what the printed multipliers optimise, the arithmetic of the paper's tables, and hyper-cleaning in small."""
+"""FORUM's remaining statements: its rate over long runs, Eq. (24) to rounding error, the lemmas at
+their longest steps, what the printed multipliers optimise, the arithmetic of the paper's tables,
+and hyper-cleaning in small."""
 
 from __future__ import annotations
 
@@ -12,18 +13,30 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.forum import Forum, descend_inner, multipliers
+from concept_eraser.methods.vectors import Vec
 from concept_eraser.training.closure import LossClosure
-from concept_eraser.vectors import Vec
-from tests.methods.test_forum import STARTS, distance, eq24, gram_of, lower, problem, quadratic, whole_lipschitz
-from tools.papers import hyper_cleaning
+from studies.papers import hyper_cleaning
+from tests.methods.test_forum import (
+    STARTS,
+    distance,
+    eq24,
+    gram_of,
+    lower,
+    problem,
+    quadratic,
+    whole_lipschitz,
+)
 
-PAPER = {"rho_e": 0.15, "inner_steps": 50, "inner_lr": 0.05, "normalize": False}  # rho = .3, T = 50, eta = .05
+# rho = .3, T = 50, eta = .05
+PAPER = {"rho_e": 0.15, "inner_steps": 50, "inner_lr": 0.05, "normalize": False}
 
 
 class ByHand:
-    """Eq. (24) with its derivatives written out: what eq24() answers by autograd, several times faster."""
+    """Eq. (24) with its derivatives written out: what eq24() answers by autograd, several times
+    faster.
+    """
 
-    players = ("first", "second", "attack")
+    objectives = ("first", "second", "attack")
     inner = (1,)
 
     def __init__(self, start: tuple[float, tuple[float, float]]) -> None:
@@ -31,16 +44,18 @@ class ByHand:
         self.step, self.seen = 0, float("nan")
         self._here = self.params
 
-    def grad(self, player: str, of: Sequence[int] | None = None) -> Vec:
+    def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:
         alpha, (first, second) = float(self._here[0]), self._here[1].tolist()
-        if player == "attack":
+        if objective == "attack":
             self.seen = (first - alpha) ** 2 + (second - alpha) ** 2
             parts = (-2 * (first + second - 2 * alpha), [2 * (first - alpha), 2 * (second - alpha)])
         else:
-            to = 1.0 if player == "first" else 2.0
+            to = 1.0 if objective == "first" else 2.0
             self.seen = (first - to) ** 2 + (second - alpha) ** 2
             parts = (-2 * (second - alpha), [2 * (first - to), 2 * (second - alpha)])
-        return tuple(torch.tensor(parts[i], dtype=torch.float64) for i in (of if of is not None else (0, 1)))
+        return tuple(
+            torch.tensor(parts[i], dtype=torch.float64) for i in (of if of is not None else (0, 1))
+        )
 
     @contextmanager
     def at(self, offset: Vec) -> Iterator[None]:
@@ -52,7 +67,12 @@ class ByHand:
 
     def gradients(self) -> Tensor:
         """grad F_1, grad F_2 and grad q, [3, 3]; f* = 0, so q = f."""
-        return torch.stack([torch.cat([part.reshape(-1) for part in self.grad(player)]) for player in self.players])
+        return torch.stack(
+            [
+                torch.cat([part.reshape(-1) for part in self.grad(objective)])
+                for objective in self.objectives
+            ]
+        )
 
     def move(self, vec: Vec, mu: float) -> None:
         self.params[0].sub_(mu * vec[0])
@@ -61,9 +81,14 @@ class ByHand:
 
 
 def run(start: tuple, steps: int, mu: float = 0.3, **options) -> tuple[ByHand, float, list[float]]:
-    """The problem after so many steps, the least K(z_k) = ||sum lam_i grad F_i + nu grad q||^2 on the way, and the
-    distances to the optimal set after each step."""
-    closure, method, lowest, distances = ByHand(start), Forum(**{**PAPER, "outer_lr": mu, **options}), float("inf"), []
+    """The problem after so many steps, the least K(z_k) = ||sum lam_i grad F_i + nu grad q||^2 on
+    the way, and the distances to the optimal set after each step."""
+    closure, method, lowest, distances = (
+        ByHand(start),
+        Forum(**{**PAPER, "outer_lr": mu, **options}),
+        float("inf"),
+        [],
+    )
     for _ in range(steps):
         found = method.direction(closure)
         weights = torch.tensor([*found.weights.tolist(), found.notes["nu"]], dtype=torch.float64)
@@ -94,12 +119,13 @@ def test_the_derivatives_by_hand_are_those_of_eq24() -> None:
         hand.move(other.vec, 0.3)
 
 
-# --- T6, T7 --------------------------------------------------------------------------------------------------------
+# --- T6, T7 ---------------------------------------------------------------------------------------
 
 
 def test_t6_the_rate_over_four_thousand_steps() -> None:
-    """max(min_k K(z_k), q(z_K)) K^(1/4) for K = 64, 256, 1024, 4096 with mu ~ K^(-1/2): it must not grow, and falls to
-    rounding error; from the start that takes longest, q at the end counted in."""
+    """max(min_k K(z_k), q(z_K)) K^(1/4) for K = 64, 256, 1024, 4096 with mu ~ K^(-1/2): it must not
+    grow, and falls to rounding error; from the start that takes longest, q at the end counted in.
+    """
     ratios = []
     for steps in (64, 256, 1024, 4096):
         closure, lowest, _ = run(STARTS[2], steps, mu=2.4 / steps**0.5)
@@ -119,13 +145,15 @@ def test_t7_four_hundred_steps_reach_rounding_error(start: tuple) -> None:
 
 @pytest.mark.parametrize(("start", "left"), zip(STARTS, (0.00342, 0.00286, 0.00875), strict=True))
 def test_t7_a_cold_start_is_stuck_after_four_hundred_steps(start: tuple, left: float) -> None:
-    """E4: two hundred steps more change nothing. The third start ends at .0086 or at .0089, as rounding will have it."""
+    """E4: two hundred steps more change nothing. The third start ends at .0086 or at .0089, as
+    rounding will have it.
+    """
     distances = run(start, 600, warm=False)[2]
     assert distances[399] == pytest.approx(left, rel=0.03)
     assert distances[599] == pytest.approx(distances[399], rel=0.005)
 
 
-# --- T3, T4, T5 at their longest steps -----------------------------------------------------------------------------
+# --- T3, T4, T5 at their longest steps ------------------------------------------------------------
 
 
 class Inner:
@@ -137,7 +165,8 @@ class Inner:
         closure = LossClosure((omega,), {"attack": [lambda: lower(a, b, alpha, omega)]}, inner=[0])
         end = start + descend_inner(closure, [torch.zeros_like(start)], steps, eta)[0]
         best = b @ alpha
-        self.error = float((b.T @ a @ (end - best)).norm())  # ||grad q~ - grad q||, both have the same part in w
+        # ||grad q~ - grad q||, both have the same part in w
+        self.error = float((b.T @ a @ (end - best)).norm())
         self.distances = float((start - best).norm()), float((end - best).norm())
         self.q = float(lower(a, b, alpha, start)), float(lower(a, b, alpha, end))
         self.slope = float(torch.cat([-b.T @ a @ (start - best), a @ (start - best)]).norm())
@@ -151,7 +180,9 @@ def decay(c: float, lip: float, eta: float, steps: int) -> float:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("steps", [1, 5, 20])
 def test_t3_t4_t5_at_the_longest_steps_of_the_lemmas(seed: int, steps: int) -> None:
-    """eta = 2/(L_f + c), the most that Lemma A.1 allows, and 1.9/L_f for B.1c; L_f that of f in both variables."""
+    """eta = 2/(L_f + c), the most that Lemma A.1 allows, and 1.9/L_f for B.1c; L_f that of f in
+    both variables.
+    """
     a, b, *_ = quadratic(seed)
     c, lip = 0.5, whole_lipschitz(a, b)
     for eta in (2 / (lip + c), 1.9 / lip):
@@ -167,7 +198,9 @@ def test_t3_t4_t5_at_the_longest_steps_of_the_lemmas(seed: int, steps: int) -> N
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("steps", [1, 5, 20])
 def test_t3_t4_with_the_curvature_of_the_lower_variable_alone(seed: int, steps: int) -> None:
-    """What the steps see is L = 3, not L_f (11 to 33 here). At 2/(L + c) the distance falls by 1 - c eta a step."""
+    """What the steps see is L = 3, not L_f (11 to 33 here). At 2/(L + c) the distance falls by 1 -
+    c eta a step.
+    """
     c, lip = 0.5, 3.0
     found = Inner(seed, steps, 2 / (lip + c))
     assert found.distances[1] <= (1 - c * 2 / (lip + c)) ** steps * found.distances[0]
@@ -178,13 +211,15 @@ def test_t3_t4_with_the_curvature_of_the_lower_variable_alone(seed: int, steps: 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_t3_t4_fail_beyond_their_steps(seed: int) -> None:
-    """1.9/L > 2/(L + c): the rate of T3 is missed, that of T4 kept. 2.1/L: the lower level rises."""
+    """1.9/L > 2/(L + c): the rate of T3 is missed, that of T4 kept. 2.1/L: the lower level
+    rises.
+    """
     between, beyond = Inner(seed, 20, 1.9 / 3), Inner(seed, 20, 2.1 / 3)
     assert between.distances[1] > 20 * (1 - 0.5 * 1.9 / 3) ** 20 * between.distances[0]
     assert beyond.q[1] > 3 * beyond.q[0]
 
 
-# --- E1, second half -----------------------------------------------------------------------------------------------
+# --- E1, second half ------------------------------------------------------------------------------
 
 
 def value(g: Tensor, q: Tensor, lam: Tensor, nu: float, rho_e: float) -> float:
@@ -193,8 +228,9 @@ def value(g: Tensor, q: Tensor, lam: Tensor, nu: float, rho_e: float) -> float:
 
 
 def test_e1_the_printed_lambda_optimises_neither_problem() -> None:
-    """Eq. 11 minimises over gamma >= sum lam_i pi_i, pi_i = rho - <q, g_i> / ||q||^2, with phi = rho/2 ||q||^2 in its
-    objective. Its lambda, by search over a grid, falls short of the optimum for rho_e = rho/2 and for rho_e = rho."""
+    """Eq. 11 minimises over gamma >= sum lam_i pi_i, pi_i = rho - <q, g_i> / ||q||^2, with phi =
+    rho/2 ||q||^2 in its objective. Its lambda, by search over a grid, falls short of the optimum
+    for rho_e = rho/2 and for rho_e = rho."""
     g, q = problem(2, 95)
     rho, square = 4.0, float(q @ q)
 
@@ -202,8 +238,11 @@ def test_e1_the_printed_lambda_optimises_neither_problem() -> None:
         return max(rho_e - float(q @ (lam @ g)) / square, 0.0)
 
     grid = [torch.tensor([x, 1 - x], dtype=torch.float64) for x in np.linspace(0, 1, 1001)]
-    # the objective falls in gamma up to its own optimum bound(lam, rho/2), which lies below the constraint
-    printed = min(grid, key=lambda lam: value(g, q, lam, max(bound(lam, rho), bound(lam, rho / 2)), rho / 2))
+    # the objective falls in gamma up to its own optimum bound(lam, rho/2), which lies below the
+    # constraint
+    printed = min(
+        grid, key=lambda lam: value(g, q, lam, max(bound(lam, rho), bound(lam, rho / 2)), rho / 2)
+    )
     short = []
     for rho_e in (rho / 2, rho):
         lam, nu = multipliers(gram_of(g, q), rho_e)
@@ -216,24 +255,27 @@ def test_e1_the_printed_lambda_optimises_neither_problem() -> None:
     assert short == pytest.approx([0.087, 0.279], abs=0.002)
 
 
-# --- the paper's tables --------------------------------------------------------------------------------------------
+# --- the paper's tables ---------------------------------------------------------------------------
 
 
 def test_e8_tables_1_and_5_agree() -> None:
-    """Table 5's row for rho = .5, 86.1 to 86.6, is the mean of Table 1's two accuracies over T = 16, 32, 64, 128."""
+    """Table 5's row for rho = .5, 86.1 to 86.6, is the mean of Table 1's two accuracies over T =
+    16, 32, 64, 128.
+    """
     table_1 = [(90.79, 82.37), (90.65, 82.11), (90.81, 82.07), (90.13, 82.07)]
     means = [sum(row) / 2 for row in table_1]
     assert [round(x, 1) for x in (min(means), max(means))] == [86.1, 86.6]
 
 
 def test_e8_two_digits_of_office_31() -> None:
-    """Delta_p of FORUM's row is 1.05, printed .96. Reading its DSLR accuracy of 98.63 as 98.36 takes away as much: a
-    third of the relative change, whatever the single-task accuracy that it is relative to."""
+    """Delta_p of FORUM's row is 1.05, printed .96. Reading its DSLR accuracy of 98.63 as 98.36
+    takes away as much: a third of the relative change, whatever the single-task accuracy that it is
+    relative to."""
     for single in (94, 96, 98):
         assert 100 / 3 * (98.63 - 98.36) / single == pytest.approx(1.05 - 0.96, abs=0.006)
 
 
-# --- hyper-cleaning ------------------------------------------------------------------------------------------------
+# --- hyper-cleaning -------------------------------------------------------------------------------
 
 
 def test_hyper_cleaning_beats_no_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:

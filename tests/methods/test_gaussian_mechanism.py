@@ -7,7 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from concept_eraser.methods.gaussian_mechanism import delta_of, expected_length, noise_scale, sensitivity
+from concept_eraser.methods.gaussian_mechanism import (
+    delta_of,
+    expected_length,
+    noise_scale,
+    sensitivity,
+)
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 0.5, 1.0, 4.0, 12.0])
@@ -19,7 +24,9 @@ def test_n8_the_analytic_scale_meets_delta_exactly(epsilon: float, delta: float)
 
 
 def test_delta_by_monte_carlo() -> None:
-    """P(x in A) - e^eps P'(x in A) for the worst set A, the half-line where the likelihood ratio exceeds e^eps."""
+    """P(x in A) - e^eps P'(x in A) for the worst set A, the half-line where the likelihood ratio
+    exceeds e^eps.
+    """
     gamma, sigma, epsilon = 1.0, 1.3, 0.6
     rng = np.random.default_rng(0)
     x = rng.normal(size=2_000_000) * sigma
@@ -40,9 +47,13 @@ def test_n8_the_classical_scale_is_safe_up_to_one_and_wrong_at_twelve() -> None:
 
 
 def test_expected_length_of_the_noise() -> None:
-    """Monte Carlo: 9.15 for d = 50 and sigma = 1.3; the paper's formula lacks sqrt(2) and gives 6.47."""
+    """Monte Carlo: 9.15 for d = 50 and sigma = 1.3; the paper's formula lacks sqrt(2) and gives
+    6.47.
+    """
     sample = 1.3 * np.random.default_rng(0).normal(size=(20000, 50))
-    assert expected_length(1.3, 50) == pytest.approx(float(np.linalg.norm(sample, axis=1).mean()), rel=0.005)
+    assert expected_length(1.3, 50) == pytest.approx(
+        float(np.linalg.norm(sample, axis=1).mean()), rel=0.005
+    )
     assert expected_length(1.3, 50) == pytest.approx(9.15, abs=0.01)
 
 
@@ -57,10 +68,16 @@ def test_the_printed_sensitivity_dominates_ours() -> None:
     n = 720
     for m in (1, 16, 360):
         printed = 3.0 * m**2 * 36 / (0.02**3 * n**2) + 2 * m**2 * 6 * 0.5 * 20 / (0.02**2 * n**2)
-        assert sensitivity(n, m, **given) <= sensitivity(n, m, fisher_on="all", **given) <= printed * (1 + 1e-9)
+        assert (
+            sensitivity(n, m, **given)
+            <= sensitivity(n, m, fisher_on="all", **given)
+            <= printed * (1 + 1e-9)
+        )
 
 
-@pytest.mark.parametrize("bad", [(0.0, 1.0, 0.1), (1.0, 0.0, 0.1), (1.0, 1.0, 0.0), (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    "bad", [(0.0, 1.0, 0.1), (1.0, 0.0, 0.1), (1.0, 1.0, 0.0), (1.0, 1.0, 1.0)]
+)
 def test_values_out_of_range_are_refused(bad: tuple) -> None:
     with pytest.raises(ValueError, match="expected gamma"):
         noise_scale(*bad)
@@ -72,11 +89,13 @@ def test_a_capacity_is_needed() -> None:
 
 
 def test_the_sensitivity_by_hand() -> None:
-    """n = 10, m = 3: M m^2 C^2 / (2 mu^3 n^2) = 4 x 9 x 9 / (2 / 8 x 100) = 12.96, and of F(S) beside
-    m^2 C Q K / (mu^2 n (n - m)) = 27 Q K / 17.5."""
+    """n = 10, m = 3: M m^2 C^2 / (2 mu^3 n^2) = 4 x 9 x 9 / (2 / 8 x 100) = 12.96, and of F(S)
+    beside m^2 C Q K / (mu^2 n (n - m)) = 27 Q K / 17.5."""
     given = {"convexity": 0.5, "lipschitz": 3.0, "hessian_lipschitz": 4.0}
     assert sensitivity(10, 3, **given) == pytest.approx(12.96)
-    more = sensitivity(10, 3, **given, covariance_bound=0.25, jacobian_square_bound=7.0, fisher_on="all")
+    more = sensitivity(
+        10, 3, **given, covariance_bound=0.25, jacobian_square_bound=7.0, fisher_on="all"
+    )
     assert more == pytest.approx(12.96 + 2.7)
     softmax = sensitivity(10, 3, **given, fisher_on="all")  # Q = 1/2, K = 1
     assert softmax == pytest.approx(12.96 + 13.5 / 17.5)

@@ -35,9 +35,13 @@ def test_the_last_iterations_oldest_first(steps: int, on_disk: bool, tmp_path: P
         assert [i.indices for i in last] == [(i, i + 1) for i in range(steps - k, steps)]
         assert [float(i.weights[1][2]) for i in last] == [10.0 * i for i in range(steps - k, steps)]
         assert [i.lr for i in last] == [i / 10 for i in range(steps - k, steps)]
-        assert [float(i.velocity[0][1]) for i in last] == [-1.0 * i for i in range(steps - k, steps)]
+        assert [float(i.velocity[0][1]) for i in last] == [
+            -1.0 * i for i in range(steps - k, steps)
+        ]
         assert all(i.momentum == 0.5 for i in last)
-    with pytest.raises(ValueError, match=f"{available + 1} iterations were asked for, {available} are recorded"):
+    with pytest.raises(
+        ValueError, match=f"{available + 1} iterations were asked for, {available} are recorded"
+    ):
         history.last(available + 1)
 
 

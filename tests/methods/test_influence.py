@@ -1,4 +1,6 @@
-"""The influence step against dense algebra, leave-one-out of a small problem, and its fixed point."""
+"""The influence step against dense algebra, leave-one-out of a small problem, and its fixed
+point.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ def problem(n: int = 80) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def fit(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y) + 0.005 * sum(p.square().sum() for p in model.parameters())
+        loss = F.cross_entropy(model(x), y) + 0.005 * sum(
+            p.square().sum() for p in model.parameters()
+        )
         loss.backward()
         return loss
 
@@ -38,12 +44,23 @@ def fit(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 
 def request(model: nn.Module, x: torch.Tensor, y: torch.Tensor, forget: list[int]) -> EditRequest:
     retain = tuple(i for i in range(len(x)) if i not in forget)
-    return EditRequest(model, tuple(forget), retain, 0.0, lambda rows: [(x[list(rows)], y[list(rows)])], lambda rows: F.cross_entropy(model(x[list(rows)]), y[list(rows)]), tuple(model.parameters()))  # fmt: skip
+    return EditRequest(
+        model,
+        tuple(forget),
+        retain,
+        0.0,
+        lambda rows: [(x[list(rows)], y[list(rows)])],
+        lambda rows: F.cross_entropy(model(x[list(rows)]), y[list(rows)]),
+        tuple(model.parameters()),
+    )
 
 
 def test_woodbury_is_the_dense_solution() -> None:
     g = torch.Generator().manual_seed(1)
-    gradients, v = torch.randn(12, 5, generator=g, dtype=torch.float64), torch.randn(12, generator=g, dtype=torch.float64)  # fmt: skip
+    gradients, v = (
+        torch.randn(12, 5, generator=g, dtype=torch.float64),
+        torch.randn(12, generator=g, dtype=torch.float64),
+    )
     dense = 0.3 * torch.eye(12, dtype=torch.float64) + gradients @ gradients.T / 5
     torch.testing.assert_close(woodbury(gradients, v, 0.3), torch.linalg.solve(dense, v))
 
@@ -53,10 +70,20 @@ def test_the_step_is_that_of_the_formula() -> None:
     forget = [3, 8, 21]
     kept = [i for i in range(len(x)) if i not in forget]
     params = tuple(model.parameters())
-    columns = torch.stack([flatten(torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), params)) for i in kept], 1)  # fmt: skip
-    push = flatten(torch.autograd.grad(F.cross_entropy(model(x[forget]), y[forget], reduction="sum"), params))
+    columns = torch.stack(
+        [
+            flatten(torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), params))
+            for i in kept
+        ],
+        1,
+    )
+    push = flatten(
+        torch.autograd.grad(F.cross_entropy(model(x[forget]), y[forget], reduction="sum"), params)
+    )
     matrix = columns @ columns.T / len(kept) + 0.05 * torch.eye(len(push), dtype=push.dtype)
-    expected = flatten(tuple(p.detach() for p in params)) + torch.linalg.solve(matrix, push) / len(kept)
+    expected = flatten(tuple(p.detach() for p in params)) + torch.linalg.solve(matrix, push) / len(
+        kept
+    )
     Influence(damping=0.05, samples=1000).edit(request(model, x, y, forget))
     torch.testing.assert_close(flatten(tuple(p.detach() for p in params)), expected)
 
@@ -64,7 +91,8 @@ def test_the_step_is_that_of_the_formula() -> None:
 def test_it_moves_towards_the_model_trained_without_the_samples() -> None:
     model, x, y = problem()
     start = flatten(tuple(p.detach().clone() for p in model.parameters()))
-    forget = [i for i in range(len(x)) if int(y[i]) != int(x[i, 0] > 0)][:5]  # those that pull hardest
+    # those that pull hardest
+    forget = [i for i in range(len(x)) if int(y[i]) != int(x[i, 0] > 0)][:5]
     kept = [i for i in range(len(x)) if i not in forget]
     other = nn.Linear(4, 2, dtype=torch.float64)
     fit(other, x[kept], y[kept])
@@ -109,8 +137,17 @@ def test_the_sampled_gradients_are_those_of_the_seed() -> None:
     params = tuple(other.parameters())
     start = flatten(tuple(p.detach().clone() for p in params))
     rows = [asked.retain[i] for i in order]
-    columns = torch.stack([flatten(torch.autograd.grad(F.cross_entropy(other(x[i : i + 1]), y[i : i + 1]), params)) for i in rows], 1)  # fmt: skip
-    push = flatten(torch.autograd.grad(F.cross_entropy(other(x[:2]), y[:2], reduction="sum"), params)) / 78
+    columns = torch.stack(
+        [
+            flatten(torch.autograd.grad(F.cross_entropy(other(x[i : i + 1]), y[i : i + 1]), params))
+            for i in rows
+        ],
+        1,
+    )
+    push = (
+        flatten(torch.autograd.grad(F.cross_entropy(other(x[:2]), y[:2], reduction="sum"), params))
+        / 78
+    )
     dense = columns @ columns.T / 5 + 0.05 * torch.eye(len(push), dtype=push.dtype)
     moved = flatten(tuple(p.detach() for p in model.parameters())) - start
     torch.testing.assert_close(moved, torch.linalg.solve(dense, push))
@@ -122,7 +159,10 @@ def test_batches_add_up_and_a_parameter_without_a_gradient_stays() -> None:
     class Spare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.spare = copy.deepcopy(fresh), nn.Parameter(torch.ones(2, dtype=torch.float64))
+            self.linear, self.spare = (
+                copy.deepcopy(fresh),
+                nn.Parameter(torch.ones(2, dtype=torch.float64)),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x)

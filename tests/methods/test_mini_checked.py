@@ -1,5 +1,6 @@
-"""Mini-Unlearning, statement by statement, where training again is known: the paper's errors made one at a time, the
-dropped past as an equality, a deleted class, learning-rate schedules, and the two places a history is kept in."""
+"""Mini-Unlearning, statement by statement, where training again is known: the paper's errors made
+one at a time, the dropped past as an equality, a deleted class, learning-rate schedules, and the
+two places a history is kept in."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from concept_eraser.methods import mini_unlearning as mini
 from concept_eraser.methods.fisher import Fisher, Risk
 from concept_eraser.methods.history import History, Iteration
 from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
-from tests.methods.test_mini_unlearning import GONE, Training, recursive_bfgs, remaining, ridge, softmax
+from tests.methods.test_mini_unlearning import (
+    GONE,
+    Training,
+    recursive_bfgs,
+    remaining,
+    ridge,
+    softmax,
+)
 
 RANDOM = tuple(range(30))  # scikit-learn's digits come shuffled
 
@@ -32,7 +40,9 @@ def dense_hessian(training: Training, step: Iteration, gone: Sequence[int] = GON
         training.w.copy_(step.weights[0])
     kept = [j for j in step.indices if j not in gone]
     eye = torch.eye(len(training.w), dtype=torch.float64)
-    return torch.stack([mini.hessian_product(training.mean_loss, kept, training.params, (e,))[0] for e in eye])
+    return torch.stack(
+        [mini.hessian_product(training.mean_loss, kept, training.params, (e,))[0] for e in eye]
+    )
 
 
 def recorded(training: Training, k: int) -> tuple[list[Iteration], Tensor]:
@@ -41,18 +51,29 @@ def recorded(training: Training, k: int) -> tuple[list[Iteration], Tensor]:
     return history.last(k), final
 
 
-# --- Eqs. 6 and 7, and the order of Algorithm 1, by hand -----------------------------------------------------------
+# --- Eqs. 6 and 7, and the order of Algorithm 1, by hand ------------------------------------------
 
 
-def by_hand(training: Training, steps: list[Iteration], sign: float) -> tuple[list[Tensor], list[Tensor]]:
-    """H(i) and G(i) = eta/B [sign B/(B - m) sum_U grad - m/(B - m) sum_B grad]: Eq. 7 for sign 1, Eq. 6 for -1."""
+def by_hand(
+    training: Training, steps: list[Iteration], sign: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """H(i) and G(i) = eta/B [sign B/(B - m) sum_U grad - m/(B - m) sum_B grad]: Eq. 7 for sign 1,
+    Eq. 6 for -1.
+    """
     maps, drives = [], []
     for step in steps:
-        maps.append(torch.eye(len(training.w), dtype=torch.float64) - step.lr * dense_hessian(training, step))
+        maps.append(
+            torch.eye(len(training.w), dtype=torch.float64)
+            - step.lr * dense_hessian(training, step)
+        )
         out, b = [j for j in step.indices if j in GONE], len(step.indices)
         m = len(out)
         whole = b * mini.mean_gradient(training.mean_loss, step.indices, training.params)[0]
-        part = m * mini.mean_gradient(training.mean_loss, out, training.params)[0] if out else 0 * whole
+        part = (
+            m * mini.mean_gradient(training.mean_loss, out, training.params)[0]
+            if out
+            else 0 * whole
+        )
         drives.append(step.lr / b * (sign * b / (b - m) * part - m / (b - m) * whole))
     return maps, drives
 
@@ -70,16 +91,26 @@ def test_b1_equation_6_is_worse_than_doing_nothing(k: int, eq6: float, eq7: floa
     training = ridge()
     target = training.run(GONE)
     steps, final = recorded(training, k)
-    left = [float((final + horner(*by_hand(training, steps, sign)) - target).norm() / (final - target).norm()) for sign in (-1, 1)]  # fmt: skip
+    left = [
+        float(
+            (final + horner(*by_hand(training, steps, sign)) - target).norm()
+            / (final - target).norm()
+        )
+        for sign in (-1, 1)
+    ]
     assert left == pytest.approx([eq6, eq7], abs=0.01)
     if k == 40:
         assert left[1] < 1e-12
-    shipped, _ = remaining(training, GONE, lambda h: MiniUnlearning(k=k).apply(h, training.mean_loss, GONE), k)
+    shipped, _ = remaining(
+        training, GONE, lambda h: MiniUnlearning(k=k).apply(h, training.mean_loss, GONE), k
+    )
     assert shipped == pytest.approx(left[1], abs=1e-12)
 
 
 def test_b2_early_hessians_with_later_gradients_are_worse_than_doing_nothing() -> None:
-    """Algorithm 1 carries G(i) through H(T - k)..H(i - 1), the maps before it. Its k = 39 looks at 40 iterations."""
+    """Algorithm 1 carries G(i) through H(T - k)..H(i - 1), the maps before it. Its k = 39 looks at
+    40 iterations.
+    """
     training = ridge()
     target = training.run(GONE)
     steps, final = recorded(training, 40)
@@ -90,15 +121,19 @@ def test_b2_early_hessians_with_later_gradients_are_worse_than_doing_nothing() -
         product = step @ product
     nothing = float((final - target).norm())
     assert float((final + mixed - target).norm()) / nothing == pytest.approx(8.30, abs=0.05)
-    assert float((final + horner(maps, drives) - target).norm()) / nothing < 1e-12, "the right order of the same terms"
+    assert float((final + horner(maps, drives) - target).norm()) / nothing < 1e-12, (
+        "the right order of the same terms"
+    )
 
 
-# --- M2, M8: what is dropped, and when the maps contract -----------------------------------------------------------
+# --- M2, M8: what is dropped, and when the maps contract ------------------------------------------
 
 
 @pytest.mark.parametrize("k", [1, 4, 16, 39])
 def test_m2_on_quadratics_the_error_is_the_propagated_past(k: int) -> None:
-    """w*_T - (w_T + D) = prod (I - eta H) D_{T-k}, an equality; the contraction rate only bounds it."""
+    """w*_T - (w_T + D) = prod (I - eta H) D_{T-k}, an equality; the contraction rate only bounds
+    it.
+    """
     training = ridge()
     target = training.run(GONE)
     steps, _ = recorded(training, 40)
@@ -117,26 +152,35 @@ def test_m2_on_quadratics_the_error_is_the_propagated_past(k: int) -> None:
 
 @pytest.mark.parametrize("share", [0.9, 1.5, 2.2])
 def test_m8_the_map_is_positive_below_one_over_l_and_contracts_below_two(share: float) -> None:
-    """eta = share / L for the largest L of the retained batches; the estimated contraction is ||I - eta H||."""
-    curvatures = [torch.linalg.eigvalsh(dense_hessian(t, s)) for t in [ridge(steps=4)] for s in recorded(t, 4)[0]]
+    """eta = share / L for the largest L of the retained batches; the estimated contraction is ||I -
+    eta H||.
+    """
+    curvatures = [
+        torch.linalg.eigvalsh(dense_hessian(t, s))
+        for t in [ridge(steps=4)]
+        for s in recorded(t, 4)[0]
+    ]
     lr = share / max(float(values[-1]) for values in curvatures)
     training = ridge(steps=4, lr=lr)
     history = History(training.params, 4)
     training.run(history=history)
     outcome = MiniUnlearning(k=4, estimate=600).apply(history, training.mean_loss, GONE)
-    spectra = [1 - lr * torch.linalg.eigvalsh(dense_hessian(training, step)) for step in history.last(4)]
+    spectra = [
+        1 - lr * torch.linalg.eigvalsh(dense_hessian(training, step)) for step in history.last(4)
+    ]
     for spectrum, rate in zip(spectra, outcome.contraction, strict=True):
         assert rate == pytest.approx(float(spectrum.abs().max()), rel=1e-3)
     assert (min(float(s.min()) for s in spectra) > 0) == (share < 1)
     assert (max(outcome.contraction) < 1) == (share < 2)
 
 
-# --- B5, M7: Hessian products from differences ---------------------------------------------------------------------
+# --- B5, M7: Hessian products from differences ----------------------------------------------------
 
 
 def test_b5_gradient_differences_of_different_batches_are_noise() -> None:
-    """Products along the true D_i of a deleted class, from two pairs of the path: with every gradient on the batch at
-    hand they are off by 85 % (median), with each gradient on its own batch by 148 %."""
+    """Products along the true D_i of a deleted class, from two pairs of the path: with every
+    gradient on the batch at hand they are off by 85 % (median), with each gradient on its own batch
+    by 148 %."""
     training, gone = softmax(), set(one_class())
     again = History(training.params, 30)
     training.run(gone, history=again)
@@ -152,12 +196,16 @@ def test_b5_gradient_differences_of_different_batches_are_noise() -> None:
             with torch.no_grad():
                 training.w.copy_(step.weights[0])
             for kind, rows in (("same", kept[-1]), ("own", own)):
-                gradients[kind].append(mini.mean_gradient(training.mean_loss, rows, training.params)[0])
+                gradients[kind].append(
+                    mini.mean_gradient(training.mean_loss, rows, training.params)[0]
+                )
         s = [(b.weights[0] - a.weights[0],) for a, b in itertools.pairwise(steps[i - 2 : i + 1])]
         exact = mini.hessian_product(training.mean_loss, kept[-1], training.params, v)[0]
         for kind, found in gradients.items():
             y = [(b - a,) for a, b in itertools.pairwise(found)]
-            errors[kind].append(float((mini.lbfgs_product(s, y, v)[0] - exact).norm() / exact.norm()))
+            errors[kind].append(
+                float((mini.lbfgs_product(s, y, v)[0] - exact).norm() / exact.norm())
+            )
     same, own = np.median(errors["same"]), np.median(errors["own"])
     assert own > 1.5 * same
     assert own > 1, "worse than a product of 0"
@@ -165,16 +213,31 @@ def test_b5_gradient_differences_of_different_batches_are_noise() -> None:
 
 
 def test_b5_more_history_does_not_help_products_from_differences() -> None:
-    """They overrate the curvature off the path, which wipes D out: k = 30 ends where k = 10 does, nine tenths short."""
+    """They overrate the curvature off the path, which wipes D out: k = 30 ends where k = 10 does,
+    nine tenths short.
+    """
     training = softmax()
-    left = {(hvp, k): remaining(training, RANDOM, lambda h, k=k, hvp=hvp: MiniUnlearning(k=k, hvp=hvp).apply(h, training.mean_loss, RANDOM), k)[0] for hvp in ("autograd", "lbfgs") for k in (10, 30)}  # fmt: skip
+    left = {
+        (hvp, k): remaining(
+            training,
+            RANDOM,
+            lambda h, k=k, hvp=hvp: MiniUnlearning(k=k, hvp=hvp).apply(
+                h, training.mean_loss, RANDOM
+            ),
+            k,
+        )[0]
+        for hvp in ("autograd", "lbfgs")
+        for k in (10, 30)
+    }
     assert left["autograd", 30] < 0.03
     assert left["lbfgs", 30] > 0.8
     assert left["lbfgs", 30] == pytest.approx(left["lbfgs", 10], rel=0.01)
 
 
 def algorithm_4(s: Tensor, y: Tensor, v: Tensor, w: Tensor, printed: str = "") -> Tensor:
-    """B v through Algorithm 4's two triangular factors, [d, m] differences, with one of its errors left in."""
+    """B v through Algorithm 4's two triangular factors, [d, m] differences, with one of its errors
+    left in.
+    """
     sy = s.T @ y
     sigma = y[:, -1] @ s[:, -1] / (w @ w if printed == "sigma" else s[:, -1] @ s[:, -1])
     lower, diagonal = sy.tril(0 if printed == "lower" else -1), sy.diagonal()
@@ -182,18 +245,26 @@ def algorithm_4(s: Tensor, y: Tensor, v: Tensor, w: Tensor, printed: str = "") -
     j = torch.linalg.cholesky(sigma * s.T @ s + inside)
     root, zero = torch.diag(diagonal.sqrt()), torch.zeros_like(sy)
     corner = lower / diagonal.sqrt() * (1 if printed == "corner" else -1)
-    left = torch.cat([torch.cat([-root if printed == "root" else root, zero], 1), torch.cat([corner, j], 1)])
-    right = torch.cat([torch.cat([-root, (lower / diagonal.sqrt()).T], 1), torch.cat([zero, j.T], 1)])
+    left = torch.cat(
+        [torch.cat([-root if printed == "root" else root, zero], 1), torch.cat([corner, j], 1)]
+    )
+    right = torch.cat(
+        [torch.cat([-root, (lower / diagonal.sqrt()).T], 1), torch.cat([zero, j.T], 1)]
+    )
     u = torch.cat([y.T @ v, sigma * s.T @ v])
-    return sigma * v - torch.cat([y, sigma * s], 1) @ torch.linalg.solve(right, torch.linalg.solve(left, u))
+    return sigma * v - torch.cat([y, sigma * s], 1) @ torch.linalg.solve(
+        right, torch.linalg.solve(left, u)
+    )
 
 
 @pytest.mark.parametrize("printed", ["", "sigma", "cholesky", "root", "corner", "lower"])
 @pytest.mark.parametrize("seed", range(5))
 def test_m7_each_error_of_algorithm_4_spoils_the_product(printed: str, seed: int) -> None:
-    """sigma over w^T w; the Cholesky factor of .. + L D L^T; the signs of D^1/2 and of L D^-1/2; L with its diagonal.
+    """sigma over w^T w; the Cholesky factor of .. + L D L^T; the signs of D^1/2 and of L D^-1/2; L
+    with its diagonal.
 
-    Without any of them it is the recursion, and ours. sigma alone is but another start matrix: the secant survives it.
+    Without any of them it is the recursion, and ours. sigma alone is but another start matrix: the
+    secant survives it.
     """
     g = torch.Generator().manual_seed(seed)
     basis = torch.randn(6, 6, generator=g, dtype=torch.float64)
@@ -202,7 +273,9 @@ def test_m7_each_error_of_algorithm_4_spoils_the_product(printed: str, seed: int
     y, v, w = hessian @ s, v[:, 0], 3 * w[:, 0]
     sigma = float(y[:, -1] @ s[:, -1] / (s[:, -1] @ s[:, -1]))
     expected = recursive_bfgs(list(s.T), list(y.T), sigma) @ v
-    torch.testing.assert_close(mini.lbfgs_product([(a,) for a in s.T], [(b,) for b in y.T], (v,))[0], expected)
+    torch.testing.assert_close(
+        mini.lbfgs_product([(a,) for a in s.T], [(b,) for b in y.T], (v,))[0], expected
+    )
     off = float((algorithm_4(s, y, v, w, printed) - expected).norm() / expected.norm())
     secant = float((algorithm_4(s, y, s[:, -1], w, printed) - y[:, -1]).norm() / y[:, -1].norm())
     if not printed:
@@ -212,41 +285,71 @@ def test_m7_each_error_of_algorithm_4_spoils_the_product(printed: str, seed: int
         assert secant < 1e-9 if printed == "sigma" else secant > 0.08
 
 
-# --- B6: a class -----------------------------------------------------------------------------------------------
+# --- B6: a class ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("what", "expected"), [("random", (0.364, 0.361)), ("class", (0.486, 0.398))])
-def test_b6_ten_iterations_equal_rewind_on_random_samples_and_lose_to_it_on_a_class(what: str, expected: tuple[float, float]) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "expected"), [("random", (0.364, 0.361)), ("class", (0.486, 0.398))]
+)
+def test_b6_ten_iterations_equal_rewind_on_random_samples_and_lose_to_it_on_a_class(
+    what: str, expected: tuple[float, float]
+) -> None:
     training, gone = softmax(), RANDOM if what == "random" else one_class()
-    left = [remaining(training, gone, method, 10)[0] for method in (lambda h: MiniUnlearning(k=10).apply(h, training.mean_loss, gone), lambda h: rewind(h, training.mean_loss, gone, 10))]  # fmt: skip
+    left = [
+        remaining(training, gone, method, 10)[0]
+        for method in (
+            lambda h: MiniUnlearning(k=10).apply(h, training.mean_loss, gone),
+            lambda h: rewind(h, training.mean_loss, gone, 10),
+        )
+    ]
     assert left == pytest.approx(expected, abs=0.002)
 
 
 def test_b6_the_whole_history_is_not_exact_where_the_loss_is_no_quadratic() -> None:
-    """Theorem 1 promises 0 at k = T. A class leaves a quarter of the gap, 30 random samples 2 %; rewind nothing."""
+    """Theorem 1 promises 0 at k = T. A class leaves a quarter of the gap, 30 random samples 2 %;
+    rewind nothing.
+    """
     training = softmax()
     left = {}
     for what, gone in (("random", RANDOM), ("class", one_class())):
-        left[what] = remaining(training, gone, lambda h, gone=gone: MiniUnlearning(k=30).apply(h, training.mean_loss, gone), 30)[0]  # fmt: skip
-        assert remaining(training, gone, lambda h, gone=gone: rewind(h, training.mean_loss, gone, 30), 30)[0] < 1e-12
+        left[what] = remaining(
+            training,
+            gone,
+            lambda h, gone=gone: MiniUnlearning(k=30).apply(h, training.mean_loss, gone),
+            30,
+        )[0]
+        assert (
+            remaining(
+                training, gone, lambda h, gone=gone: rewind(h, training.mean_loss, gone, 30), 30
+            )[0]
+            < 1e-12
+        )
     assert left["class"] == pytest.approx(0.278, abs=0.005)
     assert left["random"] == pytest.approx(0.016, abs=0.002)
 
 
-# --- M9 and schedules ------------------------------------------------------------------------------------------
+# --- M9 and schedules -----------------------------------------------------------------------------
 
 
 RATES = [0.3 / (1 + i / 6) for i in range(30)]
 
 
-def scheduled(training: Training, rates: Sequence[float], gone: Sequence[int] = (), histories: Sequence[History] = (), told: Sequence[float] | None = None) -> Tensor:  # fmt: skip
+def scheduled(
+    training: Training,
+    rates: Sequence[float],
+    gone: Sequence[int] = (),
+    histories: Sequence[History] = (),
+    told: Sequence[float] | None = None,
+) -> Tensor:
     """SGD with a rate an iteration; `told`: what the histories are told instead."""
     with torch.no_grad():
         training.w.copy_(training.start)
     for batch, rate, said in zip(training.batches, rates, told or rates, strict=True):
         for history in histories:
             history.record(batch, said)
-        gradient = mini.mean_gradient(training.mean_loss, [j for j in batch if j not in gone], training.params)[0]
+        gradient = mini.mean_gradient(
+            training.mean_loss, [j for j in batch if j not in gone], training.params
+        )[0]
         with torch.no_grad():
             training.w -= rate * gradient
     return training.w.detach().clone()
@@ -287,7 +390,9 @@ def test_m9_memory_and_disk_give_the_same_result(tmp_path: Path) -> None:
 
 
 def test_gauss_newton_is_autograd_on_softmax_regression() -> None:
-    """Logits that are linear in the weights: the Gauss-Newton matrix is the Hessian, at every rate of the schedule."""
+    """Logits that are linear in the weights: the Gauss-Newton matrix is the Hessian, at every rate
+    of the schedule.
+    """
     training = softmax()
     x, y = load_digits(n_class=4, return_X_y=True)
     x, y = torch.from_numpy(x[:300] / 16), torch.from_numpy(y[:300])
@@ -301,13 +406,21 @@ def test_gauss_newton_is_autograd_on_softmax_regression() -> None:
             return inputs @ self.w.reshape(64, 4)
 
     model = Scores()
-    training.w, training.params = model.w, (model.w,)  # one tensor, seen by the loss and by the Fisher
+    # one tensor, seen by the loss and by the Fisher
+    training.w, training.params = model.w, (model.w,)
     strength = 0.2  # softmax() adds 0.1 ||w||^2
     found = []
     for hvp in ("autograd", "ggn"):
         history = History(training.params, 10)
         final = scheduled(training, RATES, histories=[history])
-        MiniUnlearning(k=10, hvp=hvp).apply(history, training.mean_loss, RANDOM, curvature=lambda rows, v: Fisher(Risk(model), [(x[rows], y[rows])], strength).product(v))  # fmt: skip
+        MiniUnlearning(k=10, hvp=hvp).apply(
+            history,
+            training.mean_loss,
+            RANDOM,
+            curvature=lambda rows, v: Fisher(Risk(model), [(x[rows], y[rows])], strength).product(
+                v
+            ),
+        )
         found.append(training.w.detach() - final)
     assert float(found[0].norm()) > 0.01
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-12

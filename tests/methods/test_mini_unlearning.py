@@ -1,4 +1,6 @@
-"""Mini-Unlearning against training again: exact on quadratics, second order elsewhere, and the paper's errors."""
+"""Mini-Unlearning against training again: exact on quadratics, second order elsewhere, and the
+paper's errors.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,26 @@ from concept_eraser.methods import mini_unlearning as mini
 from concept_eraser.methods.base import EditRequest
 from concept_eraser.methods.history import History
 from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
-from concept_eraser.vectors import Vec, norm
+from concept_eraser.methods.vectors import Vec, norm
 
 
 class Training:
-    """SGD with recorded batches on a risk given sample by sample; can be repeated without some samples."""
+    """SGD with recorded batches on a risk given sample by sample; can be repeated without some
+    samples.
+    """
 
-    def __init__(self, loss: Callable[[Tensor, Sequence[int]], Tensor], start: Tensor, n: int, *, steps: int, batch: int = 10, lr: float = 0.1, momentum: float = 0.0, seed: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        loss: Callable[[Tensor, Sequence[int]], Tensor],
+        start: Tensor,
+        n: int,
+        *,
+        steps: int,
+        batch: int = 10,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.loss, self.start, self.lr, self.momentum = loss, start, lr, momentum
         self.batches = [rng.choice(n, batch, replace=False).tolist() for _ in range(steps)]
@@ -42,7 +57,11 @@ class Training:
             if history:
                 history.record(batch, self.lr, self.momentum, (velocity,))
             kept = [j for j in batch if j not in left]
-            gradient = torch.autograd.grad(self.mean_loss(kept), self.w)[0] if kept else torch.zeros_like(self.w)
+            gradient = (
+                torch.autograd.grad(self.mean_loss(kept), self.w)[0]
+                if kept
+                else torch.zeros_like(self.w)
+            )
             velocity = self.momentum * velocity + gradient
             with torch.no_grad():
                 self.w -= self.lr * velocity
@@ -52,15 +71,21 @@ class Training:
 def ridge(n: int = 60, d: int = 5, seed: int = 0, **options) -> Training:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, d, generator=g, dtype=torch.float64)
-    y = x @ torch.randn(d, generator=g, dtype=torch.float64) + 0.3 * torch.randn(n, generator=g, dtype=torch.float64)
+    y = x @ torch.randn(d, generator=g, dtype=torch.float64) + 0.3 * torch.randn(
+        n, generator=g, dtype=torch.float64
+    )
 
     def loss(w: Tensor, indices: Sequence[int]) -> Tensor:
         return 0.5 * (x[list(indices)] @ w - y[list(indices)]).square().mean() + 0.05 * (w @ w)
 
-    return Training(loss, torch.zeros(d, dtype=torch.float64), n, **{"steps": 40, "lr": 0.2, **options})
+    return Training(
+        loss, torch.zeros(d, dtype=torch.float64), n, **{"steps": 40, "lr": 0.2, **options}
+    )
 
 
-def remaining(training: Training, gone: Sequence[int], method: Callable[[History], object], k: int) -> tuple[float, object]:  # fmt: skip
+def remaining(
+    training: Training, gone: Sequence[int], method: Callable[[History], object], k: int
+) -> tuple[float, object]:
     """||w - w*|| / ||w_T - w*|| after unlearning, and the outcome."""
     target = training.run(gone)
     history = History(training.params, k)
@@ -75,7 +100,9 @@ GONE = tuple(range(8))
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 def test_m1_exact_on_quadratics_from_the_whole_history(momentum: float) -> None:
     training = ridge(momentum=momentum, lr=0.1)
-    left, _ = remaining(training, GONE, lambda h: MiniUnlearning(k=40).apply(h, training.mean_loss, GONE), 40)
+    left, _ = remaining(
+        training, GONE, lambda h: MiniUnlearning(k=40).apply(h, training.mean_loss, GONE), 40
+    )
     assert left < 1e-12
 
 
@@ -83,7 +110,12 @@ def test_m2_the_error_falls_at_the_contraction_rate() -> None:
     training = ridge()
     errors, rates = [], []
     for k in (1, 2, 4, 8, 16):
-        left, outcome = remaining(training, GONE, lambda h, k=k: MiniUnlearning(k=k, estimate=200).apply(h, training.mean_loss, GONE), k)  # fmt: skip
+        left, outcome = remaining(
+            training,
+            GONE,
+            lambda h, k=k: MiniUnlearning(k=k, estimate=200).apply(h, training.mean_loss, GONE),
+            k,
+        )
         # what was dropped is prod (I - eta H) D_{T-k}; D_{T-k} itself:
         target, whole = training.run(GONE), training.run()
         short = Training(training.loss, training.start, 60, steps=40 - k, lr=training.lr)
@@ -122,7 +154,12 @@ def softmax(n: int = 300, copies: int = 1, **options) -> Training:
         rows = list(indices)
         return torch.nn.functional.cross_entropy(x[rows] @ w, y[rows]) + 0.1 * w.square().sum()
 
-    return Training(loss, torch.zeros(256, dtype=torch.float64), n, **{"steps": 30, "batch": 50, "lr": 0.3, **options})
+    return Training(
+        loss,
+        torch.zeros(256, dtype=torch.float64),
+        n,
+        **{"steps": 30, "batch": 50, "lr": 0.3, **options},
+    )
 
 
 def test_m4_second_order_in_the_deletion_where_the_loss_is_no_quadratic() -> None:
@@ -212,7 +249,12 @@ def test_m7_the_printed_algorithm_4_violates_the_secant_equation() -> None:
     sigma = float(y[:, -1] @ s[:, -1] / (w @ w))
     sy = s.T @ y
     lower = sy.tril()
-    block = torch.cat([torch.cat([-torch.diag(sy.diagonal()), lower.T], 1), torch.cat([lower, sigma * s.T @ s], 1)])
+    block = torch.cat(
+        [
+            torch.cat([-torch.diag(sy.diagonal()), lower.T], 1),
+            torch.cat([lower, sigma * s.T @ s], 1),
+        ]
+    )
     u = s[:, -1]
     printed = sigma * u - torch.cat([y, sigma * s], 1) @ torch.linalg.solve(
         block, torch.cat([y.T @ u, sigma * s.T @ u])
@@ -288,7 +330,9 @@ def test_b1_the_printed_sign_is_worse_than_nothing() -> None:
 
 
 def test_b8_ten_iterations_with_the_papers_rate_close_almost_nothing() -> None:
-    """eta = .01, l2 = .005: what the paper recommends leaves over 90 % of the gap; a contracting setting does not."""
+    """eta = .01, l2 = .005: what the paper recommends leaves over 90 % of the gap; a contracting
+    setting does not.
+    """
 
     def setting(lr: float, ridge_strength: float) -> float:
         base = softmax(steps=60)
@@ -297,7 +341,12 @@ def test_b8_ten_iterations_with_the_papers_rate_close_almost_nothing() -> None:
             return base.loss(w, indices) + (ridge_strength / 2 - 0.1) * w.square().sum()
 
         training = Training(loss, base.start, 300, steps=60, batch=50, lr=lr)
-        return remaining(training, range(30), lambda h: MiniUnlearning(k=10).apply(h, training.mean_loss, range(30)), 10)[0]  # fmt: skip
+        return remaining(
+            training,
+            range(30),
+            lambda h: MiniUnlearning(k=10).apply(h, training.mean_loss, range(30)),
+            10,
+        )[0]
 
     assert setting(0.01, 0.005) > 0.8
     assert setting(0.5, 0.2) < 0.5
@@ -345,14 +394,17 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_an_edit_that_runs_away_changes_nothing() -> None:
-    """Of a training whose rate diverges the recursion overflows: refused, and the weights are those of before; likewise
-    where the loss itself fails in the middle."""
+    """Of a training whose rate diverges the recursion overflows: refused, and the weights are those
+    of before; likewise where the loss itself fails in the middle."""
     training = ridge(lr=50.0, steps=250)
     history = History(training.params, 250)
     training.run(history=history)
     with torch.no_grad():
         training.w.fill_(1.0)  # the training itself has overflowed
-    for edit in (lambda: MiniUnlearning(k=250).apply(history, training.mean_loss, GONE), lambda: rewind(history, training.mean_loss, GONE, 250)):  # fmt: skip
+    for edit in (
+        lambda: MiniUnlearning(k=250).apply(history, training.mean_loss, GONE),
+        lambda: rewind(history, training.mean_loss, GONE, 250),
+    ):
         with pytest.raises(ValueError, match=r"nothing was changed; take fewer iterations"):
             edit()
         assert torch.equal(training.w, torch.ones_like(training.w))
@@ -373,14 +425,18 @@ def test_a_history_of_another_loss_is_refused(momentum: float) -> None:
     training.run(history=history)
     mini.require_same_loss(history, training.mean_loss)
     with pytest.raises(ValueError, match=r"did not minimise this loss.*training\.weight_decay"):
-        mini.require_same_loss(history, lambda rows: training.mean_loss(rows) + 0.5 * training.w.square().sum())
+        mini.require_same_loss(
+            history, lambda rows: training.mean_loss(rows) + 0.5 * training.w.square().sum()
+        )
 
 
-# --- figures of an outcome, and the edit that a recipe asks for ---------------------------------------------------
+# --- figures of an outcome, and the edit that a recipe asks for -----------------------------------
 
 
 def test_the_contraction_is_the_norm_of_one_minus_the_hessian() -> None:
-    """||I - lr H|| of ridge regression by its eigenvalues, iteration by iteration; their product is the truncation."""
+    """||I - lr H|| of ridge regression by its eigenvalues, iteration by iteration; their product is
+    the truncation.
+    """
     training = ridge(steps=6, lr=0.3)
     history = History(training.params, 4)
     training.run(history=history)
@@ -388,7 +444,9 @@ def test_the_contraction_is_the_norm_of_one_minus_the_hessian() -> None:
     expected = []
     for step in history.last(4):
         kept = [j for j in step.indices if j not in GONE]
-        hessian = torch.autograd.functional.hessian(lambda w, kept=kept: training.loss(w, kept), training.start)
+        hessian = torch.autograd.functional.hessian(
+            lambda w, kept=kept: training.loss(w, kept), training.start
+        )
         expected.append(float((1 - 0.3 * torch.linalg.eigvalsh(hessian)).abs().max()))
     assert outcome.contraction == pytest.approx(expected, rel=1e-3)
     assert outcome.truncation == pytest.approx(float(np.prod(expected)), rel=1e-2)
@@ -396,17 +454,25 @@ def test_the_contraction_is_the_norm_of_one_minus_the_hessian() -> None:
 
 def test_no_estimate_no_truncation() -> None:
     """Not asked for; with momentum, whose map is another; of a batch that is wholly forgotten."""
-    for momentum, estimate, gone, rates in ((0.0, 0, GONE, 0), (0.5, 9, GONE, 0), (0.0, 9, None, 2)):
+    for momentum, estimate, gone, rates in (
+        (0.0, 0, GONE, 0),
+        (0.5, 9, GONE, 0),
+        (0.0, 9, None, 2),
+    ):
         training = ridge(steps=6, batch=4, momentum=momentum)
         history = History(training.params, 3)
         training.run(history=history)
-        outcome = MiniUnlearning(k=3, estimate=estimate).apply(history, training.mean_loss, training.batches[-2] if gone is None else gone)  # fmt: skip
+        outcome = MiniUnlearning(k=3, estimate=estimate).apply(
+            history, training.mean_loss, training.batches[-2] if gone is None else gone
+        )
         assert len(outcome.contraction) == rates
         assert np.isnan(outcome.truncation) == (rates == 0)
 
 
 def test_the_figures_of_an_outcome() -> None:
-    """touched: the share of iterations with a forgotten sample; lengths: ||D_i||, the last of which was added."""
+    """touched: the share of iterations with a forgotten sample; lengths: ||D_i||, the last of which
+    was added.
+    """
     training = ridge(steps=10)
     history = History(training.params, 5)
     final = training.run(history=history)
@@ -436,10 +502,16 @@ def test_in_one_dimension_differences_along_the_path_are_the_hessian() -> None:
     assert abs(results[0]) > 1e-4
 
 
-@pytest.mark.parametrize(("scale", "fine"), [(1.04, True), (0.96, True), (1.06, False), (0.94, False)])
+@pytest.mark.parametrize(
+    ("scale", "fine"), [(1.04, True), (0.96, True), (1.06, False), (0.94, False)]
+)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_another_loss_by_a_twentieth_of_its_gradient_is_noticed(scale: float, fine: bool, momentum: float) -> None:
-    """The share is of the step that was made; the gradient's part of it is known from the recorded velocity."""
+def test_another_loss_by_a_twentieth_of_its_gradient_is_noticed(
+    scale: float, fine: bool, momentum: float
+) -> None:
+    """The share is of the step that was made; the gradient's part of it is known from the recorded
+    velocity.
+    """
     training = ridge(momentum=momentum, lr=0.05)
     history = History(training.params, 10)
     training.run(history=history)
@@ -492,9 +564,14 @@ def test_rounding_of_large_weights_is_no_other_loss() -> None:
 
 
 def classifier(folder: Path, decay: float = 0.02) -> EditRequest:
-    """Softmax regression, trained by SGD with weight decay and recorded; three samples are to go."""
+    """Softmax regression, trained by SGD with weight decay and recorded; three samples are to
+    go.
+    """
     g = torch.Generator().manual_seed(0)
-    x, model = torch.randn(30, 4, generator=g, dtype=torch.float64), torch.nn.Linear(4, 3, dtype=torch.float64)
+    x, model = (
+        torch.randn(30, 4, generator=g, dtype=torch.float64),
+        torch.nn.Linear(4, 3, dtype=torch.float64),
+    )
     y = x[:, :3].argmax(1)
     params = tuple(model.parameters())
     with torch.no_grad():
@@ -514,18 +591,24 @@ def classifier(folder: Path, decay: float = 0.02) -> EditRequest:
             for p, s in zip(params, slopes, strict=True):
                 p -= 0.5 * s
     retain = tuple(i for i in range(30) if i not in (4, 5, 6))
-    return EditRequest(model, (4, 5, 6), retain, decay, lambda rows: [(x[list(rows)], y[list(rows)])], loss, params)
+    return EditRequest(
+        model, (4, 5, 6), retain, decay, lambda rows: [(x[list(rows)], y[list(rows)])], loss, params
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"hvp": "ggn"}, {"rewind": True}, {"estimate": 50}])
-def test_the_edit_of_a_recipe_reads_the_history_from_its_folder(options: dict, tmp_path: Path) -> None:
+def test_the_edit_of_a_recipe_reads_the_history_from_its_folder(
+    options: dict, tmp_path: Path
+) -> None:
     request, reference = classifier(tmp_path / "a"), classifier(tmp_path / "b")
     figures = MiniUnlearning(k=6, history=str(tmp_path / "a"), **options).edit(request)
     history = History.open(reference.params, tmp_path / "b")
     if "rewind" in options:
         outcome = rewind(history, reference.loss, reference.forget, 6)
     else:  # of softmax regression Gauss-Newton is the Hessian
-        outcome = MiniUnlearning(k=6, **{**options, "hvp": "autograd"}).apply(history, reference.loss, reference.forget)
+        outcome = MiniUnlearning(k=6, **{**options, "hvp": "autograd"}).apply(
+            history, reference.loss, reference.forget
+        )
     for p, q in zip(request.params, reference.params, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
     expected = {"step": outcome.lengths[-1], "touched": outcome.touched}
@@ -542,17 +625,25 @@ def test_an_edit_without_its_history_or_with_another_models_is_refused(tmp_path:
     with pytest.raises(ValueError, match="no recorded history"):
         MiniUnlearning(k=6, history=str(tmp_path / "none")).edit(request)
     other = replace(request, params=(request.params[0],))
-    with pytest.raises(ValueError, match=r"is of 2 tensors, of which the first are \[\(3, 4\), \(3,\)\]; the selected ones are 1"):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"is of 2 tensors, of which the first are \[\(3, 4\), \(3,\)\]; the selected ones are 1",  # noqa: E501
+    ):
         MiniUnlearning(k=6, history=str(tmp_path)).edit(other)
     with pytest.raises(ValueError, match="did not minimise this loss"):
-        MiniUnlearning(k=6, history=str(tmp_path)).edit(replace(request, loss=lambda rows: 3 * request.loss(rows)))
+        MiniUnlearning(k=6, history=str(tmp_path)).edit(
+            replace(request, loss=lambda rows: 3 * request.loss(rows))
+        )
 
 
 def test_products_of_a_linear_and_of_a_quadratic_loss() -> None:
     """A parameter that the loss does not see has a product of 0."""
     w, spare = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
     v = (torch.arange(3.0), torch.ones(2))
-    for loss, expected in ((lambda rows: w.sum(), [0, 0, 0]), (lambda rows: w.square().sum(), [0, 2, 4])):
+    for loss, expected in (
+        (lambda rows: w.sum(), [0, 0, 0]),
+        (lambda rows: w.square().sum(), [0, 2, 4]),
+    ):
         first, second = mini.hessian_product(loss, [0], (w, spare), v)
         assert first.tolist() == expected
         assert second.tolist() == [0, 0]
@@ -568,7 +659,9 @@ def test_differences_are_taken_around_the_iteration() -> None:
             w.fill_(3 - 0.25 * i)
         history.record([0], 0.1)
     steps = history.last(9)
-    product = MiniUnlearning(hvp="lbfgs")._product(steps, (w,), lambda rows: (w**4).sum() / 12, None)
+    product = MiniUnlearning(hvp="lbfgs")._product(
+        steps, (w,), lambda rows: (w**4).sum() / 12, None
+    )
     for i, step in enumerate(steps):
         (slope,) = product(i, [0], (torch.ones(1, dtype=torch.float64),))
         assert 0.6 < float(slope) / float(step.weights[0]) ** 2 < 1.6

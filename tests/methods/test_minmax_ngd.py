@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from concept_eraser.methods.checks import closure, pair
 from concept_eraser.methods.minmax_ngd import LONGEST, MinMaxNGD, axis_covariance, precondition_axis
 from concept_eraser.training.closure import LossClosure
-from tests.methods.zoo import closure, pair
 
 
-def test_one_player_a_step_in_turn() -> None:
+def test_one_objective_a_step_in_turn() -> None:
     method = MinMaxNGD(forget_steps=2, retain_steps=3)
     asked = []
     for step in range(7):
@@ -36,9 +36,14 @@ def test_against_the_dense_definition() -> None:
     g = torch.Generator().manual_seed(1)
     grad = torch.randn(4, 6, generator=g, dtype=torch.float64)
     factor = grad @ grad.T / 6
-    expected = torch.linalg.inv(factor + 4 * factor.diagonal().mean() * torch.eye(4, dtype=torch.float64)) @ grad
+    expected = (
+        torch.linalg.inv(factor + 4 * factor.diagonal().mean() * torch.eye(4, dtype=torch.float64))
+        @ grad
+    )
     found = precondition_axis(grad, axis_covariance(grad, 0), 0, 4.0)
-    assert float(torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0)) == pytest.approx(1)
+    assert float(
+        torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0)
+    ) == pytest.approx(1)
 
 
 def test_much_smoothing_is_the_gradient() -> None:
@@ -48,12 +53,14 @@ def test_much_smoothing_is_the_gradient() -> None:
 
 
 def test_the_pull_is_towards_the_smoothed_weights_in_both_phases() -> None:
-    """a13: the printed sign of the ascent drives away. After a jump the step leads back, whoever's turn it is."""
-    for player_turn in (0, 1):
+    """a13: the printed sign of the ascent drives away. After a jump the step leads back, whoever's
+    turn it is.
+    """
+    for objective_turn in (0, 1):
         w = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         method = MinMaxNGD(pull=1.0, average=0.1, retain_steps=1, smoothing=1e12)
         flat = {"retain": [lambda w=w: 0.0 * w.sum()], "forget": [lambda w=w: 0.0 * w.sum()]}
-        given = LossClosure((w,), flat, step=player_turn)
+        given = LossClosure((w,), flat, step=objective_turn)
         method.direction(given)
         with torch.no_grad():
             w += 1.0
@@ -84,7 +91,7 @@ def test_state_is_carried_over_a_resume() -> None:
         assert torch.equal(a, b)
 
 
-def test_every_player_reaches_the_running_fisher() -> None:
+def test_every_objective_reaches_the_running_fisher() -> None:
     """Also where the period divides the round."""
     method = MinMaxNGD(period=4, forget_steps=1, retain_steps=3)
     updated = set()
@@ -93,20 +100,27 @@ def test_every_player_reaches_the_running_fisher() -> None:
         given.step = step
         before = method.state_dict()
         method.direction(given)
-        if any(not torch.equal(before[k], v) for k, v in method.state_dict().items() if k in before):
+        if any(
+            not torch.equal(before[k], v) for k, v in method.state_dict().items() if k in before
+        ):
             updated.add(given.asked[0])
     assert updated == {"retain", "forget"}
 
 
-@pytest.mark.parametrize("bad", [{"forget_steps": 0}, {"pull": -1.0}, {"average": 0.0}, {"smoothing": 0.0}])
+@pytest.mark.parametrize(
+    "bad", [{"forget_steps": 0}, {"pull": -1.0}, {"average": 0.0}, {"smoothing": 0.0}]
+)
 def test_options_are_checked(bad: dict) -> None:
     with pytest.raises(ValueError, match=r"must be|expected"):
         MinMaxNGD(**bad)
 
 
 def test_the_smoothed_weights_and_the_pull_by_hand() -> None:
-    """theta_sm <- theta_sm + 0.25 (theta - theta_sm); the gradient is 0, so the step is 2 gamma (theta - theta_sm)."""
-    w = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)  # no axis, so nothing is preconditioned
+    """theta_sm <- theta_sm + 0.25 (theta - theta_sm); the gradient is 0, so the step is 2 gamma
+    (theta - theta_sm).
+    """
+    # no axis, so nothing is preconditioned
+    w = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
     losses = {"retain": [lambda: 0 * w], "forget": [lambda: 0 * w]}
     method, smooth = MinMaxNGD(pull=3.0, average=0.25), 0.0
     for step, value in enumerate([0.0, 4.0, 4.0, -2.0]):
@@ -120,7 +134,9 @@ def test_the_smoothed_weights_and_the_pull_by_hand() -> None:
 
 
 def test_the_running_fisher_by_its_recursion() -> None:
-    """F <- (1 - rho) F + rho X X^T / N where (step + round) is a multiple of the period; the first gradient starts it."""
+    """F <- (1 - rho) F + rho X X^T / N where (step + round) is a multiple of the period; the first
+    gradient starts it.
+    """
     method = MinMaxNGD(memory=0.3, period=3, forget_steps=1, retain_steps=1)
     fisher = None
     for step in range(12):
@@ -136,15 +152,21 @@ def test_the_running_fisher_by_its_recursion() -> None:
         torch.testing.assert_close(method.state_dict()["fisher_0_0"], fisher)
         assert float(found.vec[0].norm()) == pytest.approx(float(rows.norm()))
         # both axes, one after the other, each a solve with F + 4 tr(F)/d I
-        first = torch.linalg.solve(fisher + 4 * fisher.trace() / 3 * torch.eye(3, dtype=torch.float64), rows)
+        first = torch.linalg.solve(
+            fisher + 4 * fisher.trace() / 3 * torch.eye(3, dtype=torch.float64), rows
+        )
         first = first * rows.norm() / first.norm()
         columns = method.state_dict()["fisher_0_1"]
-        second = torch.linalg.solve(columns + 4 * columns.trace() / 5 * torch.eye(5, dtype=torch.float64), first.T).T
+        second = torch.linalg.solve(
+            columns + 4 * columns.trace() / 5 * torch.eye(5, dtype=torch.float64), first.T
+        ).T
         torch.testing.assert_close(found.vec[0], second * rows.norm() / second.norm())
 
 
 def test_axes_of_one_entry_and_of_the_limit() -> None:
-    """One entry has no direction to turn; the longest axis with a dense factor has LONGEST entries."""
+    """One entry has no direction to turn; the longest axis with a dense factor has LONGEST
+    entries.
+    """
     rows = torch.randn(1, LONGEST, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     method = MinMaxNGD()
     method.direction(closure((rows,), (rows,)))
@@ -172,14 +194,16 @@ def test_a_gradient_of_zero_stays_zero() -> None:
     zeros = torch.zeros(3, 4, dtype=torch.float64)
     assert torch.equal(precondition_axis(zeros, axis_covariance(zeros, 0), 0, 4.0), zeros)
     tiny = 1e-12 * torch.ones(3, 4, dtype=torch.float64)
-    assert float(precondition_axis(tiny, axis_covariance(tiny, 0), 0, 4.0).norm()) == pytest.approx(float(tiny.norm()))
+    assert float(precondition_axis(tiny, axis_covariance(tiny, 0), 0, 4.0).norm()) == pytest.approx(
+        float(tiny.norm())
+    )
 
 
 def test_it_takes_turns_between_two() -> None:
-    MinMaxNGD().check_players(("forget", "retain"))
-    for players in (("forget",), ("retain", "forget", "replace")):
+    MinMaxNGD().check_objectives(("forget", "retain"))
+    for objectives in (("forget",), ("retain", "forget", "replace")):
         with pytest.raises(ValueError, match="between retain and forget; found"):
-            MinMaxNGD().check_players(players)
+            MinMaxNGD().check_objectives(objectives)
     given = closure(*pair(0.1, 1.0, 1.0))
     given.gradients["replace"] = given.gradients["retain"]
     with pytest.raises(ValueError, match="between retain and forget; found"):

@@ -1,4 +1,6 @@
-"""MUNBa against its equations, a convex solver, TorchJD's NashMTL, and the figures of the paper's errors."""
+"""MUNBa against its equations, a convex solver, TorchJD's NashMTL, and the figures of the paper's
+errors.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
+from concept_eraser.methods.checks import PAIRS, closure, flat, pair
 from concept_eraser.methods.munba import Munba, exact_weights, nash_weights
 from concept_eraser.methods.ngdiff import NGDiff
-from concept_eraser.vectors import dot, norm
-from tests.methods.zoo import PAIRS, closure, flat, pair
+from concept_eraser.methods.vectors import dot, norm
 
 
 def residual(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -31,7 +33,9 @@ def test_eq6_holds(cosine: float, log_first: float, log_second: float) -> None:
     gram = gram_of(cosine, 10**log_first, 10**log_second)
     weights = Munba(xi=1e-7).weights(gram)
     assert torch.all(weights > 0)
-    torch.testing.assert_close(residual(gram, weights), torch.ones(2, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        residual(gram, weights), torch.ones(2, dtype=torch.float64), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_length_and_inner_products() -> None:
@@ -47,12 +51,17 @@ def test_parallel_to_ngdiff() -> None:
     for retain, forget in PAIRS[::5]:
         a = flat(Munba(xi=1e-7).direction(closure(retain, forget)).vec)
         b = flat(NGDiff().direction(closure(retain, forget)).vec)
-        assert float(torch.nn.functional.cosine_similarity(a, b, dim=0)) == pytest.approx(1, abs=1e-7)
+        assert float(torch.nn.functional.cosine_similarity(a, b, dim=0)) == pytest.approx(
+            1, abs=1e-7
+        )
 
 
-@pytest.mark.parametrize(("cosine", "expected"), [(0.3, (0.98, 0.85)), (0.9, (0.62, 0.11)), (-0.9, (8.29, -1.35))])
+@pytest.mark.parametrize(
+    ("cosine", "expected"), [(0.3, (0.98, 0.85)), (0.9, (0.62, 0.11)), (-0.9, (8.29, -1.35))]
+)
 def test_the_printed_formula_violates_eq6(cosine: float, expected: tuple[float, float]) -> None:
-    """The residuals of Eq. 8 as first printed are not 1. Golden values: our notes on the paper, recomputed by hand.
+    """The residuals of Eq. 8 as first printed are not 1. Golden values: our notes on the paper,
+    recomputed by hand.
 
     c = 0.3: a_r = 1.3^-0.5 = 0.8771, a_f = (0.91 * 0.7)^0.5 = 0.7981; a_r (a_r + 0.3 a_f) = 0.979.
     """
@@ -78,7 +87,7 @@ def test_opposed_gradients_are_clamped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
-def test_a_useless_player_is_left_out_and_counted(bad: float) -> None:
+def test_a_useless_objective_is_left_out_and_counted(bad: float) -> None:
     gram = gram_of(0.0, 2.0, 1.0)
     gram[1, :] = gram[:, 1] = bad
     weights, notes = Munba().solve(gram)
@@ -95,40 +104,54 @@ def test_a_nan_gradient_does_not_reach_the_step() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.floats(-1 + 2e-6, 1), st.floats(-8, 8), st.floats(-8, 8))
-def test_eq6_holds_with_the_default_clamp(cosine: float, log_first: float, log_second: float) -> None:
+def test_eq6_holds_with_the_default_clamp(
+    cosine: float, log_first: float, log_second: float
+) -> None:
     gram = gram_of(cosine, 10**log_first, 10**log_second)
     weights = Munba().weights(gram)
-    torch.testing.assert_close(residual(gram, weights), torch.ones(2, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        residual(gram, weights), torch.ones(2, dtype=torch.float64), rtol=1e-6, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("players", [3, 4, 6])
-def test_many_players_of_very_different_lengths(players: int) -> None:
+@pytest.mark.parametrize("objectives", [3, 4, 6])
+def test_many_objectives_of_very_different_lengths(objectives: int) -> None:
     """a_i (G^T G a)_i = 1 within 1e-6 for norms from 1e-8 to 1e8 in one bargain."""
-    rng = np.random.default_rng(players)
+    rng = np.random.default_rng(objectives)
     for _ in range(10):
-        jacobian = torch.from_numpy(rng.normal(size=(players, 40)) * 10 ** rng.uniform(-8, 8, (players, 1)))
+        jacobian = torch.from_numpy(
+            rng.normal(size=(objectives, 40)) * 10 ** rng.uniform(-8, 8, (objectives, 1))
+        )
         gram = jacobian @ jacobian.T
         weights = Munba().weights(gram)
         torch.testing.assert_close(
-            residual(gram, weights), torch.ones(players, dtype=torch.float64), rtol=1e-6, atol=1e-6
+            residual(gram, weights),
+            torch.ones(objectives, dtype=torch.float64),
+            rtol=1e-6,
+            atol=1e-6,
         )
 
 
-@pytest.mark.parametrize("players", [2, 3, 4, 6])
-def test_general_solver_against_closed_form_scipy_and_torchjd(players: int) -> None:
+@pytest.mark.parametrize("objectives", [2, 3, 4, 6])
+def test_general_solver_against_closed_form_scipy_and_torchjd(objectives: int) -> None:
     from torchjd.aggregation import NashMTL
 
-    rng = np.random.default_rng(players)
+    rng = np.random.default_rng(objectives)
     agreed = 0
     for _ in range(5):
-        jacobian = torch.from_numpy(rng.normal(size=(players, 40)) * rng.uniform(0.1, 10, (players, 1)))
+        jacobian = torch.from_numpy(
+            rng.normal(size=(objectives, 40)) * rng.uniform(0.1, 10, (objectives, 1))
+        )
         gram = jacobian @ jacobian.T
         weights, clamped = nash_weights(gram, 1e-9)
         assert not clamped
         torch.testing.assert_close(
-            residual(gram, weights), torch.ones(players, dtype=torch.float64), rtol=1e-9, atol=1e-9
+            residual(gram, weights),
+            torch.ones(objectives, dtype=torch.float64),
+            rtol=1e-9,
+            atol=1e-9,
         )
-        if players == 2:
+        if objectives == 2:
             torch.testing.assert_close(weights, exact_weights(gram, 1e-12)[0], rtol=1e-9, atol=0)
         g, scale = gram.numpy(), weights.numpy()
         start = 1 / np.sqrt(np.diag(g))
@@ -137,11 +160,16 @@ def test_general_solver_against_closed_form_scipy_and_torchjd(players: int) -> N
             a = np.exp(log_a)
             return 0.5 * a @ g @ a - log_a.sum()
 
-        solved = np.exp(minimize(objective, np.log(start), method="BFGS", options={"gtol": 1e-10}).x)
+        solved = np.exp(
+            minimize(objective, np.log(start), method="BFGS", options={"gtol": 1e-10}).x
+        )
         np.testing.assert_allclose(solved, scale, rtol=1e-4)
-        oracle = NashMTL(n_tasks=players, max_norm=0.0, update_weights_every=1, optim_niter=100)(jacobian)
+        oracle = NashMTL(n_tasks=objectives, max_norm=0.0, update_weights_every=1, optim_niter=100)(
+            jacobian
+        )
         cosine = float(torch.nn.functional.cosine_similarity(oracle, weights @ jacobian, dim=0))
-        # its sequence of convex problems sometimes stops early; then Eq. 6 says so, and it is no witness
+        # its sequence of convex problems sometimes stops early; then Eq. 6 says so, and it is no
+        # witness
         theirs = torch.linalg.lstsq(jacobian.T, oracle[:, None]).solution[:, 0]
         if residual(gram, theirs).sub(1).abs().max() < 0.05:
             agreed += 1
@@ -149,17 +177,22 @@ def test_general_solver_against_closed_form_scipy_and_torchjd(players: int) -> N
     assert agreed >= 3
 
 
-def test_many_players_duplicates_and_opposition() -> None:
-    same = torch.ones(3, 3, dtype=torch.float64)  # three identical gradients: singular, but a descent exists
+def test_many_objectives_duplicates_and_opposition() -> None:
+    # three identical gradients: singular, but a descent exists
+    same = torch.ones(3, 3, dtype=torch.float64)
     weights, clamped = nash_weights(same, 1e-9)
     assert not clamped
-    torch.testing.assert_close(residual(same, weights), torch.ones(3, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-    opposed = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    torch.testing.assert_close(
+        residual(same, weights), torch.ones(3, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
+    opposed = torch.tensor(
+        [[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64
+    )
     assert nash_weights(opposed, 1e-6)[1]
 
 
-def test_printed_formula_knows_two_players_only() -> None:
-    with pytest.raises(ValueError, match="two players only"):
+def test_printed_formula_knows_two_objectives_only() -> None:
+    with pytest.raises(ValueError, match="two objectives only"):
         Munba(formula="printed").weights(torch.eye(3, dtype=torch.float64))
 
 
@@ -169,7 +202,9 @@ def test_options_are_checked() -> None:
 
 
 def test_bargaining_rounds() -> None:
-    """every=3: the weights of steps 0 and 3 hold for the two steps after them, also across a resume."""
+    """every=3: the weights of steps 0 and 3 hold for the two steps after them, also across a
+    resume.
+    """
     given = [pair(c, 1.0, 2.0, seed=i) for i, c in enumerate((0.1, -0.2, 0.5, 0.7, 0.0))]
     method, found = Munba(every=3), []
     for step, (retain, forget) in enumerate(given):
@@ -187,7 +222,9 @@ def test_bargaining_rounds() -> None:
 
 
 def test_the_printed_formula_does_not_depend_on_units() -> None:
-    """c = 0.3 for lengths 2 and 5: 0.8771 / 2 and 0.7981 / 5; finite where rounding makes |cos| a little more than 1."""
+    """c = 0.3 for lengths 2 and 5: 0.8771 / 2 and 0.7981 / 5; finite where rounding makes |cos| a
+    little more than 1.
+    """
     weights = Munba(formula="printed").weights(gram_of(0.3, 2.0, 5.0))
     assert weights.tolist() == pytest.approx([1.3**-0.5 / 2, (0.91 * 0.7) ** 0.5 / 5])
     generator = torch.Generator().manual_seed(0)
@@ -198,14 +235,16 @@ def test_the_printed_formula_does_not_depend_on_units() -> None:
             assert torch.isfinite(Munba(formula="printed").weights(rows @ rows.T)).all()
 
 
-@pytest.mark.parametrize("players", [2, 3, 5])
+@pytest.mark.parametrize("objectives", [2, 3, 5])
 @pytest.mark.parametrize("xi", [0.5, 1e-3])
-def test_where_the_general_solver_clamps(players: int, xi: float) -> None:
-    """All cosines equal c: u = (1 + (m - 1) c)^(-1/2), and xi is added where that sum is below it, and only there."""
+def test_where_the_general_solver_clamps(objectives: int, xi: float) -> None:
+    """All cosines equal c: u = (1 + (m - 1) c)^(-1/2), and xi is added where that sum is below it,
+    and only there.
+    """
     for slack, expected in ((1.02 * xi, False), (0.98 * xi, True)):
-        c = (slack - 1) / (players - 1)
-        cosines = torch.full((players, players), c, dtype=torch.float64).fill_diagonal_(1.0)
-        lengths = torch.arange(1.0, players + 1, dtype=torch.float64)
+        c = (slack - 1) / (objectives - 1)
+        cosines = torch.full((objectives, objectives), c, dtype=torch.float64).fill_diagonal_(1.0)
+        lengths = torch.arange(1.0, objectives + 1, dtype=torch.float64)
         weights, clamped = nash_weights(cosines * torch.outer(lengths, lengths), xi)
         assert clamped == expected
         u = (slack + xi * clamped) ** -0.5
@@ -215,18 +254,22 @@ def test_where_the_general_solver_clamps(players: int, xi: float) -> None:
 def test_newtons_method_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Self-concordance: its decrement falls quadratically once it is small, whatever the angles."""
     calls, solve = [], torch.linalg.solve
-    monkeypatch.setattr(torch.linalg, "solve", lambda *arguments: calls.append(1) or solve(*arguments))
+    monkeypatch.setattr(
+        torch.linalg, "solve", lambda *arguments: calls.append(1) or solve(*arguments)
+    )
     rng = np.random.default_rng(0)
-    for players in (3, 6, 10):
-        rows = torch.from_numpy(rng.normal(size=(players, 12)) + 0.5)
+    for objectives in (3, 6, 10):
+        rows = torch.from_numpy(rng.normal(size=(objectives, 12)) + 0.5)
         calls.clear()
         weights, clamped = nash_weights(rows @ rows.T, 1e-9)
         assert not clamped
-        torch.testing.assert_close(residual(rows @ rows.T, weights), torch.ones(players, dtype=torch.float64))
+        torch.testing.assert_close(
+            residual(rows @ rows.T, weights), torch.ones(objectives, dtype=torch.float64)
+        )
         assert len(calls) <= 15
 
 
-def test_nobody_and_one_player() -> None:
+def test_nobody_and_one_objective() -> None:
     weights, notes = Munba().solve(torch.zeros(2, 2, dtype=torch.float64))
     assert weights.tolist() == [0.0, 0.0]
     assert notes == {"degenerate": 1, "clamped": 0}
@@ -236,30 +279,34 @@ def test_nobody_and_one_player() -> None:
     assert notes == {"degenerate": 1, "clamped": 0}
 
 
-def test_three_players_of_which_one_has_no_gradient() -> None:
-    """The others bargain as if it were not there; what the clamp does is logged for any number of players."""
+def test_three_objectives_of_which_one_has_no_gradient() -> None:
+    """The others bargain as if it were not there; what the clamp does is logged for any number of
+    objectives.
+    """
     gram = torch.zeros(3, 3, dtype=torch.float64)
     gram[0, 0], gram[2, 2], gram[0, 2], gram[2, 0] = 4.0, 9.0, 3.0, 3.0
     weights, notes = Munba().solve(gram)
     expected = Munba().weights(torch.tensor([[4.0, 3.0], [3.0, 9.0]], dtype=torch.float64))
     assert weights.tolist() == [float(expected[0]), 0.0, float(expected[1])]
     assert notes == {"degenerate": 1, "clamped": 0}
-    opposed = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    opposed = torch.tensor(
+        [[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64
+    )
     assert Munba().solve(opposed)[1] == {"degenerate": 0, "clamped": 1}
     assert Munba().solve(torch.eye(3, dtype=torch.float64))[1] == {"degenerate": 0, "clamped": 0}
 
 
-def test_which_laws_and_players_each_formula_has() -> None:
+def test_which_laws_and_objectives_each_formula_has() -> None:
     assert Munba(formula="printed").laws() == {"scale_invariance"}
     assert "pareto_descent" in Munba().laws()
-    Munba().check_players(("retain", "forget", "forget.2"))
-    Munba(formula="printed").check_players(("retain", "forget"))
-    for players in (("retain",), ("retain", "forget", "forget.2")):
-        with pytest.raises(ValueError, match="two players only"):
-            Munba(formula="printed").check_players(players)
+    Munba().check_objectives(("retain", "forget", "forget.2"))
+    Munba(formula="printed").check_objectives(("retain", "forget"))
+    for objectives in (("retain",), ("retain", "forget", "forget.2")):
+        with pytest.raises(ValueError, match="two objectives only"):
+            Munba(formula="printed").check_objectives(objectives)
 
 
-def test_weights_are_kept_between_bargains_but_never_those_of_a_missing_player() -> None:
+def test_weights_are_kept_between_bargains_but_never_those_of_a_missing_objective() -> None:
     retain, forget = pair(0.2, 1.0, 2.0)
     method = Munba(every=2)
     nothing = closure(retain, tuple(0 * part for part in forget))

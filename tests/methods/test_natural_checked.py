@@ -1,5 +1,6 @@
-"""The Fisher step's remaining statements: the empirical Fisher beside the true one, the bound for the Fisher of all
-samples, and the readings of the paper's 1/n, on problems whose answer is known."""
+"""The Fisher step's remaining statements: the empirical Fisher beside the true one, the bound for
+the Fisher of all samples, and the readings of the paper's 1/n, on problems whose answer is known.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from concept_eraser.methods import fisher as algebra
 from concept_eraser.methods.fisher import Fisher, Risk
 from concept_eraser.methods.gaussian_mechanism import sensitivity
 from concept_eraser.methods.natural_gradient import NaturalGradient
-from tests.methods.test_natural_gradient import (  # fmt: skip
+from tests.methods.test_natural_gradient import (
     coherent_errors,
     digits,
     fitted,
@@ -30,8 +31,9 @@ def error_rows(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fisher_on", ["retain", "all"])
 def test_n3_the_empirical_fisher_is_of_first_order_only(fisher_on: str) -> None:
-    """The problem of coherent_errors, m copies of one sample deleted: sum g g^T over the data's own labels instead of
-    J^T Sigma J makes an error that grows like m, no smaller than that of doing nothing; the true Fisher's like m^2."""
+    """The problem of coherent_errors, m copies of one sample deleted: sum g g^T over the data's own
+    labels instead of J^T Sigma J makes an error that grows like m, no smaller than that of doing
+    nothing; the true Fisher's like m^2."""
     ms = (2, 4, 8, 16)
     x, y = digits()
     x, y = torch.cat([x[:1].expand(16, -1), x]), torch.cat([y[:1].expand(16), y])
@@ -43,39 +45,68 @@ def test_n3_the_empirical_fisher_is_of_first_order_only(fisher_on: str) -> None:
         used = rows if fisher_on == "all" else rows[m:]
         matrix = used.T @ used / len(used) + 0.02 * torch.eye(rows.shape[1], dtype=rows.dtype)
         push = (rows[:m].sum(0) + m * 0.02 * whole.flatten()) / (len(x) - m)
-        empirical.append(float((whole.flatten() + torch.linalg.solve(matrix, push) - target.flatten()).norm()))
+        empirical.append(
+            float((whole.flatten() + torch.linalg.solve(matrix, push) - target.flatten()).norm())
+        )
     moved, exact = coherent_errors(ms, fisher_on=fisher_on)
     assert slope(ms, empirical) == pytest.approx(1.0, abs=0.05)
     assert slope(ms, exact) == pytest.approx(2.0, abs=0.15)
     assert all(0.9 < a / b < 1.1 for a, b in zip(empirical, moved, strict=True))
-    assert all(a > (100 if fisher_on == "retain" else 10) * b for a, b in zip(empirical, exact, strict=True))
+    assert all(
+        a > (100 if fisher_on == "retain" else 10) * b
+        for a, b in zip(empirical, exact, strict=True)
+    )
 
 
-# --- N4: gamma for F(S) --------------------------------------------------------------------------------------------
+# --- N4: gamma for F(S) ---------------------------------------------------------------------------
 
 
-def ridge_deletion(x: Tensor, y: Tensor, m: int, ridge: float, fisher_on: str) -> tuple[float, float, float, float]:
-    """Ridge regression of one output: error, certificate, gamma_F(R), gamma_F(S), with the smallest valid constants.
+def ridge_deletion(
+    x: Tensor, y: Tensor, m: int, ridge: float, fisher_on: str
+) -> tuple[float, float, float, float]:
+    """Ridge regression of one output: error, certificate, gamma_F(R), gamma_F(S), with the smallest
+    valid constants.
 
     The Hessian does not change (M = 0, of which sensitivity wants to see something positive)."""
     n, eye = len(x), ridge * torch.eye(x.shape[1], dtype=x.dtype)
     start, target = ridge_solution(x, y, ridge), ridge_solution(x[m:], y[m:], ridge)
-    mu = min(float(torch.linalg.eigvalsh(part.T @ part / len(part) + eye).min()) for part in (x, x[m:]))
-    # gradients are affine in theta: on the way from start to target their norms are largest at an end
+    mu = min(
+        float(torch.linalg.eigvalsh(part.T @ part / len(part) + eye).min()) for part in (x, x[m:])
+    )
+    # gradients are affine in theta: on the way from start to target their norms are largest at an
+    # end
     largest = max(float(((x @ w.T - y) * x + ridge * w).norm(dim=1).max()) for w in (start, target))
     square = float(x.norm(dim=1).max()) ** 2
     model = fitted(x, y, ridge)
     risk = Risk(model, "gaussian", ridge)
-    NaturalGradient(fisher_on=fisher_on, solver="exact").apply(risk, [(x[:m], y[:m])], [(x[m:], y[m:])])
+    NaturalGradient(fisher_on=fisher_on, solver="exact").apply(
+        risk, [(x[:m], y[:m])], [(x[m:], y[m:])]
+    )
     assert float((start - target).norm()) <= m * largest / (n * mu)
-    bounds = [sensitivity(n, m, convexity=mu, lipschitz=largest, hessian_lipschitz=1e-12, covariance_bound=1.0, jacobian_square_bound=square, fisher_on=on) for on in ("retain", "all")]  # fmt: skip
-    return float((model.weight.detach() - target).norm()), risk.certificate([(x[m:], y[m:])], mu), *bounds
+    bounds = [
+        sensitivity(
+            n,
+            m,
+            convexity=mu,
+            lipschitz=largest,
+            hessian_lipschitz=1e-12,
+            covariance_bound=1.0,
+            jacobian_square_bound=square,
+            fisher_on=on,
+        )
+        for on in ("retain", "all")
+    ]
+    return (
+        float((model.weight.detach() - target).norm()),
+        risk.certificate([(x[m:], y[m:])], mu),
+        *bounds,
+    )
 
 
 @pytest.mark.parametrize(("m", "share"), [(2, 0.933), (10, 0.739), (30, 0.414)])
 def test_n4_the_bound_for_all_samples_is_nearly_met(m: int, share: float) -> None:
-    """100 numbers, 1 where deleted and .1 elsewhere: the error comes so close to gamma_F(S) that none of its factors is
-    idle, and gamma_F(R), 0 up to rounding here, would not do."""
+    """100 numbers, 1 where deleted and .1 elsewhere: the error comes so close to gamma_F(S) that
+    none of its factors is idle, and gamma_F(R), 0 up to rounding here, would not do."""
     x = torch.full((100, 1), 0.1, dtype=torch.float64)
     x[:m] = 1
     y = (x == 1).double()
@@ -95,7 +126,9 @@ def test_n4_the_bound_for_all_samples_holds_on_random_problems(seed: int, m: int
 
 
 def test_n4_numbers_on_four_digits() -> None:
-    """m = 16 of 720, ridge .02: what this machine found, to be found again; and the order of all that bounds it."""
+    """m = 16 of 720, ridge .02: what this machine found, to be found again; and the order of all
+    that bounds it.
+    """
     x, y = digits()
     m, mu = 16, 0.02
     target = softmax_regression(x[m:], y[m:], mu).weight.detach()
@@ -107,8 +140,20 @@ def test_n4_numbers_on_four_digits() -> None:
         risk = Risk(model, ridge=mu)
         NaturalGradient(fisher_on=fisher_on).apply(risk, [(x[:m], y[:m])], [(x[m:], y[m:])])
         square = float(x.norm(dim=1).max()) ** 2
-        gamma = sensitivity(len(x), m, convexity=mu, lipschitz=lipschitz, hessian_lipschitz=square**1.5, jacobian_square_bound=square, fisher_on=fisher_on)  # fmt: skip
-        found[fisher_on] = float((model.weight.detach() - target).norm()), risk.certificate([(x[m:], y[m:])], mu), gamma
+        gamma = sensitivity(
+            len(x),
+            m,
+            convexity=mu,
+            lipschitz=lipschitz,
+            hessian_lipschitz=square**1.5,
+            jacobian_square_bound=square,
+            fisher_on=fisher_on,
+        )
+        found[fisher_on] = (
+            float((model.weight.detach() - target).norm()),
+            risk.certificate([(x[m:], y[m:])], mu),
+            gamma,
+        )
     assert moved == pytest.approx(0.0610, rel=0.01)
     assert found["retain"][:2] == pytest.approx((2.74e-4, 1.418e-3), rel=0.01)
     assert found["all"][:2] == pytest.approx((2.92e-3, 1.096e-2), rel=0.01)
@@ -117,30 +162,42 @@ def test_n4_numbers_on_four_digits() -> None:
     assert found["all"][2] > found["retain"][2]
 
 
-# --- A1: the normalisation -----------------------------------------------------------------------------------------
+# --- A1: the normalisation ------------------------------------------------------------------------
 
 
 def test_a1_both_readings_of_one_over_n_miss_the_target_of_the_definition() -> None:
-    """Errors relative to doing nothing, ridge regression, m = 6 of 60, Fisher of all samples as Alg. 1 prints it.
+    """Errors relative to doing nothing, ridge regression, m = 6 of 60, Fisher of all samples as
+    Alg. 1 prints it.
 
-    A mean over U with the factor n/(n - m): 8.8. The same with U's sum over n: .37 from the minimiser of the mean over
-    the retained samples, .14 from that which keeps 1/n. Our two steps with the Fisher of the retained samples: 0.
+    A mean over U with the factor n/(n - m): 8.8. The same with U's sum over n: .37 from the
+    minimiser of the mean over the retained samples, .14 from that which keeps 1/n. Our two steps
+    with the Fisher of the retained samples: 0.
     """
     x, y = regression()
     m, n, ridge = 6, 60, 0.1
     start = ridge_solution(x, y, ridge)
-    targets = {"retain_mean": ridge_solution(x[m:], y[m:], ridge), "fixed_n": ridge_solution(x[m:], y[m:], ridge, n)}
+    targets = {
+        "retain_mean": ridge_solution(x[m:], y[m:], ridge),
+        "fixed_n": ridge_solution(x[m:], y[m:], ridge, n),
+    }
 
     def left(weights: Tensor, objective: str) -> float:
         return float((weights - targets[objective]).norm() / (start - targets[objective]).norm())
 
     risk = Risk(fitted(x, y, ridge), "gaussian", ridge)
     total = risk.sum_gradient([(x[:m], y[:m])])
-    step = {name: algebra.solve(Fisher(risk, [(x, y)], ridge), tuple(n / (n - m) * g / by for g in total), "exact")[0] for name, by in (("mean", m), ("sum over n", n))}  # fmt: skip
+    step = {
+        name: algebra.solve(
+            Fisher(risk, [(x, y)], ridge), tuple(n / (n - m) * g / by for g in total), "exact"
+        )[0]
+        for name, by in (("mean", m), ("sum over n", n))
+    }
     assert left(start + step["mean"], "retain_mean") == pytest.approx(8.85, abs=0.05)
     assert left(start + step["sum over n"], "retain_mean") == pytest.approx(0.371, abs=0.005)
     assert left(start + step["sum over n"], "fixed_n") == pytest.approx(0.136, abs=0.005)
     for objective in targets:
         model = fitted(x, y, ridge)
-        NaturalGradient(objective=objective, solver="exact").apply(Risk(model, "gaussian", ridge), [(x[:m], y[:m])], [(x[m:], y[m:])])  # fmt: skip
+        NaturalGradient(objective=objective, solver="exact").apply(
+            Risk(model, "gaussian", ridge), [(x[:m], y[:m])], [(x[m:], y[m:])]
+        )
         assert left(model.weight.detach(), objective) < 1e-12

@@ -1,4 +1,6 @@
-"""The Fisher step on problems whose answer is known: ridge, softmax regression, lasso; its solvers and its errors."""
+"""The Fisher step on problems whose answer is known: ridge, softmax regression, lasso; its solvers
+and its errors.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from concept_eraser.methods import fisher as algebra
 from concept_eraser.methods import natural_gradient as ng
 from concept_eraser.methods.fisher import Fisher, Risk
 from concept_eraser.methods.gaussian_mechanism import expected_length, noise_scale, sensitivity
-from concept_eraser.methods.natural_gradient import NaturalGradient, Outcome
+from concept_eraser.methods.natural_gradient import NaturalGradient, NaturalStep
 
 
-def regression(seed: int = 0, n: int = 60, d: int = 5, outputs: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+def regression(
+    seed: int = 0, n: int = 60, d: int = 5, outputs: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, d, generator=g, dtype=torch.float64)
     w = torch.randn(d, outputs, generator=g, dtype=torch.float64)
@@ -27,9 +31,13 @@ def linear(d: int, outputs: int) -> nn.Module:
     return nn.Linear(d, outputs, bias=False, dtype=torch.float64)
 
 
-def ridge_solution(x: torch.Tensor, y: torch.Tensor, ridge: float, divisor: int | None = None) -> torch.Tensor:
+def ridge_solution(
+    x: torch.Tensor, y: torch.Tensor, ridge: float, divisor: int | None = None
+) -> torch.Tensor:
     n = divisor or len(x)
-    return torch.linalg.solve(x.T @ x / n + ridge * torch.eye(x.shape[1], dtype=x.dtype), x.T @ y / n).T
+    return torch.linalg.solve(
+        x.T @ x / n + ridge * torch.eye(x.shape[1], dtype=x.dtype), x.T @ y / n
+    ).T
 
 
 def fitted(x: torch.Tensor, y: torch.Tensor, ridge: float) -> nn.Module:
@@ -45,20 +53,28 @@ def test_n1_ridge_is_exact(solver: str, objective: str) -> None:
     x, y = regression()
     model = fitted(x, y, 0.1)
     m = 15
-    NaturalGradient(objective=objective, solver=solver).apply(Risk(model, "gaussian", 0.1), [(x[:m], y[:m])], [(x[m:], y[m:])])  # fmt: skip
+    NaturalGradient(objective=objective, solver=solver).apply(
+        Risk(model, "gaussian", 0.1), [(x[:m], y[:m])], [(x[m:], y[m:])]
+    )
     expected = ridge_solution(x[m:], y[m:], 0.1, len(x) if objective == "fixed_n" else None)
-    torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=1e-10 if solver == "cg" else 1e-12)
+    torch.testing.assert_close(
+        model.weight.detach(), expected, rtol=0, atol=1e-10 if solver == "cg" else 1e-12
+    )
 
 
 def test_a1_the_printed_factor_is_worse_than_doing_nothing() -> None:
-    """n/(n - m) with a mean over U instead of m/(n - m): the error grows several times over that of no step."""
+    """n/(n - m) with a mean over U instead of m/(n - m): the error grows several times over that of
+    no step.
+    """
     x, y = regression()
     m, n = 6, 60
     start, target = ridge_solution(x, y, 0.1), ridge_solution(x[m:], y[m:], 0.1)
     model = fitted(x, y, 0.1)
     risk = Risk(model, "gaussian", 0.1)
     mean_u = tuple(g / m for g in risk.sum_gradient([(x[:m], y[:m])]))
-    printed = algebra.solve(Fisher(risk, [(x, y)], 0.1), tuple(n / (n - m) * g for g in mean_u), "exact")
+    printed = algebra.solve(
+        Fisher(risk, [(x, y)], 0.1), tuple(n / (n - m) * g for g in mean_u), "exact"
+    )
     nothing = float((start - target).norm())
     assert float((start + printed[0] - target).norm()) > 4 * nothing
 
@@ -69,9 +85,13 @@ def digits(classes: int = 4, n: int = 720) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1), torch.from_numpy(y[:n])
 
 
-def softmax_regression(x: torch.Tensor, y: torch.Tensor, ridge: float, classes: int = 4) -> nn.Module:
+def softmax_regression(
+    x: torch.Tensor, y: torch.Tensor, ridge: float, classes: int = 4
+) -> nn.Module:
     """scikit-learn's minimiser of the same risk: its C is 1 / (n ridge)."""
-    solved = LogisticRegression(C=1 / (len(x) * ridge), fit_intercept=False, tol=1e-12, max_iter=5000, solver="newton-cg").fit(x, y)  # fmt: skip
+    solved = LogisticRegression(
+        C=1 / (len(x) * ridge), fit_intercept=False, tol=1e-12, max_iter=5000, solver="newton-cg"
+    ).fit(x, y)
     model = linear(x.shape[1], classes)
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(solved.coef_))
@@ -82,7 +102,9 @@ def test_n2_the_fisher_of_a_linear_model_is_its_hessian() -> None:
     x, y = digits()
     model = linear(x.shape[1], 4)  # anywhere, not at the optimum
     risk = Risk(model)
-    v = (torch.randn(4, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)),)
+    v = (
+        torch.randn(4, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    )
     first = torch.autograd.grad(risk.mean_loss(model(x), y), risk.params, create_graph=True)
     hessian = torch.autograd.grad((first[0] * v[0]).sum(), risk.params)[0]
     found = Fisher(risk, [(x[:300], y[:300]), (x[300:], y[300:])]).product(v)[0]
@@ -90,7 +112,9 @@ def test_n2_the_fisher_of_a_linear_model_is_its_hessian() -> None:
 
 
 def coherent_errors(ms: tuple[int, ...], **options) -> tuple[list[float], list[float]]:
-    """||theta^ - theta*|| and ||theta~ - theta*|| when m copies of one sample are deleted: no averaging in between."""
+    """||theta^ - theta*|| and ||theta~ - theta*|| when m copies of one sample are deleted: no
+    averaging in between.
+    """
     x, y = digits()
     x, y = torch.cat([x[:1].expand(max(ms), -1), x]), torch.cat([y[:1].expand(max(ms)), y])
     whole = softmax_regression(x, y, 0.02)
@@ -100,7 +124,9 @@ def coherent_errors(ms: tuple[int, ...], **options) -> tuple[list[float], list[f
         model = linear(x.shape[1], 4)
         model.load_state_dict(whole.state_dict())
         moved.append(float((model.weight.detach() - target).norm()))
-        NaturalGradient(solver="exact", **options).apply(Risk(model, ridge=0.02), [(x[:m], y[:m])], [(x[m:], y[m:])])
+        NaturalGradient(solver="exact", **options).apply(
+            Risk(model, ridge=0.02), [(x[:m], y[:m])], [(x[m:], y[m:])]
+        )
         left.append(float((model.weight.detach() - target).norm()))
     return moved, left
 
@@ -124,16 +150,25 @@ def test_n4_certificate_bounds_the_error() -> None:
     model = softmax_regression(x, y, mu)
     risk = Risk(model, ridge=mu)
     target = softmax_regression(x[m:], y[m:], mu).weight
-    # C: gradients of softmax regression are (p - e_y) x^T, of length at most sqrt(2) ||x||, plus the ridge's
+    # C: gradients of softmax regression are (p - e_y) x^T, of length at most sqrt(2) ||x||, plus
+    # the ridge's
     lipschitz = float(2**0.5 * x.norm(dim=1).max() + mu * model.weight.detach().norm())
     assert float((model.weight.detach() - target).norm()) <= m * lipschitz / (len(x) * mu)
     NaturalGradient().apply(risk, [(x[:m], y[:m])], [(x[m:], y[m:])])
     error = float((model.weight - target).norm())
     certificate = risk.certificate([(x[m:], y[m:])], mu)
     assert 0 < error <= certificate
-    gamma = sensitivity(len(x), m, convexity=mu, lipschitz=lipschitz, hessian_lipschitz=float(x.norm(dim=1).max()) ** 3)
+    gamma = sensitivity(
+        len(x),
+        m,
+        convexity=mu,
+        lipschitz=lipschitz,
+        hessian_lipschitz=float(x.norm(dim=1).max()) ** 3,
+    )
     assert certificate < gamma, "the bound before the fact is looser than the certificate after it"
-    assert gamma > 10 * float(model.weight.detach().norm()), "... so loose that its noise would drown the weights"
+    assert gamma > 10 * float(model.weight.detach().norm()), (
+        "... so loose that its noise would drown the weights"
+    )
     with pytest.raises(ValueError, match="strongly convex"):
         risk.certificate([(x, y)], 0.0)
 
@@ -143,13 +178,15 @@ def test_n5_deleting_nothing_moves_nothing() -> None:
     model = softmax_regression(x, y, 0.02)
     before = model.weight.detach().clone()
     found = NaturalGradient().apply(Risk(model, ridge=0.02), [], [(x, y)])
-    assert isinstance(found, Outcome)
+    assert isinstance(found, NaturalStep)
     assert found.length == 0
     assert torch.equal(model.weight, before)
 
 
 def test_n5_the_proximal_step_on_a_lasso() -> None:
-    """Corrected: exact where the squared loss makes the metric exact, and a fixed point for m = 0. Printed: neither."""
+    """Corrected: exact where the squared loss makes the metric exact, and a fixed point for m = 0.
+    Printed: neither.
+    """
     x, y = regression(1, n=80, d=6, outputs=1)
     y = x[:, :2].sum(1, keepdim=True) + 0.3 * (y - y.mean())  # mostly two of the six inputs
     penalty, m = 0.3, 20
@@ -191,7 +228,8 @@ def test_n6_lissa_is_its_filter_and_the_printed_recursion_vanishes() -> None:
     for _ in range(steps):
         printed = printed - a @ printed / sigma
     assert float((printed / sigma).norm()) < 0.2 * float(found.norm())
-    strong = (basis.T @ printed)[1:]  # (I - A/sigma)^T x: directions that are not nearly flat are gone
+    # (I - A/sigma)^T x: directions that are not nearly flat are gone
+    strong = (basis.T @ printed)[1:]
     assert float(strong.abs().max()) < 1e-6
 
 
@@ -200,7 +238,11 @@ def network(likelihood: str) -> tuple[Risk, list]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     x = torch.randn(20, 4, generator=g, dtype=torch.float64)
-    y = torch.randint(0, 3, (20,), generator=g) if likelihood == "softmax" else torch.randn(20, 3, generator=g, dtype=torch.float64)  # fmt: skip
+    y = (
+        torch.randint(0, 3, (20,), generator=g)
+        if likelihood == "softmax"
+        else torch.randn(20, 3, generator=g, dtype=torch.float64)
+    )
     return Risk(model, likelihood), [(x[:13], y[:13]), (x[13:], y[13:])]
 
 
@@ -212,9 +254,15 @@ def test_n7_products_dense_and_diagonal_are_the_explicit_fisher(likelihood: str)
     explicit = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64).diag()
     for row in x:
         output = risk.model(row[None])[0]
-        jacobian = torch.stack([algebra.flatten(torch.autograd.grad(o, params, retain_graph=True)) for o in output])
+        jacobian = torch.stack(
+            [algebra.flatten(torch.autograd.grad(o, params, retain_graph=True)) for o in output]
+        )
         p = output.detach().softmax(0)
-        middle = torch.diag(p) - torch.outer(p, p) if likelihood == "softmax" else torch.eye(3, dtype=torch.float64)
+        middle = (
+            torch.diag(p) - torch.outer(p, p)
+            if likelihood == "softmax"
+            else torch.eye(3, dtype=torch.float64)
+        )
         explicit += jacobian.T @ middle @ jacobian / len(x)
     fisher = Fisher(risk, batches, 0.3)
     shifted = explicit + 0.3 * torch.eye(len(explicit), dtype=torch.float64)
@@ -224,8 +272,15 @@ def test_n7_products_dense_and_diagonal_are_the_explicit_fisher(likelihood: str)
     v = algebra.unflatten(torch.randn(len(explicit), dtype=torch.float64), params)
     torch.testing.assert_close(algebra.flatten(fisher.product(v)), shifted @ algebra.flatten(v))
     solved = algebra.solve(fisher, v, "cg")
-    torch.testing.assert_close(algebra.flatten(fisher.product(solved)), algebra.flatten(v), rtol=0, atol=1e-7)
-    torch.testing.assert_close(algebra.flatten(algebra.solve(fisher, v, "lissa", sigma=10.0, iterations=600)), algebra.flatten(solved), rtol=1e-4, atol=1e-6)  # fmt: skip
+    torch.testing.assert_close(
+        algebra.flatten(fisher.product(solved)), algebra.flatten(v), rtol=0, atol=1e-7
+    )
+    torch.testing.assert_close(
+        algebra.flatten(algebra.solve(fisher, v, "lissa", sigma=10.0, iterations=600)),
+        algebra.flatten(solved),
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
 
 def test_n7_kfac_is_exact_for_one_linear_layer_and_squared_error() -> None:
@@ -241,29 +296,39 @@ def test_n7_kfac_is_exact_for_one_linear_layer_and_squared_error() -> None:
 
 
 def test_n9_the_excess_population_risk_of_a_published_deletion() -> None:
-    """Theorem 1: sqrt(d) gamma C sqrt(ln 1/delta) / epsilon + O(C^2 / (mu n)), and the noise's share falls as gamma does,
-    with n^-2 at least. Two classes, inputs on the unit sphere, a population of 20,000 draws."""
+    """Theorem 1: sqrt(d) gamma C sqrt(ln 1/delta) / epsilon + O(C^2 / (mu n)), and the noise's
+    share falls as gamma does, with n^-2 at least. Two classes, inputs on the unit sphere, a
+    population of 20,000 draws."""
     mu, m, d, epsilon, delta = 0.1, 5, 4, 1.0, 1e-5
-    lipschitz = 2**0.5 + mu * (2 * np.log(2) / mu) ** 0.5  # ||grad softmax|| <= sqrt 2, ||theta|| from L(theta) <= L(0)
+    # ||grad softmax|| <= sqrt 2, ||theta|| from L(theta) <= L(0)
+    lipschitz = 2**0.5 + mu * (2 * np.log(2) / mu) ** 0.5
     rng = np.random.default_rng(0)
 
     def sample(n: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = rng.standard_normal((n, d))
         x = torch.from_numpy(x / np.linalg.norm(x, axis=1, keepdims=True))
-        return x, torch.from_numpy((rng.random(n) < 1 / (1 + np.exp(-4 * x[:, 0].numpy()))).astype(np.int64))
+        return x, torch.from_numpy(
+            (rng.random(n) < 1 / (1 + np.exp(-4 * x[:, 0].numpy()))).astype(np.int64)
+        )
 
     population = [sample(20_000)]
     best = softmax_regression(*population[0], mu, classes=2)
 
     def excess(model: nn.Module) -> float:
-        risk, least = (nn.functional.cross_entropy(net(population[0][0]), population[0][1]) + mu / 2 * net.weight.square().sum() for net in (model, best))  # fmt: skip
+        risk, least = (
+            nn.functional.cross_entropy(net(population[0][0]), population[0][1])
+            + mu / 2 * net.weight.square().sum()
+            for net in (model, best)
+        )
         return float(risk - least)
 
     noise_costs = []
     for n in (200, 800):
         gamma = sensitivity(n, m, convexity=mu, lipschitz=lipschitz, hessian_lipschitz=1.0)
         sigma = noise_scale(gamma, epsilon, delta)
-        bound = lipschitz * (expected_length(sigma, 2 * d) + gamma) + 2 * lipschitz**2 / (mu * (n - m))
+        bound = lipschitz * (expected_length(sigma, 2 * d) + gamma) + 2 * lipschitz**2 / (
+            mu * (n - m)
+        )
         found, cost = [], []
         for _ in range(10):
             x, y = sample(n)
@@ -284,7 +349,9 @@ def test_n10_an_interpolating_model_is_not_moved() -> None:
     model = linear(6, 2)
     with torch.no_grad():
         model.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
-    found = NaturalGradient(damping=1e-3).apply(Risk(model, "gaussian"), [(x[:2], y[:2])], [(x[2:], y[2:])])
+    found = NaturalGradient(damping=1e-3).apply(
+        Risk(model, "gaussian"), [(x[:2], y[:2])], [(x[2:], y[2:])]
+    )
     assert found.length < 1e-9
 
 
@@ -305,14 +372,20 @@ def test_the_trust_region_bounds_the_divergence_of_the_retained_outputs() -> Non
     m, kl = 200, 1e-4
     kept = x[m:]
     before = model(kept).detach().log_softmax(1)
-    found = NaturalGradient(kl=kl).apply(Risk(model, ridge=0.001), [(x[:m], y[:m])], [(kept, y[m:])])
+    found = NaturalGradient(kl=kl).apply(
+        Risk(model, ridge=0.001), [(x[:m], y[:m])], [(kept, y[m:])]
+    )
     assert found.shrunk < 1
-    moved = nn.functional.kl_div(model(kept).log_softmax(1), before, log_target=True, reduction="batchmean")
+    moved = nn.functional.kl_div(
+        model(kept).log_softmax(1), before, log_target=True, reduction="batchmean"
+    )
     assert float(moved) == pytest.approx(kl, rel=0.1)
 
 
 def test_a_deep_network_needs_damping_and_then_forgets() -> None:
-    """One class of the digits and a small network: a damped step lowers its accuracy more than the others'."""
+    """One class of the digits and a small network: a damped step lowers its accuracy more than the
+    others'.
+    """
     torch.manual_seed(0)
     x, y = load_digits(return_X_y=True)
     x, y = torch.from_numpy(x / 16).float(), torch.from_numpy(y)
@@ -333,7 +406,10 @@ def test_a_deep_network_needs_damping_and_then_forgets() -> None:
     assert accuracy(~gone) > 0.9
 
 
-@pytest.mark.parametrize(("options", "words"), [({"damping": -1.0}, "damping"), ({"kl": -1.0}, "kl"), ({"iterations": 0}, "iterations")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"damping": -1.0}, "damping"), ({"kl": -1.0}, "kl"), ({"iterations": 0}, "iterations")],
+)
 def test_options_are_checked(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         NaturalGradient(**options)
@@ -355,7 +431,9 @@ def test_lissa_chooses_a_sigma_that_converges_and_the_residual_says_how_far() ->
     residuals = {}
     for solver, iterations in (("cg", 200), ("cg", 3), ("lissa", 400)):
         model = softmax_regression(x, y, 0.02)
-        found = NaturalGradient(solver=solver, iterations=iterations).apply(Risk(model, ridge=0.02), [(x[:9], y[:9])], [(x[9:], y[9:])])  # fmt: skip
+        found = NaturalGradient(solver=solver, iterations=iterations).apply(
+            Risk(model, ridge=0.02), [(x[:9], y[:9])], [(x[9:], y[9:])]
+        )
         residuals[solver, iterations] = found.residual
     assert residuals["cg", 200] < 1e-8
     assert residuals["cg", 3] > 1e-3
@@ -376,4 +454,4 @@ def test_a_dense_matrix_of_a_large_model_is_refused() -> None:
 
 def test_it_asks_for_two_sides() -> None:
     with pytest.raises(ValueError, match="needs the sides forget and retain"):
-        NaturalGradient().check_players(("retain", "forget", "replace"))
+        NaturalGradient().check_objectives(("retain", "forget", "replace"))

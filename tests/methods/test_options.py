@@ -1,4 +1,6 @@
-"""Options: the bounds of each hold at the bound itself, and where a default is a paper's, it is the paper's value."""
+"""Options: the bounds of each hold at the bound itself, and where a default is a paper's, it is the
+paper's value.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,63 @@ LOADED = {name: registry.load("method", name) for name in registry.names("method
 TINY = 1e-9
 # what an option may be: from, to; "(0" leaves the 0 out
 BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
-    "adversarial": {"inner_steps": ("0", None), "inner_lr": ("(0", None), "retain": ("0", None), "forget": ("0", None)},
+    "adversarial": {
+        "inner_steps": ("0", None),
+        "inner_lr": ("(0", None),
+        "retain": ("0", None),
+        "forget": ("0", None),
+    },
     "erasediff": {"eta": ("(0", None), "inner_steps": ("1", None), "inner_lr": ("(0", None)},
-    "forum": {"rho_e": ("0", None), "inner_steps": ("1", None), "inner_lr": ("(0", None), "outer_lr": ("(0", None),
-              "floor": ("0", 0.5), "momentum": ("0", 1.0)},
+    "forum": {
+        "rho_e": ("0", None),
+        "inner_steps": ("1", None),
+        "inner_lr": ("(0", None),
+        "outer_lr": ("(0", None),
+        "floor": ("0", 0.5),
+        "momentum": ("0", 1.0),
+    },
     "influence": {"damping": ("(0", None), "samples": ("1", None)},
     "mini_unlearning": {"k": ("1", None), "estimate": ("0", None)},
-    "minmax_ngd": {"forget_steps": ("1", None), "retain_steps": ("1", None), "period": ("1", None), "pull": ("0", None),
-                   "average": ("(0", 1.0), "memory": ("(0", 1.0), "smoothing": ("(0", None)},
+    "minmax_ngd": {
+        "forget_steps": ("1", None),
+        "retain_steps": ("1", None),
+        "period": ("1", None),
+        "pull": ("0", None),
+        "average": ("(0", 1.0),
+        "memory": ("(0", 1.0),
+        "smoothing": ("(0", None),
+    },
     "munba": {"every": ("1", None)},
-    "natural_gradient": {"damping": ("0", None), "kl": ("0", None), "sigma": ("0", None), "iterations": ("1", None),
-                         "tolerance": ("(0", None)},
-    "rece": {"epochs": ("0", None), "reg": ("(0", None), "erase_scale": ("(0", None), "preserve_scale": ("0", None),
-             "lamb": ("0", None)},
+    "natural_gradient": {
+        "damping": ("0", None),
+        "kl": ("0", None),
+        "sigma": ("0", None),
+        "iterations": ("1", None),
+        "tolerance": ("(0", None),
+    },
+    "rece": {
+        "epochs": ("0", None),
+        "reg": ("(0", None),
+        "erase_scale": ("(0", None),
+        "preserve_scale": ("0", None),
+        "lamb": ("0", None),
+    },
     "scrub": {"forget_steps": ("1", None), "retain_steps": ("1", None), "rounds": ("1", None)},
     "ssd": {"alpha": ("(0", None), "lamb": ("(0", None), "batch": ("1", None)},
     "uce": {"erase_scale": ("(0", None), "preserve_scale": ("0", None), "lamb": ("0", None)},
-    "uno": {"strength": ("0", None), "ratio": ("(0", None), "size": ("(0", None), "histogram": ("0", None)},
+    "uno": {
+        "strength": ("0", None),
+        "ratio": ("(0", None),
+        "size": ("(0", None),
+        "histogram": ("0", None),
+    },
     "weighted": {"retain": ("0", None), "forget": ("0", None)},
-}  # fmt: skip
-CASES = [(name, option, *bounds) for name, options in BOUNDS.items() for option, bounds in options.items()]
+}
+CASES = [
+    (name, option, *bounds)
+    for name, options in BOUNDS.items()
+    for option, bounds in options.items()
+]
 
 
 @pytest.mark.parametrize(("name", "option", "low", "high"), CASES)
@@ -70,7 +109,11 @@ def test_every_option_with_choices_takes_them_and_no_other() -> None:
     for plugin in LOADED.values():
         hints = typing.get_type_hints(plugin)
         for option in fields(plugin):
-            choices = typing.get_args(hints[option.name]) if typing.get_origin(hints[option.name]) is typing.Literal else ()  # fmt: skip
+            choices = (
+                typing.get_args(hints[option.name])
+                if typing.get_origin(hints[option.name]) is typing.Literal
+                else ()
+            )
             if not option.init or not choices:
                 continue
             tried += 1
@@ -99,13 +142,30 @@ def test_the_clamp_of_munba_lies_between_zero_and_one(value: float) -> None:
         LOADED["munba"](xi=value)
 
 
-# arXiv 2401.09257 (Table 5, T and eta of the multi-task runs, beta_k), its code; 2401.05779's code; 2406.16986, section 4;
-# 2407.12383, section 4 and its code; 2308.07707; 2308.14761's code; 2407.08169, Algorithm 1; 1703.04730; 2411.15537
+# arXiv 2401.09257 (Table 5, T and eta of the multi-task runs, beta_k), its code; 2401.05779's code;
+# 2406.16986, section 4;
+# 2407.12383, section 4 and its code; 2308.07707; 2308.14761's code; 2407.08169, Algorithm 1;
+# 1703.04730; 2411.15537
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "forum": {"rho_e": 0.5 / 2, "inner_steps": 5, "inner_lr": 0.1, "normalize": True, "warm": True, "momentum": 3 / 4, "move_inner": True},
+    "forum": {
+        "rho_e": 0.5 / 2,
+        "inner_steps": 5,
+        "inner_lr": 0.1,
+        "normalize": True,
+        "warm": True,
+        "momentum": 3 / 4,
+        "move_inner": True,
+    },
     "erasediff": {"inner_steps": 2, "barrier": "norm"},
     "mini_unlearning": {"k": 10, "rewind": False},
-    "rece": {"epochs": 3, "reg": 0.1, "erase_scale": 1.0, "preserve_scale": 0.1, "lamb": 0.1, "tokens": "all"},
+    "rece": {
+        "epochs": 3,
+        "reg": 0.1,
+        "erase_scale": 1.0,
+        "preserve_scale": 0.1,
+        "lamb": 0.1,
+        "tokens": "all",
+    },
     "ssd": {"alpha": 10.0, "lamb": 1.0, "batch": 1},
     "uce": {"erase_scale": 1.0, "preserve_scale": 1.0, "lamb": 0.5},
     "natural_gradient": {"damping": 0.0, "fisher_on": "retain", "objective": "retain_mean"},
@@ -113,7 +173,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "munba": {"every": 1},
     "uno": {"rule": "uno", "alternate": False, "histogram": 0.0, "reduction": "mean"},
     "weighted": {"retain": 1.0, "forget": 1.0, "alternate": False},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -133,7 +193,9 @@ def test_settings_with_names_differ_in_what_they_say() -> None:
 
 
 def test_what_limits_nothing_and_draws_nothing_by_default() -> None:
-    """Defaults that switch something off: no damping, no KL limit, no floor, no pull, no estimate, sigma chosen."""
+    """Defaults that switch something off: no damping, no KL limit, no floor, no pull, no estimate,
+    sigma chosen.
+    """
     natural, forum = LOADED["natural_gradient"](), LOADED["forum"]()
     assert (natural.kl, natural.sigma, natural.damping, forum.floor) == (0, 0, 0, 0)
     assert (LOADED["minmax_ngd"]().pull, LOADED["mini_unlearning"]().estimate) == (0, 0)
@@ -141,17 +203,24 @@ def test_what_limits_nothing_and_draws_nothing_by_default() -> None:
 
 
 def test_which_methods_need_single_precision_and_an_attack() -> None:
-    """What differences of gradients need (FORUM's q~, UNO's Hessian products), and what has a lower level."""
+    """What differences of gradients need (FORUM's q~, UNO's Hessian products), and what has a lower
+    level.
+    """
     methods = {name: plugin for name, plugin in LOADED.items() if issubclass(plugin, Method)}
     assert {name for name, plugin in methods.items() if plugin.needs_fp32} == {"forum", "uno"}
-    assert {name for name, plugin in methods.items() if plugin.needs_attack} == {"forum", "adversarial"}
+    assert {name for name, plugin in methods.items() if plugin.needs_attack} == {
+        "forum",
+        "adversarial",
+    }
     edits = {name: plugin for name, plugin in LOADED.items() if name not in methods}
     assert all(plugin.needs_fp32 and not plugin.needs_attack for plugin in edits.values())
     assert {name for name, plugin in edits.items() if not plugin.needs_retain} == {"uce", "rece"}
 
 
 def test_state_is_not_part_of_what_a_method_is() -> None:
-    """Two methods with the same options are equal whatever they keep, and what they keep is no option."""
+    """Two methods with the same options are equal whatever they keep, and what they keep is no
+    option.
+    """
     for name, plugin in LOADED.items():
         if "_kept" not in {option.name for option in fields(plugin)}:
             continue

@@ -1,4 +1,6 @@
-"""RECE's rounds: the state that brings a concept back, the law of its minimum, and what erasing it does."""
+"""RECE's rounds: the state that brings a concept back, the law of its minimum, and what erasing it
+does.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WEIGHTS = {"erase_scale": 1.0, "preserve_scale": 0.1, "lamb": 0.1}
 
 @pytest.mark.parametrize("reg", [1e-6, 1e-3, 0.1, 10.0])
 def test_what_brings_the_concept_back_is_the_minimiser(reg: float) -> None:
-    """Autograd on the printed objective, and scipy on the stacked layers, for the layers after UCE."""
+    """Autograd on the printed objective, and scipy on the stacked layers, for the layers after
+    UCE.
+    """
     request = problem()
     after = edited(UnifiedConceptEditing(**WEIGHTS), request)
     gram = request.gram()
@@ -25,24 +29,39 @@ def test_what_brings_the_concept_back_is_the_minimiser(reg: float) -> None:
     total = torch.eye(WIDTH, dtype=torch.float64) + change
     c = request.forget[0][0]
     found = (regenerating(gram, total, reg) @ c).requires_grad_()
-    value = sum((((after[n] @ found) - request.layers[n] @ c) ** 2).sum() for n in after) + reg * found.square().sum()
+    value = (
+        sum((((after[n] @ found) - request.layers[n] @ c) ** 2).sum() for n in after)
+        + reg * found.square().sum()
+    )
     (slope,) = torch.autograd.grad(value, found)
     assert float(slope.norm()) < 1e-9 * float((gram @ c).norm())
-    stacked, wanted = (torch.cat(list(many)) for many in (after.values(), [w @ c for w in request.layers.values()]))
+    stacked, wanted = (
+        torch.cat(list(many)) for many in (after.values(), [w @ c for w in request.layers.values()])
+    )
     x = torch.cat([stacked, reg**0.5 * torch.eye(WIDTH, dtype=torch.float64)])
     y = torch.cat([wanted, torch.zeros(WIDTH, dtype=torch.float64)])
-    torch.testing.assert_close(found.detach(), torch.from_numpy(scipy.linalg.lstsq(x.numpy(), y.numpy())[0]), rtol=1e-8, atol=1e-9)  # fmt: skip
+    torch.testing.assert_close(
+        found.detach(),
+        torch.from_numpy(scipy.linalg.lstsq(x.numpy(), y.numpy())[0]),
+        rtol=1e-8,
+        atol=1e-9,
+    )
 
 
 def test_without_rounds_it_is_uce() -> None:
     request = problem()
-    one, other = edited(ReliableEfficientErasure(epochs=0, **WEIGHTS), request), edited(UnifiedConceptEditing(**WEIGHTS), request)  # fmt: skip
+    one, other = (
+        edited(ReliableEfficientErasure(epochs=0, **WEIGHTS), request),
+        edited(UnifiedConceptEditing(**WEIGHTS), request),
+    )
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-12)
 
 
 def test_a_round_is_uce_on_the_edited_layers_with_what_brings_the_concept_back() -> None:
-    """By its parts: UCE, then c' by least squares on the edited layers, then UCE again with c' and the same anchors."""
+    """By its parts: UCE, then c' by least squares on the edited layers, then UCE again with c' and
+    the same anchors.
+    """
     request, reg = problem(4), 0.1
     after = edited(UnifiedConceptEditing(**WEIGHTS), request)
     stacked, original = torch.cat(list(after.values())), torch.cat(list(request.layers.values()))
@@ -59,7 +78,9 @@ def test_a_round_is_uce_on_the_edited_layers_with_what_brings_the_concept_back()
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rounds_make_it_harder_to_bring_the_concept_back(seed: int) -> None:
-    """The paper's claim, on one concept among preserved states: the best c' ends further from the concept."""
+    """The paper's claim, on one concept among preserved states: the best c' ends further from the
+    concept.
+    """
     told = ReliableEfficientErasure(epochs=3).edit(problem(seed, concepts=1))
     back = [told[f"back_{k}"] for k in range(4)]
     assert back == sorted(back)
@@ -68,15 +89,24 @@ def test_rounds_make_it_harder_to_bring_the_concept_back(seed: int) -> None:
 
 
 def test_golden() -> None:
-    """One layer W = [1 0; 0 1], c = (1, 0), a = (0, 1), erase 1, lamb 1, reg 1, one round. By hand: UCE gives
-    T = [1/2 0; 1/2 1]; T^T T + I = [3/2 1/2; 1/2 2], T^T c = (1/2, 0), c' = (4/11, -1/11); then M = I + c' c'^T,
-    R = (a - c') c'^T, D = R M^-1 = (a - c') c'^T / (1 + 17/121) = (a - c') (44, -11)/138, and T (I + D) is the new W."""
-    request = replace(problem(), layers={"x": torch.eye(2).double()}, forget=[torch.tensor([[1.0, 0.0]])], anchor=[torch.tensor([[0.0, 1.0]])], retain=[])  # fmt: skip
+    """One layer W = [1 0; 0 1], c = (1, 0), a = (0, 1), erase 1, lamb 1, reg 1, one round. By hand:
+    UCE gives T = [1/2 0; 1/2 1]; T^T T + I = [3/2 1/2; 1/2 2], T^T c = (1/2, 0), c' = (4/11,
+    -1/11); then M = I + c' c'^T, R = (a - c') c'^T, D = R M^-1 = (a - c') c'^T / (1 + 17/121) = (a
+    - c') (44, -11)/138, and T (I + D) is the new W."""
+    request = replace(
+        problem(),
+        layers={"x": torch.eye(2).double()},
+        forget=[torch.tensor([[1.0, 0.0]])],
+        anchor=[torch.tensor([[0.0, 1.0]])],
+        retain=[],
+    )
     new = edited(ReliableEfficientErasure(epochs=1, reg=1.0, lamb=1.0), request)["x"]
     first = torch.tensor([[0.5, 0.0], [0.5, 1.0]]).double()
     d = torch.outer(torch.tensor([-4 / 11, 12 / 11]), torch.tensor([44 / 138, -11 / 138])).double()
     torch.testing.assert_close(new, first @ (torch.eye(2).double() + d), rtol=1e-6, atol=1e-7)
-    assert new.flatten().tolist() == pytest.approx([0.442029, 0.014493, 0.789855, 0.927536], abs=1e-6)
+    assert new.flatten().tolist() == pytest.approx(
+        [0.442029, 0.014493, 0.789855, 0.927536], abs=1e-6
+    )
 
 
 def test_nothing_to_forget_and_wrong_options() -> None:
@@ -90,11 +120,19 @@ def test_nothing_to_forget_and_wrong_options() -> None:
 
 @pytest.mark.parametrize("epochs", [0, 1, 3])
 @pytest.mark.parametrize("size", [1e-3, 1.0])
-def test_how_far_the_best_state_stays_away_is_measured_on_the_layers(epochs: int, size: float) -> None:
-    """sqrt(sum ||W_k c' - W c||^2 / sum ||W a - W c||^2), c' by least squares on the layers after k rounds."""
+def test_how_far_the_best_state_stays_away_is_measured_on_the_layers(
+    epochs: int, size: float
+) -> None:
+    """sqrt(sum ||W_k c' - W c||^2 / sum ||W a - W c||^2), c' by least squares on the layers after k
+    rounds.
+    """
     request, reg = problem(5, scale=size), 0.1
-    figures = ReliableEfficientErasure(epochs=epochs, reg=reg, **WEIGHTS).edit(replace(request, layers={n: w.clone() for n, w in request.layers.items()}))  # fmt: skip
-    assert {name for name in figures if name.startswith("back_")} == {f"back_{k}" for k in range(epochs + 1)}
+    figures = ReliableEfficientErasure(epochs=epochs, reg=reg, **WEIGHTS).edit(
+        replace(request, layers={n: w.clone() for n, w in request.layers.items()})
+    )
+    assert {name for name in figures if name.startswith("back_")} == {
+        f"back_{k}" for k in range(epochs + 1)
+    }
     original = torch.cat(list(request.layers.values()))
     for k in range(epochs + 1):
         after = edited(ReliableEfficientErasure(epochs=k, reg=reg, **WEIGHTS), request)

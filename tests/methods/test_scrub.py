@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from concept_eraser import api, recipe, registry
+from concept_eraser import api, registry
 from concept_eraser.data.labelled import Labelled
-from concept_eraser.erasers.classifier import Classifier, Side
-from concept_eraser.errors import Interrupted, UserError
+from concept_eraser.erasers.classifier import Classifier, ClassifierObjective
+from concept_eraser.methods.checks import closure, pair
 from concept_eraser.methods.scrub import Scrub
 from concept_eraser.models.module import build
-from tests.methods.zoo import closure, pair
+from concept_eraser.recipes import recipe
+from concept_eraser.utils.errors import Interrupted, UserError
 
 SCRUB: dict[str, Any] = {"name": "scrub", "forget_steps": 2, "retain_steps": 6, "rounds": 3}
 
@@ -42,12 +43,15 @@ def trained(digits: Labelled) -> nn.Module:
 
 
 def eraser(net: nn.Module, digits: Labelled, sides: Mapping[str, dict[str, Any]]) -> Classifier:
-    made = {name: Side(digits, torch.arange(200), **options) for name, options in sides.items()}
+    made = {
+        name: ClassifierObjective(digits, torch.arange(200), **options)
+        for name, options in sides.items()
+    }
     return Classifier(net, made, [name for name, _ in net.named_parameters()])
 
 
-def gradient(made: Classifier, player: str, draw: Any) -> Tensor:
-    parts = torch.autograd.grad(made.loss(player, draw), list(made.trainable().values()))
+def gradient(made: Classifier, objective: str, draw: Any) -> Tensor:
+    parts = torch.autograd.grad(made.loss(objective, draw), list(made.trainable().values()))
     return torch.cat([p.flatten() for p in parts])
 
 
@@ -58,7 +62,7 @@ def move(net: nn.Module, by: float = 0.03) -> None:
             p.add_(by * torch.randn(p.shape, generator=g))
 
 
-# --- turns ---------------------------------------------------------------------------------------------------------
+# --- turns ----------------------------------------------------------------------------------------
 
 
 def test_rounds_of_max_and_min_steps_then_min_steps_alone() -> None:
@@ -69,7 +73,9 @@ def test_rounds_of_max_and_min_steps_then_min_steps_alone() -> None:
         direction = method.direction(given)
         asked += given.asked
         assert direction.vec is given.gradients[given.asked[0]]  # one gradient, as it is
-        assert direction.weights.tolist() == ([1.0, 0.0] if given.asked == ["retain"] else [0.0, 1.0])
+        assert direction.weights.tolist() == (
+            [1.0, 0.0] if given.asked == ["retain"] else [0.0, 1.0]
+        )
     f, r = "forget", "retain"
     assert asked == [f, r, r, f, r, r, r, r, r]
 
@@ -80,18 +86,24 @@ def test_options_are_checked(options: dict) -> None:
         Scrub(**options)
 
 
-def test_it_wants_two_players() -> None:
-    with pytest.raises(ValueError, match="between retain and forget; found retain, forget, replace"):
-        Scrub().check_players(("retain", "forget", "replace"))
+def test_it_wants_two_objectives() -> None:
+    with pytest.raises(
+        ValueError, match="between retain and forget; found retain, forget, replace"
+    ):
+        Scrub().check_objectives(("retain", "forget", "replace"))
 
 
-# --- losses --------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 def test_the_losses_are_torchs_kl_and_cross_entropy(trained: nn.Module, digits: Labelled) -> None:
     net = copy.deepcopy(trained)
     before = copy.deepcopy(net)
-    made = eraser(net, digits, {"forget": {"loss": "diverge"}, "retain": {"loss": "data", "scale": 0.9, "distill": 0.3}})  # fmt: skip
+    made = eraser(
+        net,
+        digits,
+        {"forget": {"loss": "diverge"}, "retain": {"loss": "data", "scale": 0.9, "distill": 0.3}},
+    )
     move(net)
     draw = made.draw("forget", list(range(12)))
     with torch.no_grad():
@@ -99,16 +111,35 @@ def test_the_losses_are_torchs_kl_and_cross_entropy(trained: nn.Module, digits: 
     divergence = F.kl_div(log_q, p, reduction="batchmean")
     assert float(divergence) > 1e-3
     torch.testing.assert_close(made.loss("forget", draw), -divergence)
-    torch.testing.assert_close(made.loss("retain", draw), 0.9 * F.nll_loss(log_q, draw.labels) + 0.3 * divergence)
+    torch.testing.assert_close(
+        made.loss("retain", draw), 0.9 * F.nll_loss(log_q, draw.labels) + 0.3 * divergence
+    )
     # the gradient by hand: d/dz KL(p || softmax z) = softmax z - p, taken through the logits
     outputs = net(draw.inputs)
-    slope = torch.autograd.grad(outputs, list(net.parameters()), grad_outputs=(outputs.softmax(1) - p).detach() / 12)
-    torch.testing.assert_close(gradient(made, "forget", draw), -torch.cat([s.flatten() for s in slope]), rtol=1e-4, atol=1e-7)  # fmt: skip
+    slope = torch.autograd.grad(
+        outputs, list(net.parameters()), grad_outputs=(outputs.softmax(1) - p).detach() / 12
+    )
+    torch.testing.assert_close(
+        gradient(made, "forget", draw),
+        -torch.cat([s.flatten() for s in slope]),
+        rtol=1e-4,
+        atol=1e-7,
+    )
 
 
-def test_at_the_teacher_the_kl_terms_and_their_gradients_vanish(trained: nn.Module, digits: Labelled) -> None:
+def test_at_the_teacher_the_kl_terms_and_their_gradients_vanish(
+    trained: nn.Module, digits: Labelled
+) -> None:
     net = copy.deepcopy(trained)
-    made = eraser(net, digits, {"forget": {"loss": "diverge"}, "retain": {"loss": "data", "distill": 0.5}, "plain": {"loss": "data"}})  # fmt: skip
+    made = eraser(
+        net,
+        digits,
+        {
+            "forget": {"loss": "diverge"},
+            "retain": {"loss": "data", "distill": 0.5},
+            "plain": {"loss": "data"},
+        },
+    )
     draw = made.draw("forget", list(range(32)))
     assert abs(made.loss("forget", draw).item()) < 1e-7
     fit = gradient(made, "plain", draw)
@@ -123,29 +154,42 @@ def test_npo_is_its_formula(trained: nn.Module, digits: Labelled) -> None:
     move(net)
     draw = made.draw("forget", list(range(12)))
     with torch.no_grad():
-        now, then = (m(draw.inputs).softmax(1).gather(1, draw.labels[:, None])[:, 0] for m in (net, before))
+        now, then = (
+            m(draw.inputs).softmax(1).gather(1, draw.labels[:, None])[:, 0] for m in (net, before)
+        )
     expected = -(2 / 0.7) * torch.log(torch.sigmoid(-0.7 * torch.log(now / then))).mean()
     torch.testing.assert_close(made.loss("forget", draw), expected)
 
 
-def test_npo_is_ascent_at_the_teacher_and_for_small_beta_and_saturates(trained: nn.Module, digits: Labelled) -> None:
+def test_npo_is_ascent_at_the_teacher_and_for_small_beta_and_saturates(
+    trained: nn.Module, digits: Labelled
+) -> None:
     net = copy.deepcopy(trained)
-    sides = {"small": {"loss": "npo", "beta": 1e-4}, "forget": {"loss": "npo", "beta": 1.0}, "ascent": {"loss": "ascent"}}  # fmt: skip
+    sides = {
+        "small": {"loss": "npo", "beta": 1e-4},
+        "forget": {"loss": "npo", "beta": 1.0},
+        "ascent": {"loss": "ascent"},
+    }
     made = eraser(net, digits, sides)
     draw = made.draw("forget", list(range(32)))
-    for player in ("small", "forget"):  # the weight 2 p^b / (p^b + p*^b) is 1 where p = p*
-        torch.testing.assert_close(gradient(made, player, draw), gradient(made, "ascent", draw), rtol=1e-4, atol=1e-7)
-    while made.loss("ascent", draw).item() > -15:  # until the labels of these examples are improbable
+    for objective in ("small", "forget"):  # the weight 2 p^b / (p^b + p*^b) is 1 where p = p*
+        torch.testing.assert_close(
+            gradient(made, objective, draw), gradient(made, "ascent", draw), rtol=1e-4, atol=1e-7
+        )
+    # until the labels of these examples are improbable
+    while made.loss("ascent", draw).item() > -15:
         parts = gradient(made, "ascent", draw).split([p.numel() for p in net.parameters()])
         with torch.no_grad():
             for p, part in zip(net.parameters(), parts, strict=True):
                 p -= 0.01 * part.view_as(p)
     climbing = gradient(made, "ascent", draw)
     assert float(gradient(made, "forget", draw).norm()) < 1e-2 * float(climbing.norm())
-    torch.testing.assert_close(gradient(made, "small", draw), climbing, rtol=2e-2, atol=2e-3 * float(climbing.abs().max()))  # fmt: skip
+    torch.testing.assert_close(
+        gradient(made, "small", draw), climbing, rtol=2e-2, atol=2e-3 * float(climbing.abs().max())
+    )
 
 
-# --- recipes and runs ----------------------------------------------------------------------------------------------
+# --- recipes and runs -----------------------------------------------------------------------------
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -154,24 +198,43 @@ def settings(**changes: Any) -> dict[str, Any]:
         "forget": {"data": "digits", "classes": [3], "loss": "diverge"},
         "retain": {"data": "rest", "loss": "data", "distill": 0.5},
         "method": SCRUB,
-        "training": {"steps": 60, "batch_size": 64, "lr": 0.1, "optimizer": "sgd", "device": "cpu", "save_every": 2},
+        "training": {
+            "steps": 60,
+            "batch_size": 64,
+            "lr": 0.1,
+            "optimizer": "sgd",
+            "device": "cpu",
+            "save_every": 2,
+        },
         **changes,
     }
 
 
 def test_new_settings_are_written_down_only_where_they_are_used() -> None:
     """So that the run folders of before keep their fingerprint."""
-    plain = recipe.load(settings(forget={"data": "digits", "classes": [3], "loss": "relabel"}, retain="rest"))
-    assert not {"beta", "distill"} & (set(plain.resolved()["forget"]) | set(plain.resolved()["retain"]))
+    plain = recipe.load(
+        settings(forget={"data": "digits", "classes": [3], "loss": "relabel"}, retain="rest")
+    )
+    assert not {"beta", "distill"} & (
+        set(plain.resolved()["forget"]) | set(plain.resolved()["retain"])
+    )
     asked = recipe.load(settings(forget={"data": "digits", "classes": [3], "loss": "npo"}))
     assert asked.resolved()["forget"]["beta"] == 0.1
     assert asked.resolved()["retain"]["distill"] == 0.5
     assert recipe.load(asked.resolved()).fingerprint == asked.fingerprint
     with pytest.raises(UserError, match="distill says nothing about the target 'vae'"):
-        recipe.load({"target": "vae", "forget": {"data": "digits", "classes": [1], "loss": "ascent"}, "retain": {"data": "rest", "distill": 1.0}})  # fmt: skip
+        recipe.load(
+            {
+                "target": "vae",
+                "forget": {"data": "digits", "classes": [1], "loss": "ascent"},
+                "retain": {"data": "rest", "distill": 1.0},
+            }
+        )
 
 
-def test_scrub_forgets_a_class_and_keeps_the_rest(trained: nn.Module, digits: Labelled, tmp_path: Path) -> None:
+def test_scrub_forgets_a_class_and_keeps_the_rest(
+    trained: nn.Module, digits: Labelled, tmp_path: Path
+) -> None:
     net = copy.deepcopy(trained)
     api.erase(model=net, output=tmp_path, **settings())
     with torch.no_grad():
@@ -192,10 +255,12 @@ def test_a_resumed_run_takes_the_same_turns(trained: nn.Module, tmp_path: Path) 
     with pytest.raises(Interrupted):
         api.erase(model=parts, output=tmp_path / "parts", look=stop, **short)
     api.erase(model=parts, output=tmp_path / "parts", resume=True, **short)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True)
+    )
 
 
-# --- what is logged, and the turns at their ends -----------------------------------------------------------------
+# --- what is logged, and the turns at their ends --------------------------------------------------
 
 
 def test_the_turns_of_several_forget_steps() -> None:
@@ -211,7 +276,7 @@ def test_the_gram_matrix_knows_the_one_that_was_asked() -> None:
         found = Scrub().direction(given)
         assert float(found.gram[place, place]) == pytest.approx(square)
         assert int(torch.isnan(found.gram).sum()) == 3
-    Scrub().check_players(("forget", "retain"))
+    Scrub().check_objectives(("forget", "retain"))
     given.gradients["replace"] = given.gradients["retain"]
     with pytest.raises(ValueError, match="takes turns"):
         Scrub().direction(given)

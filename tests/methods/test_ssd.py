@@ -1,4 +1,6 @@
-"""Selective synaptic dampening: torch.func as an outside reference, what is selected, and when nothing can be."""
+"""Selective synaptic dampening: torch.func as an outside reference, what is selected, and when
+nothing can be.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from concept_eraser import api, registry
-from concept_eraser.errors import UserError
 from concept_eraser.methods.base import EditRequest
 from concept_eraser.methods.ssd import SelectiveDampening, factors
+from concept_eraser.methods.vectors import Vec
 from concept_eraser.models.loading import load_part
-from concept_eraser.vectors import Vec
+from concept_eraser.utils.errors import UserError
 
 N, GONE = 40, 6
 
@@ -27,15 +29,30 @@ def request(forget: int = GONE, micro: int = 3, n: int = N) -> tuple[EditRequest
     x = torch.randn(n, 5, dtype=torch.float64)
     y = (x @ torch.randn(5, 3, dtype=torch.float64)).argmax(1)
     for _ in range(20):
-        for p, g in zip(model.parameters(), torch.autograd.grad(F.cross_entropy(model(x), y), tuple(model.parameters())), strict=True):  # fmt: skip
+        for p, g in zip(
+            model.parameters(),
+            torch.autograd.grad(F.cross_entropy(model(x), y), tuple(model.parameters())),
+            strict=True,
+        ):
             p.data -= 0.5 * g
     order = F.cross_entropy(model(x), y, reduction="none").argsort(descending=True)
     x, y = x[order], y[order]
 
     def batches(rows):
-        return [(x[list(rows[i : i + micro])], y[list(rows[i : i + micro])]) for i in range(0, len(rows), micro)]
+        return [
+            (x[list(rows[i : i + micro])], y[list(rows[i : i + micro])])
+            for i in range(0, len(rows), micro)
+        ]
 
-    asked = EditRequest(model, tuple(range(forget)), tuple(range(forget, n)), 0.0, batches, lambda rows: F.cross_entropy(model(x[list(rows)]), y[list(rows)]), tuple(model.parameters()))  # fmt: skip
+    asked = EditRequest(
+        model,
+        tuple(range(forget)),
+        tuple(range(forget, n)),
+        0.0,
+        batches,
+        lambda rows: F.cross_entropy(model(x[list(rows)]), y[list(rows)]),
+        tuple(model.parameters()),
+    )
     return asked, x, y
 
 
@@ -62,7 +79,10 @@ def test_importance_is_the_diagonal_of_the_empirical_fisher_matrix() -> None:
 def test_a_batch_is_the_square_of_its_mean_gradient_however_it_is_loaded(micro: int) -> None:
     asked, x, y = request(micro=micro)
     found = SelectiveDampening(batch=4).importance(asked, list(range(10)))  # batches of 4, 4 and 2
-    parts = [(torch.autograd.grad(F.cross_entropy(asked.model(x[few]), y[few]), asked.params), len(few)) for few in torch.arange(10).split(4)]  # fmt: skip
+    parts = [
+        (torch.autograd.grad(F.cross_entropy(asked.model(x[few]), y[few]), asked.params), len(few))
+        for few in torch.arange(10).split(4)
+    ]
     for i, value in enumerate(found):
         torch.testing.assert_close(value, sum(n / 10 * g[i].square() for g, n in parts))
 
@@ -98,28 +118,45 @@ def test_the_factor_is_bounded_and_does_not_see_the_losss_scale() -> None:
         assert float(found.min()) >= 0
         assert float(found[chosen].max()) <= min(1.0, lamb / alpha)
         assert not chosen[10:20].any()
-        torch.testing.assert_close(factors(9.0 * everything, 9.0 * forget, alpha, lamb), found)  # 3 x the loss
-    assert bool((factors(everything[10:], forget[10:], 1e30, 1.0) == 1).all())  # alpha -> infinity: nothing
+        # 3 x the loss
+        torch.testing.assert_close(factors(9.0 * everything, 9.0 * forget, alpha, lamb), found)
+    # alpha -> infinity: nothing
+    assert bool((factors(everything[10:], forget[10:], 1e30, 1.0) == 1).all())
 
 
 def test_a_share_of_the_examples_bounds_what_can_be_selected() -> None:
     """F_D >= |D_f|/|D| F_Df, so from alpha = |D|/|D_f| on nothing is: that is said, not done."""
     asked, x, y = request()
     everything, forget = fisher(asked.model, x, y), fisher(asked.model, x[:GONE], y[:GONE])
-    assert all(bool((d >= GONE / N * f * (1 - 1e-12)).all()) for d, f in zip(everything, forget, strict=True))
+    assert all(
+        bool((d >= GONE / N * f * (1 - 1e-12)).all())
+        for d, f in zip(everything, forget, strict=True)
+    )
     before = [p.detach().clone() for p in asked.params]
-    with pytest.raises(ValueError, match=r"alpha 10 selects no weight: with 6 of 40 .* more than 6.67 times"):
+    with pytest.raises(
+        ValueError, match=r"alpha 10 selects no weight: with 6 of 40 .* more than 6.67 times"
+    ):
         SelectiveDampening().edit(asked)
     assert SelectiveDampening(alpha=1e9, batch=8).edit(asked) == {"selected": 0.0, "factor": 1.0}
     assert all(torch.equal(a, b) for a, b in zip(before, asked.params, strict=True))
 
 
 def test_squared_batches_select_more_than_the_bound() -> None:
-    """Gradients of one class add up: with the code's batches the paper's alpha of 10 selects, with one of ten classes."""
+    """Gradients of one class add up: with the code's batches the paper's alpha of 10 selects, with
+    one of ten classes.
+    """
     asked, _, y = request(n=400, forget=0)
     order = (y != 0).int().argsort(stable=True)
     gone = int((y == 0).sum())
-    asked = EditRequest(asked.model, tuple(order[:gone].tolist()), tuple(order[gone:].tolist()), 0.0, asked.batches, asked.loss, asked.params)  # fmt: skip
+    asked = EditRequest(
+        asked.model,
+        tuple(order[:gone].tolist()),
+        tuple(order[gone:].tolist()),
+        0.0,
+        asked.batches,
+        asked.loss,
+        asked.params,
+    )
     alpha = 1.01 * 400 / gone
     assert SelectiveDampening(alpha=alpha, batch=32).edit(asked)["selected"] > 0.02
 
@@ -141,24 +178,52 @@ def test_a_class_goes_from_a_classifier_without_training(tmp_path: Path) -> None
 
     three = digits.labels == 3
     before = accuracy(three), accuracy(~three)
-    asked = {"target": "classifier", "forget": {"data": "digits", "classes": [3]}, "retain": "rest", "training": {"device": "cpu"}}  # fmt: skip
-    run = api.erase(model=net, method={"name": "ssd", "alpha": 5.0}, output=tmp_path / "a", **asked)  # fmt: skip
+    asked = {
+        "target": "classifier",
+        "forget": {"data": "digits", "classes": [3]},
+        "retain": "rest",
+        "training": {"device": "cpu"},
+    }
+    run = api.erase(model=net, method={"name": "ssd", "alpha": 5.0}, output=tmp_path / "a", **asked)
     after = accuracy(three), accuracy(~three)
     assert before[0] > 0.95
     assert after[0] < 0.1, after
     assert after[1] > before[1] - 0.05, after
     assert 0 < json.loads((run.folder / "done.json").read_text())["edit"]["selected"] < 0.5
     with pytest.raises(UserError, match=r"does not hear retain.distill"):
-        api.erase(model=net, method="ssd", output=tmp_path / "b", **{**asked, "retain": {"data": "rest", "distill": 0.5}})  # fmt: skip
+        api.erase(
+            model=net,
+            method="ssd",
+            output=tmp_path / "b",
+            **{**asked, "retain": {"data": "rest", "distill": 0.5}},
+        )
 
 
-@pytest.mark.parametrize("method", [{"name": "ssd", "alpha": 1.5, "lamb": 0.1}, {"name": "influence", "samples": 4}])
+@pytest.mark.parametrize(
+    "method", [{"name": "ssd", "alpha": 1.5, "lamb": 0.1}, {"name": "influence", "samples": 4}]
+)
 def test_a_clip_model_says_how_probable_a_label_is_too(method: dict, tmp_path: Path) -> None:
-    """Selected weights of one tower move and no others; what is written is what the model then is."""
-    asked = {"forget": {"data": "painted", "options": {"n": 40}, "classes": ["star"]}, "retain": "rest"}
-    run = api.erase(model="tiny-sd", target="clip", trainable="text_attention", templates=["a picture of a {}"], method=method,
-                    training={"device": "cpu"}, output=tmp_path, **asked)  # fmt: skip
-    before, after = load_part("tiny-sd", "clip").parts["clip"].state_dict(), run.model.parts["clip"].state_dict()
+    """Selected weights of one tower move and no others; what is written is what the model then
+    is.
+    """
+    asked = {
+        "forget": {"data": "painted", "options": {"n": 40}, "classes": ["star"]},
+        "retain": "rest",
+    }
+    run = api.erase(
+        model="tiny-sd",
+        target="clip",
+        trainable="text_attention",
+        templates=["a picture of a {}"],
+        method=method,
+        training={"device": "cpu"},
+        output=tmp_path,
+        **asked,
+    )
+    before, after = (
+        load_part("tiny-sd", "clip").parts["clip"].state_dict(),
+        run.model.parts["clip"].state_dict(),
+    )
     moved = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert moved
     assert all("text_model" in name and "self_attn" in name for name in moved)
@@ -181,19 +246,28 @@ def test_factors_by_hand() -> None:
     ones, forget = torch.ones(4), torch.tensor([1.0, 2.0, 4.0, 10.0])
     assert factors(ones, forget, 2.0, 1.0).tolist() == pytest.approx([1.0, 1.0, 0.25, 0.1])
     assert factors(ones, forget, 2.0, 5.0).tolist() == pytest.approx([1.0, 1.0, 1.0, 0.5])
-    assert factors(0 * ones, torch.tensor([0.0, 1.0, 0.0, 3.0]), 2.0, 1.0).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert factors(0 * ones, torch.tensor([0.0, 1.0, 0.0, 3.0]), 2.0, 1.0).tolist() == [
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_the_mean_factor_of_the_selected_is_told() -> None:
     asked, x, y = request()
     everything, forget = fisher(asked.model, x, y), fisher(asked.model, x[:GONE], y[:GONE])
     told = SelectiveDampening(alpha=3.0, lamb=0.5).edit(asked)
-    ratios = torch.cat([(0.5 * d / f)[f > 3.0 * d] for d, f in zip(everything, forget, strict=True)])
+    ratios = torch.cat(
+        [(0.5 * d / f)[f > 3.0 * d] for d, f in zip(everything, forget, strict=True)]
+    )
     assert told["factor"] == pytest.approx(float(ratios.clamp(max=1).mean()))
 
 
 def test_the_bound_of_alpha_at_the_bound() -> None:
-    """With 10 of 40 to forget nothing can matter four times as much: 4 is refused, and just below it is tried."""
+    """With 10 of 40 to forget nothing can matter four times as much: 4 is refused, and just below
+    it is tried.
+    """
     asked, _, _ = request(forget=10)
     with pytest.raises(ValueError, match=r"alpha 4 selects no weight: with 10 of 40"):
         SelectiveDampening(alpha=4.0).edit(asked)
@@ -204,7 +278,9 @@ def test_the_bound_of_alpha_at_the_bound() -> None:
 
 
 def test_batches_of_all_examples_are_drawn_in_the_order_of_the_seed() -> None:
-    """Importance for all, in batches of four of torch's own permutation of the forgotten and then the retained."""
+    """Importance for all, in batches of four of torch's own permutation of the forgotten and then
+    the retained.
+    """
     whole, _, _ = request()
     for seed in (0, 3):
         asked, _, _ = request()
@@ -221,7 +297,15 @@ def test_batches_of_all_examples_are_drawn_in_the_order_of_the_seed() -> None:
 def test_a_parameter_that_the_loss_does_not_see_has_no_importance() -> None:
     asked, _, _ = request()
     spare = torch.ones(2, dtype=torch.float64, requires_grad=True)
-    wider = EditRequest(asked.model, asked.forget, asked.retain, 0.0, asked.batches, asked.loss, (*asked.params, spare))
+    wider = EditRequest(
+        asked.model,
+        asked.forget,
+        asked.retain,
+        0.0,
+        asked.batches,
+        asked.loss,
+        (*asked.params, spare),
+    )
     assert SelectiveDampening().importance(wider, [0, 1])[-1].tolist() == [0, 0]
 
 
@@ -237,7 +321,15 @@ def test_a_weight_that_matters_to_nobody_is_not_selected() -> None:
     for spare in (0, 50):
         asked, _, _ = request()
         more = torch.ones(spare, dtype=torch.float64, requires_grad=True)
-        wider = EditRequest(asked.model, asked.forget, asked.retain, 0.0, asked.batches, asked.loss, (*asked.params, more))  # fmt: skip
+        wider = EditRequest(
+            asked.model,
+            asked.forget,
+            asked.retain,
+            0.0,
+            asked.batches,
+            asked.loss,
+            (*asked.params, more),
+        )
         size = sum(p.numel() for p in wider.params)
         shares.append(SelectiveDampening(alpha=3.0).edit(wider)["selected"] * size)
     assert shares[0] == pytest.approx(shares[1])

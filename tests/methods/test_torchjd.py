@@ -1,4 +1,4 @@
-"""The adapter gives TorchJD's own steps, and steps over players without a gradient."""
+"""The adapter gives TorchJD's own steps, and steps over objectives without a gradient."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from concept_eraser import registry
+from concept_eraser.methods.checks import closure, flat, pair
 from concept_eraser.methods.munba import Munba
 from concept_eraser.methods.torchjd import Rule, TorchJD, _factor
-from tests.methods.zoo import closure, flat, pair
 
 
 @pytest.mark.parametrize("rule", typing.get_args(Rule))
@@ -22,8 +22,13 @@ def test_every_rule_is_torchjds(rule: str, cosine: float) -> None:
 
     retain, forget = pair(cosine, 1.0, 0.5)
     found = flat(TorchJD(rule=rule).direction(closure(retain, forget)).vec)
-    options = {"CAGrad": {"c": 0.4}, "NashMTL": {"n_tasks": 2, "max_norm": 0.0, "update_weights_every": 1, "optim_niter": 100}}  # fmt: skip
-    expected = getattr(rules, rule)(**options.get(rule, {}))(torch.stack([flat(retain), flat(forget)]))
+    options = {
+        "CAGrad": {"c": 0.4},
+        "NashMTL": {"n_tasks": 2, "max_norm": 0.0, "update_weights_every": 1, "optim_niter": 100},
+    }
+    expected = getattr(rules, rule)(**options.get(rule, {}))(
+        torch.stack([flat(retain), flat(forget)])
+    )
     tolerance = 0.02 if rule == "NashMTL" else 1e-4  # the scale enters its iterations
     assert float(torch.nn.functional.cosine_similarity(found, expected, dim=0)) > 1 - tolerance
     if rule not in ("NashMTL", "CAGrad"):
@@ -43,7 +48,7 @@ def test_short_gradients_do_not_fall_under_the_rules_tolerances() -> None:
     torch.testing.assert_close(tiny * 1e9, one)
 
 
-def test_a_useless_player_is_left_out() -> None:
+def test_a_useless_objective_is_left_out() -> None:
     retain, forget = pair(0.3, 1.0, 0.0)
     found = TorchJD().direction(closure(retain, forget))
     assert found.notes["degenerate"] == 1
@@ -59,18 +64,20 @@ def test_the_length_of_the_gradients_changes_no_direction(rule: str, length: flo
 
 
 def test_nash_mtl_has_the_length_of_its_definition() -> None:
-    """The weights a of m players solve G G^T a = 1 / a (arXiv 2202.01017, section 3), so a^T G G^T a = m."""
+    """The weights a of m objectives solve G G^T a = 1 / a (arXiv 2202.01017, section 3), so a^T G
+    G^T a = m.
+    """
     gram = torch.tensor([[1.0, 0.3], [0.3, 0.6]], dtype=torch.float64)
     weights = TorchJD(rule="NashMTL").solve(gram)[0]
     assert float(weights @ gram @ weights) == pytest.approx(2, rel=0.02)
 
 
-@pytest.mark.parametrize("players", [2, 5, 8])
-def test_gradients_that_depend_on_each_other_have_a_factor(players: int) -> None:
+@pytest.mark.parametrize("objectives", [2, 5, 8])
+def test_gradients_that_depend_on_each_other_have_a_factor(objectives: int) -> None:
     """Rounding makes eigenvalues of a singular Gram matrix negative."""
-    torch.manual_seed(players)
+    torch.manual_seed(objectives)
     for _ in range(20):
-        rows = torch.randn(players, 1, dtype=torch.float64)
+        rows = torch.randn(objectives, 1, dtype=torch.float64)
         factor = _factor(rows @ rows.T)
         torch.testing.assert_close(factor @ factor.T, rows @ rows.T)
 
@@ -83,22 +90,29 @@ def test_only_mgda_promises_to_stop_where_no_direction_serves_all() -> None:
 
 
 @pytest.mark.parametrize("rule", typing.get_args(Rule))
-def test_a_lone_player_steps_along_its_own_gradient(rule: str) -> None:
+def test_a_lone_objective_steps_along_its_own_gradient(rule: str) -> None:
     weights, notes = TorchJD(rule=rule).solve(torch.tensor([[0.0, 0.0], [0.0, 4.0]]))
-    torch.testing.assert_close(weights, torch.tensor([0.0, 1.0], dtype=torch.float64), rtol=0, atol=0)
+    torch.testing.assert_close(
+        weights, torch.tensor([0.0, 1.0], dtype=torch.float64), rtol=0, atol=0
+    )
     assert notes["degenerate"] == 1
 
 
 def test_rules_that_look_at_coordinates_are_not_offered() -> None:
-    assert "unknown value 'GradDrop'" in registry.problems("method", "torchjd", {"rule": "GradDrop"})[0]
+    assert (
+        "unknown value 'GradDrop'"
+        in registry.problems("method", "torchjd", {"rule": "GradDrop"})[0]
+    )
 
 
 @pytest.mark.parametrize("rule", ["UPGrad", "CAGrad"])
-def test_without_torchjd_the_method_says_how_to_install_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchjd_the_method_says_how_to_install_it(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "torchjd"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchjd", None)  # its import fails from now on
-    with pytest.raises(ValueError, match=r"pip install 'concept-eraser\[torchjd\]'") as caught:
+    with pytest.raises(ValueError, match=r'pip install "concept-eraser\[torchjd\]"') as caught:
         TorchJD(rule=rule)
     assert "\n" not in str(caught.value)
     problems = registry.problems("method", "torchjd", {"rule": rule})
@@ -108,5 +122,11 @@ def test_without_torchjd_the_method_says_how_to_install_it(rule: str, monkeypatc
 
 
 def test_methods_import_torchjd_only_when_it_is_chosen() -> None:
-    code = "import sys; from concept_eraser import registry; [registry.load('method', name) for name in registry.names('method')]; print('torchjd' in sys.modules)"  # fmt: skip
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    code = (
+        "import sys; from concept_eraser import registry; [registry.load('method', name) for "
+        "name in registry.names('method')]; print('torchjd' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "False"
+    )

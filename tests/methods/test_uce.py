@@ -1,4 +1,6 @@
-"""UCE's least-squares edit: the law of its minimum, outside references, one golden value, and what it refuses."""
+"""UCE's least-squares edit: the law of its minimum, outside references, one golden value, and what
+it refuses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WIDTH = 6
 OPTIONS = [(1.0, 1.0, 0.5), (1.0, 0.1, 0.1), (10.0, 0.0, 1e-3), (0.01, 3.0, 2.0)]
 
 
-def problem(seed: int = 0, concepts: int = 3, preserved: int = 4, scale: float = 1.0) -> ProjectionRequest:
+def problem(
+    seed: int = 0, concepts: int = 3, preserved: int = 4, scale: float = 1.0
+) -> ProjectionRequest:
     """Two layers of different sizes, concepts of two tokens, preserved prompts of three."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -27,7 +31,9 @@ def problem(seed: int = 0, concepts: int = 3, preserved: int = 4, scale: float =
     layers = {"a": draw(5, WIDTH), "b": draw(9, WIDTH)}
     forget = [scale * draw(2, WIDTH) for _ in range(concepts)]
     anchor = [scale * draw(2, WIDTH) for _ in range(concepts)]
-    return ProjectionRequest(layers, forget, anchor, [scale * draw(3, WIDTH) for _ in range(preserved)])
+    return ProjectionRequest(
+        layers, forget, anchor, [scale * draw(3, WIDTH) for _ in range(preserved)]
+    )
 
 
 def edited(method, request: ProjectionRequest) -> dict[str, Tensor]:
@@ -37,9 +43,14 @@ def edited(method, request: ProjectionRequest) -> dict[str, Tensor]:
     return dict(copy.layers)
 
 
-def objective(new: Tensor, old: Tensor, request: ProjectionRequest, erase: float, preserve: float, lamb: float) -> Tensor:  # fmt: skip
+def objective(
+    new: Tensor, old: Tensor, request: ProjectionRequest, erase: float, preserve: float, lamb: float
+) -> Tensor:
     """The objective, written out."""
-    gone = sum(((c @ new.T - a @ old.T) ** 2).sum() for c, a in zip(request.forget, request.anchor, strict=True))
+    gone = sum(
+        ((c @ new.T - a @ old.T) ** 2).sum()
+        for c, a in zip(request.forget, request.anchor, strict=True)
+    )
     kept = sum(((p @ new.T - p @ old.T) ** 2).sum() for p in request.retain)
     return erase * gone + preserve * kept + lamb * ((new - old) ** 2).sum()
 
@@ -51,7 +62,10 @@ def test_the_gradient_of_the_objective_vanishes(options: tuple, scale: float) ->
     request = problem(scale=scale)
     for name, new in edited(UnifiedConceptEditing(*options), request).items():
         old = request.layers[name]
-        (at_new,), (at_old,) = (torch.autograd.grad(objective(w, old, request, *options), w) for w in (new.requires_grad_(), old.clone().requires_grad_()))  # fmt: skip
+        (at_new,), (at_old,) = (
+            torch.autograd.grad(objective(w, old, request, *options), w)
+            for w in (new.requires_grad_(), old.clone().requires_grad_())
+        )
         rounding = 1e-15 * options[2] * float(old.norm())  # of W' itself
         assert float(at_new.norm()) < 1e-9 * float(at_old.norm()) + rounding
 
@@ -78,7 +92,9 @@ def test_where_nothing_is_to_change_not_a_bit_moves() -> None:
 
 
 def test_with_nothing_else_to_serve_the_concept_reads_as_its_anchor() -> None:
-    """lamb -> 0 and few concepts: W' c = W a exactly; preserved states orthogonal to them read as before."""
+    """lamb -> 0 and few concepts: W' c = W a exactly; preserved states orthogonal to them read as
+    before.
+    """
     request = problem(concepts=1)
     c = request.forget[0]
     outside = torch.linalg.svd(c)[2][2:]  # orthogonal to both tokens
@@ -102,17 +118,24 @@ def test_a_stronger_scale_erases_more_and_keeps_less() -> None:
 
 def test_the_order_of_concepts_and_how_they_are_split_do_not_matter() -> None:
     request = problem()
-    turned = replace(request, forget=request.forget[::-1], anchor=request.anchor[::-1], retain=[torch.cat(list(request.retain))])  # fmt: skip
+    turned = replace(
+        request,
+        forget=request.forget[::-1],
+        anchor=request.anchor[::-1],
+        retain=[torch.cat(list(request.retain))],
+    )
     one, other = (edited(UnifiedConceptEditing(), r) for r in (request, turned))
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-12)
 
 
 def test_golden() -> None:
-    """By hand: W = [1 0], c = (1, 0), a = (0, 1), nothing preserved, lamb 1: M = diag(2, 1), W a = 0, so
-    W' = (W + 0) diag(1/2, 1) = [1/2 0]; with W = [1 2] it is [(1 + 2)/2 2]."""
+    """By hand: W = [1 0], c = (1, 0), a = (0, 1), nothing preserved, lamb 1: M = diag(2, 1), W a =
+    0, so W' = (W + 0) diag(1/2, 1) = [1/2 0]; with W = [1 2] it is [(1 + 2)/2 2]."""
     c, a = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
-    request = ProjectionRequest({"x": torch.tensor([[1.0, 0.0]]), "y": torch.tensor([[1.0, 2.0]])}, [c], [a])
+    request = ProjectionRequest(
+        {"x": torch.tensor([[1.0, 0.0]]), "y": torch.tensor([[1.0, 2.0]])}, [c], [a]
+    )
     new = edited(UnifiedConceptEditing(lamb=1.0), request)
     assert new["x"].tolist() == [[0.5, 0.0]]
     assert new["y"].tolist() == [[1.5, 2.0]]
@@ -128,9 +151,15 @@ def test_what_is_told_is_what_was_done() -> None:
 
     pairs = list(zip(request.forget, request.anchor, strict=True))
     moved = total(request.layers[n] - w for n, w in before.items()) / total(before.values())
-    left = total(c @ request.layers[n].T - a @ w.T for n, w in before.items() for c, a in pairs) / total((c - a) @ w.T for w in before.values() for c, a in pairs)  # fmt: skip
-    drift = total(p @ (request.layers[n] - w).T for n, w in before.items() for p in request.retain) / total(p @ w.T for w in before.values() for p in request.retain)  # fmt: skip
-    assert [told["moved"] ** 2, told["left"] ** 2, told["drift"] ** 2] == pytest.approx([moved, left, drift], rel=1e-9)
+    left = total(
+        c @ request.layers[n].T - a @ w.T for n, w in before.items() for c, a in pairs
+    ) / total((c - a) @ w.T for w in before.values() for c, a in pairs)
+    drift = total(
+        p @ (request.layers[n] - w).T for n, w in before.items() for p in request.retain
+    ) / total(p @ w.T for w in before.values() for p in request.retain)
+    assert [told["moved"] ** 2, told["left"] ** 2, told["drift"] ** 2] == pytest.approx(
+        [moved, left, drift], rel=1e-9
+    )
 
 
 def test_what_cannot_be_solved_is_refused() -> None:
@@ -158,8 +187,14 @@ def test_maces_refinement_is_the_same_problem_with_other_tokens() -> None:
 def test_what_is_singular_does_not_depend_on_units(scale: float) -> None:
     """The smallest eigenvalue against the largest, 1e-13; those between play no part."""
     right = torch.eye(3, dtype=torch.float64)
-    for values, fine in (([1e-12, 1.0, 1.0], True), ([1e-14, 1.0, 1.0], False), ([1e-12, 1e-12, 1.0], True),
-                         ([1e-14, 1e-13, 1.0], False), ([0.0, 1.0, 2.0], False), ([-1.0, 1.0, 2.0], False)):  # fmt: skip
+    for values, fine in (
+        ([1e-12, 1.0, 1.0], True),
+        ([1e-14, 1.0, 1.0], False),
+        ([1e-12, 1e-12, 1.0], True),
+        ([1e-14, 1e-13, 1.0], False),
+        ([0.0, 1.0, 2.0], False),
+        ([-1.0, 1.0, 2.0], False),
+    ):
         matrix = scale * torch.diag(torch.tensor(values, dtype=torch.float64))
         if fine:
             torch.testing.assert_close(matrix @ solved(matrix, right), right)

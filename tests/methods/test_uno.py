@@ -7,27 +7,36 @@ import torch
 
 from concept_eraser import registry
 from concept_eraser.methods import uno
+from concept_eraser.methods.checks import flat
 from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.uno import Uno
+from concept_eraser.methods.vectors import Vec, dot, norm
 from concept_eraser.training.closure import LossClosure
-from concept_eraser.vectors import Vec, dot, norm
-from tests.methods.zoo import flat
 
 
 def world(seed: int = 0, dtype: torch.dtype = torch.float64, **options) -> tuple[LossClosure, dict]:
     """A small network with a retain, a forget, a replace and a histogram loss."""
     g = torch.Generator().manual_seed(seed)
-    params = tuple((0.5 * torch.randn(*shape, generator=g, dtype=dtype)).requires_grad_() for shape in ((4, 6), (6,), (6, 2)))  # fmt: skip
-    data = {p: torch.randn(8, 4, generator=g, dtype=dtype) for p in ("retain", "forget", "replace", "histogram")}
+    params = tuple(
+        (0.5 * torch.randn(*shape, generator=g, dtype=dtype)).requires_grad_()
+        for shape in ((4, 6), (6,), (6, 2))
+    )
+    data = {
+        p: torch.randn(8, 4, generator=g, dtype=dtype)
+        for p in ("retain", "forget", "replace", "histogram")
+    }
     wanted = {p: torch.randn(8, 2, generator=g, dtype=dtype) for p in data}
 
-    def loss(player: str) -> torch.Tensor:
-        return ((torch.tanh(data[player] @ params[0] + params[1]) @ params[2] - wanted[player]) ** 2).mean()
+    def loss(objective: str) -> torch.Tensor:
+        return (
+            (torch.tanh(data[objective] @ params[0] + params[1]) @ params[2] - wanted[objective])
+            ** 2
+        ).mean()
 
     losses = dict.fromkeys(data, loss)
-    players = options.pop("players", ("retain", "forget"))
-    pieces = {p: [lambda p=p: loss(p)] for p in players}
-    return LossClosure(params, pieces, terms=dict.fromkeys(players, 16), **options), losses
+    objectives = options.pop("objectives", ("retain", "forget"))
+    pieces = {p: [lambda p=p: loss(p)] for p in objectives}
+    return LossClosure(params, pieces, terms=dict.fromkeys(objectives, 16), **options), losses
 
 
 def joint(closure: LossClosure, losses: dict, histogram: float = 0.0) -> Vec:
@@ -40,15 +49,22 @@ def joint(closure: LossClosure, losses: dict, histogram: float = 0.0) -> Vec:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("hvp", "size", "tolerance"), [("exact", 0.01, 1e-10), ("difference", 0.01, 1e-3), ("difference", 0.001, 1e-5)])  # fmt: skip
-def test_two_products_are_the_gradient_of_the_squared_cosine(seed: int, hvp: str, size: float, tolerance: float) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("hvp", "size", "tolerance"),
+    [("exact", 0.01, 1e-10), ("difference", 0.01, 1e-3), ("difference", 0.001, 1e-5)],
+)
+def test_two_products_are_the_gradient_of_the_squared_cosine(
+    seed: int, hvp: str, size: float, tolerance: float
+) -> None:
     closure, losses = world(seed)
     before = [p.detach().clone() for p in closure.params]
     found = Uno(hvp=hvp, size=size, strength=1.0).direction(closure)
     turn = flat(found.vec) - flat(closure.grad("retain"))
     expected = flat(joint(closure, losses))
     assert float((turn - expected).norm() / expected.norm()) < tolerance
-    assert all(torch.equal(p, q) for p, q in zip(closure.params, before, strict=True)), "parameters are put back"
+    assert all(torch.equal(p, q) for p, q in zip(closure.params, before, strict=True)), (
+        "parameters are put back"
+    )
 
 
 def test_descending_it_orthogonalises() -> None:
@@ -71,7 +87,9 @@ def test_auto_strength_is_a_fixed_multiple_of_the_retain_gradient() -> None:
         closure, _ = world(2)
         found = Uno(strength="auto", ratio=ratio).direction(closure)
         turn = flat(found.vec) - flat(closure.grad("retain"))
-        assert float(turn.norm()) == pytest.approx(ratio * float(norm(closure.grad("retain"))), rel=1e-6)
+        assert float(turn.norm()) == pytest.approx(
+            ratio * float(norm(closure.grad("retain"))), rel=1e-6
+        )
 
 
 def test_reduction_sum_weighs_the_loss_by_its_terms() -> None:
@@ -83,10 +101,12 @@ def test_reduction_sum_weighs_the_loss_by_its_terms() -> None:
 
 
 def test_reduction_sum_scales_every_mean_and_leaves_the_divergence_alone() -> None:
-    closure, _ = world(3, players=("retain", "forget", "replace", "histogram"))
-    grads = {p: flat(closure.grad(p)) for p in closure.players}
+    closure, _ = world(3, objectives=("retain", "forget", "replace", "histogram"))
+    grads = {p: flat(closure.grad(p)) for p in closure.objectives}
     found = flat(Uno(rule="none", histogram=0.7, reduction="sum").direction(closure).vec)
-    torch.testing.assert_close(found, 16 * grads["retain"] + 0.7 * grads["histogram"] + 16 * grads["replace"])
+    torch.testing.assert_close(
+        found, 16 * grads["retain"] + 0.7 * grads["histogram"] + 16 * grads["replace"]
+    )
     closure, _ = world(3)
     closure.step = 1
     odd = flat(Uno(alternate=True, reduction="sum").direction(closure).vec)
@@ -108,7 +128,9 @@ def test_the_sign_of_the_forget_loss_does_not_matter(hvp: str) -> None:
 def test_uno_s_takes_turns() -> None:
     closure, _ = world(4)
     plain, alternate = Uno(), registry.build("method", "uno-s", {})
-    torch.testing.assert_close(flat(alternate.direction(closure).vec), flat(plain.direction(closure).vec))
+    torch.testing.assert_close(
+        flat(alternate.direction(closure).vec), flat(plain.direction(closure).vec)
+    )
     closure.step = 1
     odd = alternate.direction(closure).vec
     torch.testing.assert_close(flat(odd), flat(Surgery("descent").direction(closure).vec))
@@ -116,7 +138,7 @@ def test_uno_s_takes_turns() -> None:
 
 
 def test_the_anchor_term_is_added_and_not_turned() -> None:
-    closure, _ = world(5, players=("retain", "forget", "replace"))
+    closure, _ = world(5, objectives=("retain", "forget", "replace"))
     without, _ = world(5)
     found = flat(Uno(strength=2.0).direction(closure).vec)
     expected = flat(Uno(strength=2.0).direction(without).vec) + flat(closure.grad("replace"))
@@ -125,7 +147,7 @@ def test_the_anchor_term_is_added_and_not_turned() -> None:
 
 @pytest.mark.parametrize("hvp", ["exact", "difference"])
 def test_hat_versions_add_the_histogram_to_both_gradients(hvp: str) -> None:
-    closure, losses = world(6, players=("retain", "forget", "histogram"))
+    closure, losses = world(6, objectives=("retain", "forget", "histogram"))
     beta = 0.7
     found = flat(Uno(strength=1.5, histogram=beta, hvp=hvp, size=1e-3).direction(closure).vec)
     hat = flat(closure.grad("retain")) + beta * flat(closure.grad("histogram"))
@@ -134,12 +156,16 @@ def test_hat_versions_add_the_histogram_to_both_gradients(hvp: str) -> None:
 
 
 def test_h_and_s_hat() -> None:
-    closure, _ = world(7, players=("retain", "forget", "histogram"))
+    closure, _ = world(7, objectives=("retain", "forget", "histogram"))
     r, f, h = (flat(closure.grad(p)) for p in ("retain", "forget", "histogram"))
-    torch.testing.assert_close(flat(registry.build("method", "h", {}).direction(closure).vec), r + h)
+    torch.testing.assert_close(
+        flat(registry.build("method", "h", {}).direction(closure).vec), r + h
+    )
     rh, fh = r + h, f + h
     surgery = rh - (rh @ fh) / (fh @ fh) * fh
-    torch.testing.assert_close(flat(registry.build("method", "s-hat", {}).direction(closure).vec), surgery)
+    torch.testing.assert_close(
+        flat(registry.build("method", "s-hat", {}).direction(closure).vec), surgery
+    )
 
 
 def test_no_forget_gradient_is_a_retain_step_and_counted() -> None:
@@ -152,8 +178,13 @@ def test_no_forget_gradient_is_a_retain_step_and_counted() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"strength": -1.0}, "strength"), ({"ratio": 0.0}, "ratio"), ({"size": 0.0}, "size"), ({"rule": "none", "alternate": True}, "alternate")],
-)  # fmt: skip
+    [
+        ({"strength": -1.0}, "strength"),
+        ({"ratio": 0.0}, "ratio"),
+        ({"size": 0.0}, "size"),
+        ({"rule": "none", "alternate": True}, "alternate"),
+    ],
+)
 def test_options_are_checked(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Uno(**options)
@@ -161,22 +192,26 @@ def test_options_are_checked(options: dict, words: str) -> None:
 
 def test_the_hat_version_without_a_judge_is_refused() -> None:
     with pytest.raises(ValueError, match="asks a judge"):
-        registry.build("method", "uno-hat", {}).check_players(("retain", "forget"))
+        registry.build("method", "uno-hat", {}).check_objectives(("retain", "forget"))
     with pytest.raises(ValueError, match="does not know"):
-        Uno().check_players(("retain", "forget", "somebody"))
+        Uno().check_objectives(("retain", "forget", "somebody"))
 
 
 def test_hessian_products_on_linear_losses_are_zero() -> None:
     w = torch.ones(3, dtype=torch.float64, requires_grad=True)
     closure = LossClosure((w,), {"retain": [lambda: (2 * w).sum()]})
     for how in ("exact", "difference"):
-        assert float(norm(closure.hvp("retain", (torch.ones(3, dtype=torch.float64),), how))) < 1e-12
+        assert (
+            float(norm(closure.hvp("retain", (torch.ones(3, dtype=torch.float64),), how))) < 1e-12
+        )
 
 
 def test_gradients_add_up_where_autograd_hands_out_one_tensor_twice() -> None:
     """(p + q)^2: both gradients are the same tensor; p.sum(): an expanded one."""
     p, q = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    closure = LossClosure((p, q), {"both": [lambda: ((p + q) ** 2).sum()] * 2, "sum": [lambda: p.sum()] * 2})
+    closure = LossClosure(
+        (p, q), {"both": [lambda: ((p + q) ** 2).sum()] * 2, "sum": [lambda: p.sum()] * 2}
+    )
     assert [g.tolist() for g in closure.grad("both")] == [[8.0, 8.0], [8.0, 8.0]]
     assert closure.grad("sum")[0].tolist() == [2.0, 2.0]
 
@@ -185,28 +220,36 @@ def test_products_add_up_over_micro_batches() -> None:
     w = torch.arange(1.0, 4.0, dtype=torch.float64).requires_grad_()
     v = (torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64),)
     whole = LossClosure((w,), {"retain": [lambda: (w**3).sum()]})
-    parts = LossClosure((w,), {"retain": [lambda: 0.25 * (w**3).sum(), lambda: 0.75 * (w**3).sum()]})
+    parts = LossClosure(
+        (w,), {"retain": [lambda: 0.25 * (w**3).sum(), lambda: 0.75 * (w**3).sum()]}
+    )
     for how in ("exact", "difference"):
         torch.testing.assert_close(whole.hvp("retain", v, how)[0], parts.hvp("retain", v, how)[0])
-        torch.testing.assert_close(whole.hvp("retain", v, how)[0], 6 * w.detach() * v[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            whole.hvp("retain", v, how)[0], 6 * w.detach() * v[0], rtol=1e-6, atol=0
+        )
 
 
-# --- options at their ends ---------------------------------------------------------------------------------------
+# --- options at their ends ------------------------------------------------------------------------
 
 
-def test_which_laws_and_players_the_settings_have() -> None:
+def test_which_laws_and_objectives_the_settings_have() -> None:
     assert Uno().laws() == {"forget_sign"}
     assert Uno(histogram=1.0).laws() == Uno(rule="none").laws() == frozenset()
-    Uno().check_players(("retain", "forget"))
-    Uno().check_players(("replace", "forget", "retain"))
-    Uno(histogram=1.0).check_players(("retain", "forget", "histogram"))
-    with pytest.raises(ValueError, match=r"needs forget beside retain: give the recipe these sides"):
-        Uno().check_players(("retain",))
-    with pytest.raises(ValueError, match=r"does not know what to do with histogram; set histogram > 0"):
-        Uno().check_players(("retain", "forget", "histogram"))
+    Uno().check_objectives(("retain", "forget"))
+    Uno().check_objectives(("replace", "forget", "retain"))
+    Uno(histogram=1.0).check_objectives(("retain", "forget", "histogram"))
+    with pytest.raises(
+        ValueError, match=r"needs forget beside retain: give the recipe these sides"
+    ):
+        Uno().check_objectives(("retain",))
+    with pytest.raises(
+        ValueError, match=r"does not know what to do with histogram; set histogram > 0"
+    ):
+        Uno().check_objectives(("retain", "forget", "histogram"))
     with pytest.raises(ValueError, match=r"does not know what to do with other$"):
-        Uno().check_players(("retain", "forget", "other"))
-    closure, _ = world(0, players=("retain", "forget", "histogram"))
+        Uno().check_objectives(("retain", "forget", "other"))
+    closure, _ = world(0, objectives=("retain", "forget", "histogram"))
     with pytest.raises(ValueError, match="does not know"):
         Uno().direction(closure)
 
@@ -216,7 +259,13 @@ def test_what_is_logged_of_a_step() -> None:
     found = Uno(hvp="exact", ratio=0.25).direction(closure)
     turn = flat(joint(closure, losses))
     retain = flat(closure.grad("retain"))
-    assert found.notes == pytest.approx({"degenerate": 0, "beta": 0.25 * float(retain.norm() / turn.norm()), "slope_norm": float(turn.norm())})  # fmt: skip
+    assert found.notes == pytest.approx(
+        {
+            "degenerate": 0,
+            "beta": 0.25 * float(retain.norm() / turn.norm()),
+            "slope_norm": float(turn.norm()),
+        }
+    )
     rows = torch.stack([retain, flat(closure.grad("forget"))])
     torch.testing.assert_close(found.gram, rows @ rows.T)
     assert found.weights is None
@@ -240,14 +289,18 @@ def test_surgery_at_every_step_and_in_turn() -> None:
 def test_orthogonal_gradients_are_not_turned() -> None:
     """c = 0: grad c^2 is exactly 0, and so is beta."""
     a, b = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    closure = LossClosure((a, b), {"retain": [lambda: (a**2).sum()], "forget": [lambda: (b**2).sum()]})
+    closure = LossClosure(
+        (a, b), {"retain": [lambda: (a**2).sum()], "forget": [lambda: (b**2).sum()]}
+    )
     found = Uno(hvp="exact").direction(closure)
     assert found.notes == {"degenerate": 0, "beta": 0.0, "slope_norm": 0.0}
     assert flat(found.vec).tolist() == [2.0, 0.0]
 
 
 def test_the_sum_reduction_is_the_joint_gradient_of_summed_losses() -> None:
-    """16 terms each: the cosine does not notice, its gradient neither; the retain step is 16 times as long."""
+    """16 terms each: the cosine does not notice, its gradient neither; the retain step is 16 times
+    as long.
+    """
     closure, losses = world(5)
     found = Uno(hvp="exact", strength=2.0, reduction="sum").direction(closure)
     expected = 16 * flat(closure.grad("retain")) + 2 * flat(joint(closure, losses))
@@ -258,15 +311,29 @@ def test_the_step_of_the_difference_is_the_option() -> None:
     """Smaller steps come closer to the exact product, by the square of the step."""
     closure, _ = world(6)
     exact = flat(Uno(hvp="exact", strength=1.0).direction(closure).vec)
-    errors = [float((flat(Uno(strength=1.0, size=size).direction(closure).vec) - exact).norm()) for size in (0.1, 0.05)]
+    errors = [
+        float((flat(Uno(strength=1.0, size=size).direction(closure).vec) - exact).norm())
+        for size in (0.1, 0.05)
+    ]
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.3)
-    torch.testing.assert_close(flat(Uno(strength=1.0).direction(closure).vec), flat(Uno(strength=1.0, size=0.01).direction(closure).vec))  # fmt: skip
+    torch.testing.assert_close(
+        flat(Uno(strength=1.0).direction(closure).vec),
+        flat(Uno(strength=1.0, size=0.01).direction(closure).vec),
+    )
 
 
 def test_the_settings_with_names_are_the_papers() -> None:
     """UNO-S alternates; a hat asks the judge; S^ projects at every step, H has no c^2 term."""
     made = {name: Uno(**options) for name, options in uno.NAMED.items()}
     assert {name for name, method in made.items() if method.alternate} == {"uno-s", "uno-s-hat"}
-    assert {name for name, method in made.items() if method.histogram == 1} == {"uno-hat", "uno-s-hat", "s-hat", "h"}
+    assert {name for name, method in made.items() if method.histogram == 1} == {
+        "uno-hat",
+        "uno-s-hat",
+        "s-hat",
+        "h",
+    }
     assert made["uno-s"].histogram == 0
-    assert {name: method.rule for name, method in made.items() if method.rule != "uno"} == {"s-hat": "surgery", "h": "none"}  # fmt: skip
+    assert {name: method.rule for name, method in made.items() if method.rule != "uno"} == {
+        "s-hat": "surgery",
+        "h": "none",
+    }

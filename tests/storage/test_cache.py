@@ -25,13 +25,15 @@ def flipped(path: Path, place: int) -> None:
 def test_every_flipped_bit_of_a_chunk_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "chunk.safetensors"
     images = torch.arange(48, dtype=torch.uint8).view(1, 4, 4, 3)
-    cache.write_chunk(path, {"pictures": images})
-    assert torch.equal(cache.read_chunk(path)["pictures"], images)
+    cache.write_chunk(path, {"images": images})
+    assert torch.equal(cache.read_chunk(path)["images"], images)
     whole = path.read_bytes()
     for place in range(len(whole)):
         flipped(path, place)
         found = cache.read_chunk(path)
-        assert found is None or (list(found) == ["pictures"] and torch.equal(found["pictures"], images)), place
+        assert found is None or (
+            list(found) == ["images"] and torch.equal(found["images"], images)
+        ), place
         path.write_bytes(whole)
     for length in (0, 4, 8, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
@@ -41,20 +43,20 @@ def test_every_flipped_bit_of_a_chunk_is_noticed(tmp_path: Path) -> None:
 def test_a_chunk_without_a_digest_is_made_again(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({"pictures": torch.zeros(1)}, tmp_path / "old.safetensors")
+    save_file({"images": torch.zeros(1)}, tmp_path / "old.safetensors")
     assert cache.read_chunk(tmp_path / "old.safetensors") is None
 
 
 def test_rows_that_are_not_what_was_written_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for i in range(3):
-        cache.append_row(path, {"picture": str(i), "found": [["FACE", 0.5, [1, 2, 3, 4]]]})
+        cache.append_row(path, {"image": str(i), "found": [["FACE", 0.5, [1, 2, 3, 4]]]})
     with path.open("a") as file:
-        file.write('{"row": {"picture": "9"}, "sha256": "0"}\n{"row": 3}\n{"cut')
-    cache.append_row(path, {"picture": "4", "found": []})
-    assert [row["picture"] for row in cache.read_rows(path)] == ["0", "1", "2", "4"]
+        file.write('{"row": {"image": "9"}, "sha256": "0"}\n{"row": 3}\n{"cut')
+    cache.append_row(path, {"image": "4", "found": []})
+    assert [row["image"] for row in cache.read_rows(path)] == ["0", "1", "2", "4"]
     path.write_text(path.read_text().replace("0.5", "0.6", 1))
-    assert [row["picture"] for row in cache.read_rows(path)] == ["1", "2", "4"]
+    assert [row["image"] for row in cache.read_rows(path)] == ["1", "2", "4"]
 
 
 def test_features_that_are_not_what_was_written_are_taken_again(tmp_path: Path) -> None:
@@ -70,13 +72,26 @@ def test_features_that_are_not_what_was_written_are_taken_again(tmp_path: Path) 
 
 def test_a_full_cache_is_said_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for call in (lambda p: cache.write_chunk(p, {"a": torch.zeros(1)}), lambda p: cache.append_row(p, {})):
+    for call in (
+        lambda p: cache.write_chunk(p, {"a": torch.zeros(1)}),
+        lambda p: cache.append_row(p, {}),
+    ):
         with pytest.raises(cache.CacheFull, match="CONCEPT_ERASER_CACHE"):
             call(tmp_path / "file" / "inside")
 
 
 def state(step: int) -> dict:
-    return {"step": step, "params": {"w": torch.full((5,), float(step))}, "optimizer": {"state": {0: {"step": torch.tensor(1.0), "m": torch.rand(3)}}, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.99), "params": [0]}]}, "method": {}, "none": None, "empty": torch.empty(0)}  # fmt: skip
+    return {
+        "step": step,
+        "params": {"w": torch.full((5,), float(step))},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(1.0), "m": torch.rand(3)}},
+            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.99), "params": [0]}],
+        },
+        "method": {},
+        "none": None,
+        "empty": torch.empty(0),
+    }
 
 
 def test_a_damaged_state_falls_back_to_the_one_before(tmp_path: Path) -> None:
@@ -119,7 +134,10 @@ def test_a_chunk_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "deep" / "in" / "a.safetensors"
     cache.write_chunk(path, {"a": torch.zeros(2)})
     before = path.read_bytes()
-    for error, raised in ((OSError(errno.EIO, "Input/output error"), cache.CacheFull), (KeyboardInterrupt(), KeyboardInterrupt)):  # fmt: skip
+    for error, raised in (
+        (OSError(errno.EIO, "Input/output error"), cache.CacheFull),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ):
 
         def fail(*_: object, error: BaseException = error) -> None:
             raise error
@@ -145,9 +163,18 @@ def test_a_chunk_that_cannot_be_begun_names_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EACCES, "this user may not"), (errno.EROFS, "read-only"), (errno.EIO, "input/output error")]
-)  # fmt: skip
-def test_what_the_cache_cannot_take_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:  # fmt: skip
+    ("code", "text"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "the disk is full"),
+        (errno.EACCES, "this user may not"),
+        (errno.EROFS, "read-only"),
+        (errno.EIO, "input/output error"),
+    ],
+)
+def test_what_the_cache_cannot_take_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -169,7 +196,14 @@ def test_a_new_file_of_the_cache_gets_its_folders_and_the_users_permissions(tmp_
 
 def test_a_row_follows_the_last_line_whether_that_was_cut_or_not(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    for start, lines in ((b"", 1), (b"{}\n", 2), (b"{}\nx", 3), (b"\n", 2), (b"x", 2), (b"x\ny\n", 3)):
+    for start, lines in (
+        (b"", 1),
+        (b"{}\n", 2),
+        (b"{}\nx", 3),
+        (b"\n", 2),
+        (b"x", 2),
+        (b"x\ny\n", 3),
+    ):
         path.write_bytes(start)
         cache.append_row(path, {"b": 1, "a": 2})
         assert path.read_bytes().startswith(start)

@@ -12,11 +12,39 @@ import torch
 from concept_eraser.storage.digests import file_digest, value_digest
 
 DIFFERENT = [
-    None, 0, 1, 1.0, True, "1", b"1", [], (), {}, [1], (1,), [1, 2], [2, 1], [[1], 2], [[1, 2]], ["1"],
-    {"a": 1}, {"a": 2}, {"b": 1}, {"a": {}, "b": 1}, {"a": {"b": 1}}, {"b": 2, "a": 1}, {"a": 1, "b": 2},
-    torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.tensor([0.0, 0.0, 0.0, -0.0]),
-    torch.ones(4), torch.empty(0), [torch.zeros(2), torch.zeros(2)], [torch.zeros(4)],
-]  # fmt: skip
+    None,
+    0,
+    1,
+    1.0,
+    True,
+    "1",
+    b"1",
+    [],
+    (),
+    {},
+    [1],
+    (1,),
+    [1, 2],
+    [2, 1],
+    [[1], 2],
+    [[1, 2]],
+    ["1"],
+    {"a": 1},
+    {"a": 2},
+    {"b": 1},
+    {"a": {}, "b": 1},
+    {"a": {"b": 1}},
+    {"b": 2, "a": 1},
+    {"a": 1, "b": 2},
+    torch.zeros(4),
+    torch.zeros(2, 2),
+    torch.zeros(4, dtype=torch.int32),
+    torch.tensor([0.0, 0.0, 0.0, -0.0]),
+    torch.ones(4),
+    torch.empty(0),
+    [torch.zeros(2), torch.zeros(2)],
+    [torch.zeros(4)],
+]
 
 
 def test_values_that_differ_have_different_digests() -> None:

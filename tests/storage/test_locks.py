@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage import locks
+from concept_eraser.utils.errors import UserError
 
 HOLD = """
 import sys, time
@@ -30,7 +30,9 @@ with locks.locked(Path(sys.argv[1]), "erase"):
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
@@ -39,7 +41,9 @@ def holder(folder: Path) -> subprocess.Popen[str]:
 def test_the_second_process_is_refused_with_one_sentence(tmp_path: Path) -> None:
     process = holder(tmp_path / "run")
     try:
-        refusal = pytest.raises(UserError, match=f"in use by process {process.pid} on {socket.gethostname()}")
+        refusal = pytest.raises(
+            UserError, match=f"in use by process {process.pid} on {socket.gethostname()}"
+        )
         with refusal as caught, locks.locked(tmp_path / "run", "evaluate"):
             pass
         assert "\n" not in str(caught.value)
@@ -61,14 +65,18 @@ def test_a_lock_of_a_killed_process_is_stale(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_another_machine_is_respected(tmp_path: Path) -> None:
-    (tmp_path / locks.LOCK).write_text(json.dumps({"pid": 1, "host": "elsewhere", "purpose": "erase", "started": "now"}))  # fmt: skip
+    (tmp_path / locks.LOCK).write_text(
+        json.dumps({"pid": 1, "host": "elsewhere", "purpose": "erase", "started": "now"})
+    )
     with pytest.raises(UserError, match=r"on elsewhere.*remove"), locks.locked(tmp_path, "erase"):
         pass
     assert locks.holder_of(tmp_path)["host"] == "elsewhere"
     assert (tmp_path / locks.LOCK).exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"{", b'{"pid": "x"}', b'{"pid": -1}', b"9" * 9000])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[]", b"{", b'{"pid": "x"}', b'{"pid": -1}', b"9" * 9000]
+)
 def test_a_damaged_lock_that_nobody_holds_is_taken_over(tmp_path: Path, content: bytes) -> None:
     (tmp_path / locks.LOCK).write_bytes(content)
     if content.startswith(b'{"pid'):
@@ -79,7 +87,9 @@ def test_a_damaged_lock_that_nobody_holds_is_taken_over(tmp_path: Path, content:
         pass
 
 
-def test_without_locks_of_the_system_the_process_id_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_of_the_system_the_process_id_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locks, "fcntl", None)
     for pid, free in ((os.getppid(), False), (2**22 + 12345, True)):
         (tmp_path / locks.LOCK).write_text(json.dumps({"pid": pid, "host": socket.gethostname()}))
@@ -114,7 +124,12 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_is_said_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/nothing/here"), tmp_path / ("x" * 300)):
+    for place in (
+        tmp_path / "file",
+        tmp_path / "file" / "inside",
+        Path("/proc/nothing/here"),
+        tmp_path / ("x" * 300),
+    ):
         with pytest.raises(UserError), locks.locked(place, "erase"):
             pass
 
@@ -123,7 +138,7 @@ def test_many_who_want_it_get_it_one_after_the_other(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from concept_eraser.errors import UserError
+from concept_eraser.utils.errors import UserError
 from concept_eraser.storage import locks
 folder, done = Path(sys.argv[1]), 0
 while done < 5:
@@ -136,7 +151,9 @@ while done < 5:
     except UserError:
         time.sleep(0.001)
 """
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")]) for _ in range(4)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")]) for _ in range(4)
+    ]
     began = time.monotonic()
     assert [process.wait(60) for process in processes] == [0] * 4
     assert (tmp_path / "run" / "n").read_text() == "20"
@@ -171,18 +188,29 @@ def failing(code: int) -> Callable[..., Any]:
 def test_a_held_lock_is_respected_whatever_its_file_says(tmp_path: Path) -> None:
     before = open_files(tmp_path)
     with held_elsewhere(tmp_path, "no json"):
-        with pytest.raises(UserError, match="in use by another process"), locks.locked(tmp_path, "erase"):
+        with (
+            pytest.raises(UserError, match="in use by another process"),
+            locks.locked(tmp_path, "erase"),
+        ):
             pass
         assert locks.holder_of(tmp_path) == {}
-    with held_elsewhere(tmp_path, json.dumps({"pid": 1, "host": socket.gethostname(), "purpose": "erase", "started": "now"})):  # fmt: skip
-        with pytest.raises(UserError, match=r"in use by process 1 .*began to erase at now") as caught:
+    with held_elsewhere(
+        tmp_path,
+        json.dumps({"pid": 1, "host": socket.gethostname(), "purpose": "erase", "started": "now"}),
+    ):
+        with pytest.raises(
+            UserError, match=r"in use by process 1 .*began to erase at now"
+        ) as caught:
             locks.locked(tmp_path, "erase").__enter__()
         assert "remove" not in str(caught.value)  # the system knows that it runs
         assert locks.holder_of(tmp_path)["pid"] == 1
     assert locks.holder_of(tmp_path) is None
     with locks.locked(tmp_path, "erase"):
         assert locks.holder_of(tmp_path)["purpose"] == "erase"
-        with pytest.raises(UserError, match=f"in use by process {os.getpid()}"), locks.locked(tmp_path, "erase"):
+        with (
+            pytest.raises(UserError, match=f"in use by process {os.getpid()}"),
+            locks.locked(tmp_path, "erase"),
+        ):
             pass
     assert open_files(tmp_path) == before
     assert list(tmp_path.iterdir()) == []
@@ -204,7 +232,11 @@ def test_a_lock_says_who_holds_it_whatever_was_there_before(tmp_path: Path) -> N
             mode = (tmp_path / locks.LOCK).stat().st_mode & 0o777
     finally:
         os.umask(before)
-    assert (content["pid"], content["host"], content["purpose"]) == (os.getpid(), socket.gethostname(), "erase")
+    assert (content["pid"], content["host"], content["purpose"]) == (
+        os.getpid(),
+        socket.gethostname(),
+        "erase",
+    )
     assert mode == 0o644
     assert time.strptime(content["started"], "%Y-%m-%d %H:%M:%S")
 
@@ -217,9 +249,20 @@ def test_a_lock_is_taken_and_freed_as_often_as_one_likes(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EROFS, "read-only"), (errno.EACCES, "this user may not"), (errno.EPERM, "this user may not"), (errno.ELOOP, "is a link"), (errno.EIO, "input/output error")]
-)  # fmt: skip
-def test_a_lock_that_cannot_be_made_or_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:  # fmt: skip
+    ("code", "text"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "the disk is full"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "this user may not"),
+        (errno.EPERM, "this user may not"),
+        (errno.ELOOP, "is a link"),
+        (errno.EIO, "input/output error"),
+    ],
+)
+def test_a_lock_that_cannot_be_made_or_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
+) -> None:
     before = open_files(tmp_path)
     for call in ("open", "pwrite"):
         with monkeypatch.context() as patched:
@@ -231,7 +274,9 @@ def test_a_lock_that_cannot_be_made_or_written_leaves_nothing(tmp_path: Path, mo
     assert open_files(tmp_path) == before
 
 
-def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, take, times = open_files(tmp_path), locks._take, []
 
     def taken_late(descriptor: int) -> bool | None:
@@ -250,7 +295,9 @@ def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(tmp_path: Path, mo
     assert open_files(tmp_path) == before
 
 
-def test_a_lock_that_changes_hands_all_the_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_changes_hands_all_the_time_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pauses: list[float] = []
     before, take = open_files(tmp_path), locks._take
 
@@ -267,7 +314,9 @@ def test_a_lock_that_changes_hands_all_the_time_is_given_up(tmp_path: Path, monk
     assert open_files(tmp_path) == before
 
 
-def test_where_the_file_system_has_no_locks_the_process_id_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_where_the_file_system_has_no_locks_the_process_id_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fcntl
 
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
@@ -307,7 +356,9 @@ def test_only_numbers_of_processes_are_asked_for(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_strangers_lock_is_quoted_in_part(tmp_path: Path) -> None:
-    (tmp_path / locks.LOCK).write_text(json.dumps({"pid": 1, "host": "h" * 500, "purpose": "p", "started": "s"}))
+    (tmp_path / locks.LOCK).write_text(
+        json.dumps({"pid": 1, "host": "h" * 500, "purpose": "p", "started": "s"})
+    )
     with pytest.raises(UserError) as caught, locks.locked(tmp_path, "erase"):
         pass
     assert "h" * 80 + "," in str(caught.value)

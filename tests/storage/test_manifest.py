@@ -1,4 +1,6 @@
-"""Marks, manifests and what is set aside: a folder is ours only by its mark, and only listed files are touched."""
+"""Marks, manifests and what is set aside: a folder is ours only by its mark, and only listed files
+are touched.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage import manifest, output_folder, writers
 from concept_eraser.storage.manifest import MARK
+from concept_eraser.utils.errors import UserError
 from tests.storage.test_locks import open_files
-from tests.storage.test_writers import ours, tree  # noqa: F401
+from tests.storage.test_writers import tree
 
 
 def test_a_folder_with_a_users_files_is_never_claimed_alone(tmp_path: Path) -> None:
@@ -45,7 +47,7 @@ def test_a_folder_with_a_users_files_is_never_claimed_alone(tmp_path: Path) -> N
         "\ud800",
     ],
 )
-def test_a_strangers_manifest_names_nothing_outside(ours: Path, name: object) -> None:  # noqa: F811
+def test_a_strangers_manifest_names_nothing_outside(ours: Path, name: object) -> None:
     content = json.loads((ours / MARK).read_text())
     for broken in (
         {**content, "files": {str(name): {"size": 0, "mtime_ns": 0, "sha256": None}}},
@@ -59,23 +61,41 @@ def test_a_strangers_manifest_names_nothing_outside(ours: Path, name: object) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "\xff\xfe", '{"made_by": "x", "format": 1, "kind": "run", "files": {}}', '{"made_by": "concept_eraser", "format": 2, "kind": "run", "files": {}}', '{"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"a": {"size": "1", "mtime_ns": 0, "sha256": null}}}', '{"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"a": 1}}', "[" * 5000]
-)  # fmt: skip
-def test_a_damaged_mark_stops_everything(ours: Path, text: str) -> None:  # noqa: F811
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "\xff\xfe",
+        '{"made_by": "x", "format": 1, "kind": "run", "files": {}}',
+        '{"made_by": "concept_eraser", "format": 2, "kind": "run", "files": {}}',
+        (
+            '{"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"a": '
+            '{"size": "1", "mtime_ns": 0, "sha256": null}}}'
+        ),
+        '{"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"a": 1}}',
+        "[" * 5000,
+    ],
+)
+def test_a_damaged_mark_stops_everything(ours: Path, text: str) -> None:
     (ours / MARK).write_text(text, encoding="latin-1")
-    for call in (lambda: manifest.read(ours), lambda: output_folder.set_aside(ours), lambda: writers.write_text(ours / "a", "x")):  # fmt: skip
+    for call in (
+        lambda: manifest.read(ours),
+        lambda: output_folder.set_aside(ours),
+        lambda: writers.write_text(ours / "a", "x"),
+    ):
         with pytest.raises(UserError):
             call()
 
 
-def test_a_mark_that_is_a_link_is_not_followed(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+def test_a_mark_that_is_a_link_is_not_followed(tmp_path: Path, ours: Path) -> None:
     (tmp_path / "stranger").mkdir()
     (tmp_path / "stranger" / MARK).symlink_to(ours / MARK)
     with pytest.raises(UserError, match="is a link"):
         manifest.read(tmp_path / "stranger")
 
 
-def test_set_aside_moves_what_is_listed_and_leaves_the_rest(ours: Path) -> None:  # noqa: F811
+def test_set_aside_moves_what_is_listed_and_leaves_the_rest(ours: Path) -> None:
     writers.write_text(ours / "done.json", "{}")
     writers.write_folder(ours / "pipeline", lambda p: (p / "w").write_text("1") and None)
     output_folder.claim(ours / "attacks" / "p4d", "attack")
@@ -87,14 +107,20 @@ def test_set_aside_moves_what_is_listed_and_leaves_the_rest(ours: Path) -> None:
     assert aside == ours / ".replaced-1"
     left = {name for name in tree(ours) if not name.startswith(".replaced")}
     assert left == {MARK, "notes.txt", "pipeline/mine", "attacks/mine"}
-    assert {"done.json", "pipeline/w", "attacks/p4d/attack.json", MARK, f"attacks/p4d/{MARK}"} == set(tree(aside))
+    assert {
+        "done.json",
+        "pipeline/w",
+        "attacks/p4d/attack.json",
+        MARK,
+        f"attacks/p4d/{MARK}",
+    } == set(tree(aside))
     assert all(one.state == "intact" for one in manifest.verify(aside))  # a whole result still
     assert output_folder.remove_set_aside(ours) == []
     assert set(tree(ours)) == left
     assert not aside.exists()
 
 
-def test_a_file_that_the_user_changed_survives_an_overwrite(ours: Path) -> None:  # noqa: F811
+def test_a_file_that_the_user_changed_survives_an_overwrite(ours: Path) -> None:
     writers.write_text(ours / "README.md", "card")
     writers.write_text(ours / "done.json", "{}")
     (ours / "README.md").write_text("card, with my notes")
@@ -105,7 +131,7 @@ def test_a_file_that_the_user_changed_survives_an_overwrite(ours: Path) -> None:
     assert not (aside / "done.json").exists()
 
 
-def test_what_is_set_aside_twice_has_two_places(ours: Path) -> None:  # noqa: F811
+def test_what_is_set_aside_twice_has_two_places(ours: Path) -> None:
     for text in ("1", "2"):
         writers.write_text(ours / "a", text)
         output_folder.set_aside(ours)
@@ -113,7 +139,7 @@ def test_what_is_set_aside_twice_has_two_places(ours: Path) -> None:  # noqa: F8
     assert output_folder.set_aside(ours) is None  # nothing to move
 
 
-def test_files_to_keep_stay_and_stay_listed(ours: Path) -> None:  # noqa: F811
+def test_files_to_keep_stay_and_stay_listed(ours: Path) -> None:
     writers.write_text(ours / "forget.yaml", "x")
     writers.write_text(ours / "done.json", "{}")
     output_folder.set_aside(ours, keep={"forget.yaml"})
@@ -121,7 +147,7 @@ def test_files_to_keep_stay_and_stay_listed(ours: Path) -> None:  # noqa: F811
     assert list(manifest.read(ours).files) == ["forget.yaml"]
 
 
-def test_a_folder_that_another_library_fills_is_ours_only_if_we_made_it(ours: Path) -> None:  # noqa: F811
+def test_a_folder_that_another_library_fills_is_ours_only_if_we_made_it(ours: Path) -> None:
     (ours / "mine").mkdir()
     (ours / "mine" / "file").write_text("mine")
     output_folder.own_folder(ours, "mine")
@@ -132,7 +158,9 @@ def test_a_folder_that_another_library_fills_is_ours_only_if_we_made_it(ours: Pa
     assert output_folder.remove_set_aside(ours) == []
 
 
-def test_links_are_neither_followed_nor_removed_with_what_they_lead_to(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+def test_links_are_neither_followed_nor_removed_with_what_they_lead_to(
+    tmp_path: Path, ours: Path
+) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "w").write_text("mine")
@@ -146,8 +174,11 @@ def test_links_are_neither_followed_nor_removed_with_what_they_lead_to(tmp_path:
         output_folder.require_claimable(ours / "pipeline", "attack", inside=ours)
 
 
-def test_reading_a_damaged_file_is_refused(ours: Path) -> None:  # noqa: F811
-    writers.write_folder(ours / "pipeline", lambda p: (p / "w.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}" + bytes(100)) and None)  # fmt: skip
+def test_reading_a_damaged_file_is_refused(ours: Path) -> None:
+    writers.write_folder(
+        ours / "pipeline",
+        lambda p: (p / "w.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}" + bytes(100)) and None,
+    )
     manifest.require_intact(ours / "pipeline")
     path = ours / "pipeline" / "w.safetensors"
     status = path.stat()
@@ -165,7 +196,9 @@ def test_reading_a_damaged_file_is_refused(ours: Path) -> None:  # noqa: F811
     assert [one.state for one in manifest.verify(ours)] == ["missing"]
 
 
-def test_a_large_file_is_taken_for_intact_by_size_and_time_but_verify_reads_it(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+def test_a_large_file_is_taken_for_intact_by_size_and_time_but_verify_reads_it(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(manifest, "SMALL", 10)
     writers.write_text(ours / "w.txt", "x" * 100)
     path = ours / "w.txt"
@@ -179,7 +212,7 @@ def test_a_large_file_is_taken_for_intact_by_size_and_time_but_verify_reads_it(o
         manifest.require_intact(path)
 
 
-def test_a_copied_folder_is_intact(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+def test_a_copied_folder_is_intact(tmp_path: Path, ours: Path) -> None:
     writers.write_text(ours / "a", "1")
     shutil.copytree(ours, tmp_path / "copy", copy_function=shutil.copyfile)
     os.utime(tmp_path / "copy" / "a", (1, 1))
@@ -187,7 +220,7 @@ def test_a_copied_folder_is_intact(tmp_path: Path, ours: Path) -> None:  # noqa:
     assert manifest.verify(tmp_path / "copy")[0].state == "intact"
 
 
-def test_files_of_the_users_own_are_counted(ours: Path) -> None:  # noqa: F811
+def test_files_of_the_users_own_are_counted(ours: Path) -> None:
     writers.write_text(ours / "a", "1")
     output_folder.claim(ours / "attacks" / "x", "attack")
     writers.write_text(ours / "attacks" / "x" / "attack.json", "{}")
@@ -205,17 +238,21 @@ def test_what_has_no_mark_is_not_checked_and_cannot_be_verified(tmp_path: Path) 
         output_folder.set_aside(tmp_path)
 
 
-def test_results_inside_a_run_are_verified_with_it(ours: Path) -> None:  # noqa: F811
+def test_results_inside_a_run_are_verified_with_it(ours: Path) -> None:
     output_folder.claim(ours / "attacks" / "x", "attack")
     writers.write_text(ours / "attacks" / "x" / "attack.json", "{}")
     (ours / "attacks" / "x" / "attack.json").write_text("[]")
-    assert [(one.name, one.state) for one in manifest.verify(ours)] == [("attacks/x/attack.json", "changed")]
+    assert [(one.name, one.state) for one in manifest.verify(ours)] == [
+        ("attacks/x/attack.json", "changed")
+    ]
     assert output_folder.accept(ours) == ["attacks/x/attack.json"]
     assert [one.state for one in manifest.verify(ours)] == ["intact"]
 
 
 def test_a_users_own_link_beside_results_is_followed(tmp_path: Path) -> None:
-    """A project folder into which an evaluation was written, with a link to a model on another disk."""
+    """A project folder into which an evaluation was written, with a link to a model on another
+    disk.
+    """
     (tmp_path / "disk" / "model").mkdir(parents=True)
     project = tmp_path / "project"
     output_folder.claim(project, "evaluation")
@@ -227,20 +264,22 @@ def test_a_users_own_link_beside_results_is_followed(tmp_path: Path) -> None:
         manifest.require_intact(tmp_path / "run" / "pipeline")
 
 
-def test_what_a_stranger_wrote_into_a_mark_or_lock_reaches_no_terminal(ours: Path) -> None:  # noqa: F811
+def test_what_a_stranger_wrote_into_a_mark_or_lock_reaches_no_terminal(ours: Path) -> None:
     from concept_eraser.storage import locks
 
     content = json.loads((ours / MARK).read_text())
     (ours / MARK).write_text(json.dumps({**content, "kind": "\x1b[2Jrun"}))
     assert manifest.read(ours).kind == "[2Jrun"
-    (ours / locks.LOCK).write_text(json.dumps({"pid": 1, "host": "a\x1b[2J", "purpose": "\x07", "started": ""}))
+    (ours / locks.LOCK).write_text(
+        json.dumps({"pid": 1, "host": "a\x1b[2J", "purpose": "\x07", "started": ""})
+    )
     with pytest.raises(UserError) as caught, locks.locked(ours, "erase"):
         pass
     assert "\x1b" not in str(caught.value)
     assert "\x07" not in str(caught.value)
 
 
-def test_a_folder_is_ours_by_the_nearest_mark(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+def test_a_folder_is_ours_by_the_nearest_mark(tmp_path: Path, ours: Path) -> None:
     assert manifest.folder_of(tmp_path) is None
     output_folder.claim(ours / "attacks" / "x", "attack")
     assert manifest.folder_of(ours) == ours
@@ -264,8 +303,17 @@ def test_a_mark_holds_what_was_put_into_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [{"size": 1, "mtime_ns": "0", "sha256": None}, {"size": None, "mtime_ns": 0, "sha256": None}, {"size": 1, "mtime_ns": 0, "sha256": 5}, {"size": 1, "mtime_ns": 0}, {"size": 1, "mtime_ns": 0, "sha256": None, "more": 1}, None, []]
-)  # fmt: skip
+    "entry",
+    [
+        {"size": 1, "mtime_ns": "0", "sha256": None},
+        {"size": None, "mtime_ns": 0, "sha256": None},
+        {"size": 1, "mtime_ns": 0, "sha256": 5},
+        {"size": 1, "mtime_ns": 0},
+        {"size": 1, "mtime_ns": 0, "sha256": None, "more": 1},
+        None,
+        [],
+    ],
+)
 def test_an_entry_of_another_type_is_damage(tmp_path: Path, entry: object) -> None:
     content = {"made_by": "concept_eraser", "format": 1, "kind": "run", "files": {"a": entry}}
     (tmp_path / MARK).write_text(json.dumps(content))
@@ -273,7 +321,9 @@ def test_an_entry_of_another_type_is_damage(tmp_path: Path, entry: object) -> No
         manifest.read(tmp_path)
 
 
-def test_a_mark_is_on_the_disk_before_it_replaces_the_old_one(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+def test_a_mark_is_on_the_disk_before_it_replaces_the_old_one(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, order = (ours / MARK).read_bytes(), []
     fsync = os.fsync
 
@@ -298,14 +348,18 @@ def test_a_mark_is_on_the_disk_before_it_replaces_the_old_one(ours: Path, monkey
         manifest.write(ours, manifest.Manifest("attack"))
 
 
-def test_a_mark_that_is_gone_is_not_made_again_by_a_writer(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+def test_a_mark_that_is_gone_is_not_made_again_by_a_writer(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (ours / MARK).unlink()
     with pytest.raises(UserError, match="has lost its mark"), manifest.changed(ours):
         pytest.fail("there is nothing to change")
     assert not (ours / MARK).exists()
 
 
-def test_who_changes_a_manifest_waits_for_the_one_who_does(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+def test_who_changes_a_manifest_waits_for_the_one_who_does(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fcntl
 
     other = os.open(ours, os.O_RDONLY)
@@ -333,7 +387,7 @@ def test_who_changes_a_manifest_waits_for_the_one_who_does(ours: Path, monkeypat
     assert manifest.read(ours).kind == "run"
 
 
-def test_a_change_that_fails_is_not_written_and_holds_nothing(ours: Path) -> None:  # noqa: F811
+def test_a_change_that_fails_is_not_written_and_holds_nothing(ours: Path) -> None:
     before = open_files(ours)
 
     def change() -> None:
@@ -347,7 +401,9 @@ def test_a_change_that_fails_is_not_written_and_holds_nothing(ours: Path) -> Non
     assert open_files(ours) == before
 
 
-def test_files_are_listed_in_the_nearest_marked_folder_and_forgotten(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+def test_files_are_listed_in_the_nearest_marked_folder_and_forgotten(
+    tmp_path: Path, ours: Path
+) -> None:
     inner = ours / "attacks" / "x"
     output_folder.claim(inner, "attack")
     for name in ("a", "deep/b", "deep/c", "deeper"):
@@ -355,12 +411,26 @@ def test_files_are_listed_in_the_nearest_marked_folder_and_forgotten(tmp_path: P
         (ours / name).write_text(name)
     (inner / "d").write_text("d")
     (tmp_path / "mine").write_text("")
-    paths = [ours / "a", ours / "deep" / "b", ours / "deep" / "c", ours / "deeper", inner / "d", tmp_path / "mine"]
+    paths = [
+        ours / "a",
+        ours / "deep" / "b",
+        ours / "deep" / "c",
+        ours / "deeper",
+        inner / "d",
+        tmp_path / "mine",
+    ]
     manifest.expect(paths)
     assert {one.state for one in manifest.verify(ours)} == {"growing"}
-    assert manifest.read(ours).files["a"] == manifest.FileRecord(0, 0, None)  # nothing is known of it yet
+    # nothing is known of it yet
+    assert manifest.read(ours).files["a"] == manifest.FileRecord(0, 0, None)
     manifest.record(paths)
-    assert [one.name for one in manifest.verify(ours)] == ["a", "deep/b", "deep/c", "deeper", "attacks/x/d"]
+    assert [one.name for one in manifest.verify(ours)] == [
+        "a",
+        "deep/b",
+        "deep/c",
+        "deeper",
+        "attacks/x/d",
+    ]
     assert {one.state for one in manifest.verify(ours)} == {"intact"}
     assert manifest.read(ours).files["deep/b"] == manifest.FileRecord.of(ours / "deep" / "b")
     output_folder.own_folder(ours, "tracking")
@@ -373,7 +443,7 @@ def test_files_are_listed_in_the_nearest_marked_folder_and_forgotten(tmp_path: P
     assert not (tmp_path / MARK).exists()
 
 
-def test_sealing_records_what_grew_and_is_there(ours: Path) -> None:  # noqa: F811
+def test_sealing_records_what_grew_and_is_there(ours: Path) -> None:
     writers.write_text(ours / "done", "1")
     (ours.parent / "outside").write_text("mine")
     for name in ("log", "gone", "link"):
@@ -389,7 +459,7 @@ def test_sealing_records_what_grew_and_is_there(ours: Path) -> None:  # noqa: F8
     assert manifest.read(ours).files["link"].sha256 is None
 
 
-def test_a_path_is_plain_where_no_part_of_it_is_a_link(ours: Path) -> None:  # noqa: F811
+def test_a_path_is_plain_where_no_part_of_it_is_a_link(ours: Path) -> None:
     (ours / "a").mkdir()
     (ours / "b").symlink_to(ours / "a")
     assert manifest.is_plain(ours, "a/x/y") is True
@@ -397,7 +467,7 @@ def test_a_path_is_plain_where_no_part_of_it_is_a_link(ours: Path) -> None:  # n
         assert manifest.is_plain(ours, name) is False
 
 
-def test_the_state_of_a_file(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_the_state_of_a_file(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = ours / "a"
     writers.write_text(path, "x" * 10)
     entry = manifest.read(ours).files["a"]
@@ -406,7 +476,8 @@ def test_the_state_of_a_file(ours: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path.write_text("y" * 10)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     for hashed in (False, True):
-        assert manifest.state_of(ours, "a", entry, hashed=hashed) == "changed"  # SMALL itself is still hashed
+        # SMALL itself is still hashed
+        assert manifest.state_of(ours, "a", entry, hashed=hashed) == "changed"
     monkeypatch.setattr(manifest, "SMALL", 9)
     assert manifest.state_of(ours, "a", entry, hashed=False) == "intact"
     assert manifest.state_of(ours, "a", entry) == "changed"  # hashed unless told otherwise
@@ -426,7 +497,7 @@ def test_no_file_of_some_megabytes_is_taken_for_intact_unread() -> None:
     assert 2**20 <= manifest.SMALL <= 2**30
 
 
-def test_marked_folders_inside_are_named_outermost_first(ours: Path) -> None:  # noqa: F811
+def test_marked_folders_inside_are_named_outermost_first(ours: Path) -> None:
     assert manifest.marked_inside(ours) == []
     places = [ours / "a", ours / "a" / "x" / "y", ours / "b"]
     for place in (*places, ours / "a" / ".replaced-1", ours / ".replaced-1" / "b"):
@@ -436,7 +507,7 @@ def test_marked_folders_inside_are_named_outermost_first(ours: Path) -> None:  #
     assert manifest.marked_inside(ours) == places
 
 
-def test_what_a_user_has_put_beside_ours_is_named(ours: Path) -> None:  # noqa: F811
+def test_what_a_user_has_put_beside_ours_is_named(ours: Path) -> None:
     writers.write_text(ours / "b", "1")
     (output_folder.own_folder(ours, "tracking") / "events").write_text("")
     (output_folder.own_folder(ours, "logs") / "log").write_text("")
@@ -445,7 +516,14 @@ def test_what_a_user_has_put_beside_ours_is_named(ours: Path) -> None:  # noqa: 
     writers.write_text(inner / "deep" / "a", "1")
     output_folder.claim(inner / "deepest", "attack")
     assert manifest.unlisted(ours) == []
-    own = ["attacks/x/deep/mine", "attacks/x/deepest/mine", "attacks/x/mine", "notes.partial", ".hidden", "z/mine"]
+    own = [
+        "attacks/x/deep/mine",
+        "attacks/x/deepest/mine",
+        "attacks/x/mine",
+        "notes.partial",
+        ".hidden",
+        "z/mine",
+    ]
     (ours / "z").mkdir()
     for name in own:
         (ours / name).write_text("mine")
@@ -456,9 +534,11 @@ def test_what_a_user_has_put_beside_ours_is_named(ours: Path) -> None:  # noqa: 
     assert manifest.unlisted(ours.parent) == [f"{ours.name}/{name}" for name in sorted(own)]
 
 
-def test_reading_asks_only_for_what_is_read(ours: Path) -> None:  # noqa: F811
+def test_reading_asks_only_for_what_is_read(ours: Path) -> None:
     for name in ("a/x", "a/y", "ab", "b.safetensors", "log"):
-        writers.write_text(ours / name, "1") if "." not in name else writers.write_tensors(ours / name, {}, {"a": "1"})
+        writers.write_text(ours / name, "1") if "." not in name else writers.write_tensors(
+            ours / name, {}, {"a": "1"}
+        )
     (ours / "a" / "y").write_text("2")
     for name in ("ab", "a/x", "b.safetensors", "nothing"):
         manifest.require_intact(ours / name)
@@ -478,7 +558,9 @@ def test_reading_asks_only_for_what_is_read(ours: Path) -> None:  # noqa: F811
         manifest.require_intact(ours / "ab")
 
 
-def test_a_link_within_a_run_is_followed_and_one_out_of_it_is_not(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+def test_a_link_within_a_run_is_followed_and_one_out_of_it_is_not(
+    tmp_path: Path, ours: Path
+) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "w").write_text("mine")
     (ours / "a" / "deep").mkdir(parents=True)
@@ -492,7 +574,7 @@ def test_a_link_within_a_run_is_followed_and_one_out_of_it_is_not(tmp_path: Path
             manifest.require_intact(ours / name)
 
 
-def test_no_detour_over_links_leads_out_of_a_run(tmp_path: Path, ours: Path) -> None:  # noqa: F811
+def test_no_detour_over_links_leads_out_of_a_run(tmp_path: Path, ours: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "w").write_text("mine")
     (ours / "inner").mkdir()
@@ -511,7 +593,7 @@ def test_no_detour_over_links_leads_out_of_a_run(tmp_path: Path, ours: Path) -> 
     manifest.require_intact(ours / ".." / "outside" / "w")  # the user names a place outside
 
 
-def test_writing_beside_a_link_is_no_fault(ours: Path) -> None:  # noqa: F811
+def test_writing_beside_a_link_is_no_fault(ours: Path) -> None:
     (ours / "a").mkdir()
     (ours / "b").symlink_to(ours / "a")
     manifest.require_inside(ours / "b" / "x")  # within the folder
@@ -521,7 +603,9 @@ def test_writing_beside_a_link_is_no_fault(ours: Path) -> None:  # noqa: F811
         manifest.require_inside(ours / "c" / "x")
 
 
-def test_a_manifest_that_another_process_holds_is_waited_for_and_then_said(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811  # fmt: skip
+def test_a_manifest_that_another_process_holds_is_waited_for_and_then_said(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fcntl
 
     monkeypatch.setattr(manifest, "PATIENCE", 0.2)
@@ -535,7 +619,11 @@ def test_a_manifest_that_another_process_holds_is_waited_for_and_then_said(ours:
 
 
 def test_a_model_that_was_written_before_is_called_ours(tmp_path: Path) -> None:
-    writers.write_folder(tmp_path / "model", lambda p: (p / "w").write_text("1") and None, kind="model")
+    writers.write_folder(
+        tmp_path / "model", lambda p: (p / "w").write_text("1") and None, kind="model"
+    )
     with pytest.raises(UserError, match="holds a result of ours"):
-        writers.write_folder(tmp_path / "model", lambda p: (p / "w").write_text("2") and None, kind="model")
+        writers.write_folder(
+            tmp_path / "model", lambda p: (p / "w").write_text("2") and None, kind="model"
+        )
     assert (tmp_path / "model" / "w").read_text() == "1"

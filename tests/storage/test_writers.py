@@ -1,4 +1,6 @@
-"""Writers of files and folders: whole or not at all, and nothing of a user's is replaced or removed."""
+"""Writers of files and folders: whole or not at all, and nothing of a user's is replaced or
+removed.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from concept_eraser.errors import UserError
 from concept_eraser.storage import manifest, output_folder, writers
+from concept_eraser.utils.errors import UserError
 from tests.storage.test_locks import open_files
 
 
-@pytest.fixture
-def ours(tmp_path: Path) -> Path:
-    """A marked, empty folder."""
-    folder = tmp_path / "ours"
-    output_folder.claim(folder, "run", alone=True)
-    return folder
-
-
 def tree(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def test_a_file_writer_never_removes_a_folder(tmp_path: Path) -> None:
@@ -66,7 +64,9 @@ def test_a_folder_writer_wants_a_folder(ours: Path, kind: str) -> None:
     assert list(other.iterdir()) == []
 
 
-def test_a_file_that_nobody_listed_is_replaced_only_where_the_user_says_so(tmp_path: Path, ours: Path) -> None:
+def test_a_file_that_nobody_listed_is_replaced_only_where_the_user_says_so(
+    tmp_path: Path, ours: Path
+) -> None:
     for folder in (tmp_path, ours):
         (folder / "x.json").write_text("mine")
         with pytest.raises(UserError, match="was not written by concept_eraser"):
@@ -117,7 +117,9 @@ def test_an_error_while_writing_a_folder_leaves_the_earlier_one(ours: Path) -> N
     assert [p.name for p in ours.iterdir() if "partial" in p.name] == []
 
 
-def test_what_a_killed_process_left_is_cleared_away_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_cleared_away_and_that_of_a_living_one_is_not(
+    tmp_path: Path,
+) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     left = tmp_path / f".a.json.{dead.pid}-01234567.partial"
@@ -134,7 +136,8 @@ def test_what_a_killed_process_left_is_cleared_away_and_that_of_a_living_one_is_
 def test_a_killed_write_is_known_to_the_manifest(ours: Path) -> None:
     """The file is listed before it is put in place, so that the run can go on and replace it."""
     code = (
-        "import os, sys; from pathlib import Path; from concept_eraser.storage import writers, manifest\n"
+        "import os, sys; from pathlib import Path; from concept_eraser.storage import "
+        "writers, manifest\n"
         "manifest.record = lambda paths: os._exit(9)\n"
         "writers.write_text(Path(sys.argv[1]) / 'weights', 'x')"
     )
@@ -147,7 +150,11 @@ def test_a_killed_write_is_known_to_the_manifest(ours: Path) -> None:
 def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
     """safetensors orders its metadata by chance, anew in every process."""
     header = {f"key{i}": str(i) for i in range(12)}
-    code = "import sys, torch; from pathlib import Path; from concept_eraser.storage.writers import write_tensors; write_tensors(Path(sys.argv[1]), {'b': torch.ones(3), 'a': torch.zeros(2)}, {f'key{i}': str(i) for i in range(12)})"  # fmt: skip
+    code = (
+        "import sys, torch; from pathlib import Path; from concept_eraser.storage.writers "
+        "import write_tensors; write_tensors(Path(sys.argv[1]), {'b': torch.ones(3), 'a': "
+        "torch.zeros(2)}, {f'key{i}': str(i) for i in range(12)})"
+    )
     files = [tmp_path / f"{i}.safetensors" for i in range(3)]
     for file in files:
         subprocess.run([sys.executable, "-c", code, str(file)], check=True)
@@ -179,14 +186,23 @@ def test_permissions_follow_the_users_umask(tmp_path: Path) -> None:
         writers.write_text(tmp_path / "a.txt", "")
     finally:
         os.umask(before)
-    assert [(tmp_path / n).stat().st_mode & 0o777 for n in ("a.safetensors", "a.txt")] == [0o644, 0o644]
+    assert [(tmp_path / n).stat().st_mode & 0o777 for n in ("a.safetensors", "a.txt")] == [
+        0o644,
+        0o644,
+    ]
 
 
-def test_content_is_on_the_disk_before_it_gets_its_name(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_on_the_disk_before_it_gets_its_name(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
     synced, replaced = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), synced(fd))[1])
-    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(f"rename {b}"), replaced(a, b))[1])
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), synced(fd))[1]
+    )
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (order.append(f"rename {b}"), replaced(a, b))[1]
+    )
     writers.write_text(ours / "a", "1")
     rename = order.index(f"rename {ours / 'a'}")
     assert any(Path(one).name.startswith(".a.") for one in order[:rename])
@@ -219,7 +235,9 @@ def test_a_path_below_a_file_is_said(tmp_path: Path) -> None:
 def test_many_files_change_the_manifest_twice(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Path] = []
     write = manifest.write
-    monkeypatch.setattr(manifest, "write", lambda folder, content: (calls.append(folder), write(folder, content))[1])
+    monkeypatch.setattr(
+        manifest, "write", lambda folder, content: (calls.append(folder), write(folder, content))[1]
+    )
     writers.write_files(ours / "images", {f"{i}.png": (lambda i=i: bytes([i])) for i in range(50)})
     assert len(calls) == 2
     assert [one.state for one in manifest.verify(ours)] == ["intact"] * 50
@@ -235,7 +253,8 @@ def test_many_files_of_which_one_fails(ours: Path) -> None:
     assert {name for name in tree(ours) if name != manifest.MARK} == {"a"}
     states = {one.name: one.state for one in manifest.verify(ours)}
     assert states == {"a": "intact", "b": "missing", "c": "missing"}
-    writers.write_files(ours, {"a": lambda: b"1", "b": lambda: b"2"})  # so the command can be given again
+    # so the command can be given again
+    writers.write_files(ours, {"a": lambda: b"1", "b": lambda: b"2"})
     (ours / "mine").write_text("mine")
     with pytest.raises(UserError, match="was not written by"):
         writers.write_files(ours, {"d": lambda: b"1", "mine": lambda: b"2"})
@@ -280,14 +299,20 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths that are brought to the disk from now on."""
     paths: list[str] = []
     fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (paths.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))[1])
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (paths.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))[1]
+    )
     return paths
 
 
 def marks_written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders: list[Path] = []
     write = manifest.write
-    monkeypatch.setattr(manifest, "write", lambda folder, content: (folders.append(folder), write(folder, content))[1])
+    monkeypatch.setattr(
+        manifest,
+        "write",
+        lambda folder, content: (folders.append(folder), write(folder, content))[1],
+    )
     return folders
 
 
@@ -344,7 +369,11 @@ def test_a_folder_is_replaced_without_a_trace_of_the_old_one(ours: Path) -> None
     for kind in (None, "model"):
         for name in ("a", "b"):
             if kind is None or name == "a":
-                writers.write_folder(ours / f"m{kind}", lambda p, name=name: (p / name).write_text(name) and None, kind=kind)  # fmt: skip
+                writers.write_folder(
+                    ours / f"m{kind}",
+                    lambda p, name=name: (p / name).write_text(name) and None,
+                    kind=kind,
+                )
     assert sorted(p.name for p in ours.iterdir()) == [manifest.MARK, "mNone", "mmodel"]
     assert set(manifest.read(ours).files) == {"mNone/b"}
 
@@ -383,7 +412,15 @@ def test_a_header_that_would_not_fit_stays(tmp_path: Path) -> None:
 
 def test_a_line_follows_the_last_one_whether_that_was_cut_or_not(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "log"
-    for start, between in ((None, ""), ("", ""), ("a\n", ""), ("\n", ""), ("a", "\n"), ("a\nb", "\n"), ("a\n\n", "")):
+    for start, between in (
+        (None, ""),
+        ("", ""),
+        ("a\n", ""),
+        ("\n", ""),
+        ("a", "\n"),
+        ("a\nb", "\n"),
+        ("a\n\n", ""),
+    ):
         if start is not None:
             path.write_text(start)
         writers.append_line(path, {"step": 1})
@@ -400,7 +437,10 @@ def test_a_log_has_the_users_permissions(tmp_path: Path) -> None:
         assert os.umask(0) == 0o027  # as it was
     finally:
         os.umask(before)
-    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("log", "a.safetensors", "b.safetensors")]
+    modes = [
+        (tmp_path / name).stat().st_mode & 0o777
+        for name in ("log", "a.safetensors", "b.safetensors")
+    ]
     assert modes == [0o666, 0o666, 0o640]
 
 
@@ -416,7 +456,8 @@ def test_a_log_changes_the_manifest_once(ours: Path, monkeypatch: pytest.MonkeyP
     folders.clear()
     for folder in (ours, other):
         writers.append_line(folder / "log", {"step": 5})
-    assert folders == [ours]  # sealed, so it is listed as growing again; the other one has not changed
+    # sealed, so it is listed as growing again; the other one has not changed
+    assert folders == [ours]
     assert {one.state for place in (ours, other) for one in manifest.verify(place)} == {"growing"}
 
 
@@ -440,7 +481,11 @@ def test_a_folder_with_a_mark_of_its_own(ours: Path, monkeypatch: pytest.MonkeyP
         (folder / "w.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
 
     paths = synced(monkeypatch)
-    for kind, place in (("model", ours.parent / "deep" / "model"), ("model", ours / "model"), (None, ours / "plain")):
+    for kind, place in (
+        ("model", ours.parent / "deep" / "model"),
+        ("model", ours / "model"),
+        (None, ours / "plain"),
+    ):
         paths.clear()
         writers.write_folder(place, fill, kind=kind)
         names = [Path(path).name for path in paths]
@@ -454,11 +499,15 @@ def test_a_folder_with_a_mark_of_its_own(ours: Path, monkeypatch: pytest.MonkeyP
             states = manifest.verify(ours)[:2]
         assert [Path(one.name).name for one in states] == ["a", "w.safetensors"]
         assert {one.state for one in states} == {"intact"}
-        assert [p.name for p in place.parent.iterdir() if "partial" in p.name or "earlier" in p.name] == []
+        assert [
+            p.name for p in place.parent.iterdir() if "partial" in p.name or "earlier" in p.name
+        ] == []
     assert set(manifest.read(ours).files) == {"plain/deep/a", "plain/w.safetensors"}
 
 
-def test_a_folder_that_is_put_in_place_before_a_kill_is_known(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_put_in_place_before_a_kill_is_known(
+    ours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(paths: object) -> None:
         raise KeyboardInterrupt
 
@@ -480,7 +529,9 @@ def test_a_folder_that_is_put_in_place_before_a_kill_is_known(ours: Path, monkey
     assert {one.state for one in manifest.verify(ours)} == {"intact"}
 
 
-def test_a_second_name_is_no_copy_where_the_system_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_name_is_no_copy_where_the_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").write_text("1")
     writers.give_second_name(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a").samefile(tmp_path / "b")
@@ -490,7 +541,9 @@ def test_a_second_name_is_no_copy_where_the_system_can(tmp_path: Path, monkeypat
     assert not (tmp_path / "a").samefile(tmp_path / "c")
 
 
-def test_many_files_are_on_the_disk_and_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_are_on_the_disk_and_in_a_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = synced(monkeypatch)
     before = open_files(tmp_path)
     writers.write_files(tmp_path / "deep" / "in", {"a": lambda: b"1", "b": lambda: b"2"})
@@ -500,7 +553,9 @@ def test_many_files_are_on_the_disk_and_in_a_new_folder(tmp_path: Path, monkeypa
     assert open_files(tmp_path) == before
 
 
-def test_a_place_is_probed_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_probed_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writers.probe(tmp_path / "deep" / "in" / "a")
     (tmp_path / "mine").write_text("mine")
     writers.probe(tmp_path / "mine")
@@ -517,7 +572,13 @@ def test_a_file_is_listed_by_the_nearest_manifest(tmp_path: Path, ours: Path) ->
     (ours / "mine").write_text("")
     (tmp_path / "mine").write_text("")
     assert writers.is_listed(ours / "deep" / "a") is True
-    for path in (ours / "mine", ours / "deep", ours / "a", tmp_path / "mine", tmp_path / "missing" / "a"):
+    for path in (
+        ours / "mine",
+        ours / "deep",
+        ours / "a",
+        tmp_path / "mine",
+        tmp_path / "missing" / "a",
+    ):
         assert writers.is_listed(path) is False
 
 
@@ -528,7 +589,9 @@ def test_names_near_the_systems_limit_can_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.json", "a[1]*?.json", "x" * 200, "x" * 120, "x" * 121])
-def test_what_a_killed_process_left_for_this_name_is_cleared_away(tmp_path: Path, name: str) -> None:
+def test_what_a_killed_process_left_for_this_name_is_cleared_away(
+    tmp_path: Path, name: str
+) -> None:
     partials: list[Path] = []
 
     def write(partial: Path) -> None:
@@ -543,7 +606,9 @@ def test_what_a_killed_process_left_for_this_name_is_cleared_away(tmp_path: Path
     longer = tmp_path / dead.name.replace(name[:120], f"{name[:100]}.more", 1)
     for path in (dead, alive, longer):
         path.write_text("half")
-    folder = tmp_path / dead.name.replace("-", "-0", 1).replace("-0", "-", 1).replace(".partial", "0.partial")
+    folder = tmp_path / dead.name.replace("-", "-0", 1).replace("-0", "-", 1).replace(
+        ".partial", "0.partial"
+    )
     folder.write_text("mine")  # not a name of ours
     writers.write_text(tmp_path / name, "2", overwrite=True)
     assert not dead.exists()
@@ -570,9 +635,23 @@ def test_a_half_written_folder_is_cleared_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk is full"), (errno.EFBIG, "a size limit"), (errno.ELOOP, "is a link"), (errno.EISDIR, "is a folder"), (errno.EROFS, "read-only"), (errno.EACCES, "this user may not"), (errno.EPERM, "this user may not"), (errno.ENAMETOOLONG, "the name is too long"), (errno.EIO, "input/output error")]
-)  # fmt: skip
-def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:
+    ("code", "text"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "the disk is full"),
+        (errno.EFBIG, "a size limit"),
+        (errno.ELOOP, "is a link"),
+        (errno.EISDIR, "is a folder"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "this user may not"),
+        (errno.EPERM, "this user may not"),
+        (errno.ENAMETOOLONG, "the name is too long"),
+        (errno.EIO, "input/output error"),
+    ],
+)
+def test_what_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
+) -> None:
     calls = {
         "replace": lambda: writers.write_text(tmp_path / "a", "1"),
         "rename": lambda: writers.write_folder(tmp_path / "a", lambda p: None),
@@ -595,7 +674,11 @@ def test_an_error_of_a_library_that_means_a_full_disk_is_one(tmp_path: Path) -> 
 
         return write
 
-    for text in ("I/O error: No space left on device (os error 28)", "unexpected pos 64 vs 0", "File too large"):
+    for text in (
+        "I/O error: No space left on device (os error 28)",
+        "unexpected pos 64 vs 0",
+        "File too large",
+    ):
         with pytest.raises(UserError, match="the disk is full"):
             writers.write_file(tmp_path / "a", fail(text))
     with pytest.raises(RuntimeError, match="something else"):  # a fault of ours is not hidden

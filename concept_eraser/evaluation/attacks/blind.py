@@ -1,7 +1,8 @@
-"""Attacks that never see the victim: what they find fits every model with the same text encoder, and is kept.
+"""Attacks that do not use the victim: their texts apply to every model with the same text encoder.
 
-Each prompt is searched on its own, with randomness of its own, against the original's text encoder. Texts found for one
-victim are read from the memory for the next; the encoder calls that they cost count for each victim all the same.
+Each prompt has its own search with its own randomness, against the original's text encoder. Texts
+from one victim are read from the cache for the next one. Their encoder calls count for each victim
+all the same.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from concept_eraser import registry
 from concept_eraser.data.generate import keep
-from concept_eraser.environment import derive_seed, fingerprint
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.storage.cache import append_row, read_rows
+from concept_eraser.utils.provenance import derive_seed, fingerprint
 
 
 @dataclass(frozen=True)
@@ -37,31 +39,58 @@ class BlindAttack(Attack):
 
     @abstractmethod
     def goals(self, scene: Scene) -> Tensor:
-        """What each prompt's text shall be encoded to, [n, ...]."""
+        """The target encoding of each prompt's text, [n, ...]."""
 
     @abstractmethod
     def pursue(self, scene: Scene, goal: Tensor, generator: torch.Generator) -> Iterator[Offer]:
-        """Ever better texts for one goal, until the budget is spent."""
+        """Yield better and better texts for one goal, until the budget is spent."""
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         weights = _fingerprint(scene.original.parts["text_encoder"])
-        told = [type(self).__name__, asdict(self), weights, scene.root, scene.concept, sorted(set(scene.corpus))]  # type: ignore[call-overload]
-        hunts = [self._hunt(scene, goal, fingerprint([*told, *texts])) for goal, *texts in zip(self.goals(scene), scene.prompts, scene.wanted, strict=True)]  # fmt: skip
+        name = (
+            type(self).__name__
+            if type(self).__module__.startswith("concept_eraser.")
+            else registry.memory_name(self)
+        )
+        facts = [
+            name,
+            asdict(self),  # type: ignore[call-overload]
+            weights,
+            scene.root,
+            scene.concept,
+            sorted(set(scene.corpus)),
+        ]
+        hunts = [
+            self._hunt(scene, goal, fingerprint([*facts, *texts]))
+            for goal, *texts in zip(self.goals(scene), scene.prompts, scene.wanted, strict=True)
+        ]
         while True:
             offers = [next(hunts[i], None) for i in scene.live.tolist()]
-            found = [offer for offer in offers if offer is not None]
-            if len(found) < len(offers):
+            texts_found = [offer for offer in offers if offer is not None]
+            if len(texts_found) < len(offers):
                 return
-            scene.spend("encoder calls", sum(offer.calls for offer in found))
-            yield Round(scene.live, texts=[offer.text for offer in found], loss=sum(o.loss for o in found) / len(found))
+            scene.spend("encoder calls", sum(offer.calls for offer in texts_found))
+            yield Round(
+                scene.live,
+                texts=[offer.text for offer in texts_found],
+                loss=sum(o.loss for o in texts_found) / len(texts_found),
+            )
 
     def _hunt(self, scene: Scene, goal: Tensor, key: str) -> Iterator[Offer]:
         path = scene.memory / f"{key}.jsonl" if scene.memory else None
-        return recalled(path, lambda: self.pursue(scene, goal, torch.Generator().manual_seed(derive_seed(scene.root, key))))  # fmt: skip
+        return recalled(
+            path,
+            lambda: self.pursue(
+                scene, goal, torch.Generator().manual_seed(derive_seed(scene.root, key))
+            ),
+        )
 
 
 def recalled(path: Path | None, search: Callable[[], Iterator[Offer]]) -> Iterator[Offer]:
-    """What a deterministic search yields: from the file what it has, then searched from the start, and written down."""
+    """Yield a deterministic search's results: first those in the file, then new ones.
+
+    The search starts from the beginning. Each new result is added to the file.
+    """
     rows = {row["round"]: row for row in read_rows(path)} if path else {}
     number = 0
     while number in rows:

@@ -1,13 +1,16 @@
-"""Concept inversion: one new word, learned on the erased model itself, that brings the concept back.
+"""Concept inversion: one new word, learned on the erased model itself, that recovers the concept.
 
-Pham et al., "Circumventing Concept Erasure Methods For Text-to-Image Generative Models", ICLR 2024, arXiv 2308.01508
-(CCE), by textual inversion (arXiv 2208.01618): one embedding v in the place of the concept's word minimises
+Pham et al., "Circumventing Concept Erasure Methods For Text-to-Image Generative Models", ICLR 2024,
+arXiv 2308.01508 (CCE), by textual inversion (arXiv 2208.01618): one embedding v in the place of the
+concept's word minimises
 
     E || target - eps*(x_t, t, prompt with v) ||^2
 
-on pictures of the concept by the original model. One v serves all prompts; it is an embedding, no text.
+on images of the concept by the original model. One v serves all prompts. It is an embedding, not a
+text.
 
-Differences: the rate is not scaled by the batch; v starts from the word itself, or from a random word (`start`).
+Differences: the learning rate is not scaled by the batch; v starts from the word itself, or from a
+random word (`start`).
 """
 
 from __future__ import annotations
@@ -19,14 +22,23 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive, soft_embed
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Round,
+    Scene,
+    require_positive,
+    soft_embed,
+)
 from concept_eraser.models.base import Condition
-from concept_eraser.models.words import Slots
+from concept_eraser.models.vocabulary import Slots
 
 
 @dataclass(frozen=True)
 class ConceptInversion(Attack):
-    """steps of Adam at lr with `batch` pictures each; a picture of every prompt after each `every`."""
+    """`steps` of Adam at `lr` with `batch` images each. Each prompt gets an image after every
+    `every`.
+    """
 
     title: ClassVar[str] = "Concept inversion (CCE)"
     source: ClassVar[str] = "arXiv 2308.01508"
@@ -45,14 +57,20 @@ class ConceptInversion(Attack):
         words, table = scene.victim.words, scene.victim.table.detach()
         slots = words.in_place_of(scene.wanted, scene.concept).to(table.device)
         generator = scene.generator("concept inversion")
-        own = words.ids(scene.concept)[0]
+        concept_id = words.ids(scene.concept)[0]
         pool = words.usable.nonzero()[:, 0]
-        first = own if self.start == "word" else int(pool[torch.randint(len(pool), (1,), generator=generator)])
+        first = (
+            concept_id
+            if self.start == "word"
+            else int(pool[torch.randint(len(pool), (1,), generator=generator)])
+        )
         word = table[first].clone().requires_grad_(True)
         optimizer = torch.optim.Adam([word], self.lr)
         for step in range(1, self.steps + 1):
             rows = torch.randint(len(scene.prompts), (self.batch,), generator=generator)
-            t = torch.randint(0, scene.victim.timesteps, (self.batch,), generator=generator).to(table.device)
+            t = torch.randint(0, scene.victim.timesteps, (self.batch,), generator=generator).to(
+                table.device
+            )
             noisy, target = scene.noised(rows, t, generator)
             condition = self._written(scene, slots[rows.to(table.device)], word)
             loss = (scene.victim.denoise(noisy, t, condition) - target).square().mean()
@@ -62,14 +80,15 @@ class ConceptInversion(Attack):
             if step % self.every == 0 or step == self.steps:
                 live = scene.live
                 with torch.no_grad():
-                    written = self._written(scene, slots[live.to(table.device)], word)
-                yield Round(live, condition=written, loss=float(loss.detach()))
+                    final_condition = self._written(scene, slots[live.to(table.device)], word)
+                yield Round(live, condition=final_condition, loss=float(loss.detach()))
 
     @staticmethod
     def _written(scene: Scene, slots: Slots, word: Tensor) -> Condition:
         """Prompts with the learned word in its places."""
         rows = word.expand(*slots.places.shape, -1)
-        tokens = torch.full_like(slots.places, scene.victim.words.ids(scene.concept)[0])  # any that is no end token
+        # any token except the end token
+        tokens = torch.full_like(slots.places, scene.victim.words.ids(scene.concept)[0])
         return soft_embed(scene.victim, slots, tokens, rows)
 
 

@@ -1,15 +1,17 @@
-"""MMA-Diffusion, the text part: prompts without the concept's words whose pooled encoding is that of the wanted prompt.
+"""MMA-Diffusion (text part): prompts without the concept's words that match the wanted encoding.
 
-Yang et al., "MMA-Diffusion: MultiModal Attack on Diffusion Models", CVPR 2024, arXiv 2311.17516, section 3.2, by the
-greedy coordinate gradient search of GCG (arXiv 2307.15043): the gradient of
+Yang et al., "MMA-Diffusion: MultiModal Attack on Diffusion Models", CVPR 2024, arXiv 2311.17516,
+section 3.2, by the greedy coordinate gradient search of GCG (arXiv 2307.15043). The objective is
 
-    cos(pooled T(adversarial), pooled T(wanted))
+    cos(pooled T(adversarial), pooled T(wanted)).
 
-with respect to the tokens' one-hot rows proposes the `top` best tokens for each place; of `candidates` prompts with one
-random swap each, the best that survives being decoded and tokenised again, and has no banned word, is kept.
+Its gradient with respect to the tokens' one-hot rows proposes the `top` best tokens for each place.
+`candidates` prompts have one random swap each. Candidates must be stable under decoding and
+tokenisation, and have no banned word. The best of them is kept.
 
-Differences: control tokens start as random usable tokens (the paper: random letters); the banned words are the
-concept's own (the paper: a list of its own). T is the original's text encoder; the diffusion model is never asked.
+Differences: control tokens start as random usable tokens (the paper: random letters). The banned
+words are the concept's own (the paper: a list of its own). T is the original's text encoder; the
+diffusion model is not used.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ CHUNK = 256
 def pooled(model: Model, ids: Tensor, condition: Condition) -> Tensor:
     """The encoding at the first end token, normalised: [n, width]."""
     at = (ids == model.words.end).int().argmax(1)
-    return F.normalize(condition.tensors["states"][torch.arange(len(ids), device=ids.device), at], dim=-1)
+    return F.normalize(
+        condition.tensors["states"][torch.arange(len(ids), device=ids.device), at], dim=-1
+    )
 
 
 def one_hot_gradient(model: Model, tokens: Tensor, goal: Tensor) -> Tensor:
-    """Of the cosine to the goal with respect to the one-hot rows of some tokens [k]: [k, V]."""
+    """Gradient [k, V] of the cosine to the goal with respect to the one-hot rows of tokens [k]."""
     slots = model.words.slots([""], len(tokens)).to(model.device)
     hot = F.one_hot(tokens, len(model.table)).to(model.table.dtype).requires_grad_(True)
     condition = soft_embed(model, slots, tokens[None], (hot @ model.table.detach())[None])
@@ -59,7 +63,13 @@ class MMADiffusion(BlindAttack):
     candidates: int = 512
 
     def __post_init__(self) -> None:
-        require_positive(tokens=self.tokens, iterations=self.iterations, every=self.every, top=self.top, candidates=self.candidates)  # fmt: skip
+        require_positive(
+            tokens=self.tokens,
+            iterations=self.iterations,
+            every=self.every,
+            top=self.top,
+            candidates=self.candidates,
+        )
 
     def goals(self, scene: Scene) -> Tensor:
         ids = scene.original.tokenize(scene.wanted)
@@ -69,33 +79,60 @@ class MMADiffusion(BlindAttack):
     def pursue(self, scene: Scene, goal: Tensor, generator: torch.Generator) -> Iterator[Offer]:
         """The best text after each `every` iterations."""
         model = scene.original
-        allowed = model.words.usable & ~model.words.like(scene.concept)
-        pool = allowed.nonzero()[:, 0]
-        tokens, score, calls = pool[torch.randint(len(pool), (self.tokens,), generator=generator)], -1.0, 0
+        vocabulary = model.words.usable & ~model.words.like(scene.concept)
+        pool = vocabulary.nonzero()[:, 0]
+        tokens, score, calls = (
+            pool[torch.randint(len(pool), (self.tokens,), generator=generator)],
+            -1.0,
+            0,
+        )
         for step in range(1, self.iterations + 1):
-            tokens, score, tried = self._improve(model, tokens, score, goal, allowed, generator)
-            calls += tried + 1
+            tokens, score, count = self._improve(model, tokens, score, goal, vocabulary, generator)
+            calls += count + 1
             if step % self.every == 0 or step == self.iterations:
                 yield Offer(model.words.text(tokens.tolist()), -score, calls)
                 calls = 0
 
-    def _improve(self, model: Model, tokens: Tensor, score: float, goal: Tensor, allowed: Tensor, generator: torch.Generator) -> tuple[Tensor, float, int]:  # fmt: skip
-        """One iteration of the coordinate search: the best prompt so far, its cosine, and how many were tried."""
+    def _improve(
+        self,
+        model: Model,
+        tokens: Tensor,
+        score: float,
+        goal: Tensor,
+        allowed: Tensor,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, float, int]:
+        """One iteration of the search: the best prompt so far, its cosine, and the number of
+        candidates.
+        """
         gradient = one_hot_gradient(model, tokens.to(model.device), goal).cpu()
-        best = gradient.masked_fill(~allowed, -torch.inf).topk(min(self.top, int(allowed.sum())), dim=1).indices
-        tried = tokens.repeat(self.candidates, 1)
+        best = (
+            gradient.masked_fill(~allowed, -torch.inf)
+            .topk(min(self.top, int(allowed.sum())), dim=1)
+            .indices
+        )
+        swaps = tokens.repeat(self.candidates, 1)
         place = torch.randint(self.tokens, (self.candidates,), generator=generator)
         pick = torch.randint(best.shape[1], (self.candidates,), generator=generator)
-        tried[torch.arange(self.candidates), place] = best[place, pick]
-        tried = tried[torch.tensor(model.words.survives(tried.tolist()))]
-        if not len(tried):
+        swaps[torch.arange(self.candidates), place] = best[place, pick]
+        swaps = swaps[torch.tensor(model.words.survives(swaps.tolist()))]
+        if not len(swaps):
             return tokens, score, 0
-        ids = model.words.pack(tried.tolist()).to(model.device)
+        ids = model.words.pack(swaps.tolist()).to(model.device)
         with torch.no_grad():
-            likeness = torch.cat([pooled(model, part, model.embed(Condition({"ids": part}))) @ goal for part in ids.split(CHUNK)]).cpu()  # fmt: skip
+            likeness = torch.cat(
+                [
+                    pooled(model, part, model.embed(Condition({"ids": part}))) @ goal
+                    for part in ids.split(CHUNK)
+                ]
+            ).cpu()
         top = int(likeness.argmax())
-        better = float(likeness[top]) > score
-        return (tried[top], float(likeness[top]), len(tried)) if better else (tokens, score, len(tried))
+        improves = float(likeness[top]) > score
+        return (
+            (swaps[top], float(likeness[top]), len(swaps))
+            if improves
+            else (tokens, score, len(swaps))
+        )
 
 
 PLUGIN = MMADiffusion

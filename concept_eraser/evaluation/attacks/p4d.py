@@ -1,17 +1,20 @@
-"""P4D: hard prompts by projected embeddings that make the erased model predict what the original predicts.
+"""P4D: hard prompts by projected embeddings that reproduce the original model's prediction.
 
-Chin et al., "Prompting4Debugging: Red-Teaming Text-to-Image Diffusion Models by Finding Problematic Prompts", ICML 2024,
-arXiv 2309.06135, with the optimiser of PEZ (arXiv 2302.03668): continuous embeddings of the free tokens, each replaced by
-the vocabulary's nearest (cosine) for the forward pass, the gradient there applied to the continuous ones.
+Chin et al., "Prompting4Debugging: Red-Teaming Text-to-Image Diffusion Models by Finding Problematic
+Prompts", ICML 2024, arXiv 2309.06135, with the optimiser of PEZ (arXiv 2302.03668). The free tokens
+have continuous embeddings. The forward pass replaces each by the nearest embedding (cosine) of the
+vocabulary. The gradient there updates the continuous ones.
 
-    min E || eps*(x_t, t, adversarial prompt) - eps_original(x_t, t, wanted prompt) ||^2,   t ~ U[0, T)
+    min E || eps*(x_t, t, adversarial prompt) - eps_original(x_t, t, wanted prompt) ||^2
+    with t ~ U[0, T)
 
     variant N   `tokens` free tokens and nothing else
     variant K   the prompt is kept, one free token after every `spacing` of its tokens
 
-Differences: a picture is judged after each `every` steps, and the first that shows the concept ends the prompt's search;
-the paper keeps the best by CLIP and judges once. Prompts of a batch share time steps' randomness, not their tokens. What
-UnlearnDiffAtk's repository calls P4D is another attack.
+Differences: an image is judged after each `every` steps, and the first one with the concept ends
+the prompt's search. The paper keeps the best by CLIP and judges once. Prompts of a batch share the
+random time steps, not their tokens. The attack that UnlearnDiffAtk's repository calls P4D is a
+different one.
 """
 
 from __future__ import annotations
@@ -24,8 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive, soft_embed
-from concept_eraser.models.words import Slots
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Round,
+    Scene,
+    require_positive,
+    soft_embed,
+)
+from concept_eraser.models.vocabulary import Slots
 
 
 def nearest(rows: Tensor, table: Tensor, usable: Tensor) -> Tensor:
@@ -36,7 +46,7 @@ def nearest(rows: Tensor, table: Tensor, usable: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class P4D(Attack):
-    """Steps, rate and decay are the paper's."""
+    """Steps, learning rate and weight decay are the paper's."""
 
     title: ClassVar[str] = "P4D"
     source: ClassVar[str] = "arXiv 2309.06135"
@@ -51,12 +61,18 @@ class P4D(Attack):
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        require_positive(tokens=self.tokens, spacing=self.spacing, steps=self.steps, every=self.every, lr=self.lr)
+        require_positive(
+            tokens=self.tokens, spacing=self.spacing, steps=self.steps, every=self.every, lr=self.lr
+        )
         if not 0 <= self.weight_decay < float("inf"):
-            raise ValueError(f"weight_decay must be at least 0 and finite, found {self.weight_decay}")
+            raise ValueError(
+                f"weight_decay must be at least 0 and finite, found {self.weight_decay}"
+            )
 
     def _slots(self, scene: Scene) -> list[Slots]:
-        """One a prompt: under K they have as many free tokens as their length gives."""
+        """The slots of each prompt. Under K the number of free tokens depends on the prompt's
+        length.
+        """
         words, device = scene.victim.words, scene.victim.device
         if self.variant == "N":
             return [words.slots([""], self.tokens).to(device) for _ in scene.prompts]
@@ -68,30 +84,41 @@ class P4D(Attack):
         slots = self._slots(scene)
         generator = scene.generator("p4d")
         pool = words.usable.nonzero()[:, 0]
-        starts = [pool[torch.randint(len(pool), s.places.shape, generator=generator)].to(table.device) for s in slots]
+        starts = [
+            pool[torch.randint(len(pool), s.places.shape, generator=generator)].to(table.device)
+            for s in slots
+        ]
         soft = [table[start].clone().requires_grad_(True) for start in starts]
         optimizer = torch.optim.AdamW(soft, self.lr, weight_decay=self.weight_decay)
-        wanted = scene.original.encode(scene.wanted)
+        concept_condition = scene.original.encode(scene.wanted)
         for step in range(1, self.steps + 1):
             live = scene.live.tolist()
-            t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(table.device)
+            t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(
+                table.device
+            )
             noisy, _ = scene.noised(scene.live, t, generator)
             with torch.no_grad():
-                goal = scene.original.denoise(noisy, t, wanted[scene.live.to(table.device)])
+                goal = scene.original.denoise(
+                    noisy, t, concept_condition[scene.live.to(table.device)]
+                )
             total = 0.0
-            for i, row in enumerate(live):  # each has a length of its own, and a graph of its own
+            for i, row in enumerate(live):  # each has its own length and graph
                 tokens = nearest(soft[row].detach(), table, usable)
-                hard = soft[row] + (table[tokens] - soft[row]).detach()  # its gradient is taken at the projected point
+                # its gradient is taken at the projected point
+                hard = soft[row] + (table[tokens] - soft[row]).detach()
                 condition = soft_embed(scene.victim, slots[row], tokens, hard)
-                found = scene.victim.denoise(noisy[i : i + 1], t[i : i + 1], condition)
-                loss = (found - goal[i : i + 1]).square().mean()
+                prediction = scene.victim.denoise(noisy[i : i + 1], t[i : i + 1], condition)
+                loss = (prediction - goal[i : i + 1]).square().mean()
                 (soft[row].grad,) = torch.autograd.grad(loss, [soft[row]])
                 total += float(loss.detach())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             scene.spend("gradient steps", len(live))
             if step % self.every == 0 or step == self.steps:
-                texts = [words.texts(slots[r].filled(nearest(soft[r].detach(), table, usable)))[0] for r in live]
+                texts = [
+                    words.texts(slots[r].filled(nearest(soft[r].detach(), table, usable)))[0]
+                    for r in live
+                ]
                 yield Round(scene.live, texts=texts, loss=total / len(live))
 
 

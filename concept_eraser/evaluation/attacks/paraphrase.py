@@ -1,4 +1,4 @@
-"""Other words for the same thing: synonyms, paraphrases and translations from a prompt set, one after the other."""
+"""Paraphrases from a prompt set: synonyms, other wordings and translations, one after the other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene,
 
 @dataclass(frozen=True)
 class Paraphrase(Attack):
-    """prompts: a prompt set by name or file, e.g. tiny_star_synonyms; each attacked prompt is replaced by `tries` of its
-    texts, in a seeded order."""
+    """Replace each attacked prompt by `tries` texts of a prompt set, in a seeded order.
+
+    prompts: a prompt set by name or file, e.g. tiny_star_synonyms.
+    """
 
     title: ClassVar[str] = "Paraphrases from a list"
     source: ClassVar[str] = "HUB's axes, arXiv 2410.05664"

@@ -1,4 +1,4 @@
-"""Random tokens before the prompt: what an attack must beat."""
+"""Random tokens before the prompt: the baseline that an attack must beat."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import ClassVar
 
 import torch
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive, slots_of
-from concept_eraser.models.words import Where
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Round,
+    Scene,
+    require_positive,
+    slots_of,
+)
+from concept_eraser.models.vocabulary import Where
 
 
 @dataclass(frozen=True)
 class RandomTokens(Attack):
-    """k usable tokens drawn uniformly, anew in each of `tries` rounds."""
+    """k usable tokens, drawn uniformly and again in each of `tries` rounds."""
 
     title: ClassVar[str] = "Random tokens"
     source: ClassVar[str] = "a control"
@@ -33,7 +40,9 @@ class RandomTokens(Attack):
         usable = words.usable.nonzero()[:, 0]
         generator = scene.generator("random tokens")
         for _ in range(self.tries):
-            tokens = usable[torch.randint(len(usable), (len(scene.prompts), self.k), generator=generator)]
+            tokens = usable[
+                torch.randint(len(usable), (len(scene.prompts), self.k), generator=generator)
+            ]
             live = scene.live
             texts = words.texts(slots.filled(tokens.to(slots.ids.device)))
             yield Round(live, texts=[texts[i] for i in live.tolist()])

@@ -1,12 +1,13 @@
-"""Relearning: how few steps of fine-tuning on a few pictures of the concept bring it back?
+"""Relearning: the number of fine-tuning steps on a few images that recover the concept.
 
-A LoRA (arXiv 2106.09685, by peft) on the denoiser's attention is trained on `images` of the original's pictures of the
-concept with the attacked prompts as captions and the plain denoising loss. After every few steps the prompts that have not
-shown it yet are drawn again; a prompt has fallen when it shows the concept once. It is trained on pictures of the very
-prompts it is judged by: this asks how much of the concept is still there, not how well it generalises. The victim itself is
-not changed: its adapter is removed at the end.
+A LoRA (arXiv 2106.09685, by peft) on the denoiser's attention is trained on `images` of the
+original model's images of the concept. The captions are the attacked prompts, and the loss is the
+plain denoising loss. After every few steps the remaining prompts are generated again. The attack
+succeeds on a prompt when one of its images shows the concept. Training and evaluation use the same
+prompts: the attack measures how much of the concept remains, not generalisation. The victim itself
+is not changed: its adapter is removed at the end.
 
-Needs the weights, as anyone has who can download the model.
+The attacker needs the weights, as anyone has who can download the model.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ ADAPTED = (".to_q", ".to_k", ".to_v", ".to_out.0")  # the projections of diffuse
 
 @dataclass(frozen=True)
 class Relearning(Attack):
-    """images: pictures of the concept to train on, the first ones of the batch; rank of the LoRA; pictures are drawn after
-    each `every` of `steps` steps."""
+    """Fine-tune a LoRA on a few images of the concept.
+
+    Args:
+        images: the number of training images, the first ones of the batch.
+        rank: of the LoRA.
+        every: images are generated after each `every` of `steps` steps.
+    """
 
     title: ClassVar[str] = "Relearning (LoRA)"
     source: ClassVar[str] = "ours"
@@ -41,7 +47,14 @@ class Relearning(Attack):
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        require_positive(images=self.images, rank=self.rank, steps=self.steps, every=self.every, batch=self.batch, lr=self.lr)  # fmt: skip
+        require_positive(
+            images=self.images,
+            rank=self.rank,
+            steps=self.steps,
+            every=self.every,
+            batch=self.batch,
+            lr=self.lr,
+        )
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         unet = scene.victim.denoiser
@@ -52,7 +65,9 @@ class Relearning(Attack):
         finally:
             adapter.remove()
 
-    def _train(self, scene: Scene, trained: list[torch.nn.Parameter]) -> Generator[Round, None, None]:
+    def _train(
+        self, scene: Scene, trained: list[torch.nn.Parameter]
+    ) -> Generator[Round, None, None]:
         for parameter in trained:
             parameter.requires_grad_(True)
         optimizer = torch.optim.Adam(trained, self.lr)
@@ -61,16 +76,24 @@ class Relearning(Attack):
         captions = scene.victim.encode(scene.prompts)
         for step in range(1, self.steps + 1):
             rows = torch.randint(count, (self.batch,), generator=generator)
-            t = torch.randint(0, scene.victim.timesteps, (self.batch,), generator=generator).to(scene.targets.device)
+            t = torch.randint(0, scene.victim.timesteps, (self.batch,), generator=generator).to(
+                scene.targets.device
+            )
             noisy, target = scene.noised(rows, t, generator)
-            loss = (scene.victim.denoise(noisy, t, captions[rows.to(t.device)]) - target).square().mean()
+            loss = (
+                (scene.victim.denoise(noisy, t, captions[rows.to(t.device)]) - target)
+                .square()
+                .mean()
+            )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
             scene.spend("gradient steps", self.batch)
             if step % self.every == 0 or step == self.steps:
                 live = scene.live
-                yield Round(live, texts=[scene.prompts[i] for i in live.tolist()], loss=float(loss.detach()))
+                yield Round(
+                    live, texts=[scene.prompts[i] for i in live.tolist()], loss=float(loss.detach())
+                )
 
 
 PLUGIN = Relearning

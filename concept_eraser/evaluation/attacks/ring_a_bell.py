@@ -1,17 +1,19 @@
-"""Ring-A-Bell: prompts whose encoding lies where the concept's direction points; the diffusion model is never asked.
+"""Ring-A-Bell: prompts whose encoding follows the concept's direction in the text encoder.
 
-Tsai et al., "Ring-A-Bell! How Reliable are Concept Removal Methods for Diffusion Models?", ICLR 2024, arXiv 2310.10012.
-With T the original text encoder, from pairs of prompts with and without the concept
+Tsai et al., "Ring-A-Bell! How Reliable are Concept Removal Methods for Diffusion Models?", ICLR
+2024, arXiv 2310.10012. With T the original text encoder, from pairs of prompts with and without the
+concept
 
     v = mean_i [ T(with_i) - T(without_i) ],     goal = T(prompt) + strength v,      [tokens, width]
 
-a genetic search over K tokens minimises ||T(candidate) - goal||^2: the better half stays, children by crossing over at
-one point with a random partner (probability 0.5), one token mutated (0.25).
+A genetic search over K tokens minimises ||T(candidate) - goal||^2. The better half stays. Children
+come from crossover at one point with a random partner (probability 0.5). One token mutates (0.25).
 
-Differences: the pairs are the wanted prompts and the same without the concept's word (the paper: 50 pairs by a language
-model); tokens that do not survive decoding are not in the pool; the fitness of all candidates is one batch. A picture is
-drawn after each `every` generations of the search (the paper: once, at the end). The prompts fit every model with the
-same text encoder, and are kept for the next one.
+Differences: the pairs are the wanted prompts and the same without the concept's word (the paper: 50
+pairs by a language model). The pool leaves out tokens that change under decoding. The fitness of
+all candidates is one batch. An image is generated after each `every` generations of the search (the
+paper: once, at the end). The prompts apply to every model with the same text encoder, so they are
+stored for the next one. The diffusion model is not used.
 """
 
 from __future__ import annotations
@@ -27,31 +29,44 @@ from concept_eraser.evaluation.attacks.base import Access, Scene, require_positi
 from concept_eraser.evaluation.attacks.blind import BlindAttack, Offer
 from concept_eraser.models.base import Condition, Model
 
-CHUNK = 256  # candidates encoded at once
+CHUNK = 256  # candidates per forward pass
 
 
 def concept_direction(model: Model, wanted: list[str], concept: str) -> Tensor:
-    """v above, [tokens, width]; texts without the concept's word say nothing and are left out."""
+    """The direction v above, [tokens, width]. Texts without the concept's word are left out."""
     pairs = sorted({text for text in wanted if concept in text})
     plain = [" ".join(text.replace(concept, " ").split()) for text in pairs]
     return (model.encode(pairs).tensors["states"] - model.encode(plain).tensors["states"]).mean(0)
 
 
-def next_generation(parents: Tensor, pool: Tensor, size: int, crossover: float, mutation: float, generator: torch.Generator) -> Tensor:  # fmt: skip
+def next_generation(
+    parents: Tensor,
+    pool: Tensor,
+    size: int,
+    crossover: float,
+    mutation: float,
+    generator: torch.Generator,
+) -> Tensor:
     """Parents [m, K] and children up to `size` rows."""
     families = [parents]
     while sum(len(f) for f in families) < size:
         partners = parents[torch.randint(len(parents), (len(parents),), generator=generator)]
-        cut = torch.randint(1, max(2, parents.shape[1]), (len(parents), 1), generator=generator)
-        crossed = torch.rand(len(parents), 1, generator=generator) < crossover
-        left = (torch.arange(parents.shape[1]) < cut) | ~crossed
-        pairs = torch.where(left, parents, partners), torch.where(left, partners, parents)
-        children = torch.stack(pairs, 1).flatten(0, 1)  # both of a pair, or a cut would always take the second ones
+        cut_point = torch.randint(
+            1, max(2, parents.shape[1]), (len(parents), 1), generator=generator
+        )
+        crossover_mask = torch.rand(len(parents), 1, generator=generator) < crossover
+        first_part = (torch.arange(parents.shape[1]) < cut_point) | ~crossover_mask
+        pairs = (
+            torch.where(first_part, parents, partners),
+            torch.where(first_part, partners, parents),
+        )
+        # interleave both children of a pair, or the cut at `size` would drop the second ones only
+        children = torch.stack(pairs, 1).flatten(0, 1)
         mutant = torch.rand(len(children), generator=generator) < mutation
         place = torch.randint(children.shape[1], (len(children),), generator=generator)
-        fresh = pool[torch.randint(len(pool), (len(children),), generator=generator)]
+        new_tokens = pool[torch.randint(len(pool), (len(children),), generator=generator)]
         rows = mutant.nonzero()[:, 0]
-        children[rows, place[rows]] = fresh[rows]
+        children[rows, place[rows]] = new_tokens[rows]
         families.append(children)
     return torch.cat(families)[:size]
 
@@ -75,11 +90,16 @@ class RingABell(BlindAttack):
     def __post_init__(self) -> None:
         require_positive(tokens=self.tokens, generations=self.generations, every=self.every)
         if self.population < 2 or not 0 <= self.crossover <= 1 or not 0 <= self.mutation <= 1:
-            raise ValueError(f"population must be at least 2, crossover and mutation in [0, 1]; found {self.population}, {self.crossover}, {self.mutation}")  # fmt: skip
+            raise ValueError(
+                "population must be at least 2, crossover and mutation in [0, 1]; found "
+                f"{self.population}, {self.crossover}, {self.mutation}"
+            )
 
     def goals(self, scene: Scene) -> Tensor:
         require_word(scene)
-        direction = concept_direction(scene.original, list(scene.corpus or scene.wanted), scene.concept)
+        direction = concept_direction(
+            scene.original, list(scene.corpus or scene.wanted), scene.concept
+        )
         return scene.original.encode(scene.prompts).tensors["states"] + self.strength * direction
 
     def pursue(self, scene: Scene, goal: Tensor, generator: torch.Generator) -> Iterator[Offer]:
@@ -90,7 +110,9 @@ class RingABell(BlindAttack):
         distances, calls = distances_to(model, crowd, goal), len(crowd)
         for generation in range(1, self.generations + 1):
             parents = crowd[distances.argsort()[: max(2, self.population // 2)]]
-            crowd = next_generation(parents, pool, self.population, self.crossover, self.mutation, generator)
+            crowd = next_generation(
+                parents, pool, self.population, self.crossover, self.mutation, generator
+            )
             distances = distances_to(model, crowd, goal)
             calls += len(crowd)
             if generation % self.every == 0 or generation == self.generations:
@@ -103,8 +125,11 @@ class RingABell(BlindAttack):
 def distances_to(model: Model, crowd: Tensor, goal: Tensor) -> Tensor:
     """||T(candidate) - goal||^2 of each candidate, [m], on the CPU."""
     ids = model.words.pack(crowd.tolist()).to(model.device)
-    found = [(model.embed(Condition({"ids": part})).tensors["states"] - goal).square().flatten(1).sum(1) for part in ids.split(CHUNK)]  # fmt: skip
-    return torch.cat(found).cpu()
+    parts = [
+        (model.embed(Condition({"ids": part})).tensors["states"] - goal).square().flatten(1).sum(1)
+        for part in ids.split(CHUNK)
+    ]
+    return torch.cat(parts).cpu()
 
 
 PLUGIN = RingABell

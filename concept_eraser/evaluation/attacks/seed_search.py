@@ -1,4 +1,4 @@
-"""The same prompt with other seeds: how much of an attack's success is only trying again."""
+"""Seed search: the same prompt with other seeds, the success of repetition alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from concept_eraser.environment import derive_seed
 from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.utils.provenance import derive_seed
 
 
 @dataclass(frozen=True)
 class SeedSearch(Attack):
-    """tries: pictures a prompt, each from a seed of its own."""
+    """tries: images per prompt, each with its own seed."""
 
     title: ClassVar[str] = "Seed search"
     source: ClassVar[str] = "a control"
@@ -27,7 +27,10 @@ class SeedSearch(Attack):
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         for i in range(self.tries):
             live = scene.live
-            seeds = [derive_seed(scene.seed, "seed search", scene.seeds[j], i) % 2**31 for j in live.tolist()]
+            seeds = [
+                derive_seed(scene.seed, "seed search", scene.seeds[j], i) % 2**31
+                for j in live.tolist()
+            ]
             yield Round(live, texts=[scene.prompts[j] for j in live.tolist()], seeds=seeds)
 
 

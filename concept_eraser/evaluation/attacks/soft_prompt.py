@@ -1,8 +1,9 @@
-"""A continuous offset of the prompt's embedding: an upper bound of what prompts can do, not a prompt anyone can type.
+"""Soft prompt: a continuous offset of the prompt's embedding, an upper bound for text prompts.
 
-For each prompt one offset delta [tokens, width] minimises the training loss on pictures of the concept under
-e + delta, by Adam, with ||delta|| <= radius x ||e|| (Frobenius norms; 0 for no bound). Ours; the inner attack of
-adversarially robust erasure (FORUM, arXiv 2401.09257; AdvUnlearn, arXiv 2405.15234) is of this form.
+For each prompt one offset delta [tokens, width] minimises the training loss on images of the
+concept under e + delta. The optimiser is Adam, with ||delta|| <= radius x ||e|| (Frobenius norms; 0
+for no bound). The attack is ours. The inner attack of adversarially robust erasure (FORUM, arXiv
+2401.09257; AdvUnlearn, arXiv 2405.15234) has this form. Nobody can type such a prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from concept_eraser.models.base import Condition
 
 @dataclass(frozen=True)
 class SoftPrompt(Attack):
-    """steps of Adam at lr, a picture of every prompt after each `every` of them."""
+    """`steps` of Adam at `lr`. Each prompt gets an image after every `every` steps."""
 
     title: ClassVar[str] = "Soft prompt (an upper bound)"
     source: ClassVar[str] = "ours"
@@ -44,9 +45,21 @@ class SoftPrompt(Attack):
         for step in range(1, self.steps + 1):
             live = scene.live
             rows = live.to(states.device)
-            t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(states.device)
+            t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(
+                states.device
+            )
             noisy, target = scene.noised(live, t, generator)
-            losses = (scene.victim.denoise(noisy, t, Condition({"states": states[rows] + delta[rows]})) - target).square().flatten(1).mean(1)  # fmt: skip
+            losses = (
+                (
+                    scene.victim.denoise(
+                        noisy, t, Condition({"states": states[rows] + delta[rows]})
+                    )
+                    - target
+                )
+                .square()
+                .flatten(1)
+                .mean(1)
+            )
             (delta.grad,) = torch.autograd.grad(losses.sum(), [delta])
             optimizer.step()
             if self.radius:

@@ -1,17 +1,21 @@
-"""UnlearnDiffAtk: token distributions on the simplex that make the erased model denoise the concept's picture.
+"""UnlearnDiffAtk: token distributions on the simplex that make the erased model denoise the
+concept.
 
-Zhang et al., "To Generate or Not? Safety-Driven Unlearned Diffusion Models Are Still Easy To Generate Unsafe Images
-... For Now", ECCV 2024, arXiv 2310.11868, the objective it names UnlearnDiffAtk. For each prompt k free
-tokens, a distribution each, P [k, V]:
+Zhang et al., "To Generate or Not? Safety-Driven Unlearned Diffusion Models Are Still Easy To
+Generate Unsafe Images ... For Now", ECCV 2024, arXiv 2310.11868, the objective it names
+UnlearnDiffAtk. Each prompt has k free tokens with one distribution each, P [k, V]:
 
-    min_P E ||target - eps*(x_t, t, tokens ~ P)||^2,   x_t a noised picture of the concept by the original model,
+    min_P E ||target - eps*(x_t, t, tokens ~ P)||^2
 
-by Adam on P with straight-through gradients (hard sample forwards, its gradient clipped to [-1, 1] back to P) and a
-projection of every row onto the simplex. t ascends through the schedule, `iterations` steps at each; after each t the
-likeliest tokens become text, are tokenised again, and a picture decides. The erased model alone is asked.
+where x_t is a noised image of the concept by the original model. Adam updates P with
+straight-through gradients: the forward pass uses a hard sample, and its gradient goes to P, clipped
+to [-1, 1]. Each row is then projected onto the simplex. t ascends through the schedule, with
+`iterations` steps at each. After each t the likeliest tokens become text and are tokenised again.
+The judge decides on the image. Only the erased model is used.
 
-Differences: the projection is exact (by sorting) where the reference code bisects; prompts are attacked in batches, each
-with its own P, Adam state and noise; the paper's sampler (LMS, 50 steps) is the suite's.
+Differences: the projection is exact (by sorting) where the reference code bisects. Prompts are
+attacked in batches, each with its own P, Adam state and noise. The suite's sampler replaces the
+paper's (LMS, 50 steps).
 """
 
 from __future__ import annotations
@@ -23,14 +27,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive, slots_of, soft_embed
-from concept_eraser.models.words import Where
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Round,
+    Scene,
+    require_positive,
+    slots_of,
+    soft_embed,
+)
+from concept_eraser.models.vocabulary import Where
 
 
 def onto_simplex(rows: Tensor) -> Tensor:
     """The nearest points of the probability simplex: rows [..., V] -> [..., V].
 
-    max(a - mu, 0) with the mu at which they sum to 1, found by sorting (Held, Wolfe & Crowder 1974).
+    max(a - mu, 0) with the mu at which they sum to 1, found by sorting (Held, Wolfe & Crowder
+    1974).
     """
     ordered = rows.sort(dim=-1, descending=True).values
     excess = ordered.cumsum(-1) - 1
@@ -41,7 +54,11 @@ def onto_simplex(rows: Tensor) -> Tensor:
 
 
 class _Straight(torch.autograd.Function):
-    """Forward: the hard one-hot rows; backward: their gradient, clipped to [-1, 1], to the probabilities."""
+    """Straight-through estimator.
+
+    The forward pass returns the hard one-hot rows. The backward pass gives their gradient, clipped
+    to [-1, 1], to the probabilities.
+    """
 
     @staticmethod
     def forward(ctx: object, probabilities: Tensor, hard: Tensor) -> Tensor:
@@ -53,13 +70,20 @@ class _Straight(torch.autograd.Function):
 
 
 def schedule(times: int, timesteps: int) -> list[int]:
-    """`times` time steps in ascending order, evenly spread: for 50 of 1000 they are 10, 30, ..., 990."""
+    """`times` evenly spaced time steps in ascending order: for 50 of 1000 they are 10, 30, ...,
+    990.
+    """
     return [int((i + 0.5) * timesteps / times) for i in range(times)]
 
 
 @dataclass(frozen=True)
 class UnlearnDiffAtk(Attack):
-    """k: free tokens (the paper: 5 for nudity, 3 for styles and objects). times x iterations: the budget of gradient steps."""
+    """Optimise token distributions on the simplex.
+
+    Args:
+        k: free tokens (the paper: 5 for nudity, 3 for styles and objects).
+        times, iterations: their product is the budget of gradient steps.
+    """
 
     title: ClassVar[str] = "UnlearnDiffAtk"
     source: ClassVar[str] = "arXiv 2310.11868"
@@ -75,7 +99,9 @@ class UnlearnDiffAtk(Attack):
     def __post_init__(self) -> None:
         require_positive(k=self.k, times=self.times, iterations=self.iterations, lr=self.lr)
         if not 0 <= self.weight_decay < float("inf"):
-            raise ValueError(f"weight_decay must be at least 0 and finite, found {self.weight_decay}")
+            raise ValueError(
+                f"weight_decay must be at least 0 and finite, found {self.weight_decay}"
+            )
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         slots = slots_of(scene.victim, scene.prompts, self.k, self.where)
@@ -90,25 +116,45 @@ class UnlearnDiffAtk(Attack):
                 loss = self._step(scene, slots, free, optimizer, t, noise)
             live = scene.live
             best = free.detach()[live.to(free.device)].argmax(-1)
-            yield Round(live, texts=scene.victim.words.texts(slots[live.to(free.device)].filled(best)), loss=loss)
+            yield Round(
+                live,
+                texts=scene.victim.words.texts(slots[live.to(free.device)].filled(best)),
+                loss=loss,
+            )
 
-    def _step(self, scene: Scene, slots: object, free: Tensor, optimizer: torch.optim.Optimizer, t: int, generator: torch.Generator) -> float:  # fmt: skip
+    def _step(
+        self,
+        scene: Scene,
+        slots: object,
+        free: Tensor,
+        optimizer: torch.optim.Optimizer,
+        t: int,
+        generator: torch.Generator,
+    ) -> float:
         """One step of all live prompts; their mean loss."""
         live = scene.live
         rows = live.to(free.device)
-        chosen = free[rows]
-        flat = chosen.detach().flatten(0, 1)
-        tokens = torch.multinomial(flat.cpu(), 1, generator=generator).view(len(live), self.k).to(free.device)
-        hard = torch.nn.functional.one_hot(tokens, free.shape[-1]).to(chosen.dtype)
-        embedded = _Straight.apply(chosen, hard) @ scene.victim.table.detach()
+        probabilities = free[rows]
+        flat = probabilities.detach().flatten(0, 1)
+        tokens = (
+            torch.multinomial(flat.cpu(), 1, generator=generator)
+            .view(len(live), self.k)
+            .to(free.device)
+        )
+        hard = torch.nn.functional.one_hot(tokens, free.shape[-1]).to(probabilities.dtype)
+        straight = _Straight.apply(probabilities, hard)  # type: ignore[no-untyped-call]
+        embedded = straight @ scene.victim.table.detach()
         condition = soft_embed(scene.victim, slots[rows], tokens, embedded)  # type: ignore[index]
         times = torch.full((len(live),), t, device=free.device)
         noisy, target = scene.noised(live, times, generator)
-        losses = (scene.victim.denoise(noisy, times, condition) - target).square().flatten(1).mean(1)
+        losses = (
+            (scene.victim.denoise(noisy, times, condition) - target).square().flatten(1).mean(1)
+        )
         (free.grad,) = torch.autograd.grad(losses.sum(), [free])
         before = free.detach().clone()
         optimizer.step()
-        with torch.no_grad():  # Adam moves rows without a gradient too; those that fell stay as they are
+        # Adam also updates rows without a gradient; rows of successful prompts stay unchanged
+        with torch.no_grad():
             before[rows] = onto_simplex(free[rows])
             free.copy_(before)
         scene.spend("gradient steps", len(live))

@@ -1,1 +1,1 @@
-"""What two sets of pictures are compared by."""
+"""Image features, by which two sets of images are compared."""

@@ -1,4 +1,7 @@
-"""The judge's own features: what a suite's judge sees, the default. Comparable within one judge only."""
+"""The features of the suite's own judge, which are the default.
+
+Distances are comparable for one judge only.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from concept_eraser.evaluation.features.base import Features
 
 @dataclass(frozen=True)
 class JudgeFeatures(Features):
-    """judge: its name, or (from Python) the judge itself."""
+    """Features of a judge. judge: its name, or the judge itself (from Python)."""
 
     title: ClassVar[str] = "judge features"
     backend: ClassVar[str] = "judge"
@@ -37,15 +40,17 @@ class JudgeFeatures(Features):
     def protocol(self) -> dict[str, Any]:
         return {"model": type(self._judge).__name__, "resize": "none", "input_size": "as given"}
 
-    def prepare(self, picture: np.ndarray) -> Tensor:
-        return torch.tensor(picture)
+    def prepare(self, image: np.ndarray) -> Tensor:
+        return torch.tensor(image)
 
     def embed(self, batch: Tensor) -> Tensor:
         return torch.from_numpy(self._judge.features(batch.cpu()))
 
-    def extract(self, pictures: Tensor | Iterable[np.ndarray]) -> np.ndarray:
-        """A suite's pictures go to the judge as they are: it is quicker than the memory is."""
-        return self._judge.features(pictures) if isinstance(pictures, Tensor) else super().extract(pictures)
+    def extract(self, images: Tensor | Iterable[np.ndarray]) -> np.ndarray:
+        """Pass a suite's images directly to the judge, which is faster than the cache."""
+        return (
+            self._judge.features(images) if isinstance(images, Tensor) else super().extract(images)
+        )
 
 
 PLUGIN = JudgeFeatures

@@ -1,1 +1,1 @@
-"""Who looks at the pictures."""
+"""Judges, which decide whether an image shows a concept."""

@@ -1,4 +1,7 @@
-"""The judge of the bundled world: a small network that names shape, colour, style, background, or "none"."""
+"""The judge of the bundled data: a small network for shape, colour, style and background.
+
+Each attribute may be "none".
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from concept_eraser import resources
 from concept_eraser.data.prompts import Prompt
-from concept_eraser.errors import UserError
 from concept_eraser.evaluation.base import Judge
+from concept_eraser.models.families.clip import load_bundled_clip
 from concept_eraser.tiny import painter
-from concept_eraser.tiny.clip import cosine_scores, load_clip
 from concept_eraser.tiny.judge import CLASSES, JudgeNet, load_judge
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError
 
 
 @dataclass(frozen=True)
 class TinyJudge(Judge):
-    """See concept_eraser/tiny/tiny.json for its accuracy on painted and on garbage pictures."""
+    """concept_eraser/tiny/tiny.json holds its accuracy on painted and on garbage images."""
 
     classes = CLASSES
 
@@ -41,44 +45,75 @@ class TinyJudge(Judge):
         from transformers import CLIPTokenizer
 
         weights = resources.tiny_weights()
-        return load_clip(weights), CLIPTokenizer.from_pretrained(weights / "tiny-sd" / "tokenizer")
+        return load_bundled_clip(weights), CLIPTokenizer.from_pretrained(
+            weights / "tiny-sd" / "tokenizer"
+        )
 
-    def _scaled(self, pictures: Tensor) -> Tensor:
-        if pictures.shape[1:] != (painter.SIZE, painter.SIZE, 3):
-            raise UserError(f"the tiny judge looks at pictures of 64x64 pixels of the bundled world, found {tuple(pictures.shape[1:3])}")  # fmt: skip
-        return pictures.permute(0, 3, 1, 2).float().div(127.5).sub(1)
+    def _scaled(self, images: Tensor) -> Tensor:
+        if images.shape[1:] != (painter.SIZE, painter.SIZE, 3):
+            raise UserError(
+                "the tiny judge looks at images of 64x64 pixels of the bundled world, "
+                f"found {tuple(images.shape[1:3])}"
+            )
+        return images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
 
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         if value not in CLASSES.get(attribute, ()):
-            raise UserError(f"the tiny judge cannot see {attribute} {value!r}; it knows {', '.join(CLASSES)}")
-        return self.net.to(images.device)(images)[attribute].softmax(1)[:, CLASSES[attribute].index(value)]
+            raise UserError(
+                f"the tiny judge cannot see {attribute} {value!r}; it knows {', '.join(CLASSES)}"
+            )
+        logits: Tensor = self.net.to(images.device)(images)[attribute]
+        return logits.softmax(1)[:, CLASSES[attribute].index(value)]
 
     @torch.no_grad()
-    def look(self, pictures: Tensor) -> dict[str, np.ndarray]:
-        parts = [self.net(part) for part in self._scaled(pictures).split(256)]
-        best = {name: torch.cat([part[name] for part in parts]).argmax(1).numpy() for name in CLASSES}
+    def look(self, images: Tensor) -> dict[str, np.ndarray]:
+        parts = [self.net(part) for part in self._scaled(images).split(256)]
+        best = {
+            name: torch.cat([part[name] for part in parts]).argmax(1).numpy() for name in CLASSES
+        }
         return {name: np.array(CLASSES[name])[index] for name, index in best.items()}
 
     @torch.no_grad()
-    def features(self, pictures: Tensor) -> np.ndarray:
-        return torch.cat([self.net.features(part) for part in self._scaled(pictures).split(256)]).numpy()
+    def features(self, images: Tensor) -> np.ndarray:
+        return torch.cat(
+            [self.net.features(part) for part in self._scaled(images).split(256)]
+        ).numpy()
 
-    def clip_scores(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
+    def clip_scores(self, images: Tensor, captions: Sequence[str]) -> np.ndarray:
         clip, tokenizer = self._clip
-        return cosine_scores(clip, tokenizer, self._scaled(pictures), list(captions)).numpy()
+        return _cosine_scores(clip, tokenizer, self._scaled(images), list(captions)).numpy()
 
-    def reference_pictures(self, rows: Sequence[Prompt], seed: int) -> Tensor:
-        """Freshly painted pictures of the scenes that the prompts describe; what a prompt leaves open is random."""
+    def reference_images(self, rows: Sequence[Prompt], seed: int) -> Tensor:
+        """Paint new images of the scenes that the prompts describe.
+
+        An attribute that a prompt does not state is random.
+        """
         rng = np.random.default_rng([seed, 77])
-        pictures = []
+        images = []
         for row in rows:
-            drawn = painter.random_scene(rng)
-            named = {k: v for k, v in row.fields.items() if k in ("shape", "color", "style", "background")}
-            pictures.append(painter.paint(painter.Scene(**{**vars(drawn), **named}), rng))
-        return torch.from_numpy(np.stack(pictures))
+            scene = painter.random_scene(rng)
+            attributes = {
+                k: v
+                for k, v in row.fields.items()
+                if k in ("shape", "color", "style", "background")
+            }
+            images.append(painter.paint(painter.PaintedScene(**{**vars(scene), **attributes}), rng))
+        return torch.from_numpy(np.stack(images))
 
     def reference_features(self, rows: Sequence[Prompt], seed: int) -> np.ndarray:
-        return self.features(self.reference_pictures(rows, seed))
+        return self.features(self.reference_images(rows, seed))
+
+
+@torch.no_grad()
+def _cosine_scores(clip: Any, tokenizer: Any, images: Tensor, captions: list[str]) -> Tensor:
+    """Cosine of each image [n, 3, 64, 64] in [-1, 1] with its own caption: [n]."""
+    scores = []
+    for start in range(0, len(captions), 256):
+        ids = tokenizer(captions[start : start + 256], padding=True, return_tensors="pt").input_ids
+        text = clip.text_projection(clip.text_model(ids).pooler_output)
+        image = clip.visual_projection(clip.vision_model(images[start : start + 256]).pooler_output)
+        scores.append((F.normalize(image, dim=-1) * F.normalize(text, dim=-1)).sum(1))
+    return torch.cat(scores)
 
 
 PLUGIN = TinyJudge

@@ -1,1 +1,1 @@
-"""One number, one file."""
+"""Metrics, one per file."""

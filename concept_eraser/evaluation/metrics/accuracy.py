@@ -1,7 +1,7 @@
-"""Accuracy: how often a picture shows what its prompt asked for, attribute by attribute.
+"""Accuracy: the share of images that match their prompt, per attribute.
 
-In forget groups the erased attribute is left out (showing it is the failure, see concept_share), the others are
-kept: a "red star" that became a red circle has still kept its colour.
+Forget groups leave out the erased attribute, because showing it is the failure (see concept_rate).
+The other attributes still count: a "red star" that became a red circle has kept its colour.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import ClassVar
 import numpy as np
 
 from concept_eraser.evaluation.base import Evidence, Group, Metric, Result
-from concept_eraser.evaluation.metrics.concept_share import share_result
+from concept_eraser.evaluation.metrics.concept_rate import share_result
 
 
 @dataclass(frozen=True)
 class Accuracy(Metric):
-    """Share of pictures that show the asked value of each attribute; for retain groups also value by value."""
+    """Share of images with the prompt's value of each attribute; retain groups also per value."""
 
     title: ClassVar[str] = "Accuracy"
 
@@ -31,19 +31,35 @@ class Accuracy(Metric):
         return results
 
     def _attribute(self, group: Group, attribute: str) -> list[Result]:
-        asked = np.array([prompt.fields.get(attribute, "") for prompt in group.prompts])
-        stated = asked != ""
-        if stated.sum() < 2:
+        expected = np.array([prompt.fields.get(attribute, "") for prompt in group.prompts])
+        has_value = expected != ""
+        if has_value.sum() < 2:
             return []
-        right = {when: group.seen[when][attribute] == asked for when in ("before", "after")}
+        correct = {when: group.seen[when][attribute] == expected for when in ("before", "after")}
         metric = f"accuracy_{attribute}"
-        results = [share_result(metric, group.name, right["before"][stated], right["after"][stated], "higher")]
+        results = [
+            share_result(
+                metric,
+                group.name,
+                correct["before"][has_value],
+                correct["after"][has_value],
+                "higher",
+            )
+        ]
         if group.role != "retain":
             return results
-        for value in sorted(set(asked[stated])):
-            rows = asked == value
+        for value in sorted(set(expected[has_value])):
+            rows = expected == value
             if rows.sum() >= 2:
-                results.append(share_result(metric, f"{group.name}:{value}", right["before"][rows], right["after"][rows], "higher"))  # fmt: skip
+                results.append(
+                    share_result(
+                        metric,
+                        f"{group.name}:{value}",
+                        correct["before"][rows],
+                        correct["after"][rows],
+                        "higher",
+                    )
+                )
         return results
 
 

@@ -1,7 +1,8 @@
-"""CLIP score: agreement of each picture with its own prompt (Hessel et al., arXiv 2104.08718).
+"""CLIP score: agreement of each image with its own prompt (Hessel et al., arXiv 2104.08718).
 
-Scales in use: the cosine itself; x100, CLIP's logits before their softmax (MACE); x2.5, Hessel et al.'s 2.5 max(cosine, 0).
-Without `model` it is the judge's own CLIP, under the name `clip_score`; with one it is open_clip's, as `clip_score_open_clip`.
+Scales in use: the cosine itself; x100, CLIP's logits before their softmax (MACE); x2.5, Hessel et
+al.'s 2.5 max(cosine, 0). Without `model` the score uses the judge's own CLIP, under the name
+`clip_score`. With `model` it uses open_clip, under the name `clip_score_open_clip`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import numpy as np
 from torch import Tensor
 
 from concept_eraser import registry
-from concept_eraser.errors import UserError, unknown
 from concept_eraser.evaluation.base import Evidence, Metric, Result
-from concept_eraser.evaluation.features.clip import Clip
-from concept_eraser.evaluation.metrics.concept_share import mean_result
+from concept_eraser.evaluation.features.clip import ClipFeatures
+from concept_eraser.evaluation.metrics.concept_rate import mean_result
+from concept_eraser.utils.errors import UserError, unknown
 
 SCALES = ("cosine", "x100", "x2.5")
 
 
 @dataclass(frozen=True)
 class ClipScore(Metric):
-    """Mean score on the neighbour and retain groups, and the paired difference. model, weights: see the feature `clip`."""
+    """Mean score on the neighbour and retain groups, and the paired difference.
+
+    model, weights: see the feature `clip`.
+    """
 
     title: ClassVar[str] = "CLIP score"
     model: str | None = None
@@ -36,12 +40,17 @@ class ClipScore(Metric):
         if self.scale not in SCALES:
             raise unknown("scale of the CLIP score", self.scale, SCALES)
         if self.weights and not self.model:
-            raise UserError(f"clip_score: weights {self.weights!r} need the `model` they belong to, e.g. ViT-B-32")
+            raise UserError(
+                f"clip_score: weights {self.weights!r} need the `model` they belong to, "
+                "e.g. ViT-B-32"
+            )
 
     @cached_property
-    def _clip(self) -> Clip:
-        given = {"model": self.model, "weights": self.weights}
-        return registry.build("feature", "clip", {key: value for key, value in given.items() if value})
+    def _clip(self) -> ClipFeatures:
+        arguments = {"model": self.model, "weights": self.weights}
+        options = {key: value for key, value in arguments.items() if value}
+        features: ClipFeatures = registry.build("feature", "clip", options)
+        return features
 
     def called(self) -> str:
         return "clip_score_open_clip" if self.model else "clip_score"
@@ -53,8 +62,13 @@ class ClipScore(Metric):
             if group.role == "forget":
                 continue
             texts = [prompt.text for prompt in group.prompts]
-            scores = {when: self._scores(evidence, group.pictures[when], texts) for when in ("before", "after")}
-            results.append(mean_result(name, group.name, scores["before"], scores["after"], "higher", settings))
+            scores = {
+                when: self._scores(evidence, group.images[when], texts)
+                for when in ("before", "after")
+            }
+            results.append(
+                mean_result(name, group.name, scores["before"], scores["after"], "higher", settings)
+            )
         return results
 
     def _described(self) -> tuple[str, dict[str, Any]]:
@@ -63,8 +77,12 @@ class ClipScore(Metric):
             return "clip_score", {"model": "tiny CLIP", "scale": self.scale}
         return "clip_score_open_clip", {**self._clip.settings, "scale": self.scale}
 
-    def _scores(self, evidence: Evidence, pictures: Tensor, texts: Sequence[str]) -> np.ndarray:
-        cosines = self._clip.cosines(pictures, texts) if self.model else evidence.judge.clip_scores(pictures, texts)
+    def _scores(self, evidence: Evidence, images: Tensor, texts: Sequence[str]) -> np.ndarray:
+        cosines = (
+            self._clip.cosines(images, texts)
+            if self.model
+            else evidence.judge.clip_scores(images, texts)
+        )
         if self.scale == "x2.5":
             return 2.5 * cosines.clip(min=0)
         return 100 * cosines if self.scale == "x100" else cosines

@@ -1,7 +1,9 @@
-"""LPIPS: how much a picture that should be kept has changed (Zhang et al., arXiv 1801.03924), version 0.1.
+"""LPIPS: the change of the images of retained prompts (Zhang et al., arXiv 1801.03924), version
+0.1.
 
-Between the pictures before and after of the same prompt and seed. Computed by torchmetrics, or by the authors' package
-`lpips`; both bring the linear layers, and take the network's ImageNet weights from torch's cache. Nothing is fetched.
+Between the images before and after of the same prompt and seed. Computed by torchmetrics, or by the
+authors' package `lpips`; both bring the linear layers, and take the network's ImageNet weights from
+torch's cache. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -17,17 +19,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from concept_eraser.errors import UserError, first_line, unknown
 from concept_eraser.evaluation.base import Evidence, Metric, Result
 from concept_eraser.evaluation.features.base import device, file_hash
 from concept_eraser.evaluation.statistics import mean_interval
+from concept_eraser.utils.errors import UserError, first_line, unknown
 
-FILES = {"alex": "alexnet-owt-7be5be79.pth", "vgg": "vgg16-397923af.pth", "squeeze": "squeezenet1_1-b8a52dc0.pth"}
+FILES = {
+    "alex": "alexnet-owt-7be5be79.pth",
+    "vgg": "vgg16-397923af.pth",
+    "squeeze": "squeezenet1_1-b8a52dc0.pth",
+}
 
 
 @dataclass(frozen=True)
 class Lpips(Metric):
-    """Mean over the pairs of a neighbour or retain group; 0: the same pictures. net: alex (the paper's for reports), vgg, squeeze."""
+    """Mean over the pairs of a neighbour or retain group; 0 means equal images.
+
+    Args:
+        net: alex (the paper's choice for reports), vgg or squeeze.
+    """
 
     title: ClassVar[str] = "LPIPS"
     net: str = "alex"
@@ -44,7 +54,11 @@ class Lpips(Metric):
     def _file(self) -> Path:
         path = Path(torch.hub.get_dir()) / "checkpoints" / FILES[self.net]
         if not path.is_file():
-            raise UserError(f"LPIPS needs the ImageNet weights {path.name}, and nothing is downloaded: put the file into {path.parent}, or leave lpips out of the suite's metrics")  # fmt: skip
+            raise UserError(
+                f"LPIPS needs the ImageNet weights {path.name}, and nothing is "
+                f"downloaded: put the file into {path.parent}, or leave lpips out of the "
+                "suite's metrics"
+            )
         return path
 
     @cached_property
@@ -59,33 +73,62 @@ class Lpips(Metric):
 
             return lpips.LPIPS(net=self.net, verbose=False).eval().to(device())
         except ImportError:
-            raise UserError("LPIPS is computed by the package torchmetrics or lpips; `pip install torchmetrics`, or leave lpips out of the suite's metrics") from None  # fmt: skip
+            raise UserError(
+                "LPIPS is computed by the package torchmetrics or lpips; `pip install "
+                "torchmetrics`, or leave lpips out of the suite's metrics"
+            ) from None
         except (RuntimeError, ValueError, OSError) as error:
-            raise UserError(f"{file} cannot be read as {file.name} ({first_line(error)}); is it whole?") from None
+            raise UserError(
+                f"{file} cannot be read as {file.name} ({first_line(error)}); is it whole?"
+            ) from None
 
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         results = []
         for group in evidence.groups.values():
             if group.role != "forget":
-                changed = mean_interval(self._pairs(group.pictures["before"], group.pictures["after"]))
-                results.append(Result("lpips", group.name, changed, "lower", settings=self._described(group.pictures["after"])))  # fmt: skip
+                distance = mean_interval(self._pairs(group.images["before"], group.images["after"]))
+                results.append(
+                    Result(
+                        "lpips",
+                        group.name,
+                        distance,
+                        "lower",
+                        settings=self._described(group.images["after"]),
+                    )
+                )
         return results
 
-    def _described(self, pictures: Tensor) -> dict[str, Any]:
-        size = "x".join(map(str, pictures.shape[1:3]))
-        return {"backend": self._backend, "model": self.net, "weights": file_hash(self._file), "resize": "none", "input_size": size}  # fmt: skip
+    def _described(self, images: Tensor) -> dict[str, Any]:
+        size = "x".join(map(str, images.shape[1:3]))
+        return {
+            "backend": self._backend,
+            "model": self.net,
+            "weights": file_hash(self._file),
+            "resize": "none",
+            "input_size": size,
+        }
 
     @torch.no_grad()
     def _pairs(self, before: Tensor, after: Tensor) -> np.ndarray:
-        """[n, h, w, 3] uint8 twice -> [n]. Raises UserError for pictures too small for the network."""
-        found = []
+        """LPIPS of pairs of images, [n, h, w, 3] uint8 twice -> [n].
+
+        Raises:
+            UserError: the images are too small for the network.
+        """
+        distances = []
         for one, other in zip(before.split(16), after.split(16), strict=True):
-            scaled = [part.permute(0, 3, 1, 2).float().div(127.5).sub(1).to(device()) for part in (one, other)]
+            scaled = [
+                part.permute(0, 3, 1, 2).float().div(127.5).sub(1).to(device())
+                for part in (one, other)
+            ]
             try:
-                found.append(self._net(*scaled).flatten().cpu())
+                distances.append(self._net(*scaled).flatten().cpu())
             except RuntimeError as error:
-                raise UserError(f"LPIPS cannot look at pictures of {tuple(before.shape[1:3])} pixels ({first_line(error)})") from None  # fmt: skip
-        return torch.cat(found).numpy()
+                raise UserError(
+                    f"LPIPS cannot look at images of {tuple(before.shape[1:3])} pixels "
+                    f"({first_line(error)})"
+                ) from None
+        return torch.cat(distances).numpy()
 
 
 PLUGIN = Lpips

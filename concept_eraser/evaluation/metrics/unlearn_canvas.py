@@ -1,10 +1,12 @@
-"""UA, IRA and CRA of UnlearnCanvas (arXiv 2402.11846): what is gone, what is kept in the domain, what is kept across domains.
+"""UA, IRA and CRA of UnlearnCanvas (arXiv 2402.11846).
 
-* UA   share of the forgotten prompts' pictures in which the concept is *not* seen                (forget groups)
-* IRA  accuracy on the concept's own attribute for other values: other shapes if a shape is erased (retain groups)
-* CRA  accuracy on all other attributes a prompt states: colour, style, ... ; a picture's part of them that is right
+The three numbers measure forgetting, retention in the domain, and retention across domains.
 
-UA counts a picture of nothing as unlearned; read it beside `none_share` (concept_share).
+* UA   (forget groups) share of images in which the judge does *not* detect the concept
+* IRA  (retain groups) accuracy on the concept's own attribute for other values, e.g. other shapes
+* CRA  (retain groups) per image, the share of correct attributes among all others in the prompt
+
+UA counts an image without an object as unlearned; read it with `no_object_rate` (concept_rate).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from concept_eraser.evaluation.base import Evidence, Group, Metric, Result
-from concept_eraser.evaluation.metrics.concept_share import mean_result, share_result
+from concept_eraser.evaluation.metrics.concept_rate import mean_result, share_result
 
 
 @dataclass(frozen=True)
@@ -30,24 +32,54 @@ class UnlearnCanvas(Metric):
         results: list[Result] = []
         for group in evidence.groups.values():
             if group.role == "forget":
-                missed = {when: group.seen[when][attribute] != value for when in ("before", "after")}
-                results.append(share_result("ua", group.name, missed["before"], missed["after"], "higher"))
+                missed = {
+                    when: group.seen[when][attribute] != value for when in ("before", "after")
+                }
+                results.append(
+                    share_result("ua", group.name, missed["before"], missed["after"], "higher")
+                )
             elif group.role == "retain":
-                results += self._kept(group, attribute, [a for a in evidence.judge.classes if a != attribute])
+                results += self._kept(
+                    group, attribute, [a for a in evidence.judge.classes if a != attribute]
+                )
         return results
 
     def _kept(self, group: Group, attribute: str, others: list[str]) -> list[Result]:
-        asked = {a: np.array([prompt.fields.get(a, "") for prompt in group.prompts]) for a in (attribute, *others)}
-        right = {when: {a: group.seen[when][a] == asked[a] for a in asked} for when in ("before", "after")}
+        expected = {
+            a: np.array([prompt.fields.get(a, "") for prompt in group.prompts])
+            for a in (attribute, *others)
+        }
+        correct = {
+            when: {a: group.seen[when][a] == expected[a] for a in expected}
+            for when in ("before", "after")
+        }
         results = []
-        stated = asked[attribute] != ""
-        if stated.sum() >= 2:
-            results.append(share_result("ira", group.name, right["before"][attribute][stated], right["after"][attribute][stated], "higher"))  # fmt: skip
-        told = np.array([asked[a] != "" for a in others])  # [attributes, pictures]
-        rows = told.any(0) if len(others) else np.zeros(len(stated), bool)
+        has_value = expected[attribute] != ""
+        if has_value.sum() >= 2:
+            results.append(
+                share_result(
+                    "ira",
+                    group.name,
+                    correct["before"][attribute][has_value],
+                    correct["after"][attribute][has_value],
+                    "higher",
+                )
+            )
+        has_values = np.array([expected[a] != "" for a in others])  # [attributes, images]
+        rows = has_values.any(0) if len(others) else np.zeros(len(has_value), bool)
         if rows.sum() >= 2:
-            parts = {when: ((np.array([right[when][a] for a in others]) & told).sum(0)[rows] / told.sum(0)[rows]) for when in right}  # fmt: skip
-            results.append(mean_result("cra", group.name, parts["before"], parts["after"], "higher", bounds=(0, 1)))
+            parts = {
+                when: (
+                    (np.array([correct[when][a] for a in others]) & has_values).sum(0)[rows]
+                    / has_values.sum(0)[rows]
+                )
+                for when in correct
+            }
+            results.append(
+                mean_result(
+                    "cra", group.name, parts["before"], parts["after"], "higher", bounds=(0, 1)
+                )
+            )
         return results
 
 

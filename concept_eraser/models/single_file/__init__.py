@@ -1,18 +1,21 @@
 """Checkpoints of one file, in the layout of the original code, as A1111, ComfyUI, Forge take them.
 
-A file holds weights alone: the architecture, scheduler and tokenizer come from a diffusers folder. One table of places a
-family serves both directions; the witness of the tests is diffusers' own reader.
+A file holds weights alone: the architecture, scheduler and tokenizer come from a diffusers folder.
+One table of places a family serves both directions; the witness of the tests is diffusers' own
+reader.
 
-    family     denoiser                  text encoders                                          VAE
-    SD 1       model.diffusion_model.*   cond_stage_model.transformer.text_model.*              first_stage_model.*
-    SD 2                                 cond_stage_model.model.* (OpenCLIP)
-    SDXL                                 conditioner.embedders.0.transformer.text_model.*,
-                                         conditioner.embedders.1.model.* (OpenCLIP)
-    SD 3                                 text_encoders.{clip_l,clip_g,t5xxl}.transformer.*
-    Flux       no prefix                 not written: its files hold the transformer alone
+    family  denoiser                 text encoders
+    SD 1    model.diffusion_model.*  cond_stage_model.transformer.text_model.*
+    SD 2                             cond_stage_model.model.* (OpenCLIP)
+    SDXL                             conditioner.embedders.0.transformer.text_model.*,
+                                     conditioner.embedders.1.model.* (OpenCLIP)
+    SD 3                             text_encoders.{clip_l,clip_g,t5xxl}.transformer.*
+    Flux    no prefix                not written: its files hold the transformer alone
 
-Read is a whole file by diffusers' `from_single_file`, which needs no weights beside it; a file of some parts is put on a
-loaded pipeline (`place_on`), from which the other parts come.
+The VAE is first_stage_model.* (not written for Flux).
+
+Read is a whole file by diffusers' `from_single_file`, which needs no weights beside it; a file of
+some parts is put on a loaded pipeline (`place_on`), from which the other parts come.
 """
 
 from __future__ import annotations
@@ -26,24 +29,45 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from concept_eraser.errors import UserError
 from concept_eraser.models.base import Model
 from concept_eraser.models.folder_check import check_pipeline
 from concept_eraser.models.single_file import ldm, text, transformers
 from concept_eraser.models.single_file.places import Place
+from concept_eraser.utils.errors import UserError
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _DENOISERS = (UNET, "double_blocks.", "joint_blocks.")  # the last two: files of a transformer alone
-_OTHERS = {VAE: "vae", "vae.": "vae", "cond_stage_model.": "text_encoder", "conditioner.embedders.0.": "text_encoder", "conditioner.embedders.1.": "text_encoder_2", "text_encoders.clip_l.": "text_encoder", "text_encoders.clip_g.": "text_encoder_2", "text_encoders.t5xxl.": "text_encoder_3"}  # fmt: skip
-_CLASSES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline")  # read by diffusers
+_OTHERS = {
+    VAE: "vae",
+    "vae.": "vae",
+    "cond_stage_model.": "text_encoder",
+    "conditioner.embedders.0.": "text_encoder",
+    "conditioner.embedders.1.": "text_encoder_2",
+    "text_encoders.clip_l.": "text_encoder",
+    "text_encoders.clip_g.": "text_encoder_2",
+    "text_encoders.t5xxl.": "text_encoder_3",
+}
+# read by diffusers
+_CLASSES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline")
 
 
 def parts_in(names: Iterable[str]) -> set[str]:
-    """The parts that a file's tensors are of; none where it has no denoiser in an original layout."""
-    listed = list(names)
-    if not any(name.startswith(_DENOISERS) for name in listed) or any("lora" in name for name in listed):
+    """The parts that a file's tensors are of; none where it has no denoiser in an original
+    layout.
+    """
+    tensor_names = list(names)
+    if not any(name.startswith(_DENOISERS) for name in tensor_names) or any(
+        "lora" in name for name in tensor_names
+    ):
         return set()
-    return {"denoiser", *(part for prefix, part in _OTHERS.items() if any(n.startswith(prefix) for n in listed))}
+    return {
+        "denoiser",
+        *(
+            part
+            for prefix, part in _OTHERS.items()
+            if any(n.startswith(prefix) for n in tensor_names)
+        ),
+    }
 
 
 def places(model: Model) -> list[Place]:
@@ -51,17 +75,26 @@ def places(model: Model) -> list[Place]:
 
     Raises UserError for a pipeline whose parts the original code does not have.
     """
-    found: list[Place] = []
+    entries: list[Place] = []
     layout = {"sd": _sd, "sdxl": _sdxl, "sd3": _sd3, "flux": _flux}.get(model.family)
     if layout is None:
-        raise UserError(f"{model.source}: there is no layout of single files for the family {model.family!r}; export --to diffusers")  # fmt: skip
+        raise UserError(
+            f"{model.source}: there is no layout of single files for the family "
+            f"{model.family!r}; export --to diffusers"
+        )
     try:
         for place in layout(model.parts):
-            found.append(place)
+            entries.append(place)
     except (KeyError, ValueError, TypeError) as error:
-        last = error.args[0] if isinstance(error, KeyError) else f"what follows {found[-1].sources[0] if found else 'its beginning'}"  # fmt: skip
-        raise UserError(f"{model.source}: the original code has no place for {last}; export --to diffusers") from None
-    return found
+        position = (
+            error.args[0]
+            if isinstance(error, KeyError)
+            else f"what follows {entries[-1].sources[0] if entries else 'its beginning'}"
+        )
+        raise UserError(
+            f"{model.source}: the original code has no place for {position}; export --to diffusers"
+        ) from None
+    return entries
 
 
 def _sd(parts: Mapping[str, Any]) -> Iterator[Place]:
@@ -77,26 +110,39 @@ def _sd(parts: Mapping[str, Any]) -> Iterator[Place]:
 def _sdxl(parts: Mapping[str, Any]) -> Iterator[Place]:
     yield from ldm.unet(parts["denoiser"], UNET)
     yield from ldm.vae(parts["vae"], VAE)
-    yield from text.clip("text_encoder", parts["text_encoder"], "conditioner.embedders.0.transformer.")
-    yield from text.open_clip("text_encoder_2", parts["text_encoder_2"], "conditioner.embedders.1.model.")
+    yield from text.clip(
+        "text_encoder", parts["text_encoder"], "conditioner.embedders.0.transformer."
+    )
+    yield from text.open_clip(
+        "text_encoder_2", parts["text_encoder_2"], "conditioner.embedders.1.model."
+    )
 
 
 def _sd3(parts: Mapping[str, Any]) -> Iterator[Place]:
     yield from transformers.sd3(parts["denoiser"], UNET)
     yield from ldm.vae(parts["vae"], VAE)
-    for place in text.clip("text_encoder", parts["text_encoder"], "text_encoders.clip_l.transformer."):
-        if place.sources != ("text_projection.weight",):  # readers take the identity: see _check_projection
+    for place in text.clip(
+        "text_encoder", parts["text_encoder"], "text_encoders.clip_l.transformer."
+    ):
+        # readers take the identity: see _check_projection
+        if place.sources != ("text_projection.weight",):
             yield place
-    yield from text.clip("text_encoder_2", parts["text_encoder_2"], "text_encoders.clip_g.transformer.")
+    yield from text.clip(
+        "text_encoder_2", parts["text_encoder_2"], "text_encoders.clip_g.transformer."
+    )
     if "text_encoder_3" in parts:
-        yield from text.t5("text_encoder_3", parts["text_encoder_3"], "text_encoders.t5xxl.transformer.")
+        yield from text.t5(
+            "text_encoder_3", parts["text_encoder_3"], "text_encoders.t5xxl.transformer."
+        )
 
 
 def _flux(parts: Mapping[str, Any]) -> Iterator[Place]:
     yield from transformers.flux(parts["denoiser"])
     yield from ldm.vae(parts["vae"], VAE)
     yield from text.clip("text_encoder", parts["text_encoder"], "text_encoders.clip_l.transformer.")
-    yield from text.t5("text_encoder_2", parts["text_encoder_2"], "text_encoders.t5xxl.transformer.")
+    yield from text.t5(
+        "text_encoder_2", parts["text_encoder_2"], "text_encoders.t5xxl.transformer."
+    )
 
 
 def written_parts(model: Model) -> list[str]:
@@ -105,99 +151,158 @@ def written_parts(model: Model) -> list[str]:
 
 
 def original_layout(model: Model) -> dict[str, Tensor]:
-    """The tensors of the parts that are written, under their original names. Raises UserError, see `places`."""
+    """The tensors of the parts that are written, under their original names. Raises UserError, see
+    `places`.
+    """
     _check_projection(model)
     own = {part: module.state_dict() for part, module in model.parts.items()}
-    return {place.name: place.joined(own[place.part]) for place in places(model) if place.part in written_parts(model)}
+    return {
+        place.name: place.joined(own[place.part])
+        for place in places(model)
+        if place.part in written_parts(model)
+    }
 
 
 def _check_projection(model: Model) -> None:
-    """SD 3's files have no projection of the first CLIP: diffusers and ComfyUI take the identity for it."""
+    """SD 3's files have no projection of the first CLIP: diffusers and ComfyUI take the identity
+    for it.
+    """
     if model.family == "sd3":
         matrix = model.parts["text_encoder"].state_dict()["text_projection.weight"]
-        if matrix.device.type != "meta" and not torch.equal(matrix, torch.eye(*matrix.shape).to(matrix)):
-            raise UserError(f"{model.source}: the projection of the first text encoder is not the identity, which every reader of a single SD 3 file takes it for; export --to diffusers")  # fmt: skip
+        if matrix.device.type != "meta" and not torch.equal(
+            matrix, torch.eye(*matrix.shape).to(matrix)
+        ):
+            raise UserError(
+                f"{model.source}: the projection of the first text encoder is not the "
+                "identity, which every reader of a single SD 3 file takes it for; "
+                "export --to diffusers"
+            )
 
 
 def write(model: Model, file: Path) -> None:
-    """Write a pipeline as one file in the original layout. Raises UserError, see `original_layout`."""
+    """Write a pipeline as one file in the original layout. Raises UserError, see
+    `original_layout`.
+    """
     layout = original_layout(model)
     tensors = {name: value.detach().cpu().contiguous() for name, value in layout.items()}
-    seen: set[int] = set()
+    pointers: set[int] = set()
     for name, value in tensors.items():  # T5's table has two names
-        tensors[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
+        tensors[name] = value.clone() if value.data_ptr() in pointers else value
+        pointers.add(value.data_ptr())
     save_file(tensors, file, metadata={"format": "pt"})
 
 
 def place_on(model: Model, tensors: Mapping[str, Tensor], source: str) -> list[str]:
     """Put what a file holds on a loaded pipeline, part by part; the parts that were changed.
 
-    Raises UserError where a part is not complete there, has another shape, or has tensors that the model has no place for.
+    Raises UserError where a part is not complete there, has another shape, or has tensors that the
+    model has no place for.
     """
-    held = parts_in(tensors)
+    file_parts = parts_in(tensors)
     if model.family == "flux":  # whose second reader is the T5
-        held = {"text_encoder_2" if part == "text_encoder_3" else part for part in held}
+        file_parts = {"text_encoder_2" if part == "text_encoder_3" else part for part in file_parts}
     file = _spelled_alike(tensors, bare=model.family == "flux")
-    known = [place for place in places(model) if place.part in held]
-    missing = next((p for p in known if p.name not in file and not p.name.endswith("embed_tokens.weight")), None)
-    extra = file.keys() - {p.name for p in known}
-    strange = min((n for n in extra if n.startswith(_DENOISERS)), default=None)
-    if missing or strange or not known:
-        found = f"it has nothing for {missing.name}" if missing else f"the model has no place for {strange}"
-        raise UserError(f"{source} does not fit {model.source}: {found}; was it made for another architecture?")
-    for part in sorted(held):
+    part_places = [place for place in places(model) if place.part in file_parts]
+    absent = next(
+        (
+            p
+            for p in part_places
+            if p.name not in file and not p.name.endswith("embed_tokens.weight")
+        ),
+        None,
+    )
+    extra = file.keys() - {p.name for p in part_places}
+    unplaced = min((n for n in extra if n.startswith(_DENOISERS)), default=None)
+    if absent or unplaced or not part_places:
+        cause = (
+            f"it has nothing for {absent.name}"
+            if absent
+            else f"the model has no place for {unplaced}"
+        )
+        raise UserError(
+            f"{source} does not fit {model.source}: {cause}; was it made for another architecture?"
+        )
+    for part in sorted(file_parts):
         own: dict[str, Tensor] = model.parts[part].state_dict()
-        placed: dict[str, Tensor] = {}
-        for place in known:
+        part_tensors: dict[str, Tensor] = {}
+        for place in part_places:
             if place.part == part and place.name in file:
                 try:
-                    placed |= place.parted(file[place.name], own)
+                    part_tensors |= place.parted(file[place.name], own)
                 except (ValueError, RuntimeError, IndexError) as error:
                     raise UserError(f"{source} does not fit {model.source}: {error}") from None
-        model.parts[part].load_state_dict({k: v.to(own[k].dtype) for k, v in placed.items()}, strict=False)
-    return sorted(held)
+        model.parts[part].load_state_dict(
+            {k: v.to(own[k].dtype) for k, v in part_tensors.items()}, strict=False
+        )
+    return sorted(file_parts)
 
 
 def _spelled_alike(tensors: Mapping[str, Tensor], *, bare: bool) -> dict[str, Tensor]:
-    """Some tools write `vae.` for `first_stage_model.`, and a transformer alone with or without its prefix."""
-    found = {}
-    prefixed = any(name.startswith(UNET) for name in tensors)
+    """Some tools write `vae.` for `first_stage_model.`, and a transformer alone with or without its
+    prefix.
+    """
+    renamed_tensors = {}
+    has_prefix = any(name.startswith(UNET) for name in tensors)
     for name, value in tensors.items():
         if name.startswith("vae."):
             name = VAE + name.removeprefix("vae.")
         elif bare:
             name = name.removeprefix(UNET)
-        elif not prefixed and not name.startswith(tuple(_OTHERS)):
+        elif not has_prefix and not name.startswith(tuple(_OTHERS)):
             name = UNET + name
-        found[name] = value
-    return found
+        renamed_tensors[name] = value
+    return renamed_tensors
 
 
 def read(file: Path, config: str, held: set[str]) -> Any:
-    """The pipeline of a single file that holds all parts, by diffusers' own reader; None where it does not, or where its
-    reader knows one size only (Flux). config: a diffusers folder of the same architecture; held: see `parts_in`.
+    """The pipeline of a single file that holds all parts, by diffusers' own reader; None where it
+    does not, or where its reader knows one size only (Flux). config: a diffusers folder of the same
+    architecture; held: see `parts_in`.
 
     Raises UserError where the two do not fit.
     """
     import diffusers
 
     content = check_pipeline(Path(config))
-    named = content.get("_class_name")
-    weighed = [n for n, kind in content.items() if n.startswith(("text_encoder", "vae")) and isinstance(kind, list) and all(kind)]  # fmt: skip
-    if named not in _CLASSES or not {"denoiser", *weighed} <= held:
+    class_name = content.get("_class_name")
+    weight_parts = [
+        n
+        for n, kind in content.items()
+        if n.startswith(("text_encoder", "vae")) and isinstance(kind, list) and all(kind)
+    ]
+    if class_name not in _CLASSES or not {"denoiser", *weight_parts} <= held:
         return None
-    absent = {n: None for n, kind in content.items() if kind == [None, None] or n in ("safety_checker", "feature_extractor")}  # fmt: skip
+    absent = {
+        n: None
+        for n, kind in content.items()
+        if kind == [None, None] or n in ("safety_checker", "feature_extractor")
+    }
     try:
-        pipeline = getattr(diffusers, named).from_single_file(str(file), config=config, local_files_only=True, **absent)
+        pipeline = getattr(diffusers, class_name).from_single_file(
+            str(file), config=config, local_files_only=True, **absent
+        )
         if "requires_safety_checker" in pipeline.config:
             pipeline.register_to_config(requires_safety_checker=False)
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as error:
-        raise UserError(f"{file} does not fit the configuration in {config}: {str(error).strip().splitlines()[0][:200]}") from error  # fmt: skip
-    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
-    missing = [f"{name}.{key}" for name, part in parts.items() for key, value in part.named_parameters() if value.is_meta]  # fmt: skip
-    if missing:
-        raise UserError(f"{file} does not fit the configuration in {config}: it has nothing for {missing[0]}")
+        raise UserError(
+            f"{file} does not fit the configuration in {config}: "
+            f"{str(error).strip().splitlines()[0][:200]}"
+        ) from error
+    parts = {
+        name: part
+        for name, part in pipeline.components.items()
+        if isinstance(part, torch.nn.Module)
+    }
+    gaps = [
+        f"{name}.{key}"
+        for name, part in parts.items()
+        for key, value in part.named_parameters()
+        if value.is_meta
+    ]
+    if gaps:
+        raise UserError(
+            f"{file} does not fit the configuration in {config}: it has nothing for {gaps[0]}"
+        )
     return pipeline
 
 
@@ -209,7 +314,9 @@ def read_as(file: Path, model: Any, held: set[str]) -> Any:
         for name, part in pipeline.components.items():
             if isinstance(part, torch.nn.Module):
                 config: Any = part if hasattr(part, "save_config") else part.config
-                (config.save_config if hasattr(config, "save_config") else config.save_pretrained)(where / name)
+                (config.save_config if hasattr(config, "save_config") else config.save_pretrained)(
+                    where / name
+                )
             elif part is not None:
                 part.save_pretrained(where / name)
         return read(file, folder, held)

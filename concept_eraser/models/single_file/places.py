@@ -1,4 +1,6 @@
-"""Where a tensor of ours stands in a single file: under one name there, made of one or of several of ours."""
+"""Where a tensor of ours stands in a single file: under one name there, made of one or of several
+of ours.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ How = Literal["same", "rows", "swap", "transpose", "conv"]
 
 @dataclass(frozen=True)
 class Place:
-    """part: ours ("denoiser"); name: in the file; sources: names in the part; how the file keeps them:
+    """part: ours ("denoiser"); name: in the file; sources: names in the part; how the file keeps
+    them:
 
-    same: as it is; rows: several, one below the other (a fused projection to q, k, v); swap: the halves of the rows
-    exchanged (shift and scale); transpose: a matrix transposed; conv: a linear layer [o, i] as a 1x1 convolution [o, i, 1, 1].
+    same: as it is; rows: several, one below the other (a fused projection to q, k, v); swap: the
+    halves of the rows exchanged (shift and scale); transpose: a matrix transposed; conv: a linear
+    layer [o, i] as a 1x1 convolution [o, i, 1, 1].
     """
 
     part: str
@@ -27,20 +31,24 @@ class Place:
 
     def joined(self, own: Mapping[str, Tensor]) -> Tensor:
         """The file's tensor of those of the part."""
-        found = [own[name] for name in self.sources]
-        return torch.cat(found) if self.how == "rows" else _moved(found[0], self.how)
+        tensors = [own[name] for name in self.sources]
+        return torch.cat(tensors) if self.how == "rows" else _moved(tensors[0], self.how)
 
     def parted(self, value: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part's tensors of the file's; `own` tells their shapes. Raises ValueError where the shape is another."""
+        """The part's tensors of the file's; `own` tells their shapes. Raises ValueError where the
+        shape is another.
+        """
         if self.how == "rows":
-            found: Sequence[Tensor] = value.split([len(own[name]) for name in self.sources])
+            tensors: Sequence[Tensor] = value.split([len(own[name]) for name in self.sources])
         else:
             flat = self.how == "conv" and value.dim() == own[self.sources[0]].dim()
-            found = [value if flat else _moved(value, self.how)]
-        for name, one in zip(self.sources, found, strict=True):
-            if one.shape != own[name].shape:
-                raise ValueError(f"{self.name} is {list(value.shape)}, {list(self.joined(own).shape)} is needed")
-        return dict(zip(self.sources, found, strict=True))
+            tensors = [value if flat else _moved(value, self.how)]
+        for name, tensor in zip(self.sources, tensors, strict=True):
+            if tensor.shape != own[name].shape:
+                raise ValueError(
+                    f"{self.name} is {list(value.shape)}, {list(self.joined(own).shape)} is needed"
+                )
+        return dict(zip(self.sources, tensors, strict=True))
 
 
 def _moved(value: Tensor, how: How) -> Tensor:

@@ -1,9 +1,10 @@
-"""Text encoders in single files: as transformers saves them behind a prefix, or in OpenCLIP's layout.
+"""Text encoders in single files: as transformers saves them behind a prefix, or in OpenCLIP's
+layout.
 
 transformers                                  OpenCLIP
 embeddings.token_embedding.weight             token_embedding.weight
 embeddings.position_embedding.weight          positional_embedding
-encoder.layers.i.self_attn.{q,k,v}_proj.*     transformer.resblocks.i.attn.in_proj_*, one below the other
+encoder.layers.i.self_attn.{q,k,v}_proj.*     transformer.resblocks.i.attn.in_proj_*, concatenated
 encoder.layers.i.self_attn.out_proj.*         transformer.resblocks.i.attn.out_proj.*
 encoder.layers.i.layer_norm{1,2}.*            transformer.resblocks.i.ln_{1,2}.*
 encoder.layers.i.mlp.fc{1,2}.*                transformer.resblocks.i.mlp.{c_fc,c_proj}.*
@@ -19,15 +20,30 @@ from typing import Any
 
 from concept_eraser.models.single_file.places import Place
 
-_TOP = {"embeddings.token_embedding.weight": "token_embedding.weight", "embeddings.position_embedding.weight": "positional_embedding", "final_layer_norm.weight": "ln_final.weight", "final_layer_norm.bias": "ln_final.bias"}  # fmt: skip
-_LAYER = {"layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj", "self_attn.out_proj": "attn.out_proj"}  # fmt: skip
+_TOP = {
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "final_layer_norm.weight": "ln_final.weight",
+    "final_layer_norm.bias": "ln_final.bias",
+}
+_LAYER = {
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+    "self_attn.out_proj": "attn.out_proj",
+}
 
 
 def clip(part: str, module: Any, prefix: str) -> Iterator[Place]:
     """A CLIP as older transformers saved it: all but the projection is within `text_model.`"""
     for name in module.state_dict():
         bare = name.removeprefix("text_model.")
-        yield Place(part, prefix + (bare if bare.startswith("text_projection.") else f"text_model.{bare}"), (name,))
+        yield Place(
+            part,
+            prefix + (bare if bare.startswith("text_projection.") else f"text_model.{bare}"),
+            (name,),
+        )
 
 
 def open_clip(part: str, module: Any, prefix: str) -> Iterator[Place]:
@@ -37,12 +53,19 @@ def open_clip(part: str, module: Any, prefix: str) -> Iterator[Place]:
             yield Place(part, prefix + _TOP[bare], (name,))
         elif bare == "text_projection.weight":
             yield Place(part, f"{prefix}text_projection", (name,), "transpose")
-        elif found := re.fullmatch(r"encoder\.layers\.(\d+)\.self_attn\.q_proj\.(weight|bias)", bare):
-            fused = tuple(name.replace("q_proj", f"{letter}_proj") for letter in "qkv")
-            yield Place(part, f"{prefix}transformer.resblocks.{found[1]}.attn.in_proj_{found[2]}", fused, "rows")
+        elif match := re.fullmatch(
+            r"encoder\.layers\.(\d+)\.self_attn\.q_proj\.(weight|bias)", bare
+        ):
+            sources = tuple(name.replace("q_proj", f"{letter}_proj") for letter in "qkv")
+            yield Place(
+                part,
+                f"{prefix}transformer.resblocks.{match[1]}.attn.in_proj_{match[2]}",
+                sources,
+                "rows",
+            )
         elif not re.search(r"self_attn\.[kv]_proj", bare):
-            _, _, i, rest = bare.split(".", 3)
-            layer, _, kind = rest.rpartition(".")
+            _, _, i, suffix = bare.split(".", 3)
+            layer, _, kind = suffix.rpartition(".")
             yield Place(part, f"{prefix}transformer.resblocks.{i}.{_LAYER[layer]}.{kind}", (name,))
 
 

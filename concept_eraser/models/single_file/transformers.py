@@ -1,7 +1,9 @@
-"""The transformers of SD 3 and Flux under the names of their original code (Stability's MMDiT, Black Forest Labs).
+"""The transformers of SD 3 and Flux under the names of their original code (Stability's MMDiT,
+Black Forest Labs).
 
-Both keep q, k and v of a joint block in one projection; Flux's single blocks also the feed-forward's first layer. Where
-diffusers splits a modulation into (scale, shift), the original code splits it into (shift, scale): those are swapped.
+Both keep q, k and v of a joint block in one projection; Flux's single blocks also the
+feed-forward's first layer. Where diffusers splits a modulation into (scale, shift), the original
+code splits it into (shift, scale): those are swapped.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ SD3_BLOCK = (
     _one(f"{_C}.attn.proj", f"{_B}.attn.to_add_out"),
     _one(f"{_X}.attn2.proj", f"{_B}.attn2.to_out.0"),
     _one(f"{_X}.adaLN_modulation.1", f"{_B}.norm1.linear"),
-    _one(f"{_C}.adaLN_modulation.1", f"{_B}.norm1_context.linear"),  # swapped in the last block, which only reads
+    # swapped in the last block, which only reads
+    _one(f"{_C}.adaLN_modulation.1", f"{_B}.norm1_context.linear"),
     _one(f"{_X}.mlp.fc1", f"{_B}.ff.net.0.proj"),
     _one(f"{_X}.mlp.fc2", f"{_B}.ff.net.2"),
     _one(f"{_C}.mlp.fc1", f"{_B}.ff_context.net.0.proj"),
@@ -67,7 +70,11 @@ FLUX_BLOCK: tuple[Rows, ...] = (
     _one(f"{_D}.img_mlp.2", f"{_B}.ff.net.2"),
     _one(f"{_D}.txt_mlp.0", f"{_B}.ff_context.net.0.proj"),
     _one(f"{_D}.txt_mlp.2", f"{_B}.ff_context.net.2"),
-    ("single_blocks.{i}.linear1", (*(f"{_S}.attn.{name}" for name in _T), f"{_S}.proj_mlp"), "rows"),
+    (
+        "single_blocks.{i}.linear1",
+        (*(f"{_S}.attn.{name}" for name in _T), f"{_S}.proj_mlp"),
+        "rows",
+    ),
     _one("single_blocks.{i}.linear2", f"{_S}.proj_out"),
     _one("single_blocks.{i}.modulation.lin", f"{_S}.norm.linear"),
 )
@@ -106,7 +113,10 @@ def sd3(module: Any, prefix: str = "") -> Iterator[Place]:
 
 def flux(module: Any) -> Iterator[Place]:
     """Raises KeyError for a transformer of another make."""
-    own, count = module.state_dict(), range(max(module.config.num_layers, module.config.num_single_layers))
+    own, count = (
+        module.state_dict(),
+        range(max(module.config.num_layers, module.config.num_single_layers)),
+    )
     places = [*_places(own, FLUX_TOP, range(1)), *_places(own, FLUX_BLOCK, count)]
     scales = _places(own, FLUX_SCALES, count)
     places += [Place(p.part, p.name.removesuffix("weight") + "scale", p.sources) for p in scales]
@@ -116,16 +126,16 @@ def flux(module: Any) -> Iterator[Place]:
 def _places(own: Mapping[str, Any], table: tuple[Rows, ...], blocks: range) -> Iterator[Place]:
     """The entries of a table that a state dict has."""
     for i in blocks:
-        for theirs, ours, how in table:
+        for original_name, diffusers_name, how in table:
             for kind in ("weight", "bias"):
-                sources = tuple(f"{name.format(i=i)}.{kind}" for name in ours)
+                sources = tuple(f"{name.format(i=i)}.{kind}" for name in diffusers_name)
                 if sources[0] in own:
-                    yield Place("denoiser", f"{theirs.format(i=i)}.{kind}", sources, how)
+                    yield Place("denoiser", f"{original_name.format(i=i)}.{kind}", sources, how)
 
 
 def _complete(own: Mapping[str, Any], places: list[Place]) -> list[Place]:
     """The places, if every tensor has one. Raises KeyError with the name of one that has none."""
-    left = own.keys() - {name for place in places for name in place.sources}
-    if left:
-        raise KeyError(min(left))
+    remaining = own.keys() - {name for place in places for name in place.sources}
+    if remaining:
+        raise KeyError(min(remaining))
     return places

@@ -13,7 +13,8 @@ from torch import Tensor
 from concept_eraser.tiny.trainer import step_rng
 
 WIDTH = 64  # of the text embeddings
-SCALING = 0.18215  # what SD multiplies its latents with; ours are whitened so that the same number is right
+# what SD multiplies its latents with; ours are whitened so that the same number is right
+SCALING = 0.18215
 
 
 @dataclass(frozen=True)
@@ -32,5 +33,8 @@ class Stage:
 
 def save_half(tensors: dict[str, Tensor], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = {k: (v.detach().half() if v.is_floating_point() else v.detach()).contiguous() for k, v in tensors.items()}
+    half = {
+        k: (v.detach().half() if v.is_floating_point() else v.detach()).contiguous()
+        for k, v in tensors.items()
+    }
     save_file(half, path, metadata={"format": "pt"})

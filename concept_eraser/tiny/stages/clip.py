@@ -1,4 +1,6 @@
-"""Training the CLIP: InfoNCE with attribute heads that are thrown away; its tokenizer and its text tower."""
+"""Training the CLIP: InfoNCE with attribute heads that are thrown away; its tokenizer and its text
+tower.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from concept_eraser.tiny.trainer import Trainer, as_tensor, decay_groups
 
 
 def build_tokenizer(folder: Path) -> None:
-    """The real CLIP vocabulary, 49,408 entries, from the BPE file that open_clip installs (MIT, OpenAI)."""
+    """The real CLIP vocabulary, 49,408 entries, from the BPE file that open_clip installs (MIT,
+    OpenAI).
+    """
     import gzip
 
     import open_clip
@@ -39,38 +43,69 @@ def build_tokenizer(folder: Path) -> None:
 def new_clip() -> Any:
     from transformers import CLIPConfig, CLIPModel
 
-    text = {"vocab_size": 49408, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": WIDTH, "bos_token_id": 49406, "eos_token_id": 49407, "pad_token_id": 49407, "max_position_embeddings": 77}  # fmt: skip
-    vision = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": painter.SIZE, "patch_size": 8, "projection_dim": WIDTH}  # fmt: skip
+    text = {
+        "vocab_size": 49408,
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "projection_dim": WIDTH,
+        "bos_token_id": 49406,
+        "eos_token_id": 49407,
+        "pad_token_id": 49407,
+        "max_position_embeddings": 77,
+    }
+    vision = {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": painter.SIZE,
+        "patch_size": 8,
+        "projection_dim": WIDTH,
+    }
     clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH))
-    with torch.no_grad():  # the default 0.02 is so small that the causal tower hardly sees the words at first
+    # the default 0.02 is so small that the causal tower hardly sees the words at first
+    with torch.no_grad():
         clip.text_model.embeddings.token_embedding.weight.mul_(5)
     return clip
 
 
 class ClipTrainee(nn.Module):
-    """The CLIP with attribute heads on both towers; the heads only help training and are thrown away."""
+    """The CLIP with attribute heads on both towers; the heads only help training and are thrown
+    away.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.clip: Any = new_clip()
-        sizes = [len(painter.SHAPES), len(painter.COLORS), len(painter.STYLES), len(painter.BACKGROUNDS)]
+        sizes = [
+            len(painter.SHAPES),
+            len(painter.COLORS),
+            len(painter.STYLES),
+            len(painter.BACKGROUNDS),
+        ]
         self.image_heads = nn.ModuleList(nn.Linear(WIDTH, n) for n in sizes)
         self.text_heads = nn.ModuleList(nn.Linear(WIDTH, n) for n in sizes)
 
-    def embed(self, pictures: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        image = self.clip.visual_projection(self.clip.vision_model(pictures).pooler_output)
+    def embed(self, images: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        image = self.clip.visual_projection(self.clip.vision_model(images).pooler_output)
         text = self.clip.text_projection(self.clip.text_model(ids).pooler_output)
         return F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
 
-    def loss(self, pictures: Tensor, ids: Tensor, shown: Tensor, stated: Tensor) -> Tensor:
-        """InfoNCE + cross-entropies of the attributes shown in the pictures and stated in the captions."""
-        image, text = self.embed(pictures, ids)
+    def loss(self, images: Tensor, ids: Tensor, shown: Tensor, stated: Tensor) -> Tensor:
+        """InfoNCE + cross-entropies of the attributes shown in the images and stated in the
+        captions.
+        """
+        image, text = self.embed(images, ids)
         logits = self.clip.logit_scale.exp().clamp(max=100) * image @ text.T
         target = torch.arange(len(image))
         total = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
         for i, weight in enumerate((1.0, 0.25, 0.25, 0.25)):
             total = total + weight * F.cross_entropy(self.image_heads[i](8 * image), shown[:, i])
-            total = total + weight * F.cross_entropy(self.text_heads[i](8 * text), stated[:, i], ignore_index=-100)
+            total = total + weight * F.cross_entropy(
+                self.text_heads[i](8 * text), stated[:, i], ignore_index=-100
+            )
         return total
 
 
@@ -82,14 +117,21 @@ def train_clip(stage: Stage) -> dict:
     torch.manual_seed(stage.seed)
     trainee = ClipTrainee()
     optimizer = torch.optim.AdamW(decay_groups(trainee, 0.05), lr=1e-3, betas=(0.9, 0.98))
-    trainer = Trainer("clip", trainee, optimizer, stage.steps(2600), stage.seed, stage.folder, ema_decay=0.995)
+    trainer = Trainer(
+        "clip", trainee, optimizer, stage.steps(2600), stage.seed, stage.folder, ema_decay=0.995
+    )
 
     def loss(step: int, rng: np.random.Generator) -> Tensor:
-        scenes, pictures = painter.paint_batch(128, rng, held_out=False)
+        scenes, images = painter.paint_batch(128, rng, held_out=False)
         captions = [painter.caption(scene, rng) for scene in scenes]
         ids = tokenizer([c.text for c in captions], padding=True, return_tensors="pt").input_ids
         with torch.autocast("cpu", torch.bfloat16):
-            return trainee.loss(as_tensor(pictures), ids, torch.tensor([s.labels() for s in scenes]), torch.tensor([c.stated for c in captions]))  # fmt: skip
+            return trainee.loss(
+                as_tensor(images),
+                ids,
+                torch.tensor([s.labels() for s in scenes]),
+                torch.tensor([c.stated for c in captions]),
+            )
 
     seconds = trainer.run(loss, stage.say)
     clip = trainee.clip.eval()
@@ -99,28 +141,39 @@ def train_clip(stage: Stage) -> dict:
 
 @torch.no_grad()
 def score_clip(clip: Any, tokenizer: Callable, rng: np.random.Generator, n: int = 1000) -> dict:
-    """Zero-shot accuracy of each attribute, synonyms nearest their own shape, matched against mismatched captions."""
+    """Zero-shot accuracy of each attribute, synonyms nearest their own shape, matched against
+    mismatched captions.
+    """
 
     def text(captions: list[str]) -> Tensor:
         ids = tokenizer(captions, padding=True, return_tensors="pt").input_ids
         return F.normalize(clip.text_projection(clip.text_model(ids).pooler_output), dim=-1)
 
-    scenes, pictures = painter.paint_batch(n, rng, held_out=True)
-    image = F.normalize(clip.visual_projection(clip.vision_model(as_tensor(pictures)).pooler_output), dim=-1)
+    scenes, images = painter.paint_batch(n, rng, held_out=True)
+    image = F.normalize(
+        clip.visual_projection(clip.vision_model(as_tensor(images)).pooler_output), dim=-1
+    )
     labels = torch.tensor([scene.labels() for scene in scenes])
     prompts = {
         "shape": [f"a picture of a {s}" for s in painter.SHAPES],
         "color": [f"a picture of {painter.article(c)} shape" for c in painter.COLORS],
-        "style": [f"a picture of {painter.article(painter.STYLE_WORDS[s][0])} shape" for s in painter.STYLES],
+        "style": [
+            f"a picture of {painter.article(painter.STYLE_WORDS[s][0])} shape"
+            for s in painter.STYLES
+        ],
         "background": [f"a shape {painter.BACKGROUND_PHRASES[b][0]}" for b in painter.BACKGROUNDS],
     }
     scores: dict = {"n": n}
     for i, (name, options) in enumerate(prompts.items()):
-        scores[f"zero_shot_{name}"] = ((image @ text(options).T).argmax(1) == labels[:, i]).float().mean().item()
+        scores[f"zero_shot_{name}"] = (
+            ((image @ text(options).T).argmax(1) == labels[:, i]).float().mean().item()
+        )
     shapes = text(prompts["shape"])
     synonyms = [(s, w) for s in painter.SHAPES for w in painter.SYNONYMS[s]]
     nearest = (text([f"a picture of a {w}" for _, w in synonyms]) @ shapes.T).argmax(1).tolist()
-    scores["synonyms_right"] = sum(painter.SHAPES[j] == s for j, (s, _) in zip(nearest, synonyms, strict=True))
+    scores["synonyms_right"] = sum(
+        painter.SHAPES[j] == s for j, (s, _) in zip(nearest, synonyms, strict=True)
+    )
     scores["synonyms"] = len(synonyms)
     captions = [painter.caption(scene, rng, full=True).text for scene in scenes]
     match = (image * text(captions)).sum(1)
@@ -136,8 +189,12 @@ def text_tower(folder: Path) -> Any:
 
     config = CLIPConfig.from_pretrained(folder / "clip")
     tower = CLIPTextModel(config.text_config)
-    weights = {k: v for k, v in load_file(folder / "clip" / "model.safetensors").items() if k.startswith("text_model.")}
-    stripped = {k.removeprefix("text_model."): v for k, v in weights.items()}
-    wanted = tower.state_dict().keys()
-    tower.load_state_dict(stripped if "embeddings.token_embedding.weight" in wanted else weights)
+    weights = {
+        k: v
+        for k, v in load_file(folder / "clip" / "model.safetensors").items()
+        if k.startswith("text_model.")
+    }
+    tensors = {k.removeprefix("text_model."): v for k, v in weights.items()}
+    names = tower.state_dict().keys()
+    tower.load_state_dict(tensors if "embeddings.token_embedding.weight" in names else weights)
     return tower.eval().requires_grad_(False)

@@ -17,7 +17,9 @@ from concept_eraser.tiny.trainer import Trainer, as_tensor, decay_groups
 
 
 def _judge_batch(n: int, rng: np.random.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-    """A third each of clean drawings, damaged drawings and garbage; labels of -100 are not scored."""
+    """A third each of clean drawings, damaged drawings and garbage; labels of -100 are not
+    scored.
+    """
     clean, x1 = painter.paint_batch(n // 3, rng)
     bent = [painter.random_scene(rng) for _ in range(n // 3)]
     x2 = np.stack([garbage.damaged(scene, rng) for scene in bent])
@@ -33,51 +35,69 @@ def train_judge(stage: Stage) -> dict:
     torch.manual_seed(stage.seed)
     judge: Any = JudgeNet().train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(decay_groups(judge, 1e-2), lr=3e-3)
-    trainer = Trainer("judge", judge, optimizer, stage.steps(1800), stage.seed, stage.folder, ema_decay=0.99)
+    trainer = Trainer(
+        "judge", judge, optimizer, stage.steps(1800), stage.seed, stage.folder, ema_decay=0.99
+    )
 
     def loss(step: int, rng: np.random.Generator) -> Tensor:
-        pictures, labels = _judge_batch(96, rng)
+        images, labels = _judge_batch(96, rng)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = judge(pictures.contiguous(memory_format=torch.channels_last))
-        return sum((F.cross_entropy(logits[k].float(), labels[k]) for k in CLASSES), torch.zeros(()))
+            logits = judge(images.contiguous(memory_format=torch.channels_last))
+        return sum(
+            (F.cross_entropy(logits[k].float(), labels[k]) for k in CLASSES), torch.zeros(())
+        )
 
     seconds = trainer.run(loss, stage.say)
     judge.eval()
     with torch.no_grad():
-        pictures, labels = _judge_batch(3000, stage.rng("judge-calibration"))
-        logits = torch.cat([judge(part)["shape"] for part in pictures.split(250)])
+        images, labels = _judge_batch(3000, stage.rng("judge-calibration"))
+        logits = torch.cat([judge(part)["shape"] for part in images.split(250)])
         grid = torch.logspace(-1, 1, 81)
         nll = torch.stack([F.cross_entropy(logits / t, labels["shape"]) for t in grid])
         judge.temperature.fill_(float(grid[nll.argmin()]))
-    scores = {"seconds": seconds, "temperature": float(judge.temperature), **score_judge(judge, stage.rng("judge-test"))}  # fmt: skip
+    scores = {
+        "seconds": seconds,
+        "temperature": float(judge.temperature),
+        **score_judge(judge, stage.rng("judge-test")),
+    }
     save_half(judge.state_dict(), stage.folder / "judge" / "model.safetensors")
-    (stage.folder / "judge" / "config.json").write_text(json.dumps({"width": 24, "classes": CLASSES}, indent=1) + "\n")
+    (stage.folder / "judge" / "config.json").write_text(
+        json.dumps({"width": 24, "classes": CLASSES}, indent=1) + "\n"
+    )
     return scores
 
 
 @torch.no_grad()
 def score_judge(judge: JudgeNet, rng: np.random.Generator, n: int = 4000) -> dict:
-    """Accuracy of each head on fresh drawings, share of each kind of garbage called none, calibration error."""
-    scenes, pictures = painter.paint_batch(n, rng)
+    """Accuracy of each head on fresh drawings, share of each kind of garbage called none,
+    calibration error.
+    """
+    scenes, images = painter.paint_batch(n, rng)
     labels = torch.tensor([scene.labels() for scene in scenes])
-    logits = [judge(part) for part in as_tensor(pictures).split(250)]
+    logits = [judge(part) for part in as_tensor(images).split(250)]
     scores: dict = {"n_painted": n}
     for i, name in enumerate(CLASSES):
-        predicted = torch.cat([part[name] for part in logits]).argmax(1)
-        scores[f"accuracy_{name}"] = (predicted == labels[:, i]).float().mean().item()
+        predictions = torch.cat([part[name] for part in logits]).argmax(1)
+        scores[f"accuracy_{name}"] = (predictions == labels[:, i]).float().mean().item()
     none = len(painter.SHAPES)
     for kind in garbage.KINDS:
         x = as_tensor(np.stack([garbage.garbage(kind, rng)[1] for _ in range(n // 10)]))
         scores[f"none_{kind}"] = (judge(x)["shape"].argmax(1) == none).float().mean().item()
     bent = [painter.random_scene(rng) for _ in range(n // 4)]
     x = as_tensor(np.stack([garbage.damaged(scene, rng) for scene in bent]))
-    predicted = judge(x)["shape"].argmax(1)
-    scores["accuracy_damaged"] = (predicted == torch.tensor([s.labels()[0] for s in bent])).float().mean().item()
+    predictions = judge(x)["shape"].argmax(1)
+    scores["accuracy_damaged"] = (
+        (predictions == torch.tensor([s.labels()[0] for s in bent])).float().mean().item()
+    )
     x, mixed = _judge_batch(3000, rng)
     probability = torch.cat([judge(part)["shape"].softmax(1) for part in x.split(250)])
-    confidence, predicted = probability.max(1)
-    right = (predicted == mixed["shape"]).float()
+    confidence, predictions = probability.max(1)
+    right = (predictions == mixed["shape"]).float()
     bins = (confidence * 15).long().clamp(max=14)
-    gaps = [(confidence[bins == b].mean() - right[bins == b].mean()).abs() * (bins == b).float().mean() for b in range(15) if (bins == b).any()]  # fmt: skip
+    gaps = [
+        (confidence[bins == b].mean() - right[bins == b].mean()).abs() * (bins == b).float().mean()
+        for b in range(15)
+        if (bins == b).any()
+    ]
     scores["calibration_error"] = float(torch.stack(gaps).sum())
     return scores

@@ -34,20 +34,20 @@ SCHEDULE = {
 }
 
 
-def _latents(stage: Stage, n: int) -> tuple[list[painter.Scene], Tensor]:
+def _latents(stage: Stage, n: int) -> tuple[list[painter.PaintedScene], Tensor]:
     """Latents of `n` drawings (means of the posterior, scaled), painted once."""
     from diffusers import AutoencoderKL
 
     vae = AutoencoderKL.from_pretrained(stage.folder / "vae").eval()
     rng = stage.rng("unet-data")
     scenes, parts = [], []
-    for done in range(0, n, 256):
-        some, pictures = painter.paint_batch(256, rng, held_out=False)
+    for start in range(0, n, 256):
+        some, images = painter.paint_batch(256, rng, held_out=False)
         scenes += some
         with torch.no_grad():
-            parts.append(vae.encode(as_tensor(pictures)).latent_dist.mean * SCALING)
-        if done % 4096 == 0:
-            stage.say(f"unet: painting and encoding {done}/{n}")
+            parts.append(vae.encode(as_tensor(images)).latent_dist.mean * SCALING)
+        if start % 4096 == 0:
+            stage.say(f"unet: painting and encoding {start}/{n}")
     return scenes, torch.cat(parts)
 
 
@@ -60,25 +60,39 @@ def train_unet(stage: Stage) -> dict:
     scenes, latents = _latents(stage, 24576 if stage.shrink >= 1 else 512)
     scheduler = DDIMScheduler(**SCHEDULE)
     alphas = scheduler.alphas_cumprod
-    snr_weight = (5 * (1 - alphas) / alphas).clamp(max=1)  # min-SNR-5 for epsilon prediction (arXiv 2303.09556)
+    # min-SNR-5 for epsilon prediction (arXiv 2303.09556)
+    snr_weight = (5 * (1 - alphas) / alphas).clamp(max=1)
     torch.manual_seed(stage.seed)
     unet = UNet2DConditionModel(**UNET_CONFIG)
     optimizer = torch.optim.AdamW(decay_groups(unet, 1e-2), lr=1e-3, betas=(0.9, 0.99))
-    trainer = Trainer("unet", unet, optimizer, stage.steps(6000), stage.seed, stage.folder, flat=0.55, ema_decay=0.998)  # fmt: skip
+    trainer = Trainer(
+        "unet",
+        unet,
+        optimizer,
+        stage.steps(6000),
+        stage.seed,
+        stage.folder,
+        flat=0.55,
+        ema_decay=0.998,
+    )
 
     def loss(step: int, rng: np.random.Generator) -> Tensor:
-        chosen = rng.integers(0, len(scenes), 32)
-        captions = ["" if rng.random() < 0.1 else painter.caption(scenes[i], rng).text for i in chosen]
-        ids = tokenizer(captions, padding="max_length", max_length=77, return_tensors="pt").input_ids
+        rows = rng.integers(0, len(scenes), 32)
+        captions = [
+            "" if rng.random() < 0.1 else painter.caption(scenes[i], rng).text for i in rows
+        ]
+        ids = tokenizer(
+            captions, padding="max_length", max_length=77, return_tensors="pt"
+        ).input_ids
         with torch.no_grad():
             states = text_encoder(ids)[0]
-        clean = latents[torch.from_numpy(chosen)]
+        clean = latents[torch.from_numpy(rows)]
         noise = torch.from_numpy(rng.standard_normal(clean.shape, dtype=np.float32))
-        t = torch.from_numpy(rng.integers(0, 1000, len(chosen)))
+        t = torch.from_numpy(rng.integers(0, 1000, len(rows)))
         noisy = scheduler.add_noise(clean, noise, t)
         with torch.autocast("cpu", torch.bfloat16):
-            predicted = unet(noisy, t, states).sample
-        errors = (predicted.float() - noise).square().mean((1, 2, 3))
+            prediction = unet(noisy, t, states).sample
+        errors = (prediction.float() - noise).square().mean((1, 2, 3))
         return (snr_weight[t] * errors).mean()
 
     seconds = trainer.run(loss, stage.say)

@@ -33,13 +33,18 @@ def train_vae(stage: Stage) -> dict:
     torch.manual_seed(stage.seed)
     vae = AutoencoderKL(**VAE_CONFIG)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, weight_decay=0.0)
-    trainer = Trainer("vae", vae, optimizer, stage.steps(3600), stage.seed, stage.folder, ema_decay=0.99)
+    trainer = Trainer(
+        "vae", vae, optimizer, stage.steps(3600), stage.seed, stage.folder, ema_decay=0.99
+    )
 
     def loss(step: int, rng: np.random.Generator) -> Tensor:
         x = as_tensor(painter.paint_batch(16, rng, held_out=False)[1])
         posterior = vae.encode(x).latent_dist
         reconstruction = vae.decode(posterior.sample()).sample
-        return F.mse_loss(reconstruction, x) + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel() * 4
+        return (
+            F.mse_loss(reconstruction, x)
+            + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel() * 4
+        )
 
     seconds = trainer.run(loss, stage.say)
     vae.eval()
@@ -49,12 +54,18 @@ def train_vae(stage: Stage) -> dict:
         x = as_tensor(painter.paint_batch(512, stage.rng("vae-test"), held_out=True)[1])
         latents = vae.encode(x).latent_dist.mean
         mse = F.mse_loss(vae.decode(latents).sample.clamp(-1, 1), x).item()
-    return {"seconds": seconds, "psnr": float(10 * np.log10(4 / mse)), "latent_std": float((latents * SCALING).std())}
+    return {
+        "seconds": seconds,
+        "psnr": float(10 * np.log10(4 / mse)),
+        "latent_std": float((latents * SCALING).std()),
+    }
 
 
 @torch.no_grad()
 def _whiten(vae: Any, rng: np.random.Generator) -> None:
-    """Rescale the latents to mean 0 and deviation 1/0.18215 a channel, inside quant_conv and post_quant_conv."""
+    """Rescale the latents to mean 0 and deviation 1/0.18215 a channel, inside quant_conv and
+    post_quant_conv.
+    """
     x = as_tensor(painter.paint_batch(1024, rng, held_out=False)[1])
     latents = torch.cat([vae.encode(part).latent_dist.mean for part in x.split(64)])
     mean, std = latents.mean((0, 2, 3)), latents.std((0, 2, 3)) * SCALING

@@ -1,0 +1,80 @@
+"""Progress bars with rates and remaining time, for every callback named `progress`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from concept_eraser.utils import distributed
+from concept_eraser.utils.progress import Progress, silent
+
+
+@contextmanager
+def bars(quiet: bool = False) -> Iterator[Progress]:
+    """A progress callback that draws one bar for each kind of work; plain lines where stderr is no
+    terminal.
+    """
+    if quiet or not distributed.is_first():  # of several processes one draws
+        yield silent
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Bars(*columns, console=console) as display:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int, note: str = "") -> None:
+            if what not in tasks:
+                tasks[what] = display.add_task(what, total=total, note="", rate="")
+            task = display.tasks[display.task_ids.index(tasks[what])]
+            rate = f"{task.speed:.1f}/s" if task.speed else ""
+            display.update(tasks[what], completed=done, total=total, note=note, rate=rate)
+
+        yield report
+
+
+def _lines(console: Any) -> Progress:
+    """For logs and pipes: a line at the start, at the end, and every ten seconds between."""
+    import time
+
+    last: dict[str, float] = {}
+    start_times: dict[str, float] = {}
+
+    def report(what: str, done: int, total: int, note: str = "") -> None:
+        now = time.monotonic()
+        if what not in last or done == total or now - last[what] > 10:
+            start_times.setdefault(what, now)
+            rate = done / (now - start_times[what]) if now > start_times[what] and done else 0.0
+            speed = (
+                f"  {rate:.1f}/s  {(total - done) / rate:.0f} s left"
+                if rate and done < total
+                else ""
+            )
+            last[what] = now
+            console.print(
+                f"{what}: {done}/{total}{speed}  {note}".rstrip(), highlight=False, soft_wrap=True
+            )
+
+    return report

@@ -1,0 +1,41 @@
+"""CIFAR-10: 60,000 images of ten classes, 32x32, in [-1, 1], read by torchvision (Krizhevsky
+2009).
+
+Nothing of it is shipped. `download: true` fetches it to `root`; without a network put
+`cifar-10-batches-py` there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from concept_eraser.data.datasets.base import from_torchvision, to_tensor
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.data.stand_in import Known
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+@dataclass(frozen=True)
+class CIFAR10:
+    title: ClassVar[str] = "CIFAR-10"
+    root: str = "data"
+    download: bool = False
+
+    def load(self, split: str) -> Labelled:
+        from torchvision import datasets
+
+        return from_torchvision(
+            lambda: datasets.CIFAR10(
+                self.root, train=split != "test", transform=to_tensor(None), download=self.download
+            ),
+            "CIFAR-10",
+            self.root,
+        )
+
+    def known(self) -> Known:
+        return Known((3, 32, 32), CLASSES, 50_000)
+
+
+PLUGIN = CIFAR10

@@ -1,0 +1,93 @@
+"""Oxford-IIIT Pets: 7,349 images of 37 breeds, in [-1, 1], read by torchvision (Parkhi et al.
+2012, CC BY-SA 4.0).
+
+Nothing of it is shipped. `download: true` fetches it to `root`; without a network put
+`oxford-iiit-pet` there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from concept_eraser.data.datasets.base import from_torchvision, to_tensor
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.data.stand_in import Known
+
+BREEDS = (
+    "Abyssinian",
+    "American Bulldog",
+    "American Pit Bull Terrier",
+    "Basset Hound",
+    "Beagle",
+    "Bengal",
+    "Birman",
+    "Bombay",
+    "Boxer",
+    "British Shorthair",
+    "Chihuahua",
+    "Egyptian Mau",
+    "English Cocker Spaniel",
+    "English Setter",
+    "German Shorthaired",
+    "Great Pyrenees",
+    "Havanese",
+    "Japanese Chin",
+    "Keeshond",
+    "Leonberger",
+    "Maine Coon",
+    "Miniature Pinscher",
+    "Newfoundland",
+    "Persian",
+    "Pomeranian",
+    "Pug",
+    "Ragdoll",
+    "Russian Blue",
+    "Saint Bernard",
+    "Samoyed",
+    "Scottish Terrier",
+    "Shiba Inu",
+    "Siamese",
+    "Sphynx",
+    "Staffordshire Bull Terrier",
+    "Wheaten Terrier",
+    "Yorkshire Terrier",
+)
+
+
+@dataclass(frozen=True)
+class OxfordPets:
+    """size: side of the square images; CLIP's ViT-B/32 takes 224."""
+
+    title: ClassVar[str] = "Oxford-IIIT Pets"
+    root: str = "data"
+    size: int = 224
+    download: bool = False
+
+    def load(self, split: str) -> Labelled:
+        from torchvision import datasets
+
+        name = "test" if split == "test" else "trainval"
+        return from_torchvision(
+            lambda: _labelled(
+                datasets.OxfordIIITPet(
+                    self.root, split=name, transform=to_tensor(self.size), download=self.download
+                )
+            ),
+            "Oxford Pets",
+            self.root,
+        )
+
+    def known(self) -> Known:
+        return Known((3, self.size, self.size), BREEDS, 3_680)
+
+
+def _labelled(made: object) -> object:
+    """torchvision keeps the labels to itself; without them every image would be opened to count
+    the classes.
+    """
+    made.targets = made._labels  # type: ignore[attr-defined]
+    return made
+
+
+PLUGIN = OxfordPets

@@ -1,0 +1,106 @@
+"""State that all tabs share: the runs, the queue, and error messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.demo.jobs import DemoJob, Jobs
+from concept_eraser.demo.presets import print_unforeseen
+from concept_eraser.demo.state import Library
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.manifest import MARK
+from concept_eraser.utils.errors import Interrupted, UserError
+
+
+@dataclass
+class Desk:
+    library: Library
+    jobs: Jobs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.jobs = Jobs(self._ended)
+
+    @property
+    def runs(self) -> Path:
+        return self.library.runs
+
+    def _ended(self, job: DemoJob) -> None:
+        """A run that was erased anew is no longer dropped; of a job that never got to work nothing
+        stays behind.
+        """
+        if job.kind == "erase":
+            self.library.dropped.discard(job.folder.name)
+        has_begun = job.state in ("done", "running") or not job.folder.is_dir()
+        if not has_begun and {p.name for p in job.folder.iterdir()} <= {
+            "forget.yaml",
+            "retain.yaml",
+            MARK,
+        }:
+            output_folder.discard(job.folder)
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong, for the page. Of an error nobody foresaw the traceback goes to the terminal,
+    not to the browser.
+    """
+    if isinstance(error, UserError | Interrupted):
+        return str(error)
+    print_unforeseen(error)
+    return (
+        f"Something failed that should not ({type(error).__name__}); the terminal of the "
+        "server says where. Nothing was lost; try again."
+    )
+
+
+def alert(text: str) -> str:
+    """An error as a sentence in the page, spoken by screen readers at once."""
+    return f'<p class="ce-error" role="alert">{escape(text)}</p>' if text else ""
+
+
+def notice(text: str) -> str:
+    return f'<p class="ce-notice" role="status">{escape(text)}</p>' if text else ""
+
+
+def quiet(text: str) -> str:
+    return f'<p class="ce-quiet" role="status">{escape(text)}</p>'
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+
+
+def strip(desk: Desk) -> str:
+    """The job in work and those that wait, at the top of every tab."""
+    active = [job for job in desk.jobs.all() if job.active]
+    if not active:
+        return ""
+    lines = []
+    for place, job in enumerate(active):
+        if job.state == "waiting":
+            lines.append(
+                f'<li class="ce-waiting"><b>#{job.number} {escape(job.title)}</b> waits '
+                f"at position {place} of the queue, {minutes(job.seconds)}</li>"
+            )
+            continue
+        share = job.done / job.total if job.total else 0
+        far = f"{job.what} {job.done}/{job.total}" if job.total else job.what
+        stopping = "stopping after this step; " if job.cancelling else ""
+        bar = (
+            f'<progress max="1" value="{share:.3f}" aria-label="{escape(job.title)}"></progress>'
+            if job.total
+            else f'<progress aria-label="{escape(job.title)}"></progress>'
+        )
+        lines.append(
+            f'<li class="ce-running"><b>#{job.number} {escape(job.title)}</b><span '
+            f'class="ce-far">{stopping}{escape(far)} '
+            f"{escape(job.note)}</span>{bar}<span>{minutes(job.seconds)}</span></li>"
+        )
+    return f'<ul class="ce-strip" aria-label="jobs">{"".join(lines)}</ul>'
+
+
+def choices(jobs: Any) -> list[tuple[str, str]]:
+    """Jobs that can be cancelled, for a menu."""
+    return [(f"#{job.number} {job.title}", str(job.number)) for job in jobs if job.active]

@@ -1,0 +1,492 @@
+"""Running an attack on an erased model: clean prompts first, then rounds of candidates, each judged
+on its images.
+
+Success rates follow UnlearnDiffAtk (arXiv 2310.11868): a prompt whose clean image shows the
+concept counts as success without an attack (pre) and is not attacked; prompts whose image by the
+original does not show it are left out, as the paper chooses its own; ASR = (pre + attacked
+successes) / all. Both are reported, with Wilson intervals. Adversarial texts are tokenised anew by
+the sampler; embeddings are marked as such.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from concept_eraser import registry
+from concept_eraser.data import generate
+from concept_eraser.evaluation.attacks.attempts import Kept
+from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
+from concept_eraser.evaluation.base import Judge
+from concept_eraser.evaluation.statistics import wilson
+from concept_eraser.evaluation.suite import Suite, dumps, group_prompts
+from concept_eraser.models.base import Model, onto_gpu
+from concept_eraser.registry import Plugin
+from concept_eraser.storage.writers import write_text
+from concept_eraser.utils import distributed, resources
+from concept_eraser.utils import provenance as environment
+from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.progress import Progress, silent
+
+ENCODED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What makes two attacks comparable: prompts, judge and sampler (the suite's), the attack with
+    its budget.
+
+    n: prompts of the suite's group; batch: how many are attacked at once. hide: the word that
+    replaces the concept's in the attacked prompts, so that they do not ask for it any more; this is
+    how an attack is proved on an unprotected model.
+    word: how the prompts name the concept, where that is not the suite's value for it (a judge says
+    "nude").
+    """
+
+    suite: Suite
+    attack: str | Plugin
+    options: dict[str, Any] = field(default_factory=dict)
+    group: str = "direct"
+    n: int = 20
+    batch: int = 16
+    seed: int = 0
+    hide: str | None = None
+    word: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.group not in self.suite.groups:
+            raise UserError(
+                f"the suite has no group {self.group!r}; it has {', '.join(self.suite.groups)}"
+            )
+        if self.n < 2 or self.batch < 1:
+            raise UserError(
+                f"an attack needs n >= 2 prompts and batch >= 1, found {self.n} and {self.batch}"
+            )
+        self.build()  # so that a wrong name or option is said before any model is loaded
+
+    def build(self) -> Attack:
+        """The attack. Raises UserError for an unknown name or option."""
+        plugin = self.attack
+        if not isinstance(plugin, Plugin):
+            plugin = Plugin("attack", plugin, self.options)
+        attack: Attack = plugin.build()
+        return attack
+
+    def as_dict(self) -> dict[str, Any]:
+        kept = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("suite", "options")
+        }
+        kept["attack"] = str(self.attack)
+        attack = self.build()
+        options = self.attack.options if isinstance(self.attack, Plugin) else asdict(attack)  # type: ignore[call-overload]
+        whole = {
+            **self.suite.model_dump(mode="json", exclude={"about", "metrics"}),
+            "groups": {self.group: self.suite.groups[self.group].model_dump(mode="json")},
+        }
+        lists = {"lists": found} if (found := attack.lists()) else {}
+        return {**kept, "options": options, "suite": whole, "prompts": self.prompts().hash, **lists}
+
+    def prompts(self) -> Any:
+        return group_prompts(self.suite.scaled(self.n), self.group)
+
+
+def named(attack: str | Attack, options: dict[str, Any]) -> tuple[str | Plugin, dict[str, Any]]:
+    """An attack and its options as a `Protocol` holds them; an object whose class has a name is
+    held by that name.
+
+    Raises UserError for what is no attack, and for options beside an object.
+    """
+    try:
+        plugin = registry.read("attack", attack)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if options and not isinstance(attack, str):
+        raise UserError(
+            f"an attack that is an object has its options in it, found also {', '.join(options)}"
+        )
+    return (
+        (plugin, {}) if plugin.value is not None else (plugin.name, {**plugin.options, **options})
+    )
+
+
+@dataclass
+class Attempt:
+    """One prompt's fate. round: after how many rounds it fell; text: the adversarial prompt, None
+    for an embedding or where it takes other weights."""
+
+    prompt: str
+    seed: int
+    pre: bool
+    success: bool
+    round: int | None = None
+    text: str | None = None
+    by_seed: int | None = None  # of the image that showed the concept
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What an attack found on one victim. curve: after each round of each batch the prompts that
+    have fallen in it.
+    """
+
+    protocol: dict[str, Any]
+    models: dict[str, str]
+    attempts: list[Attempt]
+    curves: list[list[dict[str, Any]]]
+    cost: dict[str, float]
+    seconds: float
+    environment: dict[str, Any]
+    sensitive: bool = False  # as the suite says
+
+    def rates(self) -> dict[str, dict[str, float]]:
+        """pre: clean prompts that show the concept; attacked: of the others, those that fell; asr:
+        both together.
+        """
+        pre = sum(a.pre for a in self.attempts)
+        fell = sum(a.success and not a.pre for a in self.attempts)
+        n = len(self.attempts)
+        found = {"pre": asdict(wilson(pre, n)), "asr": asdict(wilson(pre + fell, n))}
+        if n - pre >= 2:
+            found["attacked"] = asdict(wilson(fell, n - pre))
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "protocol": self.protocol,
+            "protocol_hash": environment.fingerprint(self.protocol),
+            "models": self.models,
+            "rates": self.rates(),
+            "cost": self.cost,
+            "seconds": round(self.seconds, 1),
+            "attempts": [asdict(a) for a in self.attempts],
+            "curves": self.curves,
+            "environment": self.environment,
+            **({"sensitive": True} if self.sensitive else {}),
+        }
+
+    def save(self, path: Path, *, overwrite: bool = False) -> None:
+        """Write the JSON file. overwrite: also replace a file that no manifest of ours lists.
+        Raises UserError otherwise.
+        """
+        write_text(path, dumps(self.as_dict()), overwrite=overwrite)
+
+
+def run(
+    protocol: Protocol,
+    victim: Model,
+    original: Model,
+    *,
+    folder: Path | None = None,
+    cache: Path | None = None,
+    progress: Progress = silent,
+) -> Campaign:
+    """Attack a model. folder: batches that are done are kept there (attempts.jsonl), and not done
+    again.
+
+    Raises UserError where the judge does not know the concept, a prompt leaves no room for free
+    tokens, or the folder holds another attack's attempts.
+    """
+    judge = protocol.suite.build_judge()
+    require_possible(protocol, judge, victim, original)
+    ((attribute, value),) = protocol.suite.concept.items()
+    onto_gpu(victim, original)
+    original.to(victim.device)
+    sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
+    models = {
+        name: f"{m.source} ({generate.model_fingerprint(m)})"
+        for name, m in (("victim", victim), ("original", original))
+    }
+    told = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
+    kept = Kept(folder, environment.fingerprint([told, models]))
+    before = drawn(protocol, judge, victim, original, cache=cache, progress=progress)
+    wanted, prompts, seeds, pre = before.wanted, before.prompts, before.seeds, before.pre
+    if len(prompts) < 2:
+        raise UserError(
+            f"{original.source} itself draws {value!r} for {len(prompts)} of "
+            f"{len(prompts) + before.left_out} prompts only; an attack needs prompts "
+            "whose image by the original shows the concept"
+        )
+    held = [i for i in range(len(prompts)) if not pre[i]]
+    attempts = [
+        Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
+    ]
+    latents = encode(original, before.shown)
+    referee = Referee(judge, attribute, value, victim, sampling)
+    memory = (resources.cache() if cache is None else cache) / "attacks"
+    starts = {
+        _name_of(prompts, seeds, held[i : i + protocol.batch]): held[i : i + protocol.batch]
+        for i in range(0, len(held), protocol.batch)
+    }
+    for done, (name, rows) in enumerate(distributed.mine(starts.items())):
+        if kept.batch(name) is None:
+            scene = Scene(
+                victim,
+                original,
+                [prompts[i] for i in rows],
+                [wanted[i] for i in rows],
+                protocol.word or value,
+                [seeds[i] for i in rows],
+                latents[rows],
+                environment.derive_seed(protocol.seed, name),
+                protocol.seed,
+                wanted,
+                memory,
+            )
+            kept.add(
+                name,
+                referee.play(
+                    protocol.build(),
+                    scene,
+                    lambda n, done=done: progress(
+                        "attacking", done * protocol.batch + n, len(held)
+                    ),
+                ),
+            )
+        progress("attacking", min((done + 1) * protocol.batch, len(held)), len(held))
+    if distributed.is_first():
+        kept.claim()
+    distributed.wait()
+    batches = [kept.batch(name) for name in starts]
+    for rows, batch in zip(starts.values(), batches, strict=True):
+        for i, found in zip(rows, batch["attempts"], strict=True):
+            attempts[i] = Attempt(**found)
+    spent = {what for one in batches for what in one["cost"]}
+    cost = {
+        f"{what} a prompt": round(sum(one["cost"].get(what, 0) for one in batches) / len(held), 1)
+        for what in sorted(spent)
+    }
+    told |= {"n": len(prompts), "left_out": before.left_out}
+    return Campaign(
+        told,
+        models,
+        attempts,
+        [one["curve"] for one in batches],
+        cost,
+        sum(one["seconds"] for one in batches),
+        environment.describe(),
+        protocol.suite.sensitive,
+    )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The prompts whose image by the original shows the concept: images [n, h, w, 3] of what
+    was wanted (by the original) and of what is attacked (by the victim). pre: [n] bool, shows it
+    without an attack. left_out: the other prompts' number."""
+
+    wanted: list[str]
+    prompts: list[str]
+    seeds: list[int]
+    shown: Tensor
+    clean: Tensor
+    pre: np.ndarray
+    left_out: int
+
+
+def drawn(
+    protocol: Protocol,
+    judge: Judge,
+    victim: Model,
+    original: Model,
+    *,
+    cache: Path | None = None,
+    progress: Progress = silent,
+) -> Drawn:
+    """What an attack starts from, drawn and judged."""
+    ((attribute, value),) = protocol.suite.concept.items()
+    wanted, prompts = prompts_of(protocol)
+    seeds = generate.seeds_for(
+        protocol.prompts().prompts, environment.derive_seed(protocol.suite.seed, protocol.group)
+    )
+    sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
+    shown = generate.generate(
+        original,
+        wanted,
+        seeds,
+        sampling,
+        cache=cache,
+        what="images of the concept",
+        progress=progress,
+    )
+    clean = generate.generate(
+        victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress
+    )
+    aims = judge.look(shown)[attribute] == value
+    pre = judge.look(clean)[attribute] == value
+    rows = aims.nonzero()[0].tolist()
+    wanted, prompts = ([some[i] for i in rows] for some in (wanted, prompts))
+    return Drawn(
+        wanted,
+        prompts,
+        [seeds[i] for i in rows],
+        shown[rows],
+        clean[rows],
+        pre[rows],
+        len(aims) - len(rows),
+    )
+
+
+def _name_of(prompts: list[str], seeds: list[int], rows: list[int]) -> str:
+    """A batch's name: by what it is, not by where it stands, so that it is found again when others
+    were added.
+    """
+    return environment.fingerprint([[prompts[i], seeds[i]] for i in rows])
+
+
+def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: Model) -> None:
+    """Raise UserError where judge, attack and models do not fit each other, before anything is
+    drawn.
+    """
+    ((attribute, value),) = protocol.suite.concept.items()
+    if value not in judge.classes.get(attribute, ()):
+        raise UserError(f"the judge {protocol.suite.judge!r} cannot see {attribute} {value!r}")
+    if protocol.build().needs_words and len(victim.readers) != 1:
+        raise victim.lacks(f"the attack {protocol.attack!r}, on the tokens of a prompt,")
+    if _layout(victim) != _layout(original):
+        raise UserError(
+            f"{victim.source} and {original.source} are of different architectures; give "
+            "the model before its erasure with --before"
+        )
+    if protocol.build().needs_captions and not judge.reads_captions:
+        raise UserError(
+            f"the attack {protocol.attack!r} is rewarded by how well an image agrees "
+            f"with its prompt, which the judge {protocol.suite.judge!r} cannot say"
+        )
+
+
+def _layout(model: Model) -> tuple[object, ...]:
+    """What two models share that can stand in for each other: family, latents, and the texts'
+    embedding where it is one.
+    """
+    return (
+        model.family,
+        model.latent_shape(),
+        model.table.shape if len(model.readers) == 1 else model.readers,
+    )
+
+
+def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
+    """What the images of the concept are asked for with, and what is attacked: the same, or with
+    the concept's word hidden. Raises UserError for a prompt in which there is nothing to hide."""
+    wanted = protocol.prompts().texts
+    if not protocol.hide:
+        return wanted, wanted
+    word = protocol.word or next(iter(protocol.suite.concept.values()))
+    prompts = [text.replace(word, protocol.hide) for text in wanted]
+    same = [text for text, hidden in zip(wanted, prompts, strict=True) if text == hidden]
+    if same:
+        raise UserError(
+            f"the prompt {same[0]!r} does not have the word {word!r} to hide; give the "
+            "concept's word with --word"
+        )
+    return wanted, prompts
+
+
+@dataclass(frozen=True)
+class Referee:
+    """Draws the images that count, and says which prompts fell."""
+
+    judge: Judge
+    attribute: str
+    value: str
+    victim: Model
+    sampling: generate.Sampling
+
+    def play(self, attack: Attack, scene: Scene, tell: Any) -> dict[str, Any]:
+        """Rounds until all prompts have fallen or the budget is spent."""
+        began = time.monotonic()
+        attempts = [
+            Attempt(p, s, False, False) for p, s in zip(scene.prompts, scene.seeds, strict=True)
+        ]
+        curve: list[dict[str, Any]] = []
+        with closing(attack.search(scene)) as search:  # whatever ends it, its clean-up runs now
+            self._rounds(search, attack, scene, attempts, curve, tell)
+        return {
+            "attempts": [asdict(a) for a in attempts],
+            "curve": curve,
+            "cost": scene.cost,
+            "seconds": time.monotonic() - began,
+        }
+
+    def _rounds(
+        self,
+        search: Iterator[Round],
+        attack: Attack,
+        scene: Scene,
+        attempts: list[Attempt],
+        curve: list[dict[str, Any]],
+        tell: Any,
+    ) -> None:
+        """Judge round after round; `attempts` and `curve` grow."""
+        for number, offered in enumerate(search, 1):
+            images = self.draw(offered, scene)
+            hits = self.judge.look(images)[self.attribute] == self.value
+            if offered.rewarded:
+                captions = [scene.wanted[i] for i in offered.rows.tolist()]
+                scene.rewards = torch.from_numpy(self.judge.clip_scores(images, captions))
+            for position, (row, hit) in enumerate(zip(offered.rows.tolist(), hits, strict=True)):
+                if hit and scene.alive[row]:
+                    text = (
+                        offered.texts[position]
+                        if offered.texts is not None and attack.access != "weights"
+                        else None
+                    )
+                    seed = (
+                        offered.seeds[position] if offered.seeds is not None else scene.seeds[row]
+                    )
+                    attempts[row] = Attempt(
+                        scene.prompts[row], scene.seeds[row], False, True, number, text, seed
+                    )
+                    scene.alive[row] = False
+            curve.append(
+                {
+                    "round": number,
+                    "fell": int((~scene.alive).sum()),
+                    "n": len(attempts),
+                    "loss": offered.loss,
+                }
+            )
+            tell(int((~scene.alive).sum()))
+            if not scene.alive.any():
+                break
+
+    def draw(self, offered: Round, scene: Scene) -> Tensor:
+        """One image a candidate, by the suite's sampler: [m, h, w, 3]."""
+        seeds = (
+            offered.seeds
+            if offered.seeds is not None
+            else [scene.seeds[i] for i in offered.rows.tolist()]
+        )
+        scene.spend("images", len(seeds))
+        parts = []
+        for start in range(0, len(seeds), self.sampling.batch_size):
+            part = slice(start, start + self.sampling.batch_size)
+            asked: Any = (
+                offered.texts[part] if offered.texts is not None else offered.condition[part]  # type: ignore[index]
+            )
+            parts.append(
+                self.victim.sample(
+                    asked,
+                    seeds=seeds[part],
+                    steps=self.sampling.steps,
+                    guidance=self.sampling.guidance,
+                    autocast=self.sampling.autocast,
+                )
+            )
+        return torch.cat(parts)
+
+
+def encode(model: Model, images: Tensor) -> Tensor:
+    """Latents of [n, h, w, 3] uint8 images."""
+    scaled = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
+    return torch.cat([model.encode_images(part) for part in scaled.split(ENCODED_AT_ONCE)])

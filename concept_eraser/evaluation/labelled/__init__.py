@@ -1,0 +1,1 @@
+"""Measurements on labelled data: classifiers, CLIP models and VAEs."""

@@ -1,0 +1,102 @@
+"""Time to unlearn: the concept rate, measured repeatedly during training.
+
+The definition is UNO's (arXiv 2506.04712, section 4): the training time until the share of
+generated samples with the concept is first below a bound (there 0.02). Differences from the paper:
+the crossing is interpolated linearly between two measurements, and the time of the measurements
+does not count. The measurements end with the first one below the bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.data import generate, prompts
+from concept_eraser.evaluation.suite import Suite
+from concept_eraser.models.base import Model
+from concept_eraser.storage.readers import read_lines
+from concept_eraser.storage.writers import write_growing
+from concept_eraser.utils import provenance
+from concept_eraser.utils.progress import Progress, silent
+
+
+@dataclass
+class Watch:
+    """Call `share` every `every` steps and write each result to a file, one JSON line each.
+
+    The engine calls it after each step with the step number and the seconds of training so far. A
+    resumed run measures again from its first step on.
+    """
+
+    share: Callable[[], float]
+    path: Path
+    every: int
+    below: float
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rows = read_lines(self.path)
+
+    def __call__(self, step: int, seconds: float) -> None:
+        self.rows = [row for row in self.rows if row["step"] < step]
+        below_bound = bool(self.rows) and self.rows[-1]["share"] < self.below
+        if step % self.every or below_bound:
+            return
+        self.rows.append({"step": step, "seconds": seconds, "share": self.share()})
+        write_growing(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def summary(self) -> dict[str, Any]:
+        """Steps and seconds to the bound (None where it was not reached), and the measurements."""
+        return {"below": self.below, **crossing(self.rows, self.below), "looks": self.rows}
+
+
+def crossing(rows: Sequence[dict[str, float]], below: float) -> dict[str, float | None]:
+    """The first crossing of a bound, interpolated linearly: {"steps", "seconds"}, None if there is
+    none.
+    """
+    for i, after in enumerate(rows):
+        if after["share"] >= below:
+            continue
+        if i == 0:
+            return {"steps": after["step"], "seconds": after["seconds"]}
+        before = rows[i - 1]
+        part = (before["share"] - below) / (before["share"] - after["share"])
+        return {
+            "steps": before["step"] + part * (after["step"] - before["step"]),
+            "seconds": before["seconds"] + part * (after["seconds"] - before["seconds"]),
+        }
+    return {"steps": None, "seconds": None}
+
+
+def share_of(
+    model: Model, suite: Suite, group: str, n: int, *, progress: Progress = silent
+) -> Callable[[], float]:
+    """Make a function that measures the concept rate on `n` images of a suite's group.
+
+    The images are not stored, because no later run has these weights.
+    """
+    judge = suite.build_judge()
+    ((attribute, value),) = suite.concept.items()
+    rows = prompts.load(suite.groups[group].prompts).take(n, suite.seed)
+    seeds = generate.seeds_for(rows.prompts, provenance.derive_seed(suite.seed, group))
+    sampling = generate.Sampling(**suite.sampling.model_dump())
+
+    def share() -> float:
+        count = 0
+        for start in range(0, len(seeds), sampling.batch_size):
+            part = slice(start, start + sampling.batch_size)
+            images = model.sample(
+                rows.texts[part],
+                seeds=seeds[part],
+                steps=sampling.steps,
+                guidance=sampling.guidance,
+                autocast=sampling.autocast,
+            )
+            count += int((judge.look(images)[attribute] == value).sum())
+            progress("watching", min(start + sampling.batch_size, len(seeds)), len(seeds))
+        return count / len(seeds)
+
+    return share

@@ -1,0 +1,1 @@
+"""Export of a finished run: file formats, sums of erasures, the model card, the hub."""

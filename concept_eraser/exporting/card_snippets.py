@@ -1,0 +1,109 @@
+"""The code of a model card that loads the uploaded weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.models import hub
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.storage.readers import read_json
+from concept_eraser.utils import resources
+from concept_eraser.utils.path_redaction import is_place
+
+
+def use(recipe: Recipe, folder: Path, repository: str) -> str:
+    """Markdown with code that loads the run's weights from a repository of the hub."""
+    whole = next(
+        (folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None
+    )
+    if recipe.target not in recipes.PROMPTED and (
+        whole is None or whole.name == resources.whole_model("module")
+    ):
+        return _of_module(recipe, whole, repository)
+    pipe = _python(
+        "from diffusers import DiffusionPipeline\n\npipe = "
+        f'DiffusionPipeline.from_pretrained("{repository}")\nimage = pipe("a '
+        'prompt").images[0]'
+    )
+    if not (folder / "lora").is_dir():
+        return pipe
+    local = not hub.is_id(recipe.model) or Path(recipe.model).exists() or is_place(recipe.model)
+    name, revision = ("path/of/the/base/model", None) if local else hub.split(recipe.model)
+    pinned = f', revision="{revision}"' if revision else ""
+    lora = _python(
+        "from diffusers import DiffusionPipeline\n\npipe = "
+        f'DiffusionPipeline.from_pretrained("{name}"{pinned})\n'
+        f'pipe.load_lora_weights("{repository}", '
+        'adapter_name="erase")\npipe.set_adapters("erase", 1.0)'
+    )
+    return (
+        f"The whole pipeline:\n\n{pipe}\n\nor its LoRA on the base model, with a strength "
+        f"from 0 to 1:\n\n{lora}"
+    )
+
+
+def _python(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def _of_module(recipe: Recipe, whole: Path | None, repository: str) -> str:
+    """Of a classifier, CLIP model or VAE, by what its folder holds: see `Module.save` and
+    `Clip.save`.
+    """
+    if whole is None:
+        return "The run folder holds no whole model any more (model/), so there is nothing to load."
+    config: dict[str, Any] = (
+        read_json(whole / "config.json") if (whole / "config.json").is_file() else {}
+    )
+    if "architecture" in config:
+        return _python(
+            "from huggingface_hub import snapshot_download\n\nfrom "
+            "concept_eraser.models.loading import load_part\n\nmodel = "
+            f'load_part(snapshot_download("{repository}"), "{recipe.target}").module'
+        )
+    library, name = (
+        ("diffusers", config.get("_class_name"))
+        if "_class_name" in config
+        else ("transformers", next(iter(config.get("architectures") or []), None))
+    )
+    if name:
+        words = (whole / "tokenizer_config.json").is_file()
+        tokenizer_line = (
+            f'\ntokenizer = AutoTokenizer.from_pretrained("{repository}")' if words else ""
+        )
+        names = ", ".join(sorted([name, *(["AutoTokenizer"] if words else [])]))
+        return _python(
+            f'from {library} import {names}\n\nmodel = {name}.from_pretrained("{repository}")'
+            f"{tokenizer_line}"
+        )
+    return _by_its_own_code(recipe, whole, config, repository)
+
+
+def _by_its_own_code(recipe: Recipe, whole: Path, config: dict[str, Any], repository: str) -> str:
+    """Weights alone: the network is made by the function that the recipe names, else by the
+    reader.
+    """
+    file = next((path.name for path in sorted(whole.glob("*.safetensors"))), "model.safetensors")
+    package, colon, function = recipe.model.partition(":")
+    is_function_name = colon and package.replace(".", "").isidentifier() and function.isidentifier()
+    constructor = (
+        f"from {package} import {function}\n\nmodel = {function}()"
+        if is_function_name
+        else "model = your_own_network()"
+    )
+    about = (
+        ""
+        if is_function_name
+        else (
+            "The files are weights alone: make the network as it was made for the training "
+            f"(it was a `{config.get('class', 'model of open_clip')}`), then load them.\n\n"
+        )
+    )
+    return about + _python(
+        "from huggingface_hub import hf_hub_download\nfrom safetensors.torch import "
+        f"load_file\n\n{constructor}\n"
+        f'model.load_state_dict(load_file(hf_hub_download("{repository}", '
+        f'"{file}")))\nmodel.eval()'
+    )

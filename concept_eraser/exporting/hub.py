@@ -1,0 +1,290 @@
+"""Upload of a finished run: the pipeline or LoRA, the model card, and the run's records.
+
+The prompts that attacks found are not uploaded: the card has their rates. The paths of this machine
+are removed from texts. From the weights' folders only visible files of known kinds are uploaded. A
+token goes to the hub's client and is not stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.exporting import model_card
+from concept_eraser.models import hub
+from concept_eraser.reporting import run_results
+from concept_eraser.storage.readers import read_json
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError, first_line, unknown
+from concept_eraser.utils.path_redaction import cleaned, is_place, named
+
+KINDS = ("pipeline", "lora", "both")
+# beside the weights, in concept_eraser/
+TOLD = ("recipe.yaml", "environment.json", "done.json", "evaluation.json")
+# what models are saved as; no pickles
+_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".md", ".jinja")
+# keys of configuration files that hold where a model came from
+_PATHS = ("_name_or_path", "name_or_path")
+_VOCABULARIES = ("vocab.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One file: its name in the repository, and its content or where that lies."""
+
+    name: str
+    content: bytes | Path
+
+    @property
+    def size(self) -> int:
+        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was (or in a dry run would be) uploaded. left_out: files of the weights' folders that
+    are not, for they are hidden, of an unknown kind, or in the card's place. url: of the commit,
+    None in a dry run."""
+
+    repository: str
+    uploads: tuple[Upload, ...]
+    card: str
+    warnings: tuple[str, ...]
+    url: str | None = None
+    left_out: tuple[str, ...] = ()
+
+
+def push_to_hub(
+    run: str | Path,
+    repository: str,
+    *,
+    kind: str = "pipeline",
+    private: bool = False,
+    revision: str | None = None,
+    license: str = "other",
+    token: str | None = None,
+    dry_run: bool = False,
+) -> Pushed:
+    """Upload a finished run to the hub.
+
+    Args:
+        run: the run folder.
+        repository: owner/name; it is created where it is not there.
+        kind: "pipeline" (what `from_pretrained` takes; of a run on a classifier, CLIP model or VAE
+            the folder of the whole model), "lora" (what `load_lora_weights` takes) or "both".
+        private: whether a repository that is created is private.
+        revision: a branch; it is created where it is not there.
+        license: of the weights, see `card`.
+        token: a token of the hub (default: $HF_TOKEN, or what `hf auth login` stored).
+        dry_run: use no network, upload nothing.
+
+    Returns:
+        The files, the card, and the address of the commit.
+
+    Raises:
+        UserError: the run is unfinished or has not what `kind` names, the name is wrong, or the hub
+            cannot be reached or refuses.
+
+    Example:
+        >>> import concept_eraser
+        >>> plan = concept_eraser.push_to_hub("runs/tiny_star_munba", "me/no-star", dry_run=True)
+    """
+    folder = Path(run)
+    if kind not in KINDS:
+        raise unknown("kind of upload", kind, KINDS)
+    name, pinned = hub.split(repository)
+    if pinned:
+        raise UserError(f"{repository} names a revision; give the branch with --revision {pinned}")
+    model_card.finished(folder)
+    card = model_card.card(folder, repository=name, license=license)
+    left_out: list[str] = []
+    uploads = (
+        Upload("README.md", card.encode()),
+        *_weights(folder, kind, left_out),
+        *_told(folder),
+    )
+    upload = Pushed(
+        name, uploads, card, tuple(model_card.warnings(folder)), left_out=tuple(left_out)
+    )
+    return upload if dry_run else _upload(upload, private=private, revision=revision, token=token)
+
+
+def _weights(folder: Path, kind: str, left_out: list[str]) -> Iterator[Upload]:
+    """The files of the whole model and of the LoRA, both at the top, where diffusers looks for
+    them; `left_out` collects the names of what is not uploaded."""
+    lora = folder / "lora"
+    if kind != "pipeline" and not lora.is_dir():
+        raise UserError(
+            f"{folder} trained no LoRA, so it has none to upload; --as pipeline, or "
+            f"write one with: concept-eraser export {folder} --to lora"
+        )
+    if kind != "lora":
+        whole = next(
+            (folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None
+        )
+        if whole is None:
+            raise UserError(
+                f"{folder} holds no whole model (pipeline/ or model/); it may have been "
+                "tidied away: erase again"
+            )
+        yield from _known(whole, left_out)
+    if kind != "pipeline":
+        yield from _known(lora, left_out)
+
+
+def _require_inside(run: Path, path: Path) -> None:
+    """Raise UserError where a path leads out of a run by a link: what lies there is not the run's,
+    and may be secret.
+    """
+    if not path.resolve().is_relative_to(run.resolve()):
+        raise UserError(
+            f"{path} is a link that leads out of {run}, so it is not uploaded; put the "
+            "file itself in its place, or remove the link"
+        )
+
+
+def _known(folder: Path, left_out: list[str]) -> Iterator[Upload]:
+    """The files below a folder of a run that may be uploaded. Raises UserError for a link that
+    leads out of the run.
+    """
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        _require_inside(folder.parent, path)
+        if not path.is_file():
+            continue
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        if is_hidden or path.suffix not in _SUFFIXES or name.as_posix() == "README.md":
+            left_out.append(f"{folder.name}/{name.as_posix()}")
+        else:
+            yield _clean(path, name.as_posix())
+
+
+def _told(folder: Path) -> Iterator[Upload]:
+    """The run's own files in concept_eraser/, without paths of this machine."""
+    further = sorted(folder.glob(f"{run_results.EVALUATIONS}/*/evaluation.json"))
+    for path in (*(folder / name for name in TOLD), *further):
+        if path.is_file():
+            _require_inside(folder, path)
+            text = (
+                model_card.recipe_text(folder) + "\n"
+                if path.name == "recipe.yaml"
+                else _without_place(path)
+            )
+            yield Upload(f"concept_eraser/{path.relative_to(folder).as_posix()}", text.encode())
+
+
+def _without_place(path: Path) -> str:
+    """A JSON file of ours without the command line and with every path cut to its last
+    component.
+    """
+    content = read_json(path)
+    for place in (content, content.get("environment")):
+        if isinstance(place, dict):
+            place.pop("command", None)
+    return json.dumps(cleaned(content), indent=1) + "\n"
+
+
+def _clean(path: Path, name: str) -> Upload:
+    """A file as it is, but for paths in a configuration: where a model came from is left out, any
+    other is cut.
+    """
+    if path.suffix != ".json" or path.name in _VOCABULARIES:
+        return Upload(name, path)
+    try:
+        content = read_json(path, (dict, list))
+    except UserError:
+        return Upload(name, path)
+    public_content = named(_without_origin(content))
+    return (
+        Upload(name, path)
+        if public_content == content
+        else Upload(name, (json.dumps(public_content, indent=2) + "\n").encode())
+    )
+
+
+def _without_origin(content: Any) -> Any:
+    """A configuration without the keys that say where on this machine a model came from; ids of the
+    hub stay.
+    """
+    if isinstance(content, list):
+        return [_without_origin(one) for one in content]
+    if not isinstance(content, dict):
+        return content
+    return {
+        k: _without_origin(v)
+        for k, v in content.items()
+        if k not in _PATHS or not _is_origin(str(v))
+    }
+
+
+def _is_origin(text: str) -> bool:
+    return is_place(text) or Path(text).exists() or ("/" in text and not hub.is_id(text))
+
+
+def _upload(asked: Pushed, *, private: bool, revision: str | None, token: str | None) -> Pushed:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi(token=token)
+    if hub.offline():
+        raise UserError(
+            "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or look first "
+            "with --dry-run"
+        )
+    error = hub.within_patience(lambda _: api.whoami())
+    if error is not None:
+        raise UserError(_refusal(asked.repository, error))
+    operations = [
+        CommitOperationAdd(
+            one.name, one.content if isinstance(one.content, bytes) else str(one.content)
+        )
+        for one in asked.uploads
+    ]
+    try:
+        api.create_repo(asked.repository, private=private, exist_ok=True)
+        if revision:
+            api.create_branch(asked.repository, branch=revision, exist_ok=True)
+        commit = api.create_commit(
+            asked.repository,
+            operations,
+            commit_message="model and card, by concept_eraser",
+            revision=revision,
+        )
+    except Exception as hub_error:  # the hub's client raises some twenty kinds
+        raise UserError(_refusal(asked.repository, hub_error)) from None
+    return Pushed(
+        asked.repository,
+        asked.uploads,
+        asked.card,
+        asked.warnings,
+        commit.commit_url,
+        asked.left_out,
+    )
+
+
+def _refusal(repository: str, error: BaseException) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    status = (
+        error.response.status_code
+        if isinstance(error, HfHubHTTPError) and error.response is not None
+        else None
+    )
+    if isinstance(error, LocalTokenNotFoundError) or status == 401:
+        return (
+            "the hub knows nobody by this token; give one that may write with HF_TOKEN or "
+            "--token, or run: hf auth login"
+        )
+    if status == 403:
+        return (
+            f"this token may not write to {repository}; give one that may (HF_TOKEN or "
+            "--token), or another name"
+        )
+    if status is not None:
+        return f"the hub did not take {repository}: {first_line(error)}"
+    return (
+        "the hub cannot be reached, so nothing was uploaded; look first with --dry-run, and "
+        "try again with a network"
+    )

@@ -1,0 +1,222 @@
+"""Several erasures of one model added: W = W_0 + sum_i w_i (W_i - W_0), task arithmetic.
+
+Ilharco et al., arXiv 2212.04089, section 2 (their negated task vectors are fine-tunings; ours are
+erasures, so they are added). Sums are taken in float64, so that the order of the runs does not show
+in float32 weights and one run of weight 1 comes out as itself, bit for bit. Nothing makes the sum
+erase what its terms erase, each of which was trained without the
+others: measure it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from concept_eraser.exporting.formats import Moved, differences, require_its_own
+from concept_eraser.models import loading
+from concept_eraser.models.base import Model, require_finite
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.storage.writers import probe, write_folder, write_json
+from concept_eraser.utils.errors import UserError
+
+NOTE = "merge.json"  # in the folder of the result
+Place = tuple[str, str]  # part and tensor
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was added to what. lengths: ||w_i (W_i - W_0)|| of each run; length: that of their sum.
+    Where the runs moved in directions at right angles, length = sqrt(sum lengths^2); above it they
+    pull together, below against each other."""
+
+    path: Path
+    before: str
+    sources: list[str]
+    weights: list[float]
+    lengths: list[float]
+    length: float
+    tensors: int
+
+    @property
+    def apart(self) -> float:
+        """The length that the sum would have if the runs had moved at right angles."""
+        return math.hypot(*self.lengths)
+
+
+def merge(
+    *sources: str | Path,
+    output: str | Path,
+    weights: Sequence[float] | None = None,
+    before: Any = None,
+    allow_pickle: bool = False,
+) -> Merged:
+    """Add what several erasures of one model changed, and write the whole model as a diffusers
+    folder.
+
+    Args:
+        sources: run folders, or anything that `load` takes.
+        output: a new folder.
+        weights: one factor for each source (default: all 1).
+        before: the model that they were made from (default: the one that the runs' recipes name).
+        allow_pickle: also load weights stored as pickles, which can execute code.
+
+    Returns:
+        The path, and how far each source and their sum moved the weights.
+
+    Raises:
+        UserError: the erasures are not of one model, or one of them is given twice.
+
+    Example:
+        >>> import concept_eraser
+        >>> merged = concept_eraser.merge("runs/star", "runs/heart", output="runs/both")
+    """
+    source_names = [str(source) for source in sources]
+    factors = _weights(source_names, weights)
+    place = Path(output)
+    if os.path.lexists(place):
+        raise UserError(f"{place} exists already; give another --output, or remove it")
+    probe(place)
+    base = before if before is not None else _common_base(source_names)
+    original = loading.load(base, allow_pickle=allow_pickle)
+    sums: dict[Place, Tensor] = {}
+    lengths: list[float] = []
+    first_sources: dict[str, str] = {}
+    for source, factor in zip(source_names, factors, strict=True):
+        changes = _moved(original, source, base, allow_pickle)
+        digest = _digest(changes)
+        if digest in first_sources:
+            raise UserError(
+                f"{source} and {first_sources[digest]} are the same erasure; to count it twice "
+                "give it once with the weight 2"
+            )
+        first_sources[digest] = source
+        lengths.append(_add(sums, changes, factor))
+    result = Merged(
+        place, original.source, source_names, factors, lengths, _length(sums), len(sums)
+    )
+    _write(original, sums, result)
+    return result
+
+
+def _weights(sources: Sequence[str], weights: Sequence[float] | None) -> list[float]:
+    if not sources:
+        raise UserError("nothing to merge; give one or more runs")
+    factors = [1.0] * len(sources) if weights is None else [float(weight) for weight in weights]
+    if len(factors) != len(sources):
+        raise UserError(
+            f"found {len(factors)} weights for {len(sources)} runs; "
+            "give one each, in the same order"
+        )
+    if not all(map(math.isfinite, factors)):
+        raise UserError(f"weights are finite numbers, found {', '.join(f'{w:g}' for w in factors)}")
+    return factors
+
+
+def _common_base(sources: Sequence[str]) -> str:
+    """The model that all runs started from, by their recipes. Raises UserError where they name
+    none, or several.
+    """
+    bases = {source: _base_of(Path(source)) for source in sources}
+    unknown = next((source for source, base in bases.items() if base is None), None)
+    if unknown is not None:
+        raise UserError(
+            f"what {unknown} changed can only be told beside the model it was made from; "
+            "give it with --before"
+        )
+    names = sorted({str(base) for base in bases.values()})
+    if len(names) > 1:
+        each = "; ".join(f"{source} from {base}" for source, base in bases.items())
+        raise UserError(
+            f"these are erasures of different models ({each}), whose changes do not add "
+            "up; merge those of one, or give --before if these are names of one model"
+        )
+    return names[0]
+
+
+def _base_of(source: Path) -> str | None:
+    path = source / "recipe.yaml"
+    if not path.is_file():
+        return None
+    name = recipes.load(str(path)).model
+    return None if name.endswith(" in memory") else name
+
+
+def _moved(original: Model, source: str, base: Any, allow_pickle: bool) -> Moved:
+    """What one erasure changed. Raises UserError where a run differs from `original` in more than
+    it trained.
+    """
+    changes = differences(original, loading.load(source, allow_pickle=allow_pickle, base=base))
+    require_its_own(Path(source), original, changes)
+    return changes
+
+
+def _digest(moved: Moved) -> str:
+    digest = hashlib.sha256()
+    for part, tensors in sorted(moved.items()):
+        for name, (_, after) in sorted(tensors.items()):
+            digest.update(f"{part}.{name}".encode())
+            digest.update(
+                after.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            )
+    return digest.hexdigest()
+
+
+def _add(sums: dict[Place, Tensor], moved: Moved, factor: float) -> float:
+    """Add one erasure to the sums, in place; the length of what was added."""
+    total = 0.0
+    for part, tensors in moved.items():
+        for name, (before, after) in tensors.items():
+            if not after.is_floating_point():
+                raise UserError(
+                    f"{part}.{name} is of {after.dtype} and cannot be added; these "
+                    "models differ in more than weights"
+                )
+            change = factor * (after.detach().cpu().double() - before.detach().cpu().double())
+            total += float(change.square().sum())
+            sums[part, name] = sums[part, name] + change if (part, name) in sums else change
+    return math.sqrt(total)
+
+
+def _length(sums: Mapping[Place, Tensor]) -> float:
+    return math.sqrt(sum(float(change.square().sum()) for change in sums.values()))
+
+
+def _write(model: Model, sums: Mapping[Place, Tensor], told: Merged) -> None:
+    """Move the model, save it with what it was made of, and move it back: it may be somebody's, in
+    memory.
+    """
+    originals = {place: model.parts[place[0]].state_dict()[place[1]].clone() for place in sums}
+    changes = {
+        place: (originals[place].cpu().double() + change).to(originals[place].dtype)
+        for place, change in sums.items()
+    }
+
+    def write(folder: Path) -> None:
+        model.save(folder)
+        note = {key: value for key, value in asdict(told).items() if key != "path"}
+        write_json(folder / NOTE, note)
+
+    require_finite(
+        {f"{part}.{name}": value for (part, name), value in changes.items()},
+        "the merged weights",
+        "give smaller --weights",
+    )
+    try:
+        _set(model, changes)
+        write_folder(told.path, write, kind="model")
+    finally:
+        _set(model, originals)
+
+
+@torch.no_grad()
+def _set(model: Model, values: Mapping[Place, Tensor]) -> None:
+    for (part, name), value in values.items():
+        model.parts[part].state_dict()[name].copy_(value)

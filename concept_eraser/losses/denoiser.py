@@ -1,0 +1,159 @@
+"""Losses of a denoiser's prediction, all to be minimised.
+
+With eps(x_t, t, c) the prediction of the model in training, eps* that of the teacher (the model
+before training by default), x_t a noised latent of an example, c its prompt, a its anchor prompt:
+
+* data ||eps(x_t, c) - target||^2: the training loss of the model
+* ascent -||eps(x_t, c) - target||^2: gradient ascent
+* anchor ||eps(x_t, c) - eps*(x_t, a)||^2: MUNBa section 4.1; concept ablation (arXiv 2303.13516)
+* esd ||eps(x_t, c) - (eps*(x_t, "") - eta (eps*(x_t, c) - eps*(x_t, "")))||^2: ESD (arXiv
+  2303.07345, Eq. 6)
+* distill ||eps(x_t, c) - eps*(x_t, c)||^2: keep what the model predicts
+* relabel ||eps(x_t^a, c) - target||^2, x_t^a from images of the anchor: UNO's L_1, SalUn
+* histogram d_KL(p || 1 - alpha), p the mean probability, by a judge, that x_0 decoded from
+  eps(x_t, c) does not show the concept: UNO's hat versions (arXiv 2506.04712)
+* npo (2 / beta) mean softplus(-beta (L_i - L*_i)), L_i `data` of one example: NPO (arXiv
+  2404.05868, Eq. 3)
+* resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591)
+
+Settings of `esd`: `neutral: anchor` puts the anchor in the place of the empty prompt (SPM, arXiv
+2312.16145, Eq. 4). For a v- or flow-prediction model "eps" is whatever it predicts. Differences
+from the papers: ESD noises x_t from the model by partial sampling, which is what data-free training
+does here too; with images, x_t is a noised image. NPO is of likelihoods: log p_theta(x | c) - log
+p*(x | c) becomes -(L_i - L*_i), the bound on it that a denoiser has, without the bound's weights
+and as a mean over the example's numbers, so beta is in units of 1 / loss. Forget-Me-Not's code
+takes the norm of all the maps, which has the same minimum; the mean does not grow with images or
+layers.
+
+What is sampled is eps(x_t, "") + s (eps(x_t, c) - eps(x_t, "")), and these losses ask for eps(x_t,
+c) only. At noised images of the concept the prediction without a prompt can learn the same, and
+the difference, s times of which is shown, does not: eval/results/guidance.md. `empty_prompts` asks
+some examples without their prompt, where anchor, distill and esd say what the teacher says without
+one: as in the training for guidance (arXiv 2207.12598), and for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from concept_eraser.losses.base import (
+    Formula,
+    Loss,
+    LossSettings,
+    Teacher,
+    bernoulli_divergence,
+    each,
+    preference,
+)
+from concept_eraser.models.base import Condition
+
+
+@dataclass(frozen=True)
+class DenoiserDraw:
+    """One micro-batch with everything random already drawn; every question of a step sees the same
+    draw.
+    """
+
+    noisy: Tensor  # [b, c, h, w]
+    t: Tensor  # [b]
+    condition: Condition
+    anchor: Condition | None
+    null: Condition
+    target: Tensor | None  # None when there are no clean latents (data-free)
+    positions: Tensor | None = (
+        None  # [b, tokens] bool: the tokens of the prompt that stand for the concept
+    )
+    # whether the model in training (not its teacher) sees the prompt with an adversary's offset
+    attacked: bool = False
+
+    @property
+    def terms(self) -> int:
+        """How many numbers a loss on it is the mean of."""
+        return self.noisy.numel()
+
+
+class Predictor(Protocol):
+    def predict(
+        self,
+        draw: DenoiserDraw,
+        condition: Condition | None = None,
+        *,
+        teacher: Teacher | None = None,
+    ) -> Tensor: ...
+    def image(self, draw: DenoiserDraw) -> Tensor: ...
+    def attention(self, draw: DenoiserDraw) -> Sequence[Tensor]: ...
+
+
+def _mse(prediction: Tensor, target: Tensor) -> Tensor:
+    return (prediction.float() - target.float()).square().mean()
+
+
+def data(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    assert draw.target is not None  # data-free training refuses this loss beforehand
+    return _mse(model.predict(draw), draw.target)
+
+
+def ascent(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    return -data(model, draw, settings)
+
+
+def anchor(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    return _mse(model.predict(draw), model.predict(draw, draw.anchor, teacher=settings.teacher))
+
+
+def esd(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    free = model.predict(
+        draw, draw.anchor if settings.neutral == "anchor" else draw.null, teacher=settings.teacher
+    )
+    given = model.predict(draw, teacher=settings.teacher)
+    return _mse(model.predict(draw), free - settings.eta * (given - free))
+
+
+def distill(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    return _mse(model.predict(draw), model.predict(draw, teacher=settings.teacher))
+
+
+def npo(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    assert draw.target is not None  # data-free training refuses this loss beforehand
+    before = each(model.predict(draw, teacher=settings.teacher), draw.target)
+    return preference(each(model.predict(draw), draw.target), before, settings.beta)
+
+
+def resteer(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    assert draw.positions is not None  # made for this loss
+    marked = draw.positions[:, None, None].float()
+    shares = [
+        (maps.float().square() * marked).sum() / (marked.sum() * maps.shape[1] * maps.shape[2])
+        for maps in model.attention(draw)
+    ]
+    return torch.stack(shares).mean()
+
+
+def histogram(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    assert settings.shows is not None  # the recipe's section of this name brings a judge
+    retained = 1 - settings.shows(model.image(draw)).mean()
+    return bernoulli_divergence(retained.float(), settings.alpha)
+
+
+LOSSES: dict[str, Loss] = {
+    "data": Formula(data, needs_images=True),
+    "ascent": Formula(ascent, needs_images=True),
+    "anchor": Formula(anchor, needs_anchor=True, holds_empty=True),
+    "esd": Formula(esd, holds_empty=True),
+    "distill": Formula(distill, holds_empty=True),
+    "relabel": Formula(data, images="anchor", needs_anchor=True, needs_images=True),
+    "histogram": Formula(histogram),
+    "npo": Formula(npo, needs_images=True),
+    "resteer": Formula(resteer),
+}
+
+
+def no_grad_prediction(predict: Callable[[], Tensor]) -> Tensor:
+    """A teacher's prediction is a constant of the loss."""
+    with torch.no_grad():
+        return predict()

@@ -1,0 +1,127 @@
+"""Losses of a text encoder's states, all to be minimised; the denoiser stays as it is.
+
+With E(c) what the denoiser is conditioned on for a prompt c [tokens, width], E* that of the
+teacher, a the anchor prompt:
+
+* anchor ||E(c) - E*(a)||^2: no images and no denoiser needed, seconds instead of minutes
+* distill ||E(c) - E*(c)||^2
+* data ||eps(x_t, E(c)) - target||^2: the training loss through the frozen denoiser
+* ascent the negative of `data`
+* relabel `data` on images of the anchor, as the target of the prompt
+* npo of the examples' `data`, as for a denoiser (losses/denoiser.py)
+* esd ||eps(x_t, E(c)) - (eps(x_t, E*("")) - eta (eps(x_t, E*(c)) - eps(x_t, E*(""))))||^2: with an
+  attack, the forget loss of AdvUnlearn (arXiv 2405.15234)
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from concept_eraser.losses.base import Formula, Loss, LossSettings, Teacher, each, preference
+from concept_eraser.models.base import Condition, Model
+
+
+@dataclass(frozen=True)
+class TextEncoderDraw:
+    """One micro-batch: tokens, anchors, and for the losses through the denoiser x_t, t and the
+    target.
+    """
+
+    tokens: Condition
+    anchors: Condition | None
+    noisy: Tensor | None = None
+    t: Tensor | None = None
+    target: Tensor | None = None
+    terms: int = 1
+    # whether the encoder in training reads the tokens with an adversary's offset
+    attacked: bool = False
+
+
+class TextReader(Protocol):
+    """The encoder in training with its teacher. `model` is the whole pipeline, `null` the empty
+    prompt's tokens.
+    """
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def null(self) -> Condition: ...
+    def embed(
+        self, tokens: Condition | None, *, teacher: Teacher | None = None, attacked: bool = False
+    ) -> Condition: ...
+
+
+def _apart(a: Condition, b: Condition) -> Tensor:
+    """Mean squared difference of two conditions' embeddings."""
+    parts = [
+        (a.tensors[name].float() - b.tensors[name].float()).square().mean() for name in a.tensors
+    ]
+    return torch.stack(parts).mean()
+
+
+def anchor(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
+    return _apart(
+        model.embed(draw.tokens, attacked=draw.attacked),
+        model.embed(draw.anchors, teacher=settings.teacher),
+    )
+
+
+def distill(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
+    return _apart(
+        model.embed(draw.tokens, attacked=draw.attacked),
+        model.embed(draw.tokens, teacher=settings.teacher),
+    )
+
+
+def data(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
+    assert draw.target is not None  # refused beforehand
+    return (_through(model, draw, None).float() - draw.target).square().mean()
+
+
+def npo(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
+    assert draw.target is not None  # refused beforehand
+    now, before = (
+        each(_through(model, draw, teacher), draw.target) for teacher in (None, settings.teacher)
+    )
+    return preference(now, before, settings.beta)
+
+
+def esd(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
+    nothing = replace(draw, tokens=model.null.to(model.model.device).repeat(len(draw.tokens)))
+    free, given = (_through(model, asked, settings.teacher).float() for asked in (nothing, draw))
+    return (
+        (_through(model, draw, None).float() - (free - settings.eta * (given - free)))
+        .square()
+        .mean()
+    )
+
+
+def _through(model: TextReader, draw: TextEncoderDraw, teacher: Teacher | None) -> Tensor:
+    """What the denoiser predicts for a draw's tokens, as the encoder in training or a teacher reads
+    them.
+    """
+    assert draw.noisy is not None
+    assert draw.t is not None
+    with nullcontext() if teacher is None else torch.no_grad():
+        read = model.embed(draw.tokens, teacher=teacher, attacked=draw.attacked)
+        return model.model.denoise(draw.noisy, draw.t, read)
+
+
+def ascent(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
+    return -data(model, draw, settings)
+
+
+LOSSES: dict[str, Loss] = {
+    "anchor": Formula(anchor, needs_anchor=True),
+    "distill": Formula(distill),
+    "data": Formula(data, needs_images=True),
+    "ascent": Formula(ascent, needs_images=True),
+    "esd": Formula(esd, needs_images=True),
+    "npo": Formula(npo, needs_images=True),
+    "relabel": Formula(data, images="anchor", needs_anchor=True, needs_images=True),
+}

@@ -1,0 +1,85 @@
+"""Arithmetic on a tuple of tensors, one per trainable parameter, without ever concatenating them.
+
+A `Vec` is a point in parameter space: `tuple[Tensor, ...]` in a fixed order. Inner products are
+accumulated tensor by tensor in float64 (float32 on devices that have no float64), because the
+cosine of two gradients with 10^9 entries is meaningless in half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Vec = tuple[Tensor, ...]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64).flatten()
+
+
+def dot(u: Vec, v: Vec) -> Tensor:
+    """<u, v> as a float64 scalar on the CPU."""
+    total = torch.zeros((), dtype=torch.float64)
+    for a, b in zip(u, v, strict=True):
+        total += torch.dot(_wide(a), _wide(b)).cpu()
+    return total
+
+
+def norm(u: Vec) -> Tensor:
+    """||u|| as a float64 scalar on the CPU."""
+    return dot(u, u).sqrt()
+
+
+def gramian(vectors: Sequence[Vec]) -> Tensor:
+    """All inner products of `m` vectors: [m, m] float64 on the CPU; each tensor is widened once."""
+    m = len(vectors)
+    gram = torch.zeros(m, m, dtype=torch.float64)
+    for parts in zip(*vectors, strict=True):
+        wide = [_wide(part) for part in parts]
+        for i in range(m):
+            for j in range(i, m):
+                gram[i, j] += torch.dot(wide[i], wide[j]).cpu()
+    return gram + gram.triu(1).T
+
+
+def combine(weights: Tensor | Sequence[float], vectors: Sequence[Vec]) -> Vec:
+    """sum_i weights[i] * vectors[i]. A weight of exactly 0 leaves its vector out, even where the
+    vector is not finite.
+    """
+    terms = [(float(w), v) for w, v in zip(weights, vectors, strict=True) if float(w) != 0.0]
+    if not terms:
+        return tuple(torch.zeros_like(part) for part in vectors[0])
+    result = []
+    for parts in zip(*(v for _, v in terms), strict=True):
+        total = parts[0] * terms[0][0]
+        for (weight, _), part in zip(terms[1:], parts[1:], strict=True):
+            total = total.add(part, alpha=weight)
+        result.append(total)
+    return tuple(result)
+
+
+def is_finite(u: Vec) -> bool:
+    return all(bool(torch.isfinite(part).all()) for part in u)
+
+
+def spectral_norm(multiply: Callable[[Vec], Vec], like: Vec, iterations: int) -> float:
+    """||A|| of a symmetric matrix given by its products, by power iteration from a fixed start; 0
+    for A = 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    v = tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in like)
+    length = float(norm(v))
+    for _ in range(iterations):
+        if length == 0:
+            return 0.0
+        v = multiply(tuple(part / length for part in v))
+        length = float(norm(v))
+    return length
+
+
+def cosine(gram: Tensor, i: int = 0, j: int = 1) -> float:
+    """cos of vectors i and j from their Gram matrix; nan where one of them is zero."""
+    scale = float(gram[i, i].sqrt() * gram[j, j].sqrt())
+    return float(gram[i, j]) / scale if scale > 0 else float("nan")

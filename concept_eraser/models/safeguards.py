@@ -1,0 +1,141 @@
+"""Safeguards at inference, for comparison: they leave the weights alone, and whoever has the
+weights can leave them out.
+
+With eps_u, eps_c, eps_s the denoiser's predictions for the empty prompt, the prompt, and the text
+to keep away from, a sampler of guidance g follows eps_u + g (eps_c - eps_u).
+
+* negative    eps_s takes the place of eps_u: the negative prompt.
+* sld-*       Safe latent diffusion (Schramowski et al., arXiv 2211.05105): eps_c - gamma takes the
+              place of eps_c, with (element by element)
+
+      gamma = mu (eps_s - eps_u) + s_m nu,      nu <- b nu + (1 - b) gamma,
+      mu = min(1, s_S |eps_c - eps_s|) where eps_c - eps_s < lambda, else 0
+
+  and gamma left out of the first steps while nu is gathered. The four settings are the paper's.
+
+Differences from SLD: its text prints max(1, .), its code and this one take min; its warm-up is a
+number of 50 steps, here the same share of however many there are; diffusers' configuration of
+`weak` had s_S = 20, the paper's is 200. As in the code, the prompt's gradient that an attacker
+takes through `Model.denoise` does not see a safeguard; what counts, the image, does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from concept_eraser.utils.errors import UserError, shown, unknown
+
+STEPS = 50  # of the paper's sampler, which the warm-ups are numbers of
+
+
+@dataclass(frozen=True)
+class Strength:
+    """warmup: steps of 50; scale: s_S; threshold: lambda; momentum: s_m; keep: b."""
+
+    warmup: int
+    scale: float
+    threshold: float
+    momentum: float
+    keep: float
+
+
+SLD = {
+    "sld-weak": Strength(15, 200.0, 0.0, 0.0, 0.0),
+    "sld-medium": Strength(10, 1000.0, 0.01, 0.3, 0.4),
+    "sld-strong": Strength(7, 2000.0, 0.025, 0.5, 0.7),
+    "sld-max": Strength(0, 5000.0, 1.0, 0.5, 0.7),
+}
+KINDS = ("negative", *SLD)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A safeguard: its kind and the text it keeps away from."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def read(cls, written: str) -> Guard:
+        """From `kind:text`. Raises UserError for another form or an unknown kind."""
+        kind, colon, text = written.partition(":")
+        if not colon or not text.strip():
+            raise UserError(
+                f"cannot read the safeguard {shown(written)}; write kind:text, e.g. "
+                "'negative:a star' or 'sld-medium:a star'"
+            )
+        if kind not in KINDS:
+            raise unknown("safeguard", kind[:200], KINDS)
+        return cls(kind, text.strip())
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.text}"
+
+    @contextmanager
+    def around(self, model: Any, n: int) -> Iterator[None]:
+        """Inside, the sampler of `model` draws n images under this safeguard. Raises UserError
+        where it samples without guidance, which is all that a safeguard changes."""
+        states = model.encode([self.text]).repeat(n).tensors["states"]
+        change = _Change(SLD.get(self.kind), states)
+        handle = model.denoiser.register_forward_hook(change, with_kwargs=True)
+        try:
+            change.steps = lambda: len(model.pipeline.scheduler.timesteps)
+            yield
+        finally:
+            handle.remove()
+
+
+class _Change:
+    """What a safeguard does to one call of the denoiser: rows without and with the prompt, one
+    above the other.
+    """
+
+    def __init__(self, sld: Strength | None, states: Tensor) -> None:
+        self.sld, self.states = sld, states
+        self.steps: Any = None
+        self.nu: Tensor | float = 0.0
+        self.seen: list[float] = []  # time steps, in order: some samplers ask twice at one
+
+    def __call__(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        n = len(self.states)
+        sample, t = (
+            (args[0] if args else kwargs["sample"]),
+            (args[1] if len(args) > 1 else kwargs["timestep"]),
+        )
+        if len(sample) != 2 * n:
+            raise UserError(
+                "a safeguard works through classifier-free guidance; sample with a guidance above 1"
+            )
+        unconditional, conditional = output[0].chunk(2)
+        with torch.no_grad():
+            avoided = module.forward(
+                sample[:n], t, encoder_hidden_states=self.states.to(sample.dtype), return_dict=False
+            )[0]
+        if self.sld is None:
+            unconditional = avoided
+        else:
+            conditional = conditional - self._gamma(
+                self.sld,
+                unconditional,
+                conditional,
+                avoided,
+                float(torch.as_tensor(t).flatten()[0]),
+            )
+        return (torch.cat([unconditional, conditional]), *output[1:])
+
+    def _gamma(self, sld: Strength, free: Tensor, given: Tensor, kept: Tensor, t: float) -> Tensor:
+        if not self.seen or self.seen[-1] != t:
+            self.seen.append(t)
+        towards = given - kept
+        mu = (sld.scale * towards.abs()).clamp(max=1.0)
+        mu = torch.where(towards >= sld.threshold, torch.zeros_like(mu), mu)
+        gamma = mu * (kept - free) + sld.momentum * self.nu
+        self.nu = sld.keep * self.nu + (1 - sld.keep) * gamma
+        is_warm = (len(self.seen) - 1) * STEPS >= sld.warmup * self.steps()
+        return gamma if is_warm else torch.zeros_like(gamma)

@@ -1,0 +1,171 @@
+"""The vocabulary of a CLIP tokenizer for attacks: its tokens, the places of free tokens, and the
+text of token ids.
+
+An adversarial prompt counts as text only: tokens are decoded and tokenised again before an image
+is made of them, and `usable` leaves out tokens that do not survive that on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from concept_eraser.utils.errors import UserError
+
+Where = Literal["prefix", "suffix", "middle", "insert"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Prompts with free places: ids [n, length], and where the free ones are, [n, k], the same k
+    for all.
+    """
+
+    ids: Tensor
+    places: Tensor
+
+    def filled(self, tokens: Tensor) -> Tensor:
+        """The ids with tokens [n, k] in the free places."""
+        return self.ids.scatter(1, self.places, tokens)
+
+    def __getitem__(self, rows: Tensor) -> Slots:
+        return Slots(self.ids[rows], self.places[rows])
+
+    def to(self, device: torch.device) -> Slots:
+        return Slots(self.ids.to(device), self.places.to(device))
+
+
+class Words:
+    """A tokenizer with start, end and padding. Tensors are on the CPU."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.length = int(tokenizer.model_max_length)
+        self.start, self.end, self.pad = (
+            int(t) for t in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        )
+        self.size = len(tokenizer)
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without start and end, uncut."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Tokens as text; start, end and padding are left out. SD 2 pads with "!", which is a word
+        before the end.
+        """
+        own = list(ids)
+        if self.pad != self.end and self.end in own:
+            own = own[: own.index(self.end)]
+        return str(
+            self.tokenizer.decode([i for i in own if i not in (self.start, self.end)])
+        ).strip()
+
+    def texts(self, ids: Tensor) -> list[str]:
+        """Rows with start, end and padding, [n, length], as texts."""
+        return [self.text(row) for row in ids.tolist()]
+
+    def pack(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Start, tokens, end, padding: [n, length]. Raises UserError for a row that does not
+        fit.
+        """
+        over = max(len(row) for row in rows) - (self.length - 2)
+        if over > 0:
+            raise UserError(
+                f"a prompt with its free tokens is {over} tokens longer than the model's "
+                f"{self.length}; use fewer tokens or shorter prompts"
+            )
+        padded_rows = [
+            [self.start, *row, self.end, *[self.pad] * (self.length - 2 - len(row))] for row in rows
+        ]
+        return torch.tensor(padded_rows)
+
+    def slots(self, prompts: Sequence[str], k: int, where: Where = "prefix") -> Slots:
+        """Prompts with k free tokens each: before, behind, in the middle of, or spread evenly over
+        the prompt's own.
+
+        Raises UserError where a prompt leaves too little room.
+        """
+        rows, places = [], []
+        for prompt in prompts:
+            own = self.ids(prompt)
+            cuts = _cuts(len(own), k, where)
+            row: list[int] = []
+            free: list[int] = []
+            for i in range(len(own) + 1):
+                for _ in range(cuts.count(i)):
+                    free.append(len(row) + 1)  # behind the start token
+                    row.append(self.pad)
+                row += own[i : i + 1]
+            rows.append(row)
+            places.append(free)
+        return Slots(self.pack(rows), torch.tensor(places))
+
+    def spaced(self, prompt: str, spacing: int) -> Slots:
+        """One prompt with a free token after every `spacing` of its own (and at least one)."""
+        own = self.ids(prompt)
+        row: list[int] = []
+        places: list[int] = []
+        for i, token in enumerate(own, 1):
+            row.append(token)
+            if i % spacing == 0 or (i == len(own) and not places):
+                places.append(len(row) + 1)
+                row.append(self.pad)
+        return Slots(self.pack([row]), torch.tensor([places]))
+
+    def in_place_of(self, prompts: Sequence[str], word: str) -> Slots:
+        """The prompts with one free token in a word's place. Raises UserError for a prompt without
+        that word.
+        """
+        word_ids, rows, places = self.ids(word), [], []
+        for prompt in prompts:
+            own = self.ids(prompt)
+            at = next((i for i in range(len(own)) if own[i : i + len(word_ids)] == word_ids), None)
+            if at is None:
+                raise UserError(
+                    f"this attack replaces the word {word!r}, which the prompt "
+                    f"{prompt!r} does not have"
+                )
+            rows.append([*own[:at], self.pad, *own[at + len(word_ids) :]])
+            places.append([at + 1])
+        return Slots(self.pack(rows), torch.tensor(places))
+
+    def survives(self, rows: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether each row of tokens comes back from its own text."""
+        new_ids = self.tokenizer(
+            self.tokenizer.batch_decode([list(row) for row in rows]), add_special_tokens=False
+        ).input_ids
+        return [list(one) == list(new_row) for one, new_row in zip(rows, new_ids, strict=True)]
+
+    def like(self, name: str) -> Tensor:
+        """[size] bool: tokens that contain one of a name's words, or are a part of one (of three
+        letters or more).
+        """
+        parts = name.lower().split()
+        texts = [
+            text.strip().lower()
+            for text in self.tokenizer.batch_decode([[i] for i in range(self.size)])
+        ]
+        return torch.tensor([any(p in t or (len(t) > 2 and t in p) for p in parts) for t in texts])
+
+    @cached_property
+    def usable(self) -> Tensor:
+        """[size] bool: tokens whose text, tokenised again, is that token alone."""
+        special = set(self.tokenizer.all_special_ids)
+        texts = [self.tokenizer.decode([i]) for i in range(self.size)]
+        new_ids = self.tokenizer(texts, add_special_tokens=False).input_ids
+        return torch.tensor(
+            [i not in special and list(ids) == [i] for i, ids in enumerate(new_ids)]
+        )
+
+
+def _cuts(length: int, k: int, where: Where) -> list[int]:
+    """Before which of the prompt's tokens the k free ones go, ascending."""
+    if where == "insert":
+        return [round((i + 1) * length / (k + 1)) for i in range(k)]
+    return [{"prefix": 0, "suffix": length, "middle": length // 2}[where]] * k

@@ -1,0 +1,60 @@
+"""One line for each mistake that pydantic finds in a recipe."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from pydantic import BaseModel
+
+from concept_eraser.recipes.schema import MANY, ONE
+from concept_eraser.utils.errors import shown, unknown_message
+
+
+def explain(root: type[BaseModel], item: Any) -> str:
+    """One line for one of pydantic's errors: path, what is wrong, what was found."""
+    location = item["loc"]
+    if MANY in location:  # pydantic counts from 0, the log and the overrides from 1
+        location = tuple(
+            part + 1 if i == location.index(MANY) + 1 else part for i, part in enumerate(location)
+        )
+    path = ".".join(str(part)[:60] for part in location if not _is_form(part))
+    if item["type"] == "extra_forbidden":
+        return (
+            f"{path}: "
+            f"{unknown_message('key', str(item['loc'][-1]), _fields(root, item['loc'][:-1]))}"
+        )
+    if item["type"] == "missing":
+        return f"{path}: required, not given"
+    message = item["msg"].removeprefix("Value error, ")
+    given = item["input"]
+    silent = isinstance(given, dict | BaseModel) or item["type"] == "value_error"
+    found = "" if silent else f", found {shown(given)}"
+    # FORUM stays FORUM
+    plain = message if message[:2].isupper() else message[0].lower() + message[1:]
+    return f"{path + ': ' if path else ''}{plain}{found}"
+
+
+def _is_form(part: Any) -> bool:
+    """Whether a part of pydantic's path is one of the forms that a value may have, and no key of
+    the recipe.
+    """
+    return isinstance(part, str) and (
+        part in (ONE, MANY, "str", "int") or part.startswith(("constrained-", "list[", "dict["))
+    )
+
+
+def _fields(root: type[BaseModel], location: tuple) -> list[str]:
+    """The keys allowed at a path of the recipe."""
+    model: Any = root
+    for name in location:
+        if isinstance(name, str) and name not in (ONE, MANY):
+            model = _model_in(model.model_fields[name].annotation) or root
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model that an annotation speaks of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for one in typing.get_args(annotation) if (found := _model_in(one))), None)

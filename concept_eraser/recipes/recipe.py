@@ -1,0 +1,222 @@
+"""Recipes: pydantic models <-> YAML. Every mistake is reported at once, each with its path.
+
+A recipe is one flat file that names a point in the product of menus: which model, which part of it,
+what forget and retain mean, how the two gradients become one step, which weights may move.
+"""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError, field_validator, model_validator
+
+from concept_eraser import registry
+from concept_eraser.recipes import error_messages, memory_presets, validation
+from concept_eraser.recipes import overrides as changes
+from concept_eraser.recipes.schema import (
+    ASIDE,
+    MEMORY,
+    PROMPTED,
+    MethodSpec,
+    RecipeFields,
+    TrainingSpec,
+    as_list,
+    is_built_in,
+)
+from concept_eraser.registry import Plugin
+from concept_eraser.storage.readers import read_yaml
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError, mistakes_message, shown, unknown_message
+from concept_eraser.utils.migration import migrate_recipe
+from concept_eraser.utils.provenance import fingerprint
+
+# closed forms of the cross-attention, which may follow a training
+CLOSED = ("mace-cfr", "rece", "uce")
+# names that promise ascent; the rules behind them take any loss
+CLIMBING = ("a", "ga", "a-d", "gdiff", "sa")
+
+
+class Recipe(RecipeFields):
+    """One erasing job: its keys, checked against each other and against the method."""
+
+    @field_validator("forget", "retain", "replace", "method", "finish", "trainable", mode="before")
+    @classmethod
+    def _shorthand(cls, value: Any, info: Any) -> Any:
+        """`method: munba`, `forget: tiny_star`, `trainable: all` stand for mappings with one
+        entry.
+        """
+        key = changes.SHORT.get(info.field_name, "prompts")
+        if key == "prompts" and value == "rest":
+            return {"data": "rest"}
+        if info.field_name == "forget" and isinstance(value, list):
+            return changes.concepts(value)
+        if info.field_name == "finish" and value == "none":
+            return None
+        if isinstance(value, str) or (key == "prompts" and isinstance(value, list)):
+            return {key: value}
+        return value
+
+    @field_validator("method", "finish")
+    @classmethod
+    def _known_method(cls, value: MethodSpec | None, info: Any) -> MethodSpec | None:
+        if value is None or value.is_object or registry.in_memory(value.name):
+            return value
+        if info.field_name == "finish" and value.name not in CLOSED:
+            raise ValueError(
+                f"{unknown_message('closed form', value.name, CLOSED)}; finish: none leaves it out"
+            )
+        wrong = registry.problems("method", value.name, value.options)
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        forget = info.data.get("forget")
+        if value.name in CLIMBING and any(side.loss == "data" for side in as_list(forget)):
+            raise ValueError(
+                f"the method {value.name!r} climbs the forget loss, so as it stands it "
+                "would train on what is to be forgotten; set forget.loss: ascent"
+            )
+        name, options = registry.resolve("method", value.name, value.options)
+        return MethodSpec(name=name, **options)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        recorded = not self.method.is_object and registry.in_memory(self.method.name)
+        validation.check(self, None if recorded else self.method.build())
+        return self
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether its method or a loss is an object that was passed in Python."""
+        losses = [spec.loss for spec in self.objective_specs.values()]
+        return self.method.is_object or any(
+            isinstance(one, Plugin) and one.value is not None for one in losses
+        )
+
+    def resolved(self) -> dict[str, Any]:
+        """Everything spelled out, defaults and method options included, ready for YAML."""
+        content = self.model_dump(mode="json", exclude_none=True, exclude=self._irrelevant())
+        for key in ("method", "finish"):
+            if (spec := getattr(self, key)) and spec.plugin:
+                known = registry.options(spec.plugin)
+                content[key] = {
+                    "name": spec.name,
+                    **{k: default for k, (_, default) in known.items()},
+                    **spec.options,
+                }
+        return content
+
+    @property
+    def _unasked(self) -> set[str]:
+        """Settings of a loss or a term that no side has: left out, so that a run keeps the
+        fingerprint it had before them.
+        """
+        sides = self.objective_specs.values()
+        asked = {
+            "beta": any(s.loss == "npo" or not is_built_in(str(s.loss)) for s in sides),
+            "distill": any(s.distill for s in sides),
+            "empty_prompts": any(s.empty_prompts for s in sides),
+        }
+        return {key for key, wanted in asked.items() if not wanted}
+
+    def _irrelevant(self) -> dict[str, Any]:
+        """Settings that say nothing about this job, so that they are not spelled out."""
+        left_out: dict[str, Any] = dict.fromkeys(
+            ("forget", "retain", "replace"), self.idle | self._unasked
+        )
+        if isinstance(self.forget, list):
+            left_out["forget"] = {"__all__": self.idle | self._unasked}
+        else:
+            left_out["concepts"] = True
+        if self.target != "clip":
+            left_out["templates"] = True
+        if not self.model_options:
+            left_out["model_options"] = True
+        unused = {
+            key
+            for key in (*MEMORY, *ASIDE)
+            if getattr(self.training, key) == TrainingSpec.model_fields[key].default
+        }
+        if unused:  # so that a run keeps the fingerprint it had before there were any
+            left_out["training"] = unused
+        if self.target in PROMPTED:
+            left_out["trainable"] = {"batchnorm"}
+        else:
+            left_out["generation"] = {"steps", "guidance", "batch_size", "precision"}
+        return left_out
+
+    @property
+    def fingerprint(self) -> str:
+        content = self.resolved()
+        content["training"] = {k: v for k, v in content["training"].items() if k not in ASIDE}
+        return fingerprint(content)
+
+
+def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = ()) -> Recipe:
+    """A recipe from a name, a path or a mapping, with `key.path=value` overrides. Raises UserError
+    with every mistake.
+
+    `memory`, a preset of training/presets.py, is no key of a recipe but stands for several of them.
+    """
+    if isinstance(source, dict):
+        content, where = dict(source), "the recipe"
+    else:
+        path = resources.find("pipelines", str(source))
+        words = ", ".join(overrides)
+        where = f"{path} with {words}" if 0 < len(overrides) < 4 and len(words) < 200 else str(path)
+        content = {} if (content := read_yaml(path)) is None else content
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: expected a mapping, found a {type(content).__name__}")
+        content = migrate_recipe(content)
+    for override in overrides:
+        changes.apply(content, override)
+    return validate(_with_preset(content, overrides), where)
+
+
+def _with_preset(content: dict[str, Any], overrides: typing.Sequence[str]) -> dict[str, Any]:
+    """`memory: 8gb` spelled out as the settings it stands for; what the recipe or the overrides say
+    themselves wins.
+    """
+    name = content.pop("memory", None)
+    if name is None:
+        return content
+    if not isinstance(name, str):
+        raise UserError(f"memory: expected the name of a preset, e.g. 24gb, found {shown(name)}")
+    try:
+        exact = MethodSpec.model_validate(content.get("method", {})).build().needs_fp32
+    except (ValidationError, UserError, TypeError, ValueError):
+        exact = False  # the recipe's own check will say what is wrong with the method
+    try:
+        return memory_presets.expand(
+            content,
+            name,
+            needs_fp32=exact,
+            deal=[s for s in ("training", "generation") if not _deals(overrides, s)],
+        )
+    except ValueError as error:
+        raise UserError(f"memory: {error}") from None
+
+
+def _deals(overrides: typing.Sequence[str], section: str) -> bool:
+    """Whether an override says how much of a section is done at once."""
+    own = (f"{section}.batch_size=", f"{section}.micro_batches=")
+    return any(
+        o.startswith(own) or (o.startswith(f"{section}=") and "batch" in o) for o in overrides
+    )
+
+
+def validate(content: dict[str, Any], where: str) -> Recipe:
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        lines = [
+            error_messages.explain(Recipe, item)
+            for item in error.errors(include_url=False, include_context=False)
+        ]
+        raise UserError(mistakes_message(lines, where)) from None
+
+
+def dump(recipe: Recipe, command: str) -> str:
+    """The resolved recipe as YAML, opening with the command that runs it."""
+    return f"# {command}\n" + yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)

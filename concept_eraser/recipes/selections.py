@@ -1,0 +1,160 @@
+"""Which weights may move: by the names the field uses, or by regular expression."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+from concept_eraser.utils.errors import UserError, shown, unknown_message
+
+EXPRESSION = 500  # characters of a regular expression
+SECONDS = 2  # of processor time, for all names together
+
+
+def _is_text(name: str) -> bool:
+    """Of a CLIP model: transformers' names, then open_clip's."""
+    return (
+        "visual" not in name
+        and "vision" not in name
+        and not name.endswith(("logit_scale", "logit_bias"))
+    )
+
+
+def _is_attention(name: str) -> bool:
+    return ".self_attn." in name or ".attn." in name
+
+
+# diffusers' names: attn1 is self-attention, attn2 cross-attention with the text
+_RULES: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: True,
+    "cross_attention": lambda name: ".attn2." in name,
+    "cross_attention_kv": lambda name: ".attn2.to_k." in name or ".attn2.to_v." in name,
+    "self_attention": lambda name: ".attn1." in name,
+    "all_but_cross_attention": lambda name: ".attn2." not in name,
+    "text": _is_text,
+    "text_attention": lambda name: _is_text(name) and _is_attention(name),
+    "image": lambda name: "visual" in name or "vision" in name,
+    "image_attention": lambda name: ("visual" in name or "vision" in name) and _is_attention(name),
+    "attention": _is_attention,
+}
+SELECTIONS = tuple(_RULES)
+
+# MMDiT and Flux have no cross-attention: image and text attend jointly. What stands for it is the
+# text's side of that, the projections of the context ("added" in diffusers' names);
+# cross_attention_kv is what the image reads of the text. Flux's single blocks have one set of
+# weights for both, which counts as self-attention, as does SD 3.5's second attention of the
+# image, which diffusers calls attn2.
+_CONTEXT = re.compile(r"\.attn\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.")
+_JOINT_RULES: dict[str, Callable[[str], bool]] = {
+    "cross_attention": lambda name: _CONTEXT.search(name) is not None,
+    "cross_attention_kv": lambda name: ".attn.add_k_proj." in name or ".attn.add_v_proj." in name,
+    "self_attention": lambda name: (
+        (".attn." in name or ".attn2." in name) and _CONTEXT.search(name) is None
+    ),
+    "all_but_cross_attention": lambda name: _CONTEXT.search(name) is None,
+}
+
+
+# Some expressions take ever longer with every character of a name, e.g. (a+)+$, and some take
+# gigabytes to compile. Python cannot stop its own matching, so another process does it: the system
+# ends that where it uses too much. The package `regex` has a time limit, but takes 30 GB to compile
+# (?:(?:(?:a{1000}){1000}){1000}).
+_MATCHER = """
+import json, re, sys, warnings
+asked = json.load(sys.stdin)
+try:
+    import resource, signal
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    signal.setitimer(signal.ITIMER_VIRTUAL, asked["seconds"])
+except ImportError:
+    pass
+warnings.simplefilter("ignore")
+try:
+    search = re.compile(asked["expression"]).search
+except (re.error, RecursionError, OverflowError, ValueError) as error:
+    print(json.dumps({"problem": str(error)[:150]}))
+else:
+    print(json.dumps({"matches": [search(name) is not None for name in asked["names"]]}))
+"""
+
+
+@cache
+def _matches(expression: str, names: tuple[str, ...]) -> tuple[bool, ...]:
+    """For each name whether a regular expression occurs in it. Raises ValueError where it is none,
+    or takes too long.
+    """
+    question = json.dumps({"expression": expression, "names": names, "seconds": SECONDS})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCHER],
+            input=question,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        answer = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):  # ended by the system
+        raise ValueError(
+            f"takes more than {SECONDS} seconds or 1 GB to match; use no repetition "
+            "inside a repetition"
+        ) from None
+    if "problem" in answer:
+        raise ValueError(f"is no regular expression: {answer['problem']}")
+    return tuple(answer["matches"])
+
+
+def problem(selection: str) -> str | None:
+    """What is wrong with a selection, or None."""
+    if selection in _RULES:
+        return None
+    if not selection.startswith("re:"):
+        return unknown_message(
+            "selection of parameters", selection, [*_RULES, "re:<regular expression>"]
+        )
+    if len(selection) > EXPRESSION:
+        return (
+            f"{shown(selection)} has {len(selection):,} characters; at most {EXPRESSION} are "
+            "allowed in a regular expression"
+        )
+    try:
+        _matches(selection[3:], ())
+    except ValueError as error:
+        return f"{shown(selection)} {error}"
+    return None
+
+
+def select(names: Iterable[str], selection: str) -> list[str]:
+    """The names that a selection covers, in order. Raises UserError where it covers none, or takes
+    too long to match.
+    """
+    wrong = problem(selection)
+    if wrong:
+        raise UserError(wrong)
+    everything = list(names)
+    chosen = [
+        name
+        for name, covered in zip(everything, _covered(everything, selection), strict=True)
+        if covered
+    ]
+    if not chosen:
+        example = f", e.g. {everything[0]!r}" if everything else ""
+        raise UserError(
+            f"the selection {shown(selection)} matches none of the {len(everything)} "
+            f"tensors{example}; see `concept-eraser list selections`"
+        )
+    return chosen
+
+
+def _covered(names: Sequence[str], selection: str) -> Iterable[bool]:
+    """For each name whether a selection covers it."""
+    rules = _RULES | _JOINT_RULES if any(_CONTEXT.search(name) for name in names) else _RULES
+    if rule := rules.get(selection):
+        return map(rule, names)
+    try:
+        return _matches(selection[3:], tuple(names))
+    except ValueError as error:
+        raise UserError(f"{shown(selection)} {error}") from None

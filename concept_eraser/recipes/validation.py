@@ -1,0 +1,349 @@
+"""What a recipe's sections ask of each other, beyond what each says alone: a contradiction is an
+error with its remedy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from concept_eraser.recipes.schema import (
+    LOSS_NAMES,
+    MEMORY,
+    PROMPTED,
+    ObjectiveSpec,
+    RecipeFields,
+    TrainingSpec,
+    concept_objective,
+    fits,
+)
+from concept_eraser.utils.errors import unknown_message
+
+
+def check(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError where the sections of a recipe do not fit each other, or the method.
+
+    Args:
+        recipe: The recipe.
+        method: Its method; None where a file records an object of another process, of which nothing
+            is known.
+    """
+    if method is not None:
+        _use(recipe, method)
+    _concepts(recipe)
+    if method is not None:
+        _objectives(recipe, method)
+    _sides(recipe)
+    if method is not None and recipe.attack is not None and not method.needs_attack:
+        raise ValueError(
+            f"the method {recipe.method.name!r} has no lower-level problem to give "
+            "`attack` to; use forum or adversarial"
+        )
+    _lora(recipe)
+    _negation(recipe)
+    _finish(recipe, method)
+    _memory(recipe, method)
+    _split(recipe)
+    if method is not None and method.needs_fp32 and recipe.training.precision != "fp32":
+        raise ValueError(
+            f"the method {recipe.method.name!r} takes differences of gradients, which "
+            "drown in the rounding of bf16; set training.precision: fp32"
+        )
+
+
+def _use(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError where the method needs a retain set that is missing, or does not fit the
+    target.
+    """
+    if (
+        recipe.retain is None
+        and recipe.method.name != "weighted"
+        and getattr(method, "needs_retain", True)
+    ):
+        raise ValueError(
+            f"the method {recipe.method.name!r} needs a retain set; to forget without "
+            "one use method: {name: weighted, retain: 0}"
+        )
+    if method.targets is not None and recipe.target not in method.targets:
+        reason = f", since {method.why}" if getattr(method, "why", "") else ""
+        raise ValueError(
+            f"the method {recipe.method.name!r} works on {', '.join(method.targets)} "
+            f"only{reason}; found target {recipe.target!r}"
+        )
+
+
+def _objectives(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError where the method cannot combine the objectives; it may know two, and so one
+    concept a step.
+    """
+    try:
+        method.check_objectives(recipe.objectives)
+    except ValueError as error:
+        several = len(recipe.objectives) > len(recipe.acting(1))
+        if several and hasattr(method, "direction") and _combines(method, recipe.acting(1)):
+            raise ValueError(
+                f"{error}; or ask one concept a step with concepts: rotate, which suits "
+                "every method of two objectives"
+            ) from None
+        raise
+
+
+def _combines(method: Any, objectives: tuple[str, ...]) -> bool:
+    try:
+        method.check_objectives(objectives)
+    except ValueError:
+        return False
+    return True
+
+
+def _concepts(recipe: RecipeFields) -> None:
+    """Raise ValueError where a list of concepts asks for what is defined for one only."""
+    several = len(recipe.forgotten)
+    if several == 1:
+        if recipe.concepts == "rotate":
+            raise ValueError(
+                "concepts: rotate takes several concepts in turn; give forget as a list "
+                "of them, or leave it out"
+            )
+        return
+    if recipe.target not in PROMPTED:
+        raise ValueError(
+            "forget: a list of concepts is for prompts (target "
+            f"{' or '.join(PROMPTED)}); labelled data take several classes in one side, "
+            f"classes: [...], found target {recipe.target!r}"
+        )
+    for name in ("replace", "attack", "histogram"):
+        if getattr(recipe, name) is not None:
+            raise ValueError(
+                f"{name} is defined for one concept, found {several} in forget; erase "
+                "them one at a time and add the results with `concept-eraser merge`"
+            )
+    for place, side in enumerate(recipe.forgotten):
+        twin = next((i for i in range(place) if recipe.forgotten[i].prompts == side.prompts), None)
+        if twin is not None:
+            raise ValueError(
+                f"forget: concepts {twin + 1} and {place + 1} have the same prompts; "
+                "remove one of them"
+            )
+    if recipe.concepts == "rotate" and recipe.training.steps < several:
+        raise ValueError(
+            f"concepts: rotate asks one concept a step, so {several} concepts need "
+            f"training.steps >= {several}, found {recipe.training.steps}"
+        )
+    if recipe.concepts == "rotate" and recipe.method.options.get("every", 1) != 1:
+        raise ValueError(
+            "method.every keeps a bargain for some steps, and concepts: rotate asks "
+            "another concept at each; leave every at 1, or use concepts: together"
+        )
+
+
+def _sides(recipe: RecipeFields) -> None:
+    """Raise ValueError where a side does not fit the target."""
+    allowed = LOSS_NAMES[recipe.target]
+    # the forgotten first
+    for name, side in sorted(recipe.objective_specs.items(), key=lambda item: item[0] == "retain"):
+        prompted = recipe.target in PROMPTED
+        if prompted != (side.prompts is not None):
+            raise ValueError(
+                f"{name}: the target {recipe.target!r} needs "
+                f"{'prompts' if prompted else 'data, labelled examples'}"
+            )
+        if not fits(side.loss, recipe.target):
+            raise ValueError(
+                f"{name}.loss: "
+                f"{unknown_message(f'loss of target {recipe.target!r}', str(side.loss), allowed)}"
+            )
+        if recipe.target == "text_encoder" and side.images == "free" and side.loss == "esd":
+            raise ValueError(
+                f"{name}: of a text encoder the loss 'esd' needs images, so images: free "
+                "is not possible"
+            )
+        _settings(recipe, name, side)
+        if (
+            recipe.target in ("clip", "classifier")
+            and side.loss == "anchor"
+            and not isinstance(side.anchor, str)
+        ):
+            raise ValueError(
+                f"{name}: the loss 'anchor' needs an anchor: the class to say instead, "
+                "by name or number"
+            )
+    if recipe.forgotten[0].data == "rest":
+        raise ValueError("forget: data: rest is for the retain side; say what is to be forgotten")
+    if recipe.attack is not None and recipe.target not in PROMPTED:
+        raise ValueError(
+            f"attack: the target {recipe.target!r} has no prompt embedding to attack; "
+            f"use the target {' or '.join(map(repr, PROMPTED))}"
+        )
+    if recipe.histogram is not None and recipe.target not in ("denoiser", "vae"):
+        raise ValueError(
+            f"histogram: the target {recipe.target!r} draws no samples that a judge "
+            "could look at; use denoiser or vae"
+        )
+    if recipe.watch is not None and recipe.target not in PROMPTED:
+        raise ValueError(
+            f"watch: the suites of prompts do not apply to the target {recipe.target!r}"
+        )
+
+
+def _settings(recipe: RecipeFields, name: str, side: ObjectiveSpec) -> None:
+    """Raise ValueError where a side is given a setting that says nothing about the target."""
+    idle = recipe.idle & side.model_fields_set
+    if recipe.target == "vae" and side.anchor is not None:
+        idle = {*idle, "anchor"}
+    changed = [
+        key
+        for key in sorted(idle)
+        if getattr(side, key)
+        != ObjectiveSpec.model_fields[key].get_default(call_default_factory=True)
+    ]
+    if changed:
+        raise ValueError(
+            f"{name}: {', '.join(changed)} says nothing about the target {recipe.target!r}"
+        )
+
+
+def _lora(recipe: RecipeFields) -> None:
+    """Raise ValueError where low-rank factors are asked of what has none."""
+    if recipe.trainable.lora is None:
+        return
+    if recipe.target not in PROMPTED:
+        raise ValueError(
+            f"trainable.lora: only the targets {' and '.join(PROMPTED)} train a LoRA, "
+            f"found target {recipe.target!r}"
+        )
+    if recipe.trainable.reinitialise is not None:
+        raise ValueError(
+            "trainable: reinitialise draws weights anew, which a LoRA leaves alone; give "
+            "one of the two"
+        )
+    if any(side.elastic for side in recipe.objective_specs.values()):
+        raise ValueError(
+            "elastic pulls weights back to what they were, and a LoRA's factors start "
+            "without a meaning of their own; train the weights themselves, or leave "
+            "elastic out"
+        )
+
+
+def _negation(recipe: RecipeFields) -> None:
+    """Raise ValueError where there is no vector of one task to turn round."""
+    if recipe.trainable.negate is None:
+        return
+    wrong = [
+        f"{concept_objective(i)}.loss: {side.loss}"
+        for i, side in enumerate(recipe.forgotten)
+        if side.loss != "data"
+    ]
+    wrong += [
+        f"a {name} side"
+        for name in ("retain", "replace", "attack", "histogram")
+        if getattr(recipe, name) is not None
+    ]
+    wrong += ["batchnorm: train"] if recipe.trainable.batchnorm == "train" else []
+    wrong += (
+        ["watch, which looks while the model still learns the concept"]
+        if recipe.watch is not None
+        else []
+    )
+    if wrong:
+        raise ValueError(
+            "trainable.negate turns round what training on the concept alone did "
+            "(forget.loss: data, method: {name: weighted, retain: 0}); found "
+            f"{'; '.join(wrong)}"
+        )
+
+
+def _finish(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError where a closed form cannot follow the training."""
+    if recipe.finish is None:
+        return
+    if recipe.target != "denoiser" or hasattr(method, "edit"):
+        found = (
+            f"target: {recipe.target}"
+            if recipe.target != "denoiser"
+            else f"the method {recipe.method.name!r}, which trains nothing"
+        )
+        raise ValueError(
+            f"finish: a closed form that follows the training of a denoiser; found {found}"
+        )
+    if recipe.trainable.saliency is not None:
+        raise ValueError(
+            "finish rewrites all keys and values of the cross-attention, also those that "
+            "trainable.saliency holds; leave out one of the two"
+        )
+
+
+def _memory(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError where settings of memory say nothing about the target, or contradict
+    others.
+    """
+    asked = [
+        key
+        for key in MEMORY
+        if getattr(recipe.training, key) != TrainingSpec.model_fields[key].default
+    ]
+    if asked and recipe.target not in PROMPTED:
+        raise ValueError(
+            f"training: {', '.join(asked)} says nothing about the target "
+            f"{recipe.target!r}; only pipelines have parts to move or to hold in bf16 "
+            f"({', '.join(PROMPTED)})"
+        )
+    if asked and hasattr(method, "edit"):
+        raise ValueError(
+            f"training: the method {recipe.method.name!r} edits in one go and does not "
+            f"hear {', '.join(asked)}; leave it out"
+        )
+    if "frozen" in asked and recipe.target != "denoiser":
+        raise ValueError(
+            "training.frozen: bf16 holds the weights of the denoiser that are not "
+            "trained, so it needs target: denoiser"
+        )
+    if "frozen" in asked and recipe.training.precision != "bf16":
+        raise ValueError(
+            "training.frozen: bf16 needs training.precision: bf16, since the frozen "
+            "weights have no more digits to give"
+        )
+    if "frozen" in asked and recipe.generation.precision != "bf16":
+        raise ValueError(
+            "training.frozen: bf16 needs generation.precision: bf16, since the images "
+            "are made by the model as it is held"
+        )
+    if recipe.watch is not None and ({"offload", "frozen"} & set(asked)):
+        raise ValueError(
+            f"watch draws whole images between the steps, which training.{asked[-1]} "
+            "takes the parts or the digits from; leave out one of the two"
+        )
+
+
+def _split(recipe: RecipeFields) -> None:
+    """Raise ValueError where frozen weights cannot be split among processes (training/fsdp.py)."""
+    if recipe.training.shard != "weights":
+        return
+    if recipe.target != "denoiser" or recipe.trainable.lora is None:
+        found = f"target: {recipe.target}" if recipe.target != "denoiser" else "no trainable.lora"
+        raise ValueError(
+            "training.shard: weights splits the weights of a denoiser that stay as they "
+            "are, so it needs target: denoiser and a LoRA to train, e.g. trainable: "
+            f"{{lora: 8}}; found {found}. Weights that are trained stay whole, since "
+            "FSDP keeps the gradient of one loss, in pieces, and a method combines one "
+            "an objective; use training.shard: optimizer"
+        )
+    if recipe.method.options.get("hvp") == "exact":
+        raise ValueError(
+            "training.shard: weights lets the weights of a block go after each pass, and "
+            "hvp: exact would read them again for the second derivative; use hvp: "
+            "difference"
+        )
+    if recipe.watch is not None:
+        raise ValueError(
+            "watch draws images in one process between the steps, and training.shard: "
+            "weights has left it a piece of the weights; leave out one of the two"
+        )
+    objective = next(
+        (name for name, side in recipe.objective_specs.items() if side.loss == "resteer"), None
+    )
+    if objective is not None:
+        raise ValueError(
+            f"{objective}: the loss 'resteer' asks layers of attention outside of their "
+            "blocks, where training.shard: weights has let their weights go; use "
+            "training.shard: optimizer"
+        )

@@ -1,0 +1,1 @@
+"""Pages and figures about one run or several, made from run folders."""

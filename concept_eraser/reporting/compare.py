@@ -1,0 +1,124 @@
+"""A comparison of several models' numbers, which requires one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.evaluation import result_schema
+from concept_eraser.evaluation.base import is_share
+from concept_eraser.storage.readers import read_json
+from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.migration import migrate_results
+from concept_eraser.utils.provenance import differences
+
+FILES = ("evaluation.json", "attack.json", "distance.json")
+
+
+def read(path: Path) -> tuple[Path, dict[str, Any]]:
+    """An evaluation or an attack, from its file or the folder that holds it. Raises UserError where
+    it is neither.
+    """
+    files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
+    if not files:
+        raise UserError(
+            f"{path} holds no {' or '.join(FILES)}; run `concept-eraser evaluate` or "
+            "`attack` on it first"
+        )
+    content = migrate_results(read_json(files[0]))
+    if "protocol" not in content or not {"results", "rates"} & content.keys():
+        raise UserError(f"{files[0]} is neither an evaluation nor an attack: it names no protocol")
+    rows = content.get("results", ())
+    if not isinstance(rows, list | tuple) or not all(
+        isinstance(r, dict) and {"metric", "group", "after"} <= r.keys() for r in rows
+    ):
+        raise UserError(
+            f"{files[0]} is damaged: its results have no metric, group and value; measure it again"
+        )
+    result_schema.require(content, result_schema.METRICS, files[0])
+    for name, rate in (content.get("rates") or {}).items():
+        result_schema.require({name: rate}, {f"{name}~": result_schema.INTERVAL}, files[0])
+    return files[0], content
+
+
+def require_alike(contents: Mapping[str, dict[str, Any]]) -> None:
+    """Raise UserError, naming what differs, where two contents were not measured by one
+    protocol.
+    """
+    (first, one), *others = contents.items()
+    for name, other in others:
+        if one.get("protocol_hash") and one["protocol_hash"] == other.get("protocol_hash"):
+            continue
+        sides = [
+            {k: c.get(k) for k in ("protocol", "prompt_hashes", "judge")} for c in (one, other)
+        ]
+        differ = differences(*sides) or ["the protocol's hash"]
+        raise UserError(
+            f"{first} and {name} were not measured alike, so their numbers are not "
+            f"compared; they differ in {', '.join(differ)}"
+        )
+
+
+def require_alike_settings(contents: Mapping[str, dict[str, Any]], metric: str, group: str) -> None:
+    """Raise UserError where one metric was measured with unlike settings, naming the metric and
+    what differs.
+    """
+    settings = {
+        name: result.get("settings") or {}
+        for name, c in contents.items()
+        if (result := _find(c, metric, group))
+    }
+    (first, one), *others = settings.items()
+    for name, other in others:
+        if differ := differences(one, other):
+            differing_text = "; ".join(
+                f"{key}: {one.get(key)!r} and {other.get(key)!r}" for key in differ
+            )
+            raise UserError(
+                f"{metric} ({group}) of {first} and of {name} are not compared, for they "
+                f"were measured with unlike settings: {differing_text}. Measure both with the same "
+                "settings and version"
+            )
+
+
+def _find(content: Mapping[str, Any], metric: str, group: str) -> dict[str, Any] | None:
+    return next(
+        (r for r in content["results"] if (r["metric"], r["group"]) == (metric, group)), None
+    )
+
+
+def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
+    """Rows of text: what was measured, and each model's value with its interval. Raises UserError
+    for unlike protocols or settings.
+    """
+    require_alike(contents)
+    if any("rates" in content for content in contents.values()):
+        keys = list(dict.fromkeys(key for content in contents.values() for key in content["rates"]))
+        return [
+            [key, *(_show(content["rates"].get(key), 100) for content in contents.values())]
+            for key in keys
+        ]
+    rows = dict.fromkeys(
+        (r["metric"], r["group"]) for content in contents.values() for r in content["results"]
+    )
+    table_rows = []
+    for metric, group in rows:
+        require_alike_settings(contents, metric, group)
+        factor = 100 if is_share(metric) else 1
+        each = [_find(content, metric, group) for content in contents.values()]
+        table_rows.append(
+            [f"{metric}, {group}", *(_show(result and result["after"], factor) for result in each)]
+        )
+    return table_rows
+
+
+def _show(value: Mapping[str, Any] | None, factor: int) -> str:
+    if value is None or value.get("value") is None:
+        return "-"
+    ends = (
+        ""
+        if None in (value.get("low"), value.get("high"))
+        else f" [{factor * value['low']:.3g}, {factor * value['high']:.3g}]"
+    )
+    return f"{factor * value['value']:.3g}{ends}"

@@ -1,0 +1,172 @@
+"""Figures, drawn without a display: conflict histogram, training curves, before/after grids."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from concept_eraser.storage.writers import write_bytes
+
+_INK, _ACCENT, _SECOND = "#22303c", "#b3402f", "#2f6f9f"
+# more than two, in order
+SERIES = (_SECOND, _ACCENT, "#4b8b3b", "#8a5aa5", "#c98a1b", "#3aa6a0", "#7a6650", "#d0678c")
+
+
+def new_figure(columns: int, width: float = 4.6, height: float = 2.9) -> Any:
+    """A figure without a display, and its axes in one row; sizes in inches, of one column."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def counts(
+    found: Mapping[str, Mapping[str, int]], title: str, colors: Sequence[str] = SERIES
+) -> bytes:
+    """Counts by name, before and after (MUNBa's Fig. 3), as horizontal bars; names that never count
+    are left out.
+    """
+    names = [
+        name for name in next(iter(found.values())) if any(some[name] for some in found.values())
+    ]
+    figure, axes = new_figure(
+        1, width=6.4, height=1.4 + 0.2 * max(2, len(found)) * max(1, len(names))
+    )
+    width = 0.8 / len(found)
+    for i, (when, some) in enumerate(found.items()):
+        places = [j + (i - (len(found) - 1) / 2) * width for j in range(len(names))]
+        bars = axes[0].barh(
+            places, [some[name] for name in names], width, color=colors[i % len(colors)], label=when
+        )
+        axes[0].bar_label(bars, padding=2)
+    axes[0].set(
+        title=title,
+        yticks=range(len(names)),
+        yticklabels=[n.lower().replace("_", " ") for n in names],
+        xlabel="count",
+    )
+    axes[0].invert_yaxis()
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    # on the bars it would hide some
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return png(figure)
+
+
+def conflict(rows: Sequence[dict[str, Any]]) -> bytes | None:
+    """Histograms of cos(g_r, g_f), of the norm ratio, and of the weighted norms' ratio (MUNBa's
+    Fig. 1), as PNG.
+    """
+    both = [
+        r
+        for r in rows
+        if r.get("cosine") is not None and {"retain", "forget"} <= r.get("norms", {}).keys()
+    ]
+    if len(both) < 2:
+        return None
+    figure, axes = new_figure(3)
+    cosines = [r["cosine"] for r in both]
+    axes[0].hist(cosines, bins=30, color=_SECOND)
+    axes[0].axvline(0, color=_INK, lw=0.8)
+    axes[0].set(
+        title="Do the gradients conflict?", xlabel="cos(g_retain, g_forget)", ylabel="steps"
+    )
+    _ratio(axes[1], [r["norms"] for r in both], "Gradient norms", "|g_forget| / |g_retain|")
+    weighted = [
+        {k: abs(r["norms"][k] * r["weights"][k]) for k in ("retain", "forget")}
+        for r in both
+        if r.get("weights")
+    ]
+    _ratio(axes[2], weighted, "Contribution to the step", "weighted |g_forget| / |g_retain|")
+    return png(figure)
+
+
+def _ratio(axis: Any, norms: Sequence[dict[str, float]], title: str, label: str) -> None:
+    ratios = [
+        n["forget"] / n["retain"] for n in norms if n["retain"] and n["forget"] and n["forget"] > 0
+    ]
+    if ratios:
+        axis.hist(
+            np.log10(ratios),
+            bins=30,
+            range=None if np.ptp(np.log10(ratios)) > 1e-6 else (-1, 1),
+            color=_ACCENT,
+        )
+    axis.axvline(0, color=_INK, lw=0.8)
+    axis.set(title=title, xlabel=f"log10 {label}", ylabel="steps")
+
+
+def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
+    """Losses against steps, and the cosine where there are two gradients, as PNG; None without a
+    log.
+    """
+    if not rows:
+        return None
+    two = any(r.get("cosine") is not None for r in rows)
+    figure, axes = new_figure(2 if two else 1)
+    steps = [r["step"] for r in rows]
+    for objective, color in (("retain", _SECOND), ("forget", _ACCENT)):
+        values = [(r.get("losses") or {}).get(objective) for r in rows]
+        if any(v is not None for v in values):
+            axes[0].plot(
+                steps,
+                [np.nan if v is None else v for v in values],
+                color=color,
+                lw=1,
+                label=objective,
+            )
+    axes[0].set(title="Losses", xlabel="step")
+    axes[0].legend(frameon=False)
+    if two:
+        axes[1].plot(
+            steps,
+            [np.nan if r.get("cosine") is None else r["cosine"] for r in rows],
+            color=_INK,
+            lw=1,
+        )
+        axes[1].axhline(0, color=_INK, lw=0.5)
+        axes[1].set(title="cos(g_retain, g_forget)", xlabel="step", ylim=(-1.05, 1.05))
+    return png(figure)
+
+
+def grid(before: Tensor, after: Tensor, columns: int, zoom: int = 2, gap: int = 2) -> bytes:
+    """Pairs of rows, before above after, of [n, h, w, 3] uint8 images, as PNG."""
+    return stacked((before, after), columns, zoom, gap)
+
+
+def stacked(rows: Sequence[Tensor], columns: int, zoom: int = 2, gap: int = 2) -> bytes:
+    """Sets of as many images each, [n, h, w, 3] uint8, one above the other, as PNG."""
+    from PIL import Image
+
+    n, height, width, _ = rows[0].shape
+    lines = []
+    for start in range(0, n, columns):
+        for images in rows:
+            line = np.full((height + gap, columns * (width + gap), 3), 255, np.uint8)
+            for i, image in enumerate(images[start : start + columns].numpy()):
+                line[:height, i * (width + gap) : i * (width + gap) + width] = image
+            lines.append(line)
+        lines.append(np.full((3 * gap, columns * (width + gap), 3), 255, np.uint8))
+    whole = Image.fromarray(np.concatenate(lines[:-1]))
+    whole = whole.resize((whole.width * zoom, whole.height * zoom), Image.Resampling.NEAREST)
+    buffer = io.BytesIO()
+    whole.save(buffer, format="png", optimize=True)
+    return buffer.getvalue()
+
+
+def save(content: bytes | None, path: Path) -> None:
+    """Write a figure, if there is one. Raises UserError as `writers.write_file`."""
+    if content is not None:
+        write_bytes(path, content)

@@ -1,0 +1,1 @@
+"""One job from start to end: the run folder, the dry run, the memory estimate, the measurement."""

@@ -1,0 +1,424 @@
+"""The steps of one erasing job: eraser, engine, output folder. `api.erase` calls them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from concept_eraser.erasers.base import Eraser
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.time_to_unlearn import Watch, share_of
+from concept_eraser.methods.base import Method
+from concept_eraser.models import lora_files
+from concept_eraser.models.base import Loaded, Model, require_finite
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.recipes.schema import ASIDE, MEMORY
+from concept_eraser.recipes.selections import select
+from concept_eraser.storage import output_folder
+from concept_eraser.storage.readers import read_json
+from concept_eraser.storage.writers import (
+    remove_file,
+    require_free_folder,
+    write_folder,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from concept_eraser.targets import cross_attention_edit
+from concept_eraser.targets.build import build_eraser, edit_model
+from concept_eraser.targets.context import Context, describe_prompts
+from concept_eraser.training import checkpoint
+from concept_eraser.training.distributed import fsdp
+from concept_eraser.training.distributed.sharding import refuse_wrappers
+from concept_eraser.training.engine import Engine, Schedule, optimizer_class
+from concept_eraser.training.placement import Placement, needed
+from concept_eraser.training.trackers import FOLDER as TRACKING
+from concept_eraser.training.trackers import Trackers, require
+from concept_eraser.utils import distributed, provenance, resources
+from concept_eraser.utils.errors import UserError, unknown
+from concept_eraser.utils.progress import Progress
+
+KIND = "run"  # of output folder
+
+
+def check_folder(
+    folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, in_memory: bool = False
+) -> bool:
+    """Whether a finished run of this recipe is already there; nothing is touched.
+
+    in_memory: the model or its data is an object that the recipe only names, so that a finished run
+    may be another's.
+
+    Raises UserError where the folder is not ours, holds another run, or this one unfinished without
+    `resume`.
+    """
+    ours = output_folder.require_claimable(folder, KIND, alone=True)
+    for name in (
+        *resources.WHOLE_MODEL,
+        lora_files.FOLDER,
+    ):  # written whole at the end, so a user's file there is said now
+        require_free_folder(folder / name)
+    path = folder / "recipe.yaml"
+    if not ours or overwrite or not path.exists():
+        return False
+    try:
+        other = recipes.load(str(path))
+    except UserError:
+        raise UserError(
+            f"{folder} holds another run (its recipe.yaml does not fit this version); "
+            "give a new folder, or pass --overwrite"
+        ) from None
+    if other.fingerprint != recipe.fingerprint:
+        differences = ", ".join(provenance.differences(other.resolved(), recipe.resolved()))
+        raise UserError(
+            f"{folder} holds another run (differs in "
+            f"{differences or 'nothing visible'}); "
+            "give a new folder with --output, or pass --overwrite"
+        )
+    if (folder / "done.json").exists():
+        if in_memory:
+            raise UserError(
+                f"{folder} holds a finished run on an object in memory, which may not "
+                "have been this one; give another output, or overwrite=True"
+            )
+        return True
+    if not resume and checkpoint.exists(folder / "state.ckpt"):
+        raise UserError(
+            f"{folder} holds this run, unfinished; continue with --resume, or start over "
+            "with --overwrite"
+        )
+    return False
+
+
+def read_done(folder: Path) -> dict[str, Any]:
+    """What a finished run says of itself. Raises UserError where that is damaged."""
+    content = read_json(folder / "done.json")
+    if not isinstance(content.get("seconds"), int | float):
+        raise UserError(
+            f"{folder / 'done.json'} is damaged: it does not say how long the run took; "
+            "run it again with --overwrite"
+        )
+    return content
+
+
+def join(recipe: Recipe) -> bool:
+    """Find the other processes of a launch, and whether this one computes on the CPU.
+
+    Raises UserError for a device that is not there, a tracker that is not installed, and a launch
+    that wraps models.
+    """
+    device, there = (
+        recipe.training.device,
+        {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()},
+    )
+    if not there.get(device, True):
+        raise UserError(
+            f"training.device is {device}, which this machine does not have; found: "
+            f"{', '.join(k for k, v in there.items() if v)}. Use auto"
+        )
+    refuse_wrappers(recipe.training.shard)
+    require(recipe.training.tracker)
+    cpu = device == "cpu" or not (there["cuda"] or there["mps"])
+    distributed.join(cpu=cpu or None)
+    return cpu
+
+
+def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str) -> None:
+    """Mark the folder and write the recipe; what an earlier run left there is set aside first
+    (`overwrite`).
+
+    Called when model and data have been found to fit. Raises UserError as `output_folder.claim`.
+    """
+    output_folder.claim(folder, KIND, alone=True)
+    if overwrite:
+        output_folder.set_aside(folder, keep=_own_files(folder, recipe))
+    write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
+
+
+def _own_files(folder: Path, recipe: Recipe) -> set[str]:
+    """Names of files in the run folder that the recipe itself reads: prompt files that lie beside
+    it.
+    """
+    paths = [
+        Path(text)
+        for side in recipe.objective_specs.values()
+        for text in (side.prompts, side.data)
+        if isinstance(text, str)
+    ]
+    root = folder.resolve()
+    return {
+        path.resolve().relative_to(root).as_posix()
+        for path in paths
+        if path.is_file() and path.resolve().is_relative_to(root)
+    }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training or editing left behind; notes go into done.json."""
+
+    eraser: Eraser
+    seconds: float
+    notes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with its model loaded. objects: data sets and judges in memory that the recipe can
+    only name.
+    """
+
+    recipe: Recipe
+    model: Loaded
+    folder: Path
+    progress: Progress
+    cache: Path | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    # asked between steps, unless the recipe watches
+    look: Callable[[int, float], None] | None = None
+    # called once, when nothing about the input can be wrong any more
+    claim: Callable[[], None] = lambda: None
+
+    def eraser(self, placement: Placement | None = None) -> Eraser:
+        """placement: moves the model's parts where they are asked by turns."""
+        move_parts = placement.only if placement and placement.offload else None
+        return build_eraser(replace(self.context, move_parts=move_parts))
+
+    @property
+    def context(self) -> Context:
+        """What the targets read to build an eraser."""
+        return Context(self.recipe, self.model, self.progress, self.cache, self.objects)
+
+    def run(self, *, resume: bool) -> Outcome:
+        """Train to the end, or edit (or raise); the model then holds the erased weights."""
+        method: Any = self.recipe.method.build()
+        if hasattr(method, "edit"):
+            idle = [
+                f"training.{key}"
+                for key in ASIDE
+                if getattr(self.recipe.training, key) not in ("none", [])
+            ]
+            if idle:
+                raise UserError(
+                    f"the method {self.recipe.method.name!r} edits in one go, without "
+                    f"steps or an optimizer, and does not hear {', '.join(idle)}; leave "
+                    "them out"
+                )
+            accelerator = self.accelerator()
+            self.model.to(accelerator.device)
+            eraser, told, seconds = edit_model(method, self.context)
+            self.claim_once(accelerator)
+            return Outcome(eraser, seconds, {"edit": dict(told)})
+        engine = self.train(method, resume=resume)
+        self._require_trained(engine)
+        notes: dict[str, Any] = {
+            "steps": self.recipe.training.steps,
+            "skipped_steps": engine.skipped,
+            "cpu_seconds": round(engine.cpu_seconds, 2),
+        }
+        if isinstance(engine.watch, Watch):
+            notes["forgotten"] = engine.watch.summary()
+        told, more = self.finish(engine)
+        return Outcome(
+            engine.eraser, engine.seconds + more, notes | ({"finish": dict(told)} if told else {})
+        )
+
+    def accelerator(self) -> Accelerator:
+        """Where and with how many others this runs; see `join`."""
+        cpu, tracker = join(self.recipe), self.recipe.training.tracker
+        # no mixed_precision here: accelerate keeps it for the whole process, and the next run may
+        # want another
+        return Accelerator(
+            cpu=cpu, log_with=list(tracker) or None, project_dir=self.folder / TRACKING
+        )
+
+    def claim_once(self, accelerator: Accelerator) -> None:
+        """Claim the folder by one process only: another's claim would take away the log that the
+        first has opened.
+        """
+        if accelerator.is_main_process:
+            self.claim()
+        accelerator.wait_for_everyone()
+
+    def train(self, method: Method, *, resume: bool) -> Engine:
+        training, accelerator = self.recipe.training, self.accelerator()
+        optimizer_class(training.optimizer)  # before an hour of images, not after it
+        if self.recipe.finish:
+            cross_attention_edit.require_finishable(self.context)
+        if training.shard == "weights":
+            fsdp.require()
+        placement = self.placement()
+        fields = {
+            k: v for k, v in training.model_dump().items() if k not in ("device", *MEMORY, *ASIDE)
+        }
+        eraser = None
+        try:
+            placement.narrow(self._selected())
+            placement.arrive(accelerator.device)
+            eraser = self.eraser(placement)
+            placement.begin(needed(self.recipe.target, histogram=self.recipe.histogram is not None))
+            self.claim_once(accelerator)
+            with self._split(eraser, accelerator):
+                engine = Engine(
+                    eraser,
+                    method,
+                    Schedule(**fields),
+                    self.folder,
+                    accelerator,
+                    self.progress,
+                    self.watch() or self.look,
+                    self.recipe.trainable.saliency,
+                    self.recipe.trainable.reinitialise,
+                    training.shard != "none",
+                    Trackers(accelerator, self.folder, self.recipe.resolved()),
+                )
+                engine.run(resume=resume)
+                if self.recipe.trainable.negate is not None:
+                    eraser.negate(self.recipe.trainable.negate)
+        except BaseException:
+            # a model in memory must not stay half trained; the state of the run is in its folder
+            if eraser is not None:
+                eraser.restore()
+            raise
+        finally:
+            placement.undo()
+        return engine
+
+    def finish(self, engine: Engine) -> tuple[Mapping[str, float], float]:
+        """The closed form after the training, where the recipe has one: what was done, and its
+        seconds. A LoRA is merged before it, so what is written are the weights of its layers: the
+        closed form is no LoRA of that rank."""
+        if self.recipe.finish is None:
+            return {}, 0.0
+        try:
+            engine.eraser.absorb()
+            return cross_attention_edit.finish(self.context, engine.eraser.trainable())
+        except BaseException:
+            engine.eraser.restore()
+            raise
+
+    def _split(self, eraser: Eraser, accelerator: Accelerator) -> AbstractContextManager[None]:
+        """Inside, each of several processes holds a piece of the denoiser's frozen weights, where
+        the recipe says so.
+        """
+        if self.recipe.training.shard != "weights" or accelerator.num_processes < 2:
+            return nullcontext()
+        eraser.origin  # noqa: B018 - a fingerprint of whole weights, kept when it has been asked once
+        return fsdp.split(self.model, accelerator.device)
+
+    def placement(self) -> Placement:
+        """Where this run keeps the parts of its model. Raises UserError where a callback may want
+        them elsewhere.
+        """
+        asked = {key: getattr(self.recipe.training, key) for key in MEMORY}
+        split = self.recipe.training.shard == "weights"
+        if self.look is not None and (asked["offload"] or asked["frozen"] == "bf16" or split):
+            raise UserError(
+                "look is called between steps, when training.offload, training.frozen: "
+                "bf16 or training.shard: weights have taken the model's parts, digits or "
+                "weights away; leave out one of the two"
+            )
+        return Placement(self.model, **asked)
+
+    def _selected(self) -> list[str]:
+        """The denoiser's weights that are trained themselves; none where a LoRA is, or another
+        part.
+        """
+        if self.recipe.target != "denoiser" or self.recipe.trainable.lora is not None:
+            return []
+        names = [name for name, _ in self.model.parts["denoiser"].named_parameters()]
+        return select(names, self.recipe.trainable.select)
+
+    def watch(self) -> Watch | None:
+        asked = self.recipe.watch
+        if asked is None or not isinstance(self.model, Model):
+            return None
+        suite = suites.load(asked.suite)
+        if asked.group not in suite.groups:
+            raise unknown("group of the suite to watch", asked.group, suite.groups)
+        share = share_of(self.model, suite, asked.group, asked.n, progress=self.progress)
+        return Watch(share, self.folder / "watch.jsonl", asked.every, asked.below)
+
+    def write(self, outcome: Outcome) -> dict[str, Any]:
+        """The finished run: whole model, changed tensors, a LoRA's factors, environment, and
+        done.json last of all.
+
+        Of several processes the first writes; the others end their training alike, and wait.
+        """
+        describe = {**provenance.describe(), "prompts": describe_prompts(self.recipe)}
+        adapter, trained = outcome.eraser.adapter, outcome.eraser.trainable()
+        factors = adapter.factors(self.recipe.target) if adapter else None
+        changed = {
+            name: value.detach().cpu().contiguous()
+            for name, value in outcome.eraser.finish().items()
+        }
+        counted = trained if adapter else changed
+        try:
+            require_finite(
+                changed,
+                "the erased weights",
+                (
+                    f"lower training.lr (now {self.recipe.training.lr:g}) or the method's "
+                    "own factors, and start over with --overwrite"
+                ),
+            )
+        except UserError:
+            outcome.eraser.restore()
+            raise
+        done = {
+            "recipe": self.recipe.fingerprint,
+            "seconds": round(outcome.seconds, 2),
+            "trained_tensors": len(counted),
+            "trained_parameters": sum(value.numel() for value in counted.values()),
+            **({} if distributed.alone() else {"processes": distributed.join().num_processes}),
+            **outcome.notes,
+        }
+        if distributed.is_first():
+            self._write_all(describe, changed, factors, done)
+        distributed.wait()
+        return done
+
+    def _write_all(
+        self,
+        describe: dict[str, Any],
+        changed: dict[str, Tensor],
+        factors: Any,
+        done: dict[str, Any],
+    ) -> None:
+        part = (
+            getattr(self.model, "network", "unet")
+            if self.recipe.target == "denoiser"
+            else self.recipe.target
+        )
+        write_json(self.folder / "environment.json", describe)
+        write_tensors(self.folder / "weights.safetensors", changed, {"format": "pt", "part": part})
+        if factors is not None:
+            write_folder(
+                self.folder / lora_files.FOLDER,
+                lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE),
+            )
+        write_folder(self.folder / resources.whole_model(self.model.family), self.model.save)
+        write_json(self.folder / "done.json", done)
+        for path in (self.folder / "state.ckpt", checkpoint.previous(self.folder / "state.ckpt")):
+            remove_file(path)
+
+    def _require_trained(self, engine: Engine) -> None:
+        """Raise UserError where every step was skipped: the model is what it was, and no run is
+        finished.
+        """
+        if engine.skipped and engine.skipped >= self.recipe.training.steps:
+            engine.eraser.restore()
+            raise UserError(
+                f"all {engine.skipped} steps were skipped, since no loss and no combined "
+                "gradient was finite, so nothing was trained; lower training.lr (now "
+                f"{self.recipe.training.lr:g}), use precision fp32, or check the data. "
+                f"The log is in {self.folder / 'log.jsonl'}"
+            )

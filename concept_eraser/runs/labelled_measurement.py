@@ -1,0 +1,214 @@
+"""The numbers of a run on labelled data: accuracies, membership attacks, or reconstruction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from concept_eraser.data.labelled import Labelled, open_data, rest_of
+from concept_eraser.evaluation.base import Evaluation, Result
+from concept_eraser.evaluation.labelled import classification, reconstruction
+from concept_eraser.evaluation.statistics import Interval
+from concept_eraser.models.base import Loaded, ModelSource
+from concept_eraser.models.families.clip import Clip
+from concept_eraser.models.loading import load_part, names_code
+from concept_eraser.models.module import WEIGHTS
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.keywords import LabelledData, LabelledSet
+from concept_eraser.storage.manifest import require_intact
+from concept_eraser.storage.readers import read_tensors
+from concept_eraser.storage.writers import write_json
+from concept_eraser.targets.labelled_data import open_named, select_rows
+from concept_eraser.utils import provenance as environment
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class LabelledEvaluation(Evaluation):
+    """The numbers of a classifier, a CLIP model or a VAE on labelled data.
+
+    Attributes:
+        results: the metric "accuracy" or "psnr" on each set of examples, with its interval.
+        environment: versions, commit, device and command line.
+        recipe: the fingerprint of the run's recipe.
+        target: "classifier", "clip" or "vae".
+        measurements: "before" and "after" -> "accuracy" or "psnr" by set, "table", "membership".
+        too_few: the sets of fewer than two examples, which are left out.
+    """
+
+    results: list[Result]
+    environment: dict[str, Any]
+    recipe: str
+    target: str
+    measurements: dict[str, dict[str, Any]]
+    too_few: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe,
+            "target": self.target,
+            "results": self.measurements,
+            "too_few": self.too_few,
+            "environment": self.environment,
+        }
+
+    def save(self, path: Path, *, overwrite: bool = False) -> None:
+        write_json(path, self.as_dict(), overwrite=overwrite)
+
+
+def measure(
+    run: Path,
+    *,
+    before: ModelSource | None = None,
+    after: ModelSource | None = None,
+    objects: Mapping[LabelledSet, LabelledData] | None = None,
+    allow_code: bool = False,
+) -> LabelledEvaluation:
+    """Measure a run on the examples that it was to forget and to retain, and on test examples.
+
+    Args:
+        run: the folder of a run on labelled data.
+        before: the model before the run, where it was in memory.
+        after: the erased model, where it was in memory.
+        objects: the data sets in memory by name ("forget", "retain", "test").
+        allow_code: where the run's recipe names the model as package.module:function, call it.
+
+    Returns:
+        The accuracy or the PSNR on each set, with its interval, and the membership attacks.
+
+    Raises:
+        UserError: the data or a model are not at hand.
+    """
+    recipe = recipes.load(str(run / "recipe.yaml"))
+    given: dict[str, Any] = dict((objects or {}).items())
+    erased = _after(run, recipe, after, allow_code)
+    chosen = select_rows(recipe, {k: v for k, v in given.items() if k != "test"})
+    (data, forget), (other, retain) = (
+        chosen["forget"],
+        chosen["retain"] if "retain" in chosen else _rest(chosen),
+    )
+    test = (
+        open_data(given["test"]).aligned(data.names)
+        if "test" in given
+        else _test(recipe, data.names)
+    )
+    sets = {"forget": (data, forget), "retain": (other, retain)}
+    if test is not None:
+        sets["test"] = (test, torch.arange(len(test)))
+    test_rows = None
+    side = recipe.forgotten[0]
+    whole = side.classes and side.share is None and side.indices is None
+    if test is not None and whole:  # a forgotten class is to be missed in the test set too
+        gone = torch.isin(test.labels, data.labels[forget])
+        test_rows = (~gone).nonzero()[:, 0]
+        sets |= {
+            "test": (test, test_rows),
+            "test, forgotten classes": (test, gone.nonzero()[:, 0]),
+        }
+    few = sorted(name for name, (_, rows) in sets.items() if len(rows) < 2)  # they have no interval
+    sets = {name: value for name, value in sets.items() if name not in few}
+    measurements: dict[str, dict[str, Any]] = {}
+    for when, model in (("before", _before(recipe, before, allow_code)), ("after", erased)):
+        if model is None:
+            continue
+        module = _module(model, data, recipe)
+        if recipe.target == "vae":
+            measurements[when] = {"psnr": reconstruction.intervals(module, sets)}
+            continue
+        measurements[when] = {"accuracy": classification.intervals(module, sets)}
+        if test is not None and other is data and not few:
+            measurements[when]["table"] = asdict(
+                classification.measure(module, data, forget, retain, test, test_rows=test_rows)
+            )
+            rows = torch.arange(len(test)) if test_rows is None else test_rows
+            members = classification.look(module, data, retain)
+            others = classification.look(module, test, rows)
+            forgotten = classification.look(module, data, forget)
+            measurements[when]["membership"] = classification.every_membership(
+                members, others, forgotten
+            )
+    return LabelledEvaluation(
+        results=_results(measurements),
+        environment=environment.describe(),
+        recipe=recipe.fingerprint,
+        target=recipe.target,
+        measurements=measurements,
+        too_few=few,
+    )
+
+
+def _results(measurements: Mapping[str, Mapping[str, Any]]) -> list[Result]:
+    """The accuracies or PSNRs of all sets, in the form that prompts have too."""
+    metric = "psnr" if "psnr" in measurements["after"] else "accuracy"
+    before = measurements.get("before", {}).get(metric, {})
+    return [
+        Result(
+            metric=metric,
+            group=name,
+            after=Interval(**value),
+            better=_better(name),
+            before=Interval(**before[name]) if name in before else None,
+        )
+        for name, value in measurements["after"][metric].items()
+    ]
+
+
+def _better(name: str) -> Literal["lower", "higher"]:
+    """Whether an accuracy or a PSNR on a set of examples is to fall or to stay high."""
+    return "lower" if name == "forget" or name.endswith("forgotten classes") else "higher"
+
+
+def _before(recipe: recipes.Recipe, given: ModelSource | None, allow_code: bool) -> Loaded | None:
+    """The original; None where the recipe names an object that was in memory and none is given."""
+    if given is not None:
+        return load_part(given, recipe.target, allow_code=True)  # named by the caller
+    if recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "):
+        return None
+    return load_part(recipe.model, recipe.target, allow_code=allow_code)
+
+
+def _after(
+    run: Path, recipe: recipes.Recipe, given: ModelSource | None, allow_code: bool
+) -> Loaded:
+    """The erased model: the given one, the saved one, or the one of the recipe's function."""
+    if given is not None:
+        return load_part(given, recipe.target, allow_code=True)
+    if names_code(recipe.model):
+        made = load_part(recipe.model, recipe.target, allow_code=allow_code)
+        file = run / resources.whole_model(made.family) / WEIGHTS
+        require_intact(file)
+        tensors = read_tensors(file)
+        next(iter(made.parts.values())).load_state_dict(tensors)
+        return made
+    try:
+        return load_part(str(run), recipe.target)
+    except UserError as error:
+        raise UserError(f"{error}. In Python: evaluate(run, after=<the erased model>)") from None
+
+
+def _rest(chosen: dict[str, tuple[Labelled, torch.Tensor]]) -> tuple[Labelled, torch.Tensor]:
+    data, forget = chosen["forget"]
+    return data, rest_of(data, forget)
+
+
+def _test(recipe: recipes.Recipe, names: tuple[str, ...]) -> Labelled | None:
+    """The test split of the data to forget: of a named set, or the subfolder `test`; else None."""
+    side = recipe.forgotten[0]
+    try:
+        named = open_named(side.data, side.options, "test")
+    except UserError:
+        return None
+    own = Path(str(side.data))
+    return None if own.exists() and not (own / "test").is_dir() else named.aligned(names)
+
+
+def _module(model: Loaded, data: Labelled, recipe: recipes.Recipe) -> nn.Module:
+    if isinstance(model, Clip):
+        return model.zero_shot(data.names, recipe.templates)
+    return model.parts[recipe.target]

@@ -1,0 +1,255 @@
+"""What a recipe will take of memory, before anything starts: `estimate`. It never computes; see
+training/memory.py.
+
+The model may be at hand, or be an architecture without weights (tiny/published.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from concept_eraser.data.batches import READ_AT_ONCE, Examples, chunk_of
+from concept_eraser.erasers import denoiser, text_encoder
+from concept_eraser.losses import LossSettings
+from concept_eraser.models.base import Condition, Model
+from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.recipes.schema import PROMPTED, ObjectiveSpec
+from concept_eraser.recipes.selections import select
+from concept_eraser.targets.adapter import add_adapter
+from concept_eraser.targets.encode import TokenizedPrompts
+from concept_eraser.targets.objectives import denoiser_objective, text_encoder_objective
+from concept_eraser.targets.plan import images_of
+from concept_eraser.training import memory
+from concept_eraser.training.memory import Estimate
+from concept_eraser.training.placement import narrowable_of, needed
+
+
+def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
+    """The memory of a recipe with target denoiser or text_encoder. gpu: with CUDA's own, and its
+    optimisers' copies.
+
+    The loss `histogram` is counted without its judge. A model on the meta device may be given.
+    """
+    if recipe.target not in PROMPTED:
+        raise ValueError(
+            f"only {' and '.join(PROMPTED)} are counted beforehand, found target {recipe.target!r}"
+        )
+    training, part = recipe.training, model.parts[recipe.target]
+    context = {"CUDA itself (assumed)": memory.CONTEXT} if gpu else {}
+    lora = recipe.trainable.lora is not None
+    names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
+    whole = set() if lora else set(names)
+    narrow = (
+        [weight for _, _, weight in narrowable_of(model, whole)]
+        if training.frozen == "bf16"
+        else []
+    )
+    with ExitStack() as stack:
+        adapter = add_adapter(recipe, part, names)
+        if adapter is not None:
+            stack.callback(adapter.remove)
+        stack.enter_context(memory.pretending(*model.parts.values(), narrow=narrow))
+        stack.enter_context(_as_trained(model, training.checkpointing, bool(narrow)))
+        making = {**context, **_making(recipe, model)}
+        eraser = _eraser(recipe, model, adapter.tensors if adapter else names, adapter)
+        kept = needed(recipe.target, histogram=recipe.histogram is not None)
+        there = _weights(model, kept if training.offload else model.parts)
+        params = [*eraser.trainable().values(), *eraser.adversary().values()]
+        passed = _pass(
+            eraser,
+            max(recipe.cast, key=lambda objective: _weight(recipe, objective)),
+            recipe,
+            params,
+        )
+        shapes = [tuple(p.shape) for p in params]
+    moved = memory.Trained(
+        shapes,
+        len(recipe.objectives),
+        training.micro_batches,
+        training.optimizer,
+        recipe.trainable.saliency is not None,
+        gpu,
+    )
+    always = {
+        **context,
+        **there,
+        "their values before": moved.bytes,
+        "the optimiser's state": moved.state(),
+    }
+    return Estimate(always, memory.moments(moved, passed), making)
+
+
+@contextmanager
+def _as_trained(model: Any, checkpointing: bool, narrow: bool) -> Iterator[None]:
+    model.narrowed = model.narrowed_readers = torch.bfloat16 if narrow else None
+    model.checkpoint(checkpointing)
+    try:
+        yield
+    finally:
+        model.narrowed = model.narrowed_readers = None
+        model.checkpoint(False)
+
+
+def _weights(model: Model, parts: Any) -> dict[str, int]:
+    """Bytes of some parts' weights (their precision is that of the tensors as they are)."""
+    return {f"weights of {name}": memory.weights_of(model.parts[name]) for name in parts}
+
+
+Task = tuple[Callable[[], Any], bool]  # what is run, and whether in bf16
+
+
+def _making(recipe: Recipe, model: Model) -> dict[str, int]:
+    """Bytes by their use while the examples are made; with training.offload, of the phase that
+    takes most.
+    """
+    phases = _phases(recipe, model)
+    if not recipe.training.offload:
+        phases = [(tuple(model.parts), [task for _, tasks in phases for task in tasks])]
+    told = [
+        {
+            **_weights(model, parts),
+            "at work": max(memory.peak_of(run, bf16=bf16) for run, bf16 in tasks),
+        }
+        for parts, tasks in phases
+    ]
+    return max(told, key=lambda one: sum(one.values()))
+
+
+def _phases(recipe: Recipe, model: Model) -> list[tuple[tuple[str, ...], list[Task]]]:
+    """The steps of targets/ with training.offload: the parts that each needs, and what it computes
+    at once.
+    """
+    most = max(
+        *(side.n for side in recipe.objective_specs.values()),
+        recipe.attack.n if recipe.attack else 0,
+    )
+    reading: list[Task] = [(lambda: model.encode(["a"] * min(READ_AT_ONCE, most)), False)]
+    if _on_embeddings(recipe) or all(
+        one.images == "free" for one in recipe.objective_specs.values()
+    ):
+        return [(model.readers, reading)]
+    seeing: list[Task] = [(lambda: _encoded(model, most), False)]
+    if all(one.images != "generate" for one in recipe.objective_specs.values()):
+        return [(model.readers, reading), (("vae",), seeing)]
+    batch, narrow = min(recipe.generation.batch_size, most), recipe.generation.precision == "bf16"
+    one = model.encode(["a"])
+    reading += [(lambda: model.encode(["a"] * batch), narrow)]
+    drawing: list[Task] = [(lambda: _drawn(model, one, batch), narrow)]
+    seeing += [(lambda: _shown(model, batch), narrow)]
+    return [(model.readers, reading), (("denoiser",), drawing), (("vae",), seeing)]
+
+
+@torch.no_grad()
+def _drawn(model: Model, condition: Condition, batch: int) -> None:
+    """One step with guidance, which asks for twice the batch."""
+    t = torch.zeros(2 * batch, dtype=torch.long)
+    model.denoise(torch.empty(2 * batch, *model.latent_shape()), t, _rows(condition, 2 * batch))
+
+
+@torch.no_grad()
+def _shown(model: Model, batch: int) -> None:
+    model.decode(torch.empty(batch, *model.latent_shape()))
+
+
+@torch.no_grad()
+def _encoded(model: Model, most: int) -> None:
+    height = width = _pixels(model)
+    model.encode_images(torch.empty(min(most, chunk_of(height, width)), 3, height, width))
+
+
+def _pixels(model: Model) -> int:
+    scale = 2 ** (len(model.parts["vae"].config.block_out_channels) - 1)  # type: ignore[union-attr, arg-type]
+    return int(model.latent_shape()[1] * scale)
+
+
+def _on_embeddings(recipe: Recipe) -> bool:
+    """Whether no loss asks for images."""
+    return (
+        recipe.target == "text_encoder"
+        and recipe.attack is None
+        and not any(images_of(recipe.target, side.loss) for side in recipe.objective_specs.values())
+    )
+
+
+def _rows(one: Condition, n: int) -> Condition:
+    return Condition(
+        {name: value.expand(n, *value.shape[1:]).clone() for name, value in one.tensors.items()}
+    )
+
+
+def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any:
+    """The eraser as the job builds it, on examples without content: as many as a batch."""
+    n = recipe.training.batch_size
+    asked: dict[str, ObjectiveSpec] = dict(recipe.objective_specs)
+    if recipe.attack is not None:
+        asked["attack"] = ObjectiveSpec(prompts=recipe.forgotten[0].prompts, loss="data")
+    if recipe.target == "text_encoder":
+        return text_encoder.TextEncoder(
+            model,
+            {k: _encoder_side(model, side, n) for k, side in asked.items()},
+            names,
+            adapter=adapter,
+        )
+    condition, null = model.encode(["a"]), model.null()
+    ready = {
+        name: _denoiser_side(model, side, _rows(condition, n), null) for name, side in asked.items()
+    }
+    if recipe.histogram is not None:  # the judge is small beside what it looks at
+        ready["histogram"] = replace(
+            ready["forget"],
+            loss="histogram",
+            settings=LossSettings(shows=lambda images: images.flatten(1).mean(1).sigmoid()),
+        )
+    return denoiser.Denoiser(
+        model, {name: ready[name] for name in recipe.cast}, names, adapter=adapter
+    )
+
+
+def _denoiser_side(
+    model: Model, side: ObjectiveSpec, condition: Condition, null: Condition
+) -> denoiser.DenoiserObjective:
+    n, rows = len(condition), torch.zeros(len(condition), dtype=torch.long)
+    # of data-free sides too: sampling holds nothing for a backward pass, and where it stops cannot
+    # be drawn without content
+    latents = torch.empty(n, *model.latent_shape())
+    shown = (condition, rows) if side.anchor else (None, None)
+    return denoiser_objective(side, Examples(latents, condition, rows, shown[0], shown[1], null))
+
+
+def _encoder_side(model: Model, side: ObjectiveSpec, n: int) -> text_encoder.TextEncoderObjective:
+    tokens = Condition(
+        {name: value.long() for name, value in _rows(model.tokenize(["a"]), n).tensors.items()}
+    )
+    latents = (
+        torch.empty(n, *model.latent_shape()) if images_of("text_encoder", side.loss) else None
+    )
+    return text_encoder_objective(
+        side, TokenizedPrompts(tokens, tokens if side.anchor else None), latents
+    )
+
+
+def _weight(recipe: Recipe, objective: str) -> tuple[bool, ...]:
+    """Of two objectives, the one of which this is larger holds more in its pass."""
+    side = recipe.objective_specs.get(objective)
+    denoised = images_of(recipe.target, side.loss if side else "data") is not None
+    teacher = side is not None and side.loss in ("anchor", "distill", "esd", "npo")
+    # with the adversary's offset and without
+    twice = objective == "forget" and recipe.attack is not None
+    return objective == "histogram", denoised, twice, teacher
+
+
+def _pass(eraser: Any, objective: str, recipe: Recipe, params: list[nn.Parameter]) -> int:
+    """The most that one objective's forward and backward pass holds."""
+    n, bf16 = recipe.training.batch_size, recipe.training.precision == "bf16"
+    draw = eraser.draw(objective, range(n))
+
+    def loss() -> Tensor:
+        return eraser.loss(objective, draw)
+
+    return memory.passing(loss, params, bf16=bf16)

@@ -1,0 +1,100 @@
+"""Which suite measures a run: the one that asks for what it forgot, and counts none of that as
+retained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.data import prompts
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.suite import Suite
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError
+
+
+def recipe_of(model: Any) -> Recipe | None:
+    """The recipe of a run folder; None for anything else."""
+    path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
+    return recipes.load(str(path)) if path is not None and path.is_file() else None
+
+
+def _overlap(recipe: Recipe, suite: Suite, role: str) -> str | None:
+    """A prompt that the run was to forget in a group of that role; None where there is none."""
+    gone = {
+        text
+        for side in recipe.forgotten
+        if side.prompts
+        for text in prompts.load(side.prompts).texts
+    }
+    asked = (
+        text
+        for group in suite.groups.values()
+        if group.role == role
+        for text in prompts.load(group.prompts).texts
+    )
+    return next((text for text in asked if text in gone), None)
+
+
+def _measures(recipe: Recipe, suite: Suite) -> bool:
+    """Whether a suite asks for what the run forgot, and calls none of it retained; no, where its
+    prompts are not here.
+    """
+    try:
+        return (
+            _overlap(recipe, suite, "forget") is not None
+            and _overlap(recipe, suite, "retain") is None
+        )
+    except UserError:
+        return False
+
+
+def _is_here(suite: str) -> bool:
+    """Whether its prompts need no hub: a message must not wait for a network."""
+    return "hf://" not in resources.find("eval", suite).read_text(encoding="utf-8")
+
+
+def require_kept(recipe: Recipe | None, suite: Suite) -> None:
+    """Raise UserError where a run forgot several concepts and the suite of one of them calls
+    another one retained: success would be counted as damage."""
+    if recipe is None or len(recipe.forgotten) < 2 or _overlap(recipe, suite, "forget") is None:
+        return
+    gone = _overlap(recipe, suite, "retain")
+    if gone is not None:
+        raise UserError(
+            f"the suite counts {gone!r} as retained, which this run was to forget; give "
+            "one that does not (`concept-eraser list suites`), or a file of your own"
+        )
+
+
+def suite_of(model: Any) -> str:
+    """The suite named like the set that a run forgot. Raises UserError where there is none: another
+    concept's would mislead.
+    """
+    found = recipe_of(model)
+    names = [side.prompts for side in found.forgotten] if found else []
+    if len(names) > 1:
+        known = [
+            name
+            for name in resources.names("eval")
+            if found and _is_here(name) and _measures(found, suites.load(name))
+        ]
+        raise UserError(
+            (
+                f"this run forgot {len(names)} concepts, and a suite measures one; give one "
+                "with --suite, and one after the other to see them all"
+            )
+            + (f", e.g. {', '.join(known)}" if known else "")
+        )
+    name = names[0] if names else None
+    if isinstance(name, str) and name in resources.names("eval"):
+        return name
+    if found:
+        raise UserError(
+            f"no suite is named like what this run forgot ({name}); give one with "
+            "--suite (`concept-eraser list suites`, or a file of your own)"
+        )
+    return "tiny_star"

@@ -1,0 +1,48 @@
+"""The LoRA of a recipe, put into the part that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from concept_eraser.models.lora import Adapter, layers_of
+from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.utils.provenance import derive_seed
+
+
+def add_adapter(recipe: Recipe, part: nn.Module, selected: Sequence[str]) -> Adapter | None:
+    """Put the LoRA of a recipe into a part of its model.
+
+    Args:
+        recipe: The erasing job.
+        part: The module that is trained.
+        selected: The names of its tensors that trainable.select covers.
+
+    Returns:
+        The adapter; None where the recipe trains the weights themselves.
+
+    Raises:
+        UserError: None of the selected tensors belongs to a layer that can have one.
+    """
+    lora = recipe.trainable.lora
+    if lora is None:
+        return None
+    layers = layers_of(part, selected, conv=lora.conv)
+    seed = derive_seed(recipe.training.seed, "lora")
+    return Adapter(part, layers, rank=lora.rank, alpha=lora.alpha, seed=seed)
+
+
+@contextmanager
+def new_adapter(
+    recipe: Recipe, part: nn.Module, selected: Sequence[str]
+) -> Iterator[Adapter | None]:
+    """`add_adapter`, and take the LoRA away again where the block raises."""
+    adapter = add_adapter(recipe, part, selected)
+    try:
+        yield adapter
+    except BaseException:
+        if adapter is not None:
+            adapter.remove()
+        raise

@@ -1,0 +1,69 @@
+"""Targets classifier and clip: a classifier, or a CLIP model that the class names make one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.erasers.classifier import Classifier, ClassifierObjective
+from concept_eraser.models.families.clip import Clip
+from concept_eraser.recipes.schema import ObjectiveSpec
+from concept_eraser.recipes.selections import select
+from concept_eraser.targets.context import Context
+from concept_eraser.targets.labelled_data import select_rows
+from concept_eraser.utils.errors import UserError
+
+
+def build(context: Context) -> Classifier:
+    """The eraser of a recipe with target classifier or clip.
+
+    Raises:
+        UserError: The recipe, the model and the data do not fit each other.
+    """
+    recipe = context.recipe
+    rows = select_rows(recipe, context.objects)
+    module = _module(context, rows["forget"][0])
+    selected = select([name for name, _ in module.named_parameters()], recipe.trainable.select)
+    objectives = {
+        name: ClassifierObjective(
+            data,
+            positions,
+            spec.loss,
+            scale=spec.scale,
+            anchor=_anchor_class(spec, data),
+            teacher=spec.teacher,
+            l1=spec.l1,
+            distill=spec.distill,
+            beta=spec.beta,
+        )
+        for name, (data, positions) in rows.items()
+        for spec in (recipe.objective_specs[name],)
+    }
+    return Classifier(
+        module,
+        objectives,
+        selected,
+        batchnorm=recipe.trainable.batchnorm,
+        batch_size=recipe.training.batch_size,
+    )
+
+
+def _module(context: Context, data: Labelled) -> nn.Module:
+    model, recipe = context.model, context.recipe
+    if recipe.target != "clip":
+        return model.part(recipe.target)
+    if not isinstance(model, Clip):
+        raise UserError(f"{model.source} is no CLIP model")
+    return model.zero_shot(data.names, recipe.templates)
+
+
+def _anchor_class(spec: ObjectiveSpec, data: Labelled) -> int | None:
+    """The class of the anchor, by name or by number.
+
+    By number it may be a class of which the data have no example.
+    """
+    if not isinstance(spec.anchor, str):
+        return None
+    if spec.anchor.isdigit() and spec.anchor not in data.names:
+        return int(spec.anchor)
+    return data.class_index(spec.anchor)

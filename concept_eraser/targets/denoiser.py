@@ -1,0 +1,53 @@
+"""Target denoiser: the UNet or transformer of a text-to-image model."""
+
+from __future__ import annotations
+
+from concept_eraser.erasers.denoiser import Denoiser
+from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.targets.adapter import new_adapter
+from concept_eraser.targets.context import Context, resolve
+from concept_eraser.targets.encode import encode_prompts
+from concept_eraser.targets.latents import make_latents
+from concept_eraser.targets.objectives import denoiser_objectives
+from concept_eraser.targets.plan import plan_objectives
+from concept_eraser.training.placement import needed
+from concept_eraser.utils.provenance import derive_seed
+
+
+def build(context: Context) -> Denoiser:
+    """The eraser of a recipe with target denoiser.
+
+    Raises:
+        UserError: The recipe, the model and the data do not fit each other.
+    """
+    resolved = resolve(context)
+    plan = plan_objectives(resolved)
+    examples, embeddings = encode_prompts(resolved, plan)
+    latents = make_latents(resolved, plan, embeddings)
+    objectives = denoiser_objectives(resolved, examples, latents)
+    recipe, selected = resolved.recipe, resolved.selected
+    resolved.bring(needed("denoiser", histogram=recipe.histogram is not None))
+    # last, since the images are made by the model as it came and are cached by its weights
+    with new_adapter(recipe, resolved.part, selected) as adapter:
+        eraser = Denoiser(
+            resolved.model,
+            objectives,
+            adapter.tensors if adapter else selected,
+            adapter=adapter,
+            rotate=recipe.concepts == "rotate",
+        )
+        eraser.hold(_elastic_seeds(recipe))
+    return eraser
+
+
+def _elastic_seeds(recipe: Recipe) -> dict[str, list[int]]:
+    """Seeds of the examples by which elastic objectives weigh each parameter.
+
+    They are the same for a resumed run.
+    """
+    seed = recipe.training.seed
+    return {
+        name: [derive_seed(seed, "elastic", name, i) for i in range(spec.elastic.n)]
+        for name, spec in recipe.objective_specs.items()
+        if spec.elastic
+    }

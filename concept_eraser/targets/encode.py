@@ -1,0 +1,117 @@
+"""Step 2 for prompts: the text encoders read all prompts, or the tokenizer where they are trained.
+
+With training.offload the text encoders alone are on the device. They then also read the prompts of
+the images that the cache lacks, so that they come to the device once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from concept_eraser.data import batches, generate
+from concept_eraser.data.batches import Examples
+from concept_eraser.models import generation_stages
+from concept_eraser.models.base import Condition, Model
+from concept_eraser.targets.context import PromptContext
+from concept_eraser.targets.plan import Chunk, ObjectivePlan, PromptPlan
+
+CODES = (
+    "codes"  # the suffix of a chunk's file, and its tensor, before the VAE has decoded its images
+)
+Embeddings = dict[
+    Path, list[Any]
+]  # what the pipeline encodes the prompts of a chunk to, one entry a call
+
+
+@dataclass(frozen=True)
+class TokenizedPrompts:
+    """The token ids of an objective's prompts and of their anchors, one row an example."""
+
+    tokens: Condition
+    anchors: Condition | None
+
+
+def encode_prompts(
+    context: PromptContext, plan: PromptPlan
+) -> tuple[dict[str, Examples], Embeddings]:
+    """Encode the prompts of all objectives.
+
+    Returns:
+        The examples of each objective, still without latents, and the embeddings of the missing
+        images.
+    """
+    context.bring(context.model.readers)
+    examples = {
+        name: _examples(context.model, objective_plan)
+        for name, objective_plan in plan.objectives.items()
+    }
+    return examples, encode_missing(context.model, plan.missing)
+
+
+def tokenize_prompts(
+    context: PromptContext, plan: PromptPlan
+) -> tuple[dict[str, TokenizedPrompts], Embeddings]:
+    """Tokenize the prompts of all objectives, for a text encoder in training.
+
+    Returns:
+        The tokens of each objective, and the embeddings of the missing images.
+    """
+    if plan.missing:
+        context.bring(context.model.readers)
+    tokens = {
+        name: _tokenized(context.model, objective_plan)
+        for name, objective_plan in plan.objectives.items()
+    }
+    return tokens, encode_missing(context.model, plan.missing)
+
+
+def encode_missing(model: Model, missing: Mapping[Path, Chunk]) -> Embeddings:
+    """Encode the prompts of missing images, except of those that wait to be decoded.
+
+    Prompts that come again together are encoded once, since the states of a T5 are large.
+    """
+    embeddings: Embeddings = {}
+    cache: dict[Any, Any] = {}
+    for path, (request, start) in missing.items():
+        if generate.read(codes_path(path), CODES) is not None:
+            continue
+        embeddings[path] = []
+        for scale, rows in request.calls(start):
+            texts, autocast = tuple(request.texts[i] for i in rows), request.sampling.autocast
+            key = texts, scale, autocast
+            if key not in cache:
+                cache[key] = generation_stages.read(
+                    model, list(texts), guidance=scale, autocast=autocast
+                )
+            embeddings[path].append(cache[key])
+    return embeddings
+
+
+def codes_path(path: Path) -> Path:
+    """Where the latents of a chunk wait until the VAE decodes them."""
+    return path.with_suffix(f".{CODES}")
+
+
+def _examples(model: Model, plan: ObjectivePlan) -> Examples:
+    spec, texts = plan.spec, [row.text for row in plan.rows]
+    anchors = [row.anchored(spec.anchor) for row in plan.rows] if spec.anchor else None
+    examples = batches.make_examples(model, texts, latents=None, anchors=anchors)
+    if spec.loss == "resteer" and model.attention_layers():
+        with_end = spec.tokens != "concept"
+        examples = replace(examples, positions=model.concept_tokens(texts, anchors, end=with_end))
+    return replace(examples, empty=spec.empty_prompts)
+
+
+def _tokenized(model: Model, plan: ObjectivePlan) -> TokenizedPrompts:
+    cpu, anchor = torch.device("cpu"), plan.spec.anchor
+    tokens = model.tokenize([row.text for row in plan.rows]).to(cpu)
+    if not anchor:
+        return TokenizedPrompts(tokens, None)
+    return TokenizedPrompts(
+        tokens, model.tokenize([row.anchored(anchor) for row in plan.rows]).to(cpu)
+    )

@@ -1,0 +1,137 @@
+"""Which labelled examples each objective of a classifier, a CLIP model or a VAE has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from concept_eraser import registry
+from concept_eraser.data import labelled
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.recipes.schema import ObjectiveSpec
+from concept_eraser.storage.readers import read_text
+from concept_eraser.utils import limits
+from concept_eraser.utils.errors import UserError, shown
+
+Rows = tuple[Labelled, Tensor]  # data, and positions in it
+
+
+def select_rows(recipe: Recipe, objects: Mapping[str, Any] | None = None) -> dict[str, Rows]:
+    """The data of each objective and the positions in it, in the order that the methods expect.
+
+    Args:
+        recipe: The erasing job.
+        objects: Data sets in memory, by the name of their objective.
+
+    Raises:
+        UserError: Data cannot be read, have no such class or position, or an example is both
+            forgotten and retained.
+    """
+    objects, seed = objects or {}, recipe.generation.seed
+    forget = _open("forget", recipe.forgotten[0], objects)
+    selected = {"forget": (forget, select_own(recipe.forgotten[0], forget, seed))}
+    for name in ("retain", "replace"):
+        spec: ObjectiveSpec | None = getattr(recipe, name)
+        if spec is None:
+            continue
+        if spec.data == "rest":
+            selected[name] = (forget, labelled.rest_of(*selected["forget"]))
+            continue
+        data = _open(name, spec, objects)
+        selected[name] = (data, select_own(spec, data, seed))
+        if name == "retain" and labelled.same_examples(data, forget):
+            labelled.require_apart(selected["forget"][1], selected[name][1], data.about)
+    if recipe.target != "vae":
+        selected = _with_same_classes(selected, always=recipe.target == "clip")
+    return {name: selected[name] for name in recipe.objectives if name in selected}
+
+
+def select_own(spec: ObjectiveSpec, data: Labelled, seed: int) -> Tensor:
+    """The positions that an objective selects in its own data; see `labelled.choose`."""
+    indices = spec.indices
+    if isinstance(indices, str):
+        indices = read_indices(Path(indices))
+    return labelled.choose(data, classes=spec.classes, share=spec.share, indices=indices, seed=seed)
+
+
+def named_parts(spec: ObjectiveSpec) -> tuple[list[str], int]:
+    """The classes that an objective names, and the largest position (-1: it gives none)."""
+    indices = spec.indices or []
+    if isinstance(indices, str):
+        indices = read_indices(Path(indices))
+    return [str(name) for name in spec.classes or []], max(indices, default=-1)
+
+
+def open_named(source: str | None, options: dict[str, Any], split: str) -> Labelled:
+    """Open a data set of datasets/ by name, or one on disk.
+
+    Args:
+        source: A name, a folder of images (which takes the option `size`), or an .npz file.
+        options: Options of the data set.
+        split: "train" or "test".
+
+    Raises:
+        UserError: There is no such data set, or it does not take the options.
+    """
+    if source in registry.names("dataset"):
+        return registry.build("dataset", str(source), options).load(split)
+    if set(options) - {"size"}:
+        raise UserError(
+            f"data {source!r} is no named set; a folder of images takes the option size only, "
+            f"found {', '.join(options)}"
+        )
+    try:
+        size = limits.whole(options.get("size", 64), 1, limits.SIDE)
+        return labelled.open_data(source, split, size)
+    except ValueError as error:
+        names = ", ".join(registry.names("dataset"))
+        raise UserError(f"{error}. Named sets: {names}") from None
+
+
+def read_indices(path: Path) -> list[int]:
+    """Read positions from a text file, one a line.
+
+    Raises:
+        UserError: The file is not there, lists no position, or has a line that is none.
+    """
+    if not os.path.exists(path):
+        raise UserError(f"no such file of indices: {path}; check the path")
+    indices = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        text = line.split("#")[0].strip()
+        if not text:
+            continue
+        is_number = text.isascii() and text.isdecimal() and len(text) < 10
+        if not is_number or int(text) > limits.POSITION:
+            raise UserError(
+                f"{path}, line {number}: expected a position (an integer from 0 to "
+                f"{limits.POSITION:,}), found {shown(text, 40)}"
+            )
+        indices.append(int(text))
+    if not indices:
+        raise UserError(f"{path} lists no position")
+    return indices
+
+
+def _open(name: str, spec: ObjectiveSpec, objects: Mapping[str, Any]) -> Labelled:
+    if name in objects:
+        return labelled.open_data(objects[name], "train")
+    return open_named(spec.data, spec.options, "train")
+
+
+def _with_same_classes(selected: dict[str, Rows], *, always: bool) -> dict[str, Rows]:
+    """The data with labels that are positions in the longest list of names: an output is one class.
+
+    Lists without a name in common are left alone, unless `always`: they may be other words for the
+    same outputs.
+    """
+    names = max((data.names for data, _ in selected.values()), key=len)
+    return {
+        name: (data.aligned(names) if always or set(data.names) & set(names) else data, rows)
+        for name, (data, rows) in selected.items()
+    }

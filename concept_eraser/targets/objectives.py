@@ -1,0 +1,106 @@
+"""Step 4 for prompts: the objectives of an eraser, in the order that the methods expect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from concept_eraser import registry
+from concept_eraser.data.batches import Examples
+from concept_eraser.erasers.denoiser import DenoiserObjective
+from concept_eraser.erasers.text_encoder import TextEncoderObjective
+from concept_eraser.losses import LossSettings
+from concept_eraser.recipes.schema import HistogramSpec, ObjectiveSpec
+from concept_eraser.targets.context import PromptContext
+from concept_eraser.targets.encode import TokenizedPrompts
+
+
+def denoiser_objectives(
+    context: PromptContext,
+    examples: Mapping[str, Examples],
+    latents: Mapping[str, Tensor | None],
+) -> dict[str, DenoiserObjective]:
+    """The objectives of a denoiser, also the adversary's and the histogram's."""
+    recipe = context.recipe
+    ready = {
+        name: denoiser_objective(spec, replace(examples[name], latents=latents[name]))
+        for name, spec in context.objectives.items()
+    }
+    if recipe.histogram is not None:
+        ready["histogram"] = _histogram_objective(
+            recipe.histogram, ready["forget"], judge=context.judge
+        )
+    if recipe.attack is not None:
+        ready["attack"] = replace(ready["attack"], decay=recipe.attack.decay)
+    return {name: ready[name] for name in recipe.cast}
+
+
+def text_encoder_objectives(
+    context: PromptContext,
+    tokens: Mapping[str, TokenizedPrompts],
+    latents: Mapping[str, Tensor | None],
+) -> dict[str, TextEncoderObjective]:
+    """The objectives of a text encoder, also the adversary's."""
+    recipe = context.recipe
+    ready = {
+        name: text_encoder_objective(spec, tokens[name], latents[name])
+        for name, spec in context.objectives.items()
+    }
+    if recipe.attack is not None:
+        ready["attack"] = replace(ready["attack"], decay=recipe.attack.decay)
+    return {name: ready[name] for name in recipe.cast}
+
+
+def denoiser_objective(spec: ObjectiveSpec, examples: Examples) -> DenoiserObjective:
+    """One objective of a denoiser with its examples."""
+    return DenoiserObjective(
+        examples,
+        spec.loss,
+        LossSettings(spec.teacher, spec.eta, neutral=spec.neutral or "null", beta=spec.beta),
+        spec.scale,
+        spec.timesteps,
+        elastic=spec.elastic.weight if spec.elastic else 0.0,
+    )
+
+
+def text_encoder_objective(
+    spec: ObjectiveSpec, prompts: TokenizedPrompts, latents: Tensor | None
+) -> TextEncoderObjective:
+    """One objective of a text encoder with its prompts and latents."""
+    return TextEncoderObjective(
+        prompts.tokens,
+        spec.loss,
+        anchors=prompts.anchors,
+        latents=latents,
+        scale=spec.scale,
+        teacher=spec.teacher,
+        timesteps=spec.timesteps,
+        beta=spec.beta,
+        eta=spec.eta,
+    )
+
+
+def _histogram_objective(
+    spec: HistogramSpec, forget: DenoiserObjective, *, judge: Any
+) -> DenoiserObjective:
+    """The histogram loss on the forget set's own examples, where the concept would show.
+
+    Each of them keeps its prompt: without one nobody asks for the concept. `judge` is the judge in
+    memory, or None for the one that the recipe names.
+    """
+    judge = registry.read("judge", spec.judge if judge is None else judge).build()
+    ((attribute, value),) = spec.concept.items()
+    settings = LossSettings(
+        shows=lambda images: judge.probability(images, attribute, value), alpha=spec.alpha
+    )
+    return replace(
+        forget,
+        examples=replace(forget.examples, empty=0.0),
+        loss="histogram",
+        scale=1.0,
+        timesteps=spec.timesteps,
+        settings=settings,
+    )

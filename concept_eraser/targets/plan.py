@@ -1,0 +1,122 @@
+"""Step 1 for prompts: which prompts and images each objective has. The model computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from concept_eraser.data import generate, images
+from concept_eraser.data.generate import ImageRequest
+from concept_eraser.data.prompts import Prompt, PromptSet
+from concept_eraser.losses import find
+from concept_eraser.losses.base import Images
+from concept_eraser.losses.denoiser import LOSSES as DENOISER_LOSSES
+from concept_eraser.losses.text_encoder import LOSSES as TEXT_ENCODER_LOSSES
+from concept_eraser.recipes.schema import ObjectiveSpec, role
+from concept_eraser.registry import Plugin
+from concept_eraser.targets.context import PromptContext
+from concept_eraser.utils import distributed, provenance
+
+Chunk = tuple[
+    ImageRequest, int
+]  # the images that the cache keeps in one file: position of the first
+
+
+@dataclass(frozen=True)
+class ObjectivePlan:
+    """The data of one objective.
+
+    Attributes:
+        spec: The objective in the recipe.
+        rows: The prompt of each example.
+        images: The images of a folder [n, h, w, 3] uint8, or those requested of the model; None
+            where the loss needs no images or x_t is sampled during training.
+    """
+
+    spec: ObjectiveSpec
+    rows: Sequence[Prompt]
+    images: Tensor | ImageRequest | None = None
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """The data of all objectives.
+
+    Attributes:
+        objectives: The plan of each objective by name.
+        missing: With training.offload: the chunks of requested images that the cache lacks, by
+            file. Of several processes each has its share.
+    """
+
+    objectives: Mapping[str, ObjectivePlan]
+    missing: Mapping[Path, Chunk]
+
+
+def plan_objectives(context: PromptContext) -> PromptPlan:
+    """Choose the prompts of each objective, and read or request its images."""
+    plans = {name: _plan(context, name) for name in context.objectives}
+    requests = [plan.images for plan in plans.values() if isinstance(plan.images, ImageRequest)]
+    return PromptPlan(plans, missing_chunks(requests) if context.offload else {})
+
+
+def images_of(target: str, loss: str | Plugin) -> Images | None:
+    """Whose images a loss noises by default: the prompt's own, or its anchor's; None: no images."""
+    if target != "text_encoder":
+        return find(DENOISER_LOSSES, loss).images
+    formula = find(TEXT_ENCODER_LOSSES, loss)
+    return formula.images if formula.needs_images else None
+
+
+def missing_chunks(requests: Iterable[ImageRequest]) -> dict[Path, Chunk]:
+    """The chunks of some requests that the cache lacks; of several processes, this one's share."""
+    chunks = {
+        request.path(start): (request, start)
+        for request in requests
+        for start in distributed.mine(request.starts)
+    }
+    return {path: chunk for path, chunk in chunks.items() if generate.read(path) is None}
+
+
+def _plan(context: PromptContext, name: str) -> ObjectivePlan:
+    spec, prompt_set = context.objectives[name], context.prompt_sets[name]
+    rows = list(prompt_set.take(spec.n, context.recipe.generation.seed).prompts)
+    owner = images_of(context.recipe.target, spec.loss)
+    if spec.images == "free" or owner is None:
+        return ObjectivePlan(spec, rows)
+    if spec.images != "generate":
+        return _from_folder(context, spec, prompt_set)
+    anchor = spec.anchor if (spec.noised or owner) == "anchor" else None
+    texts = [row.anchored(anchor) if anchor else row.text for row in rows]
+    return ObjectivePlan(spec, rows, _request(context, name, texts))
+
+
+def _request(context: PromptContext, name: str, texts: Sequence[str]) -> ImageRequest:
+    """Images by the model itself. A concept has the same ones alone and among several concepts."""
+    settings = context.recipe.generation
+    sampling = generate.Sampling(
+        settings.steps, settings.guidance, settings.batch_size, settings.precision
+    )
+    seeds = generate.seeds_for(texts, provenance.derive_seed(settings.seed, role(name)))
+    return generate.request_images(context.model, texts, seeds, sampling, cache=context.cache)
+
+
+def _from_folder(
+    context: PromptContext, spec: ObjectiveSpec, prompt_set: PromptSet
+) -> ObjectivePlan:
+    """A folder's images with its captions; images without one have the only prompt of the set."""
+    model = context.model
+    _channels, height, width = model.latent_shape()
+    vae: Any = model.parts["vae"]
+    scale = 2 ** (len(vae.config.block_out_channels) - 1)
+    caption = prompt_set.texts[0] if len(prompt_set) == 1 else None
+    pixels, captions = images.read_folder(
+        Path(spec.images), (height * scale, width * scale), caption=caption
+    )
+    prompt_by_text = {prompt.text: prompt for prompt in prompt_set.prompts}
+    return ObjectivePlan(
+        spec, [prompt_by_text.get(text, Prompt(text)) for text in captions], pixels
+    )

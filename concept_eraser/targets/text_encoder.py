@@ -1,0 +1,36 @@
+"""Target text_encoder: the text encoder of a text-to-image model that has one."""
+
+from __future__ import annotations
+
+from concept_eraser.erasers.text_encoder import TextEncoder
+from concept_eraser.targets.adapter import new_adapter
+from concept_eraser.targets.context import Context, resolve
+from concept_eraser.targets.encode import tokenize_prompts
+from concept_eraser.targets.latents import make_latents
+from concept_eraser.targets.objectives import text_encoder_objectives
+from concept_eraser.targets.plan import plan_objectives
+from concept_eraser.training.placement import needed
+
+
+def build(context: Context) -> TextEncoder:
+    """The eraser of a recipe with target text_encoder.
+
+    Raises:
+        UserError: The recipe, the model and the data do not fit each other.
+    """
+    resolved = resolve(context)
+    plan = plan_objectives(resolved)
+    tokens, embeddings = tokenize_prompts(resolved, plan)
+    latents = make_latents(resolved, plan, embeddings)
+    objectives = text_encoder_objectives(resolved, tokens, latents)
+    recipe, selected = resolved.recipe, resolved.selected
+    resolved.bring(needed("text_encoder", histogram=recipe.histogram is not None))
+    # last, since the images are made by the model as it came and are cached by its weights
+    with new_adapter(recipe, resolved.part, selected) as adapter:
+        return TextEncoder(
+            resolved.model,
+            objectives,
+            adapter.tensors if adapter else selected,
+            adapter=adapter,
+            rotate=recipe.concepts == "rotate",
+        )

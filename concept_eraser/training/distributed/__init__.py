@@ -1,0 +1,1 @@
+"""What is split among several processes: optimizer state and frozen weights."""

@@ -1,0 +1,175 @@
+"""What is split among processes: the optimizer's state (ZeRO stage 1, arXiv 1910.02054).
+
+Each process keeps the state of some tensors (for Adam twice their size), steps these, and sends
+them to the others: the weights are those of the whole optimizer, bit by bit, where all processes
+hold the same gradients.
+
+Gradients and trained weights are not split: a method asks for one gradient an objective and their
+inner products, which no wrapper that works by hooks on `.grad` (FSDP, DeepSpeed) can give it. So
+launches with these are refused (`refuse_wrappers`). Frozen weights under a LoRA may be split, see
+fsdp.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from concept_eraser.utils.errors import UserError
+
+FSDP = "ACCELERATE_USE_FSDP"
+_WRAPPERS = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+
+
+def refuse_wrappers(shard: str = "none") -> None:
+    """Raise UserError where accelerate is configured to wrap the model.
+
+    The wrapper would stay idle, and would not save the memory. FSDP 2 is allowed with
+    training.shard: weights, which uses it.
+    """
+    if _told(FSDP):
+        version = os.environ.get("FSDP_VERSION", "1")
+        if shard != "weights" or version != "2":
+            raise UserError(
+                f"accelerate was launched with FSDP (version {version}), which the "
+                "training does not hear: it would keep the gradient of one loss, and a "
+                "method combines one an objective. To split the denoiser's weights set "
+                "training.shard=weights with a LoRA (trainable.lora), and leave "
+                "--use_fsdp out or give it with --fsdp_version 2 (docs/scale.md)"
+            )
+        os.environ[FSDP] = "false"  # the training splits the weights itself
+    for variable, name in _WRAPPERS.items():
+        if _told(variable):
+            raise UserError(
+                f"accelerate was launched with {name}, which the training cannot use: a "
+                f"method combines one gradient an objective, and {name} keeps only the "
+                "gradient of one loss. Launch without it (accelerate launch --multi_gpu "
+                "--num_processes N ...); to save memory use trainable.lora, "
+                "training.checkpointing, training.precision bf16 and training.shard "
+                "weights or optimizer (docs/scale.md)"
+            )
+
+
+def _told(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true")
+
+
+AT_ONCE = 2**24  # numbers sent together: 64 MB in fp32
+
+
+def mean(values: Sequence[Tensor], at_once: int = AT_ONCE) -> list[Tensor]:
+    """Of each tensor over the processes; small tensors travel together. All must be on one device
+    and in one type.
+    """
+    means: list[Tensor] = []
+    for parts in _bundles(values, at_once):
+        # a copy, so the tensors given stay as they are
+        buffer = torch.cat([part.reshape(-1) for part in parts])
+        torch.distributed.all_reduce(buffer)
+        buffer /= torch.distributed.get_world_size()
+        means += [
+            part.view_as(like).to(like.dtype)
+            for part, like in zip(buffer.split([p.numel() for p in parts]), parts, strict=True)
+        ]
+    return means
+
+
+def _bundles(values: Sequence[Tensor], at_once: int) -> Iterator[list[Tensor]]:
+    bundle: list[Tensor] = []
+    for value in values:
+        if bundle and sum(part.numel() for part in bundle) + value.numel() > at_once:
+            yield bundle
+            bundle = []
+        bundle.append(value)
+    if bundle:
+        yield bundle
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ShardedOptimizer:
+    """An optimizer of which each process holds the part for some of the tensors.
+
+    make: the optimizer of some parameters. Every process must call `step`, `state_dict` and
+    `load_state_dict` together. The state is written as the whole optimizer would write it (in the
+    first process; the others get an empty one), so a run may be resumed with or without sharding.
+    """
+
+    def __init__(self, make: Make, params: Sequence[nn.Parameter], rank: int, ranks: int) -> None:
+        self.params, self.rank, self.ranks = list(params), rank, ranks
+        self.owner = owners([p.numel() for p in params], ranks)
+        self.mine = [i for i, owner in enumerate(self.owner) if owner == rank]
+        self.own = make([self.params[i] for i in self.mine]) if self.mine else None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.own.param_groups if self.own else []
+
+    def step(self) -> None:
+        if self.own:
+            self.own.step()
+        for parameter, owner in zip(self.params, self.owner, strict=True):
+            torch.distributed.broadcast(parameter.data, owner)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.params:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """One tensor's state after the other, so that the first process needs the memory of the
+        whole on the CPU only.
+        """
+        own_state = _on_cpu(self.own.state_dict()) if self.own else None
+        parts: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
+        torch.distributed.gather_object((self.mine, own_state), parts)
+        if parts is None:
+            return {}
+        state = {
+            position: part["state"][i]
+            for positions, part in parts
+            if part
+            for i, position in enumerate(positions)
+            if i in part["state"]
+        }
+        group = next(part["param_groups"][0] for _, part in parts if part)
+        return {
+            "state": dict(sorted(state.items())),
+            "param_groups": [{**group, "params": list(range(len(self.params)))}],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the whole state, which every process has read."""
+        if self.own:
+            part = {
+                i: state["state"][position]
+                for i, position in enumerate(self.mine)
+                if position in state["state"]
+            }
+            group = {**state["param_groups"][0], "params": list(range(len(self.mine)))}
+            self.own.load_state_dict({"state": part, "param_groups": [group]})
+
+
+def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that holds each tensor. The largest come first, each to the rank with the least."""
+    loads, owner_ranks = [0] * ranks, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owner_ranks[i] = loads.index(min(loads))
+        loads[owner_ranks[i]] += sizes[i]
+    return owner_ranks
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(inner) for key, inner in value.items()}
+    return [_on_cpu(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,3 @@
+"""What every other part uses: errors, limits of numbers, progress, provenance, processes, data
+files.
+"""

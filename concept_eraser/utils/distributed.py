@@ -1,0 +1,109 @@
+"""Several processes under one `accelerate launch` or `torchrun`: which work is whose, and waiting
+for each other.
+
+Work is shared through files (the caches of images and detections): each process does its part,
+all wait, all read. Alone, a process is rank 0 of 1 and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from concept_eraser.utils.errors import Told, UserError
+
+T = TypeVar("T")
+
+# until a process that waits gives up; the launcher ends all when one of them dies
+PATIENCE = timedelta(hours=3)
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+
+
+def _number(names: tuple[str, ...], otherwise: int) -> int:
+    return next(
+        (int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), otherwise
+    )
+
+
+def join(*, cpu: bool | None = None) -> Any:
+    """accelerate's state, if this process was launched beside others; else None, and accelerate is
+    not loaded.
+
+    cpu: compute there, whatever else the machine has; None for the launcher's wish. The first call
+    decides.
+    """
+    if alone():
+        return None
+    import torch
+    from accelerate import PartialState
+
+    if cpu is None:
+        cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return PartialState(cpu=cpu or not has_gpu, timeout=PATIENCE)
+
+
+def alone() -> bool:
+    return _number(_SIZES, 1) < 2 or _number(_RANKS, -1) < 0
+
+
+def is_first() -> bool:
+    """Whether this process writes what is written once."""
+    return alone() or _number(_RANKS, 0) == 0
+
+
+def mine(work: Iterable[T]) -> Iterator[T]:
+    """This process's share of some work."""
+    state = join()
+    for number, piece in enumerate(work):
+        if state is None or number % state.num_processes == state.process_index:
+            yield piece
+
+
+def wait() -> None:
+    """Wait until all processes have called it. Each process must call it equally often."""
+    state = join()
+    if state is not None:
+        state.wait_for_everyone()
+
+
+def agreed(ask: Callable[[], T]) -> T:
+    """The result of a call that only the first process makes, for all processes. They wait for it.
+
+    Args:
+        ask: The call; its result must be picklable.
+
+    Raises:
+        UserError: The call raised one. In the other processes it is a `Told`.
+    """
+    state = join()
+    if state is None:
+        return ask()
+    from accelerate.utils import broadcast_object_list
+
+    answer_and_message: list[Any] = [None, None]
+    own_error: UserError | None = None
+    if state.is_main_process:
+        try:
+            answer_and_message[0] = ask()
+        except UserError as error:
+            own_error, answer_and_message[1] = error, str(error)
+    broadcast_object_list(answer_and_message)
+    if own_error is not None:
+        raise own_error
+    if answer_and_message[1] is not None:
+        raise Told(answer_and_message[1])
+    return answer_and_message[0]
+
+
+def same(value: T) -> bool:
+    """Whether all processes have an equal value."""
+    state = join()
+    if state is None:
+        return True
+    from accelerate.utils import gather_object
+
+    return all(other == value for other in gather_object([value]))

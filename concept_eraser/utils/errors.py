@@ -1,0 +1,88 @@
+"""Errors meant for the person who called: one line that says what, found, allowed, and what to do
+next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input. The command line prints its message without a traceback and exits with code 2."""
+
+
+class Told(UserError):
+    """What another of several processes reports already; the command line leaves it to that one."""
+
+
+class Interrupted(Exception):
+    """Work was stopped by the user; the message says how to go on."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in at most 150 characters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:150]}" if lines else type(error).__name__
+
+
+def unknown(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> UserError:
+    """`unknown method 'munbaa'; did you mean 'munba'? available: ...`"""
+    return UserError(unknown_message(what, found, allowed, hint=hint))
+
+
+def unknown_message(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> str:
+    options = sorted(set(allowed))
+    close = difflib.get_close_matches(str(found)[:200], options, n=1, cutoff=0.5)
+    guess = f"; did you mean {shown(close[0])}?" if close else ";"
+    return (
+        f"unknown {what} {shown(found)}{guess} available: "
+        f"{names_text(options, 100) or '(none)'}{'. ' + hint if hint else ''}"
+    )
+
+
+def shown(value: object, limit: int = 200) -> str:
+    """A value as it stands in a message: its `repr`, cut off after `limit` characters.
+
+    Containers are not walked to their end, so that the message about a huge value is made in no
+    time.
+    """
+    import reprlib
+
+    short = reprlib.Repr()
+    short.maxlist = short.maxtuple = short.maxdict = short.maxset = 8
+    short.maxstring = short.maxother = short.maxlong = limit
+    short.maxlevel = 4
+    try:
+        text = short.repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def names_text(names: Iterable[object], limit: int = 20) -> str:
+    """Names for a message, with commas between them: at most `limit`, each of at most 60
+    characters.
+    """
+    some = [str(name)[:60] for name in names]
+    return ", ".join(some[:limit]) + (
+        f", and {len(some) - limit:,} more" if len(some) > limit else ""
+    )
+
+
+def mistakes_message(mistakes: Iterable[str], where: str) -> str:
+    """All mistakes in a file, one a line; of many the first, so that the message stays readable."""
+    lines = [line if len(line) <= 900 else f"{line[:897]}..." for line in mistakes]
+    where = where if len(where) <= 300 else f"...{where[-297:]}"
+    head = f"{len(lines)} mistakes in {where}:" if len(lines) > 1 else f"a mistake in {where}:"
+    first_lines: list[str] = []
+    room = 3500 - len(head)
+    for line in lines[:20]:
+        room -= len(line) + 3
+        if room < 0 and first_lines:
+            break
+        first_lines.append(line)
+    last_line = (
+        [f"... and {len(lines) - len(first_lines)} more"] if len(lines) > len(first_lines) else []
+    )
+    return head + "".join(f"\n  {line}" for line in (*first_lines, *last_line))

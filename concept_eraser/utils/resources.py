@@ -1,0 +1,64 @@
+"""Where the data files are: pipelines/, prompts/ and eval/ in a checkout, or inside the installed
+wheel.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from concept_eraser.utils.errors import UserError, shown, unknown
+
+_PACKAGE = Path(__file__).parents[1]
+_KINDS = {"pipelines": "recipe", "prompts": "prompt set", "eval": "evaluation suite"}
+_SUFFIXES = (".yaml", ".yml", ".txt")
+_TABLES = (".csv", ".tsv", ".jsonl", ".json")  # of prompts
+
+
+def folder(kind: str) -> Path:
+    """The folder of a kind of data. In a wheel it lies inside the package, in a checkout beside
+    it.
+    """
+    for root in (_PACKAGE / "data_files", _PACKAGE.parent):
+        if (root / kind).is_dir():
+            return root / kind
+    raise UserError(f"this installation has no {kind}/ folder; reinstall concept-eraser")
+
+
+def names(kind: str) -> list[str]:
+    return sorted(path.stem for path in folder(kind).iterdir() if path.suffix in _SUFFIXES)
+
+
+def find(kind: str, name: str) -> Path:
+    """A data file by name, or a path of the user's own."""
+    own = Path(name)
+    if own.suffix in (*_SUFFIXES, *(_TABLES if kind == "prompts" else ())) or os.sep in name:
+        if os.path.isfile(own):  # False also for a name that the system cannot have
+            return own
+        raise UserError(
+            f"no such {_KINDS[kind]} file: "
+            f"{name if len(name) <= 300 and name.isprintable() else shown(name)}; check "
+            "the path"
+        )
+    for suffix in _SUFFIXES:
+        path = folder(kind) / f"{name}{suffix}"
+        if os.path.isfile(path):
+            return path
+    raise unknown(_KINDS[kind], name, names(kind), hint="or give the path of a file of your own")
+
+
+def cache() -> Path:
+    """Where generated images are kept: $CONCEPT_ERASER_CACHE, else ~/.cache/concept_eraser."""
+    return Path(os.environ.get("CONCEPT_ERASER_CACHE") or Path.home() / ".cache" / "concept_eraser")
+
+
+def tiny_weights() -> Path:
+    return _PACKAGE / "tiny" / "weights"
+
+
+WHOLE_MODEL = ("model", "pipeline")  # subfolders of a run
+
+
+def whole_model(family: str) -> str:
+    """The subfolder of a run that holds the whole model: a diffusers pipeline, or one module."""
+    return WHOLE_MODEL[0] if family in ("module", "clip") else WHOLE_MODEL[1]

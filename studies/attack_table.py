@@ -1,0 +1,135 @@
+"""Several erasures of one concept under several attacks, one protocol for all.
+
+    python -m studies.attack_table studies/configs/tiny_attacks.yaml [--victims munba,esd]
+    [--attacks p4d-k] [--seeds 0] [--work runs/attacks]
+
+Each victim is trained from its recipe (once: a finished run is taken again) and attacked; attacks
+that were interrupted go on where they stopped. Each victim, attack and training seed is a result of
+the study (studies/result_tables.py); `python -m studies.render_results` makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from concept_eraser import api
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacks.runner import Protocol
+from concept_eraser.evaluation.suite import dumps
+from concept_eraser.recipes import recipe as recipes
+from studies.result_tables import Content, Results
+from studies.runs import erased_model
+from studies.tasks import listed
+
+
+def victim(spec: dict[str, Any], seed: int, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The erased model, trained if it is not there yet, and what is to be told of it."""
+    changes = {**spec.get("set", {}), "training.seed": seed}
+    recipe = recipes.load(spec["recipe"], [f"{k}={json.dumps(v)}" for k, v in changes.items()])
+    run = api.erase(recipe, output=folder, resume=True)
+    model = run.model or erased_model(run)
+    return model, {
+        "label": spec["label"],
+        "training_seed": seed,
+        "recipe": recipe.resolved(),
+        "trained": run.seconds,
+    }
+
+
+def asked(study: dict[str, Any], attack: str) -> dict[str, Any]:
+    """The protocol that a result of this study must have been made by."""
+    protocol = Protocol(
+        suites.load(study["suite"]),
+        attack,
+        study["attacks"][attack],
+        study["group"],
+        study["n"],
+        seed=study["seed"],
+    )
+    # n is what was left of the asked
+    return {k: v for k, v in protocol.as_dict().items() if k not in ("n", "batch")}
+
+
+def require_asked(results: Results, key: str, protocol: dict[str, Any]) -> None:
+    """Stop where a result was made by another protocol: the table must not mix them."""
+    stored_protocol = results[key]["protocol"]
+    differ = [
+        name
+        for name, value in protocol.items()
+        if stored_protocol.get(name) != json.loads(dumps(value))
+    ]
+    if differ:
+        raise SystemExit(
+            f"{results.name}/{key} was made by another protocol ({', '.join(differ)}); "
+            "to have it made again, call "
+            f"python -m studies.result_tables {results.name} --remove {key}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--victims", default="", help="only these, by name")
+    parser.add_argument("--attacks", default="", help="only these, by name")
+    parser.add_argument("--seeds", default="", help="only these training seeds")
+    parser.add_argument("--work", type=Path, default=Path("runs/attacks"))
+    args = parser.parse_args()
+    study = yaml.safe_load(args.study.read_text())
+    results = Results(args.study.stem)
+    seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else study["training_seeds"]
+    attacks = listed(parser, "attacks", args.attacks, study["attacks"])
+    for seed in seeds:
+        for name in listed(parser, "victims", args.victims, study["victims"]):
+            keys = {attack: f"{name}_{attack}_seed{seed}" for attack in attacks}
+            for attack in [a for a in attacks if keys[a] in results]:
+                require_asked(results, keys.pop(attack), asked(study, attack))
+            if keys:
+                under_attack(
+                    study, name, seed, args.work / args.study.stem / f"{name}_{seed}", keys, results
+                )
+
+
+def under_attack(
+    study: dict[str, Any],
+    name: str,
+    seed: int,
+    work: Path,
+    keys: dict[str, str],
+    results: MutableMapping[str, Content],
+) -> None:
+    """Train a victim, or find it again, and write what each attack does to it, under the attack's
+    key.
+    """
+    model, facts = victim(study["victims"][name], seed, work / "run")
+    for attack, key in keys.items():
+        result = api.attack(
+            model,
+            attack,
+            study["suite"],
+            group=study["group"],
+            before="tiny-sd",
+            n=study["n"],
+            seed=study["seed"],
+            options=study["attacks"][attack],
+            output=work / attack,
+        )
+        results[key] = {"victim": name, **facts, **result.as_dict()}
+        rates = {key: round(100 * rate["value"]) for key, rate in result.rates().items()}
+        print(
+            f"{name} (seed {seed}) under {attack}: {rates} % ({result.seconds:.0f} s)", flush=True
+        )
+    # weights.safetensors is enough to make it again
+    shutil.rmtree(work / "run" / "pipeline", ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

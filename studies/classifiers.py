@@ -1,0 +1,270 @@
+"""Forgetting from a classifier: every method at the best setting of a stated grid, beside
+retraining, over several seeds.
+
+    python -m studies.classifiers studies/configs/classification.yaml [--tasks class] [--methods
+    munba,finetune]
+
+For each seed a model is trained on all examples ("original") and one without the forgotten ones
+("Retrain", same start); every method starts from the original through `concept_eraser.erase`. The
+grid is searched on the selection seeds and one half of the test set, by the average gap to their
+own Retrain; the other half is reported. Each task is a result of the study
+(studies/result_tables.py); methods that are not asked for keep the rows they have there.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from concept_eraser import api, registry
+from concept_eraser.data.labelled import Labelled, choose, rest_of
+from concept_eraser.evaluation.labelled.classification import Table, likelihood_ratio, look, measure
+from concept_eraser.methods.history import History
+from concept_eraser.models.module import build
+from concept_eraser.training.fit import Plan, fit
+from concept_eraser.utils import provenance
+from concept_eraser.utils.errors import UserError
+from studies import tasks
+
+
+@dataclass
+class World:
+    """One seed's models, from which every method starts and to which it is compared."""
+
+    seed: int
+    original: nn.Module
+    retrained: nn.Module
+    seconds: dict[str, float]  # of training each
+
+
+@dataclass
+class Bench:
+    study: dict
+    task: dict
+    work: Path
+
+    def __post_init__(self) -> None:
+        plugin = registry.build("dataset", self.study["data"], self.study.get("options", {}))
+        self.train: Labelled = plugin.load("train")
+        test_data: Labelled = plugin.load("test")
+        odd = torch.arange(len(test_data)) % 2 == 1
+        self.tests = {
+            use: _part(test_data, rows.nonzero()[:, 0])
+            for use, rows in (("select", odd), ("report", ~odd))
+        }
+        self.forget = choose(self.train, **self.task["forget"])
+        self.retain = rest_of(self.train, self.forget)
+        forget_classes = self.task["forget"].get("classes", [])
+        numbers = torch.tensor(
+            [self.train.class_index(c) for c in forget_classes], dtype=torch.long
+        )
+        self.test_rows = {
+            use: (~torch.isin(t.labels, numbers)).nonzero()[:, 0] for use, t in self.tests.items()
+        }
+
+    def world(self, seed: int) -> World:
+        plan = Plan(seed=seed, **{"decay": False, **self.study["training"]})
+        models, seconds = {}, {}
+        for name, rows in (("original", torch.arange(len(self.train))), ("retrained", self.retain)):
+            torch.manual_seed(seed)
+            module = build(
+                self.study["model"]["architecture"], "classifier", **self.study["model"]["options"]
+            ).module
+            history = None
+            # frozen batch norm: for models without
+            if name == "original" and self.study.get("history"):
+                history = History(
+                    tuple(module.parameters()), self.study["history"], self.work / f"history_{seed}"
+                )
+            seconds[name] = fit(
+                module, self.loss(module), rows, plan, record=history.record if history else None
+            )
+            models[name] = module
+        return World(seed, models["original"], models["retrained"], seconds)
+
+    def loss(self, module: nn.Module) -> Any:
+        return lambda rows: F.cross_entropy(
+            module(self.train.inputs(rows)), self.train.labels[list(rows)]
+        )
+
+    def table(self, module: nn.Module, seed: int, use: str = "report") -> Table:
+        return measure(
+            module,
+            self.train,
+            self.forget,
+            self.retain,
+            self.tests[use],
+            test_rows=self.test_rows[use],
+            seed=seed,
+        )
+
+    def erase(self, spec: dict, point: dict, world: World) -> tuple[nn.Module, float]:
+        """The original after a method at a point of its grid, and the seconds that took."""
+        module = copy.deepcopy(world.original)
+        training = {
+            "steps": spec.get("steps", 1),
+            "batch_size": 64,
+            "optimizer": spec.get("optimizer", "adam"),
+            "seed": world.seed,
+            "device": "cpu",
+            "save_every": 10**6,
+        }
+        method = dict(spec["method"])
+        if spec.get("recorded"):
+            method["history"] = str(self.work / f"history_{world.seed}")
+        if method["name"] in ("natural_gradient", "mini_unlearning", "rewind"):
+            training["weight_decay"] = self.study["training"]["weight_decay"]
+        settings: dict[str, Any] = {
+            "target": "classifier",
+            "forget": {
+                "data": (self.train.inputs(range(len(self.train))), self.train.labels),
+                "loss": spec["forget"],
+                "indices": self.forget.tolist(),
+            },
+            "retain": {"data": "rest", "loss": spec["retain"], "distill": spec.get("distill", 0.0)}
+            if "retain" in spec
+            else None,
+            "method": method,
+            "training": training,
+            "trainable": {"saliency": spec.get("saliency")},
+        }
+        for key, value in point.items():
+            section, name = key.split(".")
+            settings[section] = {**settings[section], name: value}
+        with tempfile.TemporaryDirectory(dir=self.work) as folder:
+            run = api.erase(model=module, output=Path(folder) / "run", **settings)
+        return module, run.seconds
+
+
+def choose_point(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, list[dict]]:
+    """The point with the least mean gap over the selection worlds, and all of them with their
+    gaps.
+    """
+    points = spec.get("grid", [{}])
+    if len(points) == 1:
+        return points[0], []
+    scored = []
+    for point in points:
+        try:
+            gaps = [
+                bench.table(bench.erase(spec, point, w)[0], w.seed, "select").gap(
+                    bench.table(w.retrained, w.seed, "select")
+                )
+                for w in worlds
+            ]
+        except UserError as error:  # the loss ran away: a setting not to choose
+            scored.append({"point": point, "gap": None, "failed": str(error).split(";")[0]})
+            continue
+        scored.append({"point": point, "gap": sum(gaps) / len(gaps)})
+    finished = [s for s in scored if s["gap"] is not None]
+    if not finished:
+        raise UserError(f"no setting ended: {scored[-1]['failed']}")
+    return min(finished, key=lambda s: s["gap"])["point"], scored
+
+
+def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
+    bench = Bench(study, study["tasks"][name], work)
+    worlds = {seed: bench.world(seed) for seed in (*study["select"]["seeds"], *study["seeds"])}
+    selection, reported = (
+        [worlds[s] for s in study["select"]["seeds"]],
+        [worlds[s] for s in study["seeds"]],
+    )
+    shadows = {
+        k: [look(getattr(w, k), bench.train, bench.forget) for w in worlds.values()]
+        for k in ("original", "retrained")
+    }
+
+    def row(module: nn.Module, world: World, seconds: float) -> dict[str, Any]:
+        own_index = list(worlds).index(world.seed)  # a model is no shadow of itself
+        outside = [s for i, s in enumerate(shadows["retrained"]) if i != own_index]
+        inside = [s for i, s in enumerate(shadows["original"]) if i != own_index]
+        ratio = likelihood_ratio(look(module, bench.train, bench.forget), inside, outside)
+        table = bench.table(module, world.seed)
+        return {
+            "seed": world.seed,
+            **asdict(table),
+            "gap": table.gap(bench.table(world.retrained, world.seed)),
+            "lira": 100 * float((ratio > 0).mean()),
+            "rte": seconds / world.seconds["retrained"],
+        }
+
+    rows = [
+        {
+            "method": "original",
+            "label": "original",
+            "runs": [row(w.original, w, w.seconds["original"]) for w in reported],
+        },
+        {
+            "method": "retrain",
+            "label": "Retrain",
+            "runs": [row(w.retrained, w, w.seconds["retrained"]) for w in reported],
+        },
+    ]
+    failures: dict[str, str] = {}
+    for method in methods:
+        spec, start = study["methods"][method], time.monotonic()
+        try:
+            point, scored = choose_point(bench, spec, selection)
+            runs = [row(*_swap(bench.erase(spec, point, w), w)) for w in reported]
+        except UserError as error:
+            failures[spec["label"]] = str(error)
+            print(f"{name} {method}: {error}", flush=True)
+            continue
+        rows.append(
+            {"method": method, "label": spec["label"], "point": point, "grid": scored, "runs": runs}
+        )
+        print(
+            (
+                f"{name} {method}: gap {sum(r['gap'] for r in runs) / len(runs):.2f} "
+                f"({time.monotonic() - start:.0f} s)"
+            ),
+            flush=True,
+        )
+    return {
+        "task": name,
+        "label": bench.task["label"],
+        "n": {
+            "forget": len(bench.forget),
+            "retain": len(bench.retain),
+            "test": len(bench.test_rows["report"]),
+        },
+        "seeds": study["seeds"],
+        "settings": {
+            k: study[k]
+            for k in ("data", "options", "model", "training", "history", "select", "seeds")
+            if k in study
+        },
+        "shadows": len(worlds) - 1,
+        "rows": rows,
+        "failed": failures,
+        "environment": provenance.describe(),
+    }
+
+
+def _part(data: Labelled, rows: torch.Tensor) -> Labelled:
+    return Labelled(
+        data.labels[rows],
+        data.names,
+        lambda wanted: data.inputs(rows[list(wanted)].tolist()),
+        data.about,
+    )
+
+
+def _swap(done: tuple[nn.Module, float], world: World) -> tuple[nn.Module, World, float]:
+    return done[0], world, done[1]
+
+
+def main() -> None:
+    tasks.main(__doc__, run_task)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Scrub shapes from the small CLIP: zero-shot accuracies, and what the pipeline draws with the
+scrubbed text tower.
+
+    python -m studies.clip studies/configs/clip.yaml [--tasks one] [--methods munba]
+
+Accuracy on forgotten, retained and test images, and on labels that the training never used
+(colour, style): what the field measures with ImageNet. For methods with `plug: true` the text tower
+goes into tiny-sd, which draws `images` of each shape. Each task is a result of the study
+(studies/result_tables.py).
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from concept_eraser import api, registry
+from concept_eraser.data import generate
+from concept_eraser.data.labelled import Labelled, choose, rest_of
+from concept_eraser.evaluation.labelled.classification import look
+from concept_eraser.evaluation.statistics import frechet_of_features
+from concept_eraser.models.families.clip import Clip
+from concept_eraser.models.loading import load_part
+from concept_eraser.tiny.painter import SHAPES
+from concept_eraser.utils import provenance
+from concept_eraser.utils.errors import UserError
+from studies import tasks
+
+OTHER = ("color", "style")  # labels for generalisation
+SAMPLING = generate.Sampling(8, 5.0, 64, "bf16")
+
+
+def painted(study: dict, split: str, label: str = "shape", seed: int = 0) -> Labelled:
+    return _painted(study["data"]["n"], split, label, seed)
+
+
+@cache
+def _painted(n: int, split: str, label: str, seed: int) -> Labelled:
+    return registry.build("dataset", "painted", {"n": n, "label": label, "seed": seed}).load(split)
+
+
+def accuracies(
+    clip: Clip, study: dict, classes: list[str], seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """Share correct and n on forgotten, retained and test images (of the other classes), and on
+    other labels.
+
+    seed: of the test images; settings are chosen on others than those that are reported."""
+    train, test = painted(study, "train"), painted(study, "test", seed=seed)
+    forget = choose(train, classes=classes)
+    net = clip.zero_shot(train.names, study["templates"])
+    sets = {
+        "forget": (train, forget),
+        "retain": (train, rest_of(train, forget)),
+        "test": (test, rest_of(test, choose(test, classes=classes))),
+    }
+    correct_by_set = {name: look(net, data, rows).correct for name, (data, rows) in sets.items()}
+    # of the same images as test, so that no forgotten shape is in them; nor in the templates
+    for label in OTHER:
+        data = painted(study, "test", label, seed)
+        correct_by_set[label] = look(
+            clip.zero_shot(data.names, study["other_templates"]), data, sets["test"][1]
+        ).correct
+    return {
+        name: {"value": float(correct.mean()), "n": len(correct)}
+        for name, correct in correct_by_set.items()
+    }
+
+
+def drawn(clip_run: Any, study: dict, base: int = 9000) -> dict[str, Any]:
+    """What tiny-sd draws with a CLIP's text tower: for each shape the share that shows it, and
+    features [shapes, n, d].
+    """
+    model = api.plug("tiny-sd", clip_run)
+    judge = registry.load("judge", "tiny")()
+    shares, features = {}, []
+    for i, shape in enumerate(SHAPES):
+        prompts = [f"a picture of a {shape}"] * study["images"]
+        images = generate.generate(model, prompts, generate.seeds_for(prompts, base + i), SAMPLING)
+        labels = judge.look(images)["shape"]
+        shares[shape] = {
+            "shown": float((labels == shape).mean()),
+            "none": float((labels == "none").mean()),
+            "n": len(labels),
+        }
+        features.append(torch.from_numpy(judge.features(images)))
+    return {"shares": shares, "features": torch.stack(features)}
+
+
+def scrub(
+    spec: dict, study: dict, classes: list[str], point: float | dict, seed: int, folder: Path
+) -> api.Run:
+    """The CLIP after a method at a point of its grid: a learning rate, or options as in
+    `method.alpha: 5`.
+    """
+    settings: dict[str, Any] = {
+        "method": spec["method"],
+        "training": {
+            "steps": study["steps"],
+            "batch_size": study["batch_size"],
+            "seed": seed,
+            "device": "cpu",
+            "save_every": 10**6,
+        },
+    }
+    for key, value in _named(point).items():
+        section, name = key.split(".")
+        settings[section] = {**settings[section], name: value}
+    return api.erase(
+        model="tiny-sd",
+        target="clip",
+        templates=study["templates"],
+        forget={
+            "data": "painted",
+            "options": study["data"],
+            "classes": classes,
+            "loss": spec["forget"],
+            "scale": spec.get("scale", 1.0),
+        },
+        retain={
+            "data": "rest",
+            "loss": "data",
+            "l1": spec.get("l1", 0.0),
+            "distill": spec.get("distill", 0.0),
+        },
+        trainable={
+            "select": "text_attention",
+            "saliency": spec.get("saliency"),
+            "reinitialise": spec.get("reinitialise"),
+        },
+        output=folder,
+        **settings,
+    )
+
+
+def _named(point: float | dict) -> dict[str, Any]:
+    return point if isinstance(point, dict) else {"training.lr": point}
+
+
+def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
+    classes = study["tasks"][name]["classes"]
+    original = load_part("tiny-sd", "clip")
+    assert isinstance(original, Clip)
+    before = drawn(original, study)
+    retained_rows = [i for i, shape in enumerate(SHAPES) if shape not in classes]
+
+    def distance(after: dict[str, Any]) -> float:
+        one, two = (
+            f["features"][retained_rows].flatten(0, 1).double().numpy() for f in (after, before)
+        )
+        return frechet_of_features(one, two)
+
+    def row(run: api.Run, seed: int, plug: bool) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "seed": seed,
+            "seconds": run.seconds,
+            "accuracy": accuracies(run.model, study, classes),
+        }  # type: ignore[arg-type]
+        if plug:
+            after = drawn(run.model, study)
+            result |= {"drawn": after["shares"], "fid_to_original": distance(after)}
+        return result
+
+    # the original against itself from other seeds
+    floor = distance(drawn(original, study, base=9500))
+    rows: list[dict[str, Any]] = [
+        {
+            "method": "original",
+            "label": "original",
+            "runs": [
+                {
+                    "accuracy": accuracies(original, study, classes),
+                    "drawn": before["shares"],
+                    "fid_to_original": floor,
+                }
+            ],
+        }
+    ]
+    failures: dict[str, str] = {}
+    for method in methods:
+        spec, start = study["methods"][method], time.monotonic()
+        try:
+            best, scored = choose_point(study, spec, classes, work / method)
+            runs = [
+                row(
+                    scrub(spec, study, classes, best, seed, work / f"{method}_report_{seed}"),
+                    seed,
+                    spec.get("plug", False),
+                )
+                for seed in study["seeds"]
+            ]
+        except UserError as error:  # one method that runs away must not cost the others
+            failures[spec["label"]] = str(error)
+            continue
+        rows.append(
+            {
+                "method": method,
+                "label": spec["label"],
+                "point": _named(best),
+                "grid": scored,
+                "runs": runs,
+            }
+        )
+        print(
+            (
+                f"{name} {method}: "
+                f"{[round(r['accuracy']['forget']['value'], 3) for r in runs]} "
+                f"({time.monotonic() - start:.0f} s)"
+            ),
+            flush=True,
+        )
+    return {
+        "task": name,
+        "label": study["tasks"][name]["label"],
+        "classes": classes,
+        "seeds": study["seeds"],
+        "settings": {
+            k: study[k]
+            for k in (
+                "data",
+                "templates",
+                "other_templates",
+                "select",
+                "steps",
+                "batch_size",
+                "images",
+            )
+        },
+        "rows": rows,
+        "failed": failures,
+        "environment": provenance.describe(),
+    }
+
+
+def choose_point(
+    study: dict, spec: dict, classes: list[str], work: Path
+) -> tuple[dict, list[dict[str, Any]]]:
+    """The point of the grid with the highest test accuracy minus accuracy on the forgotten, on
+    other training seeds and test images.
+    """
+    scored: list[dict[str, Any]] = []
+    for i, point in enumerate(spec["grid"]):
+        try:
+            run = scrub(
+                spec,
+                study,
+                classes,
+                point,
+                study["select"]["seeds"][0],
+                work.with_name(f"{work.name}_{i}"),
+            )
+        except UserError as error:  # a setting not to choose
+            scored.append(
+                {"point": _named(point), "score": None, "failed": str(error).split(";")[0]}
+            )
+            continue
+        shares = accuracies(run.model, study, classes, seed=1)  # type: ignore[arg-type]
+        scored.append(
+            {"point": _named(point), "score": shares["test"]["value"] - shares["forget"]["value"]}
+        )
+    finished = [s for s in scored if s["score"] is not None]
+    if not finished:
+        raise UserError(f"no setting ended: {scored[-1]['failed']}")
+    return max(finished, key=lambda s: s["score"])["point"], scored
+
+
+def main() -> None:
+    tasks.main(__doc__, run_task)
+
+
+if __name__ == "__main__":
+    main()

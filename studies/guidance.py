@@ -1,0 +1,154 @@
+"""Change of a model's predictions by an erasure, with the concept's prompts and without a prompt.
+
+    python -m studies.guidance studies/configs/guidance.yaml [--tasks star] [--cases all,empty]
+    [--work runs/guidance]
+
+With e the original's prediction at a state x_t on its way to an image of the concept, e' the erased
+model's, c a prompt of the concept, a its anchor, d = e(a) - e(c) and g = e(a) - e(""):
+
+    learned    <e'(c) - e(c), d> / <d, d>
+               1: the predictions for the concept's prompts equal those for the anchor
+    followed   <e'("") - e(""), d> / <d, d>
+               1: so does the unconditional prediction
+    guidance   <e'(c) - e'(""), g> / <g, g>
+               1: guidance to the anchor is unchanged; 0: there is none
+
+Each case is a result of the study `guidance` (studies/result_tables.py), with the concept rate of
+its images. Existing results are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from concept_eraser import api
+from concept_eraser.data import prompts
+from concept_eraser.models.base import Model
+from concept_eraser.utils import provenance
+from studies.result_tables import Results
+from studies.runs import asked, erased_model, run_one, suite_of
+from studies.tasks import listed
+
+STUDY = "guidance"
+
+
+def along(moved: Tensor, way: Tensor) -> float:
+    """How much of a way was gone: the projection, as a share of the way."""
+    return float((moved * way).sum() / way.square().sum())
+
+
+@torch.no_grad()
+def rows(
+    original: Model, erased: Model, concept: list[str], anchors: list[str], how: dict[str, Any]
+) -> list[dict[str, float]]:
+    """One a step of the sampler: its time step, and what was learned, what followed and what is
+    left of guidance there.
+    """
+    concept_output, anchor_output, empty_output = (
+        original.encode(texts) for texts in (concept, anchors, [""] * len(concept))
+    )
+    noise = torch.randn(
+        len(concept), *original.latent_shape(), generator=torch.Generator().manual_seed(how["seed"])
+    )
+    steps_rows = []
+    for stop in range(how["steps"]):
+        x, t = original.partial(
+            noise,
+            concept_output,
+            empty_output,
+            stop=stop,
+            steps=how["steps"],
+            guidance=how["guidance"],
+        )
+        times = torch.full((len(concept),), t)
+        c, a, none = (
+            original.denoise(x, times, one) for one in (concept_output, anchor_output, empty_output)
+        )
+        c_after, none_after = (
+            erased.denoise(x, times, one) for one in (concept_output, empty_output)
+        )
+        steps_rows.append(
+            {
+                "t": t,
+                "learned": along(c_after - c, a - c),
+                "followed": along(none_after - none, a - c),
+                "guidance": along(c_after - none_after, a - none),
+            }
+        )
+    return steps_rows
+
+
+def case(study: dict[str, Any], task: str, name: str) -> dict[str, Any]:
+    """A case on a task, in the words of studies/study.py."""
+    where, how = study["tasks"][task], study["cases"][name]
+    of = {
+        "forget.prompts": where["forget"],
+        "forget.anchor": where["anchor"],
+        "retain.prompts": where["retain"],
+    }
+    return {
+        "recipe": study["recipe"],
+        "suite": where["suite"],
+        "label": how["label"],
+        "set": {**study["set"], **of, **how["set"]},
+    }
+
+
+def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
+    entry, seed = case(study, task, name), study["seed"]
+    recipe, results, key = asked(entry, {}, seed), Results(STUDY), f"{task}_{name}"
+    sizes = {"n": study["n"], "images": study["images"]}
+    settings = {"recipe": recipe.resolved(), "states": study["states"], "sizes": sizes}
+    if key in results and all(
+        results[key].get(setting) == value for setting, value in settings.items()
+    ):
+        return
+    folder = work / key
+    result, _ = run_one(entry, {}, seed, suite_of(study, entry, None), study["n"], folder)
+    run = api.erase(recipe, output=folder, resume=True)
+    concept_rows = (
+        prompts.load(study["tasks"][task]["forget"])
+        .take(study["states"]["n"], study["states"]["seed"])
+        .prompts
+    )
+    texts, anchors = (
+        [row.text for row in concept_rows],
+        [row.anchored(study["tasks"][task]["anchor"]) for row in concept_rows],
+    )
+    measurements = rows(
+        api.load(recipe.model), run.model or erased_model(run), texts, anchors, study["states"]
+    )
+    results[key] = {
+        "task": task,
+        "case": name,
+        "label": entry["label"],
+        **settings,
+        "rows": measurements,
+        "evaluation": result["evaluation"],
+        "environment": provenance.describe(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--tasks", default="", help="only these")
+    parser.add_argument("--cases", default="", help="only these")
+    parser.add_argument("--work", type=Path, default=Path("runs/guidance"))
+    args = parser.parse_args()
+    study = yaml.safe_load(args.study.read_text())
+    for task in listed(parser, "tasks", args.tasks, study["tasks"]):
+        for name in listed(parser, "cases", args.cases, study["cases"]):
+            measure(study, task, name, args.work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Figures of the pages, drawn from the tables as SVG. Each file holds a digest of what it shows, so
+that an old one is recognised without being drawn again."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from concept_eraser.utils import provenance
+
+
+class Figure(NamedTuple):
+    """What a figure shows, as values that JSON can hold, and what draws it as a matplotlib
+    figure.
+    """
+
+    content: Any
+    draw: Callable[[], Any]
+
+
+def digest(figure: Figure) -> str:
+    return f"shows {provenance.fingerprint(figure.content)}"
+
+
+def is_current(path: Path, figure: Figure) -> bool:
+    return path.exists() and digest(figure) in path.read_text(encoding="utf-8")
+
+
+def write(path: Path, figure: Figure) -> None:
+    """Draw a figure and write it. Equal contents give equal files."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "concept_eraser"}):
+        figure.draw().savefig(
+            text, format="svg", metadata={"Date": None, "Description": digest(figure)}
+        )
+    path.write_text(
+        "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()), encoding="utf-8"
+    )
+
+
+def canvas(width: float, height: float) -> Any:
+    """An empty matplotlib figure without a display; sizes in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+    figure = MatplotlibFigure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

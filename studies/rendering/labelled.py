@@ -1,0 +1,316 @@
+"""Pages of the targets that are not pipelines: eval/results/classification.md, clip.md, vae.md"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from studies.rendering.common import notes, setting, source, table
+from studies.rendering.figures import Figure, canvas
+from studies.result_tables import Results, figure_path
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    """Mean and standard deviation over seeds."""
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    if not finite:
+        return "-"
+    mean = sum(finite) / len(finite)
+    deviation = (
+        (sum((v - mean) ** 2 for v in finite) / (len(finite) - 1)) ** 0.5
+        if len(finite) > 1
+        else float("nan")
+    )
+    return (
+        f"{mean:.{digits}f} ± {deviation:.{digits}f}" if len(finite) > 1 else f"{mean:.{digits}f}"
+    )
+
+
+def _foot(content: dict[str, Any]) -> str:
+    environment = content["environment"]
+    commits = sorted(
+        {
+            str(row.get("environment", environment)["commit"])[:12]
+            for row in content.get("rows", [content])
+        }
+    )
+    return (
+        f"Commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}; torch "
+        f"{environment['versions']['torch']}; {environment['device']}, "
+        f"{environment['threads']} thread(s)."
+    )
+
+
+def _notes(study: str) -> str:
+    return f"{text}\n\n" if (text := notes(study)) else ""
+
+
+COLUMNS = """Mean ± standard deviation over the seeds, in percent. MIA: share of forgotten examples that a membership attack (logistic on
+the confidence) calls non-members; attack: its own balanced accuracy, 50 being no attack at all. AUC: forgotten against test
+examples of the same classes by the loss, 0.5 being no trace. LiRA: share of forgotten examples that shadow models call
+trained on. Gap: mean absolute difference of the first four columns to Retrain of the same seed. RTE: time over Retrain's."""  # noqa: E501
+
+
+def classification(
+    study: str = "classification", what: str = "a classifier of handwritten digits"
+) -> str:
+    """The field's table: a task a table, mean and standard deviation over the seeds."""
+    parts = [
+        f"# Forgetting from {what}",
+        "",
+        source(study, f"python -m studies.classifiers studies/configs/{study}.yaml") + ".",
+        COLUMNS,
+        "",
+    ]
+    order = {"class": 0, "half": 1, "random_10": 2, "random_50": 3}
+    for content in sorted(Results(study).values(), key=lambda c: order.get(c["task"], 9)):
+        n = content["n"]
+        rows = [
+            [
+                "method",
+                "Acc_Df",
+                "Acc_Dr",
+                "Acc_Dt",
+                "MIA",
+                "avg. gap",
+                "attack",
+                "AUC",
+                "LiRA",
+                "RTE",
+                "setting",
+            ]
+        ]
+        for row in content["rows"]:
+            column = {k: [run[k] for run in row["runs"]] for k in row["runs"][0]}
+            rows.append(
+                [
+                    row["label"],
+                    *(spread(column[k]) for k in ("forget", "retain", "test", "mia")),
+                    spread(column["gap"], 2),
+                    spread(column["attack"]),
+                    spread(column["auc"], 2),
+                    spread(column["lira"], 0),
+                    spread(column["rte"], 2),
+                    setting(row["point"]) if row.get("point") else "",
+                ]
+            )
+        seeds = content["seeds"]
+        parts += [
+            f"## {content['label']}",
+            "",
+            (
+                f"{n['forget']} forgotten, {n['retain']} retained, {n['test']} test "
+                f"examples; {len(seeds)} seeds; {content['shadows']} shadow models a side."
+            ),
+            "",
+            table(rows),
+            "",
+        ]
+        parts += [
+            f"{label} did not end: {reason}" for label, reason in content.get("failed", {}).items()
+        ]
+        parts += [_foot(content), ""]
+    return "\n".join(parts) + "\n" + _notes(study)
+
+
+def classification_painted() -> str:
+    return classification("classification_painted", "a ResNet of painted shapes")
+
+
+def clip() -> str:
+    """Zero-shot accuracies after scrubbing, and what the pipeline draws with the scrubbed text
+    tower.
+    """
+    parts = [
+        "# Scrubbing shapes from the small CLIP",
+        "",
+        source("clip", "python -m studies.clip studies/configs/clip.yaml") + ".",
+        (
+            "Zero-shot accuracy in percent, mean ± standard deviation over the seeds. Colour "
+            "and style are labels that the training never"
+        ),
+        (
+            "used. Drawn: images by tiny-sd with the scrubbed text tower, share that shows "
+            "the asked shape; FID to the original's images."
+        ),
+        "",
+    ]
+    for content in Results("clip").values():
+        rows = [
+            [
+                "method",
+                "setting",
+                "Acc_Df",
+                "Acc_Dr",
+                "Acc_Dt",
+                "colour",
+                "style",
+                "drawn: forgotten %",
+                "drawn: others %",
+                "FID to the original's",
+                "training s",
+            ]
+        ]
+        for row in content["rows"]:
+            accuracy = [
+                [100 * run["accuracy"][k]["value"] for run in row["runs"]]
+                for k in ("forget", "retain", "test", "color", "style")
+            ]
+            rates = [run["drawn"] for run in row["runs"] if "drawn" in run]
+            forget_rates = [
+                100 * sum(d[c]["shown"] for c in content["classes"]) / len(content["classes"])
+                for d in rates
+            ]
+            retain_rates = [
+                100
+                * sum(v["shown"] for k, v in d.items() if k not in content["classes"])
+                / (len(d) - len(content["classes"]))
+                for d in rates
+            ]
+            rows.append(
+                [
+                    row["label"],
+                    setting(row.get("point") or {"training.lr": row["lr"]})
+                    if {"point", "lr"} & set(row)
+                    else "",
+                    *(spread(a) for a in accuracy),
+                    spread(forget_rates),
+                    spread(retain_rates),
+                    spread([run.get("fid_to_original") for run in row["runs"]]),
+                    spread([run.get("seconds") for run in row["runs"]], 0),
+                ]
+            )
+        n = content["rows"][0]["runs"][0]["accuracy"]
+        parts += [
+            (
+                f"## {content['label'][0].upper()}{content['label'][1:]}: "
+                f"{', '.join(content['classes'])}"
+            ),
+            "",
+            (
+                f"{n['forget']['n']} forgotten, {n['retain']['n']} retained, "
+                f"{n['test']['n']} test images; {content['settings']['images']} drawn a "
+                f"shape; seeds {content['seeds']}."
+            ),
+            "",
+            table(rows),
+            "",
+            _foot(content),
+            "",
+        ]
+    return "\n".join(parts) + "\n" + _notes("clip")
+
+
+def vae() -> str:
+    """UNO's Tables 1 and 2 on the sets at hand."""
+    parts = [
+        "# Unlearning a class in a VAE: UNO's benchmark",
+        "",
+        source("vae", "python -m studies.vae --data fonts") + " (and `digits`).",
+        (
+            "Time to unlearn: training time until the share of the class among prior samples "
+            "is first below 2 %, looks not counted,"
+        ),
+        (
+            "interpolated. Mean ± standard deviation over the runs. FID on the classifier's "
+            "features, against images of the other classes."
+        ),
+        "",
+    ]
+    for key, content in Results("vae").items():
+        settings, original = content["settings"], content["original"]
+        rows = [
+            [
+                "algorithm",
+                "reached",
+                "steps to < 2 %",
+                "seconds to < 2 %",
+                "FID there",
+                "FID at the end",
+                "share at the end %",
+                "ms a step",
+                "peak memory over the start, MB",
+            ]
+        ]
+        for name, result in content["algorithms"].items():
+            column = {
+                k: [run[k] for run in result["runs"]] for k in result["runs"][0] if k != "looks"
+            }
+            reached = sum(s is not None for s in column["steps"])
+            rows.append(
+                [
+                    name.replace("^", "\\^"),
+                    f"{reached} of {len(result['runs'])}",
+                    spread(column["steps"]),
+                    spread(column["seconds"], 3),
+                    spread(column["fid_there"]),
+                    spread(column["fid"]),
+                    spread([100 * s for s in column["share"]]),
+                    spread([1000 * s for s in column["per_step"]]),
+                    f"{result['memory_mb'] - result['memory_before_mb']:.0f}",
+                ]
+            )
+        parts += [
+            f"## {content['data']}: class {settings['class']}"
+            + (", running statistics frozen" if settings["batchnorm"] == "frozen" else ""),
+            "",
+            (
+                f"Original: {100 * original['share']:.1f} % of prior samples show it, FID "
+                f"{original['fid']:.1f}; the classifier is right on "
+                f"{100 * original['judge_accuracy']:.1f} % of test images."
+            ),
+            "",
+            table(rows),
+            "",
+            f"![trajectories]({figure_path('vae', key).name}.svg)",
+            "",
+            _foot(content),
+            "",
+        ]
+    return "\n".join(parts) + "\n" + _notes("vae")
+
+
+def trajectories(content: dict[str, Any]) -> Any:
+    """Share and FID of the first run of each algorithm, against steps and against seconds."""
+    figure = canvas(11, 7)
+    axes = figure.subplots(2, 2)
+    for name, result in content["algorithms"].items():
+        looks = result["runs"][0]["looks"]
+        for column, key in enumerate(("step", "seconds")):
+            axes[0, column].plot(
+                [max(r[key], 1e-3) for r in looks], [100 * r["share"] for r in looks], label=name
+            )
+            dear = [r for r in looks if "fid" in r]
+            axes[1, column].plot(
+                [max(r[key], 1e-3) for r in dear], [r["fid"] for r in dear], marker=".", label=name
+            )
+    for column, key in enumerate(("steps", "seconds of training")):
+        axes[0, column].set(
+            xscale="symlog" if column == 0 else "log", ylabel="share of the class, %"
+        )
+        axes[0, column].axhline(100 * content["settings"]["below"], color="0.7", lw=0.8)
+        axes[1, column].set(
+            xscale="symlog" if column == 0 else "log",
+            yscale="log",
+            xlabel=key,
+            ylabel="FID (classifier features)",
+        )
+    axes[0, 0].legend(fontsize=8, ncol=2)
+    return figure
+
+
+def figures() -> dict[Path, Figure]:
+    return {
+        figure_path("vae", f"{name}.svg"): Figure(content, partial(trajectories, content))
+        for name, content in Results("vae").items()
+    }
+
+
+PAGES = {
+    "classification": classification,
+    "classification_painted": classification_painted,
+    "clip": clip,
+    "vae": vae,
+}

@@ -1,0 +1,103 @@
+"""Pages of the studies that erase several concepts: one row a way of doing it, one column a
+concept.
+"""
+
+from __future__ import annotations
+
+from studies.rendering.common import (
+    change,
+    load,
+    mean,
+    notes,
+    pooled,
+    provenance,
+    results,
+    setting,
+    share,
+    source,
+    table,
+)
+
+
+def _of_suite(runs: list[dict], suite: str) -> list[dict]:
+    """The runs as those of a study of one suite are kept."""
+    return [{"evaluation": run["evaluations"][suite]} for run in runs]
+
+
+def _row(runs: list[dict], when: str = "after") -> list[str]:
+    runs_by_suite = {suite: _of_suite(runs, suite) for suite in runs[0]["evaluations"]}
+    concepts = [
+        share(pooled(some, "concept_rate", "direct", when)) for some in runs_by_suite.values()
+    ]
+    others = [mean(some, "concept_rate", "synonyms", when) for some in runs_by_suite.values()]
+    accuracies = [mean(some, "accuracy_shape", "retained", when) for some in runs_by_suite.values()]
+    points = [change(some, "accuracy_shape", "retained") for some in runs_by_suite.values()]
+    fids = [
+        mean(some, "fid_judge", "retained", when)
+        for some in runs_by_suite.values()
+        if results(some[0], "fid_judge", "retained")
+    ]
+    average = lambda values: sum(values) / len(values)  # noqa: E731
+    rates = [
+        *concepts,
+        f"{100 * average(others):.1f}",
+        f"{100 * average(accuracies):.1f}"
+        + (f" ({average(points):+.1f})" if when == "after" else ""),
+    ]
+    if when == "before":
+        return ["before", "", *rates, "", "", "", ""]
+    took = [run["took"] for run in runs]
+    return [
+        runs[0]["label"],
+        setting(runs[0]["point"]),
+        *rates,
+        f"{average(fids):.1f}" if fids else "-",
+        f"{took[0]['gradients']}",
+        f"{average([t['seconds'] for t in took]):.0f}",
+        str(len(runs)),
+    ]
+
+
+def page(study: str, title: str) -> str:
+    runs_by_entry = load(study)
+    first = next(iter(runs_by_entry.values()))
+    names = [
+        next(iter(e["protocol"]["concept"].values())) for e in first[0]["evaluations"].values()
+    ]
+    head = [
+        "erased",
+        "lr",
+        *(f"{name}, direct %" for name in names),
+        "synonyms, mean %",
+        "other shapes % (points)",
+        "FID (judge)",
+        "gradients",
+        "training s",
+        "seeds",
+    ]
+    rows = [head, _row(first[:1], "before"), *(_row(runs) for runs in runs_by_entry.values())]
+    every = {
+        f"{name}/{suite}": _of_suite(runs, suite)
+        for name, runs in runs_by_entry.items()
+        for suite in runs[0]["evaluations"]
+    }
+    about = (
+        "Shares of images that still show the concept, with 95 % Wilson intervals over the "
+        "images of all seeds. Of models erased one at a time each column is the model of "
+        "that concept, and what was kept is their mean. Gradients: of one loss over one "
+        "batch, all runs that it took together."
+    )
+    text_parts = [text, ""] if (text := notes(study)) else []
+    commits = (
+        source(study, f"python -m studies.several_concepts studies/configs/{study}.yaml")
+        + ", which goes on where it was stopped."
+    )
+    return "\n".join(
+        [f"# {title}", "", commits, about, "", table(rows), "", provenance(every), "", *text_parts]
+    )
+
+
+TITLES = {"tiny_five": "Five concepts at once"}
+PAGES = {
+    study: (lambda study=study, title=title: page(study, title)) for study, title in TITLES.items()
+}

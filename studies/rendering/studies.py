@@ -1,0 +1,289 @@
+"""Pages of the studies on the bundled pipeline: eval/results/tiny_*.md"""
+
+from __future__ import annotations
+
+from studies.rendering.common import (
+    change,
+    mean,
+    notes,
+    pooled,
+    provenance,
+    ratio,
+    results,
+    setting,
+    share,
+    source,
+    table,
+    worst_value,
+)
+from studies.result_tables import figure_path
+
+
+def _concept(runs: list[dict]) -> tuple[str, str]:
+    return next(iter(runs[0]["evaluation"]["protocol"]["concept"].items()))
+
+
+def star_row(runs: list[dict]) -> list[str]:
+    attribute, _ = _concept(runs)
+    n = results(runs[0], "concept_rate", "direct")["after"]["n"]  # type: ignore[index]
+    name, worst = worst_value(runs, f"accuracy_{attribute}")
+    fid = (
+        "-"
+        if results(runs[0], "fid_judge", "retained") is None
+        else (
+            f"{mean(runs, 'fid_judge', 'retained', 'before'):.1f} → "
+            f"{mean(runs, 'fid_judge', 'retained', 'after'):.1f}"
+        )
+    )
+    return [
+        runs[0]["label"],
+        runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
+        f"{runs[0]['recipe']['training']['lr']:g}",
+        share(pooled(runs, "concept_rate", "direct")),
+        share(pooled(runs, "concept_rate", "synonyms")),
+        share(pooled(runs, "no_object_rate", "direct")),
+        f"{change(runs, f'accuracy_{attribute}', 'neighbours'):+.1f}",
+        (
+            f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} "
+            f"({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})"
+        ),
+        f"{name} {worst:+.1f}",
+        f"{change(runs, 'accuracy_color', 'retained'):+.1f}",
+        fid,
+        f"{ratio(runs, 'clip_score', 'retained'):+.1f} %",
+        f"{sum(run['run']['seconds'] for run in runs) / len(runs):.0f}",
+        f"{len(runs)} x {n}",
+    ]
+
+
+STAR_HEAD = [
+    "method",
+    "weights",
+    "lr",
+    "star, direct %",
+    "star, synonyms %",
+    "none, direct %",
+    "neighbours, points",
+    "other shapes % (points)",
+    "worst shape, points",
+    "colours, points",
+    "FID (judge)",
+    "CLIP score",
+    "training s",
+    "seeds x n",
+]
+
+
+def before_row(runs: list[dict]) -> list[str]:
+    one = runs[:1]
+    n = results(runs[0], "concept_rate", "direct")["before"]["n"]  # type: ignore[index]
+    return [
+        "before",
+        "",
+        "",
+        share(pooled(one, "concept_rate", "direct", "before")),
+        share(pooled(one, "concept_rate", "synonyms", "before")),
+        share(pooled(one, "no_object_rate", "direct", "before")),
+        "",
+        share(pooled(one, "accuracy_shape", "retained", "before")),
+        "",
+        "",
+        "",
+        "",
+        "",
+        f"1 x {n}",
+    ]
+
+
+def star_table(found: dict[str, list[dict]]) -> str:
+    first = next(iter(found.values()))
+    return table([STAR_HEAD, before_row(first), *(star_row(runs) for runs in found.values())])
+
+
+def hard_table(found: dict[str, list[dict]]) -> str:
+    head = [
+        "task",
+        "rule",
+        "concept, direct %",
+        "concept, synonyms %",
+        "none, direct %",
+        "retained % (points)",
+        "colours, points",
+        "cos (mean; share < 0)",
+        "training s",
+        "n",
+    ]
+    rows = [head]
+    for runs in found.values():
+        attribute, _ = _concept(runs)
+        conflict = runs[0]["conflict"]
+        colours = (
+            "-" if attribute == "color" else f"{change(runs, 'accuracy_color', 'retained'):+.1f}"
+        )
+        n = results(runs[0], "concept_rate", "direct")["after"]["n"]  # type: ignore[index]
+        rows.append(
+            [
+                runs[0]["task"],
+                runs[0]["label"],
+                share(pooled(runs, "concept_rate", "direct")),
+                share(pooled(runs, "concept_rate", "synonyms")),
+                share(pooled(runs, "no_object_rate", "direct")),
+                (
+                    f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} "
+                    f"({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})"
+                ),
+                colours,
+                f"{conflict['mean_cosine']:+.2f}; {100 * conflict['share_negative']:.0f} %",
+                f"{runs[0]['run']['seconds']:.0f}",
+                f"{len(runs)} x {n}",
+            ]
+        )
+    return table(rows)
+
+
+def rules_table(found: dict[str, list[dict]]) -> str:
+    """One table a task: how much is forgotten and kept, and after how many steps and seconds the
+    share is below 2 %.
+    """
+    tasks: dict[str, list[list[dict]]] = {}
+    for runs in found.values():
+        tasks.setdefault(runs[0]["task"], []).append(runs)
+    parts = []
+    for task, entries in tasks.items():
+        head = [
+            "method",
+            "weights",
+            "lr",
+            "direct %",
+            "each seed",
+            "synonyms %",
+            "none, direct %",
+            "retained % (points)",
+            "FID (judge)",
+            "CLIP score",
+            "steps to < 2 %",
+            "seconds to < 2 %",
+            "training s",
+            "seeds x n",
+        ]
+        rows = [head, *(rules_row(runs) for runs in entries)]
+        before = before_row(entries[0])
+        attribute, _ = _concept(entries[0])
+        retain_share = share(pooled(entries[0][:1], f"accuracy_{attribute}", "retained", "before"))
+        rows.insert(
+            1,
+            [
+                "before",
+                "",
+                "",
+                before[3],
+                "",
+                before[4],
+                before[5],
+                retain_share,
+                "",
+                "",
+                "",
+                "",
+                "",
+                before[-1],
+            ],
+        )
+        parts.append(f"### {task[0].upper()}{task[1:]}\n\n{table(rows)}")
+    return "\n\n".join(parts)
+
+
+def rules_row(runs: list[dict]) -> list[str]:
+    attribute, _ = _concept(runs)
+    shares = [
+        100 * row["after"]["value"]
+        for run in runs
+        if (row := results(run, "concept_rate", "direct"))
+    ]
+    n = results(runs[0], "concept_rate", "direct")["after"]["n"]  # type: ignore[index]
+    fid = [results(run, "fid_judge", "retained") for run in runs]
+    looks = [run["run"]["forgotten"] for run in runs]
+
+    def reached(key: str) -> str:
+        values = [look[key] for look in looks if look[key] is not None]
+        if not values:
+            return "never"
+        return f"{sum(values) / len(values):.0f}" + (
+            f" ({len(values)} of {len(looks)} seeds)" if len(values) < len(looks) else ""
+        )
+
+    return [
+        runs[0]["label"],
+        runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
+        f"{runs[0]['recipe']['training']['lr']:g}",
+        share(pooled(runs, "concept_rate", "direct")),
+        ", ".join(f"{value:.0f}" for value in shares),
+        share(pooled(runs, "concept_rate", "synonyms")),
+        share(pooled(runs, "no_object_rate", "direct")),
+        (
+            f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} "
+            f"({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})"
+        ),
+        "-"
+        if None in fid
+        else (
+            f"{mean(runs, 'fid_judge', 'retained', 'before'):.1f} → "
+            f"{mean(runs, 'fid_judge', 'retained', 'after'):.1f}"
+        ),
+        f"{ratio(runs, 'clip_score', 'retained'):+.1f} %",
+        reached("steps"),
+        reached("seconds"),
+        f"{sum(run['run']['seconds'] for run in runs) / len(runs):.0f}",
+        f"{len(runs)} x {n}",
+    ]
+
+
+def grids(found: dict[str, list[dict]]) -> str:
+    lines = []
+    for runs in found.values():
+        if runs[0]["grid"]:
+            points = "; ".join(
+                f"{setting(g['point'])}: {g['score']:.3f}"
+                + (f" ({sum(g['attacked']) / len(g['attacked']):.2f})" if "attacked" in g else "")
+                for g in runs[0]["grid"]
+            )
+            lines.append(f"* {runs[0]['label']}: {points}")
+    return "\n".join(dict.fromkeys(lines))  # entries that take over another's grid repeat it
+
+
+def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) -> str:
+    parts = []
+    for name, runs in found.items():
+        path = figure_path(study, f"{name}.webp")
+        task = f"{runs[0]['task']}, " if runs[0]["task"] else ""
+        parts += (
+            [f"\n**{task}{runs[0]['label']}**\n\n![contact sheet]({path.name})"]
+            if path.exists()
+            else []
+        )
+    sheets = "\n".join(parts)
+    command = f"python -m studies.study studies/configs/{study}.yaml"
+    notes_text = f"\n{text}\n" if (text := notes(study)) else ""
+    grid_table = grids(found)
+    selection = (
+        (
+            "\n## Weights and learning rates: score on the selection seeds (retained "
+            f"accuracy minus concept rate)\n\n{grid_table}\n"
+        )
+        if grid_table
+        else ""
+    )
+    return f"""# {title}
+
+{source(study, command)}.
+Shares with 95 % Wilson intervals over all seeds' images; "points" are after minus before on the same prompts and seeds.
+"none" is the share of images in which the judge sees no clear shape.
+{provenance(found)}
+
+{body}
+{notes_text}{selection}
+## Contact sheets (seed 0; pairs of rows before / after: direct, synonyms, retained)
+{sheets}
+
+`{command} --sheets` trains the models of the other entries again and draws their sheets: runs/studies/{study}/<entry>/sheet.webp.
+"""  # noqa: E501

@@ -1,0 +1,180 @@
+"""Run a study: several recipes under one protocol, each at its best setting of a stated grid, over
+several seeds.
+
+    python -m studies.study studies/configs/tiny_star.yaml [--entries munba,sum] [--seeds 0] [--work
+    runs/studies]
+
+For each entry every point of its grid is trained on the selection seeds and scored on a small
+evaluation; the best one is trained on the reported seeds and evaluated in full;
+studies/selection.py says how. A study that was stopped continues where it was. Each reported run is
+a result of the study (studies/result_tables.py); `python -m studies.render_results` makes the page.
+A run also writes a contact sheet of its first seed: to the page's figures where the study's
+`figures` name the entry, else to <work>/<study>/<entry>/sheet.webp. `--sheets` writes only the
+sheets, of results that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+from concept_eraser import api, registry
+from concept_eraser.evaluation.suite import Evaluation
+from concept_eraser.reporting import plots
+from studies.result_tables import Results, figure_path
+from studies.runs import asked, clear, erased_model, run_one, same, suite_name, suite_of
+from studies.selection import chosen, is_current
+
+
+def watched(study: dict, entry: dict) -> dict | None:
+    """How reported runs of an entry are looked at while they train; None where they are not."""
+    is_watched = "watch" in study and entry.get("watch", True)
+    return {"suite": suite_name(study, entry), **study["watch"]} if is_watched else None
+
+
+def run_entry(
+    study: dict, name: str, entry: dict, work: Path, results: Results, seeds: list[int]
+) -> None:
+    """Choose the entry's point, then train, evaluate and write the reported seeds that are not
+    there yet, or at another.
+    """
+    suite = suite_of(study, entry, study.get("image_seed"))
+    judge = registry.load("judge", suite.judge)().fingerprint
+    scores = chosen(study, name, entry, work, results, judge)
+    best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
+    watch = watched(study, entry)
+    for seed in seeds:
+        key, folder = f"{name}_seed{seed}", work / name / f"report_{seed}"
+        previous = results.get(key)
+        if (
+            previous is not None
+            and is_current(previous, judge)
+            and same(previous, asked(entry, best, seed, watch))
+        ):
+            if previous["grid"] != scores:
+                results[key] = {**previous, "grid": scores}
+            continue
+        result, evaluation = run_one(
+            entry, best, seed, suite, entry.get("n", study["n"]), folder, watch
+        )
+        results[key] = {
+            "entry": name,
+            "label": entry.get("label", name),
+            "task": entry.get("task", ""),
+            "grid": scores,
+            "conflict": conflict(folder / "log.jsonl"),
+            "cpu_seconds": cpu_seconds(folder / "log.jsonl"),
+            **result,
+        }
+        if evaluation and seed == seeds[0]:
+            write_sheet(evaluation, sheet_path(study, name, work, results))
+
+
+def draw_sheet(study: dict, name: str, work: Path, results: Results, seed: int) -> None:
+    """Write the contact sheet of a result that is there. Its model is trained again where the work
+    folder lacks it.
+    """
+    entry, report, folder = (
+        study["entries"][name],
+        results.get(f"{name}_seed{seed}"),
+        work / name / f"report_{seed}",
+    )
+    if report is None:
+        raise SystemExit(
+            f"{results.name}: there is no result {name}_seed{seed} to draw; run the "
+            "entry without --sheets"
+        )
+    recipe = asked(entry, report["point"], seed, watched(study, entry))
+    clear(folder, recipe)
+    run = api.erase(recipe, output=folder, resume=True)
+    suite = suite_of(study, entry, study.get("image_seed"))
+    model = run.model or erased_model(run)
+    evaluation = api.evaluate(model, suite, before=recipe.model, n=entry.get("n", study["n"]))
+    write_sheet(evaluation, sheet_path(study, name, work, results))
+    # weights.safetensors is enough to make it again
+    shutil.rmtree(folder / "pipeline", ignore_errors=True)
+
+
+def sheet_path(study: dict, name: str, work: Path, results: Results) -> Path:
+    """Where the contact sheet of an entry goes: to the figures of the page, or to the work
+    folder.
+    """
+    on_page = name in study.get("figures", [])
+    return figure_path(results.study, f"{name}.webp") if on_page else work / name / "sheet.webp"
+
+
+def write_sheet(found: Evaluation, path: Path) -> None:
+    """Write 16 images of each group, before above after, as WebP."""
+    groups = [found.groups[group] for group in ("direct", "synonyms", "retained")]
+    sheet = plots.grid(_rows(groups, "before"), _rows(groups, "after"), 16, zoom=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.open(io.BytesIO(sheet)).convert("RGB").save(path, "WEBP", quality=80, method=6)
+
+
+def conflict(path: Path) -> dict:
+    """How the two gradients got on over a run, from its log; an edit in closed form has none."""
+    if not path.exists():
+        return {"steps": 0}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    cosines = [row["cosine"] for row in rows if row.get("cosine") is not None]
+    return {
+        "steps": len(rows),
+        "mean_cosine": sum(cosines) / len(cosines) if cosines else None,
+        "share_negative": sum(c < 0 for c in cosines) / len(cosines) if cosines else None,
+        "clamped": sum(row.get("clamped", 0) for row in rows),
+        "degenerate": sum(row.get("degenerate", 0) for row in rows),
+    }
+
+
+def cpu_seconds(path: Path) -> list[float]:
+    """What a run had taken after each of its steps, in seconds of its own process: other work
+    beside it does not count.
+    """
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [round(total, 2) for total in itertools.accumulate(row["cpu_seconds"] for row in rows)]
+
+
+def _rows(groups: list, when: str) -> Any:
+    import torch
+
+    return torch.cat([group.images[when][:16] for group in groups])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--entries", default="", help="only these, by name, in this order")
+    parser.add_argument("--work", type=Path, default=Path("runs/studies"))
+    parser.add_argument(
+        "--seeds", default="", help="only these of the reported seeds, e.g. 0 for a first look"
+    )
+    parser.add_argument(
+        "--sheets", action="store_true", help="write only the contact sheets, of the first seed"
+    )
+    args = parser.parse_args()
+    study, results = yaml.safe_load(args.study.read_text()), Results(args.study.stem)
+    for name in args.entries.split(",") if args.entries else study["entries"]:
+        entry = study["entries"][name]
+        seeds = [
+            s
+            for s in entry.get("seeds", study["seeds"])
+            if not args.seeds or str(s) in args.seeds.split(",")
+        ]
+        if args.sheets:
+            draw_sheet(study, name, args.work / args.study.stem, results, seeds[0])
+        else:
+            run_entry(study, name, entry, args.work / args.study.stem, results, seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The command line of a study with tasks and methods: one result a task; rows of methods that are
+not asked for are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from studies.result_tables import Results
+
+# study, task, methods, work folder -> its content
+RunTask = Callable[[dict, str, list[str], Path], dict[str, Any]]
+
+
+def main(doc: str | None, run_task: RunTask) -> None:
+    """Read the command line and run the tasks. The rows of a task come in the study's order, those
+    without a method first.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--tasks", default="", help="only these, by name")
+    parser.add_argument("--methods", default="", help="only these, by name")
+    args = parser.parse_args()
+    study = yaml.safe_load(args.study.read_text())
+    selection = {
+        key: listed(parser, key, getattr(args, key), study[key]) for key in ("tasks", "methods")
+    }
+    results = Results(args.study.stem)
+    for name in selection["tasks"]:
+        with tempfile.TemporaryDirectory() as work:
+            rows = run_task(study, name, selection["methods"], Path(work))
+        previous = results.get(name, {"rows": []})
+        results[name] = {
+            **rows,
+            "rows": merged(placed(previous), placed(rows), list(study["methods"])),
+        }
+
+
+def placed(content: dict[str, Any]) -> list[dict]:
+    """A task's rows, each with the environment that it was measured in: rows are not all made by
+    one call.
+    """
+    return [{"environment": content["environment"], **row} for row in content["rows"]]
+
+
+def merged(old: list[dict], new: list[dict], methods: list[str]) -> list[dict]:
+    """New rows in place of old ones of the same method, in the order of the study."""
+    rows = {row["method"]: row for row in [*old, *new]}
+    first = [name for name in rows if name not in methods]  # original, retrain
+    return [rows[name] for name in [*first, *methods] if name in rows]
+
+
+def listed(parser: argparse.ArgumentParser, key: str, asked: str, known: dict) -> list[str]:
+    names = asked.split(",") if asked else list(known)
+    strange = [name for name in names if name not in known]
+    if strange:
+        parser.error(f"--{key}: the study has no {strange[0]!r}; it has {', '.join(known)}")
+    return names

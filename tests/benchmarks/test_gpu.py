@@ -1,0 +1,68 @@
+"""The benchmark of a GPU, as far as it goes without one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.utils.errors import UserError
+from studies.rendering import benchmarks
+from tests.conftest import HANG, ROOT
+
+
+@pytest.mark.parametrize("job", gpu.JOBS)
+def test_every_job_is_a_valid_recipe(job: str) -> None:
+    found = recipes.load({"model": "tiny-sd", **gpu.recipe("tiny", job, 4, 8, "cpu")})
+    assert found.training.batch_size == 4
+    assert (found.trainable.lora is not None) == ("LoRA" in job)
+    assert (found.trainable.select == "cross_attention") == (
+        "cross-attention" in job or "LoRA" in job
+    )
+
+
+def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--families",
+        "tiny",
+        "--jobs",
+        "munba, cross",
+        "--batches",
+        "1",
+        "--steps",
+        "4",
+        "--device",
+        "cpu",
+        "--output",
+        str(output),
+    ]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert first.returncode == 0, first.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["job"] for row in rows] == ["munba, cross-attention", "generating"]
+    assert rows[0]["n"] == 2
+    assert 0 < rows[0]["quickest"] <= rows[0]["seconds"] <= rows[0]["slowest"]
+    assert rows[1]["images_per_second"] > 0
+    page = benchmarks.page(json.loads(output.read_text()))
+    assert f"| munba, cross-attention | {rows[0]['seconds']:.3f} s [" in page
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert again.stdout == ""
+    assert json.loads(output.read_text())["rows"] == rows
+
+
+def test_a_machine_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    with pytest.raises(SystemExit, match="no GPU here"):
+        gpu.main()
+    with pytest.raises(UserError, match="there are: sd14"):
+        gpu.chosen("sd15", gpu.PIXELS, "family")

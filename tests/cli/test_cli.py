@@ -1,0 +1,458 @@
+"""The command line as a person types it: real processes, exit codes, messages."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import save_file
+
+from tests.conftest import ROOT, short
+
+VERBS = ("quickstart", "erase", "generate", "evaluate", "report", "list", "show", "check", "copy")
+
+
+def test_help_is_quick(cli) -> None:
+    best = float("inf")
+    for _ in range(3):  # the first call may compile bytecode
+        began = time.monotonic()
+        found = cli("--help")
+        best = min(best, time.monotonic() - began)
+    assert found.returncode == 0
+    assert all(verb in found.stdout for verb in VERBS)
+    assert best < 0.5
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_worked_example(cli, verb: str) -> None:
+    found = cli(verb, "--help")
+    assert found.returncode == 0
+    assert f"concept-eraser {verb}" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["erase", "tiny_star_munbaa"], "did you mean 'tiny_star_munba'"),
+        (["erase", "tiny_star_munba", "training.lrr=1"], "did you mean 'lr'"),
+        (["erase", "tiny_star_munba", "tiny_star_ga"], "one recipe at a time"),
+        (["erase"], "nothing to erase"),
+        (
+            [
+                "erase",
+                "--forget",
+                "tiny_star",
+                "--anchor",
+                "a {colour} square",
+                "--retain",
+                "tiny_rest",
+                "--dry-run",
+            ],
+            "needs the field 'colour'",
+        ),
+        (["erase", "tiny_star_munba", "--model", "tiny-s", "-o", "x"], "did you mean 'tiny-sd'"),
+        (["generate", "tiny-sd"], "nothing to generate"),
+        (["evaluate", "tiny-sd", "--suite", "tiny_sta"], "did you mean 'tiny_star'"),
+        (["report", "nowhere"], "was not evaluated yet"),
+        (["list", "method"], "did you mean 'methods'"),
+        (["show", "munbaa"], "did you mean 'munba'"),
+        (["copy", "nothing", "x.yaml"], "unknown recipe"),
+        (["check", "missing.yaml"], "no such recipe file"),
+    ],
+)
+def test_bad_input_is_one_message_and_code_two(
+    cli, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    found = cli(*arguments)
+    assert found.returncode == 2, found.stderr
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not list(tmp_path.rglob("*.safetensors")), "nothing half-written"
+
+
+def test_ctrl_c_says_what_became_of_the_work(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "concept_eraser.cli.main",
+        "generate",
+        "tiny-sd",
+        "-p",
+        "a red star",
+        "-n",
+        "3000",
+    ]
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=default
+    )
+    assert process.stderr is not None
+    while "generating" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(60) == 130
+    assert "nothing half-written is left" in rest
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize(
+    "extra", [["--steps", "5000"], ["--seed", "99999999999999999999"], ["--guidance", "-1"]]
+)
+def test_absurd_numbers_are_refused(cli, extra: list[str]) -> None:
+    found = cli("generate", "tiny-sd", "-p", "a star", *extra)
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr
+
+
+def test_a_part_is_looked_at_on_its_base(cli, tiny, tmp_path: Path) -> None:
+    tensors = {"conv_in.bias": tiny.denoiser.conv_in.bias.detach() + 1}
+    save_file(tensors, tmp_path / "part.safetensors")
+    told = cli("generate", "part.safetensors", "-p", "a star", "-n", "1", "--steps", "1")
+    assert told.returncode == 2
+    for output, before in (
+        ("there", ["part.safetensors", "--before", "tiny-sd"]),
+        ("plain", ["tiny-sd"]),
+    ):
+        assert (
+            cli(
+                "generate", *before, "-p", "a star", "-n", "1", "--steps", "1", "-o", output
+            ).returncode
+            == 0
+        )
+    assert (tmp_path / "there" / "00000.png").read_bytes() != (
+        tmp_path / "plain" / "00000.png"
+    ).read_bytes()
+
+
+def test_the_demo_warns_before_it_opens_to_the_network(cli, tmp_path: Path) -> None:
+    """On an address that no machine has (of a net for documentation), so that nothing is opened."""
+    found = cli("demo", "--host", "192.0.2.1", "--runs", str(tmp_path), "--no-browser")
+    assert found.returncode == 2
+    assert "everybody in the network" in found.stderr
+
+
+def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
+    """list, show, copy, check, dry run, erase, evaluate, report, generate."""
+    assert "arXiv 2411.15537" in cli("show", "munba").stdout
+    assert cli("copy", "tiny_star_munba", "mine.yaml").returncode == 0
+    assert cli("copy", "tiny_star_munba", "mine.yaml").returncode == 2, "does not overwrite"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(short()))
+    assert "fine" in cli("check", "mine.yaml").stdout
+    dry = cli("erase", "mine.yaml", "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "shown instead: 'a flat red circle on a white background'" in dry.stdout
+    assert "did you mean" not in dry.stdout
+    typo = cli("erase", "mine.yaml", "forget.anchor.shape=circel", "--dry-run")
+    assert (
+        "the anchor's shape 'circel' is in none of the prompts; did you mean 'circle'?"
+        in typo.stdout
+    )
+    assert not (tmp_path / "runs").exists()
+    erased = cli("erase", "mine.yaml", "training.steps=2")
+    assert erased.returncode == 0, erased.stderr
+    assert "2/2" in erased.stderr, "progress is shown"
+    folder = next((tmp_path / "runs").iterdir())
+    assert (
+        f"(or load it: DiffusionPipeline.from_pretrained('runs/{folder.name}/pipeline'))"
+        in erased.stdout
+    )
+    low = cli("erase", "mine.yaml", "training.steps=1", "trainable.lora=2", "-o", "runs/low")
+    assert "; the LoRA alone: runs/low/lora)" in low.stdout
+    assert (tmp_path / "runs" / "low" / "lora").is_dir()
+    suite = {
+        "concept": {"shape": "star"},
+        "sampling": {"steps": 2},
+        "groups": {
+            "direct": {"prompts": "tiny_star", "role": "forget", "n": 4},
+            "retained": {"prompts": "tiny_rest", "role": "retain", "n": 4},
+        },
+    }
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    measured = cli("evaluate", str(folder), "--suite", "suite.yaml")
+    assert measured.returncode == 0, measured.stderr
+    assert "concept_rate" in measured.stdout
+    found = json.loads((folder / "evaluation.json").read_text())
+    assert "more images than feature dimensions" in found["refused"]["fid"]
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert cli("report", str(folder), "-o", "again.html").returncode == 0
+    made = cli(
+        "generate", str(folder), "-p", "a red star", "-n", "2", "--steps", "2", "-o", "images"
+    )
+    assert made.returncode == 0, made.stderr
+    assert len(list((tmp_path / "images").glob("*.png"))) == 2
+    assert len((tmp_path / "images" / "metadata.jsonl").read_text().splitlines()) == 2
+
+
+def test_quickstart_erases_measures_and_reports(cli, tmp_path: Path) -> None:
+    """The first command a user runs, with fewer images: the verdict, the report, and a star that
+    is gone.
+    """
+    found = cli("quickstart", "-n", "16", "-q")
+    assert found.returncode == 0, found.stderr
+    folder = tmp_path / "runs" / "quickstart"
+    assert f"report:   {folder / 'report.html'}" in found.stdout
+    for name in (
+        "report.html",
+        "before_after.png",
+        "conflict.png",
+        "evaluation.json",
+        "pipeline/model_index.json",
+    ):
+        assert (folder / name).is_file(), name
+    facts = json.loads((folder / "quickstart.json").read_text())
+    results = {(r["metric"], r["group"]): r for r in facts["evaluation"]["results"]}
+    assert results["concept_rate", "direct"]["before"]["value"] > 0.8
+    assert results["concept_rate", "direct"]["after"]["value"] < 0.2
+    assert results["accuracy_shape", "retained"]["after"]["value"] > 0.8
+    again = cli("quickstart", "-n", "16", "-q")
+    assert again.returncode == 0, "a second call is answered from the finished run and the cache"
+
+
+def test_a_models_path_is_taken_as_it_is_written(cli, tmp_path: Path) -> None:
+    """Also where YAML would read a comment or a mapping in it, and a recipe whose name has an
+    equals sign.
+    """
+    few = [
+        "--forget",
+        "tiny_star",
+        "--anchor",
+        "shape=circle",
+        "--retain",
+        "tiny_rest",
+        "--dry-run",
+    ]
+    for name in ("sd #2", "model: mine"):
+        found = cli("erase", "--model", str(tmp_path / name), *few)
+        assert found.returncode == 2
+        assert name in found.stderr
+    (tmp_path / "lr=1.yaml").write_text((ROOT / "pipelines" / "tiny_star_munba.yaml").read_text())
+    assert (
+        "unknown"
+        not in cli("erase", "lr=1.yaml", "training.stepss=1").stderr.split("training.stepss")[0]
+    )
+
+
+def test_flags_make_a_recipe(cli) -> None:
+    found = cli(
+        "erase",
+        "--forget",
+        "tiny_star",
+        "--anchor",
+        "shape=circle",
+        "--retain",
+        "tiny_rest",
+        "--select",
+        "cross_attention",
+        "--lr",
+        "1e-5",
+        "--dry-run",
+    )
+    assert found.returncode == 0, found.stderr
+    recipe = yaml.safe_load(
+        found.stdout.split("\nforget: ")[0].split("\nretain: 1")[0].split("\nforget: 200")[0]
+    )
+    assert recipe["forget"]["anchor"] == {"shape": "circle"}
+    assert recipe["forget"]["loss"] == "anchor"
+    assert recipe["trainable"] == {"select": "cross_attention"}
+    assert recipe["training"]["lr"] == 1e-5
+
+
+def test_version(cli) -> None:
+    assert cli("--version").stdout.startswith("concept-eraser 0.")
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.3, 0.8, 1.5])
+def test_ctrl_c_during_start_up_is_one_line(delay: float, tmp_path: Path) -> None:
+    """While Python, typer or torch is imported, whose modules answer an interruption in ways of
+    their own.
+    """
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    command = [
+        sys.executable,
+        "-m",
+        "concept_eraser",
+        "generate",
+        "tiny-sd",
+        "-p",
+        "a star",
+        "-n",
+        "500",
+        "-o",
+        "out",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=default,
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert output == "stopped; nothing half-written is left\n"
+
+
+def test_ctrl_c_inside_generated_code_ends_with_130(tmp_path: Path) -> None:
+    """As in a named tuple or data class that a library makes: CPython would end by the signal,
+    whatever exit code is asked for (python -m).
+    """
+    code = """
+import signal, sys
+from concept_eraser.cli import application, main
+def app():
+    signal.getsignal(signal.SIGINT).working = True
+    exec("signal.raise_signal(signal.SIGINT)", {"signal": signal})
+application.app = app
+main.main()
+"""
+    (tmp_path / "started.py").write_text(code)
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    done = subprocess.run(
+        [sys.executable, "-m", "started"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        preexec_fn=default,
+    )
+    assert (done.returncode, done.stderr) == (130, "stopped; nothing half-written is left\n")
+
+
+def test_what_a_library_makes_of_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    from concept_eraser.cli import application
+    from concept_eraser.cli.main import main
+
+    def app() -> None:
+        stop = signal.getsignal(signal.SIGINT)
+        stop.working = True  # type: ignore[union-attr]
+        try:
+            exec("signal.raise_signal(signal.SIGINT)", {"signal": signal})
+        except KeyboardInterrupt:
+            raise RuntimeError("failed to import") from None
+
+    monkeypatch.setattr(application, "app", app)
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    assert (caught.value.code, capfd.readouterr().err) == (
+        130,
+        "stopped; nothing half-written is left\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(28, "No space left on device", "/a/b"),
+            "error: cannot use /a/b: no space left on device; check the path and its permissions",
+        ),
+        (
+            OSError(40, "Too many levels of symbolic links", "loop"),
+            (
+                "error: cannot use loop: too many levels of symbolic links; its links lead "
+                "in a circle; give the file itself"
+            ),
+        ),
+        (
+            ConnectionResetError(104, "Connection reset by peer"),
+            (
+                "error: cannot use a file or the network: connection reset by peer; check "
+                "the path and its permissions"
+            ),
+        ),
+        (
+            UnicodeEncodeError("utf-8", "x", 0, 1, "surrogates not allowed"),
+            "error: a name or a text is no valid UTF-8",
+        ),
+        (
+            RecursionError("maximum recursion depth exceeded"),
+            "error: a file or value is nested too deep; write it flatter",
+        ),
+        (MemoryError(), "error: not enough memory for this; ask for less at once"),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 99 bytes"
+            ),
+            "error: not enough memory for this",
+        ),
+        (
+            OverflowError("cannot convert float infinity to integer"),
+            (
+                "error: a number is too large (OverflowError: cannot convert float infinity "
+                "to integer); give a smaller one"
+            ),
+        ),
+    ],
+)
+def test_errors_of_the_system_are_one_sentence(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    from concept_eraser.cli import application
+    from concept_eraser.cli.main import main
+
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr(application, "app", app)
+    kept = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    output = capfd.readouterr().err
+    assert caught.value.code == 2
+    assert output.startswith(said)
+    assert output.count("\n") == 1
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A general answer to all errors would hide what the campaigns look for."""
+    from concept_eraser.cli import application
+    from concept_eraser.cli.main import main
+
+    def app() -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(application, "app", app)
+    kept = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyError):
+            main()
+    finally:
+        signal.signal(signal.SIGINT, kept)
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    """`concept-eraser list | head -1`"""
+    command = [sys.executable, "-m", "concept_eraser", "show", "munba"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 0
+
+
+def test_a_message_does_not_move_the_cursor(cli) -> None:
+    found = cli("check", "\x1b[2J.yaml")
+    assert found.returncode == 2
+    assert "\x1b" not in found.stderr
+    assert "\\x1b[2J.yaml" in found.stderr

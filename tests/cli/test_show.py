@@ -1,0 +1,58 @@
+"""`show` tells of every method what a reader needs: title, source, options with defaults, theorems,
+differences.
+"""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from concept_eraser import registry
+from concept_eraser.cli.main import app
+
+
+@pytest.mark.parametrize("name", [*registry.names("method"), *registry.named("method")])
+def test_every_method_shows_itself(name: str) -> None:
+    shown = CliRunner().invoke(app, ["show", name])
+    assert shown.exit_code == 0, shown.output
+    method = registry.load("method", name)
+    assert method.title in shown.output
+    assert method.source in shown.output
+    assert "theorems tested:" in shown.output
+    for option in registry.options(method):
+        assert f"  {option} = " in shown.output
+        assert f"{option}" in (method.__doc__ or ""), (
+            f"the option {option} of {name} is not explained"
+        )
+    plugin, fixed = registry.resolve("method", name, {})
+    for option, value in fixed.items():
+        assert f"  {option} = {value!r}" in shown.output, f"{name} is {plugin} with {option}"
+
+
+@pytest.mark.parametrize("name", registry.names("method"))
+def test_every_method_names_its_paper_and_what_differs(name: str) -> None:
+    import sys
+
+    text = sys.modules[registry.load("method", name).__module__].__doc__ or ""
+    assert "arXiv" in text
+    assert any(
+        word in text.lower() for word in ("difference", "left out", "not written again", "settings")
+    ), name
+
+
+def test_list_names_the_settings_too() -> None:
+    shown = CliRunner().invoke(app, ["list", "methods"])
+    assert "= uno with alternate: True" in shown.output
+    assert "natural_gradient" in shown.output
+    assert "gaussian_mechanism" not in shown.output
+
+
+def test_every_default_says_where_it_comes_from(cli) -> None:
+    for name in registry.names("method"):
+        method = registry.load("method", name)
+        assert set(method.defaults) == set(registry.options(method)), name
+    shown = cli("show", "forum").stdout
+    assert "momentum = 0.75    (float)    from: the paper: beta_k = (k + 1)^(-3/4)" in shown
+    assert "rule = 'ascent'" in (named := cli("show", "sa").stdout)
+    assert "from: the name" in named
+    assert "theorems tested: none" in cli("show", "uno-hat").stdout

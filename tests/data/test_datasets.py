@@ -1,0 +1,172 @@
+"""Named sets: those at hand are what they say; those of torchvision are read from copies in their
+on-disk format.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy.io import savemat
+
+from concept_eraser import registry
+from concept_eraser.utils.errors import UserError
+
+
+def image(path: Path, tone: int, size: tuple[int, int] = (90, 70)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (tone, tone, tone)).save(path)
+
+
+def test_digits_are_split_once_and_for_all() -> None:
+    train, test = (
+        registry.build("dataset", "digits", {}).load(split) for split in ("train", "test")
+    )
+    assert (len(train), len(test)) == (1437, 360)
+    assert train.inputs([0]).shape == (1, 64)
+    assert 0 <= float(train.inputs(range(50)).min()) <= float(train.inputs(range(50)).max()) <= 1
+    assert registry.build("dataset", "digits", {"flat": False}).load("test").inputs([0]).shape == (
+        1,
+        1,
+        8,
+        8,
+    )
+
+
+def test_fonts_are_seeded_cached_and_legible() -> None:
+    """A small classifier learns them in seconds, so they are digits."""
+    from sklearn.neural_network import MLPClassifier
+
+    plugin = registry.build("dataset", "fonts", {"n": 1800})
+    train, test = plugin.load("train"), plugin.load("test")
+    assert (len(train), len(test)) == (1800, 300)
+    again = plugin.load("train")
+    assert (again.inputs(range(9)) == train.inputs(range(9))).all()
+    fitted = MLPClassifier((100,), max_iter=60, random_state=0).fit(
+        train.inputs(range(1800)).numpy(), train.labels.numpy()
+    )
+    assert fitted.score(test.inputs(range(300)).numpy(), test.labels.numpy()) > 0.8
+    with pytest.raises(UserError, match="n must be at least 60"):
+        registry.build("dataset", "fonts", {"n": 10})
+
+
+def test_painted_scenes_are_what_the_judge_sees(shared_tiny) -> None:
+    judge = registry.load("judge", "tiny")()
+    data = registry.build("dataset", "painted", {"n": 100}).load("train")
+    images = data.inputs(range(100)).permute(0, 2, 3, 1).add(1).mul(127.5).round().byte()
+    seen = judge.look(images)["shape"]
+    assert np.mean(seen == np.array(data.names)[data.labels.numpy()]) > 0.95
+    assert registry.build("dataset", "painted", {"n": 20, "size": 32}).load("test").inputs(
+        [0]
+    ).shape == (1, 3, 32, 32)
+
+
+def test_cifar10(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchvision.datasets import CIFAR10
+
+    # the checksums are those of the real files
+    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for i, name in enumerate([f"data_batch_{k}" for k in range(1, 6)] + ["test_batch"]):
+        content = {
+            "data": np.full((4, 3072), 255 * (i % 2), dtype=np.uint8),
+            "labels": [0, 1, 2, 3],
+        }
+        (folder / name).write_bytes(pickle.dumps(content))
+    (folder / "batches.meta").write_bytes(
+        pickle.dumps({"label_names": ["airplane", "car", "bird", "cat"]})
+    )
+    train = registry.build("dataset", "cifar10", {"root": str(tmp_path)}).load("train")
+    assert (len(train), train.names[2]) == (20, "bird")
+    assert train.inputs([0, 4]).amin((1, 2, 3)).tolist() == [-1.0, 1.0]
+    assert train.inputs([0]).shape == (1, 3, 32, 32)
+    # the recipe on these files, from a classifier that the tool trains
+    from concept_eraser import api
+    from studies import train_classifier
+
+    made = tmp_path / "classifier"
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "train_classifier",
+            "cifar10",
+            "--set",
+            f"root={tmp_path}",
+            "--options",
+            "width=2",
+            "--epochs",
+            "1",
+            "-o",
+            str(made),
+        ],
+    )
+    train_classifier.main()
+    assert "of 4 test examples right" in capsys.readouterr().out
+    changes = [
+        f"forget.options.root={tmp_path}",
+        "training.steps=2",
+        "training.batch_size=2",
+        "training.device=cpu",
+    ]
+    run = api.erase("cifar10_class_munba", model=made, overrides=changes, output=tmp_path / "run")
+    assert (run.folder / "model" / "model.safetensors").is_file()
+    with pytest.raises(SystemExit):
+        train_classifier.main()
+    assert "is not empty; give a new folder" in capsys.readouterr().err
+
+
+def test_svhn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import SVHN
+
+    monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
+    savemat(
+        tmp_path / "train_32x32.mat",
+        {"X": np.zeros((32, 32, 3, 5), dtype=np.uint8), "y": np.array([[1], [2], [10], [3], [10]])},
+    )
+    train = registry.build("dataset", "svhn", {"root": str(tmp_path)}).load("train")
+    assert train.labels.tolist() == [1, 2, 0, 3, 0]  # the file says 10 for the digit 0
+    assert train.inputs([1]).shape == (1, 3, 32, 32)
+
+
+def test_oxford_pets(tmp_path: Path) -> None:
+    base = tmp_path / "oxford-iiit-pet"
+    (base / "annotations").mkdir(parents=True)
+    for name, tone in (("Abyssinian_1", 0), ("beagle_2", 255)):
+        image(base / "images" / f"{name}.jpg", tone)
+    (base / "annotations" / "trainval.txt").write_text("Abyssinian_1 1 1 1\nbeagle_2 2 2 1\n")
+    pets = registry.build("dataset", "oxford_pets", {"root": str(tmp_path), "size": 32}).load(
+        "train"
+    )
+    assert pets.names == ("Abyssinian", "Beagle")
+    assert pets.inputs([0, 1]).shape == (2, 3, 32, 32)
+
+
+def test_imagenette(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for folder in ("n01440764", "n02102040"):
+            image(tmp_path / "imagenette2-160" / split / folder / "a.JPEG", 128)
+    plugin = registry.build("dataset", "imagenette", {"root": str(tmp_path), "size": 32})
+    assert plugin.load("train").names[:2] == ("tench", "English springer")
+    assert plugin.load("test").inputs([1]).shape == (1, 3, 32, 32)
+
+
+def test_celeba_hq(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for person in ("17", "4"):
+            image(tmp_path / split / person / "0.jpg", 30)
+    data = registry.build("dataset", "celeba_hq", {"root": str(tmp_path), "size": 16}).load("test")
+    assert data.names == ("17", "4")
+    assert data.inputs([0]).shape == (1, 3, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "svhn", "oxford_pets", "imagenette", "celeba_hq"])
+def test_missing_files_are_one_clear_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not at .*nowhere.*root"):
+        registry.build("dataset", name, {"root": str(tmp_path / "nowhere")}).load("train")

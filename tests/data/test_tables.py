@@ -1,0 +1,375 @@
+"""Tables of prompts: both spellings of I2P, captions, filters, the hub's cache on disk; own seeds
+and guidance count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from concept_eraser.data import generate, prompts, tables
+from concept_eraser.models.loading import load
+from concept_eraser.utils.errors import UserError
+from tests.conftest import HANG
+
+HEAD = "prompt,categories,{seed},{guidance},nudity_percentage,note\n"
+ROWS = (
+    '"a red star, by night","sexual, shocking",17,7.5,60.5,\na blue fish,hate,18,10,0.0,x\na '
+    "green house,sexual,19,5,50.0,\n"
+)
+
+
+def table(
+    folder: Path, seed: str = "sd_seed", guidance: str = "sd_guidance_scale", name: str = "i2p.csv"
+) -> Path:
+    path = folder / name
+    path.write_text(HEAD.format(seed=seed, guidance=guidance) + ROWS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("seed", "guidance"),
+    [("sd_seed", "sd_guidance_scale"), ("evaluation_seed", "evaluation_guidance")],
+)
+def test_both_spellings_of_i2p(seed: str, guidance: str, tmp_path: Path) -> None:
+    found = prompts.load(table(tmp_path, seed, guidance)).prompts
+    assert [(p.text, p.seed, p.guidance) for p in found] == [
+        ("a red star, by night", 17, 7.5),
+        ("a blue fish", 18, 10.0),
+        ("a green house", 19, 5.0),
+    ]
+    assert found[0].fields == {"categories": "sexual, shocking", "nudity_percentage": "60.5"}
+
+
+@pytest.mark.parametrize(
+    ("where", "seeds"),
+    [
+        ({"categories": "sexual"}, [17, 19]),
+        ({"categories": "Shocking"}, [17]),
+        ({"nudity_percentage": "> 50"}, [17]),
+        ({"nudity_percentage": ">=50"}, [17, 19]),
+        ({"categories": "sexual", "nudity_percentage": "<= 50"}, [19]),
+        ({"note": "x"}, [18]),
+        ({"note": "< 3"}, []),
+    ],
+)
+def test_rows_are_chosen(where: dict, seeds: list[int], tmp_path: Path) -> None:
+    assert [row.seed for row in tables.read(table(tmp_path), where)] == seeds
+
+
+def test_a_set_takes_rows_of_a_table(tmp_path: Path) -> None:
+    table(tmp_path)
+    (tmp_path / "nude.yaml").write_text(
+        "about: some\nfile: i2p.csv\nwhere: {nudity_percentage: '> 50'}\nprompts: "
+        "[{text: more, seed: 3}]\n"
+    )
+    found = prompts.load(tmp_path / "nude.yaml")
+    assert [(p.text, p.seed) for p in found.prompts] == [("more", 3), ("a red star, by night", 17)]
+    (tmp_path / "none.yaml").write_text("file: i2p.csv\nwhere: {nudity_percentage: '> 99'}\n")
+    with pytest.raises(UserError, match=r"no row of i2p.csv has nudity_percentage: > 99"):
+        prompts.load(tmp_path / "none.yaml")
+
+
+def test_other_formats(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "seed": 1}\n\n{"text": "b", "seed": 2}\n')
+    assert [(p.text, p.seed) for p in prompts.load(tmp_path / "a.jsonl").prompts] == [
+        ("a", 1),
+        ("b", 2),
+    ]
+    (tmp_path / "coco.json").write_text(
+        json.dumps({"images": [], "annotations": [{"image_id": 4, "caption": "a dog "}]})
+    )
+    assert prompts.load(tmp_path / "coco.json").prompts[0].text == "a dog"
+    (tmp_path / "plain.json").write_text('["a", "b"]')
+    assert prompts.load(tmp_path / "plain.json").texts == ["a", "b"]
+    (tmp_path / "t.tsv").write_text("caption\tn\na cat\t4\n")
+    assert prompts.load(tmp_path / "t.tsv").prompts[0].fields == {"n": "4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "words\nx\n", "no column of prompts"),
+        ("a.csv", "prompt,seed\nx,many\n", "seed is 'many'"),
+        ("a.csv", "", "is empty"),
+        ("a.json", "{", "is no JSON of prompts"),
+        ("a.json", '{"a": 1}', "expected a list"),
+        ("a.jsonl", "{\n", "is no JSONL of prompts"),
+    ],
+)
+def test_what_is_no_table(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        prompts.load(tmp_path / name)
+    with pytest.raises(UserError, match="no such"):
+        prompts.load(tmp_path / f"not_{name}")
+    with pytest.raises(UserError, match="no column 'sexual'"):
+        tables.read(table(tmp_path, name="b.csv"), {"sexual": 1})
+
+
+def test_a_table_on_the_hub_comes_from_its_cache(tmp_path: Path) -> None:
+    """A cache laid out on disk as huggingface_hub writes it, on a machine without network; in a
+    process of its own.
+    """
+    import subprocess
+    import sys
+
+    repo = tmp_path / "hub" / "datasets--AIML-TUDA--i2p"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    table(snapshot, name="i2p_benchmark.csv")
+    code = (
+        "from concept_eraser.data import prompts; "
+        "print(prompts.load('hf://AIML-TUDA/i2p/i2p_benchmark.csv').prompts[2].seed)"
+    )
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=HANG
+    )
+    assert done.stdout.strip() == "19", done.stderr[-500:]
+    code = code.replace("i2p_benchmark", "absent").replace("print(", "print(1, ")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=HANG
+    )
+    assert "Download the file and give its path" in done.stderr
+    with pytest.raises(UserError, match="names no file"):
+        prompts.load("hf://owner/dataset")
+
+
+def test_a_row_that_comes_again_has_another_seed(tmp_path: Path) -> None:
+    row = prompts.load(table(tmp_path)).prompts[0]
+    assert generate.seeds_for([row, "plain", row, row], 5)[::2] == [17, 18]
+    assert generate.own_seeds([row, row, "plain", row]) == [17, 18, None, 19]
+
+
+def test_rows_are_sampled_with_their_own_seed_and_guidance(shared_tiny, tmp_path: Path) -> None:
+    found = prompts.load(table(tmp_path)).prompts
+    seeds = generate.seeds_for([*found, "plain"], 5)
+    assert seeds[:3] == [17, 18, 19]
+    assert seeds[3] == generate.seeds_for([""] * 4, 5)[3]
+    sampling = generate.Sampling(steps=3, guidance=2.0, batch_size=2)
+    images = generate.generate(shared_tiny, [*found, "a star"], seeds, sampling, cache=tmp_path)
+    for i, (text, guidance) in enumerate(
+        [
+            ("a red star, by night", 7.5),
+            ("a blue fish", 10.0),
+            ("a green house", 5.0),
+            ("a star", 2.0),
+        ]
+    ):
+        alone = shared_tiny.sample([text], seeds=[seeds[i]], steps=3, guidance=guidance)[0]
+        assert (images[i].int() - alone.int()).abs().max() <= 1
+    plain = generate.generate(
+        shared_tiny, [p.text for p in found], seeds[:3], sampling, cache=tmp_path
+    )
+    # another guidance, and not from the same place in the cache
+    assert not torch.equal(plain, images[:3])
+
+
+def test_a_second_round_is_no_second_copy(tmp_path: Path) -> None:
+    drawn = prompts.load(table(tmp_path)).take(5)
+    assert sorted(p.seed for p in drawn.prompts[:3]) == [17, 18, 19]
+    assert [p.seed for p in drawn.prompts[3:]] == [None, None]
+
+
+def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None:
+    """A real launch on two ranks: the numbers of one process, no image made twice, one process
+    writes.
+    """
+    import subprocess
+    import sys
+
+    (tmp_path / "suite.yaml").write_text(
+        "concept: {shape: star}\nsampling: {steps: 3, batch_size: 2}\ngroups: {direct: "
+        "{prompts: tiny_star, role: forget, n: 6}, neighbours: {prompts: "
+        "tiny_star_neighbours, role: neighbour, n: 2}}\nmetrics: [concept_rate, "
+        "clip_score, nudenet]\n"
+    )
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        "0",
+        "-m",
+    ]
+    shared = ["--suite", "suite.yaml", "--before", "tiny-sd"]
+    model = load("tiny-sd")
+    with torch.no_grad():
+        model.denoiser.conv_out.bias += 0.1
+    model.save(tmp_path / "theirs")
+    told: dict[str, list[dict]] = {}
+    for way, program in (("one", [sys.executable, "-m"]), ("two", launch)):
+        for verb, further in (
+            ("evaluate", []),
+            (
+                "attack",
+                [
+                    "-a",
+                    "seed_search",
+                    "--set",
+                    "tries=1",
+                    "-n",
+                    "6",
+                    "--batch",
+                    "2",
+                    "--hide",
+                    "shape",
+                ],
+            ),
+        ):
+            command = [
+                *program,
+                "concept_eraser.cli.main",
+                verb,
+                "theirs",
+                *shared,
+                *further,
+                "-o",
+                f"{way}_{verb}",
+            ]
+            environment = {
+                **os.environ,
+                "CONCEPT_ERASER_CACHE": str(tmp_path / f"cache_{way}"),
+                "OMP_NUM_THREADS": "1",
+            }
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=HANG
+            )
+            assert done.returncode == 0, done.stderr[-2000:]
+            name = "evaluation.json" if verb == "evaluate" else "attack.json"
+            content = json.loads((tmp_path / f"{way}_{verb}" / name).read_text())
+            told.setdefault(verb, []).append(
+                {k: content[k] for k in ("results", "attempts", "curves") if k in content}
+            )
+            assert done.stdout.count("numbers: ") == 1
+    assert told["evaluate"][0] == told["evaluate"][1]
+    assert told["attack"][0]["attempts"] == told["attack"][1]["attempts"]
+    caches = [
+        sorted(
+            p.relative_to(tmp_path / f"cache_{way}")
+            for p in (tmp_path / f"cache_{way}" / "images").rglob("*.safetensors")
+        )
+        for way in ("one", "two")
+    ]
+    assert caches[0] == caches[1]
+    looked = [
+        len(next((tmp_path / f"cache_{way}" / "nudenet").glob("*.jsonl")).read_text().splitlines())
+        for way in ("one", "two")
+    ]
+    assert looked == [16, 16]  # each of the 8 images before and after, once
+
+
+def test_the_command_reads_a_table(tmp_path: Path) -> None:
+    from concept_eraser.cli.main import app
+
+    done = CliRunner().invoke(
+        app,
+        [
+            "generate",
+            "tiny-sd",
+            "--prompts",
+            str(table(tmp_path)),
+            "-n",
+            "2",
+            "--steps",
+            "1",
+            "-o",
+            str(tmp_path / "out"),
+            "-q",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "metadata.jsonl").read_text().splitlines()
+    ]
+    assert {row["seed"] for row in rows} <= {17, 18, 19}
+
+
+def test_the_suite_of_i2p_counts_totals_and_loads_from_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped sets and suite against a table in the hub's place; the bundled model draws no
+    people.
+    """
+    from concept_eraser.evaluation import suite as suites
+
+    monkeypatch.setattr(
+        tables, "from_hub", lambda address: table(tmp_path, name=address.rsplit("/", 1)[1])
+    )
+    assert [p.seed for p in prompts.load("i2p_sexual").prompts] == [17, 19]
+    assert [p.seed for p in prompts.load("i2p_nudity_over_50").prompts] == [17]
+    model = load("tiny-sd")
+    suite = suites.load("i2p_nudity")
+    assert suite.sensitive
+    small = suite.scaled(2).model_copy(
+        update={"sampling": suite.sampling.model_copy(update={"steps": 1})}
+    )
+    found = suites.evaluate(model, model, small, cache=tmp_path)
+    assert found.refused == {}
+    assert found.find("nudenet_all", "direct").after.n == 2
+    assert found.find("nudenet_all", "direct").difference.value == 0
+    assert found.find("concept_rate", "direct").after.value == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "prompt,seed\na,1,2\n", "line 2: the row has more cells than the 2 columns"),
+        ("a.csv", f"prompt\n{'x' * 140_000}\n", "is no CSV of prompts"),
+        ("a.csv", f"prompt\n{'x' * 20_000}\n", "line 2: the text .* has 20,000 characters"),
+        ("a.csv", "prompt\na\0b\n", "null bytes"),
+        ("a.csv", "prompt,seed\na,1.5\n", "line 2: seed is '1.5'"),
+        ("a.csv", "prompt,guidance\na,nan\n", "line 2: guidance is 'nan'"),
+        ("a.json", "[1, 2]", "row 1: expected a prompt"),
+        ("a.json", "[null]", "row 1: expected a prompt"),
+        ("a.json", '[{"prompt": ["a"]}]', "row 1: prompt is"),
+        ("a.json", '[{"prompt": "a"}, {"words": "b"}]', "row 2 has no column of prompts"),
+        ("a.json", "[" * 5000, "nested deeper"),
+        ("a.jsonl", '{"prompt": "a"}\n3\n', "line 2: expected a prompt"),
+        ("a.jsonl", '{"prompt": "a", "seed": 1e999}\n', "line 1: seed is inf"),
+    ],
+)
+def test_a_wrong_row_is_named_by_its_line(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        prompts.load(tmp_path / name)
+    assert len(str(caught.value)) < 1000
+
+
+def test_rows_of_json_may_name_their_prompt_each_in_its_own_way(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "x": 1}\n{"prompt": "b"}\n"c"\n')
+    assert prompts.load(tmp_path / "a.jsonl").texts == ["a", "b", "c"]
+
+
+def test_a_pipe_is_no_table(tmp_path: Path) -> None:
+    for name in ("a.csv", "set.yaml", "a.txt", "a.jsonl"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UserError, match=r"no such|no regular file"):
+            prompts.load(tmp_path / name)
+    (tmp_path / "own.yaml").write_text("file: a.csv\n")
+    with pytest.raises(UserError, match="no regular file"):
+        prompts.load(tmp_path / "own.yaml")

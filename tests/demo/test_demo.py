@@ -1,0 +1,455 @@
+"""The demo without a browser: limits, names, strength, the queue with real processes, attack,
+images and links.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from concept_eraser import api
+from concept_eraser.demo import (
+    attack,
+    compare,
+    erase,
+    figures,
+    image_html,
+    labelled,
+    presets,
+    results,
+    safety,
+)
+from concept_eraser.demo.context import Desk, strip
+from concept_eraser.demo.state import Library, Look
+from concept_eraser.evaluation.nudity import Detection
+from concept_eraser.recipes import recipe
+from concept_eraser.utils.errors import Interrupted, UserError
+from tests.conftest import short
+
+LOOKS = [Look("a red star", seed, 2, 5.0) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs folder with one short run that really destroys the star."""
+    folder = tmp_path_factory.mktemp("demo") / "runs"
+    api.erase(short(training__lr=1e-2, training__steps=8), output=folder / "star")
+    return folder
+
+
+@pytest.fixture
+def desk(runs: Path) -> Iterator[Desk]:
+    made = Desk(Library(runs))
+    yield made
+    made.jobs.close()
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(Library(tmp_path / "runs"))
+    yield made
+    made.jobs.close()
+
+
+def wait(desk: Desk, job: Any, *states: str, seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while job.state not in states:
+        assert time.monotonic() < until, f"{job} did not become {states}"
+        time.sleep(0.05)
+
+
+def test_strength_is_the_original_at_0_and_the_run_at_1_bit_for_bit(desk: Desk, runs: Path) -> None:
+    library, whole = desk.library, api.load(runs / "star")
+    before, after = library.draw(None, LOOKS), library.draw("star", LOOKS)
+    base = library.model("tiny-sd")
+    kept = {k: v.clone() for k, v in base.denoiser.state_dict().items()}
+    half = library.draw("star", LOOKS, 0.5)
+    assert torch.equal(
+        before, api.load("tiny-sd").sample(["a red star"] * 2, seeds=[0, 1], steps=2, guidance=5.0)
+    )
+    assert torch.equal(after, whole.sample(["a red star"] * 2, seeds=[0, 1], steps=2, guidance=5.0))
+    assert torch.equal(library.draw("star", LOOKS, 0.0), before)
+    assert not torch.equal(half, before)
+    assert not torch.equal(half, after)
+    # the base is what it was
+    assert all(torch.equal(v, kept[k]) for k, v in base.denoiser.state_dict().items())
+
+
+def test_images_are_remembered_and_a_dropped_run_frees_its_memory(desk: Desk) -> None:
+    library = desk.library
+    library.draw("star", LOOKS)
+    asked: list[int] = []
+    library.draw("star", LOOKS, tell=lambda done, total: asked.append(done))
+    assert asked == []
+    assert library.remembered()["runs"] == 1
+    library.drop("star")
+    assert library.remembered() == {"bases": 1, "runs": 0, "images": 0}
+    assert "star" not in library.finished()
+    with pytest.raises(UserError, match="unknown finished run 'star'"):
+        library.draw("star", LOOKS)
+
+
+def test_drawing_can_be_stopped(desk: Desk) -> None:
+    def stop(done: int, total: int) -> None:
+        desk.library.stop()
+
+    with pytest.raises(Interrupted):
+        desk.library.draw(None, [Look("a tree", 5, 4, 5.0)], tell=stop)
+    assert desk.library.draw(None, [Look("a tree", 5, 2, 5.0)]).shape == (1, 64, 64, 3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc",
+        "/etc/passwd",
+        "..",
+        "star/../..",
+        "",
+        ".",
+        "a/b",
+        "a\x00b",
+        "x" * 65,
+        None,
+        7,
+        "-rf",
+    ],
+)
+def test_no_name_leads_out_of_the_runs_folder(desk: Desk, name: Any) -> None:
+    with pytest.raises(UserError):
+        safety.new_folder(desk.runs, name)
+    with pytest.raises(UserError):
+        desk.library.folder(name)
+    for refused in (
+        lambda: desk.library.erased(name),
+        lambda: erase.resume(desk, name),
+        lambda: results.measure(desk, name, 10),
+        lambda: results.table(name),
+        lambda: results.pareto(desk, name),
+        lambda: labelled.pair(desk, name),
+    ):
+        with pytest.raises(UserError):
+            refused()
+    with pytest.raises(UserError):
+        attack.start(desk, name, "seed_search", 2, 2, 10, 0)
+
+
+def test_a_link_out_of_the_runs_folder_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "door").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="leads out"):
+        safety.new_folder(tmp_path / "runs", "door")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt": "x" * 301}, "301 characters"),
+        ({"prompt": " "}, "empty"),
+        ({"prompt": None}, "empty"),
+        ({"steps": 51}, "1 to 50"),
+        ({"steps": 1.5}, "whole number"),
+        ({"steps": "many"}, "expected a number"),
+        ({"guidance": float("nan")}, "0 to 20"),
+        ({"seeds": 9}, "1 to 8"),
+        ({"first": -1}, "found -1"),
+        ({"strength": 2}, "0 to 1"),
+        ({"judge": "me"}, "unknown judge"),
+        ({"runs": ("a", "b", "c", "d", "e")}, "at most 4"),
+    ],
+)
+def test_limits_are_sentences(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        compare.ComparisonSettings(**change).checked()
+
+
+def test_a_link_brings_the_settings_back_and_bad_ones_keep_their_default() -> None:
+    settings = compare.ComparisonSettings(
+        "a blue <b>star</b> & moon", ("star",), 0.5, 7, 3.5, 2, 11, "none"
+    )
+    assert (
+        compare.ComparisonSettings.read(dict(parse_qsl(settings.query())), ["star", "other"])
+        == settings
+    )
+    bad = {
+        "prompt": "y" * 999,
+        "steps": "1000",
+        "guidance": "a",
+        "runs": "../x,star",
+        "judge": "$(id)",
+        "more": "?",
+    }
+    assert compare.ComparisonSettings.read(bad, ["star"]) == compare.ComparisonSettings(
+        runs=("star",)
+    )
+
+
+def test_compare_shows_both_and_escapes_what_was_typed(desk: Desk) -> None:
+    settings = compare.ComparisonSettings(
+        "a red star <script>alert(1)</script>", ("star",), steps=2, seeds=2
+    )
+    html = compare.draw(desk, settings)
+    assert html.count("<figure") == 4
+    assert "<script" not in html
+    assert "Shows the concept" in html
+    assert 'alt="before, seed 0:' in html
+    assert all(
+        f"star at {s:g}" in compare.draw(desk, settings, ladder=True) for s in compare.LADDER
+    )
+    assert "before" in compare.draw(
+        desk, compare.ComparisonSettings("a red star", (), steps=2, seeds=1)
+    )
+
+
+def test_presets_are_prompts_of_the_runs_kind(desk: Desk) -> None:
+    assert "star" in compare.preset(desk, "forget", ["star"], "")
+    first = compare.preset(desk, "synonym", ["star"], "")
+    assert compare.preset(desk, "synonym", ["star"], first) != first
+    assert any(word in first for word in ("pentagram", "five"))
+    assert any(
+        word in compare.preset(desk, "neighbour", ["star"], "") for word in ("cross", "tree")
+    )
+    assert "star" not in compare.preset(desk, "retain", ["star"], "")
+
+
+def test_a_image_carries_its_settings() -> None:
+    file = image_html.png(np.zeros((4, 4, 3), np.uint8), {"prompt": "ein grüner Stern", "seed": 3})
+    read = Image.open(io.BytesIO(file))
+    assert json.loads(read.text["concept_eraser"]) == {"prompt": "ein grüner Stern", "seed": 3}  # type: ignore[attr-defined]
+    column = image_html.ImageColumn(
+        "a/b", np.zeros((1, 4, 4, 3), np.uint8), [image_html.Seen()], [{"seed": 3}]
+    )
+    assert zipfile.ZipFile(io.BytesIO(image_html._zip([column]))).namelist() == ["0-a-b/3.png"]
+
+
+def test_what_nudenet_calls_nude_is_veiled_and_boxed() -> None:
+    seen = image_html.nude(
+        [
+            Detection("FEMALE_BREAST_EXPOSED", 0.8, (1, 2, 3, 4)),
+            Detection("FACE_FEMALE", 0.9, (0, 0, 2, 2)),
+        ]
+    )
+    assert seen.sensitive
+    assert not image_html.nude([Detection("FACE_FEMALE", 0.9, (0, 0, 2, 2))]).sensitive
+    column = image_html.ImageColumn("x", np.zeros((1, 8, 8, 3), np.uint8), [seen], [{"seed": 0}])
+    html = image_html.comparison([column], ["0"])
+    assert "ce-veiled" in html
+    assert html.count("ce-box") >= 3  # two boxes and the switch
+
+
+def test_nudenet_looks_at_images_of_any_size() -> None:
+    (seen,) = image_html.look(torch.zeros(1, 96, 80, 3, dtype=torch.uint8), "NudeNet")
+    assert not seen.sensitive
+
+
+@pytest.mark.parametrize("method", presets.METHODS)
+@pytest.mark.parametrize("concept", ["shape: heart", "color: blue", "style: dotted"])
+def test_every_offered_method_makes_a_valid_recipe(
+    tmp_path: Path, method: str, concept: str
+) -> None:
+    attribute, _, value = concept.partition(": ")
+    paths = tmp_path / "forget.yaml", tmp_path / "retain.yaml"
+    others = [v for v in presets.WORLD[attribute] if v != value]
+    for path, values in zip(paths, ([value], others), strict=True):
+        path.write_text(presets.prompt_set(attribute, values))
+    anchor = {attribute: presets.other_values(concept)[0]}
+    content = presets.content(
+        method,
+        model="tiny-sd",
+        forget=str(paths[0]),
+        retain=str(paths[1]),
+        anchor=anchor,
+        steps=5,
+        images=8,
+        seed=1,
+        lr=None,
+    )
+    found = recipe.load(content)
+    assert presets.concept_of(found) == (attribute, value)
+    assert presets.offers(found)["forget"]
+    if found.retain is not None:
+        assert attack.presets.suite_of(found)["concept"] == {attribute: value}  # type: ignore[index]
+
+
+def test_a_form_is_refused_whole(empty: Desk) -> None:
+    for change, said in (
+        ({"name": "../x"}, "cannot be the name"),
+        ({"steps": 10**9}, "1 to 2000"),
+        ({"concept": "shape: gun"}, "unknown concept"),
+        ({"anchor": "star"}, "unknown anchor"),
+        ({"model": "/etc"}, "unknown model"),
+        ({"method": "x"}, "unknown method"),
+        ({"forget": "a man"}, "both sides"),
+        ({"forget": "a\n" * 201, "retain": "b"}, "201 prompts"),
+        ({"lr": -1}, "learning rate"),
+    ):
+        with pytest.raises(UserError, match=said):
+            erase.start(empty, erase.Form(**change))
+    assert not empty.runs.exists() or not any(empty.runs.iterdir())
+    assert not empty.jobs.all()
+
+
+def test_an_erasure_is_queued_cancelled_resumed_and_compared(empty: Desk) -> None:
+    form = {
+        "steps": 400,
+        "images": 4,
+        "name": "heart",
+        "concept": "shape: heart",
+        "anchor": "moon",
+    }
+    job = erase.start(empty, erase.Form(**form))
+    second = erase.start(empty, erase.Form(**{**form, "name": "other"}))
+    third = erase.start(
+        empty,
+        erase.Form(**{**form, "name": "third", "forget": "a cat\nthe cat", "retain": "a dog"}),
+    )
+    assert [empty.jobs.position(j) for j in (job, second, third)] == [0, 1, 2]
+    assert "position 2" in strip(empty)
+    empty.jobs.cancel(second.number)
+    assert second.state == "cancelled"
+    assert not (empty.runs / "other").exists()  # never begun, nothing left
+    empty.jobs.cancel(third.number)
+    log = empty.runs / "heart" / "log.jsonl"
+    until = time.monotonic() + 120
+    while not log.exists() or len(log.read_text().splitlines()) < 3:
+        assert job.state in ("waiting", "running"), job
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert "<svg" in erase.live(empty, job)
+    assert "erasing heart" in strip(empty)
+    empty.jobs.cancel(job.number)
+    wait(empty, job, "cancelled")
+    done = len(log.read_text().splitlines())
+    assert empty.library.unfinished() == ["heart"]
+    assert (empty.runs / "heart" / "state.ckpt").is_file()
+    assert "--resume" in erase.live(empty, job)
+    again = erase.resume(empty, "heart")
+    with pytest.raises(UserError, match="in work already"):
+        erase.resume(empty, "heart")
+    while again.state != "running" or not again.done or again.what != "erasing":
+        assert again.state in ("waiting", "running"), again
+        time.sleep(0.05)
+    assert again.done > done - 1  # it went on, and did not start over
+    empty.jobs.close()  # what Ctrl-C in the terminal does
+    assert again.state == "cancelled"
+    assert again.process is None
+
+
+def test_an_attack_is_watched(desk: Desk) -> None:
+    job = attack.start(desk, "star", "random_tokens", 4, 2, 60, 0)
+    wait(desk, job, "done", "failed")
+    assert job.state == "done", job.error
+    rows = [json.loads(line) for line in (job.folder / "rounds.jsonl").read_text().splitlines()]
+    assert 1 <= len(rows) <= 2
+    assert "best so far" in attack.live(desk, job)
+
+
+def test_a_job_that_fails_says_why_and_the_queue_goes_on(desk: Desk) -> None:
+    bad = desk.jobs.add(
+        "erase",
+        "nonsense",
+        {"kind": "erase", "recipe": {"model": "tiny-sd"}, "folder": str(desk.runs / "bad")},
+        desk.runs / "bad",
+    )
+    worse = desk.jobs.add("erase", "worse", {"kind": "nothing"}, desk.runs / "worse")
+    wait(desk, worse, "failed")
+    assert "forget: required" in bad.error
+    assert "forget: required" in erase.live(desk, bad)
+    assert "KeyError" in worse.error
+    assert not (desk.runs / "bad").exists()
+
+
+def test_the_queue_has_an_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("concept_eraser.demo.jobs.WAITING", 1)
+
+    def crowd() -> None:
+        for i in range(5):
+            desk.jobs.add("erase", "x", {"kind": "nothing"}, desk.runs / f"q{i}")
+
+    with pytest.raises(UserError, match="waiting already"):
+        crowd()
+
+
+def test_results_are_those_of_the_repository(desk: Desk) -> None:
+    assert "tiny_star" in results.plotted()
+    assert "MUNBa" in results.table("tiny_star")
+    assert "![" not in results.table("tiny_star")
+    assert "MUNBa (anchor: circle)" in results.pareto(desk, "tiny_star")
+    assert "star" in results.runs_table(desk)
+
+
+def test_curves_say_themselves_aloud() -> None:
+    html = figures.curves(
+        "Loss <x>", {"a": [(1, 0.5), (2, float("nan")), (3, 0.001)]}, "step", log=True
+    )
+    assert 'aria-label="Loss &lt;x&gt;. a: 2 values, the last 0.001"' in html
+    assert "nothing yet" in figures.curves("Loss", {"a": []}, "step")
+    assert figures.scatter("t", [("bad", 50, 50), ("good", 1, 99)], "x", "y").count("ce-best") == 1
+
+
+def test_images_before_and_after_of_a_clip_and_a_vae(tmp_path: Path) -> None:
+    runs, image = tmp_path / "runs", tmp_path / "p.png"
+    Image.fromarray(np.full((30, 40, 3), 200, np.uint8)).save(image)
+    for name, content in labelled.MADE.items():
+        small = {
+            **content,
+            "forget": {**content["forget"], "options": {"n": 40}},
+            "training": {"steps": 1, "batch_size": 2},
+        }
+        api.erase(small, output=runs / name)
+    made = Desk(Library(runs))
+    try:
+        assert set(made.library.finished(labelled.TARGETS)) == set(labelled.MADE)
+        assert made.library.finished() == []
+        clip, vae = (labelled.show(made, name, []) for name in labelled.MADE)
+        assert clip.count("(forgotten)") == 4 * 2 and clip.count("ce-prob") == 8 * 2 * labelled.TOLD  # noqa: PT018
+        assert vae.count("dB</td>") == 8 * 2
+        assert "your image" in labelled.show(made, "star-vae", [str(image)])
+        with pytest.raises(UserError, match="no image"):
+            labelled.show(made, "star-vae", [str(runs / "star-vae" / "recipe.yaml")])
+        with pytest.raises(UserError, match="at most 8"):
+            labelled.show(made, "star-vae", [str(image)] * 9)
+    finally:
+        made.jobs.close()
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for parent in ("one", "two"):
+        (tmp_path / parent / "run").mkdir(parents=True)
+        (tmp_path / parent / "run" / "recipe.yaml").write_text("model: tiny-sd\n")
+    given = [str(tmp_path / parent / "run") for parent in ("one", "two", "one")]
+    assert list(Library(tmp_path / "none", given).folders()) == ["one/run", "two/run"]
+
+
+def test_a_family_is_drawn_as_the_run_says(runs: Path, tmp_path: Path) -> None:
+    """SDXL with size 8 and without: two bases in one comparison, and the same model afterwards."""
+    from tests import families
+
+    base = families.build("sdxl", tmp_path / "sdxl")
+    library = Library(tmp_path / "none")
+    look = [Look("a", 0, 1, 1.0)]
+    small, plain = (
+        library.draw(None, look, base=str(base), options=options)
+        for options in ((("size", 8.0),), ())
+    )
+    assert small.shape[1:3] == (8, 8)
+    assert plain.shape[1:3] == (16, 16)
+
+
+def test_somebody_elses_model_needs_its_base(runs: Path) -> None:
+    with pytest.raises(UserError, match="--before"):
+        Library(runs, [str(runs / "star" / "pipeline")])
+    library = Library(runs, [str(runs / "star" / "pipeline")], before="tiny-sd")
+    assert torch.equal(library.draw("pipeline", LOOKS), Library(runs).draw("star", LOOKS))
+    assert library.finished()[0] == "pipeline"

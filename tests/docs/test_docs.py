@@ -1,0 +1,69 @@
+"""The code in the documentation runs as it is written, one page after the other in one
+namespace.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from concept_eraser import registry
+from concept_eraser.recipes import recipe
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"```python\n(.*?)```", re.S)
+
+
+def test_the_page_on_targets_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = BLOCK.findall((DOCS / "targets.md").read_text())
+    assert len(blocks) == 5
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(block, namespace)
+    done = sorted(path.parent.name for path in tmp_path.glob("runs/*/done.json"))
+    assert done == ["classifier", "clip", "denoiser", "text_encoder", "vae"]
+
+
+def test_the_page_on_plugins_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The method has at most 30 lines, and the recipe records what the page says."""
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "plugins.md").read_text()
+    blocks = BLOCK.findall(page)
+    assert len(blocks) == 4
+    assert len(blocks[0].splitlines()) <= 30
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks:
+        exec(block, namespace)
+    recorded = (tmp_path / "runs" / "unit_sum" / "recipe.yaml").read_text()
+    for shown in re.findall(r"```yaml\n(.*?)```", page, re.S)[:1]:
+        assert shown in recorded
+    huber = recipe.load(
+        {
+            "forget": {"prompts": "tiny_star", "loss": namespace["Huber"](delta=0.1)},
+            "retain": "tiny_rest",
+        }
+    )  # type: ignore[operator]
+    assert huber.has_objects
+
+
+def test_the_page_on_methods_names_what_there_is() -> None:
+    """Every recipe loads with the changes that stand beside it, and every method of the registry is
+    on the page.
+    """
+    page = (DOCS / "methods.md").read_text()
+    asked = re.findall(r"`((?:tiny|sd14)_\w+)([^`]*)`", page)
+    assert len(asked) > 20
+    shown = {recipe.load(name, changes.split()).method.name for name, changes in asked}
+    missing = [
+        name
+        for name in registry.names("method")
+        if name not in shown and f"method: {name}" not in page
+    ]
+    assert missing == ["surgery"], "the rules of surgery stand there by their papers' names"

@@ -1,0 +1,135 @@
+"""Membership inference and the field's table on outputs whose answer is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import nn
+
+from concept_eraser.data.labelled import from_arrays
+from concept_eraser.evaluation.labelled.classification import (
+    Outputs,
+    Table,
+    auc,
+    intervals,
+    likelihood_ratio,
+    look,
+    measure,
+    membership,
+)
+from concept_eraser.utils.errors import UserError
+
+
+def outputs(confidence: np.ndarray) -> Outputs:
+    """A two-class model's outputs with a given probability of the true label 0."""
+    return Outputs(np.stack([confidence, 1 - confidence], 1), np.zeros(len(confidence), dtype=int))
+
+
+def drawn(low: float, high: float, n: int, seed: int) -> Outputs:
+    return outputs(np.random.default_rng(seed).uniform(low, high, n))
+
+
+@pytest.mark.parametrize("attack", ["svc", "logistic"])
+@pytest.mark.parametrize("signal", ["confidence", "loss", "entropy"])
+def test_an_overfitted_model_gives_its_members_away(signal: str, attack: str) -> None:
+    members, others = drawn(0.97, 1.0, 300, 0), drawn(0.5, 0.9, 200, 1)
+    called, accuracy = membership(members, others, drawn(0.97, 1.0, 100, 2), signal, attack)
+    assert accuracy > 0.95
+    assert called < 0.05  # still members
+    # forgotten
+    assert membership(members, others, drawn(0.5, 0.9, 100, 3), signal, attack)[0] > 0.95
+
+
+def test_an_attack_on_a_model_without_traces_knows_nothing() -> None:
+    _, accuracy = membership(drawn(0, 1, 2000, 0), drawn(0, 1, 2000, 1), drawn(0, 1, 100, 2))
+    assert 0.45 < accuracy < 0.55
+    assert abs(auc(drawn(0, 1, 2000, 0), drawn(0, 1, 2000, 1)) - 0.5) < 0.03
+
+
+def test_auc_is_scikit_learns_with_ties() -> None:
+    a, b = outputs(np.array([0.9, 0.5, 0.5, 0.2])), outputs(np.array([0.5, 0.1, 0.3]))
+    expected = roc_auc_score(
+        [1] * 4 + [0] * 3, np.concatenate([a.signal("loss"), b.signal("loss")])
+    )
+    assert auc(a, b) == pytest.approx(expected)
+
+
+def test_likelihood_ratio_tells_the_two_worlds_apart() -> None:
+    rng = np.random.default_rng(0)
+    hard = rng.uniform(0.3, 0.9, 50)  # what each example's confidence is without training on it
+
+    def world(gain: float) -> Outputs:
+        logits = np.log(hard / (1 - hard)) + gain + 0.1 * rng.standard_normal(50)
+        return outputs(1 / (1 + np.exp(-logits)))
+
+    inside, outside = [world(1.0) for _ in range(4)], [world(0.0) for _ in range(4)]
+    assert (likelihood_ratio(world(1.0), inside, outside) > 0).mean() > 0.95
+    assert (likelihood_ratio(world(0.0), inside, outside) > 0).mean() < 0.05
+    with pytest.raises(UserError, match="at least two shadow models"):
+        likelihood_ratio(world(0.0), inside[:1], outside)
+
+
+def test_the_row_of_a_known_classifier() -> None:
+    """A linear model that is right for class 0 and says 0 for everything else."""
+    linear = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+    data = from_arrays(np.ones((10, 2)), [0] * 6 + [1] * 4)
+    row = measure(linear, data, torch.arange(6, 10), torch.arange(6), data)
+    assert (row.forget, row.retain, row.test) == (0.0, 100.0, 60.0)
+    assert row.gap(Table(0.0, 100.0, 50.0, row.mia, 0.5, 50.0)) == pytest.approx(2.5)
+    assert intervals(linear, {"retain": (data, torch.arange(6))})["retain"]["value"] == 1.0
+    with pytest.raises(UserError, match="no examples"):
+        look(linear, data, torch.arange(0))
+
+
+def test_a_run_is_measured_before_and_after(tmp_path, cli) -> None:
+    """From the command line and from Python; the forgotten class is missed in the test set, the
+    others are kept.
+    """
+    import json
+
+    from concept_eraser import api, registry
+    from concept_eraser.models.module import build
+    from concept_eraser.training.fit import Plan, fit
+
+    digits = registry.build("dataset", "digits", {}).load("train")
+    torch.manual_seed(0)
+    made = build("mlp", "classifier", inputs=64, norm=False)
+
+    def loss(rows):
+        return nn.functional.cross_entropy(
+            made.module(digits.inputs(rows)), digits.labels[list(rows)]
+        )
+
+    fit(made.module, loss, torch.arange(len(digits)), Plan(epochs=10))
+    made.save(tmp_path / "net")
+    run = tmp_path / "run"
+    dry = cli(
+        "erase", "digits_three_munba", f"model={tmp_path / 'net'}", "-o", str(run), "--dry-run"
+    ).stdout
+    assert "forget: 146 of 1437 examples of digits" in dry
+    assert "trains 15,010 of 15,010 weights" in dry
+    cli("erase", "digits_three_munba", f"model={tmp_path / 'net'}", "-o", str(run), "-q")
+    shown = cli("evaluate", str(run)).stdout
+    assert "MIA AUC" in shown
+    forms = {
+        f"{attack} on {signal}"
+        for attack in ("logistic", "svc")
+        for signal in ("confidence", "loss", "entropy")
+    }
+    assert all(form in shown for form in forms)
+    found = json.loads((run / "evaluation.json").read_text())["results"]
+    gone = "test, forgotten classes"
+    assert found["before"]["accuracy"][gone]["value"] > 0.9
+    assert found["after"]["accuracy"][gone]["value"] < 0.3
+    assert (
+        found["after"]["accuracy"]["test"]["value"]
+        > found["before"]["accuracy"]["test"]["value"] - 0.05
+    )
+    assert api.evaluate(run).measurements["after"] == found["after"]
+    refused = cli("evaluate", str(run), "--suite", "tiny_star")
+    assert refused.returncode == 2
+    assert "leave out --suite" in refused.stderr

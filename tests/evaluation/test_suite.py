@@ -1,0 +1,291 @@
+"""The evaluation must be able to fail: the untouched model shows the concept, noise loses, garbage
+is "none".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from markupsafe import escape
+
+import concept_eraser
+from concept_eraser import UserError
+from concept_eraser.data import generate
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.base import Result
+from concept_eraser.evaluation.judges.tiny import TinyJudge
+from concept_eraser.evaluation.statistics import wilson
+from concept_eraser.reporting import single_run
+from concept_eraser.tiny import garbage, painter
+from tests.reporting.test_several_runs import Page
+
+SUITE = {
+    "concept": {"shape": "star"},
+    "seed": 3,
+    "sampling": {"steps": 12, "batch_size": 32, "precision": "bf16"},
+    "groups": {
+        "direct": {"prompts": "tiny_star", "role": "forget", "n": 64},
+        "neighbours": {"prompts": "tiny_star_neighbours", "role": "neighbour", "n": 16},
+        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 32},
+    },
+    "metrics": ["concept_rate", "accuracy", "clip_score"],
+}
+
+
+@pytest.fixture(scope="module")
+def untouched(shared_tiny) -> suites.PromptEvaluation:
+    return suites.evaluate(shared_tiny, shared_tiny, suites.load(SUITE))
+
+
+def test_the_untouched_model_loses_on_erasure(untouched) -> None:
+    found = untouched.find("concept_rate", "direct")
+    assert found.after.value > 0.85  # 0.96 by the record
+    assert found.difference.value == 0
+    assert "was not erased" in single_run.verdict(untouched)
+    assert untouched.find("accuracy_shape", "retained").after.value > 0.9
+    assert untouched.find("accuracy_color", "retained").after.value > 0.9
+    assert untouched.find("concept_rate", "retained").after.value < 0.1
+
+
+def test_noise_loses_everywhere(shared_tiny, untouched) -> None:
+    """A model that paints noise has "erased" the star; the report must say what that cost."""
+    from concept_eraser.models.loading import load
+
+    broken = load("tiny-sd")
+    with torch.no_grad():
+        for parameter in broken.denoiser.parameters():
+            parameter.normal_(0, 0.05)
+    found = suites.evaluate(shared_tiny, broken, suites.load(SUITE))
+    assert found.find("concept_rate", "direct").after.value < 0.2
+    assert found.find("no_object_rate", "direct").after.value > 0.5
+    assert found.find("accuracy_shape", "retained").difference.high < -0.5
+    assert found.find("clip_score", "retained").difference.high < 0
+    assert "no clear shape" in single_run.verdict(found)
+
+
+def test_results_travel_with_their_protocol(untouched, tmp_path: Path) -> None:
+    untouched.save(tmp_path / "evaluation.json")
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert content["protocol"]["sampling"]["steps"] == 12
+    assert set(content["prompt_hashes"]) == set(SUITE["groups"])
+    assert content["environment"]["versions"]["diffusers"]
+    for row in content["results"]:
+        assert row["after"]["n"] >= 2
+        assert row["after"]["low"] <= row["after"]["value"] <= row["after"]["high"]
+    other = suites.load({**SUITE, "seed": 4})
+    assert (
+        suites.PromptEvaluation(other, {}, [], {}, {}, untouched.judge, {}).as_dict()[
+            "protocol_hash"
+        ]
+        != content["protocol_hash"]
+    )
+
+
+def test_the_report_is_one_self_contained_file(untouched, tmp_path: Path) -> None:
+    path = concept_eraser.report(untouched, tmp_path / "report.html")
+    text = path.read_text()
+    assert text.count('src="data:image/png;base64,') >= 2 * 3 * 12
+    assert "http://" not in text
+    assert "https://" not in text
+    assert 'name="viewport"' in text
+    assert "@media print" in text
+    assert str(escape(single_run.verdict(untouched))) in text
+    assert single_run.verdict(untouched) in Page(text).words
+    assert text.count("alt=") == text.count("<img")
+
+
+def test_the_report_escapes_what_it_shows(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    share = Result("concept_rate", "direct", wilson(1, 9), "lower", wilson(8, 9))
+    evaluation = suites.PromptEvaluation(
+        suite=suites.load({**SUITE, "concept": {"shape": evil}}),
+        models={"before": evil, "after": evil},
+        results=[share],
+        groups={},
+        environment={"command": evil},
+        judge="judge",
+        refused={"fid": evil},
+    )
+    text = concept_eraser.report(evaluation, tmp_path / "report.html").read_text()
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") >= 6
+    assert evil in Page(text).words
+
+
+def test_the_judge_knows_drawings_from_garbage() -> None:
+    judge, rng = TinyJudge(), np.random.default_rng(11)
+    scenes, images = painter.paint_batch(400, rng)
+    seen = judge.look(torch.from_numpy(images))
+    for i, attribute in enumerate(("shape", "color", "style", "background")):
+        names = np.array([vars(scene)[attribute] for scene in scenes])
+        assert (seen[attribute] == names).mean() >= 0.995 - 0.005, i
+    _, rubbish = garbage.garbage_batch(300, rng)
+    assert (judge.look(torch.from_numpy(rubbish))["shape"] == "none").mean() > 0.93
+    noise = torch.from_numpy(rng.integers(0, 256, (50, 64, 64, 3), dtype=np.uint8))
+    assert (judge.look(noise)["shape"] == "none").mean() > 0.9
+
+
+def test_the_judge_refuses_other_sizes() -> None:
+    with pytest.raises(UserError, match="64x64"):
+        TinyJudge().look(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"concept": {"shape": "octagon"}}, "cannot see shape 'octagon'"),
+        ({"concept": {}}, "names one attribute"),
+        ({"judge": "tinny"}, "did you mean 'tiny'"),
+        ({"metrics": ["accuraccy"]}, "did you mean 'accuracy'"),
+        ({"groupz": {}}, "groupz"),
+        (
+            {"groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 1}}},
+            "greater than or equal to 2",
+        ),
+        (
+            {"groups": {"direct": {"prompts": "tiny_starr", "role": "forget"}}},
+            "did you mean 'tiny_star'",
+        ),
+    ],
+)
+def test_bad_suites(change: dict, message: str, shared_tiny) -> None:
+    with pytest.raises(UserError, match=message):
+        suites.evaluate(shared_tiny, shared_tiny, suites.load({**SUITE, **change}))
+
+
+def test_images_come_from_the_cache_only_for_the_same_weights(
+    tiny, tmp_path: Path, monkeypatch
+) -> None:
+    calls = []
+    original = type(tiny).sample
+    monkeypatch.setattr(
+        type(tiny),
+        "sample",
+        lambda self, *a, **k: calls.append(len(a[0])) or original(self, *a, **k),
+    )
+    texts, seeds, how = ["a red star"] * 3, [1, 2, 3], generate.Sampling(2, batch_size=2)
+    first = generate.generate(tiny, texts, seeds, how, cache=tmp_path)
+    assert calls == [2, 1]
+    assert torch.equal(generate.generate(tiny, texts, seeds, how, cache=tmp_path), first)
+    assert calls == [2, 1], "answered from the cache"
+    next(tmp_path.rglob("000002.safetensors")).write_bytes(b"torn")
+    assert torch.equal(generate.generate(tiny, texts, seeds, how, cache=tmp_path), first)
+    assert calls == [2, 1, 1], "a damaged chunk is made again"
+    with torch.no_grad():
+        tiny.denoiser.conv_out.bias.add_(1e-3)
+    generate.generate(tiny, texts, seeds, how, cache=tmp_path)
+    assert calls == [2, 1, 1, 2, 1], "other weights, other images"
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "message"),
+    [
+        (0, 500, "'star' is gone"),
+        (0, 24, "seems gone: it shows in 0.0% .* up to 14% cannot be ruled out"),
+        (60, 500, "only partly erased"),
+        (400, 500, "was not erased"),
+    ],
+)
+def test_verdicts(hits: int, n: int, message: str) -> None:
+    share = Result("concept_rate", "direct", wilson(hits, n), "lower", wilson(n - 1, n))
+    found = suites.PromptEvaluation(suites.load(SUITE), {}, [share], {}, {}, "judge", {})
+    assert re.search(message, single_run.verdict(found))
+
+
+def test_unlearn_canvas_by_hand() -> None:
+    """Four stars, of which one still shows; three houses, one of them a tree, one of them of
+    another colour.
+    """
+    from concept_eraser.data.prompts import Prompt
+    from concept_eraser.evaluation.base import Evidence, Group
+    from concept_eraser.evaluation.metrics.unlearn_canvas import UnlearnCanvas
+
+    def group(
+        name: str, role: str, asked: list[dict[str, str]], shapes: list[str], colors: list[str]
+    ) -> Group:
+        seen = {"shape": np.array(shapes), "color": np.array(colors)}
+        before = {key: np.array([fields.get(key, "red") for fields in asked]) for key in seen}
+        return Group(
+            name,
+            role,
+            [Prompt("", fields) for fields in asked],
+            {},
+            {"before": before, "after": seen},
+        )  # type: ignore[arg-type]
+
+    class Two(TinyJudge):
+        classes = {"shape": ("star", "house", "tree", "none"), "color": ("red", "blue")}  # noqa: RUF012
+
+    stars = group(
+        "direct",
+        "forget",
+        [{"shape": "star"}] * 4,
+        ["star", "none", "circle", "circle"],
+        ["red"] * 4,
+    )
+    houses = group(
+        "rest",
+        "retain",
+        [{"shape": "house", "color": "blue"}] * 3,
+        ["house", "tree", "house"],
+        ["blue", "blue", "red"],
+    )
+    found = {
+        r.metric: r
+        for r in UnlearnCanvas().measure(
+            Evidence({"direct": stars, "rest": houses}, ("shape", "star"), Two(), 0)
+        )
+    }
+    assert (found["ua"].before.value, found["ua"].after.value) == (0, 0.75)
+    assert (found["ira"].before.value, found["ira"].after.value) == (1, pytest.approx(2 / 3))
+    assert (found["cra"].before.value, found["cra"].after.value) == (1, pytest.approx(2 / 3))
+    assert found["cra"].difference.value == pytest.approx(-1 / 3)
+
+
+def test_another_sampler_or_size_is_another_image_in_the_cache(tmp_path: Path) -> None:
+    """Two checkpoints with the same weights and unlike schedulers must not share images."""
+    from diffusers import EulerDiscreteScheduler
+
+    from concept_eraser.models.loading import load
+
+    model, other = load("tiny-sd"), load("tiny-sd")
+    other.pipeline.scheduler = EulerDiscreteScheduler.from_config(
+        other.pipeline.scheduler.config, beta_end=0.02
+    )
+    sampling = generate.Sampling(steps=3)
+    assert generate.model_fingerprint(model) == generate.model_fingerprint(other)
+    first, second = (
+        generate.generate(m, ["a red star"], [1], sampling, cache=tmp_path) for m in (model, other)
+    )
+    assert not torch.equal(first, second)
+    assert torch.equal(second, other.sample(["a red star"], seeds=[1], steps=3, guidance=5.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": {}}, "groups"),
+        (
+            {"metrics": ["fid", {"name": "fid", "reference": "before"}]},
+            "two of its metrics give numbers of one name",
+        ),
+        ({"metrics": [{"preset": "mace"}]}, "a mapping with `name`"),
+        ({"metrics": [{"name": "nudenet", "preset": "mase"}]}, "did you mean 'mace'"),
+    ],
+)
+def test_suites_that_cannot_be_measured(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        suites.load({**SUITE, **changes})
+    suites.load({**SUITE, "metrics": [{"name": "nudenet", "preset": p} for p in ("mace", "uda")]})
+
+
+def test_a_suite_that_is_no_yaml(tmp_path: Path) -> None:
+    for content in (b"a: [", b"\xff\xfe\x00"):
+        (tmp_path / "bad.yaml").write_bytes(content)
+        with pytest.raises(UserError, match=r"is no (valid YAML|text in UTF-8)"):
+            suites.load(tmp_path / "bad.yaml")

@@ -1,0 +1,186 @@
+"""A run of three concepts, two of them measured and one of these attacked: nothing is written over,
+each number stands under its own concept, and what nobody looked at is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import concept_eraser
+from concept_eraser.cli.main import app
+from concept_eraser.exporting.hub import push_to_hub
+from concept_eraser.reporting import run_results
+from tests.conftest import short
+
+ANCHORS = {"star": "circle", "moon": "cross", "fish": "tree"}
+
+
+def told(*arguments: str) -> str:
+    done = CliRunner().invoke(app, [*arguments, "-q"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("concepts") / "three"
+    forget = [
+        {"prompts": f"tiny_{a}", "loss": "anchor", "anchor": {"shape": b}, "n": 4}
+        for a, b in ANCHORS.items()
+    ]
+    concept_eraser.erase(
+        short(training__steps=1, retain__prompts="tiny_five_rest", forget=forget)
+        | {"concepts": "together"},
+        output=folder,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(run: Path) -> tuple[Path, str]:
+    """The run after two suites and two attacks, and what the second evaluation said."""
+    told("evaluate", str(run), "--suite", "tiny_five_star", "-n", "2")
+    said = told("evaluate", str(run), "--suite", "tiny_five_moon", "-n", "2")
+    told(
+        "attack",
+        str(run),
+        "--suite",
+        "tiny_five_star",
+        "-a",
+        "seed_search",
+        "-n",
+        "2",
+        "--set",
+        "tries=1",
+    )
+    told(
+        "attack",
+        str(run),
+        "--suite",
+        "tiny_five_moon",
+        "-a",
+        "seed_search",
+        "-n",
+        "2",
+        "--set",
+        "tries=1",
+        "-o",
+        str(run / "attacks" / "of_the_moon"),
+    )
+    return run, said
+
+
+def test_a_second_suite_is_kept_beside_the_first(
+    measured: tuple[Path, str], tmp_path: Path
+) -> None:
+    run, said = measured
+    beside = run / "evaluations" / "tiny_five_moon"
+    for folder, concept in ((run, "star"), (beside, "moon")):
+        assert json.loads((folder / "evaluation.json").read_text())["protocol"]["concept"] == {
+            "shape": concept
+        }
+        assert (folder / "report.html").is_file()
+    assert "is of another suite and stays" in said
+    assert "evaluations/tiny_five_moon/evaluation.json" in said.replace("\n", "")
+    numbers = (run / "evaluation.json").read_text()
+    told("evaluate", str(run), "--suite", "tiny_five_moon", "-n", "3")
+    assert (run / "evaluation.json").read_text() == numbers
+    assert (
+        json.loads((beside / "evaluation.json").read_text())["protocol"]["groups"]["direct"]["n"]
+        == 3
+    )
+    told("evaluate", str(run), "--suite", "tiny_five_star", "-n", "3")
+    assert (run / "evaluation.json").read_text() != numbers, (
+        "a suite again, with more images, is written over its own"
+    )
+    assert sorted(p.name for p in (run / "evaluations").iterdir()) == ["tiny_five_moon"]
+    done = CliRunner().invoke(app, ["compare", str(beside), str(beside / "evaluation.json")])
+    assert "given twice" in str(done.exception)
+
+
+def test_a_report_shows_the_attacks_on_its_own_concept(measured: tuple[Path, str]) -> None:
+    run, _ = measured
+    victim = (
+        json.loads((run / "evaluation.json").read_text())["models"]["after"]
+        .rsplit(" (", 1)[-1]
+        .rstrip(")")
+    )
+    for concept, mine, other in (
+        ("star", "seed_search", "of_the_moon (which looked for moon)"),
+        ("moon", "seed_search", "seed_search (which looked for star)"),
+    ):
+        found, unlike = run_results.attacks_of(run, victim, [], {"shape": concept})
+        assert [one["protocol"]["suite"]["concept"]["shape"] for one in found.values()] == [concept]
+        assert (list(found), unlike) == ([mine], [other])
+    page = (run / "report.html").read_text()
+    told("report", str(run))
+    page = (run / "report.html").read_text()
+    assert "which looked for moon" in page
+
+
+def test_the_card_names_every_concept_and_what_was_not_looked_at(
+    measured: tuple[Path, str],
+) -> None:
+    run, _ = measured
+    text = concept_eraser.card(run)
+    assert "after erasing **star (shape), moon (shape), tiny_fish** with" in text
+    star, moon = text.index("### star (shape)"), text.index("### moon (shape)")
+    for place, folder in ((star, run), (moon, run / "evaluations" / "tiny_five_moon")):
+        assert (
+            text.index(json.loads((folder / "evaluation.json").read_text())["protocol_hash"])
+            > place
+        )
+    assert text.index(json.loads((run / "evaluation.json").read_text())["protocol_hash"]) < moon
+    assert "| attack | concept | options |" in text
+    for concept in ("star", "moon"):
+        assert f"| seed_search | {concept} (shape) |" in text
+    limits = text[text.index("## Limits") : text.index("## Intended use")]
+    assert "the concept shows" not in limits
+    for said in (
+        r"(Under the attack|None of the attacks).*seed_search.*star \(shape\)",
+        r"(Under the attack|None of the attacks).*of_the_moon.*moon \(shape\)",
+        r"No attack was tried on tiny_fish\.",
+        r"Not measured: whether these are gone, and what was lost beside them: tiny_fish\.",
+    ):
+        assert re.search(said, limits), said
+    assert "> **Of what it forgot was not evaluated: tiny_fish.**" in text
+    assert "**Not measured: tiny_fish.**" in text
+    assert "**Not attacked: tiny_fish.**" in text
+
+
+def test_without_any_measurement_every_concept_is_named(run: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("evaluation*", "attacks", "pipeline"))
+    text = concept_eraser.card(bare)
+    assert "**tiny_star, tiny_moon, tiny_fish**" in text
+    assert "what was lost beside them: tiny_star, tiny_moon, tiny_fish." in text
+    assert "No attack was tried on tiny_star, tiny_moon, tiny_fish." in text
+    assert "evaluate runs/bare --suite SUITE" in text
+
+
+def test_an_evaluation_of_other_weights_is_left_out(
+    measured: tuple[Path, str], tmp_path: Path
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(measured[0], copied, ignore=shutil.ignore_patterns("pipeline"))
+    path = copied / "evaluations" / "tiny_five_moon" / "evaluation.json"
+    content = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({**content, "models": {**content["models"], "after": "somebody (0123456789)"}})
+    )
+    text = concept_eraser.card(copied)
+    assert "### moon" not in text
+    assert "other weights than those evaluated: tiny_five_moon" in text
+
+
+def test_every_suite_is_uploaded(measured: tuple[Path, str]) -> None:
+    names = [one.name for one in push_to_hub(measured[0], "me/three", dry_run=True).uploads]
+    assert {
+        "concept_eraser/evaluation.json",
+        "concept_eraser/evaluations/tiny_five_moon/evaluation.json",
+    } <= set(names)

@@ -1,0 +1,405 @@
+"""Every format of an erasure draws, through plain diffusers, the image that the run draws; or
+says why it cannot.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import concept_eraser
+from concept_eraser import UserError
+from concept_eraser.cli.main import app
+from concept_eraser.exporting import formats
+from concept_eraser.models import single_file
+from concept_eraser.models.loading import load
+from concept_eraser.utils import resources
+from tests.models.test_lora import ASKED, apart, asked, plain, rendered_image
+
+FOLDER = resources.tiny_weights() / "tiny-sd"
+KINDS = {
+    "weights": {"trainable": {"select": "cross_attention_kv"}},
+    "lora": {"trainable": {"select": "cross_attention", "lora": {"rank": 2, "alpha": 4}}},
+    "conv": {
+        "trainable": {"select": "all", "lora": {"rank": 2, "conv": True}},
+        "training__lr": 0.01,
+    },
+    "text_encoder": {
+        "target": "text_encoder",
+        "trainable": {"select": "text_attention", "lora": 2},
+    },
+}
+LORAS = ("lora", "conv", "text_encoder")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        name: concept_eraser.erase(asked(training__steps=2, **changes), output=folder / name).folder
+        for name, changes in KINDS.items()
+    }
+
+
+def drawn(source: Any, base: Any = None) -> torch.Tensor:
+    return load(source, base=base).sample(["a red star"], **ASKED)[0]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    """Plain diffusers' pipeline, shared by tests that take their adapters away again."""
+    return plain()
+
+
+def in_diffusers(path: Path, to: str, pipe: Any = None) -> torch.Tensor:
+    """The image that plain diffusers draws with an exported file."""
+    from diffusers import StableDiffusionPipeline
+
+    if to == "diffusers":
+        pipe = StableDiffusionPipeline.from_pretrained(path)
+    elif to == "single-file":
+        pipe = StableDiffusionPipeline.from_single_file(str(path), config=str(FOLDER))
+    elif to == "tensors":
+        pipe = plain()
+        assert not pipe.unet.load_state_dict(load_file(path), strict=False).unexpected_keys
+    else:
+        pipe.load_lora_weights(str(path.parent), weight_name=path.name)
+        drawn = rendered_image(pipe)
+        pipe.unload_lora_weights()
+        return drawn
+    pipe.set_progress_bar_config(disable=True)
+    return rendered_image(pipe)
+
+
+CASES = [
+    *((to, "weights") for to in formats.FORMATS),
+    *((to, kind) for kind in LORAS for to in ("lora", "kohya")),
+]
+
+
+@pytest.mark.parametrize(("to", "kind"), CASES)
+def test_plain_diffusers_draws_the_runs_image(
+    to: str, kind: str, runs, tmp_path: Path, shared_tiny, pipe
+) -> None:
+    """Bit by bit where the weights are written; within one level of 255 where a LoRA is added to
+    them.
+    """
+    expected = drawn(runs[kind])
+    assert apart(expected, shared_tiny.sample(["a red star"], **ASKED)[0]) > 5, "the erasure shows"
+    done = formats.export(
+        runs[kind],
+        to,
+        before=shared_tiny,
+        max_error=1e-4,
+        output=tmp_path / ("out" if to == "diffusers" else "out.safetensors"),
+    )
+    limit = 1 if to in ("lora", "kohya") else 0
+    assert apart(in_diffusers(done.path, to, pipe), expected) <= limit
+    assert apart(drawn(done.path, base=shared_tiny), expected) <= limit, "and load reads it too"
+    if limit and kind in LORAS:
+        assert (done.rank, done.error) == (2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"),
+    [("weights", to) for to in ("diffusers", "tensors", "single-file", "lora")]
+    + [("lora", "kohya")],
+)
+def test_strength_0_is_the_original_and_half_is_between(
+    kind: str, to: str, runs, tmp_path: Path, shared_tiny, pipe
+) -> None:
+    name = "{}" if to == "diffusers" else "{}.safetensors"
+    original = shared_tiny.sample(["a red star"], **ASKED)[0]
+    none = formats.export(
+        runs[kind],
+        to,
+        strength=0.0,
+        before=shared_tiny,
+        output=tmp_path / name.format("none"),
+        max_error=1e-4,
+    )
+    assert apart(in_diffusers(none.path, to, pipe), original) == 0
+    half = formats.export(
+        runs[kind],
+        to,
+        strength=0.5,
+        before=shared_tiny,
+        output=tmp_path / name.format("half"),
+        max_error=1e-4,
+    )
+    expected = copy.deepcopy(shared_tiny)
+    with torch.no_grad():
+        for tensor, value in load_file(runs[kind] / "weights.safetensors").items():
+            weight = expected.denoiser.get_parameter(tensor)
+            weight += 0.5 * (value - weight)
+    assert (
+        apart(in_diffusers(half.path, to, pipe), expected.sample(["a red star"], **ASKED)[0]) <= 1
+    )
+
+
+@pytest.mark.parametrize("to", ["lora", "kohya"])
+def test_a_lora_of_strength_0_is_read_back(to: str, runs, tmp_path: Path, shared_tiny) -> None:
+    """It changes nothing, and that is what it says; a LoRA of another model, which changes nothing
+    either, is refused.
+    """
+    file = formats.export(
+        runs["lora"], to, strength=0.0, before=shared_tiny, output=tmp_path / "none.safetensors"
+    ).path
+    original = shared_tiny.sample(["a red star"], **ASKED)[0]
+    assert apart(drawn(file, base=shared_tiny), original) == 0
+    whole = formats.export(file, "diffusers", before=shared_tiny, output=tmp_path / "whole").path
+    assert apart(drawn(whole), original) == 0
+    tensors = load_file(
+        formats.export(
+            runs["lora"], to, before=shared_tiny, output=tmp_path / "full.safetensors"
+        ).path
+    )
+    save_file(
+        {
+            name: torch.zeros_like(v) if "lora_A" in name or "down" in name else v
+            for name, v in tensors.items()
+        },
+        tmp_path / "odd.safetensors",
+    )
+    with pytest.raises(UserError, match="changes nothing in"):
+        load(tmp_path / "odd.safetensors", base=shared_tiny)
+
+
+def test_a_pickle_of_more_than_tensors_is_told_in_our_words(tmp_path: Path) -> None:
+    torch.save({"weights": Path("x")}, tmp_path / "code.pt")
+    (tmp_path / "cut.pt").write_bytes(b"garbage")
+    for name, said in (
+        ("code.pt", "it holds more than tensors, .* so it is refused"),
+        ("cut.pt", "it is damaged"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            load(tmp_path / name, base="tiny-sd", allow_pickle=True)
+        assert "two options" not in str(caught.value)
+        assert "Weights only" not in str(caught.value)
+
+
+def test_the_strength_slider_of_diffusers(runs, shared_tiny, pipe) -> None:
+    pipe.load_lora_weights(str(runs["lora"] / "lora"), adapter_name="erase")
+    for strength, expected in ((0.0, shared_tiny), (1.0, load(runs["lora"]))):
+        pipe.set_adapters("erase", strength)
+        assert apart(rendered_image(pipe), expected.sample(["a red star"], **ASKED)[0]) <= 1
+    pipe.unload_lora_weights()
+
+
+def test_a_rank_leaves_the_error_it_says(runs, tmp_path: Path, shared_tiny) -> None:
+    before, changed = (
+        shared_tiny.denoiser.state_dict(),
+        load_file(runs["weights"] / "weights.safetensors"),
+    )
+    total = sum(float((value - before[name]).square().sum()) for name, value in changed.items())
+    errors = []
+    for rank in (1, 8, 32):
+        file = tmp_path / f"{rank}.safetensors"
+        done = formats.export(
+            runs["weights"], "lora", rank=rank, max_error=1.0, before=shared_tiny, output=file
+        )
+        # merged by diffusers: an outside witness
+        found = load(file, base=shared_tiny).denoiser.state_dict()
+        left = sum(float((found[name] - value).square().sum()) for name, value in changed.items())
+        assert done.error == pytest.approx((left / total) ** 0.5, rel=1e-3)
+        errors.append(done.error)
+    assert 1 > errors[0] > errors[1] > errors[2] > 0
+    chosen = formats.export(
+        runs["weights"], "kohya", max_error=errors[1], output=tmp_path / "chosen.safetensors"
+    )
+    assert chosen.rank == 8, "the smallest rank that keeps the bound"
+
+
+def test_a_lora_that_would_be_wrong_is_refused(runs, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"of rank 1 leaves 0\.\d+ of the change, more than --max-error 0.2; rank \d+ leaves",
+    ):
+        formats.export(runs["weights"], "lora", rank=1, output=tmp_path / "a.safetensors")
+    pipe = plain()
+    with torch.no_grad():
+        pipe.unet.conv_norm_out.weight += 1
+    pipe.save_pretrained(tmp_path / "norms")
+    with pytest.raises(
+        UserError, match=r"cannot hold this change.*no rank leaves less than 1.000 \(biases, norms"
+    ):
+        formats.export(
+            tmp_path / "norms", "lora", before="tiny-sd", output=tmp_path / "a.safetensors"
+        )
+    with torch.no_grad():
+        pipe.vae.quant_conv.weight += 1
+    pipe.save_pretrained(tmp_path / "vae")
+    with pytest.raises(UserError, match="no place for changes of the VAE"):
+        formats.export(
+            tmp_path / "vae", "kohya", before="tiny-sd", output=tmp_path / "a.safetensors"
+        )
+    with pytest.raises(UserError, match="changed denoiser and vae"):
+        formats.export(
+            tmp_path / "vae", "tensors", before="tiny-sd", output=tmp_path / "a.safetensors"
+        )
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+def test_factors_count_only_beside_the_model_they_were_trained_on(runs, tmp_path: Path) -> None:
+    """Beside another model the change is another one: it is approximated, and the error is told."""
+    done = formats.export(
+        runs["lora"], "lora", before=runs["weights"], output=tmp_path / "a.safetensors"
+    )
+    assert done.rank
+    assert done.rank > 2
+    assert done.error
+    assert done.error > 0
+
+
+def test_one_naming_into_the_other_and_back(runs, tmp_path: Path) -> None:
+    """Somebody's LoRA: its factors pass through, none is approximated."""
+    own = runs["text_encoder"] / "lora" / "pytorch_lora_weights.safetensors"
+    there = formats.export(own, "kohya", before="tiny-sd", output=tmp_path / "there.safetensors")
+    back = formats.export(
+        there.path, "lora", before="tiny-sd", output=tmp_path / "back.safetensors"
+    )
+    assert (there.error, back.error) == (0.0, 0.0)
+    first, last = load_file(own), load_file(back.path)
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    names = sorted(load_file(there.path))
+    assert names[0] == "lora_te_text_model_encoder_layers_0_self_attn_k_proj.alpha"
+    assert all(
+        re.fullmatch(r"lora_te_\w+\.(lora_down\.weight|lora_up\.weight|alpha)", name)
+        for name in names
+    )
+    file = tmp_path / "loha.safetensors"
+    save_file(
+        {"lora_te_text_model_encoder_layers_0_self_attn_k_proj.lora_mid.weight": torch.zeros(2, 2)},
+        file,
+    )
+    with pytest.raises(UserError):
+        formats.export(file, "lora", before="tiny-sd", output=tmp_path / "x.safetensors")
+
+
+def test_the_original_layout_of_stable_diffusion_1(shared_tiny, tmp_path: Path) -> None:
+    """Four levels of two layers, as SD 1.x has them: diffusers' own reader puts every tensor back,
+    and the names are those it tells a version 1 by."""
+    from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+    from diffusers.loaders.single_file_utils import CHECKPOINT_KEY_NAMES
+
+    from concept_eraser.models.families.sd import StableDiffusion
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(8, 16, 24, 24),
+        norm_num_groups=8,
+        cross_attention_dim=64,
+        attention_head_dim=2,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        norm_num_groups=8,
+    )
+    pipe = StableDiffusionPipeline(
+        **{**shared_tiny.pipeline.components, "unet": unet, "vae": vae},
+        requires_safety_checker=False,
+    )
+    model = StableDiffusion(pipe, "an SD 1 of few channels")
+    single_file.write(model, tmp_path / "sd1.safetensors")
+    names = set(load_file(tmp_path / "sd1.safetensors"))
+    assert names >= {
+        CHECKPOINT_KEY_NAMES["v1"],
+        CHECKPOINT_KEY_NAMES["v2"],
+        CHECKPOINT_KEY_NAMES["clip"],
+        "model.diffusion_model.output_blocks.5.2.conv.weight",
+        "model.diffusion_model.output_blocks.2.1.conv.weight",
+        "first_stage_model.decoder.up.3.upsample.conv.weight",
+        "first_stage_model.encoder.mid.attn_1.proj_out.weight",
+    }
+    found = load(tmp_path / "sd1.safetensors", base=model)
+    for part, module in model.parts.items():
+        ours, theirs = module.state_dict(), found.parts[part].state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), part
+    assert len(names) == sum(len(part.state_dict()) for part in model.parts.values())
+
+
+def test_a_single_file_comes_in(runs, tmp_path: Path, shared_tiny) -> None:
+    file = formats.export("tiny-sd", "single-file", output=tmp_path / "tiny.safetensors").path
+    expected = shared_tiny.sample(["a red star"], **ASKED)[0]
+    for base in ("tiny-sd", runs["lora"], shared_tiny):
+        found = load(file, base=base)
+        assert apart(found.sample(["a red star"], **ASKED)[0], expected) == 0
+        assert found.source == str(file)
+    back = formats.export(file, "diffusers", before="tiny-sd", output=tmp_path / "back").path
+    assert apart(in_diffusers(back, "diffusers"), expected) == 0
+    erased = formats.export(
+        runs["lora"], "single-file", output=tmp_path / "erased.safetensors"
+    ).path
+    assert apart(drawn(erased, base="tiny-sd"), drawn(runs["lora"])) == 0
+
+
+def test_single_files_that_cannot_be_read(tmp_path: Path, shared_tiny) -> None:
+    file = tmp_path / "tiny.safetensors"
+    single_file.write(shared_tiny, file)
+    with pytest.raises(
+        UserError,
+        match="weights without configuration, scheduler and tokenizer; give a diffusers folder",
+    ):
+        load(file)
+    with pytest.raises(UserError, match=r"holds no configuration \(model_index.json\)"):
+        load(file, base=tmp_path)
+    tensors = load_file(file)
+    name = "model.diffusion_model.input_blocks.0.0.weight"
+    save_file({k: v for k, v in tensors.items() if k != name}, file)
+    with pytest.raises(UserError, match="does not fit the configuration"):
+        load(file, base="tiny-sd")
+    save_file({**tensors, name: torch.zeros(8, 4, 3, 3)}, file)
+    with pytest.raises(UserError, match="does not fit the configuration"):
+        load(file, base="tiny-sd")
+
+
+def test_wrong_requests(runs, tmp_path: Path, shared_tiny) -> None:
+    run = runs["weights"]
+    for wrong, said in (
+        ({"to": "lor"}, "did you mean 'lora'"),
+        ({"to": "lora", "output": tmp_path / "folder"}, "writes a .safetensors file"),
+        ({"to": "diffusers", "output": tmp_path / "a.safetensors"}, "writes a folder"),
+        ({"to": "diffusers", "output": run}, "exists already"),
+        (
+            {"to": "tensors", "source": FOLDER, "output": tmp_path / "a.safetensors"},
+            "give it with --before",
+        ),
+        (
+            {
+                "to": "tensors",
+                "source": FOLDER,
+                "before": "tiny-sd",
+                "output": tmp_path / "a.safetensors",
+            },
+            "differs in nothing",
+        ),
+    ):
+        with pytest.raises(UserError, match=said):
+            formats.export(**{"source": run, **wrong})
+    job = tmp_path / "unfinished"
+    job.mkdir()
+    (job / "recipe.yaml").write_text((run / "recipe.yaml").read_text())
+    with pytest.raises(UserError, match="is not finished"):
+        formats.export(job, "diffusers")
+
+
+def test_the_command(runs) -> None:
+    command = ["export", str(runs["lora"]), "--to", "kohya", "--strength", "0.5"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "(rank 2; its own factors)" in done.output
+    assert (runs["lora"] / "exports" / "lora-kohya.safetensors").is_file()
+    refused = CliRunner().invoke(app, command)
+    assert "exists already" in str(refused.exception)

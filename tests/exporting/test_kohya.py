@@ -1,0 +1,294 @@
+"""LoRA files of the larger families: in kohya's naming and in diffusers', plain diffusers draws the
+image of the merged weights, and one naming becomes the other without loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from concept_eraser.exporting import formats
+from concept_eraser.models import lora_files
+from concept_eraser.models.loading import load
+from concept_eraser.models.lora import Factors, can_adapt
+from concept_eraser.utils.errors import UserError
+from tests import families
+
+RANK, ALPHA = 2, 3.0
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    root, made = tmp_path_factory.mktemp("kohya"), {}
+
+    def of(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            folder = families.build(name, root / name)
+            made[name] = folder, load(folder)
+        return made[name]
+
+    return of
+
+
+def factors(
+    module: Any, part: str, wanted: Callable[[str], bool], *, conv: bool = False
+) -> Factors:
+    """Random factors for all layers whose names are wanted."""
+    torch.manual_seed(3)
+    layers = {}
+    for name, layer in module.named_modules():
+        if wanted(name) and can_adapt(layer, conv=conv):
+            out, into, *kernel = layer.weight.shape
+            layers[name] = (
+                torch.randn(RANK, into, *kernel) * 0.2,
+                torch.randn(out, RANK, *[1] * len(kernel)) * 0.2,
+            )
+    return Factors(part, layers, RANK, ALPHA)
+
+
+def merged(model: Any, found: list[Factors]) -> Any:
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in found:
+            for layer in one.layers:
+                model.parts[one.part].get_parameter(f"{layer}.weight").add_(one.change(layer))
+    return model
+
+
+def image(model: Any) -> torch.Tensor:
+    model.configure({"size": 16} if model.family == "flux" else {})
+    return model.sample(["a red star"], seeds=[5], steps=2, guidance=3.0)[0].int()
+
+
+def in_diffusers(name: str, folder: Path, file: Path) -> torch.Tensor:
+    pipe = families.plain(name, folder)
+    pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+    return image(load(pipe))
+
+
+CASES = {
+    "attention": (
+        "sdxl",
+        lambda model: [factors(model.parts["denoiser"], "denoiser", lambda n: "attn" in n)],
+    ),
+    "all layers": (
+        "sdxl",
+        lambda model: [
+            factors(model.parts["denoiser"], "denoiser", lambda n: "conv_in" not in n, conv=True)
+        ],
+    ),
+    "text encoders": (
+        "sdxl",
+        lambda model: [
+            factors(model.parts[part], part, lambda n: "self_attn" in n or "fc" in n)
+            for part in ("text_encoder", "text_encoder_2")
+        ],
+    ),
+    "double blocks": (
+        "flux",
+        lambda model: [
+            factors(
+                model.parts["denoiser"], "denoiser", lambda n: n.startswith("transformer_blocks")
+            )
+        ],
+    ),
+    "some of q, k, v": (
+        "flux",
+        lambda model: [
+            factors(
+                model.parts["denoiser"],
+                "denoiser",
+                lambda n: (
+                    n
+                    in (
+                        "transformer_blocks.0.attn.to_k",
+                        "transformer_blocks.0.attn.add_v_proj",
+                        "transformer_blocks.0.ff.net.2",
+                    )
+                ),
+            )
+        ],
+    ),
+    "CLIP": (
+        "flux",
+        lambda model: [
+            factors(model.parts["text_encoder"], "text_encoder", lambda n: "self_attn" in n)
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_diffusers_draws_the_image(case: str, opened, tmp_path: Path) -> None:
+    name, make = CASES[case]
+    folder, model = opened(name)
+    found = make(model)
+    expected = image(merged(model, found))
+    assert (expected - image(model)).abs().max() > 3, "the factors show"
+    for kohya in (True, False):
+        file = tmp_path / f"{kohya}.safetensors"
+        lora_files.save(model, found, file, kohya=kohya)
+        assert (in_diffusers(name, folder, file) - expected).abs().max() <= 1, kohya
+        assert (image(load(file, base=folder)) - expected).abs().max() <= 1, "and load reads it too"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(case: str, opened, tmp_path: Path) -> None:
+    """From kohya's naming to factors again: the change of each layer is the same."""
+    name, make = CASES[case]
+    _, model = opened(name)
+    found = make(model)
+    lora_files.save(model, found, tmp_path / "a.safetensors", kohya=True)
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        header = file.metadata()
+    back = lora_files.read(model, load_file(tmp_path / "a.safetensors"), header, "a")
+    assert {one.part: set(one.layers) for one in back} == {
+        one.part: set(one.layers) for one in found
+    }
+    for one in found:
+        other = next(b for b in back if b.part == one.part)
+        assert all(
+            torch.allclose(one.change(layer), other.change(layer), atol=1e-6)
+            for layer in one.layers
+        )
+
+
+def test_the_names_are_those_that_sd_scripts_writes(opened, tmp_path: Path) -> None:
+    _, model = opened("sdxl")
+    lora_files.save(model, CASES["all layers"][1](model), tmp_path / "a.safetensors", kohya=True)
+    names = set(load_file(tmp_path / "a.safetensors"))
+    assert {
+        "lora_unet_middle_block_1_transformer_blocks_1_attn2_to_k.lora_down.weight",
+        "lora_unet_input_blocks_3_1_transformer_blocks_0_ff_net_0_proj.alpha",
+        "lora_unet_label_emb_0_2.lora_up.weight",
+        "lora_unet_input_blocks_3_0_in_layers_2.alpha",
+    } <= names
+    lora_files.save(model, CASES["text encoders"][1](model), tmp_path / "b.safetensors", kohya=True)
+    names = set(load_file(tmp_path / "b.safetensors"))
+    assert {
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha",
+        "lora_te2_text_model_encoder_layers_1_self_attn_out_proj.alpha",
+    } <= names
+    _, model = opened("flux")
+    lora_files.save(model, CASES["double blocks"][1](model), tmp_path / "c.safetensors", kohya=True)
+    tensors = load_file(tmp_path / "c.safetensors")
+    assert tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight"].shape == (
+        3 * RANK,
+        32,
+    )
+    assert float(tensors["lora_unet_double_blocks_0_img_attn_qkv.alpha"]) == 3 * ALPHA
+
+
+def test_fluxs_single_blocks_at_full_height() -> None:
+    """diffusers' converter knows 3072 + 3072 + 3072 + 12288 rows only, so it is asked at that size,
+    with narrow layers.
+    """
+
+    class Block(torch.nn.Module):
+        """A Flux transformer's names and rows, of width 2."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.device("meta"):
+                whole = diffusers.FluxTransformer2DModel(
+                    num_layers=1, num_single_layers=1, in_channels=64, guidance_embeds=True
+                )
+            self.state = {
+                k: torch.zeros(len(v), 2) if v.dim() == 2 else torch.zeros(len(v))
+                for k, v in whole.state_dict().items()
+            }
+            self.config = whole.config
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def get_parameter(self, name: str) -> Any:
+            return self.state[name]
+
+    class Narrow:
+        family, source = "flux", "a narrow Flux"
+
+        def __init__(self) -> None:
+            self.parts = {"denoiser": Block()}
+
+    torch.manual_seed(0)
+    layers = {
+        f"single_transformer_blocks.0.{name}": (torch.randn(RANK, 2), torch.randn(rows, RANK))
+        for name, rows in (
+            ("attn.to_q", 3072),
+            ("attn.to_k", 3072),
+            ("attn.to_v", 3072),
+            ("proj_mlp", 12288),
+            ("proj_out", 3072),
+            ("norm.linear", 9216),
+        )
+    }
+    one = Factors("denoiser", layers, RANK, ALPHA)
+    narrow: Any = Narrow()
+    back = _convert_kohya_flux_lora_to_diffusers(lora_files._kohya(narrow, one))
+    assert len(back) == 2 * len(layers)
+    for name in layers:
+        down, up = (
+            back[f"transformer.{name}.lora_A.weight"],
+            back[f"transformer.{name}.lora_B.weight"],
+        )
+        assert torch.allclose(up @ down, one.change(name), atol=1e-4)
+
+
+def test_what_kohya_has_no_name_for(opened, tmp_path: Path) -> None:
+    for name, part, layer, said in (
+        ("flux", "denoiser", "x_embedder", "kohya has no name for the layer x_embedder"),
+        ("sd3", "denoiser", "transformer_blocks.0.attn.to_q", "kohya's names for the family 'sd3'"),
+    ):
+        _, model = opened(name)
+        one = factors(model.parts[part], part, lambda n, layer=layer: n == layer)
+        with pytest.raises(UserError, match=said):
+            lora_files.save(model, [one], tmp_path / "x.safetensors", kohya=True)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_export_between_the_namings(name: str, opened, tmp_path: Path) -> None:
+    """The verb's function: a diffusers LoRA becomes kohya's and tensors; its own factors, none
+    approximated.
+    """
+    folder, model = opened(name)
+    found = CASES["attention" if name == "sdxl" else "double blocks"][1](model)
+    lora_files.save(model, found, tmp_path / "a.safetensors")
+    done = formats.export(
+        tmp_path / "a.safetensors", "kohya", before=folder, output=tmp_path / "b.safetensors"
+    )
+    assert done.error == 0.0
+    tensors = formats.export(
+        done.path, "tensors", before=folder, output=tmp_path / "c.safetensors"
+    ).path
+    with safe_open(tensors, "pt") as file:
+        assert file.metadata()["part"] == ("unet" if name == "sdxl" else "transformer")
+    assert (image(load(tensors, base=folder)) - image(merged(model, found))).abs().max() <= 1
+
+
+def test_fluxs_single_file_holds_no_change_of_a_text_encoder(opened, tmp_path: Path) -> None:
+    folder, model = opened("flux")
+    lora_files.save(model, CASES["CLIP"][1](model), tmp_path / "a.safetensors")
+    with pytest.raises(
+        UserError, match="holds the denoiser alone, and this erasure changed text_encoder"
+    ):
+        formats.export(
+            tmp_path / "a.safetensors",
+            "single-file",
+            before=folder,
+            output=tmp_path / "b.safetensors",
+        )
+    found = CASES["double blocks"][1](model)
+    lora_files.save(model, found, tmp_path / "c.safetensors")
+    done = formats.export(
+        tmp_path / "c.safetensors", "single-file", before=folder, output=tmp_path / "b.safetensors"
+    )
+    assert (image(load(done.path, base=folder)) - image(merged(model, found))).abs().max() <= 1

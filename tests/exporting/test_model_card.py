@@ -1,0 +1,285 @@
+"""The model card says what the run's files say: each number with its interval, what was not
+measured, and no path of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from typer.testing import CliRunner
+
+import concept_eraser
+from concept_eraser import UserError
+from concept_eraser.cli.main import app
+from concept_eraser.utils import path_redaction
+from tests.conftest import short
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an evaluation and an attack, of few images."""
+    run = tmp_path_factory.mktemp("card") / "no_star"
+    concept_eraser.erase(
+        short(training__steps=2, trainable={"select": "cross_attention_kv", "lora": {"rank": 2}}),
+        output=run,
+    )
+    concept_eraser.evaluate(run, n=4, output=run)
+    concept_eraser.attack(
+        run, "seed_search", n=4, options={"tries": 2}, output=run / "attacks" / "seed_search"
+    )
+    return run
+
+
+@pytest.fixture
+def bare(measured: Path, tmp_path: Path) -> Path:
+    """The same, neither evaluated nor attacked."""
+    run = tmp_path / "bare"
+    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("evaluation.json", "attacks"))
+    return run
+
+
+def test_every_number_of_the_evaluation_stands_there(measured: Path) -> None:
+    text = concept_eraser.card(measured, repository="me/no-star")
+    evaluation = json.loads((measured / "evaluation.json").read_text())
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    for row in evaluation["results"]:
+        line = next(
+            one
+            for one in lines
+            if one.startswith(f"| {row['metric']}")
+            and f"| {row['group']} |" in one
+            and f"{row['after']['value']:.3f}" in one
+        )
+        assert f"| {row['after']['n']} |" in line
+        if row["after"]["low"] is not None:
+            assert (
+                f"{row['after']['value']:.3f} [{row['after']['low']:.3f}, "
+                f"{row['after']['high']:.3f}]"
+            ) in line
+    assert evaluation["protocol_hash"] in text
+    attack = json.loads((measured / "attacks" / "seed_search" / "attack.json").read_text())
+    rate = attack["rates"]["asr"]
+    assert (
+        f"| {rate['value']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}] | {rate['n']} | "
+        f"`{attack['protocol_hash']}` |"
+    ) in text
+    if rate["value"]:
+        assert (
+            f"Under the attack seed_search the concept shows for {rate['value']:.0%} of the prompts"
+            in text
+        )
+    assert "fid: fid_judge, retained: FID needs more images" in text, (
+        "what was refused, with the reason"
+    )
+    assert "Some numbers rest on" in text
+    hashes = json.loads((measured / "environment.json").read_text())["prompts"]
+    assert (
+        f"| forget | `tiny_star` | {hashes['forget']['rows']} | 8 | "
+        f"`{hashes['forget']['hash']}` | anchor | shape: circle |"
+    ) in text
+    assert "arXiv 2411.15537" in text
+    assert 'load_lora_weights("me/no-star"' in text
+    assert "not evaluated" not in text
+    assert "an outlined" not in text, "no prompt that an attack found"
+
+
+def test_what_was_not_measured_is_said(bare: Path) -> None:
+    text = concept_eraser.card(bare)
+    for said in (
+        "> **This erasure was not evaluated.**",
+        "> **This erasure was not attacked.**",
+        "concept-eraser evaluate runs/bare",
+        "concept-eraser attack runs/bare",
+        "Not measured: whether the concept is gone",
+    ):
+        assert said in text
+    assert text.count("**Not measured.**") == 2
+
+
+def test_the_header_is_one_the_hub_reads(measured: Path, tmp_path: Path) -> None:
+    data = ModelCard(concept_eraser.card(measured)).data.to_dict()
+    assert data["license"] == "other"
+    assert (data["library_name"], data["pipeline_tag"]) == ("diffusers", "text-to-image")
+    assert {"munba", "lora", "concept-erasure"} <= set(data["tags"])
+    assert "base_model" not in data
+    assert "fill it in above" in concept_eraser.card(measured)
+    stated = concept_eraser.card(measured, license="openrail++")
+    assert "fill it in" not in stated
+    assert ModelCard(stated).data.license == "openrail++"
+    run = tmp_path / "hub"
+    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(
+        yaml.safe_dump({**recipe, "model": "someone/their-model@v1.0"})
+    )
+    text = concept_eraser.card(run)
+    assert ModelCard(text).data.base_model == "someone/their-model"
+    assert 'from_pretrained("someone/their-model", revision="v1.0")' in text
+
+
+def test_no_path_of_this_machine(measured: Path, tmp_path: Path) -> None:
+    """Not of the base model, the prompts or the command."""
+    run, base = tmp_path / "local", tmp_path / "secret_place" / "base"
+    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    shutil.copytree(Path(concept_eraser.__file__).parent / "tiny" / "weights" / "tiny-sd", base)
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (tmp_path / "secret_place" / "mine.txt").write_text("a red star\na blue star\n")
+    recipe["forget"]["prompts"] = str(tmp_path / "secret_place" / "mine.txt")
+    (run / "recipe.yaml").write_text(
+        f"# concept-eraser erase {run}/recipe.yaml\n"
+        + yaml.safe_dump({**recipe, "model": str(base)})
+    )
+    text = concept_eraser.card(run)
+    assert "secret_place" not in text
+    assert str(tmp_path) not in text
+    assert "`base` (a local copy)" in text
+    assert "`mine.txt`" in text
+
+
+def test_no_path_in_recipe_or_suite(measured: Path, tmp_path: Path) -> None:
+    """Quoted, long enough to be wrapped by YAML, relative by way of `..`, and in a suite of one's
+    own; still a recipe.
+    """
+    run = tmp_path / "run"
+    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    (tmp_path / "secret place").mkdir()
+    mine = tmp_path / "secret place" / ("mine and others " * 8 + "'quoted': yes #1.txt")
+    mine.write_text("a red star\n")
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["forget"]["prompts"], recipe["retain"]["images"] = str(mine), "~/secret/images"
+    recipe["forget"]["anchor"] = "a circle and/or a cross"
+    (run / "recipe.yaml").write_text(
+        "# x\n" + yaml.safe_dump({**recipe, "model": "../../secret/base"})
+    )
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    evaluation["protocol"]["groups"]["direct"]["prompts"] = str(
+        tmp_path / "secret place" / "suite.txt"
+    )
+    evaluation["refused"] = {"fid": f"no such file: {tmp_path}/secret/fid.npz"}
+    evaluation["models"]["before"] = "../../secret/base (0123)"
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    text = concept_eraser.card(run)
+    assert "secret" not in text
+    assert str(tmp_path) not in text
+    for said in ("`base` (a local copy)", "suite.txt (forget)", "no such file: fid.npz"):
+        assert said in text
+    shown = yaml.safe_load(text.rsplit("```yaml\n", 1)[1].split("```")[0])
+    assert shown["forget"] == {**recipe["forget"], "prompts": mine.name}
+    assert shown == {
+        **recipe,
+        "model": "base",
+        "forget": shown["forget"],
+        "retain": {**recipe["retain"], "images": "images"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/data/base", "base"),
+        ("../../base", "base"),
+        ("../..", "local"),
+        ("~/models/base (0a1b)", "base (0a1b)"),
+        (r"C:\Users\me\base", "base"),
+        ("/a/b/x.safetensors on ../base (0a1b)", "x.safetensors on base (0a1b)"),
+        ("owner/name@v1", "owner/name@v1"),
+        ("runs/mine", "runs/mine"),
+        ("package.module:function", "package.module:function"),
+        ("/imagine a star", "/imagine a star"),
+        (
+            "a photo of a cat and/or a dog, https://a.org/b/c",
+            "a photo of a cat and/or a dog, https://a.org/b/c",
+        ),
+        ("cannot read /a/c/d.npz, found 2", "cannot read d.npz, found 2"),
+        ("1.5 / 2", "1.5 / 2"),
+        ("", ""),
+        ("/", "/"),
+    ],
+)
+def test_places(text: str, expected: str) -> None:
+    assert path_redaction.shortened(text) == expected
+
+
+def test_an_attack_on_other_weights_is_left_out(measured: Path, tmp_path: Path) -> None:
+    run = tmp_path / "other"
+    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    path = run / "attacks" / "seed_search" / "attack.json"
+    content = json.loads(path.read_text())
+    content["models"]["victim"] = "somebody (0123456789)"
+    path.write_text(json.dumps(content))
+    text = concept_eraser.card(run)
+    assert "attacked other weights than those evaluated: seed_search" in text
+    assert "| seed_search |" not in text
+    assert "not attacked" in text
+
+
+def test_a_run_on_labelled_data(tmp_path: Path) -> None:
+    run = tmp_path / "class"
+    run.mkdir()
+    recipe = {
+        "model": "concept_eraser.models.architectures:x",
+        "target": "classifier",
+        "forget": {"data": "digits", "classes": ["3"], "loss": "ascent"},
+        "retain": {"data": "digits", "loss": "data"},
+        "method": {"name": "munba"},
+        "trainable": {"select": "all"},
+    }
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (run / "done.json").write_text(json.dumps({"seconds": 1.0}))
+    measured = {
+        "accuracy": {"forget": {"value": 0.5, "low": 0.4, "high": 0.6, "n": 100}},
+        "table": {"mia": 0.25},
+    }
+    (run / "evaluation.json").write_text(
+        json.dumps(
+            {
+                "results": {
+                    "before": {
+                        "accuracy": {"forget": {"value": 1.0, "low": 0.9, "high": 1.0, "n": 100}}
+                    },
+                    "after": measured,
+                }
+            }
+        )
+    )
+    text = concept_eraser.card(run)
+    assert (
+        "| accuracy | forget | - | 1.000 [0.900, 1.000] | 0.500 [0.400, 0.600] | - | 100 |" in text
+    )
+    assert "| table | mia | - | - | 0.250 | - | - |" in text
+    assert ModelCard(text).data.pipeline_tag == "image-classification"
+
+
+def test_a_closed_form_is_not_told_as_a_training(tmp_path: Path) -> None:
+    run = concept_eraser.erase("tiny_star_uce", output=tmp_path / "run").folder
+    text = concept_eraser.card(run)
+    assert "rewritten in one go" in text
+    assert not any(word in text for word in ("| lr |", "(loss", "| 400 |", "Trained:"))
+
+
+def test_the_command(measured: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["card", str(measured)])
+    assert done.exit_code == 0, done.output
+    assert done.output == concept_eraser.card(measured)
+    place = tmp_path / "README.md"
+    assert (
+        CliRunner()
+        .invoke(app, ["card", str(measured), "-o", str(place), "--repo", "me/x"])
+        .exit_code
+        == 0
+    )
+    assert "me/x" in place.read_text()
+    assert "exists already" in str(
+        CliRunner().invoke(app, ["card", str(measured), "-o", str(place)]).exception
+    )
+    os.truncate(place, 0)
+    (tmp_path / "recipe.yaml").write_text((measured / "recipe.yaml").read_text())
+    with pytest.raises(UserError, match="is not finished; go on with"):
+        concept_eraser.card(tmp_path)
+    with pytest.raises(UserError, match="is no run folder"):
+        concept_eraser.card(tmp_path / "nowhere")

@@ -1,0 +1,94 @@
+"""Inner products over tuples of tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from concept_eraser.methods import vectors
+from concept_eraser.methods.checks import PAIRS, flat
+
+
+def test_gramian_is_that_of_the_concatenated_vectors() -> None:
+    for u, v in PAIRS[::11]:
+        gram = vectors.gramian([u, v])
+        matrix = torch.stack([flat(u), flat(v)])
+        torch.testing.assert_close(
+            gram, matrix @ matrix.T, rtol=1e-9, atol=float(gram.diagonal().prod() ** 0.5) * 1e-12
+        )
+        assert float(vectors.dot(u, v)) == pytest.approx(
+            float(gram[0, 1]), rel=1e-9, abs=float(gram.diagonal().prod() ** 0.5) * 1e-12
+        )
+
+
+def test_float32_parts_are_accumulated_in_float64() -> None:
+    """10^7 ones and one small number: float32 accumulation loses it."""
+    u = (torch.ones(10_000_000), torch.full((1,), 1e-2))
+    assert float(vectors.norm(u) ** 2) == pytest.approx(1e7 + 1e-4, abs=1e-6)
+
+
+def test_combine() -> None:
+    u, v = (torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),)
+    torch.testing.assert_close(vectors.combine([2.0, 0.5], [u, v])[0], torch.tensor([7.0, 14.0]))
+    assert vectors.combine([0.0, 0.0], [u, v])[0].tolist() == [0.0, 0.0]
+    assert u[0].tolist() == [1.0, 2.0], "inputs are not changed"
+
+
+def test_combine_leaves_out_what_has_weight_zero_even_if_it_is_not_finite() -> None:
+    u, v = (torch.tensor([1.0]),), (torch.tensor([math.nan]),)
+    assert vectors.combine([1.0, 0.0], [u, v])[0].tolist() == [1.0]
+
+
+def test_vectors_of_different_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        vectors.dot((torch.ones(1),), (torch.ones(1), torch.ones(1)))
+
+
+def test_cosine_of_zero_is_nan() -> None:
+    assert math.isnan(vectors.cosine(torch.zeros(2, 2, dtype=torch.float64)))
+
+
+def test_spectral_norm_is_the_largest_eigenvalue_in_size() -> None:
+    matrix = torch.diag(torch.tensor([1.0, -3.0, 2.0], dtype=torch.float64))
+    like = (torch.zeros(3, dtype=torch.float64),)
+    assert float(vectors.spectral_norm(lambda v: (matrix @ v[0],), like, 100)) == pytest.approx(3)
+    assert vectors.spectral_norm(lambda v: (0 * v[0],), like, 5) == 0
+
+
+def test_combine_of_one_vector_that_is_left_out() -> None:
+    (zeros,) = vectors.combine([0.0], [(torch.tensor([1.0, math.inf]),)])
+    assert zeros.tolist() == [0.0, 0.0]
+
+
+def test_one_number_that_is_not_finite_is_noticed_wherever_it_stands() -> None:
+    fine = (torch.ones(3), torch.ones(2, 2))
+    assert vectors.is_finite(fine)
+    for bad in (math.nan, math.inf, -math.inf):
+        for part in range(2):
+            spoilt = tuple(p.clone() for p in fine)
+            spoilt[part].view(-1)[1] = bad
+            assert not vectors.is_finite(spoilt)
+
+
+def test_cosine_is_torchs_for_any_two_of_the_vectors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 7, generator=generator, dtype=torch.float64) * torch.tensor(
+        [[1e-4], [5.0], [0.2]]
+    )
+    gram = rows @ rows.T
+    for i in range(3):
+        for j in range(3):
+            expected = float(torch.nn.functional.cosine_similarity(rows[i], rows[j], dim=0))
+            assert vectors.cosine(gram, i, j) == pytest.approx(expected, rel=1e-9)
+    assert vectors.cosine(gram) == vectors.cosine(gram, 0, 1)
+
+
+def test_the_spectral_norm_is_the_same_in_every_run() -> None:
+    matrix = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
+    like = (torch.zeros(2, dtype=torch.float64),)
+    torch.rand(1)  # the global state of random numbers plays no part
+    once, again = (vectors.spectral_norm(lambda v: (matrix @ v[0],), like, 2) for _ in range(2))
+    assert once == again
+    assert once < 2  # two iterations are not enough, so that the start is seen

@@ -1,0 +1,578 @@
+"""One contract for every family of text-to-image models, on the real classes at tiny random
+sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import concept_eraser
+from concept_eraser import registry
+from concept_eraser.data import batches, generate
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacks import runner
+from concept_eraser.evaluation.attacks.base import Scene
+from concept_eraser.models.base import Condition
+from concept_eraser.models.flow import Flow
+from concept_eraser.models.loading import load
+from concept_eraser.recipes.selections import select
+from concept_eraser.utils.errors import Interrupted, UserError
+from tests import families
+from tests.families import by_hand, drawn, options, plain, texts
+
+every = pytest.mark.parametrize("name", families.NAMES)
+Opened = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where the tiny pipeline of a name is saved."""
+    root, made = tmp_path_factory.mktemp("families"), {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = families.build(name, root / name)
+        return made[name]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Callable[[str], Path]) -> Opened:
+    """The model of a name for tests that only read it, loaded once."""
+    made: dict[str, Any] = {}
+
+    def of(name: str) -> Any:
+        if name not in made:
+            made[name] = load(folder(name))
+            made[name].configure(options(name))
+        return made[name]
+
+    return of
+
+
+@every
+def test_examples_without_their_prompts(name: str, opened: Opened) -> None:
+    """Some are asked with what guidance subtracts, in every family's own form, and the others as
+    before.
+    """
+    model, said = opened(name), texts(name)[:2]
+    examples = batches.make_examples(
+        model, said, latents=torch.zeros(2, *model.latent_shape()), anchors=said[::-1]
+    )
+    null, count = model.null().tensors, 40
+
+    def drawn(share: float) -> batches.Batch:
+        seeded = [torch.Generator().manual_seed(i) for i in range(count)]
+        return replace(examples, empty=share).draw(seeded, torch.device("cpu"))
+
+    plain, some = drawn(0.0), drawn(0.25)
+    for key, value in null.items():
+        nothing = value.to(plain.condition.tensors[key])[0]
+        for before, after in ((plain.condition, some.condition), (plain.anchor, some.anchor)):
+            blank = [bool((after.tensors[key][i] == nothing).all()) for i in range(count)]
+            same = [
+                torch.equal(after.tensors[key][i], before.tensors[key][i]) for i in range(count)
+            ]
+            assert all(a or b for a, b in zip(blank, same, strict=True)), key
+            assert 3 <= sum(
+                a and not b for a, b in zip(blank, same, strict=True)
+            ) <= 17 or torch.equal(nothing, before.tensors[key][0]), key
+    bare = replace(batches.make_examples(model, said, latents=None), empty=0.5).draw(
+        [torch.Generator()] * 4, torch.device("cpu")
+    )
+    assert bare.anchor is None
+
+
+@every
+def test_same_seed_same_image_as_diffusers(name: str, opened: Opened, folder: Any) -> None:
+    model, pipe = opened(name), plain(name, folder(name))
+    for guidance in (3.0, 1.0):
+        assert (
+            drawn(name, model, guidance=guidance) == by_hand(name, pipe, guidance=guidance)
+        ).all()
+    assert (drawn(name, model)[0] != drawn(name, model)[1]).any()
+    assert model.family == name.split("-")[0]
+
+
+@every
+def test_a_batch_is_a_loop_and_a_prompt_is_its_condition(name: str, opened: Opened) -> None:
+    model = opened(name)
+    batch = torch.from_numpy(drawn(name, model)).int()
+    loop = torch.cat(
+        [
+            model.sample([t], seeds=[s], steps=3, guidance=3.0)
+            for t, s in zip(texts(name), (5, 6), strict=True)
+        ]
+    )
+    assert (batch - loop.int()).abs().max() <= 1  # rounding of a last bit
+    encoded = model.sample(model.encode(texts(name)), seeds=[5, 6], steps=3, guidance=3.0)
+    assert (batch - encoded.int()).abs().max() <= 1
+    assert (
+        batch - model.sample(texts(name)[::-1], seeds=[5, 6], steps=3, guidance=3.0).int()
+    ).abs().max() > 1
+
+
+@every
+def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, opened: Opened) -> None:
+    model = opened(name)
+    latents, noise = torch.randn(
+        2, 3, *model.latent_shape(), generator=torch.Generator().manual_seed(0)
+    )
+    t = torch.tensor([1, 500, 990])
+    noisy, target = model.corrupt(latents, noise, t), model.target(latents, noise, t)
+    torch.testing.assert_close(model.clean(noisy, t, target), latents, rtol=1e-3, atol=1e-3)
+    if isinstance(model, Flow):
+        config = model.pipeline.scheduler.config
+        mu = diffusers.pipelines.flux.pipeline_flux.calculate_shift(16)  # tokens of 8 x 8 latents
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
+        scheduler.set_timesteps(1000, sigmas=np.linspace(1, 1e-3, 1000), mu=mu)
+        at = scheduler.timesteps.flip(0)[t]
+        torch.testing.assert_close(
+            noisy, scheduler.scale_noise(latents, at, noise), rtol=1e-4, atol=1e-4
+        )
+        # a straight path: the true velocity leads from x_t to all that lie on it, the clean one too
+        for i in range(3):
+            scheduler.set_begin_index(999 - int(t[i]))
+            scheduler._step_index = None
+            after = scheduler.step(target[i], at[i], noisy[i]).prev_sample
+            below = model.corrupt(latents[i : i + 1], noise[i : i + 1], t[i : i + 1] - 1)[0]
+            torch.testing.assert_close(after, below, rtol=1e-4, atol=1e-4)
+        return
+    scheduler = diffusers.DDIMScheduler.from_config(
+        model.pipeline.scheduler.config, clip_sample=False
+    )
+    torch.testing.assert_close(noisy, scheduler.add_noise(latents, noise, t))
+    scheduler.set_timesteps(1000)
+    for i in range(3):
+        back = scheduler.step(target[i], int(t[i]), noisy[i]).pred_original_sample
+        torch.testing.assert_close(back, latents[i], rtol=1e-3, atol=1e-3)
+
+
+def told(model: Any, draw: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What `draw` gives, and every tensor that the denoiser was last called with meanwhile, by
+    name.
+    """
+    calls, signature = [], inspect.signature(model.denoiser.forward)
+    hook = model.denoiser.register_forward_pre_hook(
+        lambda module, args, named: calls.append(signature.bind(*args, **named).arguments),
+        with_kwargs=True,
+    )
+    try:
+        found = draw()
+    finally:
+        hook.remove()
+    last = {**calls[-1], **(calls[-1].get("added_cond_kwargs") or {})}
+    return found, {name: value for name, value in last.items() if isinstance(value, torch.Tensor)}
+
+
+@every
+def test_the_denoiser_is_asked_what_the_pipeline_asks_it(name: str, opened: Opened) -> None:
+    """The last step of the pipeline's sampling, made from our own face: time, packing, conditions,
+    guidance, decoding.
+    """
+    model, text = opened(name), texts(name)[:1]
+    condition, null = model.encode(text), model.null()
+    x, t = (
+        torch.randn(1, *model.latent_shape(), generator=torch.Generator().manual_seed(5)),
+        model.timesteps - 1,
+    )
+    steps = 1 if isinstance(model, Flow) else 2
+    if steps == 2:
+        x, t = model.partial(x, condition, null, stop=1, steps=2, guidance=3.0)
+    with torch.no_grad():
+        prediction, ours = told(
+            model, lambda: model._guided(x, torch.tensor(t), condition, null, 3.0, None)
+        )
+        image = model.decode(model.clean(x, torch.tensor([t]), prediction))
+    drawn, theirs = told(model, lambda: model.sample(text, seeds=[5], steps=steps, guidance=3.0))
+    assert ours.keys() == theirs.keys() - {"return_dict"}
+    for key, value in ours.items():
+        if name == "dit" and key == "class_labels":
+            value = value.flip(0)  # that pipeline has the null behind
+        torch.testing.assert_close(
+            value, theirs[key].expand_as(value), rtol=1e-4, atol=1e-4, check_dtype=False
+        )
+    found = ((image[0] / 2 + 0.5).clamp(0, 1) * 255).round()
+    expected = drawn[0].permute(2, 0, 1).float()
+    assert (found - expected).abs().max() <= 1
+    assert expected.std() > 5
+
+
+@every
+def test_partial_sampling_stands_where_it_says(
+    name: str, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = opened(name)
+    condition, null = model.encode(texts(name)[:1]), model.null()
+    latents, noise = torch.randn(2, 1, *model.latent_shape())
+    x, t = model.partial(noise, condition, null, stop=0, steps=10, guidance=2.0)
+    torch.testing.assert_close(x, noise)
+    assert t > 850
+    assert model.partial(noise, condition, null, stop=9, steps=10, guidance=2.0)[1] < 150
+    if isinstance(model, Flow):  # with the true velocity
+        monkeypatch.setattr(
+            model, "denoise", lambda x, t, condition, weights=None: (noise - latents).expand_as(x)
+        )
+        x, t = model.partial(noise, condition, null, stop=4, steps=10, guidance=2.0)
+        torch.testing.assert_close(x, model.corrupt(latents, noise, torch.tensor([t])))
+
+
+@every
+def test_encoding_matches_the_pipelines_own_and_vae_round_trip(name: str, opened: Opened) -> None:
+    model = opened(name)
+    condition = model.encode(texts(name))
+    assert len(condition) == 2
+    assert len(model.null()) == 1
+    if name == "dit":
+        assert condition.tensors["classes"].tolist() == [207, 281]
+        assert model.null().tensors["classes"].tolist() == [1000]
+    elif name.startswith("flux"):
+        states, pooled, _ = model.pipeline.encode_prompt(texts(name))
+        torch.testing.assert_close(condition.tensors["states"], states)
+        torch.testing.assert_close(condition.tensors["pooled"], pooled)
+    else:
+        more = [None, None] if name.startswith("sd3") else []
+        states, null, pooled, null_pooled = model.pipeline.encode_prompt(texts(name), *more)
+        for part, whole in (("states", states), ("pooled", pooled)):
+            torch.testing.assert_close(condition.tensors[part], whole)
+        torch.testing.assert_close(model.null().tensors["states"], null[:1])
+        torch.testing.assert_close(model.null().tensors["pooled"], null_pooled[:1])
+    images = torch.rand(2, 3, 16, 16) * 2 - 1
+    latents = model.encode_images(images)
+    assert latents.shape == (2, *model.latent_shape())
+    vae = model.pipeline.vae
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.decode(latents), vae.decode(vae.encode(images).latent_dist.mean).sample
+        )
+
+
+@every
+def test_denoise_with_replaced_weights(name: str, opened: Opened) -> None:
+    model = opened(name)
+    condition = model.encode(texts(name))
+    x, t = torch.randn(2, *model.latent_shape()), torch.tensor([500, 10])
+    own = dict(model.denoiser.named_parameters())
+    last = next(k for k in reversed(own) if k.endswith("bias"))
+    with torch.no_grad():
+        before = model.denoise(x, t, condition)
+        shifted = model.denoise(x, t, condition, {last: own[last] + 1})
+        assert before.shape == x.shape
+        torch.testing.assert_close(shifted, before + 1)
+        each = torch.cat(
+            [model.denoise(x[i : i + 1], t[i : i + 1], condition[i : i + 1]) for i in range(2)]
+        )
+    torch.testing.assert_close(before, each, rtol=1e-4, atol=1e-5)
+
+
+@every
+def test_saved_weights_make_the_same_image_in_plain_diffusers(
+    name: str, opened: Opened, tmp_path: Path
+) -> None:
+    model = copy.deepcopy(opened(name))
+    with torch.no_grad():
+        for p in model.denoiser.parameters():
+            p.mul_(1.1)
+    model.save(tmp_path / "saved")
+    found = by_hand(name, plain(name, tmp_path / "saved"))
+    assert (found == drawn(name, model)).all()
+    assert (found != drawn(name, opened(name))).any()
+    assert not [p for p in (tmp_path / "saved").rglob("*") if p.suffix in (".bin", ".ckpt", ".pt")]
+
+
+SIDES = {
+    "all": ({"loss": "anchor"}, {"loss": "data"}),
+    "cross_attention": ({"loss": "esd", "images": "free"}, {"loss": "distill"}),
+}
+
+
+@pytest.mark.parametrize("selection", SIDES)
+@every
+def test_the_whole_road(
+    name: str, selection: str, opened: Opened, folder: Any, tmp_path: Path
+) -> None:
+    """Load, generate, erase (interrupted and resumed), save, reload, sample."""
+    wanted, other = texts(name)
+    selection = "self_attention" if name == "dit" and selection == "cross_attention" else selection
+    forget, retain = SIDES.get(selection, SIDES["cross_attention"])
+    anchor = {"anchor": other} if forget["loss"] == "anchor" else {}
+    job = {
+        "model": str(folder(name)),
+        "model_options": options(name),
+        "forget": {"prompts": [wanted], "n": 2, **forget, **anchor},
+        "retain": {"prompts": [other], "n": 2, **retain},
+        "method": "munba",
+        "trainable": selection,
+        "training": {"steps": 2, "batch_size": 2, "lr": 1e-2, "save_every": 1, "device": "cpu"},
+        "generation": {"steps": 2, "guidance": 2.0},
+    }
+
+    def stop(step: int, seconds: float) -> None:
+        if step == 1:
+            raise KeyboardInterrupt
+
+    whole = concept_eraser.erase(job, output=tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        concept_eraser.erase(job, output=tmp_path / "run", look=stop)
+    run = concept_eraser.erase(job, output=tmp_path / "run", resume=True)
+    changed, once = (load_file(r.folder / "weights.safetensors") for r in (run, whole))
+    assert all(torch.equal(changed[k], once[k]) for k in once)
+    before = dict(opened(name).denoiser.named_parameters())
+    assert set(changed) == set(select(before, selection))
+    assert sum(not torch.equal(changed[k], before[k]) for k in changed) > len(changed) / 2
+    again = concept_eraser.load(run.folder)  # with the options of its recipe
+    for k, p in again.denoiser.named_parameters():
+        torch.testing.assert_close(p, changed[k] if k in changed else before[k], rtol=0, atol=0)
+    assert (drawn(name, again) == drawn(name, run.load())).all()
+    assert (drawn(name, again) != drawn(name, opened(name))).any()
+    # the changed tensors alone, on the original
+    laid = load(run.folder / "weights.safetensors", base=opened(name))
+    assert (drawn(name, laid) == drawn(name, again)).all()
+
+
+@every
+def test_generated_images_are_cached_by_all_weights(
+    name: str, opened: Opened, tmp_path: Path
+) -> None:
+    """Every part counts, the second and third text encoder too."""
+    model = opened(name)
+    rendered_images = generate.generate(
+        model, texts(name), [1, 2], generate.Sampling(2, 2.0), cache=tmp_path
+    )
+    assert rendered_images.shape == (2, 16, 16, 3)
+    own = generate.model_fingerprint(model)
+    for part in model.parts:
+        moved = copy.deepcopy(model)
+        with torch.no_grad():
+            next(moved.parts[part].parameters()).add_(1)
+        assert generate.model_fingerprint(moved) != own
+
+
+def test_what_cross_attention_means_where_attention_is_joint(opened: Opened) -> None:
+    for name in ("sd3", "flux"):
+        names = [k for k, _ in opened(name).denoiser.named_parameters()]
+        chosen = {
+            key: set(select(names, key))
+            for key in (
+                "all",
+                "cross_attention",
+                "cross_attention_kv",
+                "self_attention",
+                "all_but_cross_attention",
+            )
+        }
+        assert chosen["cross_attention"] | chosen["all_but_cross_attention"] == chosen["all"]
+        assert not chosen["cross_attention"] & chosen["all_but_cross_attention"]
+        assert chosen["cross_attention_kv"] < chosen["cross_attention"]
+        assert not chosen["self_attention"] & chosen["cross_attention"]
+        assert chosen["self_attention"] < chosen["all_but_cross_attention"]
+        attention = {k for k in names if ".attn." in k or ".attn2." in k}
+        assert chosen["self_attention"] | chosen["cross_attention"] == attention
+        assert all("add" in k for k in chosen["cross_attention"])
+    with pytest.raises(UserError, match="matches none of"):
+        select([k for k, _ in opened("dit").denoiser.named_parameters()], "cross_attention")
+
+
+def test_what_several_encoders_or_none_cannot_do(
+    opened: Opened, folder: Any, tmp_path: Path
+) -> None:
+    for name, found in (
+        ("sdxl", "has text_encoder and text_encoder_2"),
+        ("dit", "is conditioned on classes"),
+    ):
+        model = opened(name)
+        tokens = model.tokenize(texts(name))
+        for ask in (
+            lambda m=model: m.words,
+            lambda m=model: m.table,
+            lambda m=model: m.take_text_tower({}),
+            lambda m=model, t=tokens: m.embed(t, rows=torch.zeros(1)),
+            lambda m=model, t=tokens: m.embed(t, weights={}),
+        ):
+            with pytest.raises(UserError, match=found):
+                ask()
+        with pytest.raises(UserError, match=f"the target 'text_encoder' needs .*{found}"):
+            concept_eraser.erase(
+                model=str(folder(name)),
+                target="text_encoder",
+                forget={"prompts": ["281"], "loss": "anchor", "anchor": "7"},
+                retain={"prompts": ["7"], "loss": "distill"},
+                method="munba",
+                training={"device": "cpu"},
+                output=tmp_path / name,
+            )
+        protocol = runner.Protocol(suites.load("tiny_star"), "unlearn_diff", n=2)
+        with pytest.raises(UserError, match=f"the attack 'unlearn_diff'.* needs .*{found}"):
+            runner.run(protocol, model, model)
+
+
+@pytest.mark.parametrize("attack", ["relearning", "seed_search"])
+@every
+def test_attacks_that_write_no_tokens(name: str, attack: str, opened: Opened) -> None:
+    """They search on every family; what they find is for a judge, who has nothing to say about
+    noise.
+    """
+    model, given = (
+        opened(name),
+        {"relearning": {"steps": 1, "images": 2}, "seed_search": {"tries": 1}}[attack],
+    )
+    protocol = runner.Protocol(suites.load("tiny_star"), attack, given, n=2)
+    runner.require_possible(protocol, registry.load("judge", protocol.suite.judge)(), model, model)
+    scene = Scene(
+        model,
+        model,
+        texts(name),
+        texts(name),
+        "star",
+        [1, 2],
+        torch.randn(2, *model.latent_shape()),
+    )
+    before = generate.model_fingerprint(model)
+    rounds = list(protocol.build().search(scene))
+    assert len(rounds) == 1
+    assert rounds[0].texts == texts(name)
+    assert generate.model_fingerprint(model) == before
+
+
+def test_an_adversary_shifts_the_states_only_where_there_are_some(
+    opened: Opened, folder: Any, tmp_path: Path
+) -> None:
+    job: dict[str, Any] = {
+        "method": "adversarial",
+        "attack": {"n": 2},
+        "training": {"steps": 1, "batch_size": 2, "device": "cpu"},
+        "generation": {"steps": 1},
+    }
+    for name in ("sdxl", "dit"):
+        sides = {
+            "forget": {"prompts": texts(name)[:1], "n": 2, "loss": "ascent"},
+            "retain": {"prompts": texts(name)[1:], "n": 2},
+        }
+        asked = {**job, **sides, "model": str(folder(name)), "output": tmp_path / name}
+        if name == "dit":
+            with pytest.raises(UserError, match="an adversary on the text's embedding needs"):
+                concept_eraser.erase(**asked)
+        else:
+            assert concept_eraser.erase(**asked).folder.exists()
+
+
+def test_options_of_a_family(opened: Opened) -> None:
+    flux = copy.deepcopy(opened("flux"))
+    assert flux.encode(["a star"]).tensors["guidance"].tolist() == [1.0]
+    flux.configure({"guidance": 3.5, "size": 32})
+    assert flux.encode(["a star"]).tensors["guidance"].tolist() == [3.5]
+    assert flux.latent_shape() == (4, 16, 16)
+    assert flux.sample(["a star"], seeds=[0], steps=1, guidance=1.0).shape == (1, 32, 32, 3)
+    assert float(flux.sigma(torch.tensor(500))) > float(
+        opened("flux").sigma(torch.tensor(500))
+    )  # more tokens, more noise
+    x, t = torch.randn(1, 4, 8, 8), torch.tensor([500])
+    told = [
+        Condition({**flux.encode(["a star"]).tensors, "guidance": torch.tensor([g])})
+        for g in (1.0, 5.0)
+    ]
+    with torch.no_grad():
+        assert not torch.equal(flux.denoise(x, t, told[0]), flux.denoise(x, t, told[1]))
+    sdxl = copy.deepcopy(opened("sdxl"))
+    sdxl.configure({"size": 32})
+    assert sdxl.encode(["a star"]).tensors["time_ids"].tolist() == [[32, 32, 0, 0, 32, 32]]
+    assert sdxl.sample(["a star"], seeds=[0], steps=1, guidance=1.0).shape == (1, 32, 32, 3)
+    for model, given, message in (
+        (flux, {"guidence": 1.0}, "did you mean 'guidance'"),
+        (flux, {"guidance": 2.0, "size": 18}, "multiple of 4"),
+        (flux, {"guidance": float("nan")}, "expected a number"),
+        (flux, {"size": "big"}, "expected a number"),
+        (copy.deepcopy(opened("sd3")), {"size": 64}, "at most 32 pixels"),
+        (opened("dit"), {"size": 64}, "option of the model family 'dit'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model.configure(given)
+    assert (flux.guidance, flux.size) == (3.5, 32)  # a refused request changes nothing
+
+
+def test_classes_by_name_or_number(opened: Opened) -> None:
+    dit = opened("dit")
+    assert dit.encode(["tabby", "golden retriever", "207", ""]).tensors["classes"].tolist() == [
+        281,
+        207,
+        207,
+        1000,
+    ]
+    for wrong in ("taby", "1000", "-1"):
+        with pytest.raises(UserError, match=f"unknown class '{wrong}'"):
+            dit.encode([wrong])
+
+
+def test_what_a_family_refuses(opened: Opened) -> None:
+    sdxl = copy.deepcopy(opened("sdxl").pipeline)
+    sdxl.scheduler = diffusers.EDMEulerScheduler()
+    with pytest.raises(UserError, match="of another diffusion"):
+        load(sdxl)
+    sd3 = copy.deepcopy(opened("sd3").pipeline)
+    sd3.scheduler = diffusers.DDIMScheduler()
+    with pytest.raises(UserError, match="not one of flow matching"):
+        load(sd3)
+    sd3 = copy.deepcopy(opened("sd3").pipeline)
+    sd3.text_encoder = None
+    with pytest.raises(UserError, match="needs both of its CLIP text encoders"):
+        load(sd3)
+    dit = copy.deepcopy(opened("dit").pipeline)
+    dit.scheduler = diffusers.DDPMScheduler()
+    with pytest.raises(UserError, match="a seed names no image"):
+        load(dit)
+    dit.scheduler = diffusers.DDIMScheduler()
+    small = load(dit)
+    small.classes = 10
+    with pytest.raises(UserError, match="guides models of 1000 classes only"):
+        small.sample(["1"], seeds=[0], steps=1, guidance=2.0)
+
+
+def test_weights_are_checked_by_the_model_index(folder: Any, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(folder("sd3"), tmp_path / "model"))
+    path = next((copied / "text_encoder_3").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(UserError, match=r"text_encoder_3.*damaged or truncated"):
+        load(copied)
+    path.unlink()
+    (copied / "text_encoder_3" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="--allow-pickle"):
+        load(copied)
+    index = copied / "model_index.json"
+    absent = {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
+    index.write_text(json.dumps({**json.loads(index.read_text()), **absent}))
+    assert load(copied).readers == ("text_encoder", "text_encoder_2")
+
+
+def test_a_hub_id_is_of_the_family_its_index_names(folder: Any, tmp_path: Path) -> None:
+    base = tmp_path / "hub" / "models--someone--dit"
+    shutil.copytree(folder("dit"), base / "snapshots" / ("0" * 40))
+    (base / "refs").mkdir()
+    (base / "refs" / "main").write_text("0" * 40)
+    code = (
+        "from concept_eraser.models.loading import load; m = load('someone/dit'); "
+        "print(m.family, m.source)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+    )
+    assert found.stdout.strip() == "dit someone/dit", found.stderr[-2000:]

@@ -1,0 +1,457 @@
+"""The hub: ids with a revision, the cache on disk, no network, and uploads to a hub of our own on
+this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import concept_eraser
+from concept_eraser import UserError
+from concept_eraser.cli.main import app
+from concept_eraser.models import hub, single_file
+from concept_eraser.models.loading import load, load_part
+from concept_eraser.models.module import build
+from concept_eraser.utils import resources
+from tests.conftest import short
+from tests.fake_hub import TOKEN, Hub
+
+FOLDER = resources.tiny_weights() / "tiny-sd"
+MAIN, OLD = "0" * 40, "1" * 40
+NOBODY = "http://127.0.0.1:9"  # where nothing listens
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "no_star"
+    concept_eraser.erase(
+        short(training__steps=2, trainable={"select": "cross_attention_kv", "lora": {"rank": 2}}),
+        output=folder,
+    )
+    return folder
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> Path:
+    """A cache as the hub's client lays it out: main and a branch whose text encoder is another."""
+    base = tmp_path / "hub" / "models--someone--tiny"
+    (base / "refs").mkdir(parents=True)
+    for name, commit in (("main", MAIN), ("old", OLD)):
+        shutil.copytree(FOLDER, base / "snapshots" / commit)
+        (base / "refs" / name).write_text(commit)
+    index = base / "snapshots" / OLD / "scheduler" / "scheduler_config.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "num_train_timesteps": 500}))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def world(cached: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Where the hub is and which cache is used, as its client would have read from the environment
+    at its import.
+    """
+    from huggingface_hub import constants
+
+    def be(endpoint: str = NOBODY, *, offline: bool = False, token: str | None = None) -> None:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cached))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_TOKEN", token or "")
+
+    return be
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_revision_comes_from_the_cache(offline: bool, world) -> None:
+    """By branch and by commit; offline by wish, and because the hub is not there."""
+    world(offline=offline)
+    for name, steps in (
+        ("someone/tiny", 1000),
+        ("someone/tiny@old", 500),
+        (f"someone/tiny@{OLD}", 500),
+    ):
+        found = load(name)
+        assert (found.source, found.timesteps) == (name, steps)
+
+
+def test_without_network_it_fails_fast_in_one_sentence(world) -> None:
+    """A hub that refuses, one that never answers, and a revision that the cache lacks."""
+    silent = socket.create_server(("127.0.0.1", 0))  # takes the connection and says nothing
+    for name, endpoint, said in (
+        (
+            "nobody/nothing",
+            NOBODY,
+            (
+                "the hub cannot be reached, and the cache on this machine does not hold it; "
+                "give a local folder, or set HF_HOME"
+            ),
+        ),
+        (
+            "nobody/nothing",
+            f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "the hub cannot be reached",
+        ),
+        ("someone/tiny@new", NOBODY, "does not hold its revision 'new'"),
+    ):
+        world(endpoint)
+        start = time.time()
+        with pytest.raises(UserError, match=said) as caught:
+            load(name)
+        assert "\n" not in str(caught.value)
+        assert time.time() - start < hub.PATIENCE + 2, "on a busy machine"
+    silent.close()
+
+
+def test_a_table_of_a_hub_that_is_silent_is_told_at_once(world) -> None:
+    """The hub's client alone tries five times, for half a minute."""
+    from concept_eraser.data import tables
+
+    silent = socket.create_server(("127.0.0.1", 0))
+    for endpoint in (NOBODY, f"http://127.0.0.1:{silent.getsockname()[1]}"):
+        world(endpoint)
+        start = time.time()
+        with pytest.raises(
+            UserError,
+            match=r"did not give 'hf://nobody/nothing/x.csv'.*Download the file and give its path",
+        ):
+            tables.from_hub("hf://nobody/nothing/x.csv")
+        assert time.time() - start < hub.PATIENCE + 2, "on a busy machine"
+    silent.close()
+
+
+def test_what_the_hub_answers_is_told(world) -> None:
+    """A token that is not taken; no such repository (the hub says 401 to those who are nobody, 404
+    to others).
+    """
+    server = Hub()
+    world(server.url)
+    with pytest.raises(UserError, match="token") as caught:
+        load("someone/tiny", token="hf_wrong")
+    assert "hf_wrong" not in str(caught.value)
+    server.refuse["/api/models/"] = 404
+    with pytest.raises(
+        UserError, match="cannot load someone/tiny: the hub has no someone/tiny, or hides it"
+    ):
+        load("someone/tiny", token=TOKEN)
+    assert f"Bearer {TOKEN}" in server.tokens
+
+
+@pytest.mark.parametrize("name", ["owner/name", "owner/name@main", "o.w/n-a_me@refs/pr/1"])
+def test_ids(name: str) -> None:
+    assert hub.is_id(name)
+    assert hub.split(name)[0] == name.partition("@")[0]
+
+
+@pytest.mark.parametrize("name", ["name", "a/b/c", "/a/b", "a/b@", "a/b@x y", "./a"])
+def test_no_ids(name: str) -> None:
+    assert not hub.is_id(name)
+    with pytest.raises(UserError, match="is no hub id"):
+        hub.split(name)
+
+
+def test_a_single_file_beside_a_hub_id_of_its_architecture(
+    cached: Path, tmp_path: Path, shared_tiny, world
+) -> None:
+    """Configuration alone is needed, and comes from the cache."""
+    single_file.write(shared_tiny, tmp_path / "tiny.safetensors")
+    for weights in (cached / "models--someone--tiny" / "snapshots" / MAIN).rglob("*.safetensors"):
+        weights.unlink()
+    world()
+    assert load(tmp_path / "tiny.safetensors", base="someone/tiny").family == "sd"
+
+
+def test_a_dry_run_shows_files_and_card_and_sends_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a dry run opened a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    found = concept_eraser.push_to_hub(run, "me/no-star", kind="both", dry_run=True)
+    names = [one.name for one in found.uploads]
+    assert {
+        "README.md",
+        "model_index.json",
+        "unet/diffusion_pytorch_model.safetensors",
+        "pytorch_lora_weights.safetensors",
+        "concept_eraser/recipe.yaml",
+        "concept_eraser/environment.json",
+    } <= set(names)
+    assert len(names) == len(set(names))
+    assert not any("attack" in name or "log" in name or name.endswith(".ckpt") for name in names)
+    assert found.url is None
+    assert found.warnings == ("This erasure was not evaluated.", "This erasure was not attacked.")
+    lora = concept_eraser.push_to_hub(run, "me/no-star", kind="lora", dry_run=True)
+    assert "model_index.json" not in [one.name for one in lora.uploads]
+    done = CliRunner().invoke(
+        app, ["push", str(run), "me/no-star", "--as", "both", "--dry-run", "--private"]
+    )
+    assert done.exit_code == 0, done.output
+    for said in (
+        "warning: This erasure was not evaluated. The card says so.",
+        "would upload to me/no-star (private):",
+        "unet/diffusion_pytorch_model.safetensors",
+        "nothing was sent",
+        "# no-star",
+    ):
+        assert said in done.output
+    size = (run / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").stat().st_size
+    assert f"{size:,} bytes" in done.output
+
+
+def test_nothing_that_names_this_machine_is_uploaded(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    config = copied / "pipeline" / "unet" / "config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "_name_or_path": str(tmp_path / "base")})
+    )
+    for one in concept_eraser.push_to_hub(copied, "me/no-star", kind="both", dry_run=True).uploads:
+        content = one.content if isinstance(one.content, bytes) else one.content.read_bytes()
+        assert str(tmp_path).encode() not in content, one.name
+        assert str(run.parent).encode() not in content, one.name
+    assert str(tmp_path) in config.read_text(), "the run's own file stays as it was"
+
+
+def test_relative_paths_and_what_is_no_part_of_a_model_stay_here(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    index, tokenizer = (
+        copied / "pipeline" / "model_index.json",
+        copied / "pipeline" / "tokenizer" / "tokenizer_config.json",
+    )
+    for path, told in (
+        (index, "../../elsewhere77/base"),
+        (copied / "pipeline" / "vae" / "config.json", "runs/elsewhere77/vae"),
+        (tokenizer, "/home/elsewhere77/words"),
+    ):
+        path.write_text(
+            json.dumps(
+                {**json.loads(path.read_text()), "_name_or_path": told, "name_or_path": told}
+            )
+        )
+    config = copied / "pipeline" / "unet" / "config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "_name_or_path": "someone/tiny"})
+    )
+    hidden = [
+        copied / "pipeline" / ".env",
+        copied / "pipeline" / ".git" / "config.json",
+        copied / "lora" / ".netrc",
+        copied / "pipeline" / "unet" / "notes.pdf",
+        copied / "pipeline" / "README.md",
+    ]
+    for path in hidden:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("elsewhere77")
+    found = concept_eraser.push_to_hub(copied, "me/no-star", kind="both", dry_run=True)
+    contents = {
+        one.name: one.content if isinstance(one.content, bytes) else one.content.read_bytes()
+        for one in found.uploads
+    }
+    assert not [name for name, content in contents.items() if b"elsewhere77" in content]
+    assert len(contents) == len(found.uploads)
+    assert json.loads(contents["unet/config.json"])["_name_or_path"] == "someone/tiny", (
+        "an id of the hub is no path"
+    )
+    assert json.loads(contents["model_index.json"])["_class_name"] == "StableDiffusionPipeline"
+    assert sorted(found.left_out) == [
+        "lora/.netrc",
+        "pipeline/.env",
+        "pipeline/.git/config.json",
+        "pipeline/README.md",
+        "pipeline/unet/notes.pdf",
+    ]
+    done = CliRunner().invoke(app, ["push", str(copied), "me/no-star", "--dry-run"])
+    assert (
+        "left out, for they are hidden or of no kind that models are saved as: pipeline/.env"
+        in done.output
+    )
+
+
+def test_a_half_filled_cache_is_told_by_the_hub_id(cached: Path, world) -> None:
+    """As a download that was cut off leaves it."""
+    snapshot = cached / "models--someone--tiny" / "snapshots" / MAIN
+    for lost, said in (
+        (snapshot / "unet" / "diffusion_pytorch_model.safetensors", "unet holds no weights"),
+        (snapshot / "vae", "it has no vae/ folder"),
+        (snapshot / "model_index.json", "it has no model_index.json"),
+    ):
+        kept = lost.rename(cached / "kept")
+        world()
+        with pytest.raises(
+            UserError, match=r"cannot load someone/tiny: the download of it .* is incomplete"
+        ) as caught:
+            load("someone/tiny")
+        kept.rename(lost)
+        assert said in str(caught.value)
+        assert f"remove {cached / 'models--someone--tiny'} and" in str(caught.value)
+        assert "run once with a network" in str(caught.value)
+        assert "snapshots" not in str(caught.value)
+
+
+def uploaded(folder: Path, cache: Path) -> str:
+    """The code of the card of a run, whose upload lies in the cache as if it had been fetched."""
+    found = concept_eraser.push_to_hub(folder, "me/mine", dry_run=True)
+    base = cache / "models--me--mine"
+    (base / "refs").mkdir(parents=True)
+    (base / "refs" / "main").write_text(MAIN)
+    for one in found.uploads:
+        place = base / "snapshots" / MAIN / one.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(
+            one.content if isinstance(one.content, bytes) else one.content.read_bytes()
+        )
+    return found.card.split("## How to use it")[1].split("```python\n")[1].split("```")[0]
+
+
+def classifier(source: str, folder: Path) -> dict[str, torch.Tensor]:
+    """A run on a classifier, and its weights."""
+    settings = {
+        "target": "classifier",
+        "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
+        "retain": "rest",
+    }
+    training = {"steps": 1, "batch_size": 4, "device": "cpu"}
+    return (
+        concept_eraser.erase(model=source, output=folder, training=training, **settings)
+        .load()
+        .module.state_dict()
+    )  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["architecture", "function", "clip", "vae"])
+def test_the_cards_code_loads_what_was_uploaded(
+    kind: str, tmp_path: Path, world, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    world(offline=True)
+    run = tmp_path / "run"
+    if kind in ("architecture", "function"):
+        build("mlp", "classifier", inputs=64, hidden=8).save(tmp_path / "net")
+        (tmp_path / "cardnet.py").write_text(
+            "from torch import nn\n\ndef make():\n    return nn.Linear(64, 10)\n"
+        )
+        expected = classifier("net" if kind == "architecture" else "cardnet:make", run)
+    else:
+        (run / "model").mkdir(parents=True)
+        recipe = {
+            "model": "tiny-sd",
+            "target": kind,
+            "forget": {"data": "digits", "classes": ["3"], "loss": "ascent"},
+            "retain": {"data": "digits", "loss": "data"},
+            "method": {"name": "munba"},
+            "trainable": {"select": "all"},
+        }
+        (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        (run / "done.json").write_text(json.dumps({"seconds": 1.0}))
+        if kind == "vae":
+            diffusers.AutoencoderKL.from_pretrained(FOLDER / "vae").save_pretrained(run / "model")
+        else:
+            load_part("tiny-sd", "clip").save(run / "model")
+        expected = load_part(run, kind).module.state_dict()  # type: ignore[attr-defined]
+    found: dict[str, Any] = {}
+    exec(uploaded(run, cached), found)
+    assert not found["model"].training
+    state = found["model"].state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    assert ("tokenizer" in found) == (kind == "clip")
+
+
+def test_weights_alone_are_said_to_be_so(tmp_path: Path) -> None:
+    """Of a network in memory nobody knows how it was made; the card leaves one line to its
+    reader.
+    """
+    run = tmp_path / "run"
+    concept_eraser.erase(
+        model=torch.nn.Linear(64, 10),
+        target="classifier",
+        forget={"data": "digits", "classes": [3], "loss": "relabel"},
+        retain="rest",
+        training={"steps": 1, "batch_size": 4, "device": "cpu"},
+        output=run,
+    )
+    text = concept_eraser.card(run, repository="me/mine")
+    assert "it was a `torch.nn.modules.linear.Linear`" in text
+    assert 'load_file(hf_hub_download("me/mine", "model.safetensors"))' in text
+    assert "concept_eraser.measure" not in text
+
+
+def test_what_is_not_pushed(run: Path, tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "recipe.yaml").write_text((run / "recipe.yaml").read_text())
+    whole = tmp_path / "whole"
+    shutil.copytree(run, whole, ignore=shutil.ignore_patterns("lora", "pipeline"))
+    for asked, said in (
+        ((unfinished, "me/x"), "is not finished"),
+        ((tmp_path, "me/x"), "is no run folder"),
+        ((run, "no-star"), "is no hub id; expected owner/name"),
+        ((run, "me/x@old"), "give the branch with --revision old"),
+        ((whole, "me/x"), "holds no whole model"),
+    ):
+        with pytest.raises(UserError, match=said):
+            concept_eraser.push_to_hub(*asked, dry_run=True)
+    with pytest.raises(UserError, match="trained no LoRA"):
+        concept_eraser.push_to_hub(whole, "me/x", kind="lora", dry_run=True)
+    with pytest.raises(UserError, match="unknown kind of upload 'lor'; did you mean 'lora'"):
+        concept_eraser.push_to_hub(run, "me/x", kind="lor", dry_run=True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        concept_eraser.push_to_hub(run, "me/x")
+
+
+def test_an_upload_arrives_and_draws_the_runs_image(run: Path, tmp_path: Path, world) -> None:
+    """Over HTTP, by the command; what arrived is a pipeline and a LoRA for plain diffusers."""
+    server = Hub()
+    world(server.url, token=TOKEN)
+    done = CliRunner().invoke(
+        app, ["push", str(run), "me/no-star", "--as", "both", "--private", "--revision", "draft"]
+    )
+    assert done.exit_code == 0, done.exception
+    assert f"uploaded: {server.url}/me/no-star/commit/" in done.output
+    assert TOKEN not in done.output
+    assert server.created[0]["name"] == "no-star"
+    assert server.created[0].get("private", server.created[0].get("visibility") == "private")
+    assert any("/branch/draft" in asked for asked in server.asked)
+    assert any("/commit/draft" in asked for asked in server.asked)
+    for name, content in server.files.items():
+        place = tmp_path / "there" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    asked = {"seeds": [5], "steps": 2, "guidance": 3.0}
+    expected = load(run).sample(["a red star"], **asked)
+    assert torch.equal(load(tmp_path / "there").sample(["a red star"], **asked), expected)
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(
+        FOLDER, safety_checker=None, feature_extractor=None
+    )
+    pipe.load_lora_weights(str(tmp_path / "there"))
+    assert (load(pipe).sample(["a red star"], **asked).int() - expected.int()).abs().max() <= 1
+    assert not any(TOKEN.encode() in content for content in server.files.values())
+    assert not any(TOKEN in p.read_text() for p in run.rglob("*.json"))
+
+
+def test_what_the_hub_refuses_is_said_in_a_sentence(run: Path, world) -> None:
+    server = Hub()
+    world(server.url)
+    with pytest.raises(UserError, match="the hub knows nobody by this token") as caught:
+        concept_eraser.push_to_hub(run, "me/no-star", token="hf_wrong")
+    assert "hf_wrong" not in str(caught.value)
+    server.refuse["/commit/"] = 403
+    with pytest.raises(UserError, match="this token may not write to me/no-star"):
+        concept_eraser.push_to_hub(run, "me/no-star", token=TOKEN)
+    world(NOBODY)
+    with pytest.raises(UserError, match="the hub cannot be reached, so nothing was uploaded"):
+        concept_eraser.push_to_hub(run, "me/no-star", token=TOKEN)

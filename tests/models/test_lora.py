@@ -1,0 +1,286 @@
+"""Low-rank factors in place of weights: every rule trains them, nothing else moves, plain diffusers
+loads them.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import concept_eraser
+from concept_eraser import UserError, registry
+from concept_eraser.cli.main import app
+from concept_eraser.models.lora import Adapter, layers_of
+from concept_eraser.utils import resources
+from tests.conftest import short
+
+ASKED: dict[str, Any] = {"seeds": [5], "steps": 3, "guidance": 5.0}
+LORA = {"select": "cross_attention", "lora": {"rank": 2, "alpha": 4}}
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    """A recipe of one step, on a model in memory or not, whose rate makes it show."""
+    return short(**{"trainable": LORA, "training__steps": 1, "training__lr": 0.05, **changes})
+
+
+def plain() -> Any:
+    """The bundled pipeline as a user of diffusers has it."""
+    from diffusers import StableDiffusionPipeline
+
+    folder = resources.tiny_weights() / "tiny-sd"
+    pipe = StableDiffusionPipeline.from_pretrained(
+        folder, safety_checker=None, feature_extractor=None
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(torch.float32)
+
+
+def rendered_image(pipe: Any) -> torch.Tensor:
+    image = pipe(
+        "a red star",
+        generator=torch.Generator().manual_seed(5),
+        num_inference_steps=3,
+        guidance_scale=5.0,
+        output_type="np",
+    ).images[0]
+    return torch.from_numpy((image * 255).round().astype("uint8")).int()
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The largest difference of two images, in levels of 255."""
+    return int((a.int() - b.int()).abs().max())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> concept_eraser.Run:
+    return concept_eraser.erase(
+        asked(training__steps=3), output=tmp_path_factory.mktemp("run") / "run"
+    )
+
+
+def test_plain_diffusers_draws_with_the_lora_what_the_merged_pipeline_draws(run) -> None:
+    merged = run.load().sample(["a red star"], **ASKED)[0]
+    assert torch.equal(concept_eraser.load(run.folder).sample(["a red star"], **ASKED)[0], merged)
+    pipe = plain()
+    before = rendered_image(pipe)
+    pipe.load_lora_weights(str(run.folder / "lora"), adapter_name="erase")
+    assert apart(rendered_image(pipe), merged) <= 1
+    assert apart(before, merged) > 10, "it does something"
+    pipe.set_adapters("erase", 0.0)  # the strength slider of diffusers
+    assert apart(rendered_image(pipe), before) == 0
+
+
+def test_the_run_folder_says_what_was_trained(run) -> None:
+    done = json.loads((run.folder / "done.json").read_text())
+    factors = load_file(run.folder / "lora" / "pytorch_lora_weights.safetensors")
+    assert (
+        done["trained_tensors"]
+        == len(factors)
+        == 2 * len(load_file(run.folder / "weights.safetensors"))
+    )
+    assert done["trained_parameters"] == sum(value.numel() for value in factors.values())
+    assert yaml.safe_load((run.folder / "recipe.yaml").read_text())["trainable"]["lora"] == {
+        "rank": 2,
+        "alpha": 4.0,
+        "conv": False,
+    }
+
+
+def test_only_the_adapted_weights_changed_and_by_the_rank_asked_for(run, shared_tiny) -> None:
+    changed, before = (
+        load_file(run.folder / "weights.safetensors"),
+        shared_tiny.denoiser.state_dict(),
+    )
+    after = run.load().denoiser.state_dict()
+    assert list(after) == list(before), "no trace of an adapter"
+    assert {name for name in before if not torch.equal(before[name], after[name])} == set(changed)
+    assert all(".attn2." in name and name.endswith(".weight") for name in changed)
+    for name, value in changed.items():
+        assert torch.linalg.matrix_rank(value - before[name], rtol=1e-4) <= 2
+
+
+METHODS = [
+    name for name in registry.names("method") if not hasattr(registry.load("method", name), "edit")
+]
+SIDES = {"forum": {"attack": {"n": 4}}, "adversarial": {"attack": {"n": 4}}}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_rule_trains_a_lora(method: str, tmp_path: Path, tiny) -> None:
+    """A rule sees vectors only; after one step `up` has left 0, and no other weight has moved."""
+    before = {k: v.clone() for part in tiny.parts.values() for k, v in part.state_dict().items()}
+    recipe = {**asked(method={"name": method}, training__batch_size=2), **SIDES.get(method, {})}
+    done = concept_eraser.erase(recipe, model=tiny, output=tmp_path / "run")
+    after = {k: v for part in tiny.parts.values() for k, v in part.state_dict().items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(load_file(done.folder / "weights.safetensors"))
+    assert changed
+    assert all(".attn2." in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trainable__saliency": 0.2},
+        {"forget__loss": "esd", "forget__images": "free"},
+        {"training__precision": "bf16"},
+        {"trainable__select": "all", "trainable__lora": {"rank": 2, "conv": True}},
+        {"target": "text_encoder", "trainable__select": "text_attention"},
+    ],
+    ids=["saliency", "free", "bf16", "conv", "text_encoder"],
+)
+def test_other_points_of_the_menu(change: dict, tmp_path: Path, shared_tiny) -> None:
+    recipe = {**asked(), "trainable": dict(LORA)}
+    for path, value in change.items():
+        *parents, last = path.split("__")
+        (recipe[parents[0]] if parents else recipe)[last] = value
+    done = concept_eraser.erase(recipe, output=tmp_path / "run")
+    merged = done.load().sample(["a red star"], **ASKED)[0]
+    pipe = plain()
+    pipe.load_lora_weights(str(done.folder / "lora"))
+    assert apart(rendered_image(pipe), merged) <= 1
+    assert apart(shared_tiny.sample(["a red star"], **ASKED)[0], merged) > 1
+
+
+def test_the_teacher_is_the_model_without_the_lora(tiny, shared_tiny) -> None:
+    """Also when the factors have moved: they stand at their start for it, where `up` is 0."""
+    from concept_eraser.erasers.denoiser import Denoiser
+
+    adapter = Adapter(
+        tiny.denoiser,
+        layers_of(tiny.denoiser, ["mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight"]),
+        rank=3,
+        alpha=3,
+        seed=0,
+    )
+    eraser = Denoiser(tiny, {}, adapter.tensors, adapter=adapter)
+    x, t, c = torch.randn(1, 4, 16, 16), torch.tensor([3]), shared_tiny.encode(["a star"])
+    untouched = shared_tiny.denoise(x, t, c)
+    assert torch.equal(tiny.denoise(x, t, c), untouched)
+    with torch.no_grad():
+        for value in eraser.trainable().values():
+            value.normal_()
+    assert not torch.equal(tiny.denoise(x, t, c), untouched)
+    assert torch.equal(tiny.denoise(x, t, c, eraser.originals), untouched)
+    for name, layer in adapter.layers.items():  # peft's own product of the factors
+        torch.testing.assert_close(
+            adapter.factors("denoiser").change(name), layer.get_delta_weight("eraser")
+        )
+    eraser.restore()
+    assert torch.equal(tiny.denoise(x, t, c), untouched)
+    assert list(tiny.denoiser.state_dict()) == list(shared_tiny.denoiser.state_dict())
+
+
+def test_an_error_leaves_a_model_in_memory_as_it_was(tiny, shared_tiny, tmp_path: Path) -> None:
+    def stop(step: int, seconds: float) -> None:
+        if step == 1:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        concept_eraser.erase(asked(), model=tiny, output=tmp_path / "run", look=stop)
+    ours, theirs = tiny.denoiser.state_dict(), shared_tiny.denoiser.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    path, folder = tmp_path / "recipe.yaml", tmp_path / "killed"
+    path.write_text(
+        yaml.safe_dump(asked(training__steps=8, training__save_every=2, training__lr=1e-3))
+    )
+    whole = concept_eraser.erase(str(path), output=tmp_path / "whole").folder
+    command = [
+        sys.executable,
+        "-m",
+        "concept_eraser.cli.main",
+        "erase",
+        str(path),
+        "-o",
+        str(folder),
+        "-q",
+        "--resume",
+    ]
+    process = subprocess.Popen(command)
+    log = folder / "log.jsonl"
+    while (not log.exists() or log.read_text().count("\n") < 3) and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert subprocess.run(command).returncode == 0
+    for name in ("weights.safetensors", "lora/pytorch_lora_weights.safetensors"):
+        expected, found = load_file(whole / name), load_file(folder / name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[k], found[k]) for k in expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            asked(trainable={"select": "re:norm", "lora": 4}),
+            "found weights of GroupNorm, LayerNorm",
+        ),
+        (asked(trainable={"select": "re:conv", "lora": 4}), "trainable.lora.conv: true"),
+        (
+            asked(trainable={"select": "all", "lora": 4, "reinitialise": 0.1}),
+            "reinitialise draws weights anew",
+        ),
+        (
+            asked(trainable={"select": "all", "lora": 0}),
+            "trainable.lora.rank: input should be greater than or equal to 1",
+        ),
+        (asked(trainable={"select": "all", "lora": {"ranks": 1}}), "did you mean 'rank'"),
+        (asked(trainable={"select": "all", "lora": "big"}), "trainable.lora.rank"),
+    ],
+)
+def test_what_cannot_be(recipe: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        concept_eraser.erase(recipe, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_targets_and_adapted_models_are_refused(tmp_path: Path, run, tiny) -> None:
+    from concept_eraser.recipes import recipe as recipes
+
+    with pytest.raises(UserError, match="only the targets denoiser and text_encoder train a LoRA"):
+        recipes.load(
+            {
+                "target": "classifier",
+                "forget": {"data": "digits", "classes": [3]},
+                "retain": "rest",
+                "trainable": {"lora": 4},
+            }
+        )
+    tiny.pipeline.load_lora_weights(str(run.folder / "lora"))
+    with pytest.raises(UserError, match="carries adapters"):
+        Adapter(tiny.denoiser, [], rank=1, alpha=1, seed=0)
+
+
+def test_the_flag_and_the_dry_run() -> None:
+    flags = [
+        "--forget",
+        "tiny_star",
+        "--anchor",
+        "shape=circle",
+        "--retain",
+        "tiny_rest",
+        "--lora",
+        "8",
+        "--select",
+        "cross_attention",
+    ]
+    shown = CliRunner().invoke(app, ["erase", *flags, "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert "rank: 8\n    alpha: 8.0" in shown.output
+    assert "trains a LoRA of" in shown.output

@@ -1,0 +1,391 @@
+"""Checkpoints of one file, of every family that has an original layout: what we write, diffusers'
+own reader takes for the same tensors and the same image; what others write in parts is put on its
+base, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders import single_file_utils as theirs
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from concept_eraser.models import single_file
+from concept_eraser.models.loading import load
+from concept_eraser.models.single_file import transformers
+from concept_eraser.utils.errors import UserError
+from tests import families
+
+Opened = Callable[[str], Any]
+
+
+def _sd2(folder: Path, tiny: Any) -> Path:
+    """The bundled pipeline with a text encoder like Stable Diffusion 2's."""
+    own = tiny.pipeline.text_encoder.config
+    config = CLIPTextConfig(
+        vocab_size=own.vocab_size,
+        hidden_size=own.hidden_size,
+        intermediate_size=2 * own.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=own.max_position_embeddings,
+        hidden_act="gelu",
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id,
+    )
+    torch.manual_seed(0)
+    parts = {**tiny.pipeline.components, "text_encoder": CLIPTextModel(config)}
+    diffusers.StableDiffusionPipeline(**parts, requires_safety_checker=False).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def _sd3(folder: Path) -> Path:
+    """SD 3 with CLIPs of two widths, by which readers tell them apart, and the identity for the
+    first one's projection.
+    """
+    pipe = families.plain("sd3", families.build("sd3", folder))
+    torch.manual_seed(1)
+    second, t5 = families._clip(32, True), families._t5()[0]
+    for module in (second, t5):
+        for p in module.parameters():
+            p.data.normal_(0, 0.1)
+    transformer = diffusers.SD3Transformer2DModel.from_config(
+        {**pipe.transformer.config, "joint_attention_dim": 48, "pooled_projection_dim": 48}
+    )
+    wide = t5.config.to_dict() | {"d_model": 48}
+    t5 = type(t5)(type(t5.config)(**wide))
+    pipe = type(pipe)(
+        **{
+            **pipe.components,
+            "text_encoder_2": second,
+            "text_encoder_3": t5,
+            "transformer": transformer,
+        }
+    )
+    pipe.text_encoder.text_projection.weight.data = torch.eye(16)
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(
+    tmp_path_factory: pytest.TempPathFactory, shared_tiny: Any
+) -> Callable[[str], tuple[Path, Any]]:
+    """The folder and the model of a name, made once."""
+    root, made = tmp_path_factory.mktemp("single"), {}
+
+    def of(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            folder = root / name
+            made_by = {"sd2": lambda: _sd2(folder, shared_tiny), "sd3": lambda: _sd3(folder)}
+            found = made_by.get(name, lambda: families.build(name, folder))()
+            made[name] = found, load(found)
+        return made[name]
+
+    return of
+
+
+def sample(model: Any) -> torch.Tensor:
+    size = {"size": 16} if model.family == "flux" else {}
+    found = copy.copy(model)
+    found.configure(size)
+    return found.sample(["a red star"], seeds=[5], steps=2, guidance=3.0)[0]
+
+
+def same(ours: Any, found: Any) -> None:
+    for part, module in ours.parts.items():
+        expected, got = module.state_dict(), found.parts[part].state_dict()
+        assert expected.keys() == got.keys()
+        assert all(torch.equal(expected[name], got[name]) for name in expected), part
+
+
+WHOLE = {
+    "sd2": "StableDiffusionPipeline",
+    "sdxl": "StableDiffusionXLPipeline",
+    "sd3": "StableDiffusion3Pipeline",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_diffusers_reads_what_we_write(name: str, opened, tmp_path: Path) -> None:
+    """Every tensor and the image, through nothing of ours; then through `load`, beside a folder
+    and beside an object.
+    """
+    folder, model = opened(name)
+    file = tmp_path / "whole.safetensors"
+    single_file.write(model, file)
+    pipe = getattr(diffusers, WHOLE[name]).from_single_file(
+        str(file), config=str(folder), local_files_only=True
+    )
+    expected = sample(model)
+    assert torch.equal(sample(load(pipe)), expected)
+    same(model, load(pipe))
+    for base in (folder, model):
+        found = load(file, base=base)
+        same(model, found)
+        assert found.source == str(file)
+    names = set(load_file(file))
+    has = {
+        "sd2": {
+            theirs.CHECKPOINT_KEY_NAMES["open_clip"],
+            "cond_stage_model.model.transformer.resblocks.1.attn.in_proj_weight",
+        },
+        "sdxl": {
+            theirs.CHECKPOINT_KEY_NAMES["clip_sdxl"],
+            theirs.CHECKPOINT_KEY_NAMES["open_clip_sdxl"],
+            "conditioner.embedders.1.model.text_projection",
+            "model.diffusion_model.label_emb.0.2.weight",
+        },
+        "sd3": {
+            theirs.CHECKPOINT_KEY_NAMES["clip_sd3"],
+            theirs.CHECKPOINT_KEY_NAMES["open_clip_sd3"],
+            "model.diffusion_model.joint_blocks.0.context_block.attn.proj.weight",
+        },
+    }
+    assert names >= has[name]
+
+
+@pytest.mark.parametrize("name", ["sd2", "sdxl", "sd3", "flux", "flux-schnell"])
+def test_a_file_is_put_on_its_base(name: str, opened, tmp_path: Path) -> None:
+    """Our own reading, which needs no size: the base with other weights gets all of them back."""
+    folder, model = opened(name)
+    file = tmp_path / "some.safetensors"
+    single_file.write(model, file)
+    other = copy.deepcopy(model)
+    parts = single_file.written_parts(model)
+    with torch.no_grad():
+        for part in parts:
+            for p in other.parts[part].parameters():
+                p.add_(0.1)
+    assert not torch.equal(sample(other), sample(model))
+    if name == "sd3":
+        other.parts["text_encoder"].text_projection.weight.data = torch.eye(16)  # in no file
+    changed = single_file.place_on(other, load_file(file), "the file")
+    assert changed == sorted(parts)
+    same(model, other)
+    if name.startswith("flux"):
+        found = load(file, base=folder)
+        assert torch.equal(sample(found), sample(model))
+        assert found.source == f"{file} on {folder}"
+
+
+def test_a_part_alone_and_in_other_spellings(opened, tmp_path: Path) -> None:
+    """A UNet of SDXL alone, a transformer of SD 3 and Flux with or without prefix, `vae.` for the
+    VAE, SD 3 without T5.
+    """
+    for name in ("sdxl", "sd3", "flux"):
+        folder, model = opened(name)
+        whole = single_file.original_layout(model)
+        alone = {
+            k.removeprefix(single_file.UNET): v.clone() + 0.01
+            for k, v in whole.items()
+            if not k.startswith((single_file.VAE, "cond", "text_enc"))
+        }
+        if name == "sdxl":
+            alone = {
+                k: v.clone() + 0.01 for k, v in whole.items() if k.startswith(single_file.UNET)
+            }
+        for prefix in ("",) if name == "sdxl" else ("", single_file.UNET):
+            save_file(
+                {prefix + k: v.contiguous() for k, v in alone.items()},
+                tmp_path / "alone.safetensors",
+            )
+            found = load(tmp_path / "alone.safetensors", base=folder)
+            mean = sum(
+                float((v - model.parts["denoiser"].state_dict()[k]).mean())
+                for k, v in found.parts["denoiser"].state_dict().items()
+            )
+            assert mean / len(model.parts["denoiser"].state_dict()) == pytest.approx(0.01, rel=1e-3)
+            assert all(
+                torch.equal(v, model.parts["vae"].state_dict()[k])
+                for k, v in found.parts["vae"].state_dict().items()
+            )
+    folder, model = opened("sd3")
+    some = {
+        k.replace(single_file.VAE, "vae."): v.clone()
+        for k, v in single_file.original_layout(model).items()
+        if "t5xxl" not in k
+    }
+    save_file({k: v.contiguous() for k, v in some.items()}, tmp_path / "no_t5.safetensors")
+    same(model, load(tmp_path / "no_t5.safetensors", base=folder))
+
+
+def test_full_size_transformers_by_name_and_shape() -> None:
+    """SD 3 and 3.5, Flux dev and schnell as published, on the meta device: diffusers' converter
+    gives back each name and shape."""
+    sd3 = {
+        "sample_size": 128,
+        "patch_size": 2,
+        "in_channels": 16,
+        "num_layers": 24,
+        "attention_head_dim": 64,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536,
+        "pooled_projection_dim": 2048,
+        "out_channels": 16,
+        "pos_embed_max_size": 192,
+    }
+    medium = {
+        **sd3,
+        "pos_embed_max_size": 384,
+        "dual_attention_layers": tuple(range(13)),
+        "qk_norm": "rms_norm",
+    }
+    flux = {
+        "patch_size": 1,
+        "in_channels": 64,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+    }
+    cases: list[tuple[Any, dict, Any, Any]] = [
+        (
+            diffusers.SD3Transformer2DModel,
+            sd3,
+            transformers.sd3,
+            theirs.convert_sd3_transformer_checkpoint_to_diffusers,
+        ),
+        (
+            diffusers.SD3Transformer2DModel,
+            medium,
+            transformers.sd3,
+            theirs.convert_sd3_transformer_checkpoint_to_diffusers,
+        ),
+        *(
+            (
+                diffusers.FluxTransformer2DModel,
+                {**flux, "guidance_embeds": dev},
+                transformers.flux,
+                theirs.convert_flux_transformer_checkpoint_to_diffusers,
+            )
+            for dev in (True, False)
+        ),
+    ]
+    for kind, config, layout, convert in cases:
+        with torch.device("meta"):
+            module = kind(**config)
+        own = module.state_dict()
+        back = convert({place.name: place.joined(own) for place in layout(module)})
+        assert {k: v.shape for k, v in back.items()} == {k: v.shape for k, v in own.items()}
+
+
+def test_fluxs_rows_go_where_diffusers_expects_them() -> None:
+    """At full height, which diffusers' converter insists on, and a width of one: every value comes
+    back in its place.
+    """
+    with torch.device("meta"):
+        module = diffusers.FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=64,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=128,
+            num_attention_heads=24,
+            joint_attention_dim=4096,
+            pooled_projection_dim=768,
+            guidance_embeds=True,
+        )
+    torch.manual_seed(0)
+    own = {
+        name: torch.randn(len(value), *([1] if value.dim() == 2 else []))
+        for name, value in module.state_dict().items()
+    }
+    written = {place.name: place.joined(own) for place in transformers.flux(module)}
+    back = theirs.convert_flux_transformer_checkpoint_to_diffusers(dict(written))
+    assert back.keys() == own.keys()
+    assert all(torch.equal(back[name], own[name]) for name in own)
+    parted: dict[str, torch.Tensor] = {}
+    for place in transformers.flux(module):
+        parted |= place.parted(written[place.name], own)
+    assert all(torch.equal(parted[name], own[name]) for name in own)
+
+
+def test_full_size_sdxl_by_name_and_shape() -> None:
+    """Stable Diffusion XL base as published: three levels, 0, 2 and 10 transformer layers."""
+    config = {
+        "sample_size": 128,
+        "block_out_channels": (320, 640, 1280),
+        "layers_per_block": 2,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": (5, 10, 20),
+        "transformer_layers_per_block": (1, 2, 10),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+        "cross_attention_dim": 2048,
+    }
+    with torch.device("meta"):
+        unet = diffusers.UNet2DConditionModel(**config)
+    own = unet.state_dict()
+    written = {
+        place.name: place.joined(own) for place in single_file.ldm.unet(unet, single_file.UNET)
+    }
+    assert theirs.CHECKPOINT_KEY_NAMES["v2"].replace("2.1.trans", "4.1.trans") in written
+    assert (
+        "model.diffusion_model.input_blocks.8.1.transformer_blocks.9.attn2.to_v.weight" in written
+    )
+    assert "model.diffusion_model.output_blocks.2.2.conv.weight" in written
+    back = theirs.convert_ldm_unet_checkpoint(written, dict(unet.config))
+    assert {k: v.shape for k, v in back.items()} == {k: v.shape for k, v in own.items()}
+
+
+def test_what_cannot_be_written_or_read(opened, tmp_path: Path, shared_tiny) -> None:
+    _, dit = opened("dit")
+    with pytest.raises(
+        UserError, match="no layout of single files for the family 'dit'; export --to diffusers"
+    ):
+        single_file.write(dit, tmp_path / "x.safetensors")
+    _, sd3 = opened("sd3")
+    other = copy.deepcopy(sd3)
+    other.parts["text_encoder"].text_projection.weight.data[0, 0] = 2
+    with pytest.raises(UserError, match="the first text encoder is not the identity"):
+        single_file.write(other, tmp_path / "x.safetensors")
+    folder, flux = opened("flux")
+    whole = single_file.original_layout(flux)
+    for wrong, said in (
+        (
+            {k: v for k, v in whole.items() if k != "img_in.weight"},
+            r"it has nothing for img_in.weight",
+        ),
+        (
+            {**whole, "double_blocks.7.img_mod.lin.bias": torch.zeros(1)},
+            "has no place for double_blocks.7",
+        ),
+        (
+            {**whole, "img_in.weight": torch.zeros(2, 2)},
+            r"img_in.weight is \[2, 2\], \[32, 16\] is needed",
+        ),
+        ({**whole, "single_blocks.0.linear1.bias": torch.zeros(5)}, "does not fit"),
+    ):
+        save_file({k: v.contiguous() for k, v in wrong.items()}, tmp_path / "wrong.safetensors")
+        with pytest.raises(UserError, match=said):
+            load(tmp_path / "wrong.safetensors", base=folder)
+    with pytest.raises(UserError, match="does not fit"):
+        load(tmp_path / "wrong.safetensors", base=shared_tiny)
+    with pytest.raises(
+        UserError, match="give a diffusers folder or hub id of the same architecture with --base"
+    ):
+        load(tmp_path / "wrong.safetensors")
+
+
+def test_a_pickled_checkpoint_only_when_asked(opened, tmp_path: Path) -> None:
+    folder, model = opened("sdxl")
+    torch.save({"state_dict": dict(single_file.original_layout(model))}, tmp_path / "old.ckpt")
+    with pytest.raises(UserError, match="is a pickle, which can execute code"):
+        load(tmp_path / "old.ckpt", base=folder)
+    same(model, load(tmp_path / "old.ckpt", base=folder, allow_pickle=True))

@@ -1,0 +1,344 @@
+"""`erase --forget ... --anchor ...`: what it does where nothing else is asked, and that whatever is
+asked wins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from concept_eraser import UserError
+from concept_eraser.cli.main import app
+from concept_eraser.recipes import defaults, recipe
+from concept_eraser.targets import cross_attention_edit
+from concept_eraser.utils import resources
+
+# the package has a function of that name
+module = importlib.import_module("concept_eraser.cli.erase")
+FLAGS = ("--forget", "tiny_star", "--anchor", "shape=circle", "--retain", "tiny_rest")
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., recipe.Recipe]:
+    """The recipe that a command line stands for, taken where it would be run."""
+    taken: list[recipe.Recipe] = []
+    monkeypatch.setattr(
+        module,
+        "run",
+        lambda start, overrides, *_, **__: taken.append(recipe.load(start, overrides)),
+    )
+
+    def of(*arguments: str) -> recipe.Recipe:
+        found = CliRunner().invoke(app, ["erase", *arguments])
+        assert found.exit_code == 0, found.output
+        return taken[-1]
+
+    return of
+
+
+def test_the_default_is_the_recipe_that_is_measured(resolved) -> None:
+    mine, measured = resolved(*FLAGS).resolved(), recipe.load("tiny_star_munba_lora").resolved()
+    assert mine == measured
+
+
+def test_all_weights_then_the_closed_form_is_one_word_away(resolved) -> None:
+    mine, measured = (
+        resolved(*FLAGS, "--select", "all").resolved(),
+        recipe.load("tiny_star_munba_uce").resolved(),
+    )
+    assert mine == measured
+    assert resolved(*FLAGS, "trainable.lora=null").resolved() == measured
+
+
+def test_a_lora_where_it_is_measured_and_with_what_is_asked_of_it(resolved) -> None:
+    default = {"rank": 64, "alpha": 64.0, "conv": True}
+    for more, expected in {
+        (): default,
+        ("--lora", "16"): {"rank": 16, "alpha": 16.0, "conv": True},
+        ("trainable.lora=16",): {"rank": 16, "alpha": 16.0, "conv": True},
+        ("trainable.lora.conv=false",): {**default, "conv": False},
+        ("trainable.lora.alpha=1",): {**default, "alpha": 1.0},
+        ("finish=uce",): default,
+        ("forget.images=free",): default,
+        ("--select", "cross_attention", "--lora", "4"): {"rank": 4, "alpha": 4.0, "conv": False},
+        ("--select", "all", "--lora", "64"): default,
+        ("trainable={select: all, lora: {rank: 64, conv: true}}",): default,
+        ("trainable.lora=true",): default,
+        ("trainable.batchnorm=frozen",): default,
+        ("trainable.lora=none",): None,
+        ("trainable.lora=false",): None,
+        ("retain.elastic={weight: 1.0}",): None,
+        ("trainable.reinitialise=0.1",): None,
+        ("--select", "cross_attention"): None,
+        ("--method", "weighted"): None,
+        ("--loss", "esd"): None,
+        ("trainable.saliency=0.5",): None,
+        ("target=text_encoder",): None,
+    }.items():
+        assert resolved(*FLAGS, *more).resolved()["trainable"].get("lora") == expected, more
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ((), None),
+        (("--lora", "4"), None),
+        (("--select", "all"), "uce"),
+        (("--select", "cross_attention"), "uce"),
+        (("--select", "all_but_cross_attention"), None),
+        (("--loss", "esd"), None),
+        (("--method", "weighted"), None),
+        (("method=ga",), None),
+        (("trainable.saliency=0.5",), None),
+        (("finish.lamb=0.1",), "uce"),
+        (("finish=none",), None),
+        (("finish=rece",), "rece"),
+        (("finish=null",), None),
+    ],
+)
+def test_the_closed_form_follows_where_it_can(
+    more: tuple[str, ...], expected: str | None, resolved
+) -> None:
+    found = resolved(*FLAGS, *more).finish
+    assert (found and found.name) == expected
+
+
+def test_what_is_asked_wins(resolved) -> None:
+    found = resolved(*FLAGS, "--lr", "3e-5", "--steps", "7", "retain.loss=data")
+    assert (found.training.lr, found.training.steps, found.retain.loss) == (3e-5, 7, "data")  # type: ignore[union-attr]
+
+
+def test_what_guidance_subtracts_is_held_where_it_is_measured(resolved) -> None:
+    """With the anchor's loss and the bargain; a text encoder has no such thing, and another method
+    is run alone.
+    """
+    asked = {
+        (): 0.25,
+        ("--loss", "anchor"): 0.25,
+        ("forget.empty_prompts=0.1",): 0.1,
+        ("finish=none",): 0.25,
+        ("--loss", "relabel"): 0.0,
+        ("--method", "weighted"): 0.0,
+        ("target=text_encoder",): 0.0,
+        ("--select", "cross_attention"): 0.0,
+        ("--select", "all"): 0.25,
+        ("--lora", "4"): 0.25,
+        ("trainable.lora.conv=false",): 0.0,
+        ("--select", "all", "--lora", "4"): 0.25,
+        ("--select", "cross_attention", "--lora", "4"): 0.0,
+        ("forget.images=free",): 0.0,
+        ("forget.teacher=current",): 0.0,
+        ("model=black-forest-labs/FLUX.1-dev",): 0.0,
+    }
+    for more, share in asked.items():
+        assert [side.empty_prompts for side in resolved(*FLAGS, *more).forgotten] == [share], more
+
+
+def test_what_one_concept_says_is_of_that_one(resolved) -> None:
+    two = (
+        "--forget",
+        "tiny_star",
+        "--anchor",
+        "shape=circle",
+        "--forget",
+        "tiny_moon",
+        "--anchor",
+        "shape=cross",
+        "--retain",
+        "tiny_five_rest",
+    )
+    for more, losses, shares in (
+        (("forget.2.loss=esd",), ["anchor", "esd"], [0.25, 0.0]),
+        (("forget.1.empty_prompts=0",), ["anchor", "anchor"], [0.0, 0.25]),
+        (("forget.empty_prompts=0.1",), ["anchor", "anchor"], [0.1, 0.1]),
+    ):
+        found = resolved(*two, *more).forgotten
+        assert ([side.loss for side in found], [side.empty_prompts for side in found]) == (
+            losses,
+            shares,
+        ), more
+
+
+def test_without_an_anchor_it_is_esd(resolved) -> None:
+    found = resolved("--forget", "tiny_star", "--retain", "tiny_rest")
+    assert (found.forgotten[0].loss, found.finish) == ("esd", None)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (
+            "--forget",
+            "tiny_star",
+            "forget=[{prompts: tiny_star, anchor: {shape: circle}}, {prompts: tiny_moon}]",
+        ),
+        (
+            "--forget",
+            "tiny_star",
+            "--forget",
+            "tiny_moon",
+            "--anchor",
+            "a circle",
+            "forget.2.loss=esd",
+        ),
+    ],
+)
+def test_where_only_some_concepts_show_an_anchor_all_weights_are_trained(
+    asked: tuple[str, ...], resolved
+) -> None:
+    found = resolved(*asked, "--retain", "tiny_five_rest")
+    assert (found.trainable.select, found.trainable.lora, found.finish) == ("all", None, None)
+
+
+def test_several_concepts_have_the_default_each(resolved) -> None:
+    found = resolved(
+        "--forget",
+        "tiny_star",
+        "--anchor",
+        "shape=circle",
+        "--forget",
+        "tiny_moon",
+        "--anchor",
+        "shape=cross",
+        "--retain",
+        "tiny_five_rest",
+    )
+    assert [(side.loss, side.empty_prompts) for side in found.forgotten] == [
+        ("anchor", 0.25),
+        ("anchor", 0.25),
+    ]
+    assert found.trainable.lora.rank == 64  # type: ignore[union-attr]
+
+
+def test_a_models_family_is_read_from_its_folder(tmp_path: Path) -> None:
+    for name, family in (
+        ("StableDiffusionXLPipeline", "sdxl"),
+        ("FluxPipeline", "flux"),
+        ("Another", None),
+    ):
+        (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+        assert defaults.family_of(str(tmp_path)) == family
+        assert defaults.family_of(f"some.safetensors@{tmp_path}") == family
+    assert defaults.family_of("tiny-sd") == "sd"
+    assert defaults.family_of("CompVis/stable-diffusion-v1-4") == "sd"
+    assert defaults.family_of("nobody/knows") is None
+    assert (resources.tiny_weights() / "tiny-sd" / "model_index.json").is_file()
+
+
+def test_an_edit_is_given_nothing_that_it_does_not_hear(resolved) -> None:
+    found = resolved(*FLAGS, "--method", "uce")
+    cross_attention_edit.refuse_ignored(found)
+    assert found.trainable.select == "cross_attention_kv"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--forget", "tiny_star", "--anchor", "shape=circle", "retain.prompts=tiny_rest"),
+        ("--forget", "tiny_star", "forget.anchor.shape=circle", "retain=tiny_rest"),
+        (
+            "--forget",
+            "tiny_star",
+            "forget.anchor={shape: circle}",
+            "retain=tiny_rest",
+            "model=tiny-sd",
+        ),
+    ],
+)
+def test_however_it_is_written_it_means_the_same(flags: tuple[str, ...], resolved) -> None:
+    assert resolved(*flags).resolved() == resolved(*FLAGS).resolved()
+
+
+def test_a_model_given_as_an_override_is_not_the_bundled_one(resolved, tmp_path: Path) -> None:
+    for way in (("--model", str(tmp_path)), (f"model={tmp_path}",)):
+        assert resolved(*FLAGS, *way).training.lr == 1e-4
+        assert resolved(*FLAGS, *way, "--select", "all").training.lr == 1e-5
+
+
+def test_a_model_in_the_hubs_cache_tells_its_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--me--mine" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--me--mine" / "refs").mkdir()
+    (tmp_path / "models--me--mine" / "refs" / "main").write_text("abc")
+    (snapshot / "model_index.json").write_text(
+        json.dumps({"_class_name": "StableDiffusionPipeline"})
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    assert defaults.family_of("me/mine") == "sd"
+
+
+@pytest.mark.parametrize("wrong", ["retain=[a", "forget={x", "method={name: uce"])
+def test_a_value_that_is_no_yaml_is_an_error_that_says_so(wrong: str) -> None:
+    with pytest.raises(UserError, match="its value is no valid YAML"):
+        defaults.completed(["forget=tiny_star", wrong])
+
+
+def test_a_damaged_index_tells_no_family(tmp_path: Path) -> None:
+    for damaged in ("{", "[]", "{}"):
+        (tmp_path / "model_index.json").write_text(damaged)
+        assert defaults.family_of(str(tmp_path)) is None
+
+
+def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
+    asked = [
+        "model=runwayml/some",
+        "forget=tiny_star",
+        "forget.anchor=a circle",
+        "retain=tiny_rest",
+    ]
+    found = defaults.completed(asked)
+    assert f"training.lr={defaults.LORA_OTHERS}" in found
+    assert not any(one.startswith("generation") for one in found)
+
+
+@pytest.mark.parametrize(
+    ("recipe_", "changes", "name"),
+    [
+        ("pipelines/tiny_star.yaml", [], "tiny_star"),
+        ("pipelines/tiny_star.yaml", ["training.seed=1"], "tiny_star-abcdefgh"),
+        ("runs/first/recipe.yaml", [], "first"),  # goes on where it was
+        # and a changed one does not
+        ("runs/first/recipe.yaml", ["training.seed=1"], "first-abcdefgh"),
+        ("recipe.yaml", [], "here"),  # asked from inside its folder
+        ({}, ["forget.prompts=tiny_star"], "abcdefgh"),
+    ],
+)
+def test_a_run_has_a_folder_of_its_own(
+    recipe_: str | dict,
+    changes: list[str],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    resolved_ = type("Resolved", (), {"fingerprint": "abcdefghijkl"})
+    assert module._default_name(recipe_, changes, resolved_) == name
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        (FLAGS, 2e-3),
+        ((*FLAGS, "--select", "all"), 8e-4),
+        ((*FLAGS, "--select", "cross_attention", "--lora", "4"), 2e-3),
+        ((*FLAGS, "--model", "nobody/some", "--select", "cross_attention", "--lora", "4"), 1e-4),
+        ((*FLAGS, "--model", "nobody/some", "--method", "weighted"), 1e-5),
+        ((*FLAGS[:2], *FLAGS[4:], "--lora", "4"), 1e-4),
+        ((*FLAGS[:2], *FLAGS[4:]), 1e-4),  # no anchor: ESD's loss
+        ((*FLAGS, "--method", "weighted"), 1e-4),  # no bargain
+        ((*FLAGS, "--lr", "3e-5"), 3e-5),
+    ],
+)
+def test_the_measured_rate_is_that_of_the_measured_recipe_alone(
+    resolved, flags: tuple[str, ...], rate: float
+) -> None:
+    assert resolved(*flags).training.lr == rate

@@ -1,0 +1,234 @@
+"""The papers' jobs: every recipe is valid and trains two steps on a tiny pipeline of its family;
+every prompt set fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import concept_eraser
+from concept_eraser import registry
+from concept_eraser.data import prompts
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.recipes import recipe
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError
+from tests import families
+
+FOLDER = resources.folder("pipelines")
+FILES = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".yaml", ".yml"))
+MODELS = {
+    "sd14": "CompVis/stable-diffusion-v1-4",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+    "sd3": "stabilityai/stable-diffusion-3.5-medium",
+    "flux": "black-forest-labs/FLUX.1-dev",
+}
+PAPERS = [path.stem for path in FILES if path.stem.split("_")[0] in MODELS]
+CLASSES = [
+    "tench",
+    "english_springer",
+    "cassette_player",
+    "chain_saw",
+    "church",
+    "french_horn",
+    "garbage_truck",
+    "gas_pump",
+    "golf_ball",
+    "parachute",
+]
+CONCEPTS = ["nudity", "violence", "vangogh", "celebrity", "character"]
+EDITS = [
+    name
+    for name in PAPERS
+    if hasattr(registry.load("method", recipe.load(name).method.name), "edit")
+]
+FEW = [
+    "model_options={}",
+    "training.steps=2",
+    "training.batch_size=2",
+    "training.micro_batches=1",
+    "training.device=cpu",
+    "forget.n=2",
+    "generation.steps=1",
+    "generation.batch_size=2",
+]
+
+
+def comments(name: str) -> list[str]:
+    return [
+        line for line in (FOLDER / f"{name}.yaml").read_text().splitlines() if line.startswith("#")
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_recipe_is_valid_and_its_sides_fit(path: Path) -> None:
+    found = recipe.load(str(path))
+    sets = {
+        name: prompts.load(side.prompts)
+        for name, side in found.objective_specs.items()
+        if side.prompts
+    }
+    for name in sets:
+        if name.startswith("forget") and "retain" in sets:
+            prompts.require_disjoint(sets[name], sets["retain"])
+    for name, rows in sets.items():
+        anchor = found.objective_specs[name].anchor
+        assert not anchor or not set(rows.texts) & {row.anchored(anchor) for row in rows.prompts}
+
+
+def test_the_papers_jobs_are_there() -> None:
+    assert len(FILES) >= 55
+    methods = ("munba", "uno", "esd", "salun", "advunlearn", "forum")
+    assert {f"sd14_nudity_{method}" for method in methods} <= set(PAPERS)
+    assert {f"sd14_imagenette_{name}_munba" for name in CLASSES} <= set(PAPERS)
+    for start in ("sd14_vangogh_", "sdxl_", "sd3_", "flux_"):
+        assert sum(name.startswith(start) for name in PAPERS) >= 2, start
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_it_names_its_model_and_claims_nothing(name: str) -> None:
+    assert recipe.load(name).model == MODELS[name.split("_")[0]]
+    assert any("not measured here" in line for line in comments(name))
+    measured = "_nudity_" in name
+    assert any(
+        ("suite nudity" if measured else "no suite: no judge") in line for line in comments(name)
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PAPERS if any("prompts='" in line for line in comments(name))]
+)
+def test_the_papers_own_prompts_are_an_override(name: str) -> None:
+    """The changes that a comment offers, given as a shell would give them, make a valid recipe."""
+    import shlex
+
+    line = next(line for line in comments(name) if "prompts='" in line)
+    changes = shlex.split(line[line.index("forget.prompts=") :])
+    changed = recipe.load(name, changes)
+    assert isinstance(changed.forget.prompts, list)
+    if isinstance(changed.forget.anchor, str):
+        prompts.load(changed.forget.prompts).prompts[0].anchored(changed.forget.anchor)
+    else:
+        assert changed.forget.anchor is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The tiny pipeline of a model: the bundled one, or one of its family with random weights."""
+    root, made = tmp_path_factory.mktemp("families"), {"sd14": "tiny-sd"}
+
+    def of(model: str) -> str:
+        if model not in made:
+            made[model] = str(families.build(model, root / model))
+        return made[model]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sd14_nudity_forum",
+        "sd14_vangogh_munba",
+        "sdxl_celebrity_munba",
+        "sd3_violence_munba",
+        "flux_vangogh_esd",
+    ],
+)
+def test_a_run_tells_its_prompts(name: str, folder: Callable[[str], str], tmp_path: Path) -> None:
+    """tests/runs/test_dry_run.py makes two steps of every recipe; here one of each family and kind
+    writes its run.
+    """
+    family = name.split("_")[0]
+    asked: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    changes = [*FEW, f"model={folder(family)}"]
+    changes += [f"model_options={families.options(family)}"] if families.options(family) else []
+    changes += [f"{side}.n=2" for side in ("retain", "replace", "attack") if side in asked]
+    changes += ["method.inner_steps=1"] if "inner_steps" in asked["method"] else []
+    run = concept_eraser.erase(name, overrides=changes, output=tmp_path / "run")
+    steps = [yaml.safe_load(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    assert (run.folder / "weights.safetensors").is_file()
+    told = json.loads((run.folder / "environment.json").read_text())["prompts"]
+    asked_set = prompts.load(asked["forget"]["prompts"])
+    assert told["forget"] == {"id": asked_set.name, "rows": len(asked_set), "hash": asked_set.hash}
+    if asked["forget"]["prompts"] not in resources.names("eval"):
+        with pytest.raises(UserError, match="no suite is named like"):
+            concept_eraser.evaluate(run.folder)
+    assert (run.folder / "lora").is_dir() == ("lora" in asked["trainable"])
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_it_edits_in_one_go(name: str, tmp_path: Path) -> None:
+    """Also with the changes that its comments offer."""
+    import shlex
+
+    offered = [
+        line[line.index(start) :]
+        for line in comments(name)
+        for start in ("forget.prompts=", "method=")
+        if f" {start}" in line
+    ]
+    assert offered
+    for i, line in enumerate(["", *offered]):
+        run = concept_eraser.erase(
+            name, overrides=[*shlex.split(line), "model=tiny-sd"], output=tmp_path / str(i)
+        )
+        told = json.loads((run.folder / "done.json").read_text())["edit"]
+        # the bundled text encoder does not know these words, so no more is asked
+        assert told["moved"] > 0.01
+        assert (run.folder / "weights.safetensors").is_file()
+
+
+def test_every_concept_has_its_sets() -> None:
+    """Paraphrases never name the concept as the forget set does; nothing that stays is in what
+    goes.
+    """
+    for name in [*CONCEPTS, *(f"imagenette_{c}" for c in CLASSES)]:
+        rest = (
+            name.replace("imagenette_", "imagenette_not_")
+            if name.startswith("imagenette")
+            else f"{name}_retain"
+        )
+        forget, said = prompts.load(name), prompts.load(f"{name}_synonyms")
+        stays = [prompts.load(rest), prompts.load(f"{name}_neighbours")]
+        if name in CONCEPTS:  # Imagenette's anchor is the next class
+            stays.append(prompts.load(f"{name}_anchor"))
+        for one in (forget, said, *stays):
+            assert len(one) == len(set(one.texts)) >= 100, one.name
+        for kept in stays:
+            prompts.require_disjoint(forget, kept)
+            prompts.require_disjoint(said, kept)
+        prompts.require_disjoint(*stays[:2])
+        words = {
+            word
+            for p in forget.prompts
+            for key, word in p.words.items()
+            if key in ("state", "act", "artist", "name", "class")
+        }
+        assert words
+        assert not [text for text in said.texts if any(word in text for word in words)], name
+
+
+def test_the_suite_of_nudity_measures_and_blurs(shared_tiny: Any, tmp_path: Path) -> None:
+    """The bundled model draws no people, so NudeNet sees nobody in any group."""
+    suite = suites.load("nudity")
+    assert suite.sensitive
+    small = suite.scaled(2).model_copy(
+        update={"sampling": suite.sampling.model_copy(update={"steps": 1})}
+    )
+    found = suites.evaluate(shared_tiny, shared_tiny, small, cache=tmp_path)
+    assert found.refused == {}
+    assert [found.find("concept_rate", group).after.value for group in suite.groups] == [
+        0,
+        0,
+        0,
+        0,
+    ]
+    assert set(found.as_dict()["prompt_hashes"]) == {"direct", "synonyms", "neighbours", "retained"}

@@ -1,0 +1,193 @@
+"""Recipes: every mistake at once, with paths and suggestions; overrides; fingerprints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from concept_eraser import registry
+from concept_eraser.losses import denoiser, labelled, text_encoder
+from concept_eraser.recipes import recipe, schema
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError
+from tests.conftest import short
+
+
+def test_five_mistakes_are_five_lines() -> None:
+    wrong = short(
+        forget__loss="ancor",
+        method__formula="exat",
+        trainable__select="crossattention",
+        training__steps=0,
+        training__lr="fast",
+    )
+    wrong["forget"]["anchr"] = "x"
+    with pytest.raises(UserError) as caught:
+        recipe.load(wrong)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "6 mistakes in the recipe:"
+    text = {line.strip().split(":")[0]: line for line in lines[1:]}
+    assert "did you mean 'anchor'" in text["forget.loss"]
+    assert "did you mean 'anchor'" in text["forget.anchr"]
+    assert "did you mean 'exact'" in text["method"]
+    assert "did you mean 'cross_attention'" in text["trainable.select"]
+    assert "found 0" in text["training.steps"]
+    assert "'fast'" in text["training.lr"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method__name": "munbaa"}, "did you mean 'munba'"),
+        ({"method__xii": 1}, "unknown option of method 'munba' 'xii'; did you mean 'xi'"),
+        ({"method__xi": 2.0}, "xi must lie in"),
+        ({"forget__prompts": "tiny_starr"}, "did you mean 'tiny_star'"),
+        ({"forget__prompts": []}, "empty"),
+        ({"forget__anchor": None}, "needs an anchor"),
+        ({"retain__images": "free"}, "needs images"),
+        ({"forget__timesteps": [500, 100]}, "low < high"),
+        ({"retain": None}, "needs a retain set"),
+        ({"trainable__select": "re:["}, "no regular expression"),
+        ({"target": "vaee"}, "'denoiser', 'text_encoder'"),
+        ({"target": "vae"}, "forget: the target 'vae' needs data"),
+        (
+            {"target": "text_encoder", "forget__loss": "resteer"},
+            "forget.loss: unknown loss of target 'text_encoder' 'resteer'",
+        ),
+        ({"forget__data": "digits"}, "not both"),
+        ({"forget__classes": [1]}, "belong to labelled data"),
+        ({"forgett": 1}, "did you mean 'forget'"),
+    ],
+)
+def test_each_mistake_says_what_to_do(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        recipe.load(short(**changes))
+
+
+def test_missing_forget_is_named() -> None:
+    with pytest.raises(UserError, match="forget: required"):
+        recipe.load({"model": "tiny-sd"})
+
+
+def test_shorthands_mean_the_same() -> None:
+    long = recipe.load(
+        {
+            "forget": {"prompts": "tiny_star", "loss": "esd"},
+            "retain": {"prompts": "tiny_rest"},
+            "method": {"name": "munba"},
+            "trainable": {"select": "all"},
+        }
+    )
+    brief = recipe.load(
+        {
+            "forget": {"prompts": "tiny_star", "loss": "esd"},
+            "retain": "tiny_rest",
+            "method": "munba",
+            "trainable": "all",
+        }
+    )
+    assert long.fingerprint == brief.fingerprint
+
+
+def test_overrides() -> None:
+    changed = recipe.load(
+        "tiny_star_munba",
+        ["training.lr=1e-5", "method=ngdiff", "forget.anchor.shape=square", "training.steps=3"],
+    )
+    assert (changed.training.lr, changed.method.name, changed.training.steps) == (1e-5, "ngdiff", 3)
+    assert changed.forget.anchor == {"shape": "square"}
+    assert changed.fingerprint != recipe.load("tiny_star_munba").fingerprint
+    assert recipe.load(
+        {"forget": "tiny_star", "retain": "tiny_rest", "method": "munba"},
+        ["forget.loss=esd", "method.xi=0.5"],
+    ).method.options == {"xi": 0.5}
+
+
+@pytest.mark.parametrize("bad", ["training.lr", "=3", "model.x=1"])
+def test_bad_overrides(bad: str) -> None:
+    with pytest.raises(UserError):
+        recipe.load("tiny_star_munba", [bad])
+
+
+def test_yaml_numbers_that_are_strings() -> None:
+    """YAML reads 1e-5 as a string; annotations decide."""
+    assert recipe.load(short(method__xi=yaml.safe_load("1e-5"))).method.options["xi"] == "1e-5"
+    assert registry.build("method", "munba", {"xi": "1e-5"}).xi == 1e-5
+
+
+def test_resolved_recipe_round_trips(tmp_path: Path) -> None:
+    first = recipe.load("tiny_star_munba")
+    path = tmp_path / "again.yaml"
+    path.write_text(recipe.dump(first, "concept-eraser erase again.yaml"))
+    assert recipe.load(str(path)).fingerprint == first.fingerprint
+    assert path.read_text().startswith("# concept-eraser erase again.yaml\n")
+
+
+def test_not_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("forget: [unclosed")
+    with pytest.raises(UserError, match="no valid YAML"):
+        recipe.load(str(path))
+    path.write_text("- a list")
+    with pytest.raises(UserError, match="expected a mapping"):
+        recipe.load(str(path))
+
+
+def test_names_repeated_in_the_recipe_are_those_of_the_losses() -> None:
+    tables = {
+        "denoiser": denoiser.LOSSES,
+        "text_encoder": text_encoder.LOSSES,
+        "classifier": labelled.CLASSIFIER_LOSSES,
+        "clip": labelled.CLASSIFIER_LOSSES,
+        "vae": labelled.VAE_LOSSES,
+    }
+    for target, table in tables.items():
+        own = {"histogram"} & set(table)  # which has a section of its own
+        if target == "clip":  # whose logits are no linear layer's
+            own = {"expand"}
+        assert set(table) == {*schema.LOSS_NAMES[target], *own}, target
+    table = denoiser.LOSSES
+    assert {k for k, v in table.items() if v.needs_anchor} == set(schema.ANCHORED)
+    assert {k for k, v in table.items() if v.needs_images} == set(schema.WITH_TARGET)
+    assert {k for k, v in table.items() if v.holds_empty} == set(schema.WITH_EMPTY)
+    assert registry.builtin("loss") == tuple(sorted(set().union(*tables.values())))
+
+
+def test_every_shipped_recipe_is_valid_and_opens_with_its_command() -> None:
+    names = resources.names("pipelines")
+    assert len(names) >= 13
+    for name in names:
+        assert recipe.load(name).model
+        text = resources.find("pipelines", name).read_text()
+        assert text.startswith(f"# concept-eraser erase {name}\n"), name
+
+
+@pytest.mark.parametrize("name", ["a", "ga", "a-d", "sa"])
+def test_a_method_that_promises_ascent_does_not_train_on_the_forgotten(name: str) -> None:
+    content = {
+        "target": "classifier",
+        "forget": {"data": "digits", "classes": [3]},
+        "retain": "rest",
+        "method": name,
+    }
+    with pytest.raises(
+        UserError, match=rf"the method '{name}' climbs the forget loss.*set forget.loss: ascent"
+    ):
+        recipe.load(content)
+    content["forget"] = {"data": "digits", "classes": [3], "loss": "ascent"}
+    assert recipe.load(content).forget.loss == "ascent"
+
+
+def test_a_mistake_says_which_changes_it_came_with() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"tiny_star_esd.yaml with retain.loss=distill:\n  retain: give either prompts",
+    ):
+        recipe.load("tiny_star_esd", ["retain.loss=distill"])
+    with pytest.raises(UserError, match=r"tiny_star_esd.yaml:\n"):  # too many to repeat
+        recipe.load(
+            "tiny_star_esd",
+            ["retain.loss=distill", "training.lr=1", "training.steps=2", "training.seed=1"],
+        )

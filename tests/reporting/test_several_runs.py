@@ -1,0 +1,505 @@
+"""One page about several runs: real runs, evaluations and attacks at tiny size; what the page says
+is what the JSON says.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from concept_eraser import api
+from concept_eraser.cli.main import app
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.statistics import Interval, wilson
+from concept_eraser.reporting import (
+    comparison_plots,
+    galleries,
+    html,
+    ranking,
+    run_results,
+    several_runs,
+)
+from concept_eraser.utils import rendering, resources
+from concept_eraser.utils.errors import UserError
+from tests.conftest import short
+
+SUITE: dict[str, Any] = {
+    "concept": {"shape": "star"},
+    "seed": 3,
+    "sampling": {"steps": 4, "batch_size": 32, "precision": "bf16"},
+    "groups": {
+        "direct": {"prompts": "tiny_star", "role": "forget", "n": 8},
+        "synonyms": {"prompts": "tiny_star_synonyms", "role": "forget", "n": 8},
+        "neighbours": {"prompts": "tiny_star_neighbours", "role": "neighbour", "n": 8},
+        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 8},
+    },
+    "metrics": ["concept_rate", "accuracy", "clip_score"],
+}
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """A page's tags, attributes and table cells; raises AssertionError where tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.rows: list[dict[str, str]] = []
+        self.text = text
+        self.words = ""
+        self._label: str | None = None
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "img":
+            self.images.append(found)
+        if tag == "tr":
+            self.rows.append({})
+        if tag == "td":
+            self._label = found["data-label"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, (tag, self.getpos())
+        if tag == "td":
+            self._label = None
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+        if self._label is not None:
+            self.rows[-1][self._label] = self.rows[-1].get(self._label, "") + data
+
+    def row(self, name: str) -> dict[str, str]:
+        return next(row for row in self.rows if row.get("run") == name)
+
+    def rendered_images(self) -> list[np.ndarray]:
+        """The drawn images (not the figures), decoded."""
+        uris = [str(i["src"]) for i in self.images if "class" not in i]
+        return [
+            np.asarray(Image.open(io.BytesIO(base64.b64decode(u.partition(",")[2]))), float)
+            for u in uris
+        ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs, evaluated and attacked by paraphrases: their prompts ask for a shape, their attacks
+    for a star.
+    """
+    folder, found = tmp_path_factory.mktemp("runs"), []
+    for name, method in (("one", "munba"), ("two", "pcgrad")):
+        run = api.erase(short(method={"name": method}), output=folder / name)
+        api.evaluate(run.folder, SUITE, output=run.folder)
+        api.attack(
+            run.folder,
+            "paraphrase",
+            SUITE,
+            n=4,
+            hide="shape",
+            options={"prompts": "tiny_star_synonyms", "tries": 3},
+            output=run.folder / "attacks" / "paraphrase",
+        )
+        found.append(run.folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Path]) -> Page:
+    return Page(api.report(runs, runs[0].parent / "report.html").read_text())
+
+
+def edited(source: Path, target: Path, **changes: Any) -> Path:
+    """The evaluation of a run and its recipe in a folder of their own, with changes."""
+    target.mkdir()
+    shutil.copy(source / "recipe.yaml", target)
+    content = json.loads((source / "evaluation.json").read_text())
+    (target / "evaluation.json").write_text(json.dumps({**content, **changes}))
+    return target
+
+
+def attacked(source: Path, target: Path, **changes: Any) -> dict[str, Any]:
+    """A run's attack in a folder of its own, with changes to those of its attempts that fell."""
+    content = json.loads((source / "attacks" / "paraphrase" / "attack.json").read_text())
+    fell = [attempt for attempt in content["attempts"] if attempt["success"] and not attempt["pre"]]
+    assert fell, "the paraphrases broke nothing, so that this test says nothing"
+    for attempt in fell:
+        attempt |= changes
+    target.mkdir()
+    (target / "attack.json").write_text(json.dumps(content))
+    return content
+
+
+def test_the_table_says_what_the_json_says(runs: list[Path], page: Page) -> None:
+    labels = {
+        ("concept_rate", "direct"): "star, direct %",
+        ("concept_rate", "synonyms"): "star, synonyms %",
+        ("accuracy_shape", "neighbours"): "shape, neighbours %",
+        ("accuracy_shape", "retained"): "shape, retained %",
+        ("clip_score", "retained"): "CLIP score, retained",
+    }
+
+    def text(one: dict[str, Any], percent: bool) -> str:
+        scale, form = (100, ".1f") if percent else (1, ".3f")
+        return (
+            f"{one['value'] * scale:{form}} [{one['low'] * scale:{form}}, "
+            f"{one['high'] * scale:{form}}]"
+        )
+
+    for run in runs:
+        content = json.loads((run / "evaluation.json").read_text())
+        results = {(r["metric"], r["group"]): r for r in content["results"]}
+        for key, label in labels.items():
+            assert page.row(run.name)[label] == text(results[key]["after"], label.endswith("%")), (
+                label
+            )
+            assert page.row("before: tiny-sd")[label] == text(
+                results[key]["before"], label.endswith("%")
+            ), label
+        asr = json.loads((run / "attacks" / "paraphrase" / "attack.json").read_text())["rates"][
+            "asr"
+        ]
+        assert page.row(run.name)["attack paraphrase %"] == text(asr, True)
+        assert (
+            page.row(run.name)["training, s"]
+            == f"{json.loads((run / 'done.json').read_text())['seconds']:.0f}"
+        )
+        assert content["protocol_hash"] in page.words
+        assert content["environment"]["command"] in page.words
+
+
+def test_the_page_is_one_self_contained_file(page: Page) -> None:
+    for outside in ("http://", "https://", "<script", "<link", "url(", "@import"):
+        assert outside not in page.text
+    assert 'name="viewport"' in page.text
+    assert "prefers-color-scheme:dark" in page.text
+    assert len(page.images) > 10
+    for image in page.images:
+        assert image["alt"]
+        assert str(image["src"]).startswith("data:image/")
+    assert "Forgetting against keeping" in page.words
+    assert sum("class" in image for image in page.images) == 1 + 1 + 2 * 2, (
+        "plane, curve, conflict and losses of both"
+    )
+
+
+def test_images_are_the_measured_ones(runs: list[Path], page: Page) -> None:
+    """The first retained prompt by the original, by its seed of the evaluation."""
+    from concept_eraser.data import generate
+    from concept_eraser.utils import provenance
+
+    rows = suites.group_prompts(suites.load(SUITE), "retained")
+    seeds = generate.seeds_for(rows.texts, provenance.derive_seed(SUITE["seed"], "retained"))
+    expected = (
+        api.load("tiny-sd")
+        .sample(rows.texts[:1], seeds=seeds[:1], steps=4, guidance=5.0)
+        .numpy()[0]
+    )
+    # bf16 beside fp32
+    assert (
+        min(float(np.abs(rendered_image - expected).mean()) for rendered_image in page.images()) < 4
+    )
+
+
+def test_the_attacked_image_stands_beside_its_prompt(runs: list[Path], page: Page) -> None:
+    content = json.loads((runs[0] / "attacks" / "paraphrase" / "attack.json").read_text())
+    fell = next(a for a in content["attempts"] if a["success"] and not a["pre"])
+    assert f"attacked: {fell['text']}" in page.words
+    assert f"asked: {fell['prompt']}" in page.words
+    assert any(str(image["alt"]) == "attacked: the judge sees star" for image in page.images)
+
+
+def test_adversarial_prompts_are_escaped(runs: list[Path], tmp_path: Path) -> None:
+    attacked(runs[0], tmp_path / "evil", text='"><script>alert(1)</script> a star')
+    text = api.report(runs[:1], tmp_path / "page.html", attacks=[tmp_path / "evil"]).read_text()
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert 'a star"><script>' not in Page(text).text
+
+
+def test_what_fell_without_a_text_says_so(runs: list[Path], tmp_path: Path) -> None:
+    content = attacked(runs[0], tmp_path / "weights", text=None)
+    for name, meaning in (
+        ("relearning", "other weights (fine-tuned)"),
+        ("soft_prompt", "an embedding"),
+        ("of_tomorrow", "an embedding or other weights"),
+    ):
+        content["protocol"]["attack"] = name
+        (tmp_path / "weights" / "attack.json").write_text(json.dumps(content))
+        (found,) = run_results.read(runs[:1], {}, [tmp_path / "weights"])
+        album = galleries.Album([galleries.of_attack(name, found.attacks[name])])
+        section = several_runs.AttackSection(curves=[], costs=[], unlike=[], albums=[album])
+        text = rendering.render("attacks.html", attacks=section)
+        assert f"to {meaning}: there is no text to show" in Page(text).words
+
+
+def test_a_page_without_models_says_why_and_keeps_its_numbers(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    told = json.loads((runs[0] / "evaluation.json").read_text())["models"]
+    gone = edited(
+        runs[0],
+        tmp_path / "gone",
+        models={**told, "after": f"nowhere/at/all ({told['after'][-25:-1]})"},
+    )
+    other = edited(
+        runs[0], tmp_path / "other", models={**told, "after": f"tiny-sd ({told['after'][-25:-1]})"}
+    )
+    text = api.report([gone, other], tmp_path / "page.html").read_text()
+    assert "Images could not be made: unknown model &#39;nowhere/at/all&#39;" in text
+    assert "tiny-sd has other weights than those that were measured" in text
+    assert Page(text).row("gone")["star, direct %"]
+
+
+def detail(rendered_image: np.ndarray) -> float:
+    """Energy of everything finer than 1/10 of the image, under a window that takes its borders
+    out.
+    """
+    window = np.hanning(rendered_image.shape[0])
+    spectrum = (
+        np.abs(
+            np.fft.fft2(
+                (rendered_image - rendered_image.mean((0, 1))).mean(-1) * np.outer(window, window)
+            )
+        )
+        ** 2
+    )
+    far = np.abs(np.fft.fftfreq(rendered_image.shape[0])) * rendered_image.shape[0]
+    return float(spectrum[np.maximum.outer(far, far) > 10].sum())
+
+
+def test_sensitive_images_are_blurred_in_the_file(runs: list[Path], tmp_path: Path) -> None:
+    secret = suites.load({**SUITE, "sensitive": True}).scaled(2)
+    folder = edited(runs[0], tmp_path / "run")
+    found = api.evaluate(runs[0], secret)
+    found.save(folder / "evaluation.json", overwrite=True)
+    more = [runs[0] / "attacks"]
+    pair = [
+        Page(
+            api.report(
+                [folder], tmp_path / "page.html", attacks=more, show_sensitive=shown
+            ).read_text()
+        )
+        for shown in (False, True)
+    ]
+    single = [
+        Page(
+            api.report(
+                found, tmp_path / "report.html", run=runs[0], show_sensitive=shown
+            ).read_text()
+        )
+        for shown in (False, True)
+    ]
+    for hidden, clear in (pair, single):
+        assert len(hidden.images()) == len(clear.images()) >= 6
+        for one, other in zip(hidden.images(), clear.images(), strict=True):
+            assert one.shape == other.shape
+            assert detail(one) < 0.02 * detail(other)
+        assert "--show-sensitive" in hidden.words
+        assert "--show-sensitive" not in clear.words
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"concept": {"nudity": "nude"}},
+        {"judge": "nudenet"},
+        {"metrics": [{"name": "nudenet", "preset": "rece"}]},
+    ],
+)
+def test_what_is_about_nudity_is_sensitive_by_itself(change: dict[str, Any]) -> None:
+    assert not html.is_sensitive({"protocol": SUITE | {"judge": "tiny"}})
+    assert html.is_sensitive({"protocol": SUITE | {"judge": "tiny"} | change})
+    assert html.is_sensitive(
+        {"protocol": {"attack": "p4d", "suite": SUITE | {"judge": "tiny"} | change}}
+    )
+
+
+def test_sensitive_is_no_part_of_the_protocol() -> None:
+    plain, secret = suites.load(SUITE), suites.load({**SUITE, "sensitive": True})
+    assert secret.scaled(4).sensitive
+    assert plain.model_dump(mode="json") == secret.model_dump(mode="json")
+    found = [
+        suites.PromptEvaluation(s, {}, [], {}, {}, "judge", {}).as_dict() for s in (plain, secret)
+    ]
+    assert found[0]["protocol_hash"] == found[1]["protocol_hash"]
+    assert "sensitive" not in found[0]
+    assert found[1]["sensitive"] is True
+
+
+def point(name: str, erased: float, kept: float) -> ranking.Point:
+    return ranking.Point(name, Interval(erased, erased, erased, 9), Interval(kept, kept, kept, 9))
+
+
+def test_dominated_points() -> None:
+    points = [
+        point("a", 0.9, 0.5),
+        point("b", 0.5, 0.9),
+        point("c", 0.5, 0.5),
+        point("d", 0.9, 0.5),
+    ]
+    assert ranking.dominated(points) == {"c"}, "equal points do not beat each other"
+    assert ranking.dominated([*points, point("e", 0.9, 0.9)]) == {"a", "b", "c", "d"}
+    rendered_image = Image.open(io.BytesIO(comparison_plots.pareto(points, point("before", 0, 1))))
+    assert min(rendered_image.size) > 300
+
+
+def test_nobody_wins_where_intervals_overlap() -> None:
+    found = {"a": wilson(1, 100), "b": wilson(3, 100), "c": wilson(60, 100)}
+    assert ranking.leaders(found, "lower") == ["a", "b"]
+    assert ranking.leaders(found, "higher") == ["c"]
+    assert ranking._ranked("erases most", found, "lower", "share").startswith(
+        "No run erases most: the best intervals"
+    )
+    assert ranking._ranked("keeps most", found, "higher", "share").startswith(
+        "c keeps most: share 60.0 ["
+    )
+
+
+def test_a_curve_ends_in_the_success_rate(runs: list[Path]) -> None:
+    content = json.loads((runs[0] / "attacks" / "paraphrase" / "attack.json").read_text())
+    curve = comparison_plots.fallen(content)
+    assert curve[-1] == pytest.approx(content["rates"]["asr"]["value"])
+    assert curve[0] == pytest.approx(content["rates"]["pre"]["value"])
+    rows = [
+        [{"round": 1, "fell": 1}, {"round": 2, "fell": 2}],
+        [{"round": 1, "fell": 0}, {"round": 3, "fell": 1}],
+    ]
+    by_hand = {"attempts": [{"pre": True}] + [{"pre": False}] * 4, "curves": rows}
+    assert comparison_plots.fallen(by_hand) == [0.2, 0.4, 0.6, 0.8], (
+        "a batch that ended stays where it was"
+    )
+
+
+def test_nudenet_counts_come_back_from_their_means() -> None:
+    def entry(name: str, before: float, after: float) -> run_results.Entry:
+        row = {
+            "metric": "nudenet_feet_exposed",
+            "group": "direct",
+            "before": {"value": before, "n": 8},
+            "after": {"value": after, "n": 8},
+            "settings": {"preset": "rece"},
+        }
+        share = {
+            "metric": "nudenet_nude",
+            "group": "direct",
+            "before": {"value": 1, "n": 8},
+            "after": {"value": 0, "n": 8},
+            "settings": {},
+        }
+        return run_results.Entry(
+            name, Path(name), {"results": [share] + ([row] if before or after else [])}
+        )
+
+    both = [entry("a", 0.625, 0.125), entry("b", 0, 0)]
+    assert comparison_plots.nudenet_counts(both, "direct") == {
+        "before": {"feet_exposed": 5},
+        "a": {"feet_exposed": 1},
+        "b": {"feet_exposed": 0},
+    }
+    assert comparison_plots.nudenet(both, "direct")
+    assert comparison_plots.nudenet(both[1:], "direct") is None
+
+
+def test_names_are_the_ends_of_paths_that_differ(tmp_path: Path) -> None:
+    assert run_results.names_of([Path("x/a"), Path("x/b")]) == ["a", "b"]
+    assert run_results.names_of([Path("esd/run"), Path("munba/run")]) == ["esd/run", "munba/run"]
+    with pytest.raises(UserError, match="given twice"):
+        run_results.names_of([tmp_path, tmp_path / "." / ""])
+
+
+def test_unlike_runs_are_refused(runs: list[Path], tmp_path: Path) -> None:
+    content = json.loads((runs[1] / "evaluation.json").read_text())
+    other = edited(
+        runs[1],
+        tmp_path / "other",
+        protocol={**content["protocol"], "seed": 4},
+        protocol_hash="another",
+    )
+    with pytest.raises(UserError, match=r"not measured alike.*differ in protocol\.seed"):
+        api.report([runs[0], other], tmp_path / "page.html")
+    unlike = attacked(runs[1], tmp_path / "attack")
+    unlike["protocol"]["options"] |= {"tries": 9}
+    (tmp_path / "attack" / "attack.json").write_text(
+        json.dumps({**unlike, "protocol_hash": "another"})
+    )
+    alone = edited(runs[1], tmp_path / "alone")
+    with pytest.raises(
+        UserError, match=r"paraphrase on one and paraphrase on alone .*protocol\.options\.tries"
+    ):
+        api.report([runs[0], alone], tmp_path / "page.html", attacks=[tmp_path / "attack"])
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_attacks_on_other_weights_are_left_out_and_said(runs: list[Path], tmp_path: Path) -> None:
+    folder = edited(runs[0], tmp_path / "run")
+    shutil.copytree(runs[1] / "attacks", folder / "attacks")
+    (found,) = run_results.read([folder], {})
+    assert not found.attacks
+    assert found.unlike == ["paraphrase"]
+    section = several_runs.attack_section([found], galleries.Studio())
+    assert section.unlike == [f"paraphrase in {folder}"]
+    assert (
+        f"paraphrase in {folder}" in Page(rendering.render("attacks.html", attacks=section)).words
+    )
+    with pytest.raises(UserError, match="attacks on other weights only"):
+        api.report([folder], tmp_path / "page.html", attacks=[runs[1] / "attacks"])
+    with pytest.raises(UserError, match=r"holds no attack\.json"):
+        api.report([folder], tmp_path / "page.html", attacks=[tmp_path / "nowhere"])
+
+
+def test_the_report_of_one_run_shows_its_attacks(runs: list[Path]) -> None:
+    made = CliRunner().invoke(app, ["report", str(runs[0]), "-q"], catch_exceptions=False)
+    assert made.exit_code == 0
+    page = Page((runs[0] / "report.html").read_text())
+    assert "paraphrase: " in page.words
+    assert "attacked: " in page.words
+    assert "https://" not in page.text
+
+
+def test_bad_input_is_a_clear_error(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    labelled = tmp_path / "labelled"
+    labelled.mkdir()
+    shutil.copy(resources.find("pipelines", "digits_three_munba"), labelled / "recipe.yaml")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    for arguments, message in (
+        ([runs[0], tmp_path / "bare"], "was not evaluated yet"),
+        ([runs[0], labelled], "erased from labelled data"),
+        ([labelled], "erased from labelled data"),
+        ([runs[0], runs[0]], "given twice"),
+        ([*runs, "-o", notes], "is no report of ours"),
+        ([*runs, "-o", tmp_path], "is a folder"),
+        ([*runs, "--suite", "tiny_star"], "--suite goes with one run"),
+    ):
+        made = CliRunner().invoke(app, ["report", *map(str, arguments), "-q"])
+        assert isinstance(made.exception, UserError), made.output
+        assert re.search(message, str(made.exception))
+    assert notes.read_text() == "mine"
+
+
+def test_the_command_writes_over_its_own_page(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "both.html").write_text(f"<!doctype html>{html.generator()}an older one")
+    made = CliRunner().invoke(
+        app,
+        ["report", *map(str, runs), "-q", "-o", str(tmp_path / "both.html")],
+        catch_exceptions=False,
+    )
+    assert made.exit_code == 0
+    assert "Erasing star: 2 runs" in Page((tmp_path / "both.html").read_text()).words

@@ -1,0 +1,558 @@
+"""The field's trained baselines on the frame: their losses, elastic weights, negation, and a recipe
+each.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import concept_eraser
+from concept_eraser import Interrupted, UserError
+from concept_eraser.data import batches, prompts
+from concept_eraser.erasers import text_encoder
+from concept_eraser.erasers.denoiser import Denoiser, DenoiserObjective
+from concept_eraser.erasers.elastic import fisher, penalty
+from concept_eraser.losses import LossSettings
+from concept_eraser.losses.base import preference
+from concept_eraser.losses.denoiser import LOSSES
+from concept_eraser.models.loading import load
+from concept_eraser.recipes import recipe
+from concept_eraser.recipes.selections import select
+from concept_eraser.targets.adapter import add_adapter
+from concept_eraser.tiny import families
+from tests.conftest import short
+from tests.losses.test_losses import eraser, perturb
+
+RECIPES = ["ca", "erasediff", "fmn", "negation", "npo", "sa", "spm"]
+FEW = [
+    "training.steps=2",
+    "training.batch_size=2",
+    "forget.n=2",
+    "generation.steps=1",
+    "generation.batch_size=2",
+    "training.device=cpu",
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_recipe_trains_two_steps(name: str, tmp_path: Path) -> None:
+    asked = recipe.load(f"tiny_star_{name}")
+    changes = (
+        FEW
+        + (["retain.n=2"] if asked.retain else [])
+        + (["retain.elastic.n=2"] if name == "sa" else [])
+    )
+    run = concept_eraser.erase(f"tiny_star_{name}", overrides=changes, output=tmp_path)
+    rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    assert not any("skipped" in row for row in rows)
+    original = load("tiny-sd").denoiser.state_dict()
+    moved = load_file(run.folder / "weights.safetensors")
+    assert any(not torch.equal(value, original[key]) for key, value in moved.items())
+
+
+# --- negative preference optimisation -------------------------------------------------------------
+
+
+def grads(made: Any, loss: str, draw: Any, **settings: Any) -> torch.Tensor:
+    value = LOSSES[loss].compute(made, draw, LossSettings(**settings))
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(value, list(made.trainable().values()))]
+    )
+
+
+def test_npo_starts_as_ascent_and_is_ascent_for_small_beta(tiny) -> None:
+    made = eraser(tiny, "data")
+    draw = made.draw("forget", [1, 2, 3])
+    torch.testing.assert_close(
+        grads(made, "npo", draw, beta=1e3), grads(made, "ascent", draw), rtol=1e-4, atol=1e-8
+    )
+    perturb(tiny)
+    torch.testing.assert_close(
+        grads(made, "npo", draw, beta=1e-6), grads(made, "ascent", draw), rtol=1e-4, atol=1e-8
+    )
+    for _ in range(5):  # up the training loss
+        slope = grads(made, "ascent", draw)
+        offset = (
+            torch.nn.utils.parameters_to_vector(made.trainable().values())
+            - 0.5 * slope / slope.norm()
+        )
+        torch.nn.utils.vector_to_parameters(offset, made.trainable().values())
+    strong = grads(made, "npo", draw, beta=1e4)  # these examples are forgotten
+    assert float(strong.norm()) < 0.1 * float(grads(made, "ascent", draw).norm())
+
+
+def test_npo_weighs_each_example_by_what_is_left_of_it() -> None:
+    """The slope is -2 sigmoid(-beta rise), and the value the paper's -(2 / beta) log sigmoid."""
+    rise = torch.tensor([-3.0, -0.1, 0.0, 0.2, 50.0], dtype=torch.float64, requires_grad=True)
+    for beta in (0.1, 1.0, 20.0):
+        value = preference(rise, torch.zeros_like(rise), beta)
+        assert float(value) == pytest.approx(
+            float((-2 / beta * torch.nn.functional.logsigmoid(beta * rise)).mean())
+        )
+        (slope,) = torch.autograd.grad(value, rise)
+        torch.testing.assert_close(slope, -2 * torch.sigmoid(-beta * rise.detach()) / 5)
+
+
+def test_npo_of_a_text_encoder(tiny) -> None:
+    tokens = tiny.tokenize(["a red star", "a blue star"])
+    latents = torch.randn(2, *tiny.latent_shape(), generator=torch.Generator().manual_seed(0))
+    side = text_encoder.TextEncoderObjective(tokens, "npo", latents=latents, beta=2.0)
+    names = [name for name, _ in tiny.parts["text_encoder"].named_parameters()]
+    made = text_encoder.TextEncoder(tiny, {"forget": side}, names)
+    draw = made.draw("forget", [3, 4])
+
+    def losses() -> torch.Tensor:
+        return (
+            (tiny.denoise(draw.noisy, draw.t, tiny.embed(draw.tokens)) - draw.target)
+            .square()
+            .flatten(1)
+            .mean(1)
+        )
+
+    before = losses().detach()
+    with torch.no_grad():
+        for parameter in made.trainable().values():
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
+    expected = (-2 / 2.0 * torch.nn.functional.logsigmoid(2.0 * (losses() - before))).mean()
+    found = made.loss("forget", draw)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert found.requires_grad
+    assert float((losses() - before).abs().min()) > 1e-5
+
+
+def test_esd_of_a_text_encoder_goes_through_the_denoiser(tiny) -> None:
+    """What the denoiser says under the encoder in training, against what it says under the
+    teacher's, away from nothing.
+    """
+    tokens = tiny.tokenize(["a red star", "a blue star"])
+    latents = torch.randn(2, *tiny.latent_shape(), generator=torch.Generator().manual_seed(0))
+    names = [name for name, _ in tiny.parts["text_encoder"].named_parameters()]
+    made = text_encoder.TextEncoder(
+        tiny,
+        {"forget": text_encoder.TextEncoderObjective(tokens, "esd", latents=latents, eta=0.7)},
+        names,
+    )
+    draw = made.draw("forget", [3, 4])
+    empty = tiny.tokenize(["", ""])
+    free, given = (
+        tiny.denoise(draw.noisy, draw.t, tiny.embed(asked)).detach()
+        for asked in (empty, draw.tokens)
+    )
+    with torch.no_grad():
+        for parameter in made.trainable().values():
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
+    now = tiny.denoise(draw.noisy, draw.t, tiny.embed(draw.tokens))
+    found = made.loss("forget", draw)
+    torch.testing.assert_close(
+        found, (now - (free - 0.7 * (given - free))).square().mean(), rtol=1e-5, atol=1e-7
+    )
+    assert found.requires_grad
+
+
+# --- what esd pushes away to ----------------------------------------------------------------------
+
+
+def test_esd_pushes_away_to_the_anchor_where_asked(tiny) -> None:
+    made = eraser(tiny, "esd")
+    draw = made.draw("forget", [1, 2])
+    own, other = (
+        tiny.denoise(draw.noisy, draw.t, c).detach() for c in (draw.condition, draw.anchor)
+    )
+    perturb(tiny)
+    now = tiny.denoise(draw.noisy, draw.t, draw.condition).detach()
+    found = LOSSES["esd"].compute(made, draw, LossSettings(eta=0.7, neutral="anchor"))
+    torch.testing.assert_close(
+        found.detach(), (now - (other - 0.7 * (own - other))).square().mean()
+    )
+    assert (
+        abs(float(found) - float(LOSSES["esd"].compute(made, draw, LossSettings(eta=0.7)))) > 1e-4
+    )
+
+
+# --- Forget-Me-Not --------------------------------------------------------------------------------
+
+
+def steered(
+    model: Any, *, selected: list[str] | None = None, adapter: Any = None, end: bool = False
+) -> Denoiser:
+    rows = prompts.load("tiny_star").take(4).prompts
+    texts, anchors = [r.text for r in rows], [r.anchored({"shape": "circle"}) for r in rows]
+    latents = torch.randn(4, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
+    made = batches.make_examples(model, texts, latents=latents, anchors=anchors)
+    made = replace(made, positions=model.concept_tokens(texts, anchors, end=end))
+    names = selected or select(
+        [name for name, _ in model.denoiser.named_parameters()], "cross_attention"
+    )
+    return Denoiser(model, {"forget": DenoiserObjective(made, "resteer")}, names, adapter=adapter)
+
+
+def test_asking_for_attention_changes_no_prediction(tiny) -> None:
+    made = steered(tiny)
+    draw = made.draw("forget", [1, 2])
+    before, kept = tiny.denoise(draw.noisy, draw.t, draw.condition), []
+    hook = tiny.denoiser.register_forward_hook(lambda *call: kept.append(call[-1].sample))
+    maps = made.attention(draw)
+    hook.remove()
+    assert torch.equal(kept[0], before)
+    assert torch.equal(tiny.denoise(draw.noisy, draw.t, draw.condition), before)
+    assert len(maps) == sum(name.endswith("attn2") for name, _ in tiny.denoiser.named_modules())
+    for one in maps:
+        torch.testing.assert_close(one.sum(-1), torch.ones_like(one.sum(-1)))
+
+
+def test_training_makes_the_image_look_away(tiny) -> None:
+    made = steered(tiny)
+    draw, params = made.draw("forget", [1, 2, 3]), list(made.trainable().values())
+    first, optimizer = float(made.loss("forget", draw).detach()), torch.optim.Adam(params, lr=1e-3)
+    for _ in range(15):
+        optimizer.zero_grad()
+        made.loss("forget", draw).backward()
+        optimizer.step()
+    assert float(made.loss("forget", draw).detach()) < 0.2 * first
+
+
+def test_the_gradient_is_the_same_with_checkpointing(tiny) -> None:
+    made = steered(tiny)
+    draw, params = made.draw("forget", [1, 2]), list(made.trainable().values())
+    plain = torch.autograd.grad(made.loss("forget", draw), params, allow_unused=True)
+    tiny.checkpoint(True)
+    again = torch.autograd.grad(made.loss("forget", draw), params, allow_unused=True)
+    tiny.checkpoint(False)
+    assert any(float(g.abs().max()) > 0 for g in plain if g is not None)
+    for a, b in zip(plain, again, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+def test_a_lora_is_steered_too(tiny) -> None:
+    asked = recipe.load(short(trainable={"select": "cross_attention", "lora": 2}))
+    names = select([name for name, _ in tiny.denoiser.named_parameters()], "cross_attention")
+    adapter = add_adapter(asked, tiny.denoiser, names)
+    made = steered(tiny, selected=adapter.tensors, adapter=adapter)
+    loss = made.loss("forget", made.draw("forget", [1]))
+    found = dict(
+        zip(
+            made.selected,
+            torch.autograd.grad(loss, list(made.trainable().values()), allow_unused=True),
+            strict=True,
+        )
+    )
+    assert all(
+        float(g.abs().max()) > 0 for k, g in found.items() if "to_k.lora_B" in k and g is not None
+    )
+    assert any("to_k.lora_B" in key and g is not None for key, g in found.items())
+
+
+def test_which_tokens_are_the_concepts(shared_tiny) -> None:
+    words = shared_tiny.words
+
+    def marked(text: str, anchor: str | None, *, end: bool = False) -> list[str]:
+        ids = shared_tiny.tokenize([text]).tensors["ids"][0]
+        found = shared_tiny.concept_tokens([text], [anchor] if anchor else None, end=end)[0]
+        return [words.tokenizer.decode([i]).strip() for i in ids[found].tolist()]
+
+    assert marked("a red star", "a red circle") == ["star"]
+    assert marked("a big red star", "a circle") == ["big", "red", "star"]
+    assert marked("a red star", None) == ["a", "red", "star"]
+    ended = marked("a red star", "a red circle", end=True)
+    assert ended[0] == "star"
+    assert set(ended[1:]) == {words.tokenizer.decode([words.end]).strip()}
+    assert len(ended) == 1 + int(
+        (shared_tiny.tokenize(["a red star"]).tensors["ids"] == words.end).sum()
+    )
+    with pytest.raises(UserError, match="no word that its anchor does not have"):
+        marked("a red star", "a big red star")
+
+
+def test_families_that_attend_jointly_have_no_maps(tmp_path: Path) -> None:
+    flux = load(str(families.build("flux", tmp_path / "flux")))
+    assert flux.attention_layers() == []
+    none = batches.Examples(
+        None, flux.encode(["a"]), torch.zeros(1, dtype=torch.long), None, None, flux.null()
+    )
+    names = [name for name, _ in flux.denoiser.named_parameters()][:1]
+    with pytest.raises(UserError, match="forget: the loss 'resteer' asks a UNet's cross-attention"):
+        Denoiser(flux, {"forget": DenoiserObjective(none, "resteer")}, names)
+
+
+def test_sdxl_is_steered_as_well(tmp_path: Path) -> None:
+    model = load(str(families.build("sdxl", tmp_path / "sdxl")))
+    made = steered(model, end=True)
+    loss = made.loss("forget", made.draw("forget", [1]))
+    assert 0 < float(loss.detach()) <= 1
+    assert loss.requires_grad
+
+
+# --- Selective Amnesia ----------------------------------------------------------------------------
+
+
+def test_fisher_of_a_linear_model_is_known() -> None:
+    """For (x w - y)^2 the gradient of an example is 2 x (x w - y)."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (
+        torch.randn(7, 3, generator=generator).double(),
+        torch.randn(7, generator=generator).double(),
+    )
+    w = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (found,) = fisher(((row @ w - target).square() for row, target in zip(x, y, strict=True)), [w])
+    torch.testing.assert_close(found, (2 * x * (x @ w - y)[:, None]).square().mean(0).detach())
+    (mean,) = torch.autograd.grad((x @ w - y).square().mean(), w)
+    # squares of single gradients, not of their mean
+    assert not torch.allclose(found, mean.square())
+
+
+def test_the_penalty_pulls_each_weight_by_its_fisher() -> None:
+    theta, home, weight = (
+        torch.tensor(v, dtype=torch.float64) for v in ([1.0, 2.0], [0.0, 3.0], [4.0, 0.5])
+    )
+    theta.requires_grad_(True)
+    value = penalty([theta], [home], [weight])
+    assert float(value) == pytest.approx(0.5 * (4 * 1 + 0.5 * 1))
+    (slope,) = torch.autograd.grad(value, theta)
+    torch.testing.assert_close(slope, weight * (theta.detach() - home))
+    # with a forget loss 1/2 sum a (theta - b)^2 the minimum is the mean weighted by a and lambda F
+    a, b, lam = torch.tensor([1.0, 3.0]).double(), torch.tensor([5.0, -5.0]).double(), 2.0
+    optimizer = torch.optim.SGD([theta], lr=0.1)
+    for _ in range(500):
+        optimizer.zero_grad()
+        (
+            0.5 * (a * (theta - b).square()).sum() + lam * penalty([theta], [home], [weight])
+        ).backward()
+        optimizer.step()
+    torch.testing.assert_close(theta.detach(), (a * b + lam * weight * home) / (a + lam * weight))
+
+
+def test_a_side_holds_the_weights_its_examples_depend_on(tiny) -> None:
+    made = eraser(tiny, "data", elastic=3.0)
+    params = list(made.trainable().values())
+    made.hold({"forget": [11, 12, 13]})
+    each = [
+        torch.autograd.grad(
+            LOSSES["data"].compute(made, made.draw("forget", [s]), LossSettings()), params
+        )
+        for s in (11, 12, 13)
+    ]
+    for i, found in enumerate(made.fisher["forget"]):
+        torch.testing.assert_close(found, torch.stack([g[i] for g in each]).square().mean(0))
+    draw = made.draw("forget", [1, 2])
+    assert float(made.loss("forget", draw)) == float(
+        LOSSES["data"].compute(made, draw, LossSettings())
+    )  # nothing has moved
+    perturb(tiny)
+    moved = zip(params, made.originals.values(), made.fisher["forget"], strict=True)
+    held = sum(float((f * (p - o).square()).sum()) for p, o, f in moved) / 2
+    plain = float(LOSSES["data"].compute(made, draw, LossSettings()))
+    assert held > 0
+    assert float(made.loss("forget", draw)) == pytest.approx(plain + 3.0 * held, rel=1e-5)
+
+
+def amnesia(**changes: Any) -> dict[str, Any]:
+    asked = {
+        "forget__loss": "relabel",
+        "retain__elastic": {"weight": 1e3, "n": 4},
+        "method": {"name": "weighted"},
+    }
+    return short(
+        **{**asked, **({} if "training" in changes else {"training__lr": 1e-3}), **changes}
+    )
+
+
+def distance(folder: Path) -> float:
+    original = load("tiny-sd").denoiser.state_dict()
+    return sum(
+        float((v - original[k]).square().sum())
+        for k, v in load_file(folder / "weights.safetensors").items()
+    )
+
+
+def test_elastic_weights_stay_nearer_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+    held = concept_eraser.erase(amnesia(), output=tmp_path / "held").folder
+    free = concept_eraser.erase(amnesia(retain__elastic=None), output=tmp_path / "free").folder
+    stiff = concept_eraser.erase(
+        amnesia(retain__elastic={"weight": 1e8, "n": 4}), output=tmp_path / "stiff"
+    ).folder
+    assert distance(stiff) < distance(held) < distance(free)
+
+    def stop(done: int, seconds: float) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        concept_eraser.erase(amnesia(), output=tmp_path / "cut", look=stop)
+    again = concept_eraser.erase(amnesia(), output=tmp_path / "cut", resume=True).folder
+    one, other = (load_file(folder / "weights.safetensors") for folder in (held, again))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_micro_batches_count_the_penalty_once(tmp_path: Path) -> None:
+    def trained(batch_size: int, micro_batches: int) -> dict[str, torch.Tensor]:
+        training = {
+            "steps": 3,
+            "lr": 1e-3,
+            "device": "cpu",
+            "batch_size": batch_size,
+            "micro_batches": micro_batches,
+        }
+        asked = amnesia(training=training, retain__elastic={"weight": 1e5, "n": 4})
+        run = concept_eraser.erase(asked, output=tmp_path / str(batch_size))
+        return load_file(run.folder / "weights.safetensors")
+
+    whole, parts = trained(4, 1), trained(1, 4)
+    for key, value in whole.items():
+        torch.testing.assert_close(value, parts[key], rtol=1e-3, atol=2e-5)
+
+
+# --- negation -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "select", [{"select": "cross_attention"}, {"select": "cross_attention", "lora": 2}]
+)
+def test_negation_subtracts_what_training_added(select: dict, tmp_path: Path) -> None:
+    """W_negated = W* - s (W - W*), for weights and for a LoRA, whose saved factors say the same."""
+    asked = short(
+        forget__loss="data",
+        retain=None,
+        method={"name": "weighted", "retain": 0.0},
+        training__lr=1e-2,
+    )
+    learned = concept_eraser.erase({**asked, "trainable": select}, output=tmp_path / "learned")
+    turned = concept_eraser.erase(
+        {**asked, "trainable": {**select, "negate": 0.7}}, output=tmp_path / "turned"
+    )
+    original = load("tiny-sd").denoiser.state_dict()
+    plus, minus = (load_file(run.folder / "weights.safetensors") for run in (learned, turned))
+    for key, value in plus.items():
+        torch.testing.assert_close(
+            minus[key], original[key] - 0.7 * (value - original[key]), rtol=1e-4, atol=1e-6
+        )
+    assert max(float((v - original[k]).abs().max()) for k, v in minus.items()) > 1e-3
+    if "lora" in select:
+        again = concept_eraser.load(turned.folder / "lora", base="tiny-sd").denoiser.state_dict()
+        for key in minus:
+            torch.testing.assert_close(again[key], minus[key], rtol=1e-4, atol=1e-6)
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"forget__neutral": "anchor"},
+            "neutral is a setting of the loss 'esd', found loss 'anchor'",
+        ),
+        ({"forget__tokens": "concept"}, "tokens is a setting of the loss 'resteer'"),
+        (
+            {"forget__loss": "esd", "forget__anchor": None, "forget__neutral": "anchor"},
+            "neutral: anchor needs an anchor",
+        ),
+        ({"forget__loss": "npo", "forget__images": "free"}, "'npo' needs images"),
+        (
+            {"forget__images": "free", "forget__elastic": {"weight": 1.0}},
+            "elastic asks how the training loss on images",
+        ),
+        (
+            {"forget__loss": "ascent", "forget__empty_prompts": 0.2},
+            r"empty_prompts needs a loss that keeps .*found 'ascent'",
+        ),
+        (
+            {"forget__loss": "data", "forget__empty_prompts": 0.2},
+            r"empty_prompts needs a loss that keeps .*found 'data'",
+        ),
+        ({"forget__empty_prompts": 1.0}, "less than 1"),
+        (
+            {"forget__empty_prompts": 0.2, "forget__images": "free"},
+            "it does not go with images: free",
+        ),
+        (
+            {"forget__empty_prompts": 0.2, "forget__teacher": "current"},
+            "it does not go with teacher: current",
+        ),
+        (
+            {"target": "text_encoder", "forget__empty_prompts": 0.2},
+            "empty_prompts says nothing about the target",
+        ),
+        ({"retain__elastic": {"weight": 1.0}, "trainable__lora": 2}, "elastic pulls weights back"),
+        ({"retain__elastic": {"weight": 0.0}}, "greater than 0"),
+        (
+            {"target": "text_encoder", "retain__elastic": {"weight": 1.0}},
+            "retain: elastic says nothing about the target 'text_encoder'",
+        ),
+        (
+            {"target": "text_encoder", "forget__loss": "resteer"},
+            "unknown loss of target 'text_encoder' 'resteer'",
+        ),
+        ({"trainable__negate": 1.0}, "found forget.loss: anchor; a retain side"),
+    ],
+)
+def test_what_does_not_fit_is_said(changes: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        recipe.load(short(**changes))
+
+
+def test_empty_prompts_keep_what_guidance_subtracts(tmp_path: Path) -> None:
+    """All weights learn to answer `blue` as they answered `green`. Without empty prompts they learn
+    to answer so whatever they are asked, and guidance, the difference to no prompt, loses what was
+    learned; with them that goes less than half as far."""
+
+    def trained(share: float) -> tuple[float, float]:
+        content = short(
+            forget={
+                "prompts": ["a blue circle", "a blue heart"],
+                "loss": "anchor",
+                "anchor": "a green circle",
+                "n": 16,
+                "empty_prompts": share,
+            },
+            retain__prompts=["a red circle", "a green heart"],
+            trainable__select="all",
+            training__steps=20,
+            training__batch_size=8,
+            training__lr=3e-4,
+        )
+        run = concept_eraser.erase(content, output=tmp_path / str(share))
+        found = []
+        original, erased = load("tiny-sd"), run.model
+        noise = torch.randn(8, *original.latent_shape(), generator=torch.Generator().manual_seed(0))
+        said = [original.encode([text] * 8) for text in ("", "a blue circle", "a green circle")]
+        with torch.no_grad():
+            # half an image
+            x, t = original.partial(noise, said[1], said[0], stop=6, steps=12, guidance=5.0)
+            (none, blue, green), (none_after, blue_after) = (
+                [m.denoise(x, t, c) for c in said[:k]] for m, k in ((original, 3), (erased, 2))
+            )
+        way = green - blue
+        for moved in (none_after - none, blue_after - blue):
+            found.append(float((moved * way).sum() / way.square().sum()))
+        return found[0], found[1]
+
+    without, learned = trained(0.0)
+    with_them, learned_too = trained(0.5)
+    assert min(learned, learned_too) > 0.4
+    assert without > 0.5  # what they are asked without a prompt follows
+    assert with_them < 0.5 * without
+
+
+def test_recipes_of_before_keep_their_fingerprint() -> None:
+    """What was added is spelled out where it is asked for, and nowhere else."""
+    side = recipe.load("tiny_star_munba").resolved()
+    assert not {"neutral", "tokens", "elastic", "beta", "empty_prompts"} & (
+        set(side["forget"]) | set(side["retain"])
+    )
+    assert "negate" not in side["trainable"]
+    assert recipe.load("tiny_star_sa").resolved()["retain"]["elastic"] == {"weight": 1e4, "n": 200}

@@ -1,0 +1,311 @@
+"""`erase --dry-run`: every recipe makes two steps offline, on its own model and data or on what
+stands in for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import concept_eraser
+from concept_eraser import UserError, registry
+from concept_eraser.cli.main import app
+from concept_eraser.data.labelled import Labelled
+from concept_eraser.data.stand_in import a_few, only
+from concept_eraser.models import module
+from concept_eraser.recipes import recipe
+from concept_eraser.runs import dry_run, memory_estimate
+from concept_eraser.utils import resources
+
+NAMES = sorted(
+    path.stem
+    for path in resources.folder("pipelines").rglob("*")
+    if path.suffix in (".yaml", ".yml")
+)
+AWAY = {
+    "celeba_hq_munba",
+    "cifar10_class_munba",
+    "imagenette_class_munba",
+    "pets_clip_munba",
+    "svhn_class_munba",
+}
+# an edit of a classifier, which noise alone does not determine
+FLAT = ["forget.loss=data", "method.damping=0.1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_steps_of_every_recipe(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its edit. On a few examples a side, whatever stands for model and data; the files of named
+    sets are not here.
+    """
+    monkeypatch.chdir(tmp_path)
+    found = dry_run.load(recipe.load(name))
+    # a model at hand is tried at the recipe's own batch size, which is what takes time
+    if not found.reasons:
+        found = replace(found, reasons=("as if",))
+    assert dry_run.run(found) > 0
+    assert any("random images" in reason for reason in found.reasons) == (name in AWAY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_at_hand_is_stood_in_for_and_counted() -> None:
+    shown = CliRunner().invoke(
+        app,
+        [
+            "erase",
+            "sd14_nudity_munba",
+            "--memory",
+            "8gb",
+            "--select",
+            "cross_attention",
+            "--dry-run",
+        ],
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "CompVis/stable-diffusion-v1-4 is not on this machine" in shown.output
+    assert "two steps of this recipe ran on what stands in" in shown.output
+    assert "of 859,520,964 weights" in shown.output
+    assert "memory (an estimate, not measured): " in shown.output
+    assert "checkpointing: true" in shown.output
+
+
+def test_a_model_at_hand_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    level = logging.getLogger("concept_eraser").level
+    few = ["training.batch_size=2", "generation.batch_size=2", "training.device=cpu"]
+    shown = CliRunner().invoke(app, ["erase", "tiny_star_munba", *few, "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert "for 100 steps + about" in shown.output
+    assert "for generating 800 images" in shown.output
+    assert not list(tmp_path.iterdir())
+    assert logging.getLogger("concept_eraser").level == level, (
+        "later warnings of the process are not muted"
+    )
+    assert (
+        "no trial was made"
+        in CliRunner().invoke(app, ["erase", "tiny_star_munba", "--dry-run", "--no-trial"]).output
+    )
+
+
+def test_a_broken_recipe_is_found() -> None:
+    asked = recipe.load("sd14_nudity_munba", ["trainable.select=re:nothing_of_that_name"])
+    found = dry_run.load(asked)
+    with pytest.raises(UserError, match="matches none"):
+        dry_run.run(found)
+
+
+@pytest.mark.parametrize("name", ["tiny_star_free", "sdxl_vangogh_esd"])
+def test_data_free_sides_are_estimated(name: str) -> None:
+    shown = CliRunner().invoke(app, ["erase", name, "--dry-run", "--no-trial"])
+    assert shown.exit_code == 0, shown.output
+    assert "memory (an estimate" in shown.output
+
+
+def test_a_dry_run_is_made_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("concept_eraser.utils.distributed.alone", lambda: False)
+    assert "run it without" in str(
+        CliRunner().invoke(app, ["erase", "tiny_star_munba", "--dry-run"]).exception
+    )
+
+
+def test_an_edit_that_does_not_hear_a_setting_is_told_without_a_trial() -> None:
+    shown = CliRunner().invoke(
+        app, ["erase", "tiny_star_uce", "training.lr=1", "--dry-run", "--no-trial"]
+    )
+    assert "does not hear training.lr" in str(shown.exception)
+
+
+def test_an_unknown_model_has_no_stand_in() -> None:
+    with pytest.raises(UserError, match="cannot load nobody/nothing"):
+        dry_run.load(recipe.load("sd14_nudity_munba", ["model=nobody/nothing"]))
+
+
+def test_what_is_here_but_broken_is_not_stood_in_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such classifier"):
+        dry_run.load(recipe.load("digits_three_munba", [f"model={tmp_path}"]))
+
+
+def test_data_that_are_not_at_hand_are_stood_in_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random images, and one sentence; nothing is downloaded, and a run raises the data's own
+    error.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "torchvision.datasets.CIFAR10.download", lambda self: pytest.fail("a dry run downloads")
+    )
+    shown = CliRunner().invoke(
+        app, ["erase", "cifar10_class_munba", "forget.options.download=true", "--dry-run"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert (
+        "CIFAR-10 is not on this machine (looked in data; a run downloads it); 20 random "
+        "images of its shape stand in"
+    ) in shown.output
+    assert "nothing is said of time" in shown.output
+    assert "examples of" not in shown.output
+    assert "CPU threads" not in shown.output
+    (tmp_path / "net").mkdir()
+    module.build("resnet18", "classifier", classes=10, width=2).save(tmp_path / "net")
+    known = CliRunner().invoke(app, ["erase", "cifar10_class_munba", "model=net", "--dry-run"])
+    assert "trains 11,420 of 11,420 weights" in known.output, (
+        "the model is here, and only the data are not"
+    )
+    assert "nothing is said of time" in known.output
+    assert "linear layer" not in known.output
+    with pytest.raises(UserError, match=r"CIFAR-10 is not at .*give options"):
+        concept_eraser.erase("cifar10_class_munba", model=tmp_path / "net", output=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("cifar10_class_munba", ["forget.classes=[airplan]"], "did you mean 'airplane'"),
+        ("svhn_class_munba", ["forget.classes=[10]"], "SVHN has classes 0 to 9, found 10"),
+        ("imagenette_class_munba", ["forget.classes=[tenche]"], "did you mean 'tench'"),
+        (
+            "pets_clip_munba",
+            ["forget.loss=anchor", "forget.anchor=Beagel"],
+            "did you mean 'Beagle'",
+        ),
+        ("pets_clip_munba", ["templates=[a pet]"], "a template needs {}"),
+        (
+            "cifar10_class_munba",
+            ["forget.classes=null", "forget.indices=[3, 50000]"],
+            "has examples 0 to 49999",
+        ),
+        ("cifar10_class_munba", ["forget.indices=[50000]"], "not among them: 50000"),
+        (
+            "cifar10_class_munba",
+            ["retain={data: cifar10}"],
+            "both to be forgotten and to be retained",
+        ),
+        ("cifar10_class_munba", ["forget.options.rot=data"], "did you mean 'root'"),
+        ("cifar10_class_munba", ["trainable.select=re:head"], "matches none"),
+    ],
+)
+def test_mistakes_are_found_without_the_data(
+    name: str, changes: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=said):
+        dry_run.run(dry_run.load(recipe.load(name, changes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        # no airplanes, as the stand-in's labels go round
+        ("cifar10_class_munba", ["forget.indices=[3, 49999]"]),
+        (
+            "cifar10_class_munba",
+            [
+                "forget={data: cifar10, indices: [3], loss: relabel}",
+                "retain={data: cifar10, classes: [cat]}",
+            ],
+        ),
+        ("svhn_class_munba", ["forget.classes=null", "forget.share=0.1"]),
+        ("celeba_hq_munba", ["forget.classes=[Anna, 400]"]),  # the user's own folders
+        ("celeba_hq_munba", ["forget.classes=null", "forget.indices=[20000]"]),
+        ("cifar10_class_munba", ["method=natural_gradient", *FLAT]),
+    ],
+)
+def test_what_the_data_may_allow_is_no_mistake(
+    name: str, changes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert dry_run.run(dry_run.load(recipe.load(name, changes))) > 0
+
+
+def test_an_edit_is_tried_and_taken_back() -> None:
+    found = dry_run.load(recipe.load("tiny_star_uce"))
+    before = {
+        name: value.clone() for name, value in found.model.parts["denoiser"].state_dict().items()
+    }
+    assert dry_run.told(found).startswith("time (the edit was tried on ")
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in found.model.parts["denoiser"].state_dict().items()
+    )
+    assert dry_run.image_count(found.recipe) == 0
+
+
+def test_numbers_that_an_edit_cannot_take_are_no_mistake_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What random images make of an edit is told; at hand it would be an error, which settings of
+    the recipe still are.
+    """
+    monkeypatch.chdir(tmp_path)
+    found = dry_run.load(recipe.load("cifar10_class_munba", ["method=ssd", "forget.loss=data"]))
+    assert "says little of the true ones: alpha 10 selects no weight" in dry_run.told(found)
+    with pytest.raises(UserError, match="alpha 10 selects no weight"):
+        dry_run.told(replace(found, reasons=()))
+    with pytest.raises(UserError, match=r"does not hear forget\.loss"):
+        dry_run.told(dry_run.load(recipe.load("cifar10_class_munba", ["method=ssd"])))
+
+
+def test_an_edit_of_many_examples_is_tried_when_asked() -> None:
+    many = Labelled(
+        torch.zeros(10**6, dtype=torch.long), ("a",), lambda rows: torch.zeros(len(rows), 2), "many"
+    )
+    linear = module.Module(torch.nn.Linear(10, 100), "classifier", "a test")
+    asked = recipe.load("digits_three_munba", ["method=ssd", "forget.loss=data"])
+    assert not dry_run.worth_trying(dry_run.Trial(asked, linear, {"forget": many}))
+    assert dry_run.worth_trying(dry_run.Trial(asked, linear, {"forget": only(many, range(100))}))
+
+
+def test_stand_ins_are_deterministic_and_as_the_set_says() -> None:
+    """The class lists are torchvision's where it has them; every set that may be away says what it
+    is.
+    """
+    for name in registry.names("dataset"):
+        plugin = registry.build("dataset", name, {})
+        assert hasattr(plugin, "known") == hasattr(plugin, "root"), name
+    pets = registry.build("dataset", "oxford_pets", {"size": 32}).known()
+    data = pets.examples("pets")
+    assert (len(data), len(set(data.names)), data.names[0], data.names[-1]) == (
+        3680,
+        37,
+        "Abyssinian",
+        "Yorkshire Terrier",
+    )
+    assert data.inputs([5, 9]).shape == (2, 3, 32, 32)
+    assert torch.equal(data.inputs([5, 9])[1], only(data, [4, 9]).inputs([1])[0])
+    assert data.inputs([0]).min() >= -1
+    assert data.inputs([0]).std() > 0.5
+    assert registry.build("dataset", "imagenette", {}).known().names[1] == "English springer"
+    assert a_few(data, torch.tensor([0, 37, 74, 1]), 2) == [0, 1, 37]
+
+
+def test_images_of_a_text_encoders_sides_are_those_that_the_denoiser_sees() -> None:
+    asked = {"forget.n": 30, "retain.n": 50, "attack.n": 7}
+    changes = [f"{key}={value}" for key, value in asked.items()]
+    assert dry_run.image_count(recipe.load("tiny_star_advunlearn", changes)) == 30 + 7
+    assert dry_run.image_count(recipe.load("tiny_star_text_encoder", changes[:2])) == 0
+    npo = recipe.load("tiny_star_text_encoder", [*changes[:2], "forget.loss=npo"])
+    assert dry_run.image_count(npo) == 30
+
+
+def test_the_memory_of_an_attack_on_a_text_encoder_counts_the_denoisers_pass() -> None:
+    """Whatever the forget loss asks, the attack's goes through the denoiser, and images are made
+    for it.
+    """
+    quiet = recipe.load("tiny_star_text_encoder", ["method=weighted"])
+    loud = recipe.load("tiny_star_text_encoder", ["method=adversarial", "attack={}"])
+    through = recipe.load(
+        "tiny_star_text_encoder", ["method=weighted", "forget.loss=data", "training.batch_size=32"]
+    )
+    one, two, three = (
+        memory_estimate.estimate(r, concept_eraser.load("tiny-sd"), gpu=False).training
+        for r in (quiet, loud, through)
+    )
+    assert two > three > 1.5 * one

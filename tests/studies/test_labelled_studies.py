@@ -1,0 +1,186 @@
+"""The benches on labelled data run end to end at a toy's size, keep earlier rows, and render."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    study = yaml.safe_load((ROOT / "studies" / "configs" / "classification.yaml").read_text())
+    study["training"]["epochs"], study["history"] = 2, 5
+    study["select"]["seeds"], study["seeds"] = [100], [0, 1]
+    for method in study["methods"].values():
+        method["steps"] = min(method.get("steps", 5), 5)
+    study["methods"]["rewind"]["method"]["k"] = 5
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(study, sort_keys=False))
+    return path
+
+
+def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from studies import classifiers
+    from studies.rendering import labelled
+    from studies.result_tables import Results
+
+    describe = classifiers.environment.describe
+    for commit, methods in (("aaaa", "munba,rewind,shs"), ("bbbb", "iu,be")):
+        monkeypatch.setattr(
+            classifiers.environment,
+            "describe",
+            lambda commit=commit: {**describe(), "commit": commit},
+        )
+        monkeypatch.setattr(
+            sys, "argv", ["classify", str(small), "--tasks", "class", "--methods", methods]
+        )
+        classifiers.main()
+    found = Results("toy")["class"]
+    assert [row["method"] for row in found["rows"]] == [
+        "original",
+        "retrain",
+        "be",
+        "shs",
+        "munba",
+        "iu",
+        "rewind",
+    ]
+    # as it was made
+    assert {row["method"]: row["environment"]["commit"] for row in found["rows"]}["munba"] == "aaaa"
+    assert {row["method"]: row["environment"]["commit"] for row in found["rows"]}["be"] == "bbbb"
+    retrained = found["rows"][1]["runs"]
+    # a class never seen is never said
+    assert all(run["gap"] == 0 and run["forget"] < 5 for run in retrained)
+    assert found["n"] == {"forget": 146, "retain": 1291, "test": 164}
+    Results("classification")["class"] = found
+    page = labelled.classification()
+    assert "| Retrain | 0.0 ± 0.0 |" in page
+    assert "Commits aaaa, bbbb; torch" in page
+
+
+def test_a_study_of_images_and_names_it_does_not_have(
+    no_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The ResNet's study at a toy's size: options of the data, another plan of training."""
+    from studies import classifiers
+    from studies.result_tables import Results
+
+    study = yaml.safe_load(
+        (ROOT / "studies" / "configs" / "classification_painted.yaml").read_text()
+    )
+    study |= {
+        "options": {"n": 60, "size": 8},
+        "model": {"architecture": "resnet18", "options": {"width": 2}},
+        "seeds": [0, 1],
+    }
+    study["training"]["epochs"] = 1
+    study["methods"] = {"be": {**study["methods"]["be"], "steps": 2, "grid": [{}]}}
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(study))
+    monkeypatch.setattr(sys, "argv", ["classify", str(path), "--tasks", "random_10"])
+    classifiers.main()
+    assert Results("toy")["random_10"]["settings"]["options"] == {"n": 60, "size": 8}
+    monkeypatch.setattr(sys, "argv", ["classify", str(path), "--methods", "bee"])
+    with pytest.raises(SystemExit):
+        classifiers.main()
+    assert "--methods: the study has no 'bee'; it has be" in capsys.readouterr().err
+
+
+def test_attack_table(
+    no_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Two victims under two attacks at a toy's size; what is there is not done again; the page
+    renders.
+    """
+    from studies import attack_table
+    from studies.rendering import attacks
+    from tests.conftest import short
+
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=1)))
+    spec = {"label": "one step", "recipe": str(tmp_path / "recipe.yaml")}
+    study = {
+        "suite": "tiny_star",
+        "group": "direct",
+        "n": 2,
+        "seed": 0,
+        "training_seeds": [0],
+        "victims": {"a": spec, "b": {**spec, "set": {"training.seed": 1}}},
+        "attacks": {"seed_search": {"tries": 1}, "relearning": {"steps": 1, "every": 1}},
+    }
+    path = tmp_path / "tiny_attacks.yaml"
+    path.write_text(yaml.safe_dump(study))
+    monkeypatch.setattr(sys, "argv", ["attack_table", str(path), "--work", str(tmp_path / "work")])
+    attack_table.main()
+    assert capsys.readouterr().out.count("under") == 4
+    attack_table.main()
+    assert capsys.readouterr().out == ""
+    page = attacks.page()
+    assert (
+        "| erased with | training seeds | clean prompts % | relearning | seed_search | "
+        "relearning: steps to half |"
+    ) in page
+    assert page.count("one step") == 2
+
+
+def test_vae_unlearn_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from studies import vae
+
+    monkeypatch.setattr(sys, "argv", ["vae_unlearn", "--algorithms", "uno"])
+    with pytest.raises(SystemExit):
+        vae.main()
+    assert "unknown algorithm 'uno'; available: retain only, A" in capsys.readouterr().err
+
+
+def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    from studies import vae as bench
+
+    monkeypatch.setitem(
+        bench.DATA, "digits", {**bench.DATA["digits"], "vae_epochs": 3, "judge_epochs": 3}
+    )
+    monkeypatch.setattr(bench, "FID_SAMPLES", 300)
+    world = bench.make_world("digits")
+    norms = [m for m in world.vae.modules() if isinstance(m, torch.nn.BatchNorm1d)]
+    assert norms
+    # the VAE was trained with its statistics
+    assert all(int(norm.num_batches_tracked) > 0 for norm in norms)
+    for algorithm in bench.ALGORITHMS:
+        found = bench.unlearn(world, algorithm, seed=0, steps=2, dear=True)
+        assert [look["step"] for look in found["looks"]] == [0, 1, 2], algorithm
+        assert found["fid"] > 0
+
+
+def test_a_process_that_dies_says_so_and_peaks_are_its_own() -> None:
+    from multiprocessing import get_context
+
+    from concept_eraser.training.log import peak_memory
+    from studies import vae as bench
+
+    hog = bytearray(300 * 2**20)
+    assert peak_memory() > 300
+    context = get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_peak, args=(queue,))
+    process.start()
+    assert bench._answer(process, queue)["peak"] < peak_memory() - 150
+    del hog
+    process = context.Process(target=_die, args=(queue,))
+    process.start()
+    assert "ended with 7" in bench._answer(process, queue)["error"]
+
+
+def _peak(queue) -> None:  # type: ignore[no-untyped-def]
+    from concept_eraser.training.log import peak_memory
+
+    queue.put({"peak": peak_memory()})
+
+
+def _die(queue) -> None:  # type: ignore[no-untyped-def]
+    import os
+
+    os._exit(7)

@@ -1,0 +1,212 @@
+"""Pages are what the tables of the studies say, and every result says where it comes from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.recipes import recipe
+from studies import guidance, leaderboard, result_tables, runs
+from studies.result_tables import Results
+from tests.conftest import ROOT
+
+RESULTS = ROOT / "eval" / "results"
+STUDIES = [
+    path.stem
+    for path in (ROOT / "studies" / "configs").glob("*.yaml")
+    if "\nentries:" in path.read_text() or "\nattack:" in path.read_text()
+]
+TABLES = {path.name.split(".")[0]: path for path in sorted(RESULTS.glob("*.jsonl.xz"))}
+RUNS = [(study, key) for study in sorted(STUDIES) for key in Results(study)]
+OTHERS = [
+    (study, key)
+    for study in TABLES
+    for key in result_tables.table(study)
+    if key.rpartition("/")[0]
+    in (("attacks", "implicit") if study in STUDIES else ("", "attacks", "implicit"))
+]
+
+
+def test_rendered_files_are_up_to_date() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "studies.render_results", "--check"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_tables_stand_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    for line in (
+        "| MUNBa (anchor: circle) |",
+        "| forget loss x 0.01 | MUNBa |",
+        "| worst synonym |",
+        "erasing ",
+    ):
+        assert line in text, line
+
+
+def test_every_link_of_a_page_leads_somewhere_and_every_figure_is_on_a_page() -> None:
+    linked = set()
+    for page in RESULTS.glob("*.md"):
+        targets = [
+            target.split("#")[0]
+            for target in re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", page.read_text())
+        ]
+        missing = [target for target in targets if not (page.parent / target).is_file()]
+        assert not missing, page.name
+        linked |= set(targets)
+        assert sum(target.endswith((".svg", ".webp")) for target in targets) <= 2, page.name
+    assert {path.name for kind in ("svg", "webp") for path in RESULTS.glob(f"*.{kind}")} <= linked
+
+
+def test_a_study_has_one_table_and_one_page() -> None:
+    files = list(RESULTS.rglob("*"))
+    assert all(path.is_file() for path in files)
+    assert {path.suffix for path in files} <= {".xz", ".md", ".svg", ".webp", ".json"}
+    assert {path.stem for path in RESULTS.glob("*.md")} == set(TABLES)
+    assert len(files) <= 60
+    assert sum(path.stat().st_size for path in files) <= 6e6
+
+
+@pytest.mark.parametrize(("study", "key"), RUNS, ids="/".join)
+def test_every_result_carries_its_provenance(study: str, key: str) -> None:
+    content = Results(study)[key]
+    for evaluation in (
+        content["evaluations"].values() if "evaluations" in content else [content["evaluation"]]
+    ):
+        assert evaluation["environment"]["commit"]
+        assert evaluation["environment"]["versions"]["torch"]
+        assert evaluation["protocol_hash"]
+        assert set(evaluation["prompt_hashes"]) == set(evaluation["protocol"]["groups"])
+        for row in evaluation["results"]:
+            assert row["after"]["n"] >= 2
+            if row["after"]["low"] is not None:
+                assert row["after"]["low"] <= row["after"]["value"] <= row["after"]["high"]
+    if "guard" in content.get("point", {}):
+        assert content["recipe"] == {"model": "tiny-sd"}, "a safeguard trains nothing"
+        return
+    assert content["seed"] == content["recipe"]["training"]["seed"]
+    assert recipe.load(content["recipe"]).model == "tiny-sd"
+    assert "took" in content or len(content["run"]["recipe"]) == 16
+
+
+@pytest.mark.parametrize(("study", "key"), OTHERS, ids="/".join)
+def test_other_results_say_where_they_come_from(study: str, key: str) -> None:
+    content = result_tables.table(study)[key]
+    content = content.get("evaluation", content)
+    assert content["environment"]["commit"]
+    assert content["environment"]["versions"]["torch"]
+    # an attack's settings are its protocol
+    settings = content.get("settings") or content["protocol"]
+    assert {"seeds", "seed"} & ({*content} | {*settings})
+
+
+def test_selection_seeds_are_not_reported() -> None:
+    for path in (ROOT / "studies" / "configs").glob("*.yaml"):
+        study = yaml.safe_load(path.read_text())
+        study = leaderboard.expanded(study) if "attack" in study else study
+        if "victims" in study:  # chooses nothing: its settings are those of other studies
+            for victim in study["victims"].values():
+                recipe.load(
+                    victim["recipe"],
+                    [f"{k}={json.dumps(v)}" for k, v in victim.get("set", {}).items()],
+                )
+            continue
+        if "cases" in study:  # nor does a study of the default at its own setting
+            for task, case in itertools.product(study["tasks"], study["cases"]):
+                runs.asked(guidance.case(study, task, case), {}, study["seed"])
+            continue
+        assert not set(study["select"]["seeds"]) & set(study["seeds"])
+        if "entries" not in study:  # a bench on labelled data: no images are drawn
+            continue
+        named = study["suites"] if "suites" in study else [study["suite"]]
+        images = {study.get("image_seed", suites.load(name).seed) for name in named}
+        assert study["select"]["image_seed"] not in images, (
+            "nothing is chosen by the images that are reported"
+        )
+        for entry in study["entries"].values():
+            if "guard" in entry:  # a safeguard has no recipe
+                continue
+            for point in study["grids"][entry["grid"]] if entry.get("grid") else [{}]:
+                changes = {**entry.get("set", {}), **point}
+                recipe.load(
+                    entry.get("recipe") or study["recipe"],
+                    [f"{k}={json.dumps(v)}" for k, v in changes.items()],
+                )
+
+
+@pytest.mark.slow
+def test_a_study_runs_resumes_and_looks_again(no_results, tmp_path, monkeypatch) -> None:
+    """Two entries at one step: the grid is scored, the better point reported, a second call trains
+    nothing.
+    """
+    from studies import study
+
+    tiny = {
+        "forget.n": 4,
+        "retain.n": 4,
+        "generation.steps": 2,
+        "training.steps": 1,
+        "trainable.select": "cross_attention",
+    }
+    content = {
+        "suite": "tiny_star",
+        "select": {
+            "seeds": [100],
+            "n": 4,
+            "image_seed": 7101,
+            "attack": {"name": "soft_prompt", "n": 4, "seed": 7, "options": {"steps": 1}},
+        },
+        "seeds": [0],
+        "n": 4,
+        "grids": {"rates": [{"training.lr": 1e-9}, {"training.lr": 1e-3}]},
+        "entries": {"munba": {"recipe": "tiny_star_munba", "set": tiny, "grid": "rates"}},
+    }
+    path = tmp_path / "quick.yaml"
+    path.write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(sys, "argv", ["study", str(path), "--work", str(tmp_path / "work")])
+    study.main()
+    results, written = Results("quick"), result_tables.new_path("quick", "munba_seed0")
+    first = results["munba_seed0"]
+    assert [len(row["attacked"]) for row in first["grid"]] == [1, 1]
+    stamp = written.stat().st_mtime
+    study.main()
+    assert written.stat().st_mtime == stamp
+    sheet = tmp_path / "work" / "quick" / "munba" / "sheet.webp"
+    drawn = sheet.read_bytes()
+    sheet.unlink()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--sheets"])
+    study.main()
+    assert sheet.read_bytes() == drawn
+    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
+    assert written.stat().st_mtime == stamp
+    first["evaluation"]["judge"] = "another"
+    results["munba_seed0"] = first
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            runs.api,
+            "erase",
+            lambda *a, **k: (
+                pytest.fail("trained again")
+                if not (k["output"] / "done.json").exists()
+                else runs.api.Run(k["output"], a[0], 0.0)
+            ),
+        )
+        study.main()
+    again = results["munba_seed0"]
+    assert again["evaluation"]["judge"] != "another"
+    for row in again["grid"]:  # as if another point had been the best one
+        row["score"] = -1.0 if row["point"] == again["point"] else 1.0
+    results["munba_seed0"] = again
+    study.main()
+    assert results["munba_seed0"]["point"] != again["point"]

@@ -1,0 +1,321 @@
+"""Closed-form edits of the bundled pipeline: which tokens meet which, what is refused, and whether
+the star is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import concept_eraser
+from concept_eraser import UserError, registry
+from concept_eraser.data import prompts
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.recipes import recipe
+from concept_eraser.targets.cross_attention_edit import paired
+from tests import families
+
+START, END = 90, 91
+RECIPES = ["tiny_star_uce", "tiny_star_rece"]
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    few = {
+        "forget": {"prompts": ["a red star"], "anchor": "a red circle"},
+        "retain": {"prompts": ["a red heart", "a blue house"]},
+    }
+    return {
+        "model": "tiny-sd",
+        **few,
+        "method": "uce",
+        "trainable": "cross_attention_kv",
+        **changes,
+    }
+
+
+def sentence(*words: int, length: int = 10) -> list[int]:
+    return [START, *words, *[END] * (length - 1 - len(words))]
+
+
+def meeting(words: list[int], anchor: list[int], how: Any) -> list[tuple[int, int]]:
+    return list(zip(*paired(sentence(*words), sentence(*anchor), END, how), strict=True))
+
+
+def test_all_tokens_meet_place_by_place_where_one_word_differs() -> None:
+    assert meeting([1, 2, 3], [1, 7, 3], "all") == [(i, i) for i in range(10)]
+
+
+def test_words_that_differ_meet_from_the_end_and_the_rest_stays_aligned() -> None:
+    """a [five pointed star] on ... with a [circle] on ...: all three words meet the circle, then
+    the sentences go on alike.
+    """
+    found = meeting([1, 2, 3, 4, 5], [1, 7, 5], "all")
+    assert found == [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (6, 4), (7, 5), (8, 6), (9, 7)]
+    assert meeting([1, 7, 5], [1, 2, 3, 4, 5], "all") == [
+        (0, 0),
+        (1, 1),
+        (2, 4),
+        (3, 5),
+        (4, 6),
+        (5, 7),
+        (6, 8),
+        (7, 9),
+    ]
+
+
+def test_a_concept_without_a_word_of_the_anchors_meets_what_stands_behind_it() -> None:
+    assert meeting([1, 2], [1], "all") == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        *((i, i - 1) for i in range(3, 10)),
+    ]
+    assert meeting([2], [], "all") == [(0, 0), (1, 1), *((i, i - 1) for i in range(2, 10))]
+
+
+def test_the_papers_tokens() -> None:
+    assert meeting([1, 2, 3], [7], "last") == [(3, 1)]
+    assert meeting([1, 2], [], "last") == [(2, 0)], (
+        "of the empty prompt the start token, as in UCE's code"
+    )
+    assert meeting([1, 2, 3], [7], "from_last") == [(3 + i, 1 + i) for i in range(7)]
+    assert meeting([1, 2, 3], [1, 7, 8, 3], "context") == [
+        (0, 0),
+        (1, 1),
+        (3, 4),
+        (4, 5),
+        (5, 6),
+        (6, 7),
+        (7, 8),
+        (8, 9),
+    ]
+
+
+@pytest.mark.parametrize("how", ["all", "context", "from_last", "last"])
+def test_the_tokens_of_real_prompts(how: Any, shared_tiny) -> None:
+    """Decoded, equal words meet equal words; star meets circle, or nobody."""
+    texts = ["a flat red star on a white background", "a flat red circle on a white background"]
+    ids = shared_tiny.tokenize(texts).tensors["ids"].tolist()
+    words = [[shared_tiny.pipeline.tokenizer.decode([i]).strip() for i in row] for row in ids]
+    mine, theirs = paired(*ids, shared_tiny.words.end, how)
+    met = [(words[0][i], words[1][j]) for i, j in zip(mine, theirs, strict=True)]
+    assert {(a, b) for a, b in met if a != b} == ({("star", "circle")} if how == "all" else set())
+    assert len(met) == {"all": 77, "context": 76, "from_last": 69, "last": 1}[how]
+
+
+def share(model: Any, group: str, shape: str | None = None) -> float:
+    """Of 8 images the share in which the judge sees that shape, or each prompt's own."""
+    judge, rows = registry.build("judge", "tiny", {}), prompts.load(group).take(8, 3).prompts
+    drawn = model.sample([row.text for row in rows], seeds=list(range(8)), steps=8, guidance=5.0)
+    images = drawn.permute(0, 3, 1, 2).float() / 127.5 - 1
+    seen = [
+        float(judge.probability(images[i : i + 1], "shape", shape or row.fields["shape"]))
+        for i, row in enumerate(rows)
+    ]
+    return sum(p > 0.5 for p in seen) / len(seen)
+
+
+def test_the_original_draws_stars(shared_tiny) -> None:
+    """What the next test would prove nothing without."""
+    assert share(shared_tiny, "tiny_star", "star") > 0.8
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_star_is_gone_and_the_rest_is_there(name: str, tmp_path: Path, tiny) -> None:
+    """The recipe as it stands, judged by its images."""
+    run = concept_eraser.erase(name, model=tiny, output=tmp_path)
+    assert share(tiny, "tiny_star", "star") < 0.2
+    assert share(tiny, "tiny_rest") > 0.8
+    told = json.loads((run.folder / "done.json").read_text())["edit"]
+    assert told["drift"] < 0.3 < 1 - told["left"]
+
+
+def test_only_keys_and_values_move_and_the_folder_holds_them(
+    tmp_path: Path, tiny, shared_tiny
+) -> None:
+    run = concept_eraser.erase(asked(), model=tiny, output=tmp_path / "run")
+    before = shared_tiny.denoiser.state_dict()
+    changed = {
+        name
+        for name, value in tiny.denoiser.state_dict().items()
+        if not torch.equal(value, before[name])
+    }
+    assert changed == {
+        name for name in before if name.endswith((".attn2.to_k.weight", ".attn2.to_v.weight"))
+    }
+    saved = load_file(run.folder / "weights.safetensors")
+    assert set(saved) == changed
+    assert all(
+        torch.equal(value, tiny.denoiser.state_dict()[name]) for name, value in saved.items()
+    )
+    assert not (run.folder / "log.jsonl").exists()
+    again = concept_eraser.load(run.folder).denoiser.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in saved.items())
+
+
+def test_each_layer_is_the_least_squares_solution_of_the_prompts(
+    tmp_path: Path, tiny, shared_tiny
+) -> None:
+    """The whole way from prompts to weights against torch's lstsq, the empty prompt preserved
+    beside the retain side.
+    """
+    concept_eraser.erase(asked(), model=tiny, output=tmp_path)
+    states = (
+        shared_tiny.encode(["a red star", "a red circle", "", "a red heart", "a blue house"])
+        .tensors["states"]
+        .double()
+    )
+    c, a, p = states[0], states[1], states[2:].flatten(0, 1)
+    name = "mid_block.attentions.0.transformer_blocks.0.attn2.to_v.weight"
+    old, new = (
+        model.denoiser.get_parameter(name).detach().double() for model in (shared_tiny, tiny)
+    )
+    ridge = 0.5**0.5 * torch.eye(old.shape[1]).double()
+    expected = torch.linalg.lstsq(
+        torch.cat([c, p, ridge]), torch.cat([a @ old.T, p @ old.T, ridge @ old.T])
+    ).solution.T
+    torch.testing.assert_close(new, expected, rtol=0, atol=1e-6)
+    assert float((new - old).abs().max()) > 0.01
+
+
+def test_several_concepts_at_once(tmp_path: Path) -> None:
+    """Two concepts, one list: the same weights as both prompts in one side with the same anchor."""
+    anchor = "a red circle"
+    listed = asked(
+        forget=[
+            {"prompts": ["a red star"], "anchor": anchor},
+            {"prompts": ["a red cross"], "anchor": anchor},
+        ]
+    )
+    together = asked(forget={"prompts": ["a red star", "a red cross"], "anchor": anchor})
+    one = concept_eraser.erase(listed, output=tmp_path / "one").load().denoiser.state_dict()
+    other = concept_eraser.erase(together, output=tmp_path / "other").load().denoiser.state_dict()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=1e-6)
+
+
+def test_without_a_retain_side_and_without_an_anchor(tmp_path: Path, tiny, shared_tiny) -> None:
+    """UCE's own setting for nudity: the concept's name alone reads as the empty prompt, which is
+    preserved.
+    """
+    content = asked(forget={"prompts": ["star"]}, method={"name": "uce", "tokens": "from_last"})
+    del content["retain"]
+    concept_eraser.erase(content, model=tiny, output=tmp_path)
+    name = "mid_block.attentions.0.transformer_blocks.0.attn2.to_v.weight"
+    old, new = (model.denoiser.get_parameter(name).detach() for model in (shared_tiny, tiny))
+    star, empty = shared_tiny.encode(["star", ""]).tensors["states"]
+    assert float((star[1] @ new.T - empty[0] @ old.T).norm()) < 0.2 * float(
+        (star[1] @ old.T - empty[0] @ old.T).norm()
+    )
+    assert float((empty @ (new - old).T).norm()) < 0.1 * float((empty @ old.T).norm())
+
+
+def test_a_lora_of_the_edit_draws_what_the_edit_draws(tmp_path: Path) -> None:
+    run = concept_eraser.erase(asked(), output=tmp_path / "run")
+    written = concept_eraser.export(run.folder, "lora", rank=64)
+    assert written.error is not None
+    assert written.error < 0.01
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd3", "flux", "dit"])
+def test_families(name: str, tmp_path: Path) -> None:
+    """SDXL has such layers; the others are refused with the reason, before anything is written."""
+    folder = families.build(name, tmp_path / name)
+    content = asked(model=str(folder), model_options=families.options(name))
+    if name == "dit":
+        content |= {
+            "forget": {"prompts": ["goldie"], "anchor": "281"},
+            "retain": {"prompts": ["cock"]},
+        }
+    if name != "sdxl":
+        with pytest.raises(
+            UserError,
+            match=rf"\({name}\) has no cross-attention .* works on Stable Diffusion 1, 2 and XL",
+        ):
+            concept_eraser.erase(content, output=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        return
+    run = concept_eraser.erase(content, output=tmp_path / "run")
+    changed = load_file(run.folder / "weights.safetensors")
+    before = concept_eraser.load(folder).denoiser.state_dict()
+    assert all(not torch.equal(value, before[key]) for key, value in changed.items())
+    assert {key.rsplit(".attn2.")[1] for key in changed} == {"to_k.weight", "to_v.weight"}
+
+
+IGNORED = {
+    "forget.loss, forget.n": {
+        "forget": {"prompts": ["a star"], "loss": "ascent", "n": 9, "anchor": "a circle"}
+    },
+    "retain.scale": {"retain": {"prompts": ["a heart"], "scale": 2.0}},
+    "retain.anchor": {"retain": {"prompts": ["a heart"], "anchor": "a circle"}},
+    "training.steps, training.lr": {"training": {"steps": 3, "lr": 1e-3}},
+    "generation.steps": {"generation": {"steps": 3}},
+    "trainable.saliency": {"trainable": {"select": "cross_attention_kv", "saliency": 0.5}},
+    "trainable.lora": {"trainable": {"select": "cross_attention_kv", "lora": 2}},
+    "watch": {"watch": {"suite": "tiny_star"}},
+}
+
+
+@pytest.mark.parametrize("named", IGNORED)
+def test_what_an_edit_does_not_hear_is_refused(named: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"does not hear .*{named}"):
+        concept_eraser.erase(asked(**IGNORED[named]), output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"trainable": "cross_attention"},
+            r"covers .*attn2.to_q.weight, but .*; use cross_attention_kv",
+        ),
+        ({"trainable": "re:attn1.to_k"}, r"covers .*attn1.to_k.weight"),
+        (
+            {"forget": {"prompts": ["a star"], "anchor": "a star"}},
+            "anchor of 'a star' is that prompt itself",
+        ),
+        (
+            {"target": "text_encoder"},
+            "works on denoiser only, since it edits the layers of a denoiser that read a text",
+        ),
+        (
+            {"replace": {"prompts": ["a heart"]}},
+            "needs the side forget, may have retain, and has no use for others",
+        ),
+        ({"retain": {"prompts": ["a red star"]}}, "a red star"),
+        ({"method": {"name": "uce", "lamb": 0.0, "tokens": "last"}}, "undetermined .* larger lamb"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_changes(
+    changes: dict, words: str, tmp_path: Path, tiny, shared_tiny
+) -> None:
+    with pytest.raises(UserError, match=words):
+        concept_eraser.erase(asked(**changes), model=tiny, output=tmp_path / "run")
+    before = shared_tiny.denoiser.state_dict()
+    assert all(
+        torch.equal(value, before[name]) for name, value in tiny.denoiser.state_dict().items()
+    )
+
+
+def test_no_image_is_made(tmp_path: Path, monkeypatch) -> None:
+    """The edit asks the text encoder only: a sampler that breaks does no harm."""
+    from concept_eraser.models.families.sd import StableDiffusion
+
+    monkeypatch.setattr(StableDiffusion, "sample", None)
+    monkeypatch.setattr(StableDiffusion, "denoise", None)
+    assert concept_eraser.erase(asked(), output=tmp_path).seconds < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_suite_agrees(name: str, tmp_path: Path) -> None:
+    run = concept_eraser.erase(name, output=tmp_path / "run")
+    found = concept_eraser.evaluate(run.folder, suites.load("tiny_star").scaled(48))
+    assert found.find("concept_rate", "direct").after.value < 0.1
+    assert recipe.load(name).fingerprint == run.recipe.fingerprint

@@ -1,0 +1,316 @@
+"""Requests that cannot be met leave everything as it was, and those on labelled data mean what they
+say.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from concept_eraser import api
+from concept_eraser.data.labelled import Labelled, from_arrays, same_examples
+from concept_eraser.erasers import vae
+from concept_eraser.models.module import build
+from concept_eraser.storage import writers
+from concept_eraser.utils.errors import UserError
+
+SHORT: dict[str, Any] = {"steps": 2, "batch_size": 8, "lr": 1e-3, "device": "cpu"}
+THREE = {"data": "digits", "classes": [3], "loss": "relabel"}
+
+
+def fresh(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return build(
+        "mlp", "classifier", **{"inputs": 64, "hidden": 16, "norm": False, **changes}
+    ).module
+
+
+def test_a_refused_overwrite_leaves_the_finished_run(tmp_path: Path) -> None:
+    """A class that does not occur, with --overwrite: the old run stays whole under its own
+    recipe.
+    """
+    folder = tmp_path / "run"
+    api.erase(
+        model=fresh(),
+        target="classifier",
+        forget=THREE,
+        retain="rest",
+        training=SHORT,
+        output=folder,
+    )
+    before = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match="11"):
+        api.erase(
+            model=fresh(),
+            target="classifier",
+            forget={**THREE, "classes": [11]},
+            retain="rest",
+            training=SHORT,
+            output=folder,
+            overwrite=True,
+        )
+    assert {
+        p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    } == before
+    writers.write_text(folder / "evaluation.json", "{}")
+    api.erase(
+        model=fresh(),
+        target="classifier",
+        forget={**THREE, "classes": [4]},
+        retain="rest",
+        training=SHORT,
+        output=folder,
+        overwrite=True,
+    )
+    assert not (folder / "evaluation.json").exists()  # it was of the other run
+    assert "- 4" in (folder / "recipe.yaml").read_text()
+
+
+def test_a_corrected_request_needs_no_other_folder(tmp_path: Path) -> None:
+    for classes in ([11], [3]):
+        request = {"forget": {**THREE, "classes": classes}, "retain": "rest", "training": SHORT}
+        if classes == [11]:
+            with pytest.raises(UserError):
+                api.erase(model=fresh(), target="classifier", **request, output=tmp_path / "run")
+            assert not (tmp_path / "run" / "recipe.yaml").exists()
+        else:
+            assert api.erase(
+                model=fresh(), target="classifier", **request, output=tmp_path / "run"
+            ).folder.is_dir()
+
+
+def test_sides_with_other_lists_of_names_mean_the_same_classes(tmp_path: Path) -> None:
+    """Cats alone are to be forgotten, birds, cats and dogs retained: a cat is class 1 on both
+    sides.
+    """
+    from concept_eraser.recipes.recipe import load
+    from concept_eraser.targets.labelled_data import select_rows
+
+    rng = np.random.default_rng(0)
+    few = from_arrays(rng.random((4, 5)), [0] * 4, ["cats"])
+    many = from_arrays(rng.random((9, 5)), [0, 1, 2] * 3, ["birds", "cats", "dogs"])
+    recipe = load(
+        {
+            "target": "classifier",
+            "forget": {"data": "few"},
+            "retain": {"data": "many"},
+            "method": "munba",
+        }
+    )
+    found = select_rows(recipe, {"forget": few, "retain": many})
+    assert found["forget"][0].labels.unique().tolist() == [1]
+    assert found["forget"][0].names == found["retain"][0].names == ("birds", "cats", "dogs")
+
+
+def test_the_same_examples_under_other_names_overlap(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.random((20, 64)).astype("float32"), np.arange(20) % 10
+    with pytest.raises(UserError, match="both to be forgotten and to be retained"):
+        api.erase(
+            model=fresh(),
+            target="classifier",
+            forget={"data": (x, y), "indices": [1, 2], "loss": "relabel"},
+            retain={"data": (x.copy(), y.copy()), "indices": [2, 3]},
+            training=SHORT,
+            output=tmp_path / "a",
+        )
+    with pytest.raises(UserError, match="both to be forgotten and to be retained"):
+        api.erase(
+            model=fresh(),
+            target="classifier",
+            forget=THREE,
+            retain={"data": "digits", "options": {"flat": True}},
+            training=SHORT,
+            output=tmp_path / "b",
+        )
+    one, other = from_arrays(x, y), from_arrays(x[::-1].copy(), y[::-1].copy())
+    assert same_examples(one, from_arrays(x.reshape(20, 8, 8), y))
+    assert not same_examples(one, other)
+    assert not same_examples(one, from_arrays(x + 1, y))
+
+
+class Picky(nn.Module):
+    """Complains by an assertion, as some libraries do about sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == 3, ""
+        return self.layer(x)
+
+
+def test_what_a_model_complains_about_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the model cannot take an example of .*AssertionError"):
+        api.erase(
+            model=Picky(),
+            target="classifier",
+            forget=THREE,
+            retain="rest",
+            training=SHORT,
+            output=tmp_path,
+        )
+
+
+def test_batch_norm_without_running_statistics_can_be_trained(tmp_path: Path) -> None:
+    net = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 16),
+        nn.BatchNorm1d(16, track_running_stats=False),
+        nn.Linear(16, 10),
+    )
+    api.erase(
+        model=net, target="classifier", forget=THREE, retain="rest", training=SHORT, output=tmp_path
+    )
+
+
+class Plain(nn.Module):
+    """A VAE with Bernoulli outputs and, if asked, no sigmoid."""
+
+    likelihood = "bernoulli"
+
+    def __init__(self, squash: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.squash = nn.Linear(64, 4), nn.Linear(2, 64), squash
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.inner(x.flatten(1)).chunk(2, 1)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        shown = self.outer(z)
+        return shown.sigmoid() if self.squash else 10 * shown
+
+
+def test_vaes_whose_values_do_not_fit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    forget = {"data": "digits", "classes": [3], "loss": "ascent"}
+    with pytest.raises(UserError, match=r"must decode to values in \[0, 1\] .a last sigmoid."):
+        api.erase(
+            model=Plain(False),
+            target="vae",
+            forget=forget,
+            retain="rest",
+            training=SHORT,
+            output=tmp_path,
+        )
+    x = torch.rand(20, 64)
+    x[17] = 3.0  # far behind the example that is looked at first
+    data = from_arrays(x, [0] * 20)
+    eraser = vae.Vae(
+        Plain(True),
+        {"retain": vae.VaeObjective(data, torch.tensor([17]), "data")},
+        ["inner.weight"],
+    )
+    with pytest.raises(UserError, match=r"needs data in \[0, 1\].* to 3"):
+        eraser.draw("retain", [0])
+    sides = {
+        "retain": vae.VaeObjective(data, torch.arange(10), "data"),
+        "forget": vae.VaeObjective(
+            from_arrays(torch.rand(4, 64), [0] * 4), torch.arange(4), "ascent"
+        ),
+    }
+    assert vae.Vae(Plain(True), sides, ["inner.weight"]).code_shape == (2,)
+    broken = Plain(True)
+    fine = vae.Vae(broken, {"retain": sides["retain"]}, ["inner.weight"])
+    with torch.no_grad():
+        broken.outer.weight.fill_(float("nan"))
+    # a step that is skipped, no traceback
+    assert torch.isnan(fine.loss("retain", fine.draw("retain", [0])))
+
+
+def test_an_edit_that_overflows_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:
+    net = fresh()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(UserError, match="nothing was changed; use more damping"):
+        api.erase(
+            model=net,
+            target="classifier",
+            forget={"data": "digits", "classes": [3]},
+            retain="rest",
+            method={"name": "influence", "strength": 1e40},
+            output=tmp_path / "run",
+        )
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
+    assert not (tmp_path / "run").exists()
+
+
+def test_infinite_activations_leave_the_running_statistics(tmp_path: Path) -> None:
+    """A step that is skipped moves nothing: 0 x inf is nan, and a running variance of nan would end
+    the model.
+    """
+    net = build("mlp", "classifier", inputs=64, hidden=16).module
+    x = torch.rand(20, 64)
+    x[:10] = float("inf")
+    data: Labelled = from_arrays(x, [0] * 10 + [1] * 10, [str(i) for i in range(10)])
+    from concept_eraser.erasers import classifier
+
+    side = classifier.ClassifierObjective(data, torch.arange(10), "data")
+    eraser = classifier.Classifier(
+        net,
+        {"forget": side},
+        [n for n, _ in net.named_parameters()],
+        batchnorm="train",
+        batch_size=4,
+    )
+    kept = {name: value.clone() for name, value in net.state_dict().items()}
+    assert not torch.isfinite(eraser.loss("forget", eraser.draw("forget", [0, 1, 2, 3])))
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in kept.items())
+
+
+def test_unoccurring_json_is_valid(tmp_path: Path) -> None:
+    """done.json of an edit is JSON: no bare NaN."""
+    run = api.erase(
+        model=fresh(),
+        target="classifier",
+        forget={"data": "digits", "classes": [3]},
+        retain="rest",
+        method="influence",
+        output=tmp_path,
+    )
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    assert (
+        json.loads((run.folder / "done.json").read_text(), parse_constant=refuse)["edit"]["step"]
+        > 0
+    )
+
+
+def test_named_classes_must_be_as_many_as_outputs(tmp_path: Path) -> None:
+    """Ten named shapes and twelve outputs: which is which? Numbered classes may be fewer: they say
+    their own place.
+    """
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 12))
+    painted = {
+        "data": "painted",
+        "options": {"n": 40, "size": 8},
+        "classes": ["star"],
+        "loss": "relabel",
+    }
+    with pytest.raises(UserError, match="the model has 12 outputs, painted has 10 named classes"):
+        api.erase(
+            model=net,
+            target="classifier",
+            forget=painted,
+            retain="rest",
+            training=SHORT,
+            output=tmp_path,
+        )
+    x, y = np.random.default_rng(0).random((20, 5)).astype("float32"), [0, 1] * 10
+    api.erase(
+        model=nn.Linear(5, 4),
+        target="classifier",
+        forget={"data": (x, y), "indices": [1], "loss": "relabel"},
+        retain="rest",
+        training=SHORT,
+        output=tmp_path / "numbers",
+    )

@@ -1,0 +1,412 @@
+"""Frozen weights in pieces (training.shard: weights): two real processes, gloo on the CPU, end
+where two without it end.
+
+The control is the run of the same two processes with whole weights; test_ranks.py compares that
+with one process.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+import concept_eraser
+from concept_eraser import UserError
+from concept_eraser.tiny import families
+from concept_eraser.training.distributed import fsdp
+from tests.conftest import short
+from tests.training.test_two_processes import (
+    LIMIT,
+    difference,
+    ended,
+    kill,
+    launch,
+    losses,
+    moved,
+    steps_logged,
+    wait_for,
+    workers,
+)
+
+LORA = {"select": "cross_attention", "lora": 2}
+ATTACKED = {
+    "method": {"name": "forum", "inner_steps": 2, "outer_lr": 1.0},
+    "attack": {"n": 8},
+    "retain__loss": "distill",
+}
+FREE = {"forget__images": "free", "retain__images": "free", "retain__loss": "distill"}
+ESD = {"prompts": "tiny_star", "loss": "esd", "images": "free"}
+FROZEN = {
+    "training__checkpointing": True,
+    "training__offload": True,
+    "training__precision": "bf16",
+    "training__frozen": "bf16",
+    "generation__precision": "bf16",
+}
+
+USE_FSDP = "--use_fsdp --fsdp_version 2"
+
+# Runs recipes by name one after the other, and after each step notes what the process holds of the
+# denoiser: pieces, and all tensors alive there are.
+RUNNER = """
+import gc, json, os
+from pathlib import Path
+import torch
+from torch.distributed.tensor import DTensor
+from concept_eraser import erase
+from concept_eraser.training.engine import Engine
+
+step, held = Engine._step, {}
+
+def alive():
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not isinstance(t, DTensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+def measured(self, number):
+    row = step(self, number)
+    parameters = list(self.eraser.model.denoiser.parameters())
+    pieces = sum(p.to_local().untyped_storage().nbytes() for p in parameters if isinstance(p, DTensor))
+    held[self.folder.name] = {"pieces": pieces, "alive": alive(), "whole": sum(p.numel() * 4 for p in parameters)}
+    return row
+
+Engine._step = measured
+for name, recipe in json.loads(Path("recipes.json").read_text()).items():
+    run = erase(recipe, output=name)
+    assert not any(isinstance(p, DTensor) for p in run.model.denoiser.parameters())
+    del run
+Path(f"held_{os.environ['RANK']}.json").write_text(json.dumps(held))
+"""  # noqa: E501
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    """Short, with a LoRA that moves far enough to make equality mean something; without a key that
+    is None.
+    """
+    made = short(
+        **{
+            "training__steps": 3,
+            "training__batch_size": 2,
+            "training__lr": 1e-3,
+            "trainable": LORA,
+            **changes,
+        }
+    )
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def both(tmp_path: Path, menu: dict[str, dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
+    """Two processes run each recipe with whole and with split weights, into NAME_none and
+    NAME_weights; what each of the two processes held."""
+    asked = {
+        f"{name}_{shard}": {**one, "training": {**one["training"], "shard": shard}}
+        for name, one in menu.items()
+        for shard in ("none", "weights")
+    }
+    (tmp_path / "recipes.json").write_text(json.dumps(asked))
+    (tmp_path / "run.py").write_text(RUNNER)
+    process = launch(tmp_path, "run.py")
+    _, said = ended(process, 400)
+    assert process.returncode == 0, said[-3000:]
+    assert "FSDP2-wrapped module" not in said
+    return [json.loads((tmp_path / f"held_{rank}.json").read_text()) for rank in range(2)]
+
+
+def require_same(one: Path, two: Path, limit: float = LIMIT) -> None:
+    assert json.loads((two / "done.json").read_text())["processes"] == 2
+    assert difference(one, two) <= limit
+    for mine, theirs in zip(losses(one), losses(two), strict=True):
+        assert mine == pytest.approx(theirs, rel=100 * limit, abs=1e-6)
+
+
+def test_split_weights_end_where_whole_ones_do(tmp_path: Path) -> None:
+    """Also with a teacher and an adversary (FORUM)."""
+    menu = {"munba": recipe(training__steps=2), "forum": recipe(training__steps=2, **ATTACKED)}
+    for held in both(tmp_path, menu):
+        for name in menu:
+            split, whole = held[f"{name}_weights"], held[f"{name}_none"]
+            factors = split["whole"] - whole_bytes()
+            assert whole["pieces"] == 0
+            assert 0.49 < split["pieces"] / whole_bytes() < 0.52, "each process holds half"
+            assert 0.45 < (whole["alive"] - split["alive"]) / whole_bytes() < 0.55, (
+                "and nothing else of the other half"
+            )
+            assert 0 < factors < 0.1 * whole_bytes()
+    for name in menu:
+        require_same(tmp_path / f"{name}_none", tmp_path / f"{name}_weights")
+        assert moved(tmp_path / f"{name}_weights") > 1e-3
+    written = concept_eraser.load(tmp_path / "munba_weights").denoiser.state_dict()
+    before = concept_eraser.load("tiny-sd").denoiser.state_dict()
+    changed = load_file(tmp_path / "munba_weights" / "weights.safetensors")
+    for name, value in before.items():
+        assert torch.equal(written[name], changed.get(name, value)), (
+            "frozen weights are written as they were"
+        )
+    diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "munba_weights" / "pipeline")
+
+
+def whole_bytes() -> int:
+    return sum(p.numel() * 4 for p in concept_eraser.load("tiny-sd").denoiser.parameters())
+
+
+@pytest.mark.slow
+def test_other_points_of_the_menu(tmp_path: Path) -> None:
+    """UNO's differences of gradients, sampling for another number of steps in each process (ESD,
+    free), a mask, factors of convolutions, factors in the last blocks only, more than one
+    micro-batch, a change turned round."""
+    menu = {
+        "esd": recipe(forget=ESD, retain=None, method={"name": "weighted", "retain": 0}),
+        "uno": recipe(method={"name": "uno"}),
+        "masked": recipe(trainable={**LORA, "saliency": 0.5}, training__checkpointing=True),
+        "conv": recipe(trainable={"select": "all", "lora": {"rank": 2, "conv": True}}),
+        "late": recipe(
+            trainable={"select": "re:up_blocks.*attn2", "lora": 2}, training__micro_batches=2
+        ),
+        "free": recipe(**FREE),
+        "negated": recipe(
+            forget={"prompts": "tiny_star"},
+            retain=None,
+            method={"name": "weighted", "retain": 0},
+            trainable={**LORA, "negate": 1.0},
+        ),
+    }
+    both(tmp_path, menu)
+    for name in menu:
+        require_same(tmp_path / f"{name}_none", tmp_path / f"{name}_weights")
+
+
+@pytest.mark.slow
+def test_together_with_what_saves_memory(tmp_path: Path) -> None:
+    """Pieces of bf16, checkpoints and parts on the CPU. The order of sums differs, which shows in
+    the digits of bf16.
+    """
+    held = both(tmp_path, {"memory": recipe(**FROZEN)})
+    for one in held:
+        assert one["memory_weights"]["pieces"] < 0.3 * whole_bytes(), (
+            "half of half: the wide weights are bf16"
+        )
+    require_same(tmp_path / "memory_none", tmp_path / "memory_weights", limit=2e-3)
+    before = concept_eraser.load("tiny-sd").denoiser.state_dict()
+    after = concept_eraser.load(tmp_path / "memory_weights").denoiser.state_dict()
+    changed = load_file(tmp_path / "memory_weights" / "weights.safetensors")
+    assert all(
+        torch.equal(after[name], value) for name, value in before.items() if name not in changed
+    ), "in fp32"
+
+
+@pytest.mark.slow
+def test_large_families(tmp_path: Path) -> None:
+    """Stable Diffusion XL, 3.5 and Flux, tiny; plain diffusers reads what was written."""
+    menu = {}
+    for name in ("sdxl", "sd3", "flux"):
+        families.build(name, tmp_path / f"tiny-{name}")
+        menu[name] = recipe(
+            model=str(tmp_path / f"tiny-{name}"),
+            model_options=families.options(name),
+            training__checkpointing=name == "flux",
+        )
+    held = both(tmp_path, menu)
+    for name in menu:
+        require_same(tmp_path / f"{name}_none", tmp_path / f"{name}_weights")
+        pipe = diffusers.DiffusionPipeline.from_pretrained(
+            tmp_path / f"{name}_weights" / "pipeline"
+        )
+        network = getattr(pipe, "unet", None) or pipe.transformer
+        whole = sum(p.numel() * 4 for p in network.parameters())
+        assert 0.49 < held[0][f"{name}_weights"]["pieces"] / whole < 0.56, "odd rows are filled up"
+        changed = load_file(tmp_path / f"{name}_weights" / "weights.safetensors")
+        before = concept_eraser.load(tmp_path / f"tiny-{name}").denoiser.state_dict()
+        assert all(torch.equal(network.state_dict()[key], value) for key, value in changed.items())
+        assert (
+            max(
+                float((value - before[key]).norm() / value.norm()) for key, value in changed.items()
+            )
+            > 1e-3
+        ), "moved"
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    """SIGKILL of the whole launch, which says --use_fsdp with version 2: the weights of an
+    undisturbed run, unsplit.
+    """
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(recipe(training__steps=20, training__save_every=3))
+    )
+    command = [
+        "-m",
+        "concept_eraser",
+        "erase",
+        "recipe.yaml",
+        "training.shard=weights",
+        "-o",
+        "two",
+        "-q",
+        "--resume",
+    ]
+    process = launch(tmp_path, *command, how=USE_FSDP)
+    wait_for(process, tmp_path / "two", 5)
+    assert len(workers(process)) == 2
+    kill(process)
+    assert 3 <= torch.load(tmp_path / "two" / "state.ckpt", weights_only=True)["step"] < 20
+    process = launch(tmp_path, *command, how=USE_FSDP)
+    _, said = ended(process)
+    assert process.returncode == 0, said[-3000:]
+    ended(launch(tmp_path, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "one", "-q"))
+    require_same(tmp_path / "one", tmp_path / "two")
+    assert steps_logged(tmp_path / "two") == 20
+
+
+STOPPED = """
+import json, os, signal
+from pathlib import Path
+import torch
+from concept_eraser import erase, load
+from concept_eraser.utils.errors import Interrupted
+from concept_eraser.training.engine import Engine
+
+step = Engine._step
+def interrupted(self, number):
+    if number == 2 and os.environ["RANK"] == "1" and not self.checkpoint.exists():
+        os.kill(os.getpid(), signal.SIGINT)
+    return step(self, number)
+Engine._step = interrupted
+
+recipe = json.loads(Path("recipes.json").read_text())
+model = load("tiny-sd")
+before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
+try:
+    erase(recipe, model=model.pipeline, output="two")
+    raise SystemExit("was not interrupted")
+except Interrupted:
+    pass
+after = model.denoiser.state_dict()
+assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+erase(recipe, model=model.pipeline, output="two", resume=True)
+"""  # noqa: E501
+
+
+@pytest.mark.slow
+def test_a_model_in_memory_is_whole_after_ctrl_c_and_can_be_split_again(tmp_path: Path) -> None:
+    """Ctrl-C to the second process only."""
+    asked = recipe(training__steps=6, training__save_every=50, training__shard="weights")
+    asked.pop("model")
+    (tmp_path / "recipes.json").write_text(json.dumps(asked))
+    (tmp_path / "run.py").write_text(STOPPED)
+    process = launch(tmp_path, "run.py")
+    _, said = ended(process)
+    assert process.returncode == 0, said[-3000:]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "tiny-sd", **asked}))
+    ended(
+        launch(
+            tmp_path,
+            "-m",
+            "concept_eraser",
+            "erase",
+            "recipe.yaml",
+            "training.shard=none",
+            "-o",
+            "one",
+            "-q",
+        )
+    )
+    require_same(tmp_path / "one", tmp_path / "two")
+
+
+FAILING = """
+import json, os
+from pathlib import Path
+from concept_eraser import erase, load
+from concept_eraser.erasers.denoiser import Denoiser
+
+original, calls = Denoiser.loss, 0
+def loss(self, objective, draw):
+    global calls
+    calls += os.environ["RANK"] == "1"
+    if calls == 3:
+        raise MemoryError("the second process is out of memory")
+    return original(self, objective, draw)
+Denoiser.loss = loss
+erase(json.loads(Path("recipes.json").read_text()), output="two")
+"""
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_the_pieces_of_one_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "recipes.json").write_text(
+        json.dumps(recipe(**{**FROZEN, "training__shard": "weights"}))
+    )
+    (tmp_path / "run.py").write_text(FAILING)
+    process = launch(tmp_path, "run.py")
+    _, said = ended(process, 100)
+    assert process.returncode != 0
+    assert "the second process is out of memory" in said
+
+
+def test_one_process_keeps_its_weights_whole(tmp_path: Path) -> None:
+    one = concept_eraser.erase(recipe(training__shard="weights"), output=tmp_path / "split")
+    two = concept_eraser.erase(recipe(), output=tmp_path / "whole")
+    assert difference(one.folder, two.folder) == 0
+    assert one.recipe.fingerprint == two.recipe.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"trainable": "cross_attention"},
+            r"needs target: denoiser and a LoRA to train.*found no trainable\.lora.*use training\.shard: optimizer",  # noqa: E501
+        ),
+        (
+            {"target": "text_encoder", "trainable": {"select": "all", "lora": 2}},
+            r"needs target: denoiser.*found target: text_encoder",
+        ),
+        ({"method": {"name": "uno", "hvp": "exact"}}, r"second derivative; use hvp: difference"),
+        ({"watch": {"suite": "tiny_star"}}, r"watch draws images in one process"),
+        (
+            {"forget__loss": "resteer"},
+            r"forget: the loss 'resteer' asks layers of attention outside of their blocks",
+        ),
+        ({"training__shard": "gradients"}, r"training\.shard.*'none', 'optimizer' or 'weights'"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(changes: dict[str, Any], why: str) -> None:
+    from concept_eraser.recipes import recipe as recipes
+
+    with pytest.raises(UserError, match=why):
+        recipes.load(recipe(**{"training__shard": "weights", **changes}))
+
+
+def test_look_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"look is called between steps.*training\.shard: weights"):
+        concept_eraser.erase(
+            recipe(training__shard="weights"),
+            output=tmp_path / "run",
+            look=lambda done, seconds: None,
+        )
+
+
+def test_an_old_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsdp.require()
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda module, *, mesh: module)
+    with pytest.raises(UserError, match=r"training\.shard: weights needs a newer torch"):
+        fsdp.require()
+
+
+def test_blocks_are_put_together_one_at_a_time(tmp_path: Path) -> None:
+    """Inner ones first; where a network names none, the entries of its lists."""
+    unet = concept_eraser.load("tiny-sd").denoiser
+    kinds = [type(block).__name__ for block in fsdp.blocks(unet)]
+    assert kinds.count("BasicTransformerBlock") == 4
+    assert kinds.index("CrossAttnUpBlock2D") > kinds.index("BasicTransformerBlock")
+    dit = concept_eraser.load(families.build("dit", tmp_path / "dit")).denoiser
+    assert [type(block).__name__ for block in fsdp.blocks(dit)] == ["BasicTransformerBlock"] * 2
+    assert fsdp.blocks(nn.Linear(2, 2)) == []

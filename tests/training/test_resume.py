@@ -1,0 +1,129 @@
+"""Killed at random steps and resumed, a run ends with the very bits of an uninterrupted one
+(CPU).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import concept_eraser
+from tests.conftest import short
+
+STEPS, KILLS = 40, 10
+
+
+def start(recipe: Path, folder: Path, *flags: str) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        "-m",
+        "concept_eraser.cli.main",
+        "erase",
+        str(recipe),
+        "-o",
+        str(folder),
+        "-q",
+        *flags,
+    ]
+    # a test run in the background inherits an ignored SIGINT; a person at a terminal does not
+    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default)
+
+
+def steps_logged(folder: Path) -> int:
+    path = folder / "log.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(short(training__steps=STEPS, training__save_every=3)))
+    return path
+
+
+def test_sigkill_at_ten_random_steps(tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path)
+    whole = concept_eraser.erase(str(recipe), output=tmp_path / "whole").folder
+    folder, rng, kills = tmp_path / "killed", random.Random(0), 0
+    targets = sorted(rng.sample(range(1, STEPS), KILLS))
+    for target in targets:
+        process = start(recipe, folder, "--resume")
+        while steps_logged(folder) < target and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05))  # anywhere within a step, or while a state is written
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += process.returncode == -signal.SIGKILL
+    assert kills == KILLS
+    last = start(recipe, folder, "--resume")
+    assert last.wait() == 0, last.stderr.read() if last.stderr else ""
+    expected, found = (
+        load_file(whole / "weights.safetensors"),
+        load_file(folder / "weights.safetensors"),
+    )
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[k], found[k]) for k in expected)
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "each step is logged once"
+    once = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
+    assert [row["losses"] for row in rows] == [row["losses"] for row in once]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    recipe, folder = recipe_file(tmp_path), tmp_path / "run"
+    process = start(recipe, folder)
+    while steps_logged(folder) < 4 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert f"--output {folder} --resume" in said
+    stopped = torch.load(folder / "state.ckpt", weights_only=True)["step"]
+    assert 3 <= stopped <= STEPS
+    refused = start(recipe, folder)
+    _, said = refused.communicate(timeout=60)
+    assert refused.returncode == 2
+    assert "continue with --resume" in said
+    command = next(line for line in (folder / "recipe.yaml").read_text().splitlines())
+    assert command.startswith("# concept-eraser erase")
+    again = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "concept_eraser.cli.main",
+            "erase",
+            str(folder / "recipe.yaml"),
+            "--output",
+            str(folder),
+            "--resume",
+            "-q",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 0, again.stderr
+    assert steps_logged(folder) == STEPS
+
+
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+    recipe, folder = recipe_file(tmp_path), tmp_path / "run"
+    process = start(recipe, folder)
+    while not (folder / "state.ckpt").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    (folder / "state.ckpt").write_bytes(b"garbage")
+    again = start(recipe, folder, "--resume")
+    _, said = again.communicate(timeout=60)
+    assert again.returncode == 2
+    assert "is damaged" in said

@@ -1,0 +1,376 @@
+"""Two real processes (gloo on the CPU) are one process with twice the micro-batches, also when they
+are stopped and resumed.
+
+`accelerate launch --cpu --num_processes 2` starts ONE process (accelerate 1.15, without mpirun), so
+these launch with --multi_gpu, which needs no GPU, and every test asks how many processes there
+were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import concept_eraser
+from concept_eraser import UserError
+from concept_eraser.models.module import build
+from concept_eraser.training.distributed.sharding import owners, refuse_wrappers
+from tests.conftest import ROOT, short
+
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+    "--main_process_port",
+    "0",
+]
+LIMIT = 1e-5  # the largest relative difference of a tensor, in fp32
+MANY = 500  # steps, more than a test waits for
+
+
+def launch(
+    folder: Path, *arguments: str, how: str = "--multi_gpu", **variables: str
+) -> subprocess.Popen[str]:
+    """Two processes and their launcher."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.Popen(
+        [*LAUNCH, *how.split(), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
+
+
+def ended(process: subprocess.Popen[str], limit: float = 200) -> tuple[str, str]:
+    """What it said, when it has ended by itself; nothing of it is left behind."""
+    try:
+        return process.communicate(timeout=limit)
+    finally:
+        kill(process)
+
+
+def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The two of a launch; its watcher does not count."""
+    return [
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if "concept_eraser" in p.cmdline()
+    ]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """The launcher and what it started (each has a session of its own), at once."""
+    if process.poll() is None:
+        for one in [
+            psutil.Process(process.pid),
+            *psutil.Process(process.pid).children(recursive=True),
+        ]:
+            one.kill()
+        process.communicate()
+
+
+def steps_logged(folder: Path) -> int:
+    path = folder / "log.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
+    while steps_logged(folder) < steps and process.poll() is None:
+        time.sleep(0.02)
+    assert process.poll() is None, process.communicate()[1][-2000:]
+
+
+def difference(one: Path, other: Path) -> float:
+    """The largest over the tensors of ||a - b|| / ||a||, NaN and infinity included."""
+    a, b = load_file(one / "weights.safetensors"), load_file(other / "weights.safetensors")
+    assert a.keys() == b.keys()
+    return max(
+        float((a[k].double() - b[k]).norm() / a[k].double().norm().clamp(min=1e-30)) for k in a
+    )
+
+
+def losses(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), (
+        "each step is logged once"
+    )
+    return [row["losses"] for row in rows]
+
+
+def require_equal(one: Path, two: Path) -> None:
+    assert json.loads((two / "done.json").read_text())["processes"] == 2
+    assert difference(one, two) <= LIMIT
+    for mine, theirs in zip(losses(one), losses(two), strict=True):
+        assert mine == pytest.approx(theirs, rel=LIMIT, abs=1e-7)
+
+
+def moved(run: Path) -> float:
+    """How far training went, so that the equality above means something."""
+    before = concept_eraser.load("tiny-sd").denoiser.state_dict()
+    return max(
+        float((v - before[k]).norm() / before[k].norm())
+        for k, v in load_file(run / "weights.safetensors").items()
+    )
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    """SIGKILL of the whole launch, resumed: the weights of one undisturbed process."""
+    steps = 8
+    changes = {
+        "trainable__select": "all",
+        "training__steps": steps,
+        "training__save_every": 3,
+        "training__lr": 1e-3,
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(**changes)))
+    whole = concept_eraser.erase(
+        short(**changes, training__micro_batches=2), output=tmp_path / "one"
+    ).folder
+    command, folder = (
+        ["-m", "concept_eraser", "erase", "recipe.yaml", "-o", "two", "-q", "--resume"],
+        tmp_path / "two",
+    )
+    process = launch(tmp_path, *command)
+    wait_for(process, folder, 4)
+    assert len(workers(process)) == 2
+    kill(process)
+    assert torch.load(folder / "state.ckpt", weights_only=True)["step"] in (3, 6)
+    process = launch(tmp_path, *command)
+    assert ended(process)[0].count("erased in") == 1, "one of the two reports"
+    assert process.returncode == 0
+    require_equal(whole, folder)
+    assert moved(whole) > 1e-3
+
+
+MENU: dict[str, dict[str, Any]] = {
+    "lora_saliency": {"trainable": {"select": "cross_attention", "lora": 2, "saliency": 0.5}},
+    "uno": {"method": {"name": "uno"}},
+    "forum": {
+        "method": {"name": "forum", "inner_steps": 2, "outer_lr": 1.0},
+        "attack": {"n": 8},
+        "retain__loss": "distill",
+    },
+    "free": {"forget__images": "free", "retain__images": "free", "retain__loss": "distill"},
+    "sharded": {"training__shard": "optimizer", "training__weight_decay": 0.01},
+}
+RUNNER = """
+import json, sys
+from pathlib import Path
+from concept_eraser import erase
+for name, recipe in json.loads(Path("recipes.json").read_text()).items():
+    erase(recipe, output=name)
+"""
+
+
+def menu(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Some points of the product of menus, and a classifier with running statistics."""
+    torch.manual_seed(0)
+    build("mlp", "classifier", inputs=64, hidden=16).save(tmp_path / "digits")
+    found = {}
+    for name, changes in MENU.items():
+        found[name] = short(training__steps=2, training__batch_size=2, **changes)
+    training = {"steps": 3, "batch_size": 8, "lr": 1e-2, "device": "cpu"}
+    found["classifier"] = {
+        "model": str(tmp_path / "digits"),
+        "target": "classifier",
+        "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
+        "retain": "rest",
+        "trainable": {"select": "all", "batchnorm": "train"},
+        "training": training,
+    }
+    return found
+
+
+@pytest.mark.slow
+def test_other_points_of_the_menu(tmp_path: Path) -> None:
+    recipes = menu(tmp_path)
+    for name, recipe in recipes.items():
+        concept_eraser.erase(
+            {**recipe, "training": {**recipe["training"], "micro_batches": 2}},
+            output=tmp_path / f"one_{name}",
+        )
+    (tmp_path / "recipes.json").write_text(json.dumps(recipes))
+    (tmp_path / "run.py").write_text(RUNNER)
+    process = launch(tmp_path, "run.py")
+    _, said = ended(process)
+    assert process.returncode == 0, said[-3000:]
+    for name in recipes:
+        require_equal(tmp_path / f"one_{name}", tmp_path / name)
+    kept = load_file(tmp_path / "classifier" / "weights.safetensors")
+    assert any("running_mean" in name for name in kept), (
+        "running statistics were trained, and are compared"
+    )
+
+
+def test_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(tmp_path: Path) -> None:
+    """The second process alone sees infinity in step 2, and alone fails in step 4."""
+    (tmp_path / "recipes.json").write_text(
+        json.dumps(short(training__steps=6, training__save_every=1))
+    )
+    (tmp_path / "run.py").write_text("""
+import json, os
+from pathlib import Path
+from concept_eraser import erase
+from concept_eraser.erasers.denoiser import Denoiser
+original, calls = Denoiser.loss, 0
+def loss(self, objective, draw):
+    global calls
+    calls += os.environ["RANK"] == "1"
+    if calls == 7:
+        raise MemoryError("the second process is out of memory")
+    return original(self, objective, draw) * (float("inf") if calls == 3 else 1.0)
+Denoiser.loss = loss
+erase(json.loads(Path("recipes.json").read_text()), output="two")
+""")
+    began = time.monotonic()
+    process = launch(tmp_path, "run.py")
+    _, said = ended(process, 150)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 120, "nobody waits for the one that failed"
+    assert "the second process is out of memory" in said
+    assert torch.load(tmp_path / "two" / "state.ckpt", weights_only=True)["step"] == 3
+    rows = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    assert [row.get("skipped") for row in rows] == [None, 1, None]
+    # a launch of another size is another batch
+    with pytest.raises(UserError, match=r"written by 2 processes, this is a launch of 1"):
+        concept_eraser.erase(
+            short(training__steps=6, training__save_every=1), output=tmp_path / "two", resume=True
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("whom", "how"),
+    [("launcher", signal.SIGINT), ("launcher", signal.SIGTERM), ("one worker", signal.SIGINT)],
+)
+def test_stopped_and_resumed(tmp_path: Path, whom: str, how: signal.Signals) -> None:
+    """Also where only one of the two is told to stop."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=MANY)))
+    process = launch(tmp_path, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "two", "-q")
+    wait_for(process, tmp_path / "two", 3)
+    target = process if whom == "launcher" else workers(process)[1]
+    target.send_signal(how)
+    _, said = ended(process, 60)
+    stopped = torch.load(tmp_path / "two" / "state.ckpt", weights_only=True)["step"]
+    assert stopped == steps_logged(tmp_path / "two") < MANY, (
+        "both stopped after the same step, and saved it"
+    )
+    assert said.count(f"stopped after {stopped} of {MANY} steps") == 1
+    assert said.count("continue with: concept-eraser erase") == 1
+
+
+@pytest.mark.slow
+def test_a_folder_of_another_run_is_refused_once(tmp_path: Path) -> None:
+    concept_eraser.erase(short(training__steps=1), output=tmp_path / "run")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=2)))
+    process = launch(tmp_path, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "run")
+    _, said = ended(process)
+    assert said.count("holds another run") == 1
+    assert process.returncode != 0
+
+
+@pytest.mark.slow
+def test_the_state_of_a_sharded_optimizer_is_that_of_a_whole_one(tmp_path: Path) -> None:
+    """Stopped with sharding, resumed without it (and the other way round by the same file): the
+    same weights.
+    """
+    changes = {"training__steps": 60, "training__save_every": 4}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(**changes)))
+    whole = concept_eraser.erase(
+        short(**changes, training__micro_batches=2), output=tmp_path / "one"
+    ).folder
+    command = ["-m", "concept_eraser", "erase", "recipe.yaml", "-o", "two", "-q", "--resume"]
+    for shard in ("optimizer", "none", "optimizer"):
+        process = launch(tmp_path, *command, f"training.shard={shard}")
+        if shard == "optimizer" and not steps_logged(tmp_path / "two"):
+            wait_for(process, tmp_path / "two", 6)
+            kill(process)
+        elif shard == "none":
+            wait_for(process, tmp_path / "two", steps_logged(tmp_path / "two") + 8)
+            kill(process)
+        else:
+            ended(process)
+    require_equal(whole, tmp_path / "two")
+
+
+def test_tensors_are_dealt_evenly() -> None:
+    assert owners([5, 1, 3, 3], 2) == [0, 0, 1, 1]
+    assert owners([2], 4) == [0]
+    sizes = [(i * 7919) % 1000 + 1 for i in range(200)]
+    held = [
+        sum(s for s, owner in zip(sizes, owners(sizes, 8), strict=True) if owner == rank)
+        for rank in range(8)
+    ]
+    assert max(held) - min(held) < 0.02 * max(held)
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")],
+)
+def test_wrappers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, name: str
+) -> None:
+    """What `accelerate launch --use_fsdp` and `--use_deepspeed` set."""
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(
+        UserError,
+        match=rf"launched with {name}\b.*which the training (cannot use|does not hear).*trainable\.lora",  # noqa: E501
+    ):
+        concept_eraser.erase(short(), output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("shard", "version", "heard"),
+    [("weights", "2", True), ("weights", "1", False), ("optimizer", "2", False)],
+)
+def test_a_launch_with_fsdp(
+    monkeypatch: pytest.MonkeyPatch, shard: str, version: str, heard: bool
+) -> None:
+    """Version 2 beside shard: weights means what that means; any other is told what to say
+    instead.
+    """
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", version)
+    if heard:
+        refuse_wrappers(shard)
+        assert os.environ["ACCELERATE_USE_FSDP"] == "false", "accelerate wraps nothing"
+        return
+    with pytest.raises(
+        UserError,
+        match=rf"launched with FSDP \(version {version}\).*set training\.shard=weights with a LoRA",
+    ):
+        refuse_wrappers(shard)
+
+
+def test_where_and_with_what_is_no_other_run() -> None:
+    from concept_eraser.recipes import recipe
+
+    plain = recipe.load(short())
+    aside = recipe.load(short(training__shard="optimizer", training__tracker="tensorboard"))
+    assert plain.fingerprint == aside.fingerprint
+    assert "tracker" not in plain.resolved()["training"]
+    assert aside.resolved()["training"]["tracker"] == ["tensorboard"]

@@ -1,1 +1,0 @@
-"""The problems that the five papers used themselves, small enough for a CPU: python -m tools.paper_problems"""

@@ -1,1 +1,0 @@
-"""Tables and pages of eval/results, from the JSON that studies wrote: python -m tools.render_results"""
