@@ -213,9 +213,9 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                     400,
                     IMAGES,
                     step=4,
-                    label="Images a side",
+                    label="Images per prompt set",
                     info="the model draws them itself before the training",
-                    elem_id="train-pictures",
+                    elem_id="train-images",
                 )
                 seed = gr.Number(0, label="Training seed", precision=0, elem_id="train-seed")
                 lr = gr.Number(0, label="Learning rate", info="0: the recipe's", elem_id="train-lr")

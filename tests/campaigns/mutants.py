@@ -65,6 +65,7 @@ SHARED = [METHODS + "base.py", OPTIONS, LAWS, METHODS + "baselines.py", METHODS 
 TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/adversarial.py": [LAWS, OPTIONS, METHODS + "adversarial.py"],
     "concept_eraser/methods/base.py": SHARED,
+    "concept_eraser/methods/checks.py": [METHODS + "checks.py", LAWS],
     "concept_eraser/methods/erasediff.py": [LAWS, OPTIONS, METHODS + "erasediff.py"],
     "concept_eraser/methods/fisher.py": [
         LAWS,

@@ -1146,9 +1146,10 @@ def test_the_document_states_the_limits_of_the_code() -> None:
     text = " ".join((Path(__file__).parents[2] / "docs" / "demo.md").read_text().split())
     for limit in (
         f"at least {safety.PASSWORD} characters",
-        f"beyond {guard.BODY // 2**20} MB that is no upload",
-        f"beyond {uploads.REQUEST // 10**6} MB in all or {uploads.FILE // 10**6} MB a file",
-        f"beyond {uploads.TOTAL // 10**6} MB or {uploads.FILES} files",
+        f"a request over {guard.BODY // 2**20} MB that is no upload",
+        f"an upload over {uploads.REQUEST // 10**6} MB in all",
+        f"or {uploads.FILE // 10**6} MB per file",
+        f"uploads over {uploads.TOTAL // 10**6} MB or {uploads.FILES} files",
         f"after {uploads.AGE / 60:.0f} minutes",
         f"{EACH} wrong passwords within a minute from one address, or {ALL} from all",
         f"{guard.OPEN_EACH} open requests of one address, or {guard.OPEN} of all",

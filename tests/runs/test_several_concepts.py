@@ -215,7 +215,7 @@ def build(shared: Any, content: dict[str, Any]) -> Any:
 
 def test_a_turn_asks_its_own_concept(tiny) -> None:
     """Drawn as `forget` it has the prompts, anchors and loss of the concept whose turn it is."""
-    contents = [many("star", "moon", "fish", concepts=mode) for mode in ("rotate", "objectives")]
+    contents = [many("star", "moon", "fish", concepts=mode) for mode in ("rotate", "together")]
     for content in contents:
         content["forget"][1]["scale"], content["forget"][2]["loss"] = 3.0, "ascent"
     eraser, expected = (build(tiny, content) for content in contents)

@@ -30,10 +30,10 @@ def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
     from studies.rendering import labelled
     from studies.result_tables import Results
 
-    describe = classifiers.environment.describe
+    describe = classifiers.provenance.describe
     for commit, methods in (("aaaa", "munba,rewind,shs"), ("bbbb", "iu,be")):
         monkeypatch.setattr(
-            classifiers.environment,
+            classifiers.provenance,
             "describe",
             lambda commit=commit: {**describe(), "commit": commit},
         )

@@ -1,0 +1,122 @@
+"""The checks of the laws: each refuses methods that break its law, also by a little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from concept_eraser.methods import checks
+from concept_eraser.methods.base import Closure, Direction, GramMethod, Method
+
+Solve = Callable[[Tensor], list[float]]
+
+
+@dataclass(frozen=True)
+class Weights(GramMethod):
+    """The gradients' sum with weights that are a function of the Gram matrix."""
+
+    title: ClassVar[str] = "Weights"
+    source: ClassVar[str] = "a test"
+
+    weights_of: Solve = lambda gram: [1.0, 1.0]
+    removed: str = "forget"
+
+    def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
+        return torch.tensor(self.weights_of(gram), dtype=torch.float64), {}
+
+
+@dataclass(frozen=True)
+class Changed(Method):
+    """The gradients' sum, changed by a function: a method whose direction has no weights."""
+
+    title: ClassVar[str] = "Changed"
+    source: ClassVar[str] = "a test"
+
+    change: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+    def direction(self, closure: Closure) -> Direction:
+        gradients = [closure.grad(objective) for objective in closure.objectives]
+        return Direction(tuple(self.change(sum(parts)) for parts in zip(*gradients, strict=True)))
+
+
+def unit_sum(error: float = 0.0) -> Solve:
+    """Weights of the gradients divided by their norms, with a relative error of the second."""
+    return lambda gram: [float(gram[0, 0] ** -0.5), float(gram[1, 1] ** -0.5) * (1 + error)]
+
+
+def projection(error: float) -> Solve:
+    """Weights that take the forget gradient's part out of the retain gradient, but for an error."""
+    return lambda gram: [1.0, -float(gram[0, 1] / gram[1, 1]) * (1 - error)]
+
+
+BREAKS = [
+    ("pareto_descent", Weights(lambda gram: [1.0, 1.0])),
+    ("pareto_descent", Weights(lambda gram: [1.0, 0.0])),
+    ("scale_invariance", Weights(lambda gram: [1.0, 1.0])),
+    ("scale_invariance", Weights(lambda gram: [float(gram[0, 0] ** -0.5), 1.0])),
+    ("permutation", Weights(lambda gram: [1.0, 1.0 + 1e-6])),
+    ("equal_contribution", Weights(lambda gram: [1.0, 1.0])),
+    ("equal_contribution", Weights(unit_sum(1e-7))),
+    ("equal_contribution", Weights(unit_sum(-1e-7))),
+    ("orthogonality", Weights(projection(1e-6))),
+    ("orthogonality", Weights(projection(0.0), removed="retain")),
+    ("forget_sign", Weights(lambda gram: [1.0, 1.0])),
+    ("stationarity", Weights(lambda gram: [1.0, 1.0])),
+    ("zero_step", Changed(lambda tensor: tensor + 1e-9)),
+    ("shapes", Changed(lambda tensor: tensor.double())),
+    ("shapes", Changed(lambda tensor: tensor[None])),
+]
+
+
+@pytest.mark.parametrize(("law", "method"), BREAKS)
+def test_a_method_that_breaks_a_law_is_refused(law: str, method: Method) -> None:
+    with pytest.raises(checks.LawError, match=f"^{type(method).__name__}, {law}: "):
+        checks.check_law(law, method)
+
+
+HOLDS = [
+    ("pareto_descent", Weights(unit_sum())),
+    ("scale_invariance", Weights(unit_sum())),
+    ("permutation", Weights(lambda gram: [1.0, 1.0])),
+    ("equal_contribution", Weights(unit_sum(1e-12))),
+    ("orthogonality", Weights(projection(0.0))),
+    ("forget_sign", Weights(lambda gram: [1.0, 0.0])),
+    ("stationarity", Weights(unit_sum())),
+    ("zero_step", Changed()),
+    ("shapes", Changed()),
+]
+
+
+@pytest.mark.parametrize(("law", "method"), HOLDS)
+def test_a_method_that_holds_it_passes(law: str, method: Method) -> None:
+    checks.check_law(law, method)
+
+
+def test_every_law_is_broken_here_once() -> None:
+    laws = checks.LAWS.keys() | checks.ALWAYS.keys()
+    assert {law for law, _ in BREAKS} == {law for law, _ in HOLDS} == laws
+
+
+@pytest.mark.parametrize("law", ["equal_contribution", "stationarity"])
+def test_a_law_about_weights_needs_weights(law: str) -> None:
+    with pytest.raises(checks.LawError, match="the direction has no weights"):
+        checks.check_law(law, Changed())
+
+
+def test_the_removed_gradient_must_be_named() -> None:
+    with pytest.raises(checks.LawError, match="an attribute `removed`: 'retain' or 'forget'"):
+        checks.check_law("orthogonality", Weights(projection(0.0), removed="attack"))
+
+
+def test_pairs_have_their_cosines_and_norms() -> None:
+    for cosine in checks.COSINES:
+        first, second = (checks.flat(v) for v in checks.pair(cosine, 3.0, 0.5, seed=2))
+        assert float(first.norm()) == pytest.approx(3.0)
+        assert float(second.norm()) == pytest.approx(0.5)
+        assert float(first @ second) / 1.5 == pytest.approx(cosine)
+    assert len(checks.PAIRS) == len(checks.COSINES) * len(checks.SCALES) ** 2
