@@ -4,14 +4,16 @@ own.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may depend on a download
 if (
@@ -20,9 +22,10 @@ if (
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).parent.parent
-# seconds: several times what the longest process of these takes on two busy cores; only one that
-# hangs takes more
-HANG = 1200
+HANG = processes.HANG
+# Reading one tokenizer makes 200,000 objects. With the default threshold (700) the collector
+# examines all those of torch and diffusers meanwhile: half of the time of loading a model.
+gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -88,17 +91,19 @@ def no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the real command in a process of its own, in a scratch folder."""
+    """Run the command in a process of its own, in a scratch folder or in `cwd`."""
 
-    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "concept_eraser.cli.main", *arguments]
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            cwd=options.pop("cwd", tmp_path),
-            timeout=HANG,
-            **options,
-        )
+    def run(*arguments: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        return processes.run_command(*arguments, folder=cwd)
+
+    return run
+
+
+@pytest.fixture
+def cold_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command in a new interpreter, in a scratch folder or in `cwd`."""
+
+    def run(*arguments: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        return processes.run_cold_command(*arguments, folder=cwd)
 
     return run

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import concept_eraser
 from concept_eraser.storage import manifest
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
+from tests.processes import Command
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -252,30 +252,17 @@ def test_an_overwrite_that_is_stopped_leaves_the_earlier_run_whole(
 ) -> None:
     before = tree(run)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=4000)))
-    command = [
-        sys.executable,
-        "-m",
-        "concept_eraser.cli.main",
-        "erase",
-        "recipe.yaml",
-        "-o",
-        "runs/star",
-        "--overwrite",
-        "-q",
-    ]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    arguments = ("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q")
+    process = Command(*arguments, folder=tmp_path)
     try:
-        wait_for(run / ".replaced-1" / "done.json", process)
-        wait_for(run / "log.jsonl", process)
+        process.wait_until(lambda: has_text(run / ".replaced-1" / "done.json"))
+        process.wait_until(lambda: has_text(run / "log.jsonl"))
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=120)[1]
+        process.wait(120)
     finally:
         process.kill()
-        process.wait()
     assert process.returncode == 130
-    assert "lies in runs/star/.replaced-1" in said
+    assert "lies in runs/star/.replaced-1" in process.stderr
     aside = tree(run / ".replaced-1")
     before.pop(manifest.MARK), aside.pop(manifest.MARK)
     assert aside == before
@@ -336,35 +323,15 @@ def test_a_merge_that_is_not_finite_is_not_written(run: Path, tmp_path: Path) ->
 # 5: two processes
 
 
-def test_two_processes_in_one_folder(tmp_path: Path) -> None:
+def test_two_processes_in_one_folder(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=400)))
-    command = [
-        sys.executable,
-        "-m",
-        "concept_eraser.cli.main",
-        "erase",
-        "recipe.yaml",
-        "-o",
-        "run",
-        "-q",
-    ]
-    first = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    arguments = ("erase", "recipe.yaml", "-o", "run", "-q")
+    first = Command(*arguments, folder=tmp_path)
     try:
-        wait_for(tmp_path / "run" / "log.jsonl", first)
-        second = subprocess.run(
-            [*command, "--resume"], cwd=tmp_path, capture_output=True, text=True
-        )
-        third = subprocess.run(
-            [*command, "--overwrite"], cwd=tmp_path, capture_output=True, text=True
-        )
-        measured = subprocess.run(
-            [*command[:3], "evaluate", "tiny-sd", "--suite", "tiny_star", "-n", "2", "-o", "run"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        first.wait_until(lambda: has_text(tmp_path / "run" / "log.jsonl"))
+        second = cli(*arguments, "--resume")
+        third = cli(*arguments, "--overwrite")
+        measured = cli("evaluate", "tiny-sd", "--suite", "tiny_star", "-n", "2", "-o", "run")
         for other in (second, third, measured):
             assert other.returncode == 2
             assert f"run is in use by process {first.pid}" in other.stderr
@@ -373,16 +340,11 @@ def test_two_processes_in_one_folder(tmp_path: Path) -> None:
         assert first.wait(120) == 130
     finally:
         first.kill()
-        first.wait()
     assert not (tmp_path / "run" / ".concept_eraser.lock").exists()
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    began = time.monotonic()
-    while not (path.exists() and path.read_text()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() - began < 600
-        time.sleep(0.05)
+def has_text(path: Path) -> bool:
+    return path.exists() and bool(path.read_text())
 
 
 # 6: damaged files

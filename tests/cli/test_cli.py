@@ -19,11 +19,11 @@ from tests.conftest import ROOT, short
 VERBS = ("quickstart", "erase", "generate", "evaluate", "report", "list", "show", "check", "copy")
 
 
-def test_help_is_quick(cli) -> None:
+def test_help_is_quick(cold_cli) -> None:
     best = float("inf")
     for _ in range(3):  # the first call may compile bytecode
         began = time.monotonic()
-        found = cli("--help")
+        found = cold_cli("--help")
         best = min(best, time.monotonic() - began)
     assert found.returncode == 0
     assert all(verb in found.stdout for verb in VERBS)
@@ -191,11 +191,11 @@ def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
     assert len((tmp_path / "images" / "metadata.jsonl").read_text().splitlines()) == 2
 
 
-def test_quickstart_erases_measures_and_reports(cli, tmp_path: Path) -> None:
+def test_quickstart_erases_measures_and_reports(cold_cli, tmp_path: Path) -> None:
     """The first command a user runs, with fewer images: the verdict, the report, and a star that
     is gone.
     """
-    found = cli("quickstart", "-n", "16", "-q")
+    found = cold_cli("quickstart", "-n", "16", "-q")
     assert found.returncode == 0, found.stderr
     folder = tmp_path / "runs" / "quickstart"
     assert f"report:   {folder / 'report.html'}" in found.stdout
@@ -212,7 +212,7 @@ def test_quickstart_erases_measures_and_reports(cli, tmp_path: Path) -> None:
     assert results["concept_rate", "direct"]["before"]["value"] > 0.8
     assert results["concept_rate", "direct"]["after"]["value"] < 0.2
     assert results["accuracy_shape", "retained"]["after"]["value"] > 0.8
-    again = cli("quickstart", "-n", "16", "-q")
+    again = cold_cli("quickstart", "-n", "16", "-q")
     assert again.returncode == 0, "a second call is answered from the finished run and the cache"
 
 

@@ -6,11 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +20,7 @@ from concept_eraser.evaluation.attacks import mma_diffusion, p4d, ring_a_bell, r
 from concept_eraser.evaluation.attacks.base import Round, Scene
 from concept_eraser.reporting import attack_sheet
 from concept_eraser.utils.errors import UserError
-from tests.conftest import HANG
+from tests.processes import Command
 
 # Small budgets that suffice on the bundled model: seconds each.
 BUDGETS: dict[str, dict[str, Any]] = {
@@ -212,47 +207,20 @@ def attempts(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "attack.json").read_text())["attempts"]
 
 
-def test_a_killed_attack_goes_on(tmp_path: Path) -> None:
+def test_a_killed_attack_goes_on(cli: Any, tmp_path: Path) -> None:
     """A real process, killed after its first batch, and started again: the same attempts as in one
     go.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "concept_eraser.cli.main",
-        "attack",
-        "tiny-sd",
-        "--suite",
-        "tiny_star",
-        "-a",
-        "random_tokens",
-        "--set",
-        "tries=2",
-        "--hide",
-        "shape",
-        "-n",
-        "6",
-        "--batch",
-        "2",
-        "-q",
-    ]
+    attack = "attack tiny-sd --suite tiny_star -a random_tokens --set tries=2 --hide shape"
+    arguments = (*attack.split(), "-n", "6", "--batch", "2", "-q")
     parts = tmp_path / "parts"
-    process = subprocess.Popen(
-        [*command, "-o", str(parts)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = Command(*arguments, "-o", str(parts), folder=tmp_path)
     book = parts / "attempts.jsonl"
-    until = time.monotonic() + 120
-    while time.monotonic() < until and not (book.exists() and book.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
+    process.wait_until(lambda: book.exists() and book.read_text().count("\n") >= 2)
+    process.kill()
     process.wait()
-    lines = book.read_text().count("\n")
-    assert lines >= 2
     for folder in (parts, tmp_path / "whole"):
-        done = subprocess.run(
-            [*command, "-o", str(folder)], capture_output=True, text=True, timeout=HANG
-        )
+        done = cli(*arguments, "-o", str(folder))
         assert done.returncode == 0, done.stderr
     assert attempts(parts) == attempts(tmp_path / "whole")
     fell = [a for a in attempts(parts) if a["text"]]

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from concept_eraser.cli.main import app
 from concept_eraser.models.lora import Adapter, layers_of
 from concept_eraser.utils import resources
 from tests.conftest import short
+from tests.processes import Command, run_command
 
 ASKED: dict[str, Any] = {"seeds": [5], "steps": 3, "guidance": 5.0}
 LORA = {"select": "cross_attention", "lora": {"rank": 2, "alpha": 4}}
@@ -200,24 +198,13 @@ def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
         yaml.safe_dump(asked(training__steps=8, training__save_every=2, training__lr=1e-3))
     )
     whole = concept_eraser.erase(str(path), output=tmp_path / "whole").folder
-    command = [
-        sys.executable,
-        "-m",
-        "concept_eraser.cli.main",
-        "erase",
-        str(path),
-        "-o",
-        str(folder),
-        "-q",
-        "--resume",
-    ]
-    process = subprocess.Popen(command)
     log = folder / "log.jsonl"
-    while (not log.exists() or log.read_text().count("\n") < 3) and process.poll() is None:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
+    arguments = ("erase", str(path), "-o", str(folder), "-q", "--resume")
+    process = Command(*arguments, folder=tmp_path)
+    process.wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3)
+    process.kill()
     assert process.wait() == -signal.SIGKILL
-    assert subprocess.run(command).returncode == 0
+    assert run_command(*arguments, folder=tmp_path).returncode == 0
     for name in ("weights.safetensors", "lora/pytorch_lora_weights.safetensors"):
         expected, found = load_file(whole / name), load_file(folder / name)
         assert expected.keys() == found.keys()

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,25 +16,14 @@ from safetensors.torch import load_file
 
 import concept_eraser
 from tests.conftest import short
+from tests.processes import Command
 
 STEPS, KILLS = 40, 10
 
 
-def start(recipe: Path, folder: Path, *flags: str) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "concept_eraser.cli.main",
-        "erase",
-        str(recipe),
-        "-o",
-        str(folder),
-        "-q",
-        *flags,
-    ]
-    # a test run in the background inherits an ignored SIGINT; a person at a terminal does not
-    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default)
+def start(recipe: Path, folder: Path, *flags: str) -> Command:
+    arguments = ("erase", str(recipe), "-o", str(folder), "-q", *flags)
+    return Command(*arguments, folder=recipe.parent)
 
 
 def steps_logged(folder: Path) -> int:
@@ -57,15 +44,13 @@ def test_sigkill_at_ten_random_steps(tmp_path: Path) -> None:
     targets = sorted(rng.sample(range(1, STEPS), KILLS))
     for target in targets:
         process = start(recipe, folder, "--resume")
-        while steps_logged(folder) < target and process.poll() is None:
-            time.sleep(0.002)
+        process.wait_until(lambda target=target: steps_logged(folder) >= target)
         time.sleep(rng.uniform(0, 0.05))  # anywhere within a step, or while a state is written
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += process.returncode == -signal.SIGKILL
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
     assert kills == KILLS
     last = start(recipe, folder, "--resume")
-    assert last.wait() == 0, last.stderr.read() if last.stderr else ""
+    assert last.wait() == 0, last.stderr
     expected, found = (
         load_file(whole / "weights.safetensors"),
         load_file(folder / "weights.safetensors"),
@@ -81,49 +66,30 @@ def test_sigkill_at_ten_random_steps(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     recipe, folder = recipe_file(tmp_path), tmp_path / "run"
     process = start(recipe, folder)
-    while steps_logged(folder) < 4 and process.poll() is None:
-        time.sleep(0.01)
+    process.wait_until(lambda: steps_logged(folder) >= 4)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in said
-    assert f"--output {folder} --resume" in said
+    assert process.wait(60) == 130
+    assert "Traceback" not in process.stderr
+    assert f"--output {folder} --resume" in process.stderr
     stopped = torch.load(folder / "state.ckpt", weights_only=True)["step"]
     assert 3 <= stopped <= STEPS
     refused = start(recipe, folder)
-    _, said = refused.communicate(timeout=60)
-    assert refused.returncode == 2
-    assert "continue with --resume" in said
+    assert refused.wait(60) == 2
+    assert "continue with --resume" in refused.stderr
     command = next(line for line in (folder / "recipe.yaml").read_text().splitlines())
     assert command.startswith("# concept-eraser erase")
-    again = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "concept_eraser.cli.main",
-            "erase",
-            str(folder / "recipe.yaml"),
-            "--output",
-            str(folder),
-            "--resume",
-            "-q",
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 0, again.stderr
+    again = start(folder / "recipe.yaml", folder, "--resume")
+    assert again.wait() == 0, again.stderr
     assert steps_logged(folder) == STEPS
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     recipe, folder = recipe_file(tmp_path), tmp_path / "run"
     process = start(recipe, folder)
-    while not (folder / "state.ckpt").exists() and process.poll() is None:
-        time.sleep(0.01)
+    process.wait_until((folder / "state.ckpt").exists)
     process.kill()
     process.wait()
     (folder / "state.ckpt").write_bytes(b"garbage")
     again = start(recipe, folder, "--resume")
-    _, said = again.communicate(timeout=60)
-    assert again.returncode == 2
-    assert "is damaged" in said
+    assert again.wait(60) == 2
+    assert "is damaged" in again.stderr

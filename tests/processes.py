@@ -1,0 +1,142 @@
+"""The command in processes of its own that start without importing the libraries again.
+
+A cold process spends most of its time importing torch, diffusers and transformers. Here a server
+process of each test worker imports them once and forks for every command (`forkserver` of
+multiprocessing). A forked command has its own process id, folder, standard streams and exit code.
+Tests of start-up, of environment variables and of other programs start cold processes instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# seconds: several times what the longest process of these takes on two busy cores; only one that
+# hangs takes more
+HANG = 1200
+LIBRARIES = [
+    "torch",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.clip.tokenization_clip",
+    "peft",
+    "accelerate",
+    "scipy.stats",
+    "concept_eraser.cli.application",
+]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(LIBRARIES)
+
+
+class Command:
+    """A command that runs: `concept-eraser` with some arguments, in some folder."""
+
+    def __init__(self, *arguments: str, folder: Path) -> None:
+        self.arguments = list(arguments)
+        self._streams = tempfile.TemporaryDirectory()
+        self._stdout, self._stderr = (
+            Path(self._streams.name, name) for name in ("stdout", "stderr")
+        )
+        for file in (self._stdout, self._stderr):
+            file.touch()
+        self._process = _context.Process(
+            target=_run, args=(self.arguments, str(folder), str(self._stdout), str(self._stderr))
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; minus the signal where one ended it; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float = HANG) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired, and kills the command, after some
+        seconds.
+        """
+        self._process.join(timeout)
+        if self.returncode is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(self.arguments, timeout, self.stdout, self.stderr)
+        return self.returncode
+
+    @property
+    def stdout(self) -> str:
+        """What it has written so far."""
+        return self._stdout.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = HANG) -> None:
+        """Wait for a condition while the command runs.
+
+        Raises AssertionError where it ends first.
+        """
+        until = time.monotonic() + timeout
+        while not condition():
+            assert self.returncode is None, (self.returncode, self.stdout, self.stderr)
+            assert time.monotonic() < until, f"{self.arguments}: nothing within {timeout} s"
+            time.sleep(0.002)
+
+
+def run_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    command = Command(*arguments, folder=folder)
+    return subprocess.CompletedProcess(
+        command.arguments, command.wait(), command.stdout, command.stderr
+    )
+
+
+def run_cold_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a new interpreter, as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "concept_eraser.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=HANG,
+    )
+
+
+def _run(arguments: list[str], folder: str, stdout: str, stderr: str) -> None:
+    """In the forked process: what `python -m concept_eraser.cli.main` does."""
+    gc.freeze()  # the libraries' objects are no garbage; collections need not look at them
+    os.chdir(folder)
+    for number, file in ((1, stdout), (2, stderr)):
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # as Python opens them where they are files
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace")
+    sys.stderr.reconfigure(write_through=True)
+    sys.argv = ["concept-eraser", *arguments]
+    sys.path[0:0] = [folder]  # `python -m` puts the working directory first
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from concept_eraser.cli.main import main
+
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()
