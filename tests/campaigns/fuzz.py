@@ -146,7 +146,7 @@ def _child(
         silent = os.open(os.devnull, os.O_RDWR)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        faulthandler.disable()  # pytest's has a descriptor of its own; a crash is counted, not shown
+        faulthandler.disable()  # a crash is counted, not shown
         touched: list[str] = []
         watch = Watch([folder], touched.append, network=True)
         home = folder / "home"
