@@ -4,7 +4,6 @@ own.
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from concept_eraser.utils.collector import collect_less_often
 from tests import processes
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may depend on a download
@@ -23,9 +23,7 @@ if (
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).parent.parent
 HANG = processes.HANG
-# Reading one tokenizer makes 200,000 objects. With the default threshold (700) the collector
-# examines all those of torch and diffusers meanwhile: half of the time of loading a model.
-gc.set_threshold(50_000, 20, 20)
+collect_less_often()
 
 
 @pytest.fixture(scope="session", autouse=True)

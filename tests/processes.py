@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 # seconds: several times what the longest process of these takes on two busy cores; only one that
@@ -40,9 +40,15 @@ _context.set_forkserver_preload(LIBRARIES)
 
 
 class Command:
-    """A command that runs: `concept-eraser` with some arguments, in some folder."""
+    """A command that runs: `concept-eraser` with some arguments, in some folder.
 
-    def __init__(self, *arguments: str, folder: Path) -> None:
+    environment: variables beside those of this process. The libraries are imported already, so
+    that a variable which one of them reads at its import has no effect.
+    """
+
+    def __init__(
+        self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.arguments = list(arguments)
         self._streams = tempfile.TemporaryDirectory()
         self._stdout, self._stderr = (
@@ -51,7 +57,14 @@ class Command:
         for file in (self._stdout, self._stderr):
             file.touch()
         self._process = _context.Process(
-            target=_run, args=(self.arguments, str(folder), str(self._stdout), str(self._stderr))
+            target=_run,
+            args=(
+                self.arguments,
+                str(folder),
+                str(self._stdout),
+                str(self._stderr),
+                {**os.environ, **(environment or {})},
+            ),
         )
         self._process.start()
         assert self._process.pid is not None
@@ -100,9 +113,11 @@ class Command:
             time.sleep(0.002)
 
 
-def run_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    command = Command(*arguments, folder=folder)
+    command = Command(*arguments, folder=folder, environment=environment)
     return subprocess.CompletedProcess(
         command.arguments, command.wait(), command.stdout, command.stderr
     )
@@ -119,9 +134,12 @@ def run_cold_command(*arguments: str, folder: Path) -> subprocess.CompletedProce
     )
 
 
-def _run(arguments: list[str], folder: str, stdout: str, stderr: str) -> None:
+def _run(
+    arguments: list[str], folder: str, stdout: str, stderr: str, environment: dict[str, str]
+) -> None:
     """In the forked process: what `python -m concept_eraser.cli.main` does."""
     gc.freeze()  # the libraries' objects are no garbage; collections need not look at them
+    os.environ.update(environment)
     os.chdir(folder)
     for number, file in ((1, stdout), (2, stderr)):
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)

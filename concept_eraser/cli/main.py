@@ -14,6 +14,7 @@ import threading
 from types import FrameType
 from typing import Any
 
+from concept_eraser.utils.collector import collect_less_often
 from concept_eraser.utils.errors import Interrupted, Told, UserError, first_line
 
 _STOPPED = "stopped; nothing half-written is left"
@@ -74,6 +75,7 @@ def main() -> None:
         signal.SIGINT
     ) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, stop)
+    collect_less_often()
     # The bundled and local models need no hub; a machine without network should not wait for one.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

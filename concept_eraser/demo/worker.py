@@ -17,6 +17,7 @@ from concept_eraser.demo import safety
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.storage.writers import write_text
+from concept_eraser.utils.collector import collect_less_often
 from concept_eraser.utils.errors import Interrupted, UserError
 
 
@@ -119,6 +120,7 @@ def main() -> int:
     """0 when done, 130 when stopped, 2 for what the asker can mend."""
     # a shell that starts the server with & has its children ignore Ctrl-C, and Cancel is Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    collect_less_often()
     try:
         spec = json.loads(sys.stdin.read())
         say(what="starting", done=0, total=0)

@@ -16,6 +16,7 @@ from concept_eraser.data import generate, prompts, tables
 from concept_eraser.models.loading import load
 from concept_eraser.utils.errors import UserError
 from tests.conftest import HANG
+from tests.processes import run_command
 
 HEAD = "prompt,categories,{seed},{guidance},nudity_percentage,note\n"
 ROWS = (
@@ -219,53 +220,35 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
     with torch.no_grad():
         model.denoiser.conv_out.bias += 0.1
     model.save(tmp_path / "theirs")
-    told: dict[str, list[dict]] = {}
-    for way, program in (("one", [sys.executable, "-m"]), ("two", launch)):
-        for verb, further in (
-            ("evaluate", []),
-            (
-                "attack",
-                [
-                    "-a",
-                    "seed_search",
-                    "--set",
-                    "tries=1",
-                    "-n",
-                    "6",
-                    "--batch",
-                    "2",
-                    "--hide",
-                    "shape",
-                ],
-            ),
-        ):
-            command = [
-                *program,
-                "concept_eraser.cli.main",
-                verb,
-                "theirs",
-                *shared,
-                *further,
-                "-o",
-                f"{way}_{verb}",
-            ]
+    results: dict[str, list[dict]] = {}
+    attack = ["-a", "seed_search", "--set", "tries=1", "-n", "6", "--batch", "2", "--hide", "shape"]
+    for way in ("one", "two"):
+        for verb, further in (("evaluate", []), ("attack", attack)):
+            arguments = [verb, "theirs", *shared, *further, "-o", f"{way}_{verb}"]
             environment = {
-                **os.environ,
                 "CONCEPT_ERASER_CACHE": str(tmp_path / f"cache_{way}"),
                 "OMP_NUM_THREADS": "1",
             }
-            done = subprocess.run(
-                command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=HANG
-            )
+            if way == "one":
+                done = run_command(*arguments, folder=tmp_path, environment=environment)
+            else:
+                done = subprocess.run(
+                    [*launch, "concept_eraser.cli.main", *arguments],
+                    capture_output=True,
+                    text=True,
+                    cwd=tmp_path,
+                    env={**os.environ, **environment},
+                    timeout=HANG,
+                )
             assert done.returncode == 0, done.stderr[-2000:]
             name = "evaluation.json" if verb == "evaluate" else "attack.json"
             content = json.loads((tmp_path / f"{way}_{verb}" / name).read_text())
-            told.setdefault(verb, []).append(
+            results.setdefault(verb, []).append(
                 {k: content[k] for k in ("results", "attempts", "curves") if k in content}
             )
             assert done.stdout.count("numbers: ") == 1
-    assert told["evaluate"][0] == told["evaluate"][1]
-    assert told["attack"][0]["attempts"] == told["attack"][1]["attempts"]
+    assert results["evaluate"][0] == results["evaluate"][1]
+    assert results["attack"][0]["attempts"] == results["attack"][1]["attempts"]
     caches = [
         sorted(
             p.relative_to(tmp_path / f"cache_{way}")

@@ -18,6 +18,7 @@ from concept_eraser import UserError
 from concept_eraser.erasers.denoiser import Denoiser
 from concept_eraser.training import log as logs
 from tests.conftest import HANG, short
+from tests.processes import run_command
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -286,20 +287,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_old_state(tmp_path: Path) 
     assert "Traceback" not in found.stderr
     assert not list(folder.glob(".*partial")), "nothing half-written"
     assert not (folder / "state.ckpt").exists()
-    again = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "concept_eraser.cli.main",
-            "erase",
-            str(recipe),
-            "-o",
-            str(folder),
-            "-q",
-        ],
-        capture_output=True,
-        text=True,
-    )
+    again = run_command("erase", str(recipe), "-o", str(folder), "-q", folder=tmp_path)
     assert again.returncode == 0, again.stderr
 
 
