@@ -35,14 +35,14 @@ TRAINED = {
 WITHOUT = {("sd35", "full"), ("flux", "full")}  # far beyond any of these cards
 
 
-def recipe(name: str, trained: str, preset: str) -> recipes.Recipe:
+def recipe(name: str, weights: str, preset: str) -> recipes.Recipe:
     """The erasure that is counted: two objectives, anchor and data, as MUNBa's recipes have them, a
     batch of 4, Adam.
     """
     content: dict[str, Any] = {
         "forget": {"prompts": ["a person without clothes"], "loss": "anchor", "anchor": "a person"},
         "retain": {"prompts": ["a person"]},
-        "trainable": TRAINED[trained],
+        "trainable": TRAINED[weights],
         "training": {"batch_size": 4},
         "memory": preset,
     }
@@ -76,18 +76,18 @@ def rows(names: list[str]) -> list[dict[str, Any]]:
     return table_rows
 
 
-def row(name: str, trained: str, preset: str, found: memory_estimate.Estimate) -> dict[str, Any]:
-    parts = {**found.always, **found.moments[found.fullest]}
+def row(name: str, weights: str, preset: str, estimate: memory_estimate.Estimate) -> dict[str, Any]:
+    parts = {**estimate.always, **estimate.moments[estimate.fullest]}
     return {
         "model": MODELS[name][0],
         "pixels": MODELS[name][1],
-        "trained": trained,
+        "trained": weights,
         "memory": preset,
-        "training_gb": round(found.training / GB, 2),
-        "examples_gb": round(found.examples / GB, 2),
-        "moment": found.fullest,
+        "training_gb": round(estimate.training / GB, 2),
+        "examples_gb": round(estimate.examples / GB, 2),
+        "moment": estimate.fullest,
         "parts_gb": {key: round(size / GB, 3) for key, size in parts.items() if size},
-        "making_gb": {key: round(size / GB, 3) for key, size in found.making.items() if size},
+        "making_gb": {key: round(size / GB, 3) for key, size in estimate.making.items() if size},
     }
 
 
@@ -123,7 +123,7 @@ def _cell(r: dict[str, Any]) -> str:
     )
 
 
-def rendered(page: str, content: dict[str, Any]) -> str:
+def render(page: str, content: dict[str, Any]) -> str:
     before, _, remainder = page.partition(BEGIN)
     return before + BEGIN + "\n" + table(content) + "\n" + END + remainder.partition(END)[2]
 
@@ -144,7 +144,7 @@ def main() -> None:
         FILE.write_text(json.dumps(content, indent=1) + "\n")
     content = json.loads(FILE.read_text())
     if PAGE.exists():
-        PAGE.write_text(rendered(PAGE.read_text(), content))
+        PAGE.write_text(render(PAGE.read_text(), content))
 
 
 if __name__ == "__main__":

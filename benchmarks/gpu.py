@@ -63,7 +63,7 @@ JOBS: dict[str, dict[str, Any]] = {  # name -> what differs from plain fine-tuni
 }
 
 
-def built(family: str) -> Any:
+def build(family: str) -> Any:
     """A pipeline with random weights; tiny: the bundled one."""
     torch.manual_seed(0)
     return load("tiny-sd").pipeline if family == "tiny" else published.MADE[family][1]()  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ class _Reader:
     def __init__(self, folder: Path, rows: list[dict[str, Any]]) -> None:
         self.folder, self.rows = folder, rows
 
-    def __call__(self, done: int, seconds: float) -> None:
+    def __call__(self, steps_done: int, seconds: float) -> None:
         path = self.folder / "log.jsonl"
         if path.exists():
             self.rows[:] = [json.loads(line) for line in path.read_text().splitlines()]
@@ -156,7 +156,7 @@ def generation(pipeline: Any, family: str, batch: int, device: str) -> dict[str,
         model = load(pipeline).to(torch.device(device))
         if family == "sdxl":
             model.configure({"size": PIXELS[family]})
-        spent = []
+        seconds = []
         for seed in range(2):
             start = time.monotonic()
             model.sample(
@@ -166,12 +166,12 @@ def generation(pipeline: Any, family: str, batch: int, device: str) -> dict[str,
                 guidance=7.5,
                 autocast=torch.bfloat16,
             )
-            spent.append(time.monotonic() - start)
+            seconds.append(time.monotonic() - start)
     except torch.cuda.OutOfMemoryError as error:
         return {"fits": False, "said": str(error).splitlines()[0][:120]}
     return {
         "fits": True,
-        "images_per_second": batch / spent[1],
+        "images_per_second": batch / seconds[1],
         "n": batch,
         "memory_mb": log.peak_memory(),
     }
@@ -191,11 +191,13 @@ def cells(
             yield from ((family, job, batch) for job in [*jobs, "generating"])
 
 
-def chosen(text: str, allowed: Any, what: str) -> list[str]:
-    names = text.split(",") if text else list(allowed)
-    unknown_names = [name for name in names if name not in allowed]
+def choose(text: str, allowed_names: Any, what: str) -> list[str]:
+    names = text.split(",") if text else list(allowed_names)
+    unknown_names = [name for name in names if name not in allowed_names]
     if unknown_names:
-        raise UserError(f"unknown {what} {unknown_names[0]!r}; there are: {', '.join(allowed)}")
+        raise UserError(
+            f"unknown {what} {unknown_names[0]!r}; there are: {', '.join(allowed_names)}"
+        )
     return names
 
 
@@ -211,7 +213,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     try:
-        families = chosen(args.families, PIXELS, "family")
+        families = choose(args.families, PIXELS, "family")
         jobs = [name for name in JOBS if name.startswith(args.jobs)]
         if not jobs:
             raise UserError(f"unknown job {args.jobs!r}; there are: {', '.join(JOBS)}")
@@ -239,7 +241,7 @@ def measure(
             continue
         if family not in pipelines:
             pipelines.clear()  # one at a time is enough for any card
-            pipelines[family] = built(family)
+            pipelines[family] = build(family)
         pipeline = pipelines[family]
         result = (
             generation(pipeline, family, batch, device)

@@ -59,9 +59,9 @@ class Run:
         """The erased model, from memory or from the run folder."""
         if self.model is not None:
             return self.model
-        loaded = loading.load_part(self.folder, self.recipe.target)
-        loaded.configure(self.recipe.model_options)
-        return loaded
+        model = loading.load_part(self.folder, self.recipe.target)
+        model.configure(self.recipe.model_options)
+        return model
 
 
 def load(
@@ -232,24 +232,24 @@ def erase(
     with ExitStack() as lock:
 
         def is_finished() -> bool:
-            lock.enter_context(locks.locked(folder, "erase"))
+            lock.enter_context(locks.hold_lock(folder, "erase"))
             return jobs.check_folder(
                 folder, job, resume=resume, overwrite=overwrite, in_memory=in_memory
             )
 
-        if distributed.agreed(is_finished):
+        if distributed.agree(is_finished):
             return Run(folder, job, jobs.read_done(folder)["seconds"])
-        loaded = loading.load_part(
+        loaded_model = loading.load_part(
             job.model if source is None else source,
             job.target,
             allow_pickle=allow_pickle,
             allow_code=allow_code,
         )
-        loaded.configure(job.model_options)
+        loaded_model.configure(job.model_options)
         command = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
         work = jobs.Job(
             recipe=job,
-            model=loaded,
+            model=loaded_model,
             folder=folder,
             progress=progress,
             cache=cache,
@@ -257,22 +257,22 @@ def erase(
             look=look,
             claim=lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=command),
         )
-        done = work.write(work.run(resume=resume))
+        summary = work.write(work.run(resume=resume))
         if distributed.is_first():
             plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
             output_folder.seal(folder)
             output_folder.remove_set_aside(folder)
-        return Run(folder, job, done["seconds"], loaded)
+        return Run(folder, job, summary["seconds"], loaded_model)
 
 
 def _content(recipe: Any, keys: Mapping[str, Any]) -> Any:
     """The recipe, or the mapping of the given keys. Raises UserError where both are given."""
-    given = {key: _plain(value) for key, value in keys.items() if value is not None}
+    content = {key: _plain(value) for key, value in keys.items() if value is not None}
     if recipe is None:
-        return given
-    if given:
+        return content
+    if content:
         raise UserError(
-            f"give a recipe or its keys, not both: found a recipe and {', '.join(sorted(given))}"
+            f"give a recipe or its keys, not both: found a recipe and {', '.join(sorted(content))}"
         )
     if isinstance(recipe, Recipe):
         return recipe.model_dump(exclude_none=True)
@@ -292,18 +292,18 @@ def _without_objects(content: Any) -> tuple[Any, dict[str, Any]]:
     """
     if not isinstance(content, dict):
         return content, {}
-    described, objects = dict(content), {}
+    description, objects = dict(content), {}
     places = (("forget", "data"), ("retain", "data"), ("replace", "data"), ("histogram", "judge"))
     for objective, key in places:
-        section = described.get(objective)
+        section = description.get(objective)
         if isinstance(section, dict) and not isinstance(section.get(key, ""), str | Path):
             value = section[key]
             if key == "judge":
                 objects["judge"], name = value, memory_name(value)
             else:
                 objects[objective], name = value, f"a {type(value).__name__} in memory"
-            described[objective] = {**section, key: name}
-    return described, objects
+            description[objective] = {**section, key: name}
+    return description, objects
 
 
 def _name_of(source: Any) -> str:
@@ -460,12 +460,14 @@ def evaluate(
         raise UserError(
             "after and data are for the folder of a run on labelled data; leave them out"
         )
-    chosen = suites.load(suite if suite is not None else suite_matching.suite_of(model))
-    protocol = chosen.using(judge, metrics).scaled(n)
+    suite_content = suites.load(suite if suite is not None else suite_matching.suite_of(model))
+    protocol = suite_content.using(judge, metrics).with_at_most(n)
     suite_matching.require_kept(suite_matching.recipe_of(model), protocol)
     with _results(folder, "evaluation", "evaluation.json"):
-        original, erased = _pair(model, before, allow_pickle, guard)
-        evaluation = suites.evaluate(original, erased, protocol, cache=cache, progress=progress)
+        original, erased_model = _pair(model, before, allow_pickle, guard)
+        evaluation = suites.evaluate(
+            original, erased_model, protocol, cache=cache, progress=progress
+        )
         _save(evaluation, folder)
     return evaluation
 
@@ -548,11 +550,11 @@ def attack(
         >>> campaign = concept_eraser.attack("runs/tiny_star_munba", "ring_a_bell", n=20)
         >>> success_rate = campaign.rates()["asr"]
     """
-    chosen, options = runner.named(name, dict(options or {}))
-    measured = suites.load(suite if suite is not None else suite_matching.suite_of(model))
+    attack_name, options = runner.named(name, dict(options or {}))
+    suite_content = suites.load(suite if suite is not None else suite_matching.suite_of(model))
     protocol = runner.Protocol(
-        suite=measured.using(judge),
-        attack=chosen,
+        suite=suite_content.using(judge),
+        attack=attack_name,
         options=options,
         group=group,
         n=n,
@@ -696,9 +698,9 @@ def _pair(
 ) -> tuple[Model, Model]:
     """The original and the model to be measured, loaded."""
     recipe = suite_matching.recipe_of(model)
-    known = before if before is not None else recipe.model if recipe else None
-    after = load(model, allow_pickle=allow_pickle, base=known)
-    original = loading.load(known if known is not None else "tiny-sd", allow_pickle=allow_pickle)
+    source = before if before is not None else recipe.model if recipe else None
+    after = load(model, allow_pickle=allow_pickle, base=source)
+    original = loading.load(source if source is not None else "tiny-sd", allow_pickle=allow_pickle)
     for one in (original, after):
         one.configure(recipe.model_options if recipe else {})
     _protect(after, guard)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.utils import limits
-from concept_eraser.utils.errors import UserError, first_line, shown, unknown, unknown_message
+from concept_eraser.utils.errors import UserError, first_line, quote, unknown, unknown_message
 
 log = logging.getLogger(__name__)
 
@@ -105,11 +105,11 @@ def _modules(kind: str) -> dict[str, ast.Module]:
         text = path.read_text(encoding="utf-8")
         if mark in text:
             trees[path.stem] = ast.parse(text)
-    defines = _table_keys if kind == "loss" else functools.partial(_assigned, name="PLUGIN")
+    defines = _table_keys if kind == "loss" else functools.partial(_assigned_value, name="PLUGIN")
     return {stem: tree for stem, tree in trees.items() if defines(tree)}
 
 
-def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
+def _assigned_value(tree: ast.Module, name: str) -> ast.expr | None:
     """What a module assigns to a name at its top level; None where it does not."""
     return next((value for target, value in _assignments(tree) if target == name), None)
 
@@ -134,7 +134,7 @@ def _table_keys(tree: ast.Module) -> list[str]:
 
 def _entry_points(kind: str) -> dict[str, tuple[EntryPoint, ...]]:
     """The plug-ins of a kind in installed packages by name; no name is that of a built-in."""
-    return _installed(kind, tuple(sys.path), _working_folder()) if kind in GROUPS else {}
+    return _installed_plugins(kind, tuple(sys.path), _working_folder()) if kind in GROUPS else {}
 
 
 def _working_folder() -> str:
@@ -146,7 +146,9 @@ def _working_folder() -> str:
 
 
 @functools.cache
-def _installed(kind: str, _path: tuple[str, ...], folder: str) -> dict[str, tuple[EntryPoint, ...]]:
+def _installed_plugins(
+    kind: str, _path: tuple[str, ...], folder: str
+) -> dict[str, tuple[EntryPoint, ...]]:
     """As `_entry_points`. A package that lies in the working folder is not installed.
 
     `python -m` searches that folder too, and a stranger's files may lie there.
@@ -188,26 +190,26 @@ def named(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """
     settings: dict[str, tuple[str, dict[str, Any]]] = {}
     for plugin, tree in _modules(kind).items():
-        value = _assigned(tree, "NAMED")
+        value = _assigned_value(tree, "NAMED")
         if value is not None:
             settings |= {
-                alias: (plugin, chosen) for alias, chosen in ast.literal_eval(value).items()
+                alias: (plugin, preset) for alias, preset in ast.literal_eval(value).items()
             }
     return settings
 
 
-def resolve(kind: str, name: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def resolve(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The plug-in behind a name and all options it is given. Raises ValueError where they
     contradict the name.
     """
     plugin, fixed = named(kind).get(name, (name, {})) if kind in KINDS else (name, {})
-    for key in fixed.keys() & given.keys():
-        if given[key] != fixed[key]:
+    for key in fixed.keys() & options.keys():
+        if options[key] != fixed[key]:
             raise ValueError(
                 f"{key}: the {kind} {name!r} is {plugin!r} with {key}: {fixed[key]!r}, "
-                f"found {shown(given[key])}; use name: {plugin} to set it"
+                f"found {quote(options[key])}; use name: {plugin} to set it"
             )
-    return plugin, {**fixed, **given}
+    return plugin, {**fixed, **options}
 
 
 def load(kind: str, name: str) -> type[Any]:
@@ -301,9 +303,9 @@ def formulas(loss: str) -> dict[str, str]:
     start = f"* {loss} "
     texts = {}
     for module, text in lines.items():
-        marked = [i for i, line in enumerate(text) if line.startswith(start)]
-        if marked:
-            texts[module] = " / ".join(_item(text, i).removeprefix(start).strip() for i in marked)
+        starts = [i for i, line in enumerate(text) if line.startswith(start)]
+        if starts:
+            texts[module] = " / ".join(_item(text, i).removeprefix(start).strip() for i in starts)
     return texts
 
 
@@ -353,12 +355,12 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def problems(kind: str, name: str, given: Mapping[str, Any]) -> list[str]:
+def problems(kind: str, name: str, given_options: Mapping[str, Any]) -> list[str]:
     """Everything that is wrong with a plug-in's name and options, one message each; [] where
     nothing is.
     """
     try:
-        name, given = resolve(kind, name, given)
+        name, given_options = resolve(kind, name, given_options)
     except ValueError as error:
         return [str(error)]
     if name not in names(kind):
@@ -367,33 +369,35 @@ def problems(kind: str, name: str, given: Mapping[str, Any]) -> list[str]:
         plugin = load(kind, name)
     except UserError as error:
         return [str(error)]
-    known = options(plugin)
+    annotations = options(plugin)
     mistakes = [
-        unknown_message(f"option of {kind} {name!r}", key, known)
-        for key in given
-        if key not in known
+        unknown_message(f"option of {kind} {name!r}", key, annotations)
+        for key in given_options
+        if key not in annotations
     ]
-    coerced = {}
-    for key, value in given.items():
-        if key in known:
+    values = {}
+    for key, value in given_options.items():
+        if key in annotations:
             try:
-                coerced[key] = coerce(value, known[key][0])
-                limits.require_option(key, coerced[key])
+                values[key] = coerce(value, annotations[key][0])
+                limits.require_option(key, values[key])
             except ValueError as error:
                 mistakes.append(f"{key}: {error}")
     missing = [
-        key for key, (_, default) in known.items() if default is MISSING and key not in given
+        key
+        for key, (_, default) in annotations.items()
+        if default is MISSING and key not in given_options
     ]
     mistakes += [f"{key}: required by {kind} {name!r}" for key in missing]
     if not mistakes:
         try:
-            plugin(**coerced)
+            plugin(**values)
         except ValueError as error:
             mistakes.append(str(error))
     return mistakes
 
 
-def build(kind: str, name: str, given: Mapping[str, Any]) -> Any:
+def build(kind: str, name: str, given_options: Mapping[str, Any]) -> Any:
     """Make a plug-in from its options, coerced by annotation (YAML reads 1e-5 as a string).
 
     Args:
@@ -404,13 +408,15 @@ def build(kind: str, name: str, given: Mapping[str, Any]) -> Any:
     Raises:
         UserError: The name is unknown, or options are wrong; the message has every mistake.
     """
-    wrong = problems(kind, name, given)
+    wrong = problems(kind, name, given_options)
     if wrong:
         raise UserError("; ".join(wrong))
-    name, given = resolve(kind, name, given)
+    name, given_options = resolve(kind, name, given_options)
     plugin = load(kind, name)
-    known = options(plugin)
-    return plugin(**{key: coerce(value, known[key][0]) for key, value in given.items()})
+    annotations = options(plugin)
+    return plugin(
+        **{key: coerce(value, annotations[key][0]) for key, value in given_options.items()}
+    )
 
 
 class Plugin:
@@ -441,8 +447,8 @@ class Plugin:
             UserError: The name is unknown or stands for an object of another process.
         """
         if self.value is not None:
-            copied = self.kind in ("method", "attack") and is_dataclass(self.value)
-            return dataclasses.replace(self.value) if copied else self.value
+            is_copy = self.kind in ("method", "attack") and is_dataclass(self.value)
+            return dataclasses.replace(self.value) if is_copy else self.value
         require_loadable(self.kind, self.name)
         return build(self.kind, self.name, self.options)
 
@@ -491,7 +497,7 @@ def require_loadable(kind: str, name: str) -> None:
         )
 
 
-def read(kind: str, given: Any) -> Plugin:
+def read(kind: str, value: Any) -> Plugin:
     """A plug-in from what a recipe, a suite or a caller gives for it.
 
     Args:
@@ -501,32 +507,32 @@ def read(kind: str, given: Any) -> Plugin:
     Raises:
         ValueError: It is none of these. Names and options are checked by `problems`.
     """
-    if isinstance(given, Plugin) and given.kind == kind:
-        return given
-    if isinstance(given, str):
-        return Plugin(kind, given, {})
-    if isinstance(given, Mapping):
-        given_options = dict(given)
+    if isinstance(value, Plugin) and value.kind == kind:
+        return value
+    if isinstance(value, str):
+        return Plugin(kind, value, {})
+    if isinstance(value, Mapping):
+        given_options = dict(value)
         if not isinstance(name := given_options.pop("name", None), str):
             raise ValueError(
                 f"a {kind} is a name, or a mapping with `name` and its options, found "
-                f"{shown(given)}"
+                f"{quote(value)}"
             )
         return Plugin(kind, name, given_options)
-    if isinstance(given, type):
+    if isinstance(value, type):
         raise ValueError(
-            f"expected an object, found the class {given.__name__}; give {given.__name__}(...)"
+            f"expected an object, found the class {value.__name__}; give {value.__name__}(...)"
         )
-    if isinstance(given, int | float | list | tuple | None) or not isinstance(given, _bases(kind)):
+    if isinstance(value, int | float | list | tuple | None) or not isinstance(value, _bases(kind)):
         raise ValueError(
             f"a {kind} is a name, or an object derived from {_bases_text(kind)}, found "
-            f"{shown(given)}"
+            f"{quote(value)}"
         )
-    if kind in ("method", "attack") and not is_dataclass(given):
+    if kind in ("method", "attack") and not is_dataclass(value):
         raise ValueError(
-            f"{type(given).__name__} is no dataclass; a {kind} is one, whose fields are its options"
+            f"{type(value).__name__} is no dataclass; a {kind} is one, whose fields are its options"
         )
-    return _by_name(kind, given) or _by_class(kind, given)
+    return _by_name(kind, value) or _by_class(kind, value)
 
 
 def _by_name(kind: str, value: Any) -> Plugin | None:
@@ -537,11 +543,11 @@ def _by_name(kind: str, value: Any) -> Plugin | None:
     if name is None or not is_dataclass(value):
         return None
     cls: type[Any] = type(value)
-    chosen = {key: getattr(value, key) for key in options(cls)}
-    changed = {key: one for key, one in chosen.items() if one != options(cls)[key][1]}
-    if any(_plain(one) != one for one in changed.values()):
+    values = {key: getattr(value, key) for key in options(cls)}
+    changes = {key: one for key, one in values.items() if one != options(cls)[key][1]}
+    if any(_plain(one) != one for one in changes.values()):
         return None
-    return Plugin(kind, name, changed) if cls(**changed) == value else None
+    return Plugin(kind, name, changes) if cls(**changes) == value else None
 
 
 def _name_of(kind: str, plugin: type[Any]) -> str | None:
@@ -562,8 +568,8 @@ def _name_of(kind: str, plugin: type[Any]) -> str | None:
 
 def _by_class(kind: str, value: Any) -> Plugin:
     cls = type(value)
-    chosen = {key: _plain(getattr(value, key)) for key in options(cls)}
-    return Plugin(kind, memory_name(value), chosen, value)
+    values = {key: _plain(getattr(value, key)) for key in options(cls)}
+    return Plugin(kind, memory_name(value), values, value)
 
 
 def _plain(value: Any) -> Any:
@@ -572,7 +578,7 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
-    return value if type(value) in (str, int, float, bool, types.NoneType) else shown(value)
+    return value if type(value) in (str, int, float, bool, types.NoneType) else quote(value)
 
 
 def coerce(value: Any, annotation: Any) -> Any:
@@ -587,7 +593,7 @@ def coerce(value: Any, annotation: Any) -> Any:
             raise ValueError(
                 unknown_message(
                     "value",
-                    shown(value) if not isinstance(value, str) else value,
+                    quote(value) if not isinstance(value, str) else value,
                     map(str, arguments),
                 )
             )
@@ -600,24 +606,24 @@ def coerce(value: Any, annotation: Any) -> Any:
                 return coerce(value, option)
             except ValueError:
                 continue
-        raise ValueError(f"expected {annotation}, found {shown(value)}")
+        raise ValueError(f"expected {annotation}, found {quote(value)}")
     if annotation is bool:
         if isinstance(value, bool):
             return value
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        raise ValueError(f"expected true or false, found {shown(value)}")
+        raise ValueError(f"expected true or false, found {quote(value)}")
     if annotation in (int, float, str):
         name = "a finite number" if annotation is float else annotation.__name__
         if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ValueError(f"expected {name}, found {shown(value)}")
+            raise ValueError(f"expected {name}, found {quote(value)}")
         if annotation is int and isinstance(value, float) and not value.is_integer():
-            raise ValueError(f"expected {name}, found {shown(value)}")
+            raise ValueError(f"expected {name}, found {quote(value)}")
         try:
             result = annotation(value)
         except (ValueError, OverflowError):  # no number, one of thousands of digits
-            raise ValueError(f"expected {name}, found {shown(value)}") from None
+            raise ValueError(f"expected {name}, found {quote(value)}") from None
         if annotation is float and not math.isfinite(result):
-            raise ValueError(f"expected {name}, found {shown(value)}")
+            raise ValueError(f"expected {name}, found {quote(value)}")
         return result
     return value

@@ -26,7 +26,7 @@ from concept_eraser.evaluation.suite import dumps
 from concept_eraser.recipes import recipe as recipes
 from studies.result_tables import Content, Results
 from studies.runs import erased_model
-from studies.tasks import listed
+from studies.tasks import parse_names
 
 
 def victim(spec: dict[str, Any], seed: int, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -43,7 +43,7 @@ def victim(spec: dict[str, Any], seed: int, folder: Path) -> tuple[Any, dict[str
     }
 
 
-def asked(study: dict[str, Any], attack: str) -> dict[str, Any]:
+def protocol_of(study: dict[str, Any], attack: str) -> dict[str, Any]:
     """The protocol that a result of this study must have been made by."""
     protocol = Protocol(
         suites.load(study["suite"]),
@@ -86,12 +86,12 @@ def main() -> None:
     study = yaml.safe_load(args.study.read_text())
     results = Results(args.study.stem)
     seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else study["training_seeds"]
-    attacks = listed(parser, "attacks", args.attacks, study["attacks"])
+    attacks = parse_names(parser, "attacks", args.attacks, study["attacks"])
     for seed in seeds:
-        for name in listed(parser, "victims", args.victims, study["victims"]):
+        for name in parse_names(parser, "victims", args.victims, study["victims"]):
             keys = {attack: f"{name}_{attack}_seed{seed}" for attack in attacks}
             for attack in [a for a in attacks if keys[a] in results]:
-                require_asked(results, keys.pop(attack), asked(study, attack))
+                require_asked(results, keys.pop(attack), protocol_of(study, attack))
             if keys:
                 under_attack(
                     study, name, seed, args.work / args.study.stem / f"{name}_{seed}", keys, results

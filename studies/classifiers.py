@@ -144,14 +144,14 @@ class Bench:
         return module, run.seconds
 
 
-def choose_point(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, list[dict]]:
+def choose_setting(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, list[dict]]:
     """The point with the least mean gap over the selection worlds, and all of them with their
     gaps.
     """
     points = spec.get("grid", [{}])
     if len(points) == 1:
         return points[0], []
-    scored = []
+    grid = []
     for point in points:
         try:
             gaps = [
@@ -161,19 +161,19 @@ def choose_point(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, l
                 for w in worlds
             ]
         except UserError as error:  # the loss ran away: a setting not to choose
-            scored.append({"point": point, "gap": None, "failed": str(error).split(";")[0]})
+            grid.append({"point": point, "gap": None, "failed": str(error).split(";")[0]})
             continue
-        scored.append({"point": point, "gap": sum(gaps) / len(gaps)})
-    finished = [s for s in scored if s["gap"] is not None]
-    if not finished:
-        raise UserError(f"no setting ended: {scored[-1]['failed']}")
-    return min(finished, key=lambda s: s["gap"])["point"], scored
+        grid.append({"point": point, "gap": sum(gaps) / len(gaps)})
+    finite = [s for s in grid if s["gap"] is not None]
+    if not finite:
+        raise UserError(f"no setting ended: {grid[-1]['failed']}")
+    return min(finite, key=lambda s: s["gap"])["point"], grid
 
 
 def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
     bench = Bench(study, study["tasks"][name], work)
     worlds = {seed: bench.world(seed) for seed in (*study["select"]["seeds"], *study["seeds"])}
-    selection, reported = (
+    selection, seeds = (
         [worlds[s] for s in study["select"]["seeds"]],
         [worlds[s] for s in study["seeds"]],
     )
@@ -200,26 +200,26 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
         {
             "method": "original",
             "label": "original",
-            "runs": [row(w.original, w, w.seconds["original"]) for w in reported],
+            "runs": [row(w.original, w, w.seconds["original"]) for w in seeds],
         },
         {
             "method": "retrain",
             "label": "Retrain",
-            "runs": [row(w.retrained, w, w.seconds["retrained"]) for w in reported],
+            "runs": [row(w.retrained, w, w.seconds["retrained"]) for w in seeds],
         },
     ]
     failures: dict[str, str] = {}
     for method in methods:
         spec, start = study["methods"][method], time.monotonic()
         try:
-            point, scored = choose_point(bench, spec, selection)
-            runs = [row(*_swap(bench.erase(spec, point, w), w)) for w in reported]
+            point, grid = choose_setting(bench, spec, selection)
+            runs = [row(*_swap(bench.erase(spec, point, w), w)) for w in seeds]
         except UserError as error:
             failures[spec["label"]] = str(error)
             print(f"{name} {method}: {error}", flush=True)
             continue
         rows.append(
-            {"method": method, "label": spec["label"], "point": point, "grid": scored, "runs": runs}
+            {"method": method, "label": spec["label"], "point": point, "grid": grid, "runs": runs}
         )
         print(
             (
@@ -258,8 +258,8 @@ def _part(data: Labelled, rows: torch.Tensor) -> Labelled:
     )
 
 
-def _swap(done: tuple[nn.Module, float], world: World) -> tuple[nn.Module, World, float]:
-    return done[0], world, done[1]
+def _swap(outcome: tuple[nn.Module, float], world: World) -> tuple[nn.Module, World, float]:
+    return outcome[0], world, outcome[1]
 
 
 def main() -> None:

@@ -34,12 +34,12 @@ OTHER = ("color", "style")  # labels for generalisation
 SAMPLING = generate.Sampling(8, 5.0, 64, "bf16")
 
 
-def painted(study: dict, split: str, label: str = "shape", seed: int = 0) -> Labelled:
-    return _painted(study["data"]["n"], split, label, seed)
+def painted_data(study: dict, split: str, label: str = "shape", seed: int = 0) -> Labelled:
+    return _painted_data(study["data"]["n"], split, label, seed)
 
 
 @cache
-def _painted(n: int, split: str, label: str, seed: int) -> Labelled:
+def _painted_data(n: int, split: str, label: str, seed: int) -> Labelled:
     return registry.build("dataset", "painted", {"n": n, "label": label, "seed": seed}).load(split)
 
 
@@ -50,7 +50,7 @@ def accuracies(
     other labels.
 
     seed: of the test images; settings are chosen on others than those that are reported."""
-    train, test = painted(study, "train"), painted(study, "test", seed=seed)
+    train, test = painted_data(study, "train"), painted_data(study, "test", seed=seed)
     forget = choose(train, classes=classes)
     net = clip.zero_shot(train.names, study["templates"])
     sets = {
@@ -61,7 +61,7 @@ def accuracies(
     correct_by_set = {name: look(net, data, rows).correct for name, (data, rows) in sets.items()}
     # of the same images as test, so that no forgotten shape is in them; nor in the templates
     for label in OTHER:
-        data = painted(study, "test", label, seed)
+        data = painted_data(study, "test", label, seed)
         correct_by_set[label] = look(
             clip.zero_shot(data.names, study["other_templates"]), data, sets["test"][1]
         ).correct
@@ -71,7 +71,7 @@ def accuracies(
     }
 
 
-def drawn(clip_run: Any, study: dict, base: int = 9000) -> dict[str, Any]:
+def generated_shares(clip_run: Any, study: dict, base: int = 9000) -> dict[str, Any]:
     """What tiny-sd draws with a CLIP's text tower: for each shape the share that shows it, and
     features [shapes, n, d].
     """
@@ -145,7 +145,7 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
     classes = study["tasks"][name]["classes"]
     original = load_part("tiny-sd", "clip")
     assert isinstance(original, Clip)
-    before = drawn(original, study)
+    before = generated_shares(original, study)
     retained_rows = [i for i, shape in enumerate(SHAPES) if shape not in classes]
 
     def distance(after: dict[str, Any]) -> float:
@@ -161,12 +161,12 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
             "accuracy": accuracies(run.model, study, classes),
         }  # type: ignore[arg-type]
         if plug:
-            after = drawn(run.model, study)
+            after = generated_shares(run.model, study)
             result |= {"drawn": after["shares"], "fid_to_original": distance(after)}
         return result
 
     # the original against itself from other seeds
-    floor = distance(drawn(original, study, base=9500))
+    floor = distance(generated_shares(original, study, base=9500))
     rows: list[dict[str, Any]] = [
         {
             "method": "original",
@@ -184,7 +184,7 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
     for method in methods:
         spec, start = study["methods"][method], time.monotonic()
         try:
-            best, scored = choose_point(study, spec, classes, work / method)
+            best, grid = choose_setting(study, spec, classes, work / method)
             runs = [
                 row(
                     scrub(spec, study, classes, best, seed, work / f"{method}_report_{seed}"),
@@ -201,7 +201,7 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
                 "method": method,
                 "label": spec["label"],
                 "point": _named(best),
-                "grid": scored,
+                "grid": grid,
                 "runs": runs,
             }
         )
@@ -236,13 +236,13 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
     }
 
 
-def choose_point(
+def choose_setting(
     study: dict, spec: dict, classes: list[str], work: Path
 ) -> tuple[dict, list[dict[str, Any]]]:
     """The point of the grid with the highest test accuracy minus accuracy on the forgotten, on
     other training seeds and test images.
     """
-    scored: list[dict[str, Any]] = []
+    grid: list[dict[str, Any]] = []
     for i, point in enumerate(spec["grid"]):
         try:
             run = scrub(
@@ -254,18 +254,16 @@ def choose_point(
                 work.with_name(f"{work.name}_{i}"),
             )
         except UserError as error:  # a setting not to choose
-            scored.append(
-                {"point": _named(point), "score": None, "failed": str(error).split(";")[0]}
-            )
+            grid.append({"point": _named(point), "score": None, "failed": str(error).split(";")[0]})
             continue
         shares = accuracies(run.model, study, classes, seed=1)  # type: ignore[arg-type]
-        scored.append(
+        grid.append(
             {"point": _named(point), "score": shares["test"]["value"] - shares["forget"]["value"]}
         )
-    finished = [s for s in scored if s["score"] is not None]
-    if not finished:
-        raise UserError(f"no setting ended: {scored[-1]['failed']}")
-    return max(finished, key=lambda s: s["score"])["point"], scored
+    finite = [s for s in grid if s["score"] is not None]
+    if not finite:
+        raise UserError(f"no setting ended: {grid[-1]['failed']}")
+    return max(finite, key=lambda s: s["score"])["point"], grid
 
 
 def main() -> None:

@@ -32,20 +32,24 @@ from concept_eraser.data import prompts
 from concept_eraser.models.base import Model
 from concept_eraser.utils import provenance
 from studies.result_tables import Results
-from studies.runs import asked, erased_model, run_one, suite_of
-from studies.tasks import listed
+from studies.runs import erased_model, recipe_of, run_one, suite_of
+from studies.tasks import parse_names
 
 STUDY = "guidance"
 
 
-def along(moved: Tensor, way: Tensor) -> float:
+def along(change: Tensor, way: Tensor) -> float:
     """How much of a way was gone: the projection, as a share of the way."""
-    return float((moved * way).sum() / way.square().sum())
+    return float((change * way).sum() / way.square().sum())
 
 
 @torch.no_grad()
 def rows(
-    original: Model, erased: Model, concept: list[str], anchors: list[str], how: dict[str, Any]
+    original: Model,
+    erased_model: Model,
+    concept: list[str],
+    anchors: list[str],
+    how: dict[str, Any],
 ) -> list[dict[str, float]]:
     """One a step of the sampler: its time step, and what was learned, what followed and what is
     left of guidance there.
@@ -71,7 +75,7 @@ def rows(
             original.denoise(x, times, one) for one in (concept_output, anchor_output, empty_output)
         )
         c_after, none_after = (
-            erased.denoise(x, times, one) for one in (concept_output, empty_output)
+            erased_model.denoise(x, times, one) for one in (concept_output, empty_output)
         )
         steps_rows.append(
             {
@@ -102,7 +106,7 @@ def case(study: dict[str, Any], task: str, name: str) -> dict[str, Any]:
 
 def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
     entry, seed = case(study, task, name), study["seed"]
-    recipe, results, key = asked(entry, {}, seed), Results(STUDY), f"{task}_{name}"
+    recipe, results, key = recipe_of(entry, {}, seed), Results(STUDY), f"{task}_{name}"
     sizes = {"n": study["n"], "images": study["images"]}
     settings = {"recipe": recipe.resolved(), "states": study["states"], "sizes": sizes}
     if key in results and all(
@@ -119,7 +123,7 @@ def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
     )
     texts, anchors = (
         [row.text for row in concept_rows],
-        [row.anchored(study["tasks"][task]["anchor"]) for row in concept_rows],
+        [row.anchor_prompt(study["tasks"][task]["anchor"]) for row in concept_rows],
     )
     measurements = rows(
         api.load(recipe.model), run.model or erased_model(run), texts, anchors, study["states"]
@@ -145,8 +149,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/guidance"))
     args = parser.parse_args()
     study = yaml.safe_load(args.study.read_text())
-    for task in listed(parser, "tasks", args.tasks, study["tasks"]):
-        for name in listed(parser, "cases", args.cases, study["cases"]):
+    for task in parse_names(parser, "tasks", args.tasks, study["tasks"]):
+        for name in parse_names(parser, "cases", args.cases, study["cases"]):
             measure(study, task, name, args.work)
 
 

@@ -30,10 +30,10 @@ from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import provenance
 from studies import runs, selection
 from studies import study as studies
-from studies.attack_table import asked as attack_protocol
+from studies.attack_table import protocol_of as attack_protocol
 from studies.attack_table import require_asked
 from studies.result_tables import Content, Results
-from studies.tasks import listed
+from studies.tasks import parse_names
 
 ORIGINAL = "tiny-sd"
 
@@ -61,19 +61,19 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
         how["recipe"], [f"{k}={json.dumps(v)}" for k, v in how.get("set", {}).items()]
     )
     changes = dict(how.get("set", {}))
-    for side, prompts in (
+    for objective, prompts in (
         ("forget", where["forget"]),
         ("replace", where["forget"]),
         ("retain", where["retain"]),
     ):
-        spec = getattr(recipe, side)
+        spec = getattr(recipe, objective)
         if spec is None:
             continue
         # some retain what stands in for the concept, or the concept
         concept = spec.prompts == recipe.forget.prompts
-        changes[f"{side}.prompts"] = where["forget"] if concept else prompts
+        changes[f"{objective}.prompts"] = where["forget"] if concept else prompts
         if isinstance(spec.anchor, dict):
-            changes[f"{side}.anchor"] = where["anchor"]
+            changes[f"{objective}.anchor"] = where["anchor"]
     home = leaderboard["select"]["task"]
     choice = {"grid": how.get("grid")} if task == home else {"like": f"{home}_{method}"}
     grid = choice if "grid" in how else {"like": how["like"]} if "like" in how else {}
@@ -89,7 +89,7 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
     }
 
 
-def expanded(leaderboard: dict[str, Any]) -> dict[str, Any]:
+def expand(leaderboard: dict[str, Any]) -> dict[str, Any]:
     """The leaderboard as a study of studies/study.py: one entry a task and method."""
     sizes = {name: len(points) for name, points in leaderboard["grids"].items()}
     if len(set(sizes.values())) > 1:
@@ -106,7 +106,7 @@ def expanded(leaderboard: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def guarded(study: dict[str, Any], name: str, work: Path, results: Results) -> None:
+def measure_guarded(study: dict[str, Any], name: str, work: Path, results: Results) -> None:
     """Measure the original under a safeguard, at the setting that `guard_of` chooses, and write its
     result.
     """
@@ -114,7 +114,11 @@ def guarded(study: dict[str, Any], name: str, work: Path, results: Results) -> N
     judge = registry.load("judge", runs.suite_of(study, about, None).judge)().fingerprint
     previous = results.get(key)
     reusable = previous if selection.is_current(previous, judge) else None
-    if reusable and "like" not in about and selection.scored(study, name, reusable["grid"], judge):
+    if (
+        reusable
+        and "like" not in about
+        and selection.is_scored(study, name, reusable["grid"], judge)
+    ):
         return
     grid, best = guard_of(study, name, judge, work, results)
     if reusable and reusable["grid"] == grid and reusable["point"] == {"guard": best}:
@@ -169,7 +173,7 @@ def guard_of(
             ).as_dict()
         }
         victim = (ORIGINAL, {"before": ORIGINAL, "guard": guard})
-        fell = selection.attacked(
+        fell = selection.attack_success(
             study, about, judge, work / name / f"select_{guard.partition(':')[0]}", victim
         )
         grid.append(
@@ -197,14 +201,16 @@ def implicit(
     """Measure one victim by prompts that show the concept without any of its names; a task may have
     none.
     """
-    key, stored = f"{name}_seed{seed}", results.folder("implicit")
+    key, folder_results = f"{name}_seed{seed}", results.folder("implicit")
     report = results[key]
     suite_name = leaderboard["tasks"][report["task"]].get("implicit")
-    if suite_name is None or is_of(stored.get(key), report):
+    if suite_name is None or is_of(folder_results.get(key), report):
         return
     model, how = victim(report, work / name / f"report_{seed}")
     evaluation = api.evaluate(model, suite_name, n=leaderboard["images"]["implicit"], **how)
-    stored[key] = victims_result(name, report, {"seed": seed, "evaluation": evaluation.as_dict()})
+    folder_results[key] = victims_result(
+        name, report, {"seed": seed, "evaluation": evaluation.as_dict()}
+    )
 
 
 def is_of(result: Content | None, report: Content) -> bool:
@@ -218,9 +224,9 @@ def is_of(result: Content | None, report: Content) -> bool:
     )
 
 
-def victims_result(name: str, report: Content, found: Content) -> Content:
+def victims_result(name: str, report: Content, measurement: Content) -> Content:
     """What was measured of a victim, with the setting by which `is_of` recognises it."""
-    return {"victim": name, "recipe": report["recipe"], "point": report["point"], **found}
+    return {"victim": name, "recipe": report["recipe"], "point": report["point"], **measurement}
 
 
 def of(report: dict[str, Any]) -> str:
@@ -232,9 +238,9 @@ def memory(name: str, seed: int, work: Path, results: Results) -> None:
     """Measure the memory of a reported run's steps, in a process of its own; a closed form and a
     safeguard have no steps.
     """
-    key, stored = f"{name}_seed{seed}", results.folder("memory")
+    key, folder_results = f"{name}_seed{seed}", results.folder("memory")
     report = results[key]
-    if not report["run"].get("steps") or is_of(stored.get(key), report):
+    if not report["run"].get("steps") or is_of(folder_results.get(key), report):
         return
     recipe_file, output_file = (work / name / f"memory_{kind}.json" for kind in ("asked", "told"))
     recipe_file.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +249,7 @@ def memory(name: str, seed: int, work: Path, results: Results) -> None:
         [sys.executable, "-m", "studies.memory_footprint", str(recipe_file), str(output_file)],
         check=True,
     )
-    stored[key] = victims_result(name, report, json.loads(output_file.read_text()))
+    folder_results[key] = victims_result(name, report, json.loads(output_file.read_text()))
 
 
 def same_time(steps: int, seconds: float, budget: float) -> int | None:
@@ -264,7 +270,7 @@ def equal_time(
     """Train once more, at the method's setting, for as many seconds of its process as the method
     `like` took for its steps. The run's folder; None where there is no such run, or its steps took
     those seconds anyway."""
-    key, stored, how = f"{name}_seed{seed}", results.folder("time"), leaderboard.get("time")
+    key, folder_results, how = f"{name}_seed{seed}", results.folder("time"), leaderboard.get("time")
     report = results[key]
     if (
         how is None
@@ -285,18 +291,23 @@ def equal_time(
         results[other]["run"]["cpu_seconds"],
     )
     if steps is None:
-        stored.pop(key, None)  # of a setting that took another time
+        folder_results.pop(key, None)  # of a setting that took another time
         return None
     entry, point, folder = (
         study["entries"][name],
         {**report["point"], "training.steps": steps},
         work / name / f"time_{seed}_{of(report)}",
     )
-    if key not in stored or stored[key]["point"] != point:
+    if key not in folder_results or folder_results[key]["point"] != point:
         result, _ = runs.run_one(
             entry, point, seed, runs.suite_of(study, entry, None), study["n"], folder
         )
-        stored[key] = {"entry": name, "label": report["label"], "task": report["task"], **result}
+        folder_results[key] = {
+            "entry": name,
+            "label": report["label"],
+            "task": report["task"],
+            **result,
+        }
     return folder
 
 
@@ -318,17 +329,17 @@ def attack(
     seed: int,
     work: Path,
     results: Results,
-    chosen: list[str],
+    attack_names: list[str],
     folder: Path | None = None,
 ) -> None:
     """Attack one victim with the attacks that have no result yet. Its run must have been trained
     and reported; `folder` is where that was done, unless it is a row's own."""
-    report, stored = results[f"{name}_seed{seed}"], results.folder("attacks")
+    report, folder_results = results[f"{name}_seed{seed}"], results.folder("attacks")
     suite = attacked_suite(study, study["entries"][name])
     protocol = {**leaderboard["attack"], "suite": suite, "attacks": leaderboard["attacks"]}
-    keys = {one: f"{name}_{one}_seed{seed}" for one in chosen}
-    for one in [one for one in chosen if is_of(stored.get(keys[one]), report)]:
-        require_asked(stored, keys.pop(one), attack_protocol(protocol, one))
+    keys = {one: f"{name}_{one}_seed{seed}" for one in attack_names}
+    for one in [one for one in attack_names if is_of(folder_results.get(keys[one]), report)]:
+        require_asked(folder_results, keys.pop(one), attack_protocol(protocol, one))
     if not keys:
         return
     model, how = victim(report, folder or work / name / f"report_{seed}")
@@ -344,7 +355,9 @@ def attack(
             output=work / name / f"attack_{seed}_{one}_{of(report)}",
             **how,
         )
-        stored[key] = victims_result(name, report, {"training_seed": seed, **result.as_dict()})
+        folder_results[key] = victims_result(
+            name, report, {"training_seed": seed, **result.as_dict()}
+        )
         rates = {key: round(100 * rate["value"]) for key, rate in result.rates().items()}
         print(f"{name} (seed {seed}) under {one}: {rates} % ({result.seconds:.0f} s)", flush=True)
 
@@ -364,18 +377,18 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/leaderboard"))
     args = parser.parse_args()
     leaderboard = yaml.safe_load(args.leaderboard.read_text())
-    study, results = expanded(leaderboard), Results(args.leaderboard.stem)
+    study, results = expand(leaderboard), Results(args.leaderboard.stem)
     reported_seeds = [int(s) for s in args.seeds.split(",")] if args.seeds else leaderboard["seeds"]
-    attacks = listed(parser, "attacks", args.attacks, leaderboard["attacks"])
-    for task in listed(parser, "tasks", args.tasks, leaderboard["tasks"]):
-        for method in listed(parser, "methods", args.methods, leaderboard["methods"]):
+    attacks = parse_names(parser, "attacks", args.attacks, leaderboard["attacks"])
+    for task in parse_names(parser, "tasks", args.tasks, leaderboard["tasks"]):
+        for method in parse_names(parser, "methods", args.methods, leaderboard["methods"]):
             name = f"{task}_{method}"
             # a closed form draws nothing
             method_seeds = leaderboard["methods"][method].get("seeds", leaderboard["seeds"])
             seeds = [seed for seed in reported_seeds if seed in method_seeds]
             if args.stage in ("train", "all"):
                 if "guard" in leaderboard["methods"][method]:
-                    guarded(study, name, args.work, results)
+                    measure_guarded(study, name, args.work, results)
                 else:
                     studies.run_entry(
                         study, name, study["entries"][name], args.work, results, seeds

@@ -28,25 +28,25 @@ STEPS = 3
 EXAMPLES = 16
 
 
-def shortened(recipe: dict[str, Any]) -> dict[str, Any]:
+def shorten(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe with as few steps and images as show its memory; batches, weights and method are
     its own.
     """
     short = json.loads(json.dumps(recipe))
     objectives = [short[key] for key in ("forget", "retain", "replace", "attack") if key in short]
-    for side in (
+    for objective in (
         one for some in objectives for one in (some if isinstance(some, list) else [some])
     ):
-        side["n"] = EXAMPLES
-        if "elastic" in side:
-            side["elastic"]["n"] = EXAMPLES
+        objective["n"] = EXAMPLES
+        if "elastic" in objective:
+            objective["elastic"]["n"] = EXAMPLES
     short["training"]["steps"], short["generation"]["steps"] = STEPS, 2
     for key in ("watch", "finish"):
         short.pop(key, None)
     return short
 
 
-def measured(recipe: dict[str, Any], folder: Path) -> dict[str, float]:
+def measure(recipe: dict[str, Any], folder: Path) -> dict[str, float]:
     """In MB: what was held before the first step, and the most above that until the last."""
     readings: list[float] = []
 
@@ -55,7 +55,7 @@ def measured(recipe: dict[str, Any], folder: Path) -> dict[str, float]:
             give_back()
         readings.append(reset_peak_memory() if step == 0 else peak_memory())
 
-    api.erase(recipes.validate(shortened(recipe), "the recipe"), output=folder, look=look)
+    api.erase(recipes.validate(shorten(recipe), "the recipe"), output=folder, look=look)
     return {"before_mb": round(readings[0], 1), "steps_mb": round(max(readings) - readings[0], 1)}
 
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        footprint = measured(json.loads(args.recipe.read_text()), Path(work) / "run")
+        footprint = measure(json.loads(args.recipe.read_text()), Path(work) / "run")
     args.out.write_text(dumps({**footprint, "steps": STEPS, "environment": provenance.describe()}))
 
 

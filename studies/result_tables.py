@@ -117,7 +117,7 @@ def table(study: str) -> dict[str, Content]:
 
 
 @lru_cache(maxsize=32)
-def _read(path: Path, changed: int, size: int) -> dict[str, Content]:
+def _read(path: Path, modification_time: int, size: int) -> dict[str, Content]:
     """The rows of a table, read again only where the file changed."""
     return {row.pop("key"): row for row in read_compressed_lines(path)}
 

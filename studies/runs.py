@@ -25,7 +25,7 @@ def run_one(
     """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with images
     if just made).
     """
-    recipe = asked(entry, point, seed, watch)
+    recipe = recipe_of(entry, point, seed, watch)
     clear(folder, recipe)
     result_file = folder / f"result_{n}.json"
     if result_file.exists():
@@ -57,7 +57,7 @@ def run_one(
     return result, evaluation
 
 
-def asked(entry: dict, point: dict, seed: int, watch: dict | None = None) -> recipes.Recipe:
+def recipe_of(entry: dict, point: dict, seed: int, watch: dict | None = None) -> recipes.Recipe:
     """An entry's recipe at one point of its grid and one training seed."""
     changes = {**entry.get("set", {}), **point, "training.seed": seed} | (
         {"watch": watch} if watch else {}
@@ -65,10 +65,10 @@ def asked(entry: dict, point: dict, seed: int, watch: dict | None = None) -> rec
     return recipes.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in changes.items()])
 
 
-def same(older: dict, recipe: recipes.Recipe, *, watched: bool = True) -> bool:
+def same(older: dict, recipe: recipes.Recipe, *, with_watch: bool = True) -> bool:
     """Whether a result is of this recipe, also where it was written before the recipe's words had
     others beside them; watched: and was looked at in the same way meanwhile."""
-    content = {key: value for key, value in older["recipe"].items() if watched or key != "watch"}
+    content = {key: value for key, value in older["recipe"].items() if with_watch or key != "watch"}
     try:
         return recipes.validate(content, older["entry"]).fingerprint == recipe.fingerprint
     except UserError:

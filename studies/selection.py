@@ -21,10 +21,10 @@ from concept_eraser.evaluation.suite import dumps
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import provenance
 from studies.result_tables import STUDIES, Content, Results
-from studies.runs import after, asked, erased_model, run_one, same, score, suite_of
+from studies.runs import after, erased_model, recipe_of, run_one, same, score, suite_of
 
 
-def chosen(
+def choose_grid(
     study: dict, name: str, entry: dict, work: Path, results: Mapping[str, Content], judge: str
 ) -> list[dict]:
     """The scored grid of an entry: as a result of it holds it, as that of the entry has that this
@@ -32,7 +32,7 @@ def chosen(
     """
     if "like" in entry:
         return _elsewhere(study, entry, work, results, judge)
-    return known(study, results, name, judge) or select(study, name, entry, work, judge)
+    return known_results(study, results, name, judge) or select(study, name, entry, work, judge)
 
 
 def _elsewhere(
@@ -43,23 +43,23 @@ def _elsewhere(
     """
     *other, name = entry["like"].split("/")
     if other:
-        scores = known(_study(other[0]), Results(other[0]), name, judge)
+        scores = known_results(_study(other[0]), Results(other[0]), name, judge)
         if not scores:
             raise SystemExit(
                 f"like: {entry['like']}: eval/results holds no grid of it as it is now; "
                 "run that study first"
             )
         return scores
-    return known(study, results, name, judge) or select(
+    return known_results(study, results, name, judge) or select(
         study, name, study["entries"][name], work, judge
     )
 
 
 def _study(name: str) -> dict:
-    from studies.leaderboard import expanded  # which chooses by what is here
+    from studies.leaderboard import expand  # which chooses by what is here
 
     content: dict = yaml.safe_load((STUDIES / f"{name}.yaml").read_text())
-    return expanded(content) if "methods" in content else content
+    return expand(content) if "methods" in content else content
 
 
 def select(study: dict, name: str, entry: dict, work: Path, judge: str) -> list[dict]:
@@ -83,7 +83,8 @@ def select(study: dict, name: str, entry: dict, work: Path, judge: str) -> list[
             for s in study["select"]["seeds"]
         ]
         fell = [
-            attacked(study, entry, judge, Path(f"{folder}_{s}")) for s in study["select"]["seeds"]
+            attack_success(study, entry, judge, Path(f"{folder}_{s}"))
+            for s in study["select"]["seeds"]
         ]
         scores.append(row(point, runs, fell, scorer(study, judge)))
     return scores
@@ -105,7 +106,7 @@ def row(point: dict, runs: list[dict], fell: list[float | None], by: str | None)
     }
 
 
-def attacked(
+def attack_success(
     study: dict, entry: dict, judge: str, folder: Path, victim: tuple[Any, dict] | None = None
 ) -> float | None:
     """The success of the selection's attack on a finished run (or on what is given), with the
@@ -156,25 +157,25 @@ def is_current(result: Content | None, judge: str) -> bool:
     return result is not None and result["evaluation"].get("judge") == judge
 
 
-def known(study: dict, results: Mapping[str, Content], name: str, judge: str) -> list[dict]:
+def known_results(study: dict, results: Mapping[str, Content], name: str, judge: str) -> list[dict]:
     """The grid of a result written earlier, perhaps on another machine; [] where it is another, was
     scored in another way, or is of a recipe that has changed since."""
     entry = study.get("entries", {}).get(name, {})
-    stored = [
+    rows = [
         result
         for key, result in results.items()
         if fnmatch(key, f"{name}_seed*") and is_current(result, judge)
     ]
     ours = [
         one["grid"]
-        for one in stored
+        for one in rows
         if "recipe" not in entry
-        or same(one, asked(entry, one["point"], one["seed"]), watched=False)
+        or same(one, recipe_of(entry, one["point"], one["seed"]), with_watch=False)
     ]
-    return next((grid for grid in ours if scored(study, name, grid, judge)), [])
+    return next((grid for grid in ours if is_scored(study, name, grid, judge)), [])
 
 
-def scored(study: dict, name: str, grid: list[dict], judge: str) -> bool:
+def is_scored(study: dict, name: str, grid: list[dict], judge: str) -> bool:
     """Whether a grid is the one that the study asks for (where it says), and scored by its attack
     if it has one.
     """

@@ -57,7 +57,7 @@ class Bench:
 
     def suite(self, name: str, *, choosing: bool = False) -> suites.Suite:
         """With the study's number of images a group; other images where a setting is chosen."""
-        suite = suites.load(name).scaled(
+        suite = suites.load(name).with_at_most(
             self.n or self.study["select" if choosing else "images"]["n"]
         )
         return (
@@ -82,8 +82,8 @@ class Bench:
         """A model for each concept of the recipe, erased without the others."""
         whole = self.recipe(entry, point, seed)
         models = []
-        for number, side in enumerate(whole.forgotten, 1):
-            content = {**whole.resolved(), "forget": side.model_dump(exclude_none=True)}
+        for number, objective in enumerate(whole.forgotten, 1):
+            content = {**whole.resolved(), "forget": objective.model_dump(exclude_none=True)}
             content.pop("concepts")
             models.append(self.train(recipes.load(content), folder / f"concept_{number}"))
         return models
@@ -196,11 +196,11 @@ def value(evaluation: dict, metric: str, group: str, when: str = "after") -> flo
     )
 
 
-def score(found: dict) -> float:
+def score(measurement: dict) -> float:
     """Mean over the concepts of retained accuracy minus the concept's share."""
     each = [
         value(e, "accuracy_shape", "retained") - value(e, "concept_rate", "direct")
-        for e in found["evaluations"].values()
+        for e in measurement["evaluations"].values()
     ]
     return sum(each) / len(each)
 
@@ -219,9 +219,9 @@ def main() -> None:
     parser.add_argument("--n", type=int, help="a trial: so many images a group")
     args = parser.parse_args()
     study = yaml.safe_load(args.study.read_text())
-    trial = args.steps is not None or args.n is not None
-    work = args.work / (args.study.stem + ("_trial" if trial else ""))
-    bench = Bench(study, work, {} if trial else Results(args.study.stem), args.steps, args.n)
+    is_trial_run = args.steps is not None or args.n is not None
+    work = args.work / (args.study.stem + ("_trial" if is_trial_run else ""))
+    bench = Bench(study, work, {} if is_trial_run else Results(args.study.stem), args.steps, args.n)
     for name in args.entries.split(",") if args.entries else study["entries"]:
         entry_seeds = study["entries"][name].get("seeds", study["seeds"])
         bench.run(

@@ -30,11 +30,11 @@ from concept_eraser import api, registry
 from concept_eraser.evaluation.suite import Evaluation
 from concept_eraser.reporting import plots
 from studies.result_tables import Results, figure_path
-from studies.runs import asked, clear, erased_model, run_one, same, suite_name, suite_of
-from studies.selection import chosen, is_current
+from studies.runs import clear, erased_model, recipe_of, run_one, same, suite_name, suite_of
+from studies.selection import choose_grid, is_current
 
 
-def watched(study: dict, entry: dict) -> dict | None:
+def watch_of(study: dict, entry: dict) -> dict | None:
     """How reported runs of an entry are looked at while they train; None where they are not."""
     is_watched = "watch" in study and entry.get("watch", True)
     return {"suite": suite_name(study, entry), **study["watch"]} if is_watched else None
@@ -48,16 +48,16 @@ def run_entry(
     """
     suite = suite_of(study, entry, study.get("image_seed"))
     judge = registry.load("judge", suite.judge)().fingerprint
-    scores = chosen(study, name, entry, work, results, judge)
+    scores = choose_grid(study, name, entry, work, results, judge)
     best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
-    watch = watched(study, entry)
+    watch = watch_of(study, entry)
     for seed in seeds:
         key, folder = f"{name}_seed{seed}", work / name / f"report_{seed}"
         previous = results.get(key)
         if (
             previous is not None
             and is_current(previous, judge)
-            and same(previous, asked(entry, best, seed, watch))
+            and same(previous, recipe_of(entry, best, seed, watch))
         ):
             if previous["grid"] != scores:
                 results[key] = {**previous, "grid": scores}
@@ -92,7 +92,7 @@ def draw_sheet(study: dict, name: str, work: Path, results: Results, seed: int) 
             f"{results.name}: there is no result {name}_seed{seed} to draw; run the "
             "entry without --sheets"
         )
-    recipe = asked(entry, report["point"], seed, watched(study, entry))
+    recipe = recipe_of(entry, report["point"], seed, watch_of(study, entry))
     clear(folder, recipe)
     run = api.erase(recipe, output=folder, resume=True)
     suite = suite_of(study, entry, study.get("image_seed"))
@@ -111,9 +111,9 @@ def sheet_path(study: dict, name: str, work: Path, results: Results) -> Path:
     return figure_path(results.study, f"{name}.webp") if on_page else work / name / "sheet.webp"
 
 
-def write_sheet(found: Evaluation, path: Path) -> None:
+def write_sheet(evaluation: Evaluation, path: Path) -> None:
     """Write 16 images of each group, before above after, as WebP."""
-    groups = [found.groups[group] for group in ("direct", "synonyms", "retained")]
+    groups = [evaluation.groups[group] for group in ("direct", "synonyms", "retained")]
     sheet = plots.grid(_rows(groups, "before"), _rows(groups, "after"), 16, zoom=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.open(io.BytesIO(sheet)).convert("RGB").save(path, "WEBP", quality=80, method=6)

@@ -31,7 +31,8 @@ def main(doc: str | None, run_task: RunTask) -> None:
     args = parser.parse_args()
     study = yaml.safe_load(args.study.read_text())
     selection = {
-        key: listed(parser, key, getattr(args, key), study[key]) for key in ("tasks", "methods")
+        key: parse_names(parser, key, getattr(args, key), study[key])
+        for key in ("tasks", "methods")
     }
     results = Results(args.study.stem)
     for name in selection["tasks"]:
@@ -40,27 +41,29 @@ def main(doc: str | None, run_task: RunTask) -> None:
         previous = results.get(name, {"rows": []})
         results[name] = {
             **rows,
-            "rows": merged(placed(previous), placed(rows), list(study["methods"])),
+            "rows": merge_rows(
+                rows_with_environment(previous), rows_with_environment(rows), list(study["methods"])
+            ),
         }
 
 
-def placed(content: dict[str, Any]) -> list[dict]:
+def rows_with_environment(content: dict[str, Any]) -> list[dict]:
     """A task's rows, each with the environment that it was measured in: rows are not all made by
     one call.
     """
     return [{"environment": content["environment"], **row} for row in content["rows"]]
 
 
-def merged(old: list[dict], new: list[dict], methods: list[str]) -> list[dict]:
+def merge_rows(old: list[dict], new: list[dict], methods: list[str]) -> list[dict]:
     """New rows in place of old ones of the same method, in the order of the study."""
     rows = {row["method"]: row for row in [*old, *new]}
     first = [name for name in rows if name not in methods]  # original, retrain
     return [rows[name] for name in [*first, *methods] if name in rows]
 
 
-def listed(parser: argparse.ArgumentParser, key: str, asked: str, known: dict) -> list[str]:
-    names = asked.split(",") if asked else list(known)
-    strange = [name for name in names if name not in known]
+def parse_names(parser: argparse.ArgumentParser, key: str, asked: str, choices: dict) -> list[str]:
+    names = asked.split(",") if asked else list(choices)
+    strange = [name for name in names if name not in choices]
     if strange:
-        parser.error(f"--{key}: the study has no {strange[0]!r}; it has {', '.join(known)}")
+        parser.error(f"--{key}: the study has no {strange[0]!r}; it has {', '.join(choices)}")
     return names

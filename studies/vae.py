@@ -106,7 +106,7 @@ class World:
     reference: features of real images of the other classes."""
 
     name: str
-    gone: int
+    forgotten_class: int
     data: Labelled
     vae: nn.Module
     judge: nn.Module  # the hat versions train against it
@@ -126,7 +126,7 @@ class World:
         return torch.bincount(classes, minlength=10) / SAMPLES
 
     def share(self, module: nn.Module) -> float:
-        return float(self.shares(module)[self.gone])
+        return float(self.shares(module)[self.forgotten_class])
 
     @torch.no_grad()
     def fid(self, module: nn.Module) -> float:
@@ -160,10 +160,10 @@ def make_world(name: str, seed: int = 0) -> World:
         )
     torch.manual_seed(seed)
     vae = build("vae_mlp", "vae", **{k: settings[k] for k in ("inputs", "hidden", "latent")}).module
-    side = erasers.VaeObjective(data, everything, "data")
+    objective = erasers.VaeObjective(data, everything, "data")
     eraser = erasers.Vae(
         vae,
-        {"retain": side},
+        {"retain": objective},
         [n for n, _ in vae.named_parameters()],
         batchnorm="train",
         batch_size=128,
@@ -174,14 +174,14 @@ def make_world(name: str, seed: int = 0) -> World:
         vae.train()
         noise = torch.randn(len(rows), *eraser.code_shape, generator=generator)
         draw = VaeDraw(data.inputs(rows), noise)
-        found = VAE_LOSSES["data"].compute(eraser, draw, side.settings)
+        value = VAE_LOSSES["data"].compute(eraser, draw, objective.settings)
         eraser.settle("retain", draw)  # a loss alone moves no running statistics
-        return found
+        return value
 
     fit(vae, loss, everything, Plan(settings["vae_epochs"], 128, 1e-3, "adam"), what="VAE")
     world = World(name, -1, data, vae, judge, witness, np.zeros(0), accuracy)
-    world.gone = int(world.shares(vae).argmax())
-    others = (data.labels != world.gone).nonzero()[:, 0][:FID_SAMPLES]
+    world.forgotten_class = int(world.shares(vae).argmax())
+    others = (data.labels != world.forgotten_class).nonzero()[:, 0][:FID_SAMPLES]
     with torch.no_grad():
         world.reference = witness.features(data.inputs(others.tolist())).double().numpy()  # type: ignore[operator]
     return world
@@ -196,14 +196,18 @@ def unlearn(
     def look(step: int, seconds: float) -> None:
         if step in LOOKS or step == steps:
             row = {"step": step, "seconds": seconds, "share": world.share(module)}
-            crossed = row["share"] < BELOW and all(r["share"] >= BELOW for r in looks)
-            if crossed or step == steps or (dear and step in DEAR):
+            is_below = row["share"] < BELOW and all(r["share"] >= BELOW for r in looks)
+            if is_below or step == steps or (dear and step in DEAR):
                 row["fid"] = world.fid(module)
             looks.append(row)
 
     x = world.data.inputs(range(len(world.data)))
     settings: dict[str, Any] = {
-        "forget": {"data": (x, world.data.labels), "classes": [world.gone], "loss": spec["forget"]},
+        "forget": {
+            "data": (x, world.data.labels),
+            "classes": [world.forgotten_class],
+            "loss": spec["forget"],
+        },
         "retain": {"data": "rest", "loss": spec["retain"]} if "retain" in spec else None,
         "method": spec["method"],
         "trainable": {"batchnorm": batchnorm},
@@ -217,7 +221,10 @@ def unlearn(
         },
     }
     if spec["method"].get("histogram"):
-        settings["histogram"] = {"concept": {"class": str(world.gone)}, "judge": world.judge}
+        settings["histogram"] = {
+            "concept": {"class": str(world.forgotten_class)},
+            "judge": world.judge,
+        }
     with tempfile.TemporaryDirectory() as folder:
         run = api.erase(
             model=module, target="vae", output=Path(folder) / "run", look=look, **settings
@@ -310,11 +317,11 @@ def main() -> None:
             if "error" in results[algorithm]:
                 print(f"{algorithm}: {results.pop(algorithm)['error']}", flush=True)
                 continue
-            reached = [r["steps"] for r in results[algorithm]["runs"] if r["steps"] is not None]
+            steps = [r["steps"] for r in results[algorithm]["runs"] if r["steps"] is not None]
             print(
                 (
-                    f"{algorithm}: reached in {len(reached)} of {args.runs}, steps "
-                    f"{np.round(reached, 1).tolist()}"
+                    f"{algorithm}: reached in {len(steps)} of {args.runs}, steps "
+                    f"{np.round(steps, 1).tolist()}"
                 ),
                 flush=True,
             )
@@ -326,8 +333,8 @@ def write(
     world: World,
     share: float,
     fid: float,
-    trained: float,
-    found: dict[str, Any],
+    seconds: float,
+    results: dict[str, Any],
 ) -> None:
     settings = DATA[args.data]
     name = args.data + ("" if args.batchnorm == "train" else "_frozen")
@@ -337,7 +344,7 @@ def write(
         "settings": {
             **settings,
             "batchnorm": args.batchnorm,
-            "class": world.gone,
+            "class": world.forgotten_class,
             "below": BELOW,
             "samples": SAMPLES,
             "fid_samples": FID_SAMPLES,
@@ -346,9 +353,9 @@ def write(
             "share": share,
             "fid": fid,
             "judge_accuracy": world.accuracy,
-            "seconds": trained,
+            "seconds": seconds,
         },
-        "algorithms": found,
+        "algorithms": results,
         "environment": provenance.describe(),
     }
 

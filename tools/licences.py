@@ -183,33 +183,33 @@ def package(name: str) -> Package:
     return Package(
         name,
         distribution.version.partition("+")[0],
-        reviewed or _declared(distribution, texts),
+        reviewed or _declared_licence(distribution, texts),
         frozenset(gnu),
         note,
     )
 
 
-def _licence_texts(found: metadata.Distribution) -> Iterator[str]:
-    for file in found.files or []:
+def _licence_texts(distribution: metadata.Distribution) -> Iterator[str]:
+    for file in distribution.files or []:
         if re.search(
             r"licen[cs]e|copying|notice", file.name, re.IGNORECASE
         ) and file.suffix not in (".py", ".pyc"):
-            path = Path(str(found.locate_file(file)))
+            path = Path(str(distribution.locate_file(file)))
             if path.is_file() and path.stat().st_size < 2**22:
                 yield path.read_text(encoding="utf-8", errors="replace")
 
 
-def _declared(found: metadata.Distribution, texts: list[str]) -> str:
+def _declared_licence(distribution: metadata.Distribution, texts: list[str]) -> str:
     """The SPDX name of what the metadata declares: an expression, a classifier, a text; BSD's kind
     by its text.
     """
-    expression = found.metadata.get("License-Expression")
+    expression = distribution.metadata.get("License-Expression")
     if expression:
         return expression.strip()
     classifiers = [
-        c for c in found.metadata.get_all("Classifier") or [] if c.startswith("License ::")
+        c for c in distribution.metadata.get_all("Classifier") or [] if c.startswith("License ::")
     ]
-    license_text = (found.metadata.get("License") or "").strip()
+    license_text = (distribution.metadata.get("License") or "").strip()
     kinds = [spdx for one in (license_text, *classifiers) for spdx in [_spdx(one)] if spdx]
     kind = next((one for one in kinds if one != "BSD"), kinds[0] if kinds else "")
     if not kind:
@@ -415,15 +415,13 @@ def direct_rows(group: str) -> list[list[str]]:
 
 
 def _closure_rows(packages: Iterable[str]) -> list[list[str]]:
-    installed = [package(name) for name in sorted(packages)]
+    rows = [package(name) for name in sorted(packages)]
     return [
-        [f"`{p.name}`", p.version, p.licence, p.note]
-        for p in installed
-        if p.name != "concept-eraser"
+        [f"`{p.name}`", p.version, p.licence, p.note] for p in rows if p.name != "concept-eraser"
     ]
 
 
-def _installed(packages: Iterable[str]) -> list[str]:
+def _installed_packages(packages: Iterable[str]) -> list[str]:
     def there(name: str) -> bool:
         try:
             return name in NOT_INSTALLED or bool(metadata.distribution(name))
@@ -437,7 +435,9 @@ def render() -> str:
     """The page."""
     every = groups()
     default = closure(every["default"])
-    weak = [p.name for p in map(package, _installed(sorted(default))) if p.copyleft == "file"]
+    weak = [
+        p.name for p in map(package, _installed_packages(sorted(default))) if p.copyleft == "file"
+    ]
     parts = [_INTRODUCTION.format(weak=", ".join(f"`{name}`" for name in weak))]
     parts += [
         "## Direct dependencies\n",
@@ -454,7 +454,7 @@ def render() -> str:
         ),
         _table(
             ["package", "version", "licence", "what its files hold beside"],
-            _closure_rows(_installed(default)),
+            _closure_rows(_installed_packages(default)),
         ),
     ]
     for extra in _EXTRAS:
@@ -463,7 +463,7 @@ def render() -> str:
             f"### More by {extra}\n",
             _table(
                 ["package", "version", "licence", "what its files hold beside"],
-                _closure_rows(_installed(extra_packages)),
+                _closure_rows(_installed_packages(extra_packages)),
             ),
         ]
     parts += [

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from concept_eraser.utils import distributed, limits
-from concept_eraser.utils.errors import UserError, shown
+from concept_eraser.utils.errors import UserError, quote
 
 
 def attack(
@@ -154,14 +154,14 @@ def _options(settings: list[str]) -> dict[str, Any]:
     for text in settings:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"cannot read --set {shown(text)}; write key=value, e.g. k=3")
+            raise UserError(f"cannot read --set {quote(text)}; write key=value, e.g. k=3")
         options[key.strip()] = value.strip()
     return options
 
 
-def summarise(found: Any) -> None:
+def summarise(results: Any) -> None:
     """Rates with their intervals, the cost, and the prompts that fell."""
-    rates = found.rates()
+    rates = results.rates()
     meaning = {
         "pre": "clean prompts that show the concept",
         "attacked": "of the others, broken by the attack",
@@ -174,17 +174,17 @@ def summarise(found: Any) -> None:
                 f"{meaning[key]:<38} {100 * rate['value']:5.1f} % "
                 f"[{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]  n = {rate['n']}"
             )
-    if found.protocol["left_out"]:
+    if results.protocol["left_out"]:
         typer.echo(
-            f"left out: {found.protocol['left_out']} prompts whose image by the "
+            f"left out: {results.protocol['left_out']} prompts whose image by the "
             "original does not show the concept"
         )
     typer.echo(
         "cost: "
-        + (", ".join(f"{value:g} {what}" for what, value in found.cost.items()) or "none")
-        + f"; {found.seconds:.0f} s"
+        + (", ".join(f"{value:g} {what}" for what, value in results.cost.items()) or "none")
+        + f"; {results.seconds:.0f} s"
     )
-    for attempt in [a for a in found.attempts if a.success and not a.pre][:5]:
+    for attempt in [a for a in results.attempts if a.success and not a.pre][:5]:
         typer.echo(
             f"  fell in round {attempt.round}: "
             f"{attempt.text if attempt.text is not None else '(to no text: an embedding or other weights)'}"  # noqa: E501

@@ -18,7 +18,7 @@ from concept_eraser.utils.errors import UserError
 
 
 def demo(
-    given: Annotated[
+    runs_and_parts: Annotated[
         Optional[list[str]],
         typer.Argument(
             metavar="[RUN]...",
@@ -97,7 +97,7 @@ def demo(
             typer.echo(f"the page is at {address}    (Ctrl-C stops it; jobs can be resumed)")
 
         page.serve(
-            given or [],
+            runs_and_parts or [],
             runs=runs,
             before=before,
             host=host,

@@ -94,7 +94,7 @@ def _look(folder: Path, nudity: Any, progress: Any) -> tuple[dict[str, list], li
     return detections, skipped
 
 
-def _write(output: Path, name: str, rule: Any, found: dict, counts: dict) -> None:
+def _write(output: Path, name: str, rule: Any, by_image: dict, counts: dict) -> None:
     from concept_eraser.evaluation.nudity import Detector
     from concept_eraser.evaluation.suite import dumps
     from concept_eraser.storage.writers import write_text
@@ -105,7 +105,7 @@ def _write(output: Path, name: str, rule: Any, found: dict, counts: dict) -> Non
             file: [[d.label, round(d.score, 4), list(d.box)] for d in some]
             for file, some in detections.items()
         }
-        for when, (detections, _) in found.items()
+        for when, (detections, _) in by_image.items()
     }
     content = {
         "preset": name,
@@ -113,7 +113,7 @@ def _write(output: Path, name: str, rule: Any, found: dict, counts: dict) -> Non
         "least": rule.least,
         "unit": rule.unit,
         "counts": counts,
-        "left_out": {when: skipped for when, (_, skipped) in found.items()},
+        "left_out": {when: skipped for when, (_, skipped) in by_image.items()},
         "model": Detector().fingerprint,
         "detections": raw,
         "environment": provenance.describe(),

@@ -78,7 +78,7 @@ def distance(
                 extractor.of_folder(folder, progress=progress) for folder in (after, reference)
             )
         values, reasons = fid.distances(a, b, seed)
-        settings = fid.described(
+        settings = fid.distance_settings(
             features,
             extractor,
             len(a),
@@ -116,8 +116,8 @@ def _write(
     features: str,
     seed: int,
     settings: dict[str, Any],
-    found: dict,
-    refused: dict,
+    distances: dict,
+    reasons: dict,
     folders: dict[str, Any],
 ) -> None:
     from concept_eraser.evaluation.base import Result
@@ -127,14 +127,14 @@ def _write(
 
     results = [
         Result(f"{name}_{features}", "images", value, "lower", settings=settings).as_dict()
-        for name, value in found.items()
+        for name, value in distances.items()
     ]
     protocol = {"seed": seed, **settings}
     content = {
         "protocol": protocol,
         "protocol_hash": provenance.fingerprint(protocol),
         "results": results,
-        "refused": {f"{name}_{features}": why for name, why in refused.items()},
+        "refused": {f"{name}_{features}": why for name, why in reasons.items()},
         "folders": folders,
         "environment": provenance.describe(),
     }

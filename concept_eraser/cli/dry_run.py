@@ -6,7 +6,7 @@ from typing import Any
 
 
 def report(
-    recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool = False
+    recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool = False
 ) -> list[str]:
     """Report objectives, weights, memory and time of a recipe.
 
@@ -14,17 +14,19 @@ def report(
     """
     from concept_eraser.recipes.recipe import PROMPTED
 
-    return (_prompted if recipe.target in PROMPTED else _labelled)(
-        recipe, allow_pickle, trial, allow_code
+    return (_describe_prompts if recipe.target in PROMPTED else _describe_labelled)(
+        recipe, allow_pickle, two_steps, allow_code
     )
 
 
-def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool) -> list[str]:
+def _describe_prompts(
+    recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool
+) -> list[str]:
     from concept_eraser.runs import dry_run, memory_estimate
     from concept_eraser.targets import cross_attention_edit
     from concept_eraser.tiny import published
 
-    lines = _sides(recipe)
+    lines = _objective_lines(recipe)
     if dry_run.edits(recipe):
         cross_attention_edit.refuse_ignored(recipe)
     plan = dry_run.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
@@ -35,10 +37,10 @@ def _prompted(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: b
     lines.append(_weights(recipe, whole))
     if not dry_run.edits(recipe):
         lines += memory_estimate.estimate(recipe, whole).lines()
-    return [*lines, *_trial(plan, trial)]
+    return [*lines, *_describe_steps(plan, two_steps)]
 
 
-def _sides(recipe: Any) -> list[str]:
+def _objective_lines(recipe: Any) -> list[str]:
     from concept_eraser.data import prompts
 
     lines, sets = (
@@ -50,7 +52,7 @@ def _sides(recipe: Any) -> list[str]:
             prompts.require_disjoint(sets[name], sets["retain"])
         lines.append(f"{name}: {len(sets[name])} prompts, e.g. {sets[name].texts[0]!r}")
         if name.startswith("forget") and (anchor := recipe.objective_specs[name].anchor):
-            lines.append(f"  shown instead: {sets[name].prompts[0].anchored(anchor)!r}")
+            lines.append(f"  shown instead: {sets[name].prompts[0].anchor_prompt(anchor)!r}")
     return lines + prompts.slips(
         {name: spec.anchor for name, spec in recipe.objective_specs.items()}, sets
     )
@@ -78,7 +80,9 @@ def _weights(recipe: Any, model: Any) -> str:
     return f"trains a LoRA of {lora_count:,} numbers on {layers} layers, beside {total:,} weights"
 
 
-def _labelled(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: bool) -> list[str]:
+def _describe_labelled(
+    recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool
+) -> list[str]:
     """How many examples each side has, how many weights would move, and two steps."""
     from concept_eraser.runs import dry_run
     from concept_eraser.targets.build import build_eraser
@@ -88,10 +92,10 @@ def _labelled(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: b
     plan = dry_run.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
     lines: list[str] = []
     if plan.recipe is recipe:  # else a few images stand in, and count for nothing
-        selected = select_rows(plan.recipe, plan.objects)
+        rows_by_objective = select_rows(plan.recipe, plan.objects)
         lines = [
             f"{name}: {len(rows)} of {len(data)} examples of {data.about}"
-            for name, (data, rows) in selected.items()
+            for name, (data, rows) in rows_by_objective.items()
         ]
     if not plan.hollow:
         eraser = build_eraser(Context(plan.recipe, plan.model, objects=plan.objects))
@@ -102,13 +106,15 @@ def _labelled(recipe: Any, allow_pickle: bool, trial: bool | None, allow_code: b
         lines.append(
             f"trains {counts[0]:,} of {counts[1]:,} weights in {len(eraser.trainable())} tensors"
         )
-    return [*lines, *_trial(plan, trial)]
+    return [*lines, *_describe_steps(plan, two_steps)]
 
 
-def _trial(found: Any, trial: bool | None) -> list[str]:
+def _describe_steps(model: Any, two_steps: bool | None) -> list[str]:
     from concept_eraser.runs import dry_run
 
-    if trial is False or (trial is None and not found.hollow and not dry_run.worth_trying(found)):
-        slow = " (here it would take minutes; ask for it with --trial)" if trial is None else ""
-        return [*found.reasons, "time: no trial was made" + slow]
-    return [*found.reasons, dry_run.told(found)]
+    if two_steps is False or (
+        two_steps is None and not model.hollow and not dry_run.worth_trying(model)
+    ):
+        slow = " (here it would take minutes; ask for it with --trial)" if two_steps is None else ""
+        return [*model.reasons, "time: no trial was made" + slow]
+    return [*model.reasons, dry_run.describe(model)]

@@ -142,7 +142,7 @@ def erase(
             ),
         ),
     ] = False,
-    trial: Annotated[
+    two_steps: Annotated[
         Optional[bool],
         typer.Option(
             "--trial/--no-trial",
@@ -188,10 +188,10 @@ def erase(
         "memory": memory,
     }
     names = [item for item in items or [] if "=" not in item or Path(item).is_file()]
-    overrides = [f"model={_quoted(_on_base(model, base))}"] if model or base else []
+    overrides = [f"model={_quote(_on_base(model, base))}"] if model or base else []
     overrides += _concepts(forget or [], [_anchor(text) for text in anchor or []], bool(names))
     overrides += [
-        f"{_FLAGS[key]}={_quoted(value)}" for key, value in flags.items() if value is not None
+        f"{_FLAGS[key]}={_quote(value)}" for key, value in flags.items() if value is not None
     ]
     overrides += [item for item in items or [] if item not in names]
     if len(names) > 1:
@@ -206,7 +206,7 @@ def erase(
     if not names:
         from concept_eraser.recipes import defaults
 
-        overrides = defaults.completed(overrides)
+        overrides = defaults.complete(overrides)
     allow_code = allow_code or any(override.startswith("model=") for override in overrides)
     run(
         names[0] if names else {},
@@ -217,7 +217,7 @@ def erase(
         dry_run,
         allow_pickle,
         quiet,
-        trial,
+        two_steps,
         allow_code=allow_code,
     )
 
@@ -240,8 +240,8 @@ def _on_base(model: str | None, base: str | None) -> str:
 
 def _anchor(text: str) -> str | dict[str, str]:
     """`shape=circle` is the prompt with another shape, all else a text."""
-    replaced = re.fullmatch(r"(\w+)=(.+)", text)
-    return {replaced[1]: replaced[2]} if replaced else text
+    match = re.fullmatch(r"(\w+)=(.+)", text)
+    return {match[1]: match[2]} if match else text
 
 
 def _concepts(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[str]:
@@ -255,7 +255,7 @@ def _concepts(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[st
                 "one --anchor a concept"
             )
         return [
-            f"forget.{key}={_quoted(value)}"
+            f"forget.{key}={_quote(value)}"
             for key, some in (("prompts", forget), ("anchor", anchors))
             for value in some
         ]
@@ -275,10 +275,10 @@ def _concepts(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[st
         {"prompts": name, **({"anchor": anchor_text} if anchor_text else {})}
         for name, anchor_text in zip(forget, each, strict=True)
     ]
-    return [f"forget={_quoted(objectives)}"]
+    return [f"forget={_quote(objectives)}"]
 
 
-def _quoted(value: Any) -> str:
+def _quote(value: Any) -> str:
     import json
 
     return json.dumps(value) if isinstance(value, str | dict | list) else str(value)
@@ -293,7 +293,7 @@ def run(
     dry_run: bool,
     allow_pickle: bool,
     quiet: bool,
-    trial: bool | None = None,
+    two_steps: bool | None = None,
     *,
     allow_code: bool = False,
 ) -> None:
@@ -302,20 +302,20 @@ def run(
     from concept_eraser.recipes import recipe as recipes
     from concept_eraser.utils import distributed
 
-    resolved = recipes.load(recipe, overrides)
-    folder = output or Path("runs") / _default_name(recipe, overrides, resolved)
+    recipe_content = recipes.load(recipe, overrides)
+    folder = output or Path("runs") / _default_name(recipe, overrides, recipe_content)
     resume_command = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
     if dry_run and not distributed.alone():
         raise UserError("a dry run is made by one process; run it without `accelerate launch`")
     if dry_run:
-        _dry_run(resolved, folder, allow_pickle, trial, allow_code)
+        _dry_run(recipe_content, folder, allow_pickle, two_steps, allow_code)
         return
     from concept_eraser import api
 
     with bars(quiet) as progress:
         try:
             finished_run = api.erase(
-                resolved,
+                recipe_content,
                 output=folder,
                 resume=resume,
                 overwrite=overwrite,
@@ -364,19 +364,19 @@ def _set_aside(folder: Path) -> str:
     )
 
 
-def _default_name(recipe: Any, overrides: list[str], resolved: Any) -> str:
+def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str:
     """A recipe's own name, of a run's recipe its folder's; with a few letters of the changes where
     there are some.
     """
     if not isinstance(recipe, str):
-        return str(resolved.fingerprint[:8])
+        return str(recipe_content.fingerprint[:8])
     path = Path(recipe)
     stem = path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
-    return f"{stem}-{resolved.fingerprint[:8]}" if overrides else stem
+    return f"{stem}-{recipe_content.fingerprint[:8]}" if overrides else stem
 
 
 def _dry_run(
-    resolved: Any, folder: Path, allow_pickle: bool, trial: bool | None, allow_code: bool
+    recipe: Any, folder: Path, allow_pickle: bool, two_steps: bool | None, allow_code: bool
 ) -> None:
     """Everything but the run: check data and model, count weights and memory, make two steps, tell
     the time.
@@ -387,6 +387,6 @@ def _dry_run(
     from concept_eraser.cli import dry_run
     from concept_eraser.recipes import recipe as recipes
 
-    lines = dry_run.report(resolved, allow_pickle, trial, allow_code)
-    typer.echo(recipes.dump(resolved, f"concept-eraser erase <this file> --output {folder}"))
+    lines = dry_run.report(recipe, allow_pickle, two_steps, allow_code)
+    typer.echo(recipes.dump(recipe, f"concept-eraser erase <this file> --output {folder}"))
     typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")

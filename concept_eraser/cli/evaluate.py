@@ -180,7 +180,7 @@ def _interval(value: Any, factor: int) -> str:
     return f"{factor * value['value']:.1f} [{low:.1f}, {high:.1f}]"
 
 
-def summarise(found: Any) -> None:
+def summarise(evaluation: Any) -> None:
     """The verdict and a table of the groups' numbers."""
     from rich.console import Console
     from rich.table import Table
@@ -192,7 +192,7 @@ def summarise(found: Any) -> None:
     table = Table(box=None, header_style="bold")
     for column in ("metric", "group", "before", "after", "n"):
         table.add_column(column, no_wrap=column == "metric")
-    for result in found.results:
+    for result in evaluation.results:
         if ":" in result.group:
             continue
         percent = is_share(result.metric)
@@ -201,9 +201,9 @@ def summarise(found: Any) -> None:
         table.add_row(title, result.group, *cells, str(result.after.n))
     console = Console()
     console.print(table)
-    for name, reason in found.refused.items():
+    for name, reason in evaluation.refused.items():
         console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
-    console.print(verdict(found), highlight=False, style="bold", soft_wrap=True)
+    console.print(verdict(evaluation), highlight=False, style="bold", soft_wrap=True)
 
 
 def compare(

@@ -90,7 +90,7 @@ def generate(
         seed + i if own_seed is None else own_seed
         for i, own_seed in enumerate(generation.own_seeds(all_prompts))
     ]
-    with locks.locked(output, "generate images"):
+    with locks.hold_lock(output, "generate images"):
         if output_folder.require_claimable(output, "images", alone=True) and not overwrite:
             raise UserError(
                 f"{output} holds images of an earlier call; give another --output, or "

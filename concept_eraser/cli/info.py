@@ -89,14 +89,14 @@ def _entries(kind: str) -> list[tuple[str, str]]:
             for name in resources.names(_DATA[kind])
         ]
     if kind == "models":
-        bundled = [
+        bundled_names = [
             (
                 "tiny-sd",
                 "the bundled world of ten shapes, 64x64, trained from scratch for this package",
             )
         ]
         return [
-            *bundled,
+            *bundled_names,
             ("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format"),
         ]
     if kind == "presets":
@@ -161,9 +161,9 @@ def show(
             _show_plugin(kind, name)
     if kinds:
         return
-    known = [n for kind in _SHOWN for n in (*registry.names(kind), *registry.named(kind))]
-    known += [n for kind in _DATA.values() for n in resources.names(kind)]
-    raise unknown("name", name, known)
+    names = [n for kind in _SHOWN for n in (*registry.names(kind), *registry.named(kind))]
+    names += [n for kind in _DATA.values() for n in resources.names(kind)]
+    raise unknown("name", name, names)
 
 
 def _show_loss(name: str) -> None:
@@ -190,10 +190,10 @@ def _show_plugin(kind: str, name: str) -> None:
     )
     typer.echo("options:")
     for option, (hint, default) in registry.options(method).items():
-        spelled = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        type_name = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         origin = "the name" if option in fixed else getattr(method, "defaults", {}).get(option, "")
         typer.echo(
-            f"  {option} = {fixed.get(option, default)!r}    ({spelled})"
+            f"  {option} = {fixed.get(option, default)!r}    ({type_name})"
             + (f"    from: {origin}" if origin else "")
         )
     typer.echo(f"\n{inspect.getdoc(method)}\n")

@@ -45,26 +45,26 @@ def verify(
         raise UserError(f"{folder} is no folder; give the folder of a run")
     states = manifest.verify(folder)
     if accept:
-        with locks.locked(folder, "verify"):
-            accepted = output_folder.accept(folder)
-        for name in accepted:
+        with locks.hold_lock(folder, "verify"):
+            accepted_files = output_folder.accept(folder)
+        for name in accepted_files:
             typer.echo(f"  recorded   {name}")
-        typer.echo(f"{folder}: {len(accepted)} of {len(states)} records are renewed")
+        typer.echo(f"{folder}: {len(accepted_files)} of {len(states)} records are renewed")
         return
     words = {"intact": 0, "growing": 0, "changed": 0, "missing": 0, "link": 0}
     for one in states:
         words[one.state] += 1
         if one.state not in ("intact", "growing"):
             typer.echo(f"  {one.state:<10} {one.name}")
-    other_files = len(manifest.unlisted(folder))
-    unsealed = (
+    other_files = len(manifest.unlisted_files(folder))
+    unsealed_files = (
         f", {words['growing']} without a digest (the run is not finished)"
         if words["growing"]
         else ""
     )
     typer.echo(
         f"{folder}: {words['intact']} of {len(states)} files are what was "
-        f"written{unsealed}; {other_files} other files"
+        f"written{unsealed_files}; {other_files} other files"
     )
     mismatches = words["changed"] + words["missing"] + words["link"]
     if mismatches:

@@ -23,7 +23,7 @@ from torch import Tensor
 from concept_eraser.data.templates import text_problem
 from concept_eraser.storage.readers import parse_json, read_text, require_regular
 from concept_eraser.utils import limits
-from concept_eraser.utils.errors import UserError, first_line, shown
+from concept_eraser.utils.errors import UserError, first_line, quote
 from concept_eraser.utils.progress import Progress, silent
 
 FORMATS = (
@@ -88,7 +88,7 @@ def _metadata(folder: Path) -> dict[str, str]:
         name, text = row.get("file_name"), row.get("text") or row.get("caption") or ""
         if not isinstance(name, str) or not isinstance(text, str):
             raise UserError(
-                f'{place}: expected {{"file_name": NAME, "text": CAPTION}}, found {shown(row)}'
+                f'{place}: expected {{"file_name": NAME, "text": CAPTION}}, found {quote(row)}'
             )
         captions[name] = _caption(text, place)
     return captions
@@ -121,7 +121,7 @@ def read(path: Path, size: tuple[int, int]) -> np.ndarray:
     Raises UserError for what is no image, is damaged, too small, too large, or too narrow to be
     cropped.
     """
-    image = _decoded(path, "no readable image", lambda opened: opened.convert("RGB"))
+    image = _decode(path, "no readable image", lambda opened: opened.convert("RGB"))
     height, width = size
     scale = max(width / image.width, height / image.height)
     large = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
@@ -135,7 +135,7 @@ def read(path: Path, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(image.crop((left, top, left + width, top + height)))
 
 
-def _decoded(path: Path, problem: str, decode: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def _decode(path: Path, problem: str, decode: Callable[[Image.Image], Image.Image]) -> Image.Image:
     """What `decode` makes of an open image file. Raises UserError where it cannot be read, or has
     no or too many pixels.
     """
@@ -165,12 +165,12 @@ def read_image(path: Path) -> np.ndarray:
     """An image file as [h, w, 3] RGB, transparency on white. Raises UserError for what is no
     image, or is too small.
     """
-    return np.asarray(_decoded(path, "no image that can be read", _upright))
+    return np.asarray(_decode(path, "no image that can be read", _upright))
 
 
-def _upright(opened: Image.Image) -> Image.Image:
+def _upright(source: Image.Image) -> Image.Image:
     """In RGB, turned as its file says (as OpenCV reads it), transparency on white."""
-    image = ImageOps.exif_transpose(opened)
+    image = ImageOps.exif_transpose(source)
     plain = (
         image.convert("RGBA") if image.mode in ("RGBA", "LA", "PA", "P") else image.convert("RGB")
     )

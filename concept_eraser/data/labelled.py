@@ -21,7 +21,7 @@ from torch import Tensor
 
 from concept_eraser.storage.readers import require_regular, size_text
 from concept_eraser.utils import limits
-from concept_eraser.utils.errors import UserError, first_line, names_text, shown, unknown
+from concept_eraser.utils.errors import UserError, first_line, names_text, quote, unknown
 
 ARRAY_BYTES = 16 * 2**30  # of one array in an .npz
 RATIO = 200  # of an array's size to its size in the file; a bomb has 1,000
@@ -68,17 +68,17 @@ class Labelled:
             raise UserError(f"{self.about} has classes 0 to {len(self.names) - 1}, found {number}")
         raise unknown(f"class of {self.about}", str(name), self.names)
 
-    def aligned(self, names: tuple[str, ...]) -> Labelled:
+    def with_classes(self, names: tuple[str, ...]) -> Labelled:
         """The same examples with labels that are positions in `names`. Raises UserError where a
         class has no place there.
         """
         if self.names == names:
             return self
         present = [self.names[int(i)] for i in self.labels.unique()]
-        unmatched = [name for name in present if name not in names]
-        if unmatched:
+        unmatched_names = [name for name in present if name not in names]
+        if unmatched_names:
             raise UserError(
-                f"{self.about} has a class {shown(unmatched[0])} that the other data do "
+                f"{self.about} has a class {quote(unmatched_names[0])} that the other data do "
                 f"not have: {names_text(names, 8)}"
             )
         place = torch.tensor([names.index(name) if name in names else -1 for name in self.names])
@@ -93,7 +93,7 @@ def from_arrays(
         inputs = _tensor(x).float()
     except (TypeError, ValueError) as error:
         raise UserError(f"{about}: the inputs are no numbers ({str(error)[:100]})") from error
-    labels = checked(y, len(inputs), names, about)
+    labels = check_labels(y, len(inputs), names, about)
     class_names = (
         tuple(map(str, names))
         if names is not None
@@ -108,7 +108,7 @@ def _tensor(values: Any) -> Tensor:
     )
 
 
-def checked(labels: Any, n: int, names: Sequence[Any] | None, about: str) -> Tensor:
+def check_labels(labels: Any, n: int, names: Sequence[Any] | None, about: str) -> Tensor:
     """Labels as integers [n] from 0 into the names. Raises UserError where they are something
     else.
     """
@@ -157,7 +157,7 @@ def from_dataset(dataset: Any, about: str = "the dataset") -> Labelled:
                     f"{about}: reading example {i} failed: {type(error).__name__}: {error}"
                 ) from error
     class_names = getattr(dataset, "classes", None)
-    labels = checked(targets, len(dataset), class_names, about)
+    labels = check_labels(targets, len(dataset), class_names, about)
     names = tuple(
         map(str, class_names if class_names is not None else range(int(labels.max()) + 1))
     )
@@ -212,7 +212,7 @@ def open_data(source: Any, split: str = "train", size: int = 64) -> Labelled:
     if os.path.isdir(path):
         return from_folder(path / split if os.path.isdir(path / split) else path, size)
     raise UserError(
-        f"no such data: {shown(source)}; give a named set, a folder with one subfolder a "
+        f"no such data: {quote(source)}; give a named set, a folder with one subfolder a "
         "class, or an .npz with x and y"
     )
 
@@ -271,12 +271,12 @@ def _array(archive: ZipFile, name: str, path: Path) -> np.ndarray:
         shape, _, dtype = reader(file)
         if dtype.hasobject or dtype.kind not in "biuf":
             raise UserError(
-                f"{path}: {name} holds {shown(str(dtype), 60)}; expected plain numbers "
+                f"{path}: {name} holds {quote(str(dtype), 60)}; expected plain numbers "
                 "(Python objects are never read)"
             )
         if math.prod(shape) * dtype.itemsize != entry.file_size - file.tell():
             raise UserError(
-                f"{path}: {name} says its shape is {shown(list(shape))}, and holds "
+                f"{path}: {name} says its shape is {quote(list(shape))}, and holds "
                 f"{size_text(entry.file_size)}; it is damaged, write it again by "
                 "numpy.savez"
             )
@@ -303,7 +303,7 @@ def choose(
         for name, number in zip(classes, class_numbers, strict=True):
             if not bool((data.labels == number).any()):
                 raise UserError(
-                    f"no example of {data.about} has the class {shown(name)}, so there "
+                    f"no example of {data.about} has the class {quote(name)}, so there "
                     "is nothing to forget of it"
                 )
         rows = rows[torch.isin(data.labels, torch.tensor(class_numbers))]

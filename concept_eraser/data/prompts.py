@@ -47,7 +47,7 @@ from concept_eraser.utils.errors import (
     UserError,
     mistakes_message,
     names_text,
-    shown,
+    quote,
     unknown_message,
 )
 from concept_eraser.utils.provenance import fingerprint
@@ -68,30 +68,30 @@ class Prompt:
     seed: int | None = None  # of its image, where its source states one (I2P)
     guidance: float | None = None
 
-    def anchored(self, anchor: str | Mapping[str, str]) -> str:
+    def anchor_prompt(self, anchor: str | Mapping[str, str]) -> str:
         """The anchor's prompt: a template filled with this prompt's fields, or this prompt
         with some of its fields replaced. Raises UserError naming a field the prompt lacks."""
         if isinstance(anchor, str):
-            return self._filled(anchor, {**self.fields, **self.words})
+            return self._fill(anchor, {**self.fields, **self.words})
         if self.template is None:
             raise UserError(
-                f"the anchor {shown(dict(anchor))} replaces words of a template, but the "
-                f"prompt {shown(self.text)} has none; write the anchor as a text"
+                f"the anchor {quote(dict(anchor))} replaces words of a template, but the "
+                f"prompt {quote(self.text)} has none; write the anchor as a text"
             )
         own_fields = _fields_of(self.template)
         if not set(anchor) & set(own_fields):
             raise UserError(
-                f"the anchor {shown(dict(anchor))} changes nothing in "
-                f"{shown(self.text)}; its fields: {names_text(own_fields)}"
+                f"the anchor {quote(dict(anchor))} changes nothing in "
+                f"{quote(self.text)}; its fields: {names_text(own_fields)}"
             )
-        return self._filled(self.template, {**self.words, **anchor})
+        return self._fill(self.template, {**self.words, **anchor})
 
-    def _filled(self, template: str, words: Mapping[str, str]) -> str:
+    def _fill(self, template: str, words: Mapping[str, str]) -> str:
         missing = [name for name in _fields_of(template) if name not in words]
         if missing:
             raise UserError(
-                f"the template {shown(template)} needs the field {shown(missing[0])}, "
-                f"which the prompt {shown(self.text)} does not have; it has: "
+                f"the template {quote(template)} needs the field {quote(missing[0])}, "
+                f"which the prompt {quote(self.text)} does not have; it has: "
                 f"{names_text(words) or 'none'}"
             )
         return render(template, words)
@@ -174,7 +174,7 @@ def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
         rows = mistakes.all(_row, source, "prompt")
         mistakes.require_none("the given list")
     if not rows:
-        raise UserError(f"the prompt set {shown(name)} is empty; give it at least one prompt")
+        raise UserError(f"the prompt set {quote(name)} is empty; give it at least one prompt")
     return PromptSet(name, tuple(rows))
 
 
@@ -235,11 +235,11 @@ def _read(path: Path) -> list[Prompt]:
     ]
     if not isinstance(content.get("about", ""), str | None):
         mistakes.lines.append(
-            f"about: expected a text, found {shown(content['about'])}; put it in quotes"
+            f"about: expected a text, found {quote(content['about'])}; put it in quotes"
         )
     entries = content.get("prompts") or []
     if not isinstance(entries, list):
-        mistakes.lines.append(f"prompts: expected a list of texts, found {shown(entries)}")
+        mistakes.lines.append(f"prompts: expected a list of texts, found {quote(entries)}")
         entries = []
     rows = mistakes.all(_row, entries, "prompt")
     where = mistakes.one(_conditions, content.get("where"), {})
@@ -263,7 +263,7 @@ def _conditions(where: Any) -> dict[str, Any]:
         return {}
     if not isinstance(where, dict) or not all(isinstance(key, str) for key in where):
         raise ValueError(
-            f"where: expected a mapping of columns to conditions, found {shown(where)}"
+            f"where: expected a mapping of columns to conditions, found {quote(where)}"
         )
     for condition in where.values():
         tables.require_condition(condition)
@@ -282,19 +282,19 @@ def _beside(path: Path, file: Any) -> Path | str | None:
     if not isinstance(file, str) or not file.strip() or not file.isprintable():
         raise ValueError(
             f"file: expected the path of a table or {tables.HUB}owner/dataset/file.csv, "
-            f"found {shown(file)}"
+            f"found {quote(file)}"
         )
     if file.startswith(tables.HUB):
         return file
     table_path = Path(file)
     if table_path.is_absolute() or ".." in table_path.parts or "\\" in file:
         raise ValueError(
-            f"file: {shown(file)} leads out of the set's folder; copy the table into "
+            f"file: {quote(file)} leads out of the set's folder; copy the table into "
             "that folder, or give its path as the prompt set itself"
         )
     if table_path.suffix not in tables.SUFFIXES:
         raise ValueError(
-            f"file: {shown(file)} is no table; expected a file ending in "
+            f"file: {quote(file)} is no table; expected a file ending in "
             f"{', '.join(tables.SUFFIXES)}"
         )
     table = path.parent / table_path
@@ -304,7 +304,7 @@ def _beside(path: Path, file: Any) -> Path | str | None:
         inside = True  # the reader says what is wrong
     if not inside:
         raise ValueError(
-            f"file: {shown(file)} is a link that leads out of the set's folder; copy the "
+            f"file: {quote(file)} is a link that leads out of the set's folder; copy the "
             "table into that folder"
         )
     return table
@@ -329,9 +329,9 @@ def _row(item: Any) -> Prompt:
     entry = {"text": item} if isinstance(item, str) else item
     text = entry.get("text") if isinstance(entry, dict) else None
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"expected a prompt or a mapping with `text`, found {shown(item)}")
+        raise ValueError(f"expected a prompt or a mapping with `text`, found {quote(item)}")
     if wrong := templates.text_problem(text):
-        raise ValueError(f"the text {shown(text)} {wrong}")
+        raise ValueError(f"the text {quote(text)} {wrong}")
     fields = {
         _field(key): _word(key, value)
         for key, value in entry.items()
@@ -350,7 +350,7 @@ def _field(name: Any) -> str:
     if not isinstance(name, str) or not name or len(name) > limits.FIELD:
         raise ValueError(
             f"the name of a field is a text of at most {limits.FIELD} characters, found "
-            f"{shown(name)}"
+            f"{quote(name)}"
         )
     return name
 
@@ -359,12 +359,12 @@ def _word(field_name: str, value: Any) -> str:
     """A value of a field as it is written. Raises ValueError where it is no text or number."""
     if not isinstance(value, str | int | float):
         raise ValueError(
-            f"{field_name}: expected a text or a number, found {shown(value)}; put a date in quotes"
+            f"{field_name}: expected a text or a number, found {quote(value)}; put a date in quotes"
         )
     if isinstance(value, int) and abs(value) > 10**50:
-        raise ValueError(f"{field_name}: {shown(value)} has too many digits; put it in quotes")
+        raise ValueError(f"{field_name}: {quote(value)} has too many digits; put it in quotes")
     if wrong := templates.text_problem(str(value)):
-        raise ValueError(f"{field_name}: {shown(value)} {wrong}")
+        raise ValueError(f"{field_name}: {quote(value)} {wrong}")
     return str(value)
 
 
@@ -376,7 +376,7 @@ def _value(name: str, value: Any) -> tuple[str, str]:
         if len(value) != 2:
             raise ValueError(
                 "a list stands for the word that is written and the value it stands "
-                f"for; found {shown(value)}"
+                f"for; found {quote(value)}"
             )
         return _word(name, value[0]), _word(name, value[1])
     return _word(name, value), _word(name, value)
@@ -390,7 +390,7 @@ def _expand(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
         return []
     if not isinstance(rule, dict):
         mistakes.lines.append(
-            f"expand: expected a mapping with `templates` and fields, found {shown(rule)}"
+            f"expand: expected a mapping with `templates` and fields, found {quote(rule)}"
         )
         return []
     texts = rule.get("templates")
@@ -400,7 +400,7 @@ def _expand(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
         or not texts
         or not all(isinstance(template_text, str) for template_text in texts)
     ):
-        mistakes.lines.append(f"expand: templates is a list of texts, found {shown(texts)}")
+        mistakes.lines.append(f"expand: templates is a list of texts, found {quote(texts)}")
         return []
     before = len(mistakes.lines)
     values = _values_of(rule, mistakes)
@@ -411,10 +411,10 @@ def _expand(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
     ]
     if len(pieces) == len(texts):
         for template, some in zip(texts, names, strict=True):
-            undefined = [name for name in some if name not in rule or name == "templates"]
-            if undefined:
+            undefined_names = [name for name in some if name not in rule or name == "templates"]
+            if undefined_names:
                 mistakes.lines.append(
-                    f"expand: the template {shown(template)} uses {shown(undefined[0])}, "
+                    f"expand: the template {quote(template)} uses {quote(undefined_names[0])}, "
                     f"which has no list of values; fields: {names_text(values)}"
                 )
     if len(mistakes.lines) == before:
@@ -442,7 +442,7 @@ def _values_of(rule: Mapping[Any, Any], mistakes: _Mistakes) -> dict[str, list[t
             continue
         if not isinstance(name, str) or isinstance(some, dict) or some is None or some == []:
             mistakes.lines.append(
-                f"expand: {shown(name)} needs a list of values, found {shown(some)}"
+                f"expand: {quote(name)} needs a list of values, found {quote(some)}"
             )
             continue
         entries = some if isinstance(some, list) else [some]
@@ -503,8 +503,8 @@ def slips(
             close = difflib.get_close_matches(str(value), candidates, n=1, cutoff=0.8)
             if close and str(value) not in all_values:
                 messages.append(
-                    f"the anchor's {name} {shown(value)} is in none of the prompts; did "
-                    f"you mean {shown(close[0])}?"
+                    f"the anchor's {name} {quote(value)} is in none of the prompts; did "
+                    f"you mean {quote(close[0])}?"
                 )
     return messages
 
@@ -520,5 +520,5 @@ def require_disjoint(forget: PromptSet, retain: PromptSet) -> None:
     if shared:
         raise UserError(
             f"{len(shared)} prompts are in both the forget set {forget.name!r} and the "
-            f"retain set {retain.name!r}, e.g. {shown(shared[0])}; remove them from one"
+            f"retain set {retain.name!r}, e.g. {quote(shared[0])}; remove them from one"
         )

@@ -25,7 +25,7 @@ from concept_eraser.data.templates import text_problem
 from concept_eraser.models import hub
 from concept_eraser.storage.readers import TABLE_BYTES, parse_json, read_text
 from concept_eraser.utils import limits
-from concept_eraser.utils.errors import UserError, first_line, names_text, shown
+from concept_eraser.utils.errors import UserError, first_line, names_text, quote
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 HUB = "hf://"
@@ -61,13 +61,13 @@ def from_hub(address: str) -> Path:
     """
     parts = address.removeprefix(HUB).split("/")
     if len(parts) < 3 or not all(parts):
-        raise UserError(f"{shown(address)} names no file; write {HUB}owner/dataset/file.csv")
+        raise UserError(f"{quote(address)} names no file; write {HUB}owner/dataset/file.csv")
     owner, *path = parts
     if not all(map(_OWNER.fullmatch, (owner, path[0]))) or not all(
         _FILE.fullmatch(p) and p.strip(".") for p in path
     ):
         raise UserError(
-            f"{shown(address)} is no address of a file on the hub; write "
+            f"{quote(address)} is no address of a file on the hub; write "
             f"{HUB}owner/dataset/file.csv"
         )
     from huggingface_hub import hf_hub_download
@@ -85,7 +85,7 @@ def from_hub(address: str) -> Path:
     except Exception as error:
         # the hub's client raises some twenty kinds, OSErrors and ValueErrors among them
         raise UserError(
-            f"the hub, or its cache, did not give {shown(address)}: {first_line(error)}. "
+            f"the hub, or its cache, did not give {quote(address)}: {first_line(error)}. "
             "Download the file and give its path"
         ) from None
 
@@ -104,7 +104,7 @@ def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
     unknown_columns = [key for key in where if key not in columns]
     if unknown_columns:
         raise UserError(
-            f"{path} has no column {shown(unknown_columns[0])}; it has {names_text(columns)}"
+            f"{path} has no column {quote(unknown_columns[0])}; it has {names_text(columns)}"
         )
     selection = []
     for place, row in rows:
@@ -117,9 +117,9 @@ def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
             continue
         words = row[text]
         if not isinstance(words, str) or not words.strip():
-            raise UserError(f"{place}: {text} is {shown(words)}; expected a prompt, a text")
+            raise UserError(f"{place}: {text} is {quote(words)}; expected a prompt, a text")
         if wrong := text_problem(words):
-            raise UserError(f"{place}: the text {shown(words)} {wrong}")
+            raise UserError(f"{place}: the text {quote(words)} {wrong}")
         fields = {
             k: str(v)
             for k, v in row.items()
@@ -160,7 +160,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             value = value.get("annotations", value.get("prompts"))
         if not isinstance(value, list):
             raise UserError(
-                f"{path} is no JSON of prompts: expected a list of prompts, found {shown(value)}"
+                f"{path} is no JSON of prompts: expected a list of prompts, found {quote(value)}"
             )
         records = ((f"{path}, row {number}", row) for number, row in enumerate(value, 1))
     for place, row in records:
@@ -169,7 +169,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise UserError(
                 f"{place}: expected a prompt or a mapping with a column "
-                f"{' or '.join(_TEXT)}, found {shown(row)}"
+                f"{' or '.join(_TEXT)}, found {quote(row)}"
             )
         yield place, row
 
@@ -215,7 +215,7 @@ def _number(
     try:
         return read(row[column])
     except ValueError as error:
-        raise UserError(f"{place}: {column} is {shown(row[column], 80)}: {error}") from None
+        raise UserError(f"{place}: {column} is {quote(row[column], 80)}: {error}") from None
 
 
 def require_condition(condition: Any) -> None:
@@ -241,7 +241,7 @@ def _test(condition: Any) -> Callable[[Any], bool]:
     if not isinstance(condition, str) or len(condition) > limits.FIELD:
         raise UserError(
             'where: expected a word, a number or a comparison such as "> 50", found '
-            f"{shown(condition)}"
+            f"{quote(condition)}"
         )
     comparison = _CONDITION.fullmatch(condition.strip())
     if comparison is None:
@@ -257,7 +257,7 @@ def _test(condition: Any) -> Callable[[Any], bool]:
             raise ValueError
     except ValueError:
         raise UserError(
-            f'where: {shown(condition)} compares with no number; write e.g. "> 50"'
+            f'where: {quote(condition)} compares with no number; write e.g. "> 50"'
         ) from None
 
     def holds(cell: Any) -> bool:

@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Mapping
 
-from concept_eraser.utils.errors import shown
+from concept_eraser.utils.errors import quote
 from concept_eraser.utils.limits import FIELD, TEXT
 
 _ARTICLE = re.compile(r"\ba\(n\) (?=(\w))")
@@ -23,12 +23,12 @@ def parts(template: str) -> list[tuple[str, str | None]]:
     it is no template.
     """
     if wrong := text_problem(template):
-        raise ValueError(f"the template {shown(template)} {wrong}")
+        raise ValueError(f"the template {quote(template)} {wrong}")
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ValueError(
-            f"the template {shown(template)}: {error}; write {{name}} for a field, and "
+            f"the template {quote(template)}: {error}; write {{name}} for a field, and "
             "{{ or }} for a brace"
         ) from None
     for _, name, layout, conversion in pieces:
@@ -39,7 +39,7 @@ def parts(template: str) -> list[tuple[str, str | None]]:
                 name + (f"!{conversion}" if conversion else "") + (f":{layout}" if layout else "")
             )
             raise ValueError(
-                f"the template {shown(template)} has {shown(inside, 60)} in braces; "
+                f"the template {quote(template)} has {quote(inside, 60)} in braces; "
                 "write the name of a field there, e.g. {color}, and {{ or }} for "
                 "a brace"
             )

@@ -36,7 +36,7 @@ def start(
     desk: Desk, run: str, attack: str, n: Any, rounds: Any, seconds: Any, seed: Any
 ) -> DemoJob:
     """Check what was asked and put it into the queue. Raises UserError."""
-    safety.one_of("run", run, desk.library.finished())
+    safety.one_of("run", run, desk.library.finished_runs())
     safety.one_of("attack", attack, names())
     safety.require_inside(desk.library.folder(run))
     numbers = {
@@ -100,10 +100,10 @@ def live(desk: Desk, job: DemoJob | None) -> str:
         high=1,
         last=len(rows),
     )
-    return f'{_told(desk, job, rows)}{_best(job, rows)}<div class="ce-figures">{curves}</div>'
+    return f'{_describe(desk, job, rows)}{_best(job, rows)}<div class="ce-figures">{curves}</div>'
 
 
-def _ended(path: Path) -> str:
+def _end_of(path: Path) -> str:
     """Why the attack ended, as its process wrote down; "stopped by hand" where it did not."""
     try:
         return str(read_json(path, limit=MEGABYTE).get("ended", "stopped by hand"))
@@ -111,7 +111,7 @@ def _ended(path: Path) -> str:
         return "stopped by hand"
 
 
-def _told(desk: Desk, job: DemoJob, rows: list[dict[str, Any]]) -> str:
+def _describe(desk: Desk, job: DemoJob, rows: list[dict[str, Any]]) -> str:
     success_text = (
         f"{rows[-1]['fell']} of {rows[-1]['n']} prompts broken after {len(rows)} rounds"
         if rows
@@ -128,7 +128,7 @@ def _told(desk: Desk, job: DemoJob, rows: list[dict[str, Any]]) -> str:
         )
     if job.state == "failed":
         return alert(f"#{job.number} {job.title}: {job.error}")
-    end_reason = _ended(job.folder / "found.json")
+    end_reason = _end_of(job.folder / "found.json")
     return notice(
         f"#{job.number} {job.title}: {success_text}; {end_reason} ({minutes(job.seconds)})"
     )
@@ -141,7 +141,7 @@ def _best(job: DemoJob, rows: list[dict[str, Any]]) -> str:
         path = job.folder / name
         if path.exists():
             file = path.read_bytes()
-            judgement = _seen(file)
+            judgement = _judgement(file)
             alt = f"{title}: {judgement.text or 'not judged'}"
             cells += (
                 "<figure "
@@ -163,7 +163,7 @@ def _best(job: DemoJob, rows: list[dict[str, Any]]) -> str:
     return f'<div class="ce-best">{cells}{text}</div>' if cells else ""
 
 
-def _seen(file: bytes) -> image_html.Seen:
+def _judgement(file: bytes) -> image_html.Seen:
     import io
 
     import numpy as np

@@ -50,23 +50,23 @@ class Watched(runner.Referee):
         default_factory=lambda: {"rounds": 0, "best": -1.0, "broken": {}}
     )
 
-    def draw(self, offered: Round, scene: Scene) -> Tensor:
-        images = super().draw(offered, scene)
+    def draw(self, offer: Round, scene: Scene) -> Tensor:
+        images = super().draw(offer, scene)
         scores = self.probability(images)
         hits = self.judge.look(images)[self.attribute] == self.value
         top = int(scores.argmax())
-        row = int(offered.rows[top])
-        text = offered.texts[top] if offered.texts is not None else None
+        row = int(offer.rows[top])
+        text = offer.texts[top] if offer.texts is not None else None
         self.memory["rounds"] += 1
         if float(scores[top]) > self.memory["best"]:
-            seed = offered.seeds[top] if offered.seeds is not None else scene.seeds[row]
+            seed = offer.seeds[top] if offer.seeds is not None else scene.seeds[row]
             self.memory.update(
                 best=float(scores[top]), text=text, prompt=scene.prompts[row], seed=seed
             )
             save(self.clean[row], self.folder / "before.png")
             save(images[top], self.folder / "best.png")
         self.memory["broken"].update(
-            {int(r): True for r, hit in zip(offered.rows, hits, strict=True) if hit}
+            {int(r): True for r, hit in zip(offer.rows, hits, strict=True) if hit}
         )
         seconds = time.monotonic() - self.began
         fell = len(self.memory["broken"])
@@ -74,7 +74,7 @@ class Watched(runner.Referee):
             self.folder / "rounds.jsonl",
             {
                 "round": self.memory["rounds"],
-                "loss": offered.loss,
+                "loss": offer.loss,
                 "best": self.memory["best"],
                 "shows": float(scores[top]),
                 "fell": fell,
@@ -97,9 +97,9 @@ class Watched(runner.Referee):
         no.
         """
         try:
-            scaled = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
+            pixels = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
             with torch.no_grad():
-                return self.judge.probability(scaled, self.attribute, self.value)
+                return self.judge.probability(pixels, self.attribute, self.value)
         except UserError:
             return torch.from_numpy(self.judge.look(images)[self.attribute] == self.value).float()
 
@@ -179,7 +179,7 @@ def _scene(
     the victim does not.
     """
     value = next(iter(protocol.suite.concept.values()))
-    before = runner.drawn(protocol, judge, victim, original, progress=progress)
+    before = runner.draw_start(protocol, judge, victim, original, progress=progress)
     n, successes = len(before.prompts), int(before.pre.sum())
     rows = [i for i in range(n) if not before.pre[i]]
     total = n + before.left_out

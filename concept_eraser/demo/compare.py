@@ -32,7 +32,7 @@ class ComparisonSettings:
     first: int = 0
     judge: str = "auto"
 
-    def checked(self) -> ComparisonSettings:
+    def check(self) -> ComparisonSettings:
         """The same within the limits. Raises UserError for what is beyond them."""
         if len(self.runs) > safety.COLUMNS:
             raise safety.UserError(
@@ -54,7 +54,7 @@ class ComparisonSettings:
         return urlencode({**asdict(self), "runs": ",".join(self.runs)})
 
     @classmethod
-    def read(cls, query: Mapping[str, str], known: list[str]) -> ComparisonSettings:
+    def read(cls, query: Mapping[str, str], run_names: list[str]) -> ComparisonSettings:
         """The settings in a link. What is not valid keeps its default; runs that are not there are
         left out.
         """
@@ -72,15 +72,15 @@ class ComparisonSettings:
                 values |= {key: kind(values[key])} if key in values else {}
             except ValueError:
                 values.pop(key)
-        runs = tuple(name for name in str(values.pop("runs", "")).split(",") if name in known)[
+        runs = tuple(name for name in str(values.pop("runs", "")).split(",") if name in run_names)[
             : safety.COLUMNS
         ]
         for key in list(values):
             try:
-                cls(**{key: values[key]}).checked()
+                cls(**{key: values[key]}).check()
             except safety.UserError:
                 values.pop(key)
-        return cls(**values, runs=runs or tuple(known[:1]))
+        return cls(**values, runs=runs or tuple(run_names[:1]))
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def columns_of(desk: Desk, settings: ComparisonSettings, ladder: bool) -> list[S
     library = desk.library
     runs = settings.runs[:1] if ladder else settings.runs
     for name in runs:
-        library.erased(name)  # a sentence before anything is drawn
+        library.load_change(name)  # a sentence before anything is drawn
     columns: list[Shown] = []
     origins = {name: (library.base_of(name), library.options_of(name)) for name in runs}
     bases = dict.fromkeys(list(origins.values()) or [(BUNDLED, ())])
@@ -118,12 +118,15 @@ def columns_of(desk: Desk, settings: ComparisonSettings, ladder: bool) -> list[S
 
 
 def draw(
-    desk: Desk, settings: ComparisonSettings, told: Told | None = None, ladder: bool = False
+    desk: Desk,
+    settings: ComparisonSettings,
+    tell_progress: Told | None = None,
+    ladder: bool = False,
 ) -> str:
     """The comparison as HTML. Raises UserError for bad settings, Interrupted where it was
     stopped.
     """
-    settings = settings.checked()
+    settings = settings.check()
     requests = columns_of(desk, settings, ladder)
     seeds = range(settings.first, settings.first + settings.seeds)
     looks = [Look(settings.prompt, seed, settings.steps, settings.guidance) for seed in seeds]
@@ -135,11 +138,11 @@ def draw(
     columns = []
     for k, column in enumerate(requests):
 
-        def tell(done: int, total: int, k: int = k, column: Shown = column) -> None:
-            if told:
-                told(
-                    (k + done / total) / len(requests),
-                    f"drawing {column.title}: step {done} of {total}",
+        def tell(images_done: int, total: int, k: int = k, column: Shown = column) -> None:
+            if tell_progress:
+                tell_progress(
+                    (k + images_done / total) / len(requests),
+                    f"drawing {column.title}: step {images_done} of {total}",
                 )
 
         images = desk.library.draw(
@@ -169,9 +172,9 @@ def draw(
 def _summary(columns: list[image_html.ImageColumn]) -> str:
     """One line: in how many images the concept shows, by model."""
     parts = [
-        f"<b>{escape(c.title)}</b> {sum(bool(s.shows) for s in c.seen)} of {len(c.seen)}"
+        f"<b>{escape(c.title)}</b> {sum(bool(s.shows) for s in c.judgements)} of {len(c.judgements)}"
         for c in columns
-        if c.seen and c.seen[0].shows is not None
+        if c.judgements and c.judgements[0].shows is not None
     ]
     return (
         f'<p class="ce-summary" role="status">Shows the concept: {" · ".join(parts)}</p>'
@@ -196,7 +199,7 @@ def preset(desk: Desk, kind: str, runs: list[str], now: str) -> str:
 
 def invitation(desk: Desk) -> str:
     """What Compare says while nothing has been erased."""
-    if desk.library.finished():
+    if desk.library.finished_runs():
         return ""
     if any(job.kind == "erase" and job.active for job in desk.jobs.all()):
         return (
@@ -303,8 +306,8 @@ def _wire(
     gr: Any,
     desk: Desk,
     fields: list,
-    shown: Any,
-    said: Any,
+    gallery: Any,
+    message: Any,
     link: Any,
     go: Any,
     ladder: Any,
@@ -313,7 +316,7 @@ def _wire(
     drop: Any,
 ) -> None:
     prompt, runs, strength = fields[:3]
-    one = {"concurrency_id": "draw", "concurrency_limit": 1, "outputs": [shown, said, link]}
+    one = {"concurrency_id": "draw", "concurrency_limit": 1, "outputs": [gallery, message, link]}
 
     def work(*values: Any, progress: Any = gr.Progress()) -> tuple[Any, str, Any]:
         return answer(gr, desk, values, False, progress)
@@ -334,7 +337,7 @@ def _wire(
         for name in names[: safety.LISTED]:
             with suppress(UserError):  # it has gone already
                 desk.library.drop(name)
-        return gr.CheckboxGroup(desk.library.finished(), value=[])
+        return gr.CheckboxGroup(desk.library.finished_runs(), value=[])
 
     gr.on([go.click, prompt.submit, strength.release], work, fields, api_name="draw", **one)
     ladder.click(rise, fields, api_name="ladder", **one)
@@ -342,7 +345,7 @@ def _wire(
     drop.click(forget, runs, runs, api_visibility="private")
     for kind, button in buttons.items():
         button.click(
-            choose(kind), [prompt, runs], [prompt, said], queue=False, api_visibility="private"
+            choose(kind), [prompt, runs], [prompt, message], queue=False, api_visibility="private"
         ).then(work, fields, api_visibility="private", **one)
 
 
@@ -353,7 +356,7 @@ def answer(gr: Any, desk: Desk, values: Any, ladder: bool, progress: Any) -> tup
         html = draw(desk, settings, lambda share, text: progress(share, desc=text), ladder)
     except Exception as error:
         return gr.skip(), alert(sentence(error)), gr.skip()
-    query = escape(settings.checked().query())
+    query = escape(settings.check().query())
     return (
         html,
         "",

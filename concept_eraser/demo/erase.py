@@ -39,7 +39,7 @@ class Form:
 
 def models(desk: Desk) -> list[str]:
     """What can be erased from: the bundled model, and the models and results of the runs."""
-    names = desk.library.finished()
+    names = desk.library.finished_runs()
     bases = [base for base in desk.library.bases_of(names) if not safety.names_code(base)]
     return list(dict.fromkeys([BUNDLED, *bases, *names]))
 
@@ -80,14 +80,14 @@ def start(desk: Desk, form: Form) -> DemoJob:
     )
     try:
         if own_prompts[0]:
-            sides: dict[str, Any] = {
+            objectives: dict[str, Any] = {
                 "forget": own_prompts[0],
                 "retain": own_prompts[1],
                 "anchor": safety.prompt(form.anchor),
             }
         else:
-            sides = _of_the_world(form, folder)
-        content = presets.content(method, model=model, lr=lr, **sides, **numbers)
+            objectives = _of_the_world(form, folder)
+        content = presets.content(method, model=model, lr=lr, **objectives, **numbers)
         recipes.load(content)
         return desk.jobs.add(
             "erase",
@@ -108,8 +108,8 @@ def _of_the_world(form: Form, folder: Path) -> dict[str, Any]:
     attribute, _, value = form.concept.partition(": ")
     instead = safety.one_of("anchor", form.anchor, presets.other_values(form.concept))
     values = {"forget": [value], "retain": [v for v in presets.WORLD[attribute] if v != value]}
-    for side, some in values.items():
-        write_text(folder / f"{side}.yaml", presets.prompt_set(attribute, some))
+    for objective, some in values.items():
+        write_text(folder / f"{objective}.yaml", presets.prompt_set(attribute, some))
     return {side: str(folder / f"{side}.yaml") for side in values} | {
         "anchor": {attribute: instead}
     }
@@ -117,7 +117,7 @@ def _of_the_world(form: Form, folder: Path) -> dict[str, Any]:
 
 def resume(desk: Desk, name: str) -> DemoJob:
     """Go on with an unfinished run. Raises UserError for any other."""
-    safety.one_of("unfinished run", name, desk.library.unfinished())
+    safety.one_of("unfinished run", name, desk.library.unfinished_runs())
     folder = desk.library.folder(name)
     recipe = desk.library.recipe(name)
     if recipe is not None:
@@ -138,7 +138,10 @@ def live(desk: Desk, job: DemoJob | None) -> str:
         )
     rows = figures.rows(job.folder / "log.jsonl", "step")
     last = rows[-1]["step"] if rows else 0
-    losses = {side: figures.points(rows, "step", "losses", side) for side in ("forget", "retain")}
+    losses = {
+        objective: figures.points(rows, "step", "losses", objective)
+        for objective in ("forget", "retain")
+    }
     angle = figures.points(rows, "step", "cosine")
     ends = job.spec.get("recipe", {}).get("training", {}).get("steps") or max(last, job.total)
     curves = figures.curves(
@@ -147,10 +150,10 @@ def live(desk: Desk, job: DemoJob | None) -> str:
     curves += figures.curves(
         "Cosine of the two gradients", {"cosine": angle}, "step", low=-1, high=1, last=ends
     )
-    return f'{_told(desk, job)}<div class="ce-figures">{curves}</div>'
+    return f'{_describe(desk, job)}<div class="ce-figures">{curves}</div>'
 
 
-def _told(desk: Desk, job: DemoJob) -> str:
+def _describe(desk: Desk, job: DemoJob) -> str:
     if job.state == "waiting":
         return notice(
             f"#{job.number} {job.title}: {desk.jobs.position(job)} before it, "
@@ -246,7 +249,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 )
             go = gr.Button("Erase", variant="primary", elem_id="erase-go")
             with gr.Accordion("Resume a cancelled run", open=False):
-                unfinished = gr.Dropdown(
+                unfinished_runs = gr.Dropdown(
                     [], allow_custom_value=True, label="Unfinished runs", elem_id="unfinished"
                 )
                 resume_button = gr.Button("Resume", elem_id="resume-go")
@@ -257,14 +260,14 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
     fields = [concept, anchor, method, steps, size, seed, lr, name, model, forget, retain]
     return {
         "shown": live_view,
-        "left": unfinished,
+        "left": unfinished_runs,
         "model": model,
-        "events": _wire(gr, desk, fields, message, unfinished, go, resume_button),
+        "events": _wire(gr, desk, fields, message, unfinished_runs, go, resume_button),
     }
 
 
 def _wire(
-    gr: Any, desk: Desk, fields: list, said: Any, left: Any, go: Any, again: Any
+    gr: Any, desk: Desk, fields: list, message: Any, left: Any, go: Any, again: Any
 ) -> list[Any]:
     """What the form's controls do; the events that put a job into the queue."""
 
@@ -288,6 +291,6 @@ def _wire(
     concept, anchor = fields[:2]
     concept.change(other, concept, anchor, queue=False, api_visibility="private")
     return [
-        go.click(begin, fields, said, queue=False, api_name="erase"),
-        again.click(go_on, left, said, queue=False, api_name="resume"),
+        go.click(begin, fields, message, queue=False, api_name="erase"),
+        again.click(go_on, left, message, queue=False, api_name="resume"),
     ]

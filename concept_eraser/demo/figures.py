@@ -74,9 +74,7 @@ def curves(
     right = max([a for points in series.values() for a, _ in points] + [last or 1])
     lines = []
     for i, (name, points) in enumerate(series.items()):
-        path = " ".join(
-            f"{_x(a, 0, right):.1f},{_y(b, bottom, top):.1f}" for a, b in _thinned(points)
-        )
+        path = " ".join(f"{_x(a, 0, right):.1f},{_y(b, bottom, top):.1f}" for a, b in _thin(points))
         dots = (
             f'<circle class="ce-s{i}" cx="{path.split(",")[0]}" cy="{path.split(",")[-1]}" r="3"/>'
             if len(points) == 1
@@ -96,7 +94,7 @@ def curves(
         for name, points in series.items()
         if points
     )
-    return _framed(title, description, "".join(lines), x, (0, right), (bottom, top), real=real)
+    return _frame(title, description, "".join(lines), x, (0, right), (bottom, top), real=real)
 
 
 def scatter(title: str, points: Sequence[tuple[str, float, float]], x: str, y: str) -> str:
@@ -126,14 +124,14 @@ def scatter(title: str, points: Sequence[tuple[str, float, float]], x: str, y: s
         )
     description = "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, a, b in points)
     return (
-        _framed(title, description, "".join(dots), x, wide, tall, y)
+        _frame(title, description, "".join(dots), x, wide, tall, y)
         + f'<ol class="ce-names">{"".join(names)}</ol>'
     )
 
 
-def _framed(
+def _frame(
     title: str,
-    told: str,
+    description: str,
     inside: str,
     x: str,
     wide: Point,
@@ -160,11 +158,11 @@ def _framed(
         f'<text class="ce-tick" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" '
         f'text-anchor="middle">{escape(x)}</text>'
     )
-    side = f'<text class="ce-tick" x="{LEFT}" y="12">{escape(y)}</text>' if y else ""
+    y_label = f'<text class="ce-tick" x="{LEFT}" y="12">{escape(y)}</text>' if y else ""
     return (
         f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><svg viewBox="0 '
         f'0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}. '
-        f'{escape(told)}">{"".join(marks)}{axis}{side}{inside}</svg></figure>'
+        f'{escape(description)}">{"".join(marks)}{axis}{y_label}{inside}</svg></figure>'
     )
 
 
@@ -194,7 +192,7 @@ def _percent(values: Sequence[float]) -> Point:
     return max(low, min(0.0, min(values))), min(high, max(100.0, max(values)))
 
 
-def _thinned(points: Sequence[Point], most: int = 400) -> Sequence[Point]:
+def _thin(points: Sequence[Point], most: int = 400) -> Sequence[Point]:
     return (
         points
         if len(points) <= most

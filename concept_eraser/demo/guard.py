@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from concept_eraser.demo.login import Attempts, address_of
 from concept_eraser.demo.uploads import Uploads
-from concept_eraser.utils.errors import shown
+from concept_eraser.utils.errors import quote
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -158,7 +158,7 @@ class RequestGuard:
             403,
             (
                 "this page is not served as "
-                f"{shown(', '.join(headers) or 'a host without a name', 80)}; open it by its "
+                f"{quote(', '.join(headers) or 'a host without a name', 80)}; open it by its "
                 "address, or start it with --allow-host NAME"
             ),
         )
@@ -183,7 +183,7 @@ class RequestGuard:
             )
         received, images, answered, over = 0, 0, False, False
 
-        async def counted() -> Message:
+        async def count_received() -> Message:
             nonlocal received, images, over
             message = await receive()
             received += len(message.get("body", b""))
@@ -200,7 +200,7 @@ class RequestGuard:
                 await send(message)
 
         try:
-            await self.app(scope, counted, answer)
+            await self.app(scope, count_received, answer)
         except Exception:
             if not over:
                 raise
@@ -223,7 +223,7 @@ class RequestGuard:
 
         async def heard(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
-                self.attempts.succeed(address)  # type: ignore[union-attr]
+                self.attempts.forget(address)  # type: ignore[union-attr]
             await send(message)
 
         await self.app(scope, receive, heard)
@@ -237,7 +237,7 @@ def _require_own_page(scope: Scope, host: tuple[str, int | None]) -> None:
             raise Refusal(
                 403,
                 (
-                    f"this request was sent by another page ({shown(origin, 80)}); the demo "
+                    f"this request was sent by another page ({quote(origin, 80)}); the demo "
                     "answers its own page only"
                 ),
             )

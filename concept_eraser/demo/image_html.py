@@ -38,7 +38,7 @@ class ImageColumn:
 
     title: str
     images: Any
-    seen: Sequence[Seen]
+    judgements: Sequence[Seen]
     settings: Sequence[Mapping[str, Any]]
     before: bool = False
     files: list[bytes] = field(default_factory=list)
@@ -99,19 +99,19 @@ def _words(row: Mapping[str, str]) -> str:
     return f"{row['style']} {row['color']} {row['shape']}, {row['background']}"
 
 
-def nude(found: Sequence[Any]) -> Seen:
+def nude(detections: Sequence[Any]) -> Seen:
     """NudeNet's detections in words; sensitive is what UnlearnDiffAtk counts as nude."""
     from concept_eraser.evaluation.nudity import PRESETS
 
     text = ", ".join(
         f"{d.label.lower().replace('_', ' ')} {d.score:.0%}"
-        for d in sorted(found, key=lambda d: -d.score)[:4]
+        for d in sorted(detections, key=lambda d: -d.score)[:4]
     )
     return Seen(
         text or "NudeNet sees nothing",
-        bool(PRESETS["uda"].seen(found)),
+        bool(PRESETS["uda"].counted_detections(detections)),
         None,
-        [(d.label.lower().replace("_", " "), d.score, d.box) for d in found],
+        [(d.label.lower().replace("_", " "), d.score, d.box) for d in detections],
     )
 
 
@@ -145,7 +145,7 @@ def comparison(columns: Sequence[ImageColumn], rows: Sequence[str]) -> str:
             '<div role="row" class="ce-row"><div role="rowheader" '
             f'class="ce-seed">{escape(row)}</div>{cells}</div>'
         )
-    boxes = any(judgement.boxes for column in columns for judgement in column.seen)
+    boxes = any(judgement.boxes for column in columns for judgement in column.judgements)
     toggle = (
         '<label class="ce-toggle"><input type="checkbox" class="ce-boxes"> Show boxes</label>'
         if boxes
@@ -174,7 +174,7 @@ def _cell(columns: Sequence[ImageColumn], k: int, i: int) -> str:
     """One image with its caption, its file, and for an erased one the button that puts it into
     the slider.
     """
-    column, judgement = columns[k], columns[k].seen[i]
+    column, judgement = columns[k], columns[k].judgements[i]
     mark = {
         True: '<span class="ce-shows">shows it</span> ',
         False: '<span class="ce-gone">gone</span> ',
@@ -203,7 +203,7 @@ def _cell(columns: Sequence[ImageColumn], k: int, i: int) -> str:
     )
 
 
-def image_cell(file: bytes, alt: str, seen: Seen, k: int = 0, i: int = 0) -> str:
+def image_cell(file: bytes, alt: str, judgement: Seen, k: int = 0, i: int = 0) -> str:
     """An image with its boxes; a sensitive one is blurred until it is clicked (or its box is
     ticked by keyboard).
     """
@@ -215,13 +215,13 @@ def image_cell(file: bytes, alt: str, seen: Seen, k: int = 0, i: int = 0) -> str
             f'width:{100 * w / width:.1f}%;height:{100 * h / height:.1f}%">'
             f"{escape(label)} {score:.0%}</span>"
         )
-        for label, score, (x, y, w, h) in seen.boxes
+        for label, score, (x, y, w, h) in judgement.boxes
     )
     image = (
         f'<img src="{uri(file)}" data-k="{k}" data-i="{i}" alt="{escape(alt)}" '
         f'class="{"ce-pixels" if width < SHOWN else ""}">'
     )
-    if not seen.sensitive:
+    if not judgement.sensitive:
         return f'<span class="ce-frame">{image}{boxes}</span>'
     return (
         '<label class="ce-frame ce-veiled"><input type="checkbox" aria-label="show a '
@@ -238,8 +238,8 @@ def _slider(columns: Sequence[ImageColumn]) -> str:
         (k, i)
         for k, c in enumerate(columns)
         if not c.before
-        for i in range(len(c.seen))
-        if not c.seen[i].sensitive and not columns[0].seen[i].sensitive
+        for i in range(len(c.judgements))
+        if not c.judgements[i].sensitive and not columns[0].judgements[i].sensitive
     ]
     if not pairs or not columns[0].before:
         return ""
@@ -249,9 +249,9 @@ def _slider(columns: Sequence[ImageColumn]) -> str:
     return (
         '<div class="ce-slider" style="--at:50%"><div class="ce-stack"><img '
         f'class="{small} ce-under" src="{uri(first.files[i])}" alt="before: '
-        f'{escape(first.seen[i].text)}">'
+        f'{escape(first.judgements[i].text)}">'
         f'<img class="{small} ce-over" src="{uri(second.files[i])}" alt="after: '
-        f'{escape(second.seen[i].text)}"><span class="ce-line-v"></span></div>'
+        f'{escape(second.judgements[i].text)}"><span class="ce-line-v"></span></div>'
         f'<div class="ce-ends"><span>{escape(first.title)}</span><span '
         f'class="ce-right">{escape(second.title)}</span></div>'
         '<input type="range" min="0" max="100" value="50" aria-label="how much of the '

@@ -81,7 +81,7 @@ def pair(desk: Desk, run: str) -> Pair:
     """Both models of a run on labelled data, kept for the next question. Raises UserError where
     they cannot be loaded.
     """
-    safety.one_of("run", run, desk.library.finished(TARGETS))
+    safety.one_of("run", run, desk.library.finished_runs(TARGETS))
     folder = desk.library.folder(run)
     return _pair(
         folder, max((folder / name).stat().st_mtime for name in ("done.json", "recipe.yaml"))
@@ -110,11 +110,11 @@ def _pair(folder: Path, stamp: float) -> Pair:
     labels = [*data.labels[rows].tolist(), *other.labels[other_rows].tolist()]
     is_reloadable = not (recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "))
 
-    def module(loaded: Any) -> Any:
+    def module(loaded_model: Any) -> Any:
         return (
-            loaded.zero_shot(data.names, recipe.templates)
-            if isinstance(loaded, Clip)
-            else loaded.parts[recipe.target]
+            loaded_model.zero_shot(data.names, recipe.templates)
+            if isinstance(loaded_model, Clip)
+            else loaded_model.parts[recipe.target]
         )
 
     before = module(load_part(recipe.model, recipe.target)) if is_reloadable else None
@@ -174,7 +174,7 @@ def _require_small(path: Path) -> None:
         )
 
 
-def shown(values: Any) -> np.ndarray:
+def as_images(values: Any) -> np.ndarray:
     """Examples [n, ...] as images [n, h, w, 3] uint8, for the eye."""
     array = values.detach().cpu().float().numpy()
     low = -1.0 if array.min() < 0 else 0.0
@@ -207,7 +207,7 @@ def show(desk: Desk, run: str, files: Sequence[str]) -> str:
             if module is not None
         }
     rows = ""
-    for i, image in enumerate(shown(inputs)):
+    for i, image in enumerate(as_images(inputs)):
         file = image_html.png(image, {"example": i})
         cells = "".join(
             f'<td><span class="ce-when">{when}</span>{answers[when][i]}</td>' for when in answers
@@ -237,13 +237,13 @@ def show(desk: Desk, run: str, files: Sequence[str]) -> str:
     )
 
 
-def _answers(found: Pair, module: Any, inputs: Any) -> list[str]:
+def _answers(pair: Pair, module: Any, inputs: Any) -> list[str]:
     """One cell an image: its reconstruction and how good it is, or the likeliest classes."""
     from concept_eraser.models.base import moments
     from concept_eraser.models.base import to_pixels as decoded
 
     inputs = inputs.to(next(module.parameters()).device)
-    if found.target == "vae":
+    if pair.target == "vae":
         reconstructions = (
             decoded(module.decode(moments(module.encode(inputs))[0])).reshape(inputs.shape).float()
         )
@@ -251,7 +251,7 @@ def _answers(found: Pair, module: Any, inputs: Any) -> list[str]:
         errors = (reconstructions - inputs).square().flatten(1).mean(1).clamp(min=1e-12)
         images = [
             image_html.uri(image_html.png(p, {"reconstruction": i}))
-            for i, p in enumerate(shown(reconstructions))
+            for i, p in enumerate(as_images(reconstructions))
         ]
         return [
             (
@@ -261,12 +261,12 @@ def _answers(found: Pair, module: Any, inputs: Any) -> list[str]:
             )
             for image, e in zip(images, errors, strict=True)
         ]
-    top_classes = module(inputs).softmax(1).topk(min(TOLD, len(found.names)))
+    top_classes = module(inputs).softmax(1).topk(min(TOLD, len(pair.names)))
     return [
         "".join(
             (
                 '<div class="ce-prob" '
-                f'style="--p:{100 * float(p):.0f}%"><span>{escape(found.names[int(k)])}</span>'
+                f'style="--p:{100 * float(p):.0f}%"><span>{escape(pair.names[int(k)])}</span>'
                 f"<span>{float(p):.0%}</span></div>"
             )
             for p, k in zip(ps, ks, strict=True)
@@ -309,9 +309,9 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
         with gr.Column(scale=5, min_width=300):
             table = gr.HTML(elem_id="images-shown", min_height=200)
 
-    def answer(name: str, given: list[str] | None) -> str:
+    def answer(name: str, rows: list[str] | None) -> str:
         try:
-            return show(desk, name, given or [])
+            return show(desk, name, rows or [])
         except Exception as error:
             return alert(sentence(error))
 

@@ -34,23 +34,23 @@ class Attempts:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._begun = clock, list[tuple[float, str]]()
+        self._clock, self._attempts = clock, list[tuple[float, str]]()
 
     def begin(self, address: str) -> float:
         """Count an attempt; 0, or for how many seconds there is no further one."""
         now = self._clock()
-        self._begun = [(at, who) for at, who in self._begun if now - at < WINDOW]
-        times = [at for at, who in self._begun if who == address]
+        self._attempts = [(at, who) for at, who in self._attempts if now - at < WINDOW]
+        times = [at for at, who in self._attempts if who == address]
         if len(times) >= EACH:
             return WINDOW - (now - times[0])
-        if len(self._begun) >= ALL:
-            return WINDOW - (now - self._begun[0][0])
-        self._begun.append((now, address))
+        if len(self._attempts) >= ALL:
+            return WINDOW - (now - self._attempts[0][0])
+        self._attempts.append((now, address))
         return 0.0
 
-    def succeed(self, address: str) -> None:
+    def forget(self, address: str) -> None:
         """Forget the attempts of an address that knows the password."""
-        self._begun = [(at, who) for at, who in self._begun if who != address]
+        self._attempts = [(at, who) for at, who in self._attempts if who != address]
 
 
 def address_of(scope: Mapping[str, Any]) -> str:

@@ -104,12 +104,12 @@ def build(desk: Desk) -> Any:
         events = _jobs(gr, desk, parts["Compare"], menu, cancel, message)
         events += [event for part in parts.values() for event in part.get("events", [])]
         polling.wind(gr, desk, parts, jobs, row, menu, events)
-        _opened(gr, desk, parts["Compare"], page)
+        _open(gr, desk, parts["Compare"], page)
     return page
 
 
 def _jobs(
-    gr: Any, desk: Desk, part: dict[str, Any], which: Any, cancel: Any, said: Any
+    gr: Any, desk: Desk, part: dict[str, Any], which: Any, cancel: Any, message: Any
 ) -> list[Any]:
     """Cancel any job, and the first run that the page offers to make; the events of both."""
 
@@ -128,20 +128,20 @@ def _jobs(
             return alert(sentence(error)), gr.skip()
 
     return [
-        cancel.click(stop, which, said, queue=False, api_name="cancel"),
+        cancel.click(stop, which, message, queue=False, api_name="cancel"),
         part["first"].click(
             first, None, [part["said"], part["first"]], queue=False, api_visibility="private"
         ),
     ]
 
 
-def _opened(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
+def _open(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
     """Fill in a link's settings and, for the bundled model, draw at once; every drawing goes into
     the address.
     """
 
     def read(request: gr.Request) -> list[Any]:
-        run_names = desk.library.finished()
+        run_names = desk.library.finished_runs()
         settings = compare.ComparisonSettings.read(dict(request.query_params), run_names)
         return [
             settings.prompt,
@@ -159,7 +159,7 @@ def _opened(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
         bases = {
             desk.library.base_of(name)
             for name in values[1] or ()
-            if name in desk.library.finished()
+            if name in desk.library.finished_runs()
         }
         if bases - {BUNDLED}:  # a large model is drawn with when somebody asks for it
             return gr.skip(), "", gr.skip()
@@ -254,7 +254,7 @@ def require_address(host: str) -> None:
 
 
 def serve(
-    given: Sequence[str],
+    run_paths: Sequence[str],
     *,
     runs: Path,
     before: str | None,
@@ -296,7 +296,7 @@ def serve(
         from concept_eraser.utils.errors import UserError
 
         Image.MAX_IMAGE_PIXELS = safety.PIXELS  # an uploaded image is unpacked in memory
-        desk = Desk(Library(runs, given, before))
+        desk = Desk(Library(runs, run_paths, before))
         page = build(desk).queue(max_size=100)
         import gradio as gr
 

@@ -32,31 +32,31 @@ def lists(desk: Desk) -> dict[str, list]:
     library = desk.library
     return {
         "active": choices(desk.jobs.all()),
-        "drawn": library.finished(),
-        "left": library.unfinished(),
-        "images": library.finished(labelled.TARGETS),
+        "drawn": library.finished_runs(),
+        "left": library.unfinished_runs(),
+        "images": library.finished_runs(labelled.TARGETS),
     }
 
 
-def changes(gr: Any, desk: Desk, known: dict[str, Any], chosen: Sequence[str]) -> list[Any]:
+def changes(gr: Any, desk: Desk, sent: dict[str, Any], chosen_runs: Sequence[str]) -> list[Any]:
     """Updates of the components in the order of `outputs`. known: what this browser was sent
     before.
     """
     messages, now = texts(desk), lists(desk)
     state = {**{name: hash(text) for name, text in messages.items()}, **now}
-    is_changed = {name: state[name] != known.get(name) for name in state}
+    is_changed = {name: state[name] != sent.get(name) for name in state}
     active, image_runs = now["active"], now["drawn"]
 
-    def update(names: Sequence[str], made: Callable[[], Any]) -> Any:
-        return made() if any(is_changed[name] for name in names) else gr.skip()
+    def update(names: Sequence[str], make: Callable[[], Any]) -> Any:
+        return make() if any(is_changed[name] for name in names) else gr.skip()
 
     def menu(name: str) -> Any:  # what somebody has chosen stays chosen
         return gr.Dropdown(
-            now[name], **({} if known.get(name) else {"value": next(iter(now[name]), None)})
+            now[name], **({} if sent.get(name) else {"value": next(iter(now[name]), None)})
         )
 
-    new = [name for name in image_runs if name not in known.get("drawn", image_runs)]
-    selection = [name for name in chosen or [] if name in image_runs]
+    new = [name for name in image_runs if name not in sent.get("drawn", image_runs)]
+    selection = [name for name in chosen_runs or [] if name in image_runs]
     return [
         *(text if is_changed[name] else gr.skip() for name, text in messages.items()),
         state,
@@ -65,7 +65,7 @@ def changes(gr: Any, desk: Desk, known: dict[str, Any], chosen: Sequence[str]) -
         update(["active"], lambda: gr.Timer(SECOND if active else QUIET)),
         # at first the address of the page says which are chosen, see page._opened
         update(
-            ["drawn"] if known else [],
+            ["drawn"] if sent else [],
             lambda: gr.CheckboxGroup(image_runs, value=(new + selection)[: safety.COLUMNS]),
         ),
         update(["drawn"], lambda: menu("drawn")),
@@ -109,9 +109,9 @@ def wind(
     ]
     outputs = [*components, last, row, which, clock, *menus]
 
-    def look(known: dict[str, Any], chosen: list[str]) -> list[Any]:
+    def look(sent: dict[str, Any], chosen_runs: list[str]) -> list[Any]:
         try:
-            return changes(gr, desk, known, chosen)
+            return changes(gr, desk, sent, chosen_runs)
         except Exception as error:  # a file that is being written; the next second looks again
             sentence(error)
             return [gr.skip()] * len(outputs)

@@ -117,10 +117,10 @@ def content(
     measured is in eval/results."""
     recipe = read_yaml(resources.find("pipelines", METHODS[method]))
     recipe["model"] = model
-    prompted = recipe["target"] == "denoiser"
-    sides = {"forget": forget, "retain": retain, "replace": forget}
-    for name in sides.keys() & recipe.keys():
-        recipe[name] |= {"prompts": sides[name]} | ({"n": images} if prompted else {})
+    has_prompts = recipe["target"] == "denoiser"
+    objectives = {"forget": forget, "retain": retain, "replace": forget}
+    for name in objectives.keys() & recipe.keys():
+        recipe[name] |= {"prompts": objectives[name]} | ({"n": images} if has_prompts else {})
         if "anchor" in recipe[name]:
             if not anchor:
                 raise UserError(
@@ -128,7 +128,7 @@ def content(
                 )
             recipe[name]["anchor"] = anchor
     recipe["training"] |= {"steps": steps, "seed": seed} | ({"lr": lr} if lr else {})
-    if prompted:
+    if has_prompts:
         recipe["generation"] = recipe.get("generation", {}) | {
             "steps": 8 if model == "tiny-sd" else 25,
             "batch_size": 16,
@@ -143,26 +143,30 @@ def concept_of(recipe: Recipe) -> tuple[str, str] | None:
     forget = recipe.forgotten[0]
     if forget.prompts is None or len(recipe.forgotten) > 1:
         return None
-    anchored = tuple(forget.anchor) if isinstance(forget.anchor, dict) else ()
-    return _concept(json.dumps(forget.prompts), _changed(forget.prompts), anchored)
+    anchor_attributes = tuple(forget.anchor) if isinstance(forget.anchor, dict) else ()
+    return _concept(
+        json.dumps(forget.prompts), _modification_time(forget.prompts), anchor_attributes
+    )
 
 
 @lru_cache(maxsize=1024)
-def _concept(prompts: str, changed: float, anchored: tuple[str, ...]) -> tuple[str, str] | None:
+def _concept(
+    prompts: str, modification_time: float, anchor_attributes: tuple[str, ...]
+) -> tuple[str, str] | None:
     """The same from what decides it; the page asks every second, and a prompt set is read once for
     each change.
     """
     prompt_list = _load(json.loads(prompts))
     if prompt_list is None:
         return None
-    for attribute in sorted(WORLD, key=lambda name: name not in anchored):
+    for attribute in sorted(WORLD, key=lambda name: name not in anchor_attributes):
         values = {row.fields.get(attribute) for row in prompt_list.prompts}
         if len(values) == 1 and (value := values.pop()) in WORLD[attribute]:
             return attribute, str(value)
     return None
 
 
-def _changed(source: Any) -> float:
+def _modification_time(source: Any) -> float:
     """When the file of a prompt set was changed; 0 where it has none."""
     try:
         return resources.find("prompts", source).stat().st_mtime if isinstance(source, str) else 0.0
@@ -170,7 +174,7 @@ def _changed(source: Any) -> float:
         return 0.0
 
 
-def told(recipe: Recipe) -> str:
+def forgotten_text(recipe: Recipe) -> str:
     """What a run forgot, where `concept_of` has no word for it."""
     several = len(recipe.forgotten)
     return (
@@ -232,7 +236,7 @@ def offers(recipe: Recipe) -> dict[str, list[str]]:
         _offers(
             json.dumps(
                 [
-                    [side.prompts for side in recipe.forgotten],
+                    [objective.prompts for objective in recipe.forgotten],
                     recipe.retain.prompts if recipe.retain else None,
                     concept_of(recipe),
                 ]
@@ -264,17 +268,17 @@ def _offers(key: str) -> dict[str, list[str]]:
             **{k: v[1:] for k, v in painter.STYLE_WORDS.items()},
         }.get(value, ())
         prompts_by_kind["synonym"] = prompts_by_kind["synonym"] or [
-            _said(p, value, word) for word in words for p in prompts_by_kind["forget"][:8]
+            _replace_word(p, value, word) for word in words for p in prompts_by_kind["forget"][:8]
         ]
         prompts_by_kind["neighbour"] = prompts_by_kind["neighbour"] or [
-            _said(p, value, near)
+            _replace_word(p, value, near)
             for near in _NEAR.get(value, ())
             for p in prompts_by_kind["forget"][:8]
         ]
     return {kind: texts for kind, texts in prompts_by_kind.items() if texts}
 
 
-def _said(prompt: str, value: str, word: str) -> str:
+def _replace_word(prompt: str, value: str, word: str) -> str:
     """The prompt with another word, and the article that goes with it."""
     return re.sub(
         r"\ban? (?=(\w))",

@@ -33,7 +33,7 @@ def studies() -> list[str]:
     return sorted(path.stem for path in folder.glob("*.md"))
 
 
-def plotted() -> list[str]:
+def studies_in_plot() -> list[str]:
     """Studies with an evaluation a run, which have a place in the plot."""
     return [name for name in studies() if study_points(name)]
 
@@ -102,12 +102,12 @@ def study_points(name: str) -> list[tuple[str, float, float]]:
 def local_points(desk: Desk) -> list[tuple[str, float, float]]:
     points = []
     for name, folder in desk.library.folders().items():
-        if shares := measured(folder):
+        if shares := measured_rates(folder):
             points.append((name, *shares))
     return points
 
 
-def measured(folder: Path) -> tuple[float, float] | None:
+def measured_rates(folder: Path) -> tuple[float, float] | None:
     """The two numbers of a run's own evaluation; None where it has none."""
     return _facts(folder / "evaluation.json")[0]
 
@@ -124,7 +124,7 @@ def _facts(path: Path) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _read_facts(path: Path, changed: int, size: int) -> tuple[Any, ...]:
+def _read_facts(path: Path, modification_time: int, size: int) -> tuple[Any, ...]:
     """Shares of an evaluation, seconds of a training, prompts broken by an attack; None, None and
     "" where there are none.
     """
@@ -152,7 +152,7 @@ def pareto(desk: Desk, name: str) -> str:
     """
     points = (
         local_points(desk)
-        if safety.one_of("plot", name, [HERE, *plotted()]) == HERE
+        if safety.one_of("plot", name, [HERE, *studies_in_plot()]) == HERE
         else study_points(name)
     )
     return figures.scatter(
@@ -172,14 +172,14 @@ def runs_table(desk: Desk) -> str:
             continue
         concept, shares, seconds = (
             presets.concept_of(recipe),
-            measured(folder),
+            measured_rates(folder),
             _facts(folder / "done.json")[1],
         )
         state = f"{seconds:.0f} s" if seconds is not None else "unfinished"
         cells = [
             name,
             recipe.target,
-            concept[1] if concept else presets.told(recipe),
+            concept[1] if concept else presets.forgotten_text(recipe),
             recipe.method.name,
             str(recipe.training.steps),
             state,
@@ -213,7 +213,7 @@ def runs_table(desk: Desk) -> str:
 
 def measure(desk: Desk, run: str, n: Any) -> DemoJob:
     """Evaluate a run by its suite, as a job. Raises UserError."""
-    safety.one_of("run", run, desk.library.finished())
+    safety.one_of("run", run, desk.library.finished_runs())
     recipe = desk.library.recipe(run)
     if recipe is None:
         raise UserError(
@@ -277,7 +277,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
             message = gr.HTML(elem_id="measure-said")
             state = gr.HTML(elem_id="measure-live")
         with gr.Column(scale=3, min_width=300):
-            plots = [HERE, *plotted()]
+            plots = [HERE, *studies_in_plot()]
             first = "tiny_star" if "tiny_star" in plots else HERE
             plot_menu = gr.Dropdown(plots, value=first, label="Plot", elem_id="plot-name")
             plot = gr.HTML(pareto(desk, first), elem_id="plot")

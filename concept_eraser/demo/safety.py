@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.storage import output_folder
-from concept_eraser.utils.errors import UserError, shown, unknown_message
+from concept_eraser.utils.errors import UserError, quote, unknown_message
 
 PROMPT = 300  # characters
 LINES = 200  # prompts of one's own, one a line
@@ -95,10 +95,10 @@ def prompts(what: str, text: Any) -> list[str]:
     return [prompt(line) for line in lines]
 
 
-def one_of(what: str, value: Any, allowed: Sequence[str]) -> str:
+def one_of(what: str, value: Any, choices: Sequence[str]) -> str:
     """A choice that was offered. Raises UserError for others, whatever the browser sent."""
-    if value not in allowed:
-        raise UserError(unknown_message(what, str(value)[:80], allowed))
+    if value not in choices:
+        raise UserError(unknown_message(what, str(value)[:80], choices))
     return str(value)
 
 
@@ -192,7 +192,7 @@ def require_no_code(recipe: Any) -> None:
     """
     if names_code(recipe.model):
         raise UserError(
-            f"the recipe names code as its model ({shown(recipe.model, 80)}); the page "
+            f"the recipe names code as its model ({quote(recipe.model, 80)}); the page "
             "runs no code that a recipe names. Save the module and give its folder, or "
             "use Python"
         )
@@ -226,12 +226,12 @@ def require_account(host: str, auth: tuple[str, str] | None) -> None:
         )
 
 
-def claim(runs: Path, name: str, wanted: str, kind: str = "run") -> Path:
+def claim(runs: Path, name: str, proposal: str, kind: str = "run") -> Path:
     """Make the folder of a new run: by the name given, or by one like the wanted one that is not
     taken. Two who ask at the same time get two folders. Raises UserError as `new_folder`."""
-    plain = (re.sub(r"[^A-Za-z0-9._-]+", "-", wanted).strip("-._") or "run")[:56]
-    numbered = (plain if i == 1 else f"{plain}-{i}" for i in range(1, RUNS + 2))
-    for candidate in [name] if name else numbered:
+    plain = (re.sub(r"[^A-Za-z0-9._-]+", "-", proposal).strip("-._") or "run")[:56]
+    candidates = (plain if i == 1 else f"{plain}-{i}" for i in range(1, RUNS + 2))
+    for candidate in [name] if name else candidates:
         if not name and (runs / candidate).exists():
             continue
         folder = new_folder(runs, candidate)

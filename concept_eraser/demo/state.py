@@ -19,7 +19,7 @@ from typing import Any
 from concept_eraser.demo import presets, safety
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_tensor_header, read_tensors
-from concept_eraser.utils.errors import Interrupted, UserError, shown, unknown
+from concept_eraser.utils.errors import Interrupted, UserError, quote, unknown
 
 DRAWN = ("denoiser", "text_encoder")  # targets whose runs draw images
 REMEMBERED = 128 * 2**20  # bytes of images
@@ -53,20 +53,22 @@ class Library:
     """Runs by name (those of the runs folder and those given), and their images. Every method may
     be called by several threads; one draws at a time."""
 
-    def __init__(self, runs: Path, given: Sequence[str] = (), before: str | None = None) -> None:
+    def __init__(
+        self, runs: Path, run_paths: Sequence[str] = (), before: str | None = None
+    ) -> None:
         """given: run folders, or what another eraser published, to be put on `before`. Raises
         UserError where one is neither.
         """
         self.runs, self.before = runs, before
-        self._given = _named(given)
+        self._run_paths = _shortest_names(run_paths)
         self._bases: OrderedDict[str, Any] = OrderedDict()
         # a base's family options, as they were when it was loaded
         self._plain: dict[str, dict[str, Any]] = {}
-        self._erased: OrderedDict[str, tuple[float, Erased]] = OrderedDict()
+        self._cached_runs: OrderedDict[str, tuple[float, Erased]] = OrderedDict()
         self._images: OrderedDict[tuple, Any] = OrderedDict()
         self._lock, self._stop = threading.RLock(), threading.Event()
         self.dropped: set[str] = set()
-        for name, path in self._given.items():
+        for name, path in self._run_paths.items():
             if not (path / "recipe.yaml").is_file() and (before is None or not path.exists()):
                 raise UserError(
                     f"{name}: {path} is no run folder (it has no recipe.yaml); of "
@@ -84,16 +86,16 @@ class Library:
         for path in self.runs.iterdir() if self.runs.is_dir() else ():
             recipe = path / "recipe.yaml"
             # few are, and to follow links takes time
-            linked = path.is_symlink() or recipe.is_symlink()
+            is_link = path.is_symlink() or recipe.is_symlink()
             if safety.can_be_listed(path.name) and _is_file(recipe):
                 inside += (
                     [(_stamp(recipe), path)]
-                    if not linked or safety.lies_inside(recipe, self.runs)
+                    if not is_link or safety.lies_inside(recipe, self.runs)
                     else []
                 )
         inside.sort(key=lambda pair: pair[0], reverse=True)
         newest = [path for _, path in inside[: safety.LISTED]]
-        return {**self._given, **{p.name: p for p in newest if p.name not in self._given}}
+        return {**self._run_paths, **{p.name: p for p in newest if p.name not in self._run_paths}}
 
     def folder(self, name: Any) -> Path:
         """The folder of a run by its name. Raises UserError for any other text: no path is ever
@@ -104,11 +106,11 @@ class Library:
             raise unknown("run", str(name)[:80], folders)
         return folders[name]
 
-    def finished(self, targets: Sequence[str] = DRAWN) -> list[str]:
+    def finished_runs(self, targets: Sequence[str] = DRAWN) -> list[str]:
         """Names of the runs that are done and whose target is one of these."""
         names = []
         for name, folder in self.folders().items():
-            if name in self._given and not (folder / "recipe.yaml").is_file():
+            if name in self._run_paths and not (folder / "recipe.yaml").is_file():
                 names += [name] if "denoiser" in targets else []
             elif (
                 _is_file(folder / "done.json")
@@ -118,7 +120,7 @@ class Library:
                 names.append(name)
         return [name for name in names if name not in self.dropped]
 
-    def unfinished(self) -> list[str]:
+    def unfinished_runs(self) -> list[str]:
         return [
             n
             for n, p in self.folders().items()
@@ -155,7 +157,7 @@ class Library:
         """
         if safety.names_code(source):
             raise UserError(
-                f"{shown(source, 80)} names code, and the page runs no code that a recipe names"
+                f"{quote(source, 80)} names code, and the page runs no code that a recipe names"
             )
         with self._lock:
             if source not in self._bases:
@@ -171,28 +173,28 @@ class Library:
             self._bases.move_to_end(source)
             return self._bases[source]
 
-    def erased(self, name: str) -> Erased:
+    def load_change(self, name: str) -> Erased:
         """What a run changed; read again only where its file is another. Raises UserError for runs
         that draw nothing.
         """
-        if name not in self.finished():
-            raise unknown("finished run", str(name)[:80], self.finished())
+        if name not in self.finished_runs():
+            raise unknown("finished run", str(name)[:80], self.finished_runs())
         folder = self.folder(name)
         weights = folder / "weights.safetensors"
         if (recipe := self.recipe(name)) is not None:
             safety.require_no_code(recipe)
         stamp = _stamp(weights)
         with self._lock:
-            cached = self._erased.get(name)
-            if cached is None or cached[0] != stamp:
-                cached = self._erased[name] = (stamp, self._read(name, folder))
-            self._erased.move_to_end(name)
+            cache_entry = self._cached_runs.get(name)
+            if cache_entry is None or cache_entry[0] != stamp:
+                cache_entry = self._cached_runs[name] = (stamp, self._read(name, folder))
+            self._cached_runs.move_to_end(name)
             while (
-                len(self._erased) > 1
-                and sum(_size(one) for _, one in self._erased.values()) > CHANGED
+                len(self._cached_runs) > 1
+                and sum(_size(one) for _, one in self._cached_runs.values()) > CHANGED
             ):
-                self._erased.popitem(last=False)
-            return cached[1]
+                self._cached_runs.popitem(last=False)
+            return cache_entry[1]
 
     def _read(self, name: str, folder: Path) -> Erased:
         base, weights = self.base_of(name), folder / "weights.safetensors"
@@ -238,14 +240,18 @@ class Library:
         Raises Interrupted where `stop` was called meanwhile."""
         import torch
 
-        changes = self.erased(name) if name is not None and strength > 0 else None
+        changes = self.load_change(name) if name is not None and strength > 0 else None
         source = self.base_of(name) if base is None else base
         options = self.options_of(name) if options is None else options
         keys: list[tuple] = [
             (source, name if changes else None, strength if changes else 0.0, options, look)
             for look in looks
         ]
-        stamp = self._erased[changes.name][0] if changes and changes.name in self._erased else 0.0
+        stamp = (
+            self._cached_runs[changes.name][0]
+            if changes and changes.name in self._cached_runs
+            else 0.0
+        )
         with self._lock:
             keys = [(*key, stamp) for key in keys] if changes else keys
             model = self.model(source)
@@ -268,11 +274,11 @@ class Library:
     def _sample(self, model: Any, looks: Sequence[Look], tell: Tell | None) -> Any:
         """Images of the same sampler, all at once."""
 
-        def report(done: int) -> None:
+        def report(steps_done: int) -> None:
             if self._stop.is_set():
                 raise Interrupted("stopped; the settings are as they were")
             if tell:
-                tell(done, looks[0].steps)
+                tell(steps_done, looks[0].steps)
 
         self._stop.clear()
         return model.sample(
@@ -294,28 +300,28 @@ class Library:
         Raises UserError where there is no such run."""
         base = self.base_of(name)
         with self._lock:
-            self._erased.pop(name, None)
+            self._cached_runs.pop(name, None)
             self.dropped.add(name)
             for key in [key for key in self._images if key[1] == name]:
                 del self._images[key]
-            if base != BUNDLED and all(self.base_of(other) != base for other in self._erased):
+            if base != BUNDLED and all(self.base_of(other) != base for other in self._cached_runs):
                 self._bases.pop(base, None)
                 self._plain.pop(base, None)
                 for key in [key for key in self._images if key[0] == base]:
                     del self._images[key]
 
-    def remembered(self) -> dict[str, int]:
+    def memory_use(self) -> dict[str, int]:
         """What is in memory: bases, runs, images."""
         with self._lock:
             return {
                 "bases": len(self._bases),
-                "runs": len(self._erased),
+                "runs": len(self._cached_runs),
                 "images": len(self._images),
             }
 
 
 @contextmanager
-def _wearing(model: Any, erased: Erased | None, strength: float) -> Iterator[None]:
+def _wearing(model: Any, change: Erased | None, strength: float) -> Iterator[None]:
     """Inside, the changed tensors have this strength; afterwards they are bit for bit what they
     were.
     """
@@ -324,16 +330,16 @@ def _wearing(model: Any, erased: Erased | None, strength: float) -> Iterator[Non
     originals: list[tuple[Any, Any]] = []
     try:
         with torch.no_grad():
-            for part, tensors in (erased.parts if erased else {}).items():
+            for part, tensors in (change.parts if change else {}).items():
                 if part not in model.parts:
                     raise UserError(
-                        f"the run {erased.name} changes a part that {erased.base} does "  # type: ignore[union-attr]
-                        f"not have ({shown(part, 40)})"
+                        f"the run {change.name} changes a part that {change.base} does "  # type: ignore[union-attr]
+                        f"not have ({quote(part, 40)})"
                     )
                 state = model.parts[part].state_dict()
                 for name, value in tensors.items():
                     if name not in state or state[name].shape != value.shape:
-                        raise UserError(f"the run {erased.name} does not fit {erased.base}: {name}")  # type: ignore[union-attr]
+                        raise UserError(f"the run {change.name} does not fit {change.base}: {name}")  # type: ignore[union-attr]
                     originals.append((state[name], state[name].clone()))
                     new = value.to(state[name])
                     state[name].copy_(
@@ -346,13 +352,13 @@ def _wearing(model: Any, erased: Erased | None, strength: float) -> Iterator[Non
                 tensor.copy_(original)
 
 
-def _named(given: Sequence[str]) -> dict[str, Path]:
+def _shortest_names(files: Sequence[str]) -> dict[str, Path]:
     """Paths by the shortest ends that tell them apart, each once."""
-    if not given:
+    if not files:
         return {}  # the import below takes seconds, which the page's opening need not wait for
     from concept_eraser.reporting.run_results import names_of
 
-    paths = list({Path(path).resolve(): Path(path) for path in given}.values())
+    paths = list({Path(path).resolve(): Path(path) for path in files}.values())
     return dict(zip(names_of(paths), paths, strict=True))
 
 
@@ -374,9 +380,9 @@ def _stamp(path: Path) -> float:
         return 0.0
 
 
-def _size(erased: Erased) -> int:
+def _size(change: Erased) -> int:
     """Bytes of a run's tensors."""
-    return sum(tensor.nbytes for tensors in erased.parts.values() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensors in change.parts.values() for tensor in tensors.values())
 
 
 def recipe_in(folder: Path) -> Recipe | None:
@@ -390,7 +396,7 @@ _READ: dict[Path, tuple[float, Recipe | None]] = {}
 
 def _recipe(folder: Path, stamp: float) -> Recipe | None:
     """A recipe, read again only where its file changed: the page asks every second."""
-    cached = _READ.get(folder)
-    if cached is None or cached[0] != stamp:
-        cached = _READ[folder] = (stamp, presets.read_recipe(folder))
-    return cached[1]
+    cache_entry = _READ.get(folder)
+    if cache_entry is None or cache_entry[0] != stamp:
+        cache_entry = _READ[folder] = (stamp, presets.read_recipe(folder))
+    return cache_entry[1]

@@ -37,7 +37,9 @@ class Uploads:
         """
         now = self.clock()
         current_files = [
-            (at, size) for at, size, path in self._listed() if not self._remove_old(path, now - at)
+            (at, size)
+            for at, size, path in self._list_files()
+            if not self._remove_old(path, now - at)
         ]
         used_bytes = sum(size for _, size in current_files) + self.under_way
         # every request may hold as many images as are shown at once; Gradio writes them before it
@@ -55,7 +57,7 @@ class Uploads:
         self.under_way -= size
         self.requests -= 1
 
-    def _listed(self) -> list[tuple[float, int, Path]]:
+    def _list_files(self) -> list[tuple[float, int, Path]]:
         files = []
         for place, _, names in os.walk(self.folder):
             for name in names:

@@ -134,7 +134,7 @@ class Part:
     def __init__(
         self,
         module: nn.Module,
-        selected: Sequence[str],
+        selected_names: Sequence[str],
         objectives: Sequence[str],
         *,
         batchnorm: BatchNorm = "frozen",
@@ -142,7 +142,7 @@ class Part:
         adapter: Adapter | None = None,
         rotate: bool = False,
     ) -> None:
-        self.module, self.selected, self.batchnorm = module, tuple(selected), batchnorm
+        self.module, self.selected_names, self.batchnorm = module, tuple(selected_names), batchnorm
         self.concepts = tuple(
             objective for objective in objectives if objective.partition(".")[0] == "forget"
         )
@@ -162,10 +162,10 @@ class Part:
         parameters = dict(module.named_parameters())
         for parameter in parameters.values():
             parameter.requires_grad_(False)
-        for name in self.selected:
+        for name in self.selected_names:
             parameters[name].requires_grad_(True)
         module.eval()
-        self.originals = {name: parameters[name].detach().clone() for name in self.selected}
+        self.originals = {name: parameters[name].detach().clone() for name in self.selected_names}
         self.original_buffers = {
             name: value.detach().clone() for name, value in self.buffers().items()
         }
@@ -203,7 +203,7 @@ class Part:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.module.named_parameters())
-        return {name: parameters[name] for name in self.selected}
+        return {name: parameters[name] for name in self.selected_names}
 
     def scratch(self) -> dict[str, nn.Parameter]:
         """What a loss needs trained along and throws away at the end; nothing here."""
@@ -258,7 +258,7 @@ class Part:
         """
         if self.adapter is None:
             return
-        adapter, kept = (
+        adapter, originals = (
             self.adapter,
             {
                 name: weight.detach().to("cpu", copy=True)
@@ -266,7 +266,7 @@ class Part:
             },
         )
         adapter.remove()
-        self.adapter, self.originals, self.selected = None, kept, tuple(kept)
+        self.adapter, self.originals, self.selected_names = None, originals, tuple(originals)
         adapter.merge()  # last: what `restore` takes back may be a part of it
 
     def finish(self) -> dict[str, Tensor]:
@@ -287,10 +287,10 @@ class Part:
         with it, added; all others as they are."""
         if self.delta is None or objective_name not in ("attack", "forget"):
             return objective.scale * compute(draw)
-        moved = replace(draw, attacked=True)
+        attacked_draw = replace(draw, is_attacked=True)
         if objective_name == "attack":
-            return compute(moved) + 0.5 * objective.decay * self.delta.square().sum()
-        return objective.scale * (compute(draw) + compute(moved))
+            return compute(attacked_draw) + 0.5 * objective.decay * self.delta.square().sum()
+        return objective.scale * (compute(draw) + compute(attacked_draw))
 
     def settle(self, objective: str, draw: Any) -> None:
         """Move the running statistics by one batch; nothing to do where they are frozen."""
@@ -305,13 +305,13 @@ class Part:
             return
         # a question moves copies: with momentum 0 an infinite activation would still leave nan, 0 x
         # inf, behind
-        kept = (
+        statistics_by_layer = (
             []
             if moving
             else [(norm, dict(norm.named_buffers(recurse=False))) for norm in self.norms]
         )
         try:
-            for norm, statistics in kept:
+            for norm, statistics in statistics_by_layer:
                 for name, value in statistics.items():
                     setattr(norm, name, value.clone())
             for norm in self.norms:
@@ -320,7 +320,7 @@ class Part:
         finally:
             for norm in self.norms:
                 norm.eval()
-            for norm, statistics in kept:
+            for norm, statistics in statistics_by_layer:
                 for name, value in statistics.items():
                     setattr(norm, name, value)
 

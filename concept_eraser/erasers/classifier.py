@@ -53,13 +53,13 @@ class Classifier(Part):
         self,
         module: nn.Module,
         objectives: Mapping[str, ClassifierObjective],
-        selected: Sequence[str],
+        selected_names: Sequence[str],
         *,
         batchnorm: BatchNorm = "frozen",
         batch_size: int = 2,
     ) -> None:
         super().__init__(
-            module, selected, list(objectives), batchnorm=batchnorm, batch_size=batch_size
+            module, selected_names, list(objectives), batchnorm=batchnorm, batch_size=batch_size
         )
         self.objective_by_name = objectives
         # as many as the model tells apart
@@ -81,7 +81,7 @@ class Classifier(Part):
         """
         with torch.no_grad():
             try:
-                found = self.module(self._example(objective))
+                outputs = self.module(self._example(objective))
             except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
                 if isinstance(error, UserError):  # the data's own complaint
                     raise
@@ -90,29 +90,29 @@ class Classifier(Part):
                     f"({first_line(error)})"
                 ) from error
         classes = len(objective.data.names)
-        if not isinstance(found, Tensor) or found.ndim != 2 or found.shape[1] < classes:
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[1] < classes:
+            shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise UserError(
                 f"{name}: expected logits of shape [n, {classes}] for the {classes} "
                 f"classes of {objective.data.about}, found {shape}"
             )
-        if found.shape[1] > classes and not all(name.isdigit() for name in objective.data.names):
+        if outputs.shape[1] > classes and not all(name.isdigit() for name in objective.data.names):
             raise UserError(
-                f"{name}: the model has {found.shape[1]} outputs, {objective.data.about} "
+                f"{name}: the model has {outputs.shape[1]} outputs, {objective.data.about} "
                 f"has {classes} named classes, so which output means which is unknown; "
-                f"give data with all {found.shape[1]} classes' names (numbers as names "
+                f"give data with all {outputs.shape[1]} classes' names (numbers as names "
                 "may leave some out)"
             )
-        if objective.anchor is not None and objective.anchor >= found.shape[1]:
+        if objective.anchor is not None and objective.anchor >= outputs.shape[1]:
             raise UserError(
-                f"{name}: the anchor is class {objective.anchor}, the model has {found.shape[1]}"
+                f"{name}: the anchor is class {objective.anchor}, the model has {outputs.shape[1]}"
             )
-        if objective.loss in ("relabel", "boundary") and found.shape[1] < 2:
+        if objective.loss in ("relabel", "boundary") and outputs.shape[1] < 2:
             raise UserError(
                 f"{name}: the loss {objective.loss!r} needs another class to give, the "
                 "model has one"
             )
-        return int(found.shape[1])
+        return int(outputs.shape[1])
 
     def scratch(self) -> dict[str, nn.Parameter]:
         return self.expansion.parameters() if self.expansion else {}
@@ -145,13 +145,13 @@ class Classifier(Part):
     def loss(self, objective_name: str, draw: ClassifierDraw) -> Tensor:
         objective = self.objective_by_name[objective_name]
         loss, settings = find(CLASSIFIER_LOSSES, objective.loss), objective.settings
-        found = objective.scale * loss.compute(self, draw, settings)
+        value = objective.scale * loss.compute(self, draw, settings)
         if objective.distill:
-            found = found + objective.distill * distill(self, draw, settings)
+            value = value + objective.distill * distill(self, draw, settings)
         if objective.l1:
-            found = (
-                found
+            value = (
+                value
                 + objective.l1
                 * torch.stack([p.abs().sum() for p in self.trainable().values()]).sum()
             )
-        return found
+        return value

@@ -55,12 +55,14 @@ class Denoiser(Part):
         self,
         model: Model,
         objectives: Mapping[str, DenoiserObjective],
-        selected: Sequence[str],
+        selected_names: Sequence[str],
         *,
         adapter: Adapter | None = None,
         rotate: bool = False,
     ) -> None:
-        super().__init__(model.denoiser, selected, list(objectives), adapter=adapter, rotate=rotate)
+        super().__init__(
+            model.denoiser, selected_names, list(objectives), adapter=adapter, rotate=rotate
+        )
         self.model, self.objective_by_name = model, objectives
         # of the objectives that hold the weights elastically
         self.fisher: dict[str, list[Tensor]] = {}
@@ -73,10 +75,10 @@ class Denoiser(Part):
             )
         for name, objective in objectives.items():
             if objective.examples.latents is None and find(LOSSES, objective.loss).needs_images:
-                allowed = sorted(k for k, v in LOSSES.items() if not v.needs_images)
+                image_free_losses = sorted(k for k, v in LOSSES.items() if not v.needs_images)
                 raise UserError(
                     f"{name}: the loss {objective.loss!r} needs images, so it cannot be "
-                    f"data-free; data-free losses: {', '.join(allowed)}"
+                    f"data-free; data-free losses: {', '.join(image_free_losses)}"
                 )
             if objective.loss == "resteer" and not model.attention_layers():
                 raise UserError(
@@ -156,12 +158,18 @@ class Denoiser(Part):
         """The prediction for a draw, by the model in training or (without gradients) by a
         teacher.
         """
-        given = draw.condition if condition is None else condition
+        own_condition = draw.condition if condition is None else condition
         if teacher is None:
-            seen = self._attacked(given) if draw.attacked and condition is None else given
-            return self.model.denoise(draw.noisy, draw.t, seen)
+            model_condition = (
+                self._attack_condition(own_condition)
+                if draw.is_attacked and condition is None
+                else own_condition
+            )
+            return self.model.denoise(draw.noisy, draw.t, model_condition)
         weights = self.originals if teacher == "frozen" else None
-        return no_grad_prediction(lambda: self.model.denoise(draw.noisy, draw.t, given, weights))
+        return no_grad_prediction(
+            lambda: self.model.denoise(draw.noisy, draw.t, own_condition, weights)
+        )
 
     def image(self, draw: DenoiserDraw) -> Tensor:
         """The images that the prediction for a draw amounts to, decoded from one-step x_0: [b, 3,
@@ -172,8 +180,10 @@ class Denoiser(Part):
     def attention(self, draw: DenoiserDraw) -> Sequence[Tensor]:
         """Of each layer, the probabilities with which the image's places look at the prompt's
         tokens: [b, heads, places, tokens]."""
-        seen = self._attacked(draw.condition) if draw.attacked else draw.condition
-        return self.model.attention(draw.noisy, draw.t, seen)
+        model_condition = (
+            self._attack_condition(draw.condition) if draw.is_attacked else draw.condition
+        )
+        return self.model.attention(draw.noisy, draw.t, model_condition)
 
     def hold(self, seeds: Mapping[str, Sequence[int]]) -> None:
         """Measure how much the training loss on an objective's examples depends on each trained
@@ -190,17 +200,17 @@ class Denoiser(Part):
         name = self.objective_of(objective_name)
         objective = self.objective_by_name[name]
         loss, settings = find(LOSSES, objective.loss), objective.settings
-        asked = self.under_attack(
+        value = self.under_attack(
             objective_name, draw, objective, lambda d: loss.compute(self, d, settings)
         )
         if name not in self.fisher:
-            return asked
+            return value
         weights = list(self.trainable().values())
-        return asked + objective.elastic * penalty(
+        return value + objective.elastic * penalty(
             weights, list(self.originals.values()), self.fisher[name]
         )
 
-    def _attacked(self, condition: Condition) -> Condition:
+    def _attack_condition(self, condition: Condition) -> Condition:
         assert self.delta is not None
         states = condition.tensors[EMBEDDING]
         return Condition({**condition.tensors, EMBEDDING: states + self.delta.to(states.dtype)})

@@ -31,12 +31,12 @@ def fisher(losses: Iterable[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     """
     total, n = [torch.zeros_like(p) for p in params], 0
     for loss in losses:
-        for held, part in zip(
+        for mean, part in zip(
             total,
             torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True),
             strict=True,
         ):
-            held.add_(part.square())
+            mean.add_(part.square())
         n += 1
     return [held.div_(max(n, 1)) for held in total]
 

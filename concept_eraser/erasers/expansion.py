@@ -21,10 +21,10 @@ class Expansion:
     """
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
-        made: list[tuple[nn.Linear, Tensor]] = []
+        outputs: list[tuple[nn.Linear, Tensor]] = []
         linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
         hooks = [
-            layer.register_forward_hook(lambda layer, _, output: made.append((layer, output)))
+            layer.register_forward_hook(lambda layer, _, output: outputs.append((layer, output)))
             for layer in linear
         ]
         try:
@@ -33,12 +33,16 @@ class Expansion:
         finally:
             for hook in hooks:
                 hook.remove()
-        if not made or made[-1][1].shape != logits.shape or not torch.equal(made[-1][1], logits):
+        if (
+            not outputs
+            or outputs[-1][1].shape != logits.shape
+            or not torch.equal(outputs[-1][1], logits)
+        ):
             raise UserError(
                 "the loss 'expand' adds an output to the last layer, which has to be "
                 "linear; this model's is not. Use boundary or relabel"
             )
-        self.head = made[-1][0]
+        self.head = outputs[-1][0]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # nn.Linear draws from the global generator
             extra = nn.Linear(self.head.in_features, 1)
@@ -51,10 +55,10 @@ class Expansion:
         """What `ask` gets from the module, [b, classes], with the logit of the new class behind:
         [b, classes + 1].
         """
-        seen: list[Tensor] = []
-        hook = self.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        head_inputs: list[Tensor] = []
+        hook = self.head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
         try:
-            found = ask()
+            logits = ask()
         finally:
             hook.remove()
-        return torch.cat([found, self.extra(seen[-1]).float()], 1)
+        return torch.cat([logits, self.extra(head_inputs[-1]).float()], 1)

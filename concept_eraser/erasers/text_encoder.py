@@ -59,13 +59,17 @@ class TextEncoder(Part):
         self,
         model: Model,
         objectives: Mapping[str, TextEncoderObjective],
-        selected: Sequence[str],
+        selected_names: Sequence[str],
         *,
         adapter: Adapter | None = None,
         rotate: bool = False,
     ) -> None:
         super().__init__(
-            model.parts["text_encoder"], selected, list(objectives), adapter=adapter, rotate=rotate
+            model.parts["text_encoder"],
+            selected_names,
+            list(objectives),
+            adapter=adapter,
+            rotate=rotate,
         )
         self.model, self.objective_by_name = model, objectives
         self.null = model.tokenize([""])
@@ -111,13 +115,13 @@ class TextEncoder(Part):
         )
 
     def embed(
-        self, tokens: Condition | None, *, teacher: Teacher | None = None, attacked: bool = False
+        self, tokens: Condition | None, *, teacher: Teacher | None = None, is_attacked: bool = False
     ) -> Condition:
         assert tokens is not None
         if teacher is None:
             rows = (
                 self.model.table[tokens.tensors["ids"]] + self.delta
-                if attacked and self.delta is not None
+                if is_attacked and self.delta is not None
                 else None
             )
             return self.model.embed(tokens, rows=rows)

@@ -55,13 +55,13 @@ class Vae(Part):
         self,
         module: nn.Module,
         objectives: Mapping[str, VaeObjective],
-        selected: Sequence[str],
+        selected_names: Sequence[str],
         *,
         batchnorm: BatchNorm = "frozen",
         batch_size: int = 2,
     ) -> None:
         super().__init__(
-            module, selected, list(objectives), batchnorm=batchnorm, batch_size=batch_size
+            module, selected_names, list(objectives), batchnorm=batchnorm, batch_size=batch_size
         )
         self.objective_by_name = objectives
         self.likelihood: Likelihood = getattr(module, "likelihood", "gaussian")
@@ -108,21 +108,27 @@ class Vae(Part):
                 mean, log_variance = moments(self.ask("encode", draw.inputs))
                 self.ask("decode", mean + (0.5 * log_variance).exp() * draw.noise)
 
-    def fidelity(self, shown: Tensor, wanted: Tensor) -> Tensor:
+    def fidelity(self, reconstruction: Tensor, target: Tensor) -> Tensor:
         """-log p(wanted | shown) of each example, up to a constant: [b]."""
         if self.likelihood == "bernoulli":
             # the loss would raise; a step that is not finite is skipped
-            if not bool(torch.isfinite(shown).all()):
-                return shown.flatten(1).sum(1) * float("nan")
-            with torch.autocast(shown.device.type, enabled=False):  # which refuses this loss
+            if not bool(torch.isfinite(reconstruction).all()):
+                return reconstruction.flatten(1).sum(1) * float("nan")
+            with torch.autocast(
+                reconstruction.device.type, enabled=False
+            ):  # which refuses this loss
                 return (
                     F.binary_cross_entropy(
-                        shown.float(), wanted.reshape(shown.shape).float(), reduction="none"
+                        reconstruction.float(),
+                        target.reshape(reconstruction.shape).float(),
+                        reduction="none",
                     )
                     .flatten(1)
                     .sum(1)
                 )
-        return 0.5 * (shown.float() - wanted.reshape(shown.shape)).square().flatten(1).sum(1)
+        return 0.5 * (
+            reconstruction.float() - target.reshape(reconstruction.shape)
+        ).square().flatten(1).sum(1)
 
     def loss(self, objective_name: str, draw: VaeDraw) -> Tensor:
         objective = self.objective_by_name[objective_name]

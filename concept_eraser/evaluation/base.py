@@ -154,7 +154,7 @@ class Metric(ABC):
 
     title: ClassVar[str]
 
-    def called(self) -> str:
+    def result_prefix(self) -> str:
         """How its numbers begin, so that a suite does not ask for two of one name."""
         return type(self).__name__
 

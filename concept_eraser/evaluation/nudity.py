@@ -85,22 +85,22 @@ class NudityPreset:
     least: float
     unit: Unit
 
-    def seen(self, found: Sequence[Detection]) -> list[Detection]:
+    def counted_detections(self, detections: Sequence[Detection]) -> list[Detection]:
         """The detections of one image that count."""
-        return [d for d in found if d.label in self.classes and d.score >= self.least]
+        return [d for d in detections if d.label in self.classes and d.score >= self.least]
 
     def count(self, images: Sequence[Sequence[Detection]]) -> dict[str, int]:
         """Count the detections of each class. With unit `image`, a class counts once per image."""
         totals = dict.fromkeys(self.classes, 0)
         for detections in images:
-            labels = [d.label for d in self.seen(detections)]
+            labels = [d.label for d in self.counted_detections(detections)]
             for label in labels if self.unit == "instance" else set(labels):
                 totals[label] += 1
         return totals
 
     def nude(self, images: Sequence[Sequence[Detection]]) -> np.ndarray:
         """[n] bool: images in which anything counts."""
-        return np.array([bool(self.seen(detections)) for detections in images])
+        return np.array([bool(self.counted_detections(detections)) for detections in images])
 
 
 PRESETS: Mapping[str, NudityPreset] = {
@@ -148,7 +148,7 @@ class Detector:
         return self.memory or resources.cache() / "nudenet" / f"{self.fingerprint}.jsonl"
 
     @cached_property
-    def _known(self) -> dict[str, list[Detection]]:
+    def _read_detections(self) -> dict[str, list[Detection]]:
         """Detections by hash of the pixels. A line that a killed process cut off is recomputed."""
         return self._read()
 
@@ -177,7 +177,7 @@ class Detector:
         key = hashlib.sha256(
             str(image.shape).encode() + np.ascontiguousarray(image).tobytes()
         ).hexdigest()[:24]
-        if key not in self._known:
+        if key not in self._read_detections:
             raw = self._net.detect(np.ascontiguousarray(image[..., ::-1]))
             detections = [
                 Detection(d["class"], float(d["score"]), tuple(int(v) for v in d["box"]))  # type: ignore[arg-type]
@@ -185,8 +185,8 @@ class Detector:
             ]
             row = {"image": key, "found": [[d.label, d.score, list(d.box)] for d in detections]}
             keep(lambda: append_row(self._path, row))
-            self._known[key] = detections
-        return self._known[key]
+            self._read_detections[key] = detections
+        return self._read_detections[key]
 
     def look_all(self, images: Any) -> list[list[Detection]]:
         """Detections in many images [n, h, w, 3], a tensor or an array.
@@ -197,5 +197,5 @@ class Detector:
             for image in distributed.mine(images):
                 self.look(np.asarray(image))
             distributed.wait()
-            self._known.update(self._read())
+            self._read_detections.update(self._read())
         return [self.look(np.asarray(image)) for image in images]

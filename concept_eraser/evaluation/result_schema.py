@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.utils.errors import UserError, shown
+from concept_eraser.utils.errors import UserError, quote
 
 LARGEST = 1e15  # of any number in these files; no count, seed or metric comes near it
 
@@ -177,5 +177,5 @@ def _mistake_of_type(value: Any, types: tuple[type, ...], place: str) -> str | N
     return None
 
 
-def _wrong(place: str, wanted: str, value: Any) -> str:
-    return f"{place.lstrip('.')[:200] or 'the whole'} is {shown(value, 60)}, not {wanted}"
+def _wrong(place: str, expectation: str, value: Any) -> str:
+    return f"{place.lstrip('.')[:200] or 'the whole'} is {quote(value, 60)}, not {expectation}"

@@ -23,7 +23,7 @@ from concept_eraser.storage.readers import read_yaml
 from concept_eraser.storage.writers import write_text
 from concept_eraser.utils import limits, resources
 from concept_eraser.utils import provenance as environment
-from concept_eraser.utils.errors import UserError, mistakes_message, shown
+from concept_eraser.utils.errors import UserError, mistakes_message, quote
 from concept_eraser.utils.plugin_fields import JudgeField, MetricField
 from concept_eraser.utils.progress import Progress, silent
 
@@ -74,13 +74,13 @@ class Suite(_Strict):
         """The same suite with another judge or other metrics, by name or as objects. Raises
         UserError as `load`.
         """
-        changed = {"judge": judge, "metrics": None if metrics is None else list(metrics)}
-        changed = {key: value for key, value in changed.items() if value is not None}
+        changes = {"judge": judge, "metrics": None if metrics is None else list(metrics)}
+        changes = {key: value for key, value in changes.items() if value is not None}
         return (
-            load({**self.model_dump(), "sensitive": self.sensitive, **changed}) if changed else self
+            load({**self.model_dump(), "sensitive": self.sensitive, **changes}) if changes else self
         )
 
-    def scaled(self, n: int | None) -> Suite:
+    def with_at_most(self, n: int | None) -> Suite:
         """The same suite with at most `n` images a group, for a quick look."""
         if n is None:
             return self
@@ -103,7 +103,7 @@ def load(source: str | Path | Mapping[str, Any] | Suite) -> Suite:
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise UserError(
-                f"{path}: expected a mapping with `concept` and `groups`, found {shown(content)}"
+                f"{path}: expected a mapping with `concept` and `groups`, found {quote(content)}"
             )
     try:
         suite = Suite.model_validate(content)
@@ -112,9 +112,9 @@ def load(source: str | Path | Mapping[str, Any] | Suite) -> Suite:
     if len(suite.concept) != 1:
         raise UserError(
             f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; "
-            f"found {shown(suite.concept)}"
+            f"found {quote(suite.concept)}"
         )
-    named = [metric(asked).called() for asked in suite.metrics]
+    named = [metric(entry).result_prefix() for entry in suite.metrics]
     twice = [name for i, name in enumerate(named) if name in named[:i]]
     if twice:
         raise UserError(
@@ -126,16 +126,16 @@ def load(source: str | Path | Mapping[str, Any] | Suite) -> Suite:
 
 def _mistake(item: Any) -> str:
     """One line for one of pydantic's errors: the key, what is wrong, what stands there."""
-    key, given = ".".join(str(part)[:60] for part in item["loc"]), item["input"]
-    found = (
+    key, value = ".".join(str(part)[:60] for part in item["loc"]), item["input"]
+    finding = (
         ""
-        if isinstance(given, dict) or item["type"] in ("value_error", "missing")
-        else f", found {shown(given)}"
+        if isinstance(value, dict) or item["type"] in ("value_error", "missing")
+        else f", found {quote(value)}"
     )
-    return f"{key}: {item['msg']}{found}"
+    return f"{key}: {item['msg']}{finding}"
 
 
-def metric(asked: str | Mapping[str, Any] | Plugin) -> Metric:
+def metric(entry: str | Mapping[str, Any] | Plugin) -> Metric:
     """A metric from what a suite says of it.
 
     Args:
@@ -145,12 +145,12 @@ def metric(asked: str | Mapping[str, Any] | Plugin) -> Metric:
         UserError: It is none of these, or the name or an option is unknown.
     """
     try:
-        built: Metric = registry.read("metric", asked).build()
+        plugin: Metric = registry.read("metric", entry).build()
     except UserError:
         raise
     except ValueError as error:
         raise UserError(str(error)) from None
-    return built
+    return plugin
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,9 @@ def evaluate(
     judge = suite.build_judge()
     attribute, value = next(iter(suite.concept.items()))
     if value not in judge.classes.get(attribute, ()):
-        known = "; ".join(f"{k}: {', '.join(v)}" for k, v in judge.classes.items())
+        classes = "; ".join(f"{k}: {', '.join(v)}" for k, v in judge.classes.items())
         raise UserError(
-            f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {known}"
+            f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {classes}"
         )
     onto_gpu(before, after)
     sampling = generate.Sampling(**suite.sampling.model_dump())
@@ -254,14 +254,14 @@ def evaluate(
         groups[name] = _look(judge, name, suite, rows, images)
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
     results: list[Result] = []
-    refused: dict[str, str] = {}
-    for asked in suite.metrics:
+    reasons: dict[str, str] = {}
+    for entry in suite.metrics:
         try:
-            results += metric(asked).measure(evidence)
+            results += metric(entry).measure(evidence)
         except UserError as error:  # too few images for one number must not cost the others
             results += getattr(error, "results", ())  # those of a metric that is refused in part
-            refused[
-                " ".join(map(str, asked.values())) if isinstance(asked, dict) else str(asked)
+            reasons[
+                " ".join(map(str, entry.values())) if isinstance(entry, dict) else str(entry)
             ] = str(error)
     models = {
         when: f"{m.source} ({generate.model_fingerprint(m)})"
@@ -274,7 +274,7 @@ def evaluate(
         groups,
         environment.describe(),
         judge.fingerprint,
-        refused,
+        reasons,
         after.configured(),
     )
 
@@ -282,5 +282,5 @@ def evaluate(
 def _look(
     judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, images: dict[str, Tensor]
 ) -> Group:
-    seen = {when: judge.look(some) for when, some in images.items()}
-    return Group(name, suite.groups[name].role, rows.prompts, images, seen)
+    labels = {when: judge.look(some) for when, some in images.items()}
+    return Group(name, suite.groups[name].role, rows.prompts, images, labels)

@@ -12,7 +12,7 @@ from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.migration import migrate_results
-from concept_eraser.utils.path_redaction import cleaned, shortened
+from concept_eraser.utils.path_redaction import clean, shorten
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,24 @@ class Findings:
         """Each concept that the recipe forgets, by the name under which it was measured, else by
         its prompts or data.
         """
-        return [self._name(side) for side in self.recipe.forgotten]
+        return [self._name(objective) for objective in self.recipe.forgotten]
 
-    def missing(self, measured: Sequence[Mapping[str, Any]]) -> list[str]:
+    def missing(self, results: Sequence[Mapping[str, Any]]) -> list[str]:
         """The forgotten concepts that none of these evaluations or attacks is about."""
         alone = len(self.recipe.forgotten) == 1
         return [
-            self._name(side)
-            for side in self.recipe.forgotten
-            if not any(_about(side, one, alone) for one in measured)
+            self._name(objective)
+            for objective in self.recipe.forgotten
+            if not any(_about(objective, one, alone) for one in results)
         ]
 
-    def _name(self, side: Any) -> str:
+    def _name(self, objective: Any) -> str:
         alone = len(self.recipe.forgotten) == 1
         for one in (*self.evaluations, *self.attacks.values()):
             concept = concept_of(one)
-            if concept and _about(side, one, alone):
+            if concept and _about(objective, one, alone):
                 return named(concept)
-        return source(side)
+        return source(objective)
 
 
 def read(folder: Path, recipe: Recipe) -> Findings:
@@ -73,7 +73,7 @@ def read(folder: Path, recipe: Recipe) -> Findings:
     else:
         attacks = {path.name: one for path, one in run_results.read_attacks(folder / "attacks")}
     return Findings(
-        recipe, [cleaned(one) for one in every if _weights(one) == victim], cleaned(attacks), unlike
+        recipe, [clean(one) for one in every if _weights(one) == victim], clean(attacks), unlike
     )
 
 
@@ -81,8 +81,8 @@ def content(path: Path) -> dict[str, Any]:
     """The content of a file that a run may have; nothing where it has not. Raises UserError where
     it is no JSON.
     """
-    found: dict[str, Any] = migrate_results(read_json(path)) if path.is_file() else {}
-    return found
+    record: dict[str, Any] = migrate_results(read_json(path)) if path.is_file() else {}
+    return record
 
 
 def _evaluation(path: Path) -> dict[str, Any]:
@@ -99,21 +99,21 @@ def _evaluation(path: Path) -> dict[str, Any]:
     return values
 
 
-def source(side: Any) -> str:
+def source(objective: Any) -> str:
     """The prompts or data of a side, without a machine's path."""
-    data_source = getattr(side, "prompts", None) or getattr(side, "data", None)
+    data_source = getattr(objective, "prompts", None) or getattr(objective, "data", None)
     return (
         f"{len(data_source)} prompts"
         if isinstance(data_source, list | tuple)
-        else shortened(str(data_source))
+        else shorten(str(data_source))
     )
 
 
-def concept_of(measured: Mapping[str, Any]) -> dict[str, str]:
+def concept_of(results: Mapping[str, Any]) -> dict[str, str]:
     """The attribute and value that an evaluation or attack is about; empty where it does not
     say.
     """
-    return run_results.concept_of(measured)
+    return run_results.concept_of(results)
 
 
 def named(concept: Mapping[str, str]) -> str:
@@ -128,22 +128,23 @@ def _weights(evaluation: Mapping[str, Any]) -> str | None:
     return None if after is None else run_results.weights_of(after)
 
 
-def _about(side: Any, measured: Mapping[str, Any], alone: bool) -> bool:
+def _about(objective: Any, results: Mapping[str, Any], alone: bool) -> bool:
     """Whether an evaluation or attack is about what a side forgets: by its prompts, else by the
     name of its concept.
 
     alone: the side is the recipe's only one, so that a name of the attribute (nudity) will do.
     """
-    protocol = measured.get("protocol")
+    protocol = results.get("protocol")
     if protocol is None:  # labelled data: one for the whole run
         return True
     groups = protocol.get("suite", protocol).get("groups", {}).values()
-    prompts = getattr(side, "prompts", None)
+    prompts = getattr(objective, "prompts", None)
     if any(
-        g.get("role") == "forget" and g.get("prompts") in (prompts, source(side)) for g in groups
+        g.get("role") == "forget" and g.get("prompts") in (prompts, source(objective))
+        for g in groups
     ):
         return True
-    text = " ".join(prompts) if isinstance(prompts, list | tuple) else source(side)
-    ((attribute, value),) = concept_of(measured).items() or (("", ""),)
+    text = " ".join(prompts) if isinstance(prompts, list | tuple) else source(objective)
+    ((attribute, value),) = concept_of(results).items() or (("", ""),)
     words = text.lower().replace("_", " ").replace(".", " ").split()
     return bool(value) and (value.lower() in words or (alone and attribute.lower() in words))

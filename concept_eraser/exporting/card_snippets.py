@@ -31,10 +31,10 @@ def use(recipe: Recipe, folder: Path, repository: str) -> str:
         return pipe
     local = not hub.is_id(recipe.model) or Path(recipe.model).exists() or is_place(recipe.model)
     name, revision = ("path/of/the/base/model", None) if local else hub.split(recipe.model)
-    pinned = f', revision="{revision}"' if revision else ""
+    revision_argument = f', revision="{revision}"' if revision else ""
     lora = _python(
         "from diffusers import DiffusionPipeline\n\npipe = "
-        f'DiffusionPipeline.from_pretrained("{name}"{pinned})\n'
+        f'DiffusionPipeline.from_pretrained("{name}"{revision_argument})\n'
         f'pipe.load_lora_weights("{repository}", '
         'adapter_name="erase")\npipe.set_adapters("erase", 1.0)'
     )

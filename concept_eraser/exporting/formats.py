@@ -36,7 +36,7 @@ from concept_eraser.utils.errors import UserError, unknown
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
 _SUFFIX = ".safetensors"
-Moved = dict[str, dict[str, tuple[Tensor, Tensor]]]  # part -> tensor -> (before, after)
+Changes = dict[str, dict[str, tuple[Tensor, Tensor]]]  # part -> tensor -> (before, after)
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,11 @@ def _original(base: Any, source: str | Path, allow_pickle: bool) -> Model:
     return loading.load(base, allow_pickle=allow_pickle)
 
 
-def differences(before: Model, after: Model) -> Moved:
+def differences(before: Model, after: Model) -> Changes:
     """The tensors in which two models of one architecture differ. Raises UserError where they are
     not, or none differs.
     """
-    changes: Moved = {}
+    changes: Changes = {}
     for part, module in after.parts.items():
         theirs, ours = (
             before.parts[part].state_dict() if part in before.parts else {},
@@ -208,7 +208,7 @@ def differences(before: Model, after: Model) -> Moved:
     return changes
 
 
-def require_its_own(source: Path, original: Model, moved: Moved) -> None:
+def require_its_own(source: Path, original: Model, changes: Changes) -> None:
     """Raise UserError where a run differs from `original` in more than it trained: it was made from
     another model.
     """
@@ -219,7 +219,7 @@ def require_its_own(source: Path, original: Model, moved: Moved) -> None:
     other = next(
         (
             f"{part}.{name}"
-            for part, tensors in moved.items()
+            for part, tensors in changes.items()
             for name in tensors
             if name not in tensor_names
         ),
@@ -243,13 +243,13 @@ def _write_whole(model: Model, to: str, place: Path) -> None:
         write_file(place, lambda path: single_file.write(model, path))
 
 
-def _write_tensors(model: Model, moved: Moved, place: Path, strength: float) -> None:
-    if len(moved) > 1:
+def _write_tensors(model: Model, changes: Changes, place: Path, strength: float) -> None:
+    if len(changes) > 1:
         raise UserError(
             "tensors are of one part of a pipeline, and this erasure changed "
-            f"{' and '.join(moved)}; export --to diffusers"
+            f"{' and '.join(changes)}; export --to diffusers"
         )
-    ((part, tensors),) = moved.items()
+    ((part, tensors),) = changes.items()
     values = {name: torch.lerp(*pair, strength).contiguous() for name, pair in tensors.items()}
     header = {
         "format": "pt",
@@ -262,7 +262,7 @@ def _write_tensors(model: Model, moved: Moved, place: Path, strength: float) -> 
 def _write_lora(
     source: Path,
     model: Model,
-    moved: Moved,
+    changes: Changes,
     to: str,
     place: Path,
     *,
@@ -270,18 +270,18 @@ def _write_lora(
     rank: int | None,
     max_error: float,
 ) -> Exported:
-    if "vae" in moved:
+    if "vae" in changes:
         raise UserError(
             "a LoRA file has no place for changes of the VAE; export --to diffusers or single-file"
         )
     layer_factors, error = _own_factors(source, model) if rank is None else [], 0.0
     if not layer_factors or not _explain(
-        layer_factors, moved
+        layer_factors, changes
     ):  # e.g. beside another model than it was trained on
-        layer_factors, error = low_rank(model, moved, rank, max_error)
+        layer_factors, error = low_rank(model, changes, rank, max_error)
     notes = {"strength": f"{strength:g}", "relative_error": f"{error:.3g}"}
-    scaled = [one.scaled(strength) for one in layer_factors]
-    for one in scaled:
+    scaled_factors = [one.scale_by(strength) for one in layer_factors]
+    for one in scaled_factors:
         factors = {
             f"{layer} ({i})": value
             for layer, pair in one.layers.items()
@@ -289,7 +289,8 @@ def _write_lora(
         }
         require_finite(factors, "the LoRA's factors", "give a smaller --strength")
     write_file(
-        place, lambda path: lora_files.save(model, scaled, path, kohya=to == "kohya", notes=notes)
+        place,
+        lambda path: lora_files.save(model, scaled_factors, path, kohya=to == "kohya", notes=notes),
     )
     return Exported(place, max(one.rank for one in layer_factors), error)
 
@@ -309,13 +310,13 @@ def _own_factors(source: Path, model: Model) -> list[Factors]:
     )
 
 
-def _explain(found: Sequence[Factors], moved: Moved) -> bool:
+def _explain(factors: Sequence[Factors], changes: Changes) -> bool:
     """Whether factors are all that moved, but for a hundredth (rounding)."""
     remainder, total = 0.0, 0.0
     products = {
-        (one.part, f"{layer}.weight"): one.change(layer) for one in found for layer in one.layers
+        (one.part, f"{layer}.weight"): one.change(layer) for one in factors for layer in one.layers
     }
-    for part, tensors in moved.items():
+    for part, tensors in changes.items():
         for name, (before, after) in tensors.items():
             change = after.float().cpu() - before.float().cpu()
             total += float(change.square().sum())
@@ -326,11 +327,11 @@ def _explain(found: Sequence[Factors], moved: Moved) -> bool:
 
 
 def low_rank(
-    model: Model, moved: Moved, rank: int | None, max_error: float
+    model: Model, changes: Changes, rank: int | None, max_error: float
 ) -> tuple[list[Factors], float]:
     """The best factors of a rank for what moved, and the relative error that they leave; rank None:
     the smallest that leaves at most `max_error`. Raises UserError where that cannot be kept."""
-    spectra, other_square, total = _spectra(model, moved)
+    spectra, other_square, total = _spectra(model, changes)
     widest = max((len(values) for _, values, _ in spectra.values()), default=0)
     errors = [_left(spectra, other_square, total, r) for r in range(widest + 1)]  # by rank
     enough = next((r for r in range(1, widest + 1) if errors[r] <= max_error), None)
@@ -366,13 +367,13 @@ def low_rank(
 
 
 def _spectra(
-    model: Model, moved: Moved
+    model: Model, changes: Changes
 ) -> tuple[dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]], float, float]:
     """The singular value decomposition of each layer's change, the squared length of what is no
     layer, and of all.
     """
     spectra, other_square, total = {}, 0.0, 0.0
-    for part, tensors in moved.items():
+    for part, tensors in changes.items():
         for name, (before, after) in tensors.items():
             change = after.float().cpu() - before.float().cpu()
             total += float(change.double().square().sum())
@@ -384,12 +385,14 @@ def _spectra(
     return spectra, other_square, total
 
 
-def _left(spectra: Mapping[Any, Sequence[Tensor]], lost: float, total: float, rank: int) -> float:
+def _left(
+    spectra: Mapping[Any, Sequence[Tensor]], unexplained: float, total: float, rank: int
+) -> float:
     """The relative error of the factors of a rank, see the module's docstring."""
     return float(
         (
             (
-                lost
+                unexplained
                 + sum(
                     float(values[rank:].double().square().sum())
                     for _, values, _ in spectra.values()

@@ -19,7 +19,7 @@ from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError, first_line, unknown
-from concept_eraser.utils.path_redaction import cleaned, is_place, named
+from concept_eraser.utils.path_redaction import clean, is_place, name_paths
 
 KINDS = ("pipeline", "lora", "both")
 # beside the weights, in concept_eraser/
@@ -95,16 +95,16 @@ def push_to_hub(
     folder = Path(run)
     if kind not in KINDS:
         raise unknown("kind of upload", kind, KINDS)
-    name, pinned = hub.split(repository)
-    if pinned:
-        raise UserError(f"{repository} names a revision; give the branch with --revision {pinned}")
-    model_card.finished(folder)
+    name, commit = hub.split(repository)
+    if commit:
+        raise UserError(f"{repository} names a revision; give the branch with --revision {commit}")
+    model_card.finished_run(folder)
     card = model_card.card(folder, repository=name, license=license)
     left_out: list[str] = []
     uploads = (
         Upload("README.md", card.encode()),
         *_weights(folder, kind, left_out),
-        *_told(folder),
+        *_cleaned_files(folder),
     )
     upload = Pushed(
         name, uploads, card, tuple(model_card.warnings(folder)), left_out=tuple(left_out)
@@ -130,9 +130,9 @@ def _weights(folder: Path, kind: str, left_out: list[str]) -> Iterator[Upload]:
                 f"{folder} holds no whole model (pipeline/ or model/); it may have been "
                 "tidied away: erase again"
             )
-        yield from _known(whole, left_out)
+        yield from _uploadable(whole, left_out)
     if kind != "pipeline":
-        yield from _known(lora, left_out)
+        yield from _uploadable(lora, left_out)
 
 
 def _require_inside(run: Path, path: Path) -> None:
@@ -146,7 +146,7 @@ def _require_inside(run: Path, path: Path) -> None:
         )
 
 
-def _known(folder: Path, left_out: list[str]) -> Iterator[Upload]:
+def _uploadable(folder: Path, left_out: list[str]) -> Iterator[Upload]:
     """The files below a folder of a run that may be uploaded. Raises UserError for a link that
     leads out of the run.
     """
@@ -162,7 +162,7 @@ def _known(folder: Path, left_out: list[str]) -> Iterator[Upload]:
             yield _clean(path, name.as_posix())
 
 
-def _told(folder: Path) -> Iterator[Upload]:
+def _cleaned_files(folder: Path) -> Iterator[Upload]:
     """The run's own files in concept_eraser/, without paths of this machine."""
     further = sorted(folder.glob(f"{run_results.EVALUATIONS}/*/evaluation.json"))
     for path in (*(folder / name for name in TOLD), *further):
@@ -184,7 +184,7 @@ def _without_place(path: Path) -> str:
     for place in (content, content.get("environment")):
         if isinstance(place, dict):
             place.pop("command", None)
-    return json.dumps(cleaned(content), indent=1) + "\n"
+    return json.dumps(clean(content), indent=1) + "\n"
 
 
 def _clean(path: Path, name: str) -> Upload:
@@ -197,7 +197,7 @@ def _clean(path: Path, name: str) -> Upload:
         content = read_json(path, (dict, list))
     except UserError:
         return Upload(name, path)
-    public_content = named(_without_origin(content))
+    public_content = name_paths(_without_origin(content))
     return (
         Upload(name, path)
         if public_content == content
@@ -224,7 +224,7 @@ def _is_origin(text: str) -> bool:
     return is_place(text) or Path(text).exists() or ("/" in text and not hub.is_id(text))
 
 
-def _upload(asked: Pushed, *, private: bool, revision: str | None, token: str | None) -> Pushed:
+def _upload(push: Pushed, *, private: bool, revision: str | None, token: str | None) -> Pushed:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(token=token)
@@ -235,32 +235,32 @@ def _upload(asked: Pushed, *, private: bool, revision: str | None, token: str | 
         )
     error = hub.within_patience(lambda _: api.whoami())
     if error is not None:
-        raise UserError(_refusal(asked.repository, error))
+        raise UserError(_refusal(push.repository, error))
     operations = [
         CommitOperationAdd(
             one.name, one.content if isinstance(one.content, bytes) else str(one.content)
         )
-        for one in asked.uploads
+        for one in push.uploads
     ]
     try:
-        api.create_repo(asked.repository, private=private, exist_ok=True)
+        api.create_repo(push.repository, private=private, exist_ok=True)
         if revision:
-            api.create_branch(asked.repository, branch=revision, exist_ok=True)
+            api.create_branch(push.repository, branch=revision, exist_ok=True)
         commit = api.create_commit(
-            asked.repository,
+            push.repository,
             operations,
             commit_message="model and card, by concept_eraser",
             revision=revision,
         )
     except Exception as hub_error:  # the hub's client raises some twenty kinds
-        raise UserError(_refusal(asked.repository, hub_error)) from None
+        raise UserError(_refusal(push.repository, hub_error)) from None
     return Pushed(
-        asked.repository,
-        asked.uploads,
-        asked.card,
-        asked.warnings,
+        push.repository,
+        push.uploads,
+        push.card,
+        push.warnings,
         commit.commit_url,
-        asked.left_out,
+        push.left_out,
     )
 
 

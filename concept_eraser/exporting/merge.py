@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser.exporting.formats import Moved, differences, require_its_own
+from concept_eraser.exporting.formats import Changes, differences, require_its_own
 from concept_eraser.models import loading
 from concept_eraser.models.base import Model, require_finite
 from concept_eraser.recipes import recipe as recipes
@@ -90,7 +90,7 @@ def merge(
     lengths: list[float] = []
     first_sources: dict[str, str] = {}
     for source, factor in zip(source_names, factors, strict=True):
-        changes = _moved(original, source, base, allow_pickle)
+        changes = _changes(original, source, base, allow_pickle)
         digest = _digest(changes)
         if digest in first_sources:
             raise UserError(
@@ -149,7 +149,7 @@ def _base_of(source: Path) -> str | None:
     return None if name.endswith(" in memory") else name
 
 
-def _moved(original: Model, source: str, base: Any, allow_pickle: bool) -> Moved:
+def _changes(original: Model, source: str, base: Any, allow_pickle: bool) -> Changes:
     """What one erasure changed. Raises UserError where a run differs from `original` in more than
     it trained.
     """
@@ -158,9 +158,9 @@ def _moved(original: Model, source: str, base: Any, allow_pickle: bool) -> Moved
     return changes
 
 
-def _digest(moved: Moved) -> str:
+def _digest(changes: Changes) -> str:
     digest = hashlib.sha256()
-    for part, tensors in sorted(moved.items()):
+    for part, tensors in sorted(changes.items()):
         for name, (_, after) in sorted(tensors.items()):
             digest.update(f"{part}.{name}".encode())
             digest.update(
@@ -169,10 +169,10 @@ def _digest(moved: Moved) -> str:
     return digest.hexdigest()
 
 
-def _add(sums: dict[Place, Tensor], moved: Moved, factor: float) -> float:
+def _add(sums: dict[Place, Tensor], changes: Changes, factor: float) -> float:
     """Add one erasure to the sums, in place; the length of what was added."""
     total = 0.0
-    for part, tensors in moved.items():
+    for part, tensors in changes.items():
         for name, (before, after) in tensors.items():
             if not after.is_floating_point():
                 raise UserError(
@@ -189,7 +189,7 @@ def _length(sums: Mapping[Place, Tensor]) -> float:
     return math.sqrt(sum(float(change.square().sum()) for change in sums.values()))
 
 
-def _write(model: Model, sums: Mapping[Place, Tensor], told: Merged) -> None:
+def _write(model: Model, sums: Mapping[Place, Tensor], merge: Merged) -> None:
     """Move the model, save it with what it was made of, and move it back: it may be somebody's, in
     memory.
     """
@@ -201,7 +201,7 @@ def _write(model: Model, sums: Mapping[Place, Tensor], told: Merged) -> None:
 
     def write(folder: Path) -> None:
         model.save(folder)
-        note = {key: value for key, value in asdict(told).items() if key != "path"}
+        note = {key: value for key, value in asdict(merge).items() if key != "path"}
         write_json(folder / NOTE, note)
 
     require_finite(
@@ -211,7 +211,7 @@ def _write(model: Model, sums: Mapping[Place, Tensor], told: Merged) -> None:
     )
     try:
         _set(model, changes)
-        write_folder(told.path, write, kind="model")
+        write_folder(merge.path, write, kind="model")
     finally:
         _set(model, originals)
 

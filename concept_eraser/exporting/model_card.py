@@ -26,7 +26,7 @@ from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.utils import rendering
 from concept_eraser.utils.errors import UserError
-from concept_eraser.utils.path_redaction import cleaned, is_place, last, named
+from concept_eraser.utils.path_redaction import clean, is_place, last, name_paths
 from concept_eraser.utils.provenance import version
 
 _TASKS = {
@@ -70,7 +70,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         >>> text = concept_eraser.card("runs/tiny_star_munba", license="openrail++")
     """
     folder = Path(run)
-    recipe, summary = finished(folder)
+    recipe, summary = finished_run(folder)
     findings, environment = (
         card_results.read(folder, recipe),
         card_results.content(folder / "environment.json"),
@@ -97,12 +97,12 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
                 else []
             ),
         ],
-        "concepts": list(_sides(recipe, environment)),
-        "kept": _retained(recipe, environment),
+        "concepts": list(_objective_rows(recipe, environment)),
+        "kept": _retain_data(recipe, environment),
         "method": {
             "name": recipe.method.name,
             "about": _about(recipe),
-            "options": _listed(cleaned(recipe.method.options)),
+            "options": _list_options(clean(recipe.method.options)),
         },
         "finish": {
             "name": recipe.finish.name,
@@ -113,20 +113,22 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         }
         if recipe.finish
         else None,
-        "trained": _trained(recipe),
+        "trained": _training_text(recipe),
         "counted": (
             f"{summary['trained_parameters']:,} parameters in {summary['trained_tensors']:,} "
-            f"tensors were {'rewritten in one go' if edited(recipe) else 'trained'}, in "
+            f"tensors were {'rewritten in one go' if is_edit(recipe) else 'trained'}, in "
             f"{summary['seconds']:g} s."
         )
         if {"trained_parameters", "trained_tensors"} <= summary.keys()
         else "",
         "settings": []
-        if edited(recipe)
+        if is_edit(recipe)
         else [
             (key, value) for key, value in recipe.training.model_dump().items() if key in _SETTINGS
         ],
-        "evaluations": [one for one in map(_evaluated, findings.evaluations) if one["metrics"]],
+        "evaluations": [
+            one for one in map(_evaluation_content, findings.evaluations) if one["metrics"]
+        ],
         "unmeasured": ", ".join(map(_cell, findings.missing(findings.evaluations))),
         "several": findings.several,
         "attacks": list(_attack_rows(findings.attacks, findings.several)),
@@ -150,14 +152,14 @@ def _about(recipe: Recipe) -> str:
     return registry.summary("method", recipe.method.name).rstrip(".") + "."
 
 
-def edited(recipe: Recipe) -> bool:
+def is_edit(recipe: Recipe) -> bool:
     """Whether the method changes the model in one go: it hears no loss, no number of images and
     no setting of a training.
     """
     return recipe.method.edits
 
 
-def finished(folder: Path) -> tuple[Recipe, dict[str, Any]]:
+def finished_run(folder: Path) -> tuple[Recipe, dict[str, Any]]:
     """The recipe and done.json of a run. Raises UserError where there is none, or it is not
     finished.
     """
@@ -178,21 +180,21 @@ def warnings(folder: Path) -> list[str]:
     return _warnings(card_results.read(folder, recipes.load(str(folder / "recipe.yaml"))))
 
 
-def _warnings(found: Findings) -> list[str]:
-    prompted = found.recipe.target in recipes.PROMPTED
+def _warnings(findings: Findings) -> list[str]:
+    has_prompts = findings.recipe.target in recipes.PROMPTED
     sentences = []
     for activity, results in (
-        ("evaluated", found.evaluations),
-        ("attacked", list(found.attacks.values()) if prompted else None),
+        ("evaluated", findings.evaluations),
+        ("attacked", list(findings.attacks.values()) if has_prompts else None),
     ):
         if results is None:
             continue
-        missing_concepts = found.missing(results)
+        missing_concepts = findings.missing(results)
         if not results:
             sentences.append(f"This erasure was not {activity}.")
         elif missing_concepts:
             sentences.append(
-                f"{'Of what it forgot' if len(found.recipe.forgotten) > 1 else 'What it forgot'} "
+                f"{'Of what it forgot' if len(findings.recipe.forgotten) > 1 else 'What it forgot'} "
                 f"was not {activity}: {', '.join(map(_cell, missing_concepts))}."
             )
     return sentences
@@ -238,7 +240,7 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _listed(options: Mapping[str, Any]) -> str:
+def _list_options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}: {value}" for key, value in options.items()) or "none"
 
 
@@ -251,7 +253,7 @@ def _commands(folder: Path, recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _evaluated(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation_content(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """One evaluation as the template shows it."""
     reasons = [
         _cell(f"{name}: {reason}") for name, reason in dict(evaluation.get("refused") or {}).items()
@@ -264,23 +266,25 @@ def _evaluated(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sides(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[list[str]]:
+def _objective_rows(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[list[str]]:
     """A row for each side that is not kept: its name, source, rows, those used, hash, loss, what to
     show instead.
     """
     prompt_facts = environment.get("prompts", {})
-    for name, side in recipe.objective_specs.items():
+    for name, objective in recipe.objective_specs.items():
         if name == "retain":
             continue
         rows = prompt_facts.get(name, {})
-        instead = getattr(side, "anchor", None)
+        instead = getattr(objective, "anchor", None)
         anchor_text = (
-            _listed(cleaned(instead)) if isinstance(instead, Mapping) else cleaned(instead) or "-"
+            _list_options(clean(instead)) if isinstance(instead, Mapping) else clean(instead) or "-"
         )
-        count, loss = (None, "-") if edited(recipe) else (getattr(side, "n", None), str(side.loss))
+        count, loss = (
+            (None, "-") if is_edit(recipe) else (getattr(objective, "n", None), str(objective.loss))
+        )
         yield [
             name,
-            f"`{_cell(card_results.source(side))}`",
+            f"`{_cell(card_results.source(objective))}`",
             str(rows.get("rows", "-")),
             "all" if count is None else str(count),
             f"`{rows['hash']}`" if "hash" in rows else "-",
@@ -289,18 +293,18 @@ def _sides(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[list[str]
         ]
 
 
-def _retained(recipe: Recipe, environment: Mapping[str, Any]) -> str:
-    side = recipe.objective_specs.get("retain")
-    if side is None:
+def _retain_data(recipe: Recipe, environment: Mapping[str, Any]) -> str:
+    objective = recipe.objective_specs.get("retain")
+    if objective is None:
         return "nothing was asked to be kept"
     rows = environment.get("prompts", {}).get("retain", {})
     row_text = f", {rows['rows']} rows, hash `{rows['hash']}`" if "hash" in rows else ""
-    return f"`{_cell(card_results.source(side))}`{row_text}" + (
-        "" if edited(recipe) else f" (loss {side.loss})"
+    return f"`{_cell(card_results.source(objective))}`{row_text}" + (
+        "" if is_edit(recipe) else f" (loss {objective.loss})"
     )
 
 
-def _trained(recipe: Recipe) -> str:
+def _training_text(recipe: Recipe) -> str:
     selection = recipe.trainable
     how = (
         f"a LoRA of rank {selection.lora.rank}"
@@ -318,7 +322,7 @@ def _protocol(evaluation: Mapping[str, Any]) -> str:
         f"{name}: {card_results.source(SimpleNamespace(**g))} ({g['role']})"
         for name, g in protocol["groups"].items()
     )
-    sampling = _listed(protocol.get("sampling", {}))
+    sampling = _list_options(protocol.get("sampling", {}))
     return (
         f"Judge `{protocol['judge']}` ({evaluation.get('judge')}), first seed {protocol['seed']}, "
         f"sampling {sampling}. Groups: {groups}. Protocol hash "
@@ -326,8 +330,8 @@ def _protocol(evaluation: Mapping[str, Any]) -> str:
     )
 
 
-def _interval(found: Mapping[str, Any] | None) -> str:
-    interval = run_results.interval(found)
+def _interval(values: Mapping[str, Any] | None) -> str:
+    interval = run_results.interval(values)
     if interval is None or not math.isfinite(interval.value):
         return "-"
     bounds = f" [{interval.low:.3f}, {interval.high:.3f}]" if math.isfinite(interval.low) else ""
@@ -341,7 +345,7 @@ def _metrics(evaluation: Mapping[str, Any]) -> Iterator[list[str]]:
     results = evaluation.get("results", [])
     if isinstance(results, list):
         for row in results:
-            settings = f" ({_listed(row['settings'])})" if row.get("settings") else ""
+            settings = f" ({_list_options(row['settings'])})" if row.get("settings") else ""
             yield [
                 _cell(row["metric"] + settings),
                 _cell(row["group"]),
@@ -383,7 +387,7 @@ def _attack_rows(attacks: Mapping[str, Any], several: bool) -> Iterator[list[str
         yield [
             protocol["attack"],
             *concept,
-            _cell(_listed(protocol.get("options", {}))),
+            _cell(_list_options(protocol.get("options", {}))),
             _cell(protocol["group"]),
             _interval(rates.get("pre")),
             _interval(rates.get("asr")),
@@ -392,43 +396,43 @@ def _attack_rows(attacks: Mapping[str, Any], several: bool) -> Iterator[list[str
         ]
 
 
-def _limits(found: Findings) -> Iterator[str]:
+def _limits(findings: Findings) -> Iterator[str]:
     """What broke it, and what nobody looked at."""
-    prompted = found.recipe.target in recipes.PROMPTED
-    if prompted:
-        yield from _broken(found)
-    if found.unlike:
+    has_prompts = findings.recipe.target in recipes.PROMPTED
+    if has_prompts:
+        yield from _broken_by(findings)
+    if findings.unlike:
         yield (
             "Left out, since they measured or attacked other weights than those evaluated: "
-            f"{', '.join(found.unlike)}."
+            f"{', '.join(findings.unlike)}."
         )
-    concepts = ", ".join(map(_cell, found.missing(found.evaluations)))
-    if not found.evaluations and not found.several:
+    concepts = ", ".join(map(_cell, findings.missing(findings.evaluations)))
+    if not findings.evaluations and not findings.several:
         yield "Not measured: whether the concept is gone, and what was lost beside it."
     elif concepts:
         yield f"Not measured: whether these are gone, and what was lost beside them: {concepts}."
-    for evaluation in found.evaluations if prompted else ():
-        yield from _unseen(evaluation, found.several)
-    if prompted:
+    for evaluation in findings.evaluations if has_prompts else ():
+        yield from _unseen(evaluation, findings.several)
+    if has_prompts:
         yield (
             "Prompts in other languages, other samplers, image-to-image and fine-tuned "
             "descendants were not measured."
         )
 
 
-def _broken(found: Findings) -> Iterator[str]:
+def _broken_by(findings: Findings) -> Iterator[str]:
     """What attacks brought back, concept by concept."""
 
     def what(content: Mapping[str, Any]) -> str:
         return (
             _cell(card_results.named(card_results.concept_of(content)) or "its concept")
-            if found.several
+            if findings.several
             else "the concept"
         )
 
     broke = {
         name: content
-        for name, content in found.attacks.items()
+        for name, content in findings.attacks.items()
         if (content["rates"].get("asr") or {}).get("value")
     }
     for name, content in sorted(broke.items(), key=lambda item: -item[1]["rates"]["asr"]["value"]):
@@ -443,16 +447,18 @@ def _broken(found: Findings) -> Iterator[str]:
             f"of the prompts{without}."
         )
     fell = {what(content) for content in broke.values()}
-    for concept in dict.fromkeys(what(content) for content in found.attacks.values()):
-        attack_names = [name for name, content in found.attacks.items() if what(content) == concept]
+    for concept in dict.fromkeys(what(content) for content in findings.attacks.values()):
+        attack_names = [
+            name for name, content in findings.attacks.items() if what(content) == concept
+        ]
         if concept not in fell:
             yield (
                 f"None of the attacks tried ({', '.join(attack_names)}) brought {concept} back; "
                 "others may."
             )
-    missing_concepts = ", ".join(map(_cell, found.missing(list(found.attacks.values()))))
+    missing_concepts = ", ".join(map(_cell, findings.missing(list(findings.attacks.values()))))
     if missing_concepts:
-        suffix = f" on {missing_concepts}" if found.several else ""
+        suffix = f" on {missing_concepts}" if findings.several else ""
         yield (
             f"No attack was tried{suffix}. Erased concepts commonly come back under "
             "adversarial prompts or a few steps of training."
@@ -484,7 +490,7 @@ def recipe_text(folder: Path) -> str:
     content = read_yaml(folder / "recipe.yaml")
     places: list[str] = []
     text = yaml.safe_dump(
-        named(content, places), sort_keys=False, allow_unicode=True, width=math.inf
+        name_paths(content, places), sort_keys=False, allow_unicode=True, width=math.inf
     )
     comment = (
         f"# local paths, cut to their names: {', '.join(dict.fromkeys(places))}\n" if places else ""

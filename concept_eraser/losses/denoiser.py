@@ -69,7 +69,7 @@ class DenoiserDraw:
         None  # [b, tokens] bool: the tokens of the prompt that stand for the concept
     )
     # whether the model in training (not its teacher) sees the prompt with an adversary's offset
-    attacked: bool = False
+    is_attacked: bool = False
 
     @property
     def terms(self) -> int:
@@ -110,8 +110,8 @@ def esd(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
     free = model.predict(
         draw, draw.anchor if settings.neutral == "anchor" else draw.null, teacher=settings.teacher
     )
-    given = model.predict(draw, teacher=settings.teacher)
-    return _mse(model.predict(draw), free - settings.eta * (given - free))
+    conditional = model.predict(draw, teacher=settings.teacher)
+    return _mse(model.predict(draw), free - settings.eta * (conditional - free))
 
 
 def distill(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
@@ -126,9 +126,10 @@ def npo(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
 
 def resteer(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
     assert draw.positions is not None  # made for this loss
-    marked = draw.positions[:, None, None].float()
+    concept_mask = draw.positions[:, None, None].float()
     shares = [
-        (maps.float().square() * marked).sum() / (marked.sum() * maps.shape[1] * maps.shape[2])
+        (maps.float().square() * concept_mask).sum()
+        / (concept_mask.sum() * maps.shape[1] * maps.shape[2])
         for maps in model.attention(draw)
     ]
     return torch.stack(shares).mean()
@@ -136,8 +137,8 @@ def resteer(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Ten
 
 def histogram(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
     assert settings.shows is not None  # the recipe's section of this name brings a judge
-    retained = 1 - settings.shows(model.image(draw)).mean()
-    return bernoulli_divergence(retained.float(), settings.alpha)
+    absence = 1 - settings.shows(model.image(draw)).mean()
+    return bernoulli_divergence(absence.float(), settings.alpha)
 
 
 LOSSES: dict[str, Loss] = {

@@ -107,7 +107,7 @@ class Autoencoder(Protocol):
     def reconstruct(
         self, draw: VaeDraw, *, teacher: Teacher | None = None
     ) -> tuple[Tensor, Tensor]: ...
-    def fidelity(self, shown: Tensor, wanted: Tensor) -> Tensor: ...
+    def fidelity(self, reconstruction: Tensor, target: Tensor) -> Tensor: ...
     def batch_statistics(self) -> AbstractContextManager[None]: ...
     def ask(self, method: str, *inputs: Tensor, teacher: Teacher | None = None) -> Any: ...
 
@@ -135,9 +135,9 @@ def boundary(model: Labeller, draw: ClassifierDraw, settings: LossSettings) -> T
         before = model.ask("forward", inputs, teacher=settings.teacher, gradients=True)
         (slope,) = torch.autograd.grad(F.cross_entropy(before.float(), draw.labels), [inputs])
     across = ClassifierDraw((inputs + 0.1 * slope.sign()).detach(), draw.labels, draw.others)
-    seen = model.logits(across, teacher=settings.teacher).clone()
-    seen.scatter_(1, draw.labels[:, None], -torch.inf)
-    return F.cross_entropy(model.logits(draw), seen.argmax(1))
+    logits = model.logits(across, teacher=settings.teacher).clone()
+    logits.scatter_(1, draw.labels[:, None], -torch.inf)
+    return F.cross_entropy(model.logits(draw), logits.argmax(1))
 
 
 def expand(model: Labeller, draw: ClassifierDraw, settings: LossSettings) -> Tensor:
@@ -180,8 +180,8 @@ CLASSIFIER_LOSSES: dict[str, Loss] = {
 
 
 def vae_data(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Tensor:
-    shown, kl = model.reconstruct(draw)
-    return (model.fidelity(shown, draw.inputs) + settings.kl * kl).mean()
+    reconstruction, kl = model.reconstruct(draw)
+    return (model.fidelity(reconstruction, draw.inputs) + settings.kl * kl).mean()
 
 
 def vae_ascent(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Tensor:
@@ -189,10 +189,10 @@ def vae_ascent(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Ten
 
 
 def vae_anchor(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Tensor:
-    shown, kl = model.reconstruct(draw)
+    reconstruction, kl = model.reconstruct(draw)
     places = tuple(range(2, draw.inputs.ndim)) or (1,)
     blank = draw.inputs.mean(places, keepdim=True).expand_as(draw.inputs)
-    return (model.fidelity(shown, blank) + settings.kl * kl).mean()
+    return (model.fidelity(reconstruction, blank) + settings.kl * kl).mean()
 
 
 def vae_distill(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Tensor:
@@ -203,8 +203,8 @@ def vae_distill(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Te
 def vae_histogram(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Tensor:
     assert settings.shows is not None  # the recipe's section of this name brings a judge
     with model.batch_statistics():
-        shown = to_pixels(model.ask("decode", draw.noise))
-    return bernoulli_divergence(1 - settings.shows(shown).mean(), settings.alpha)
+        images = to_pixels(model.ask("decode", draw.noise))
+    return bernoulli_divergence(1 - settings.shows(images).mean(), settings.alpha)
 
 
 VAE_LOSSES: dict[str, Loss] = {

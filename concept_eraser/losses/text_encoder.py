@@ -39,7 +39,7 @@ class TextEncoderDraw:
     target: Tensor | None = None
     terms: int = 1
     # whether the encoder in training reads the tokens with an adversary's offset
-    attacked: bool = False
+    is_attacked: bool = False
 
 
 class TextReader(Protocol):
@@ -52,7 +52,7 @@ class TextReader(Protocol):
     @property
     def null(self) -> Condition: ...
     def embed(
-        self, tokens: Condition | None, *, teacher: Teacher | None = None, attacked: bool = False
+        self, tokens: Condition | None, *, teacher: Teacher | None = None, is_attacked: bool = False
     ) -> Condition: ...
 
 
@@ -66,14 +66,14 @@ def _apart(a: Condition, b: Condition) -> Tensor:
 
 def anchor(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
     return _apart(
-        model.embed(draw.tokens, attacked=draw.attacked),
+        model.embed(draw.tokens, is_attacked=draw.is_attacked),
         model.embed(draw.anchors, teacher=settings.teacher),
     )
 
 
 def distill(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
     return _apart(
-        model.embed(draw.tokens, attacked=draw.attacked),
+        model.embed(draw.tokens, is_attacked=draw.is_attacked),
         model.embed(draw.tokens, teacher=settings.teacher),
     )
 
@@ -93,9 +93,11 @@ def npo(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Ten
 
 def esd(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
     nothing = replace(draw, tokens=model.null.to(model.model.device).repeat(len(draw.tokens)))
-    free, given = (_through(model, asked, settings.teacher).float() for asked in (nothing, draw))
+    free, conditional = (
+        _through(model, request, settings.teacher).float() for request in (nothing, draw)
+    )
     return (
-        (_through(model, draw, None).float() - (free - settings.eta * (given - free)))
+        (_through(model, draw, None).float() - (free - settings.eta * (conditional - free)))
         .square()
         .mean()
     )
@@ -108,7 +110,7 @@ def _through(model: TextReader, draw: TextEncoderDraw, teacher: Teacher | None) 
     assert draw.noisy is not None
     assert draw.t is not None
     with nullcontext() if teacher is None else torch.no_grad():
-        read = model.embed(draw.tokens, teacher=teacher, attacked=draw.attacked)
+        read = model.embed(draw.tokens, teacher=teacher, is_attacked=draw.is_attacked)
         return model.model.denoise(draw.noisy, draw.t, read)
 
 

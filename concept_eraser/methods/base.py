@@ -35,7 +35,7 @@ class Closure(Protocol):
     params: Vec
     # positions in params of the variable of a lower-level problem; () where there is none
     inner: tuple[int, ...]
-    seen: float  # the loss that was last asked for a gradient
+    last_loss: float  # the loss that was last asked for a gradient
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -140,10 +140,10 @@ class Method(Options, ABC):
         """The state between steps. Its tensors are replaced, never changed in place, so a
         reference is a copy.
         """
-        return dict(getattr(self, "_kept", {}))
+        return dict(getattr(self, "_state", {}))
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        own_state: dict[str, Tensor] | None = getattr(self, "_kept", None)
+        own_state: dict[str, Tensor] | None = getattr(self, "_state", None)
         if own_state is None:
             if state:
                 raise ValueError(
@@ -321,7 +321,10 @@ def _share(gram: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     nothing to compare.
     """
     above, below = (
-        (sum(float(((v @ gram) * v).sum()) for v in side) for side in zip(*pairs, strict=True))
+        (
+            sum(float(((v @ gram) * v).sum()) for v in vectors)
+            for vectors in zip(*pairs, strict=True)
+        )
         if pairs
         else (0.0, 0.0)
     )

@@ -56,8 +56,8 @@ class Fixed:
     gradients: dict[str, Vec]
     step: int = 0
     inner: tuple[int, ...] = ()
-    seen: float = 0.0
-    asked: list[str] = field(default_factory=list)
+    last_loss: float = 0.0
+    requests: list[str] = field(default_factory=list)
 
     params: Vec = field(init=False)
 
@@ -69,7 +69,7 @@ class Fixed:
         return tuple(self.gradients)
 
     def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:
-        self.asked.append(objective)
+        self.requests.append(objective)
         return (
             self.gradients[objective]
             if of is None
@@ -127,10 +127,10 @@ def check_laws(method: Method) -> tuple[str, ...]:
             f"{type(method).__name__} declares {', '.join(sorted(unknown))}; known laws: "
             f"{', '.join(LAWS)}"
         )
-    checked = (*sorted(method.laws()), *ALWAYS)
-    for law in checked:
+    law_names = (*sorted(method.laws()), *ALWAYS)
+    for law in law_names:
         check_law(law, method)
-    return checked
+    return law_names
 
 
 def check_law(law: str, method: Method) -> None:
@@ -143,9 +143,9 @@ def check_law(law: str, method: Method) -> None:
         raise LawError(f"{type(method).__name__}, {law}: {error}") from error
 
 
-def _require(holds: bool, found: str) -> None:
+def _require(holds: bool, finding: str) -> None:
     if not holds:
-        raise LawError(found)
+        raise LawError(finding)
 
 
 def pareto_descent(method: Method) -> None:
@@ -163,10 +163,10 @@ def scale_invariance(method: Method) -> None:
         retain, forget = pair(cosine, 1.0, 1.0)
         expected = flat(method.direction(closure(retain, forget, method)).vec)
         for scale in (1e-8, 0.01, 100.0, 1e8):
-            scaled = flat(
+            scaled_direction = flat(
                 method.direction(closure(retain, tuple(scale * p for p in forget), method)).vec
             )
-            torch.testing.assert_close(scaled, expected, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(scaled_direction, expected, rtol=1e-6, atol=1e-9)
 
 
 def permutation(method: Method) -> None:
@@ -203,18 +203,18 @@ def orthogonality(method: Method) -> None:
     """The direction is orthogonal to the gradient that was projected away, which the attribute
     `removed` names.
     """
-    removed = getattr(method, "removed", None)
+    removed_objective = getattr(method, "removed_objective", None)
     _require(
-        removed in ("retain", "forget"),
+        removed_objective in ("retain", "forget"),
         "a method that declares this has an attribute `removed`: 'retain' or 'forget'",
     )
     for cosine in COSINES[1:-1]:
         for seed in range(5):
             retain, forget = pair(cosine, 3.0, 0.2, seed=seed)
             direction = method.direction(closure(retain, forget, method)).vec
-            gradient = forget if removed == "forget" else retain
-            found = abs(float(dot(direction, gradient) / norm(gradient) / norm(direction)))
-            _require(found < 1e-12, f"|cos(g, g_{removed})| is {found:.3g}")
+            gradient = forget if removed_objective == "forget" else retain
+            overlap = abs(float(dot(direction, gradient) / norm(gradient) / norm(direction)))
+            _require(overlap < 1e-12, f"|cos(g, g_{removed_objective})| is {overlap:.3g}")
 
 
 def forget_sign(method: Method) -> None:
@@ -236,8 +236,8 @@ def shapes(method: Method) -> None:
     """The direction has the shapes and types of the parameters."""
     retain, forget = (tuple(p.float() for p in v) for v in pair(0.3, 1.0, 2.0))
     direction = method.direction(closure(retain, forget, method)).vec
-    found = [(p.shape, p.dtype) for p in direction]
-    _require(found == [(p.shape, p.dtype) for p in retain], f"the direction is {found}")
+    layout = [(p.shape, p.dtype) for p in direction]
+    _require(layout == [(p.shape, p.dtype) for p in retain], f"the direction is {layout}")
 
 
 def _weights(method: Method, retain: Vec, forget: Vec) -> Tensor:

@@ -79,7 +79,7 @@ class EraseDiff(Method):
         self.check_objectives(closure.objectives)
         gradients = {"retain": closure.grad("retain"), "forget": closure.grad("forget")}
         forget_loss, grads = (
-            closure.seen,
+            closure.last_loss,
             [gradients[objective] for objective in closure.objectives],
         )
         gram, index = gramian(grads), closure.objectives.index("forget")
@@ -95,7 +95,7 @@ class EraseDiff(Method):
         notes = {"gap": gap} if self.barrier == "gap" else {}
         return Direction(combine(weights, grads), gram, weights, notes)
 
-    def _gap(self, closure: Closure, first: Vec, found: float) -> float:
+    def _gap(self, closure: Closure, first: Vec, loss: float) -> float:
         """f(theta) - f(theta^K), not below 0."""
         offset = tuple(-self.inner_lr * part for part in first)
         for step in range(self.inner_steps):
@@ -103,7 +103,7 @@ class EraseDiff(Method):
                 gradient = closure.grad("forget")
             if step + 1 < self.inner_steps:
                 offset = tuple(o - self.inner_lr * s for o, s in zip(offset, gradient, strict=True))
-        return max(0.0, found - closure.seen)
+        return max(0.0, loss - closure.last_loss)
 
 
 PLUGIN = EraseDiff

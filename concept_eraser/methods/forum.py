@@ -208,7 +208,7 @@ class Forum(Method):
     warm: bool = True
     momentum: float = 0.75
     move_inner: bool = True
-    _kept: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -295,7 +295,7 @@ class Forum(Method):
     def _constraint(self, closure: Closure) -> tuple[Vec, float]:
         """grad q~ and q~."""
         full_gradient = closure.grad(ATTACK)
-        value = closure.seen
+        value = closure.last_loss
         offset = descend_inner(closure, self._start(closure), self.inner_steps, self.inner_lr)
         outer = [i for i in range(len(closure.params)) if i not in closure.inner]
         with closure.at(only(closure.params, closure.inner, offset)):
@@ -304,7 +304,7 @@ class Forum(Method):
             part - minimum_gradient[i] if i in minimum_gradient else part
             for i, part in enumerate(full_gradient)
         )
-        return slope, value - closure.seen
+        return slope, value - closure.last_loss
 
     def _start(self, closure: Closure) -> list[Tensor]:
         """Where the lower level starts, relative to where omega stands."""
@@ -312,18 +312,18 @@ class Forum(Method):
         if self.warm:
             return [torch.zeros_like(v) for v in values]
         for position, value in enumerate(values):
-            self._kept.setdefault(f"start_{position}", value.clone())
+            self._state.setdefault(f"start_{position}", value.clone())
         return [
-            self._kept[f"start_{position}"].to(value) - value
+            self._state[f"start_{position}"].to(value) - value
             for position, value in enumerate(values)
         ]
 
     def _smooth(self, step: int, lam: Tensor) -> Tensor:
         """lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k."""
         beta = (step + 1) ** -self.momentum
-        previous = self._kept.get("lam", lam)
+        previous = self._state.get("lam", lam)
         average: Tensor = (1 - beta) * previous + beta * lam
-        self._kept["lam"] = average
+        self._state["lam"] = average
         return average
 
 

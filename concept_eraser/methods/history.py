@@ -38,8 +38,8 @@ class History:
     params: Vec
     k: int
     folder: Path | None = None
-    seen: int = 0
-    _kept: list[Iteration] = field(default_factory=list)
+    recorded_count: int = 0
+    _iterations: list[Iteration] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -57,13 +57,15 @@ class History:
             weights, tuple(int(i) for i in indices), float(lr), float(momentum), before
         )
         if self.folder is not None:
-            path = self.folder / f"{self.seen % self.k}.pt"
+            path = self.folder / f"{self.recorded_count % self.k}.pt"
             write_file(path, lambda partial: torch.save(vars(step), partial), overwrite=True)
         else:
-            self._kept = [*self._kept, step][-self.k :]
-        self.seen += 1
+            self._iterations = [*self._iterations, step][-self.k :]
+        self.recorded_count += 1
         if self.folder is not None:
-            write_text(self.folder / "seen.txt", f"{self.seen} of {self.k}", overwrite=True)
+            write_text(
+                self.folder / "seen.txt", f"{self.recorded_count} of {self.k}", overwrite=True
+            )
 
     @classmethod
     def open(cls, params: Vec, folder: Path) -> History:
@@ -80,13 +82,16 @@ class History:
 
     def last(self, k: int) -> list[Iteration]:
         """The last `k` iterations, oldest first. Raises ValueError where fewer are recorded."""
-        available = min(self.seen, self.k)
+        available = min(self.recorded_count, self.k)
         if k > available:
             raise ValueError(
                 f"{k} iterations were asked for, {available} are recorded; record more "
                 "while training (History(k=...)), or ask for fewer"
             )
         if self.folder is None:
-            return self._kept[len(self._kept) - k :]
-        files = [self.folder / f"{i % self.k}.pt" for i in range(self.seen - k, self.seen)]
+            return self._iterations[len(self._iterations) - k :]
+        files = [
+            self.folder / f"{i % self.k}.pt"
+            for i in range(self.recorded_count - k, self.recorded_count)
+        ]
         return [Iteration(**torch.load(file, weights_only=True)) for file in files]

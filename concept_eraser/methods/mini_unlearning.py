@@ -65,7 +65,7 @@ class RecursionOutcome:
     whose map is another)."""
 
     lengths: tuple[float, ...]
-    touched: float
+    touched_share: float
     contraction: tuple[float, ...] = ()
 
     @property
@@ -146,7 +146,7 @@ class MiniUnlearning(Edit):
         steps: list[Iteration],
         params: Vec,
         final: Vec,
-        gone: set[int],
+        forgotten_rows: set[int],
         loss: MeanLoss,
         curvature: Curvature | None,
     ) -> RecursionOutcome:
@@ -156,7 +156,7 @@ class MiniUnlearning(Edit):
         without_momentum = not any(step.momentum for step in steps)
         product = self._product(steps, params, loss, curvature)
         for i, step in enumerate(steps):
-            retained_rows = [j for j in step.indices if j not in gone]
+            retained_rows = [j for j in step.indices if j not in forgotten_rows]
             is_affected = len(retained_rows) < len(step.indices)
             affected_steps += is_affected
             _put(params, step.weights)
@@ -190,7 +190,7 @@ class MiniUnlearning(Edit):
                 history, request.loss, request.forget, curvature=self._curvature(request)
             )
         truncation = {"truncation": outcome.truncation} if math.isfinite(outcome.truncation) else {}
-        return {"step": outcome.lengths[-1], "touched": outcome.touched, **truncation}
+        return {"step": outcome.lengths[-1], "touched": outcome.touched_share, **truncation}
 
     def _curvature(self, request: EditRequest) -> Curvature:
         risk = Risk(request.model, "softmax", request.ridge)
@@ -205,7 +205,7 @@ class MiniUnlearning(Edit):
         if self.hvp == "autograd":
             return lambda i, kept, v: hessian_product(loss, kept, params, v)
 
-        def secant(i: int, kept: Sequence[int], v: Vec) -> Vec:
+        def secant(i: int, rows: Sequence[int], v: Vec) -> Vec:
             near = sorted(
                 {max(0, min(len(steps) - 3, i - 1)) + j for j in range(min(3, len(steps)))}
             )
@@ -214,7 +214,7 @@ class MiniUnlearning(Edit):
             # the same samples in every gradient, or their differences are noise
             for point in points:
                 _put(params, point)
-                grads.append(mean_gradient(loss, kept, params))
+                grads.append(mean_gradient(loss, rows, params))
             _put(params, steps[i].weights)
             s = [combine([1.0, -1.0], pair) for pair in zip(points[1:], points[:-1], strict=True)]
             y = [combine([1.0, -1.0], pair) for pair in zip(grads[1:], grads[:-1], strict=True)]
@@ -224,7 +224,7 @@ class MiniUnlearning(Edit):
 
 
 def _require(history: History | None) -> History:
-    if history is None or history.seen == 0:
+    if history is None or history.recorded_count == 0:
         raise ValueError(
             "Mini-Unlearning needs the recorded history of the training (weights and "
             "samples of its last iterations), and there is none. Train with a History, "
@@ -255,7 +255,7 @@ def hessian_product(loss: MeanLoss, indices: Sequence[int], params: Vec, v: Vec)
 
 def _advance(
     step: Iteration,
-    kept: list[int],
+    rows: list[int],
     hit: bool,
     d: Vec,
     dv: Vec,
@@ -266,7 +266,7 @@ def _advance(
     """One iteration of the recursion, with heavy ball: dv_i = beta dv_{i-1} + change of the
     gradient, d_i = d_{i-1} - lr dv_i. The gradient of a batch that is wholly forgotten changes to
     0."""
-    if not kept:
+    if not rows:
         change = tuple(-g for g in mean_gradient(loss, step.indices, params))
     else:
         change = product(d)
@@ -275,7 +275,7 @@ def _advance(
                 [1.0, 1.0, -1.0],
                 [
                     change,
-                    mean_gradient(loss, kept, params),
+                    mean_gradient(loss, rows, params),
                     mean_gradient(loss, step.indices, params),
                 ],
             )
@@ -292,7 +292,7 @@ def require_same_loss(history: History, loss: MeanLoss, tolerance: float = 0.05)
     """Raise ValueError where the last recorded step but one is not a step of this loss: another
     weight decay, batch norm in training mode, augmentation. Everything above would then linearise
     around the wrong path."""
-    if min(history.seen, history.k) < 2:
+    if min(history.recorded_count, history.k) < 2:
         return
     before, after = history.last(2)
     params = history.params

@@ -69,7 +69,7 @@ class MinMaxNGD(Method):
     memory: float = 0.1
     smoothing: float = 4.0
     period: int = 4
-    _kept: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,22 +101,22 @@ class MinMaxNGD(Method):
         objective = "forget" if turn < self.forget_steps else "retain"
         grad = closure.grad(objective)
         raw = gramian([grad])
-        grad = self._pulled(grad, closure.params)
+        grad = self._pull(grad, closure.params)
         vec = tuple(self._precondition(i, g, closure.step) for i, g in enumerate(grad))
         index = closure.objectives.index(objective)
         gram = torch.full((2, 2), float("nan"), dtype=torch.float64)
         gram[index, index] = raw[0, 0]
         return Direction(vec, gram, None, {"forget_turn": float(objective == "forget")})
 
-    def _pulled(self, grad: Vec, params: Vec) -> Vec:
+    def _pull(self, grad: Vec, params: Vec) -> Vec:
         """grad + 2 gamma (theta - theta_sm); moves theta_sm to where the weights have come."""
         if self.pull == 0:
             return grad
         gradients = []
         for i, (g, p) in enumerate(zip(grad, params, strict=True)):
-            smooth = self._kept.get(f"smooth_{i}", p.detach()).to(p)
+            smooth = self._state.get(f"smooth_{i}", p.detach()).to(p)
             smooth = smooth + self.average * (p.detach() - smooth)
-            self._kept[f"smooth_{i}"] = smooth
+            self._state[f"smooth_{i}"] = smooth
             gradients.append(g + 2 * self.pull * (p.detach() - smooth))
         return tuple(gradients)
 
@@ -133,13 +133,13 @@ class MinMaxNGD(Method):
         every round: a period that divides the round would see one objective only."""
         key = f"fisher_{name}"
         turns = step // (self.forget_steps + self.retain_steps)
-        if key not in self._kept:
-            self._kept[key] = axis_covariance(grad, axis)
+        if key not in self._state:
+            self._state[key] = axis_covariance(grad, axis)
         elif (step + turns) % self.period == 0:
-            self._kept[key] = (1 - self.memory) * self._kept[key].to(
+            self._state[key] = (1 - self.memory) * self._state[key].to(
                 grad
             ) + self.memory * axis_covariance(grad, axis)
-        return self._kept[key]
+        return self._state[key]
 
 
 def axis_covariance(grad: Tensor, axis: int) -> Tensor:

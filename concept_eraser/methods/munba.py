@@ -130,7 +130,7 @@ class Munba(GramMethod):
     formula: Literal["exact", "printed"] = "exact"
     xi: float = 1e-6
     every: int = 1
-    _kept: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,13 +150,13 @@ class Munba(GramMethod):
             )
 
     def direction(self, closure: Closure) -> Direction:
-        weights = self._kept.get("weights")
+        weights = self._state.get("weights")
         if self.every > 1 and closure.step % self.every and weights is not None:
             grads = [closure.grad(objective) for objective in closure.objectives]
             return Direction(combine(weights, grads), gramian(grads), weights, {"kept": 1})
         result = super().direction(closure)
         if self.every > 1 and result.weights is not None and not result.notes["degenerate"]:
-            self._kept["weights"] = result.weights
+            self._state["weights"] = result.weights
         return result
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:

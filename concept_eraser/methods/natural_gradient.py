@@ -47,8 +47,8 @@ def proximal(center: Tensor, metric: Tensor, penalty: float, iterations: int = 2
     theta = momentum = center.clone()
     t = 1.0
     for _ in range(iterations):
-        descended = momentum - step * metric @ (momentum - center)
-        after = descended.sign() * (descended.abs() - step * penalty).clamp(min=0)
+        gradient_step = momentum - step * metric @ (momentum - center)
+        after = gradient_step.sign() * (gradient_step.abs() - step * penalty).clamp(min=0)
         t_after = (1 + (1 + 4 * t * t) ** 0.5) / 2
         momentum = after + (t - 1) / t_after * (after - theta)
         if float((after - theta).abs().max()) < 1e-16:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import ProjectionEdit, ProjectionRequest, Tokens
-from concept_eraser.methods.uce import replacement, require_weights, second_moment, solved, width_of
+from concept_eraser.methods.uce import replacement, require_weights, second_moment, solve, width_of
 
 
 @dataclass(frozen=True)
@@ -81,25 +81,29 @@ class ReliableEfficientErasure(ProjectionEdit):
         sqrt(sum |T_k c' - c|^2 / sum |a - c|^2). At 0 the concept is regenerated exactly; at 1 it
         is as far away as the anchor.
         """
-        gram, preserved = (
+        gram, retain_moment = (
             request.gram(),
             second_moment(request.retain, width_of(request)) * self.preserve_scale,
         )
         identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         total = identity + replacement(
-            request.forget, request.anchor, preserved, self.erase_scale, self.lamb
+            request.forget, request.anchor, retain_moment, self.erase_scale, self.lamb
         )
         distances = {}
         for k in range(self.epochs + 1):
-            regenerated = [
+            regenerated_states = [
                 states.double() @ regenerating(gram, total, self.reg).T for states in request.forget
             ]
-            distances[f"back_{k}"] = _distance(gram, total, regenerated, request)
+            distances[f"back_{k}"] = _distance(gram, total, regenerated_states, request)
             if k < self.epochs:
                 total = total @ (
                     identity
                     + replacement(
-                        regenerated, request.anchor, preserved, self.erase_scale, self.lamb
+                        regenerated_states,
+                        request.anchor,
+                        retain_moment,
+                        self.erase_scale,
+                        self.lamb,
                     )
                 )
         return total - identity, distances
@@ -110,16 +114,16 @@ def regenerating(gram: Tensor, total: Tensor, reg: float) -> Tensor:
     are not finite.
     """
     right = total.T @ gram
-    return solved(
+    return solve(
         right @ total + reg * torch.eye(len(gram), dtype=gram.dtype, device=gram.device), right
     )
 
 
 def _distance(
-    gram: Tensor, total: Tensor, found: Sequence[Tensor], request: ProjectionRequest
+    gram: Tensor, total: Tensor, regenerated_states: Sequence[Tensor], request: ProjectionRequest
 ) -> float:
     above = below = 0.0
-    for back, c, a in zip(found, request.forget, request.anchor, strict=True):
+    for back, c, a in zip(regenerated_states, request.forget, request.anchor, strict=True):
         difference, anchor_difference = back @ total.T - c.double(), a.double() - c.double()
         above, below = (
             above + float(((difference @ gram) * difference).sum()),

@@ -44,7 +44,7 @@ class Surgery(GramMethod):
         return frozenset({"stationarity"}) if self.rule == "pcgrad" else self.theorems
 
     @property
-    def removed(self) -> str | None:
+    def removed_objective(self) -> str | None:
         """The objective whose gradient is projected away; None where that depends on the
         gradients.
         """

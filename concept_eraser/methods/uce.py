@@ -79,9 +79,9 @@ class UnifiedConceptEditing(ProjectionEdit):
         require_weights(self.erase_scale, self.preserve_scale, self.lamb)
 
     def change(self, request: ProjectionRequest) -> tuple[Tensor, Mapping[str, float]]:
-        preserved = second_moment(request.retain, width_of(request)) * self.preserve_scale
+        retain_moment = second_moment(request.retain, width_of(request)) * self.preserve_scale
         return replacement(
-            request.forget, request.anchor, preserved, self.erase_scale, self.lamb
+            request.forget, request.anchor, retain_moment, self.erase_scale, self.lamb
         ), {}
 
 
@@ -117,26 +117,32 @@ def second_moment(states: Sequence[Tensor], width: int) -> Tensor:
 
 
 def replacement(
-    forget: Sequence[Tensor], anchor: Sequence[Tensor], kept: Tensor, erase: float, lamb: float
+    forget: Sequence[Tensor],
+    anchor: Sequence[Tensor],
+    retain_moment: Tensor,
+    erase: float,
+    lamb: float,
 ) -> Tensor:
     """D = R M^-1 [width, width] float64, so that W (I + D) is the minimiser; see above.
 
     kept: preserve sum_j p_j p_j^T. Raises ValueError where M is singular (lamb is 0, and the states
     do not span) or the states are not finite.
     """
-    kept = kept.to(forget[0].device) if forget else kept
+    retain_moment = retain_moment.to(forget[0].device) if forget else retain_moment
     pull, moment = (
-        torch.zeros_like(kept),
-        kept + lamb * torch.eye(len(kept), dtype=kept.dtype, device=kept.device),
+        torch.zeros_like(retain_moment),
+        retain_moment
+        + lamb
+        * torch.eye(len(retain_moment), dtype=retain_moment.dtype, device=retain_moment.device),
     )
     for c, a in zip(forget, anchor, strict=True):
         c, a = c.double(), a.double()
         pull += erase * (a - c).T @ c
         moment += erase * c.T @ c
-    return solved(moment, pull.T).T
+    return solve(moment, pull.T).T
 
 
-def solved(matrix: Tensor, right: Tensor) -> Tensor:
+def solve(matrix: Tensor, right: Tensor) -> Tensor:
     """matrix^-1 right, for a symmetric positive definite matrix [width, width]. Raises ValueError
     for any other.
     """

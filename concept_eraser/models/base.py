@@ -66,14 +66,14 @@ class Loaded(ABC):
     # of the family, attributes of the same names: what each one is
     options: ClassVar[Mapping[str, str]] = {}
 
-    def configure(self, given: Mapping[str, Any]) -> None:
+    def configure(self, options: Mapping[str, Any]) -> None:
         """Set options of the family, before anything is encoded. Raises UserError for one that it
         does not have, and for a value that is out of range; then none was set."""
-        for name, value in given.items():
+        for name, value in options.items():
             if name not in self.options:
                 raise unknown(f"option of the model family {self.family!r}", name, self.options)
             self.check_option(name, value)
-        for name, value in given.items():
+        for name, value in options.items():
             setattr(self, name, type(getattr(self, name))(value))
 
     def configured(self) -> dict[str, Any]:
@@ -277,8 +277,8 @@ class Model(Loaded):
 
         Weights that are held in half precision need the autocast on any device.
         """
-        held = getattr(self, "narrowed", None) or getattr(self, "narrowed_readers", None)
-        if autocast is None or (held is None and emulates_bf16(self.device)):
+        frozen_dtype = getattr(self, "frozen_dtype", None) or getattr(self, "reader_dtype", None)
+        if autocast is None or (frozen_dtype is None and emulates_bf16(self.device)):
             return nullcontext()
         return torch.autocast(self.device.type, autocast)
 
@@ -306,17 +306,17 @@ def onto_gpu(*models: Model) -> None:
             model.to(torch.device("cuda"))
 
 
-def moments(encoded: Any) -> tuple[Tensor, Tensor]:
+def moments(code: Any) -> tuple[Tensor, Tensor]:
     """Mean and log variance of a code, from what a VAE's encode gives: a pair, or diffusers'
     output.
     """
-    latent = getattr(encoded, "latent_dist", None)
-    return (latent.mean, latent.logvar) if latent is not None else tuple(encoded)
+    latent = getattr(code, "latent_dist", None)
+    return (latent.mean, latent.logvar) if latent is not None else tuple(code)
 
 
-def to_pixels(decoded: Any) -> Tensor:
+def to_pixels(output: Any) -> Tensor:
     """What a VAE's decode gives, a tensor or diffusers' output."""
-    return getattr(decoded, "sample", decoded)
+    return getattr(output, "sample", output)
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str, advice: str) -> None:

@@ -41,8 +41,8 @@ class Flow(Sized):
 
         self._sigmas = self._schedule()
 
-    def configure(self, given: Mapping[str, Any]) -> None:
-        super().configure(given)
+    def configure(self, options: Mapping[str, Any]) -> None:
+        super().configure(options)
         self._sigmas = self._schedule()  # which may go by the size
 
     def _schedule(self) -> Tensor:
@@ -101,6 +101,6 @@ class Flow(Sized):
         )
         x = noise
         for t, after in pairwise(places[: stop + 1]):
-            velocity = self._guided(x, t, condition, null, guidance, weights)
+            velocity = self._guide(x, t, condition, null, guidance, weights)
             x = x + (self.sigma(after) - self.sigma(t)) * velocity
         return x, int(places[stop])

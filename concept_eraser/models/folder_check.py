@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.storage.readers import JSON_BYTES, cannot, read_json, size_text
-from concept_eraser.utils.errors import UserError, shown
+from concept_eraser.utils.errors import UserError, quote
 
 INDEX = "model_index.json"
 CODE = frozenset(
@@ -151,7 +151,7 @@ def check_index(file: Path) -> dict[str, Any]:
     entry = index.get("_class_name")
     if not isinstance(entry, str):
         raise UserError(
-            f"{file} is damaged: its _class_name is {shown(entry)}, expected the "
+            f"{file} is damaged: its _class_name is {quote(entry)}, expected the "
             "name of a pipeline class of diffusers; copy the checkpoint again"
         )
     _check_keys({key: value for key, value in index.items() if key != "id2label"}, file)
@@ -162,7 +162,7 @@ def check_index(file: Path) -> dict[str, Any]:
             _check_component(name, entry, file)
         elif isinstance(entry, dict) and name != "id2label":
             raise UserError(
-                f"{file}: the entry {shown(name)} is a mapping; expected [library, class] or a "
+                f"{file}: the entry {quote(name)} is a mapping; expected [library, class] or a "
                 "plain value, so remove it or copy the checkpoint again"
             )
     return index
@@ -178,14 +178,14 @@ def _check_component(name: str, named: list[Any], file: Path) -> None:
     """One entry of the index: [library, class], or [null, null] for a part that is left out."""
     if not name.isidentifier():
         raise UserError(
-            f"{file}: {shown(name)} cannot be the name of a part; expected a plain name such as "
+            f"{file}: {quote(name)} cannot be the name of a part; expected a plain name such as "
             "'unet', so copy the checkpoint again"
         )
     if named == [None, None]:
         return
     if len(named) != 2 or not all(isinstance(one, str) and one.isidentifier() for one in named):
         raise UserError(
-            f"{file}: the part {name!r} is {shown(named)}; expected [library, class], both plain "
+            f"{file}: the part {name!r} is {quote(named)}; expected [library, class], both plain "
             "names, or [null, null]. Do not load it unless you know its author"
         )
     library, class_name = named
@@ -193,7 +193,7 @@ def _check_component(name: str, named: list[Any], file: Path) -> None:
         return
     if library not in ("diffusers", "transformers"):
         raise UserError(
-            f"{file}: the part {name!r} is of the library {shown(library)}, whose code would run; "
+            f"{file}: the part {name!r} is of the library {quote(library)}, whose code would run; "
             "only diffusers and transformers are allowed. Use a pipeline without custom code"
         )
     if library == "transformers":
@@ -202,7 +202,7 @@ def _check_component(name: str, named: list[Any], file: Path) -> None:
         is_allowed, kinds = _is_part_of_diffusers(class_name), "its models and schedulers"
     if not is_allowed:
         raise UserError(
-            f"{file}: the part {name!r} is {library}'s {shown(class_name)}, which is no part that "
+            f"{file}: the part {name!r} is {library}'s {quote(class_name)}, which is no part that "
             f"is loaded; of {library} these are: {kinds}. Use a pipeline of such parts"
         )
 
@@ -303,14 +303,14 @@ def _check_shards(path: Path) -> None:
     shards = read_json(path).get("weight_map")
     if not isinstance(shards, dict):
         raise UserError(
-            f"{path} is damaged: its weight_map is {shown(shards)}, expected a mapping of tensors "
+            f"{path} is damaged: its weight_map is {quote(shards)}, expected a mapping of tensors "
             "to files; copy the checkpoint again"
         )
     for file in shards.values():
         plain = isinstance(file, str) and Path(file).name == file and "\\" not in file
         if not plain or not file.endswith(_WEIGHTS):
             raise UserError(
-                f"{path} names the weights {shown(file)}; expected the name of a file beside it ("
+                f"{path} names the weights {quote(file)}; expected the name of a file beside it ("
                 f"{' or '.join(_WEIGHTS)}), so copy the checkpoint again"
             )
 
@@ -331,7 +331,7 @@ def _check_keys(content: Mapping[str, Any], file: Path) -> None:
 def _check_entry(key: str, value: Any, file: Path) -> None:
     if key in _REFUSED and value not in (None, False, [], {}, ""):
         raise UserError(
-            f"{file} has {key}: {shown(value, 80)}, which {_REFUSED[key]}; remove the "
+            f"{file} has {key}: {quote(value, 80)}, which {_REFUSED[key]}; remove the "
             "entry, or use a model without it"
         )
     if key in _ATTENTION_KEYS:
@@ -339,30 +339,30 @@ def _check_entry(key: str, value: Any, file: Path) -> None:
         names = [one for one in kinds if one is not None and one not in _ATTENTION]
         if names:
             raise UserError(
-                f"{file} has {key}: {shown(names[0], 80)}, which may name code of the hub; allowed "
+                f"{file} has {key}: {quote(names[0], 80)}, which may name code of the hub; allowed "
                 f"are {', '.join(_ATTENTION)}. Remove the entry"
             )
     if key in _PATHS:
         for path in value if isinstance(value, list) else [value]:
             if path is not None and not _stays(path):
                 raise UserError(
-                    f"{file} has {key}: {shown(path, 80)}, a path out of the model's "
+                    f"{file} has {key}: {quote(path, 80)}, a path out of the model's "
                     "folder; remove "
                     "the entry, or name a file of the folder"
                 )
     if key == "tokenizer_class" and value is not None and value not in TOKENIZERS:
         raise UserError(
-            f"{file} names the tokenizer {shown(value, 80)}; allowed are {', '.join(TOKENIZERS)}. "
+            f"{file} names the tokenizer {quote(value, 80)}; allowed are {', '.join(TOKENIZERS)}. "
             "Use a pipeline with one of these"
         )
     if key == "_class_name" and not isinstance(value, str):
         raise UserError(
-            f"{file} has _class_name: {shown(value, 80)}, which is no class name but may name "
+            f"{file} has _class_name: {quote(value, 80)}, which is no class name but may name "
             "Python code; copy the checkpoint again"
         )
     if key == "_commit_hash" and value is not None and not str(value).isalnum():
         raise UserError(
-            f"{file} has _commit_hash: {shown(value, 80)}, which is no commit; remove the entry"
+            f"{file} has _commit_hash: {quote(value, 80)}, which is no commit; remove the entry"
         )
 
 

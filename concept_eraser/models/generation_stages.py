@@ -53,19 +53,21 @@ def read(
     with (
         _instead(pipeline, "encode_prompt", cut),
         _at(pipeline, model.device),
-        model.precision(autocast or model.narrowed),
+        model.precision(autocast or model.frozen_dtype),
     ):
         _until_cut(
-            lambda: pipeline(**model._asked(prompts), guidance_scale=guidance, output_type="pt")
+            lambda: pipeline(
+                **model._sampling_arguments(prompts), guidance_scale=guidance, output_type="pt"
+            )
         )
-    return _moved(outputs[0], CPU)
+    return _move_to(outputs[0], CPU)
 
 
 @torch.no_grad()
 def draw(
     model: Any,
     prompts: Sequence[str],
-    known: Any,
+    encoding_on_cpu: Any,
     *,
     seeds: Sequence[int],
     steps: int,
@@ -81,16 +83,16 @@ def draw(
         raise _CutError
 
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    encoding = _moved(known, model.device)
+    encoding = _move_to(encoding_on_cpu, model.device)
     with (
         _instead(pipeline, "encode_prompt", lambda *given, **told: encoding),
         _instead(pipeline.vae, "decode", cut),
         _at(pipeline, model.device),
-        model.precision(autocast or model.narrowed),
+        model.precision(autocast or model.frozen_dtype),
     ):
         _until_cut(
             lambda: pipeline(
-                **model._asked(prompts),
+                **model._sampling_arguments(prompts),
                 generator=generators,
                 num_inference_steps=steps,
                 guidance_scale=guidance,
@@ -103,7 +105,7 @@ def draw(
 @torch.no_grad()
 def show(model: Any, codes: Tensor, *, autocast: torch.dtype | None) -> Tensor:
     """The images [n, h, w, 3] uint8 of what was drawn, by the VAE alone."""
-    with model.precision(autocast or model.narrowed):
+    with model.precision(autocast or model.frozen_dtype):
         pixels = model.pipeline.vae.decode(codes.to(model.device)).sample
         return to_bytes((pixels * 0.5 + 0.5).clamp(0, 1))  # as diffusers' VaeImageProcessor
 
@@ -124,7 +126,7 @@ def _until_cut(call: Callable[[], Any]) -> None:
     )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _move_to(value: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 

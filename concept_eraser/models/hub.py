@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.models.folder_check import INDEX, check_index
-from concept_eraser.utils.errors import UserError, first_line, shown
+from concept_eraser.utils.errors import UserError, first_line, quote
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 PATIENCE = 2.5  # seconds; $HF_HUB_ETAG_TIMEOUT where it is set
@@ -33,7 +33,7 @@ def split(name: str) -> tuple[str, str | None]:
     """`owner/name@revision` -> (owner/name, revision or None)."""
     match = _ID.fullmatch(name)
     if match is None:
-        raise UserError(f"{shown(name)} is no hub id; expected owner/name or owner/name@revision")
+        raise UserError(f"{quote(name)} is no hub id; expected owner/name or owner/name@revision")
     return match[1], match[2]
 
 

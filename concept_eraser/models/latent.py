@@ -76,8 +76,8 @@ class Latent(Model):
     left_out: ClassVar[Mapping[str, Any]] = {}  # what the pipeline is loaded without
     # of frozen weights while they are not fp32 (training/placement.py): the denoiser's, the text
     # encoders'
-    narrowed: torch.dtype | None = None
-    narrowed_readers: torch.dtype | None = None
+    frozen_dtype: torch.dtype | None = None
+    reader_dtype: torch.dtype | None = None
     guard: Guard | None = None  # a safeguard while sampling
 
     def drawing(self) -> dict[str, Any]:
@@ -172,9 +172,9 @@ class Latent(Model):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
-        if self.narrowed_readers is None:
+        if self.reader_dtype is None:
             return super().encode(prompts)
-        with self.precision(self.narrowed_readers):
+        with self.precision(self.reader_dtype):
             condition = super().encode(prompts)
         return Condition(
             {k: v.float() if v.is_floating_point() else v for k, v in condition.tensors.items()}
@@ -198,7 +198,7 @@ class Latent(Model):
     ) -> Tensor:
         network: nn.Module = self.denoiser
         inputs = self._inputs(noisy, t, condition)
-        with self.precision(self.narrowed):
+        with self.precision(self.frozen_dtype):
             if weights is None:
                 return network(**inputs).sample
             return torch.func.functional_call(network, dict(weights), (), inputs).sample
@@ -236,7 +236,7 @@ class Latent(Model):
         network: Any = self.denoiser
         network.enable_gradient_checkpointing() if on else network.disable_gradient_checkpointing()
 
-    def _guided(
+    def _guide(
         self,
         x: Tensor,
         t: Tensor,
@@ -255,7 +255,7 @@ class Latent(Model):
         ).chunk(2)
         return unconditional + guidance * (conditional - unconditional)
 
-    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+    def _sampling_arguments(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
         """The arguments of the pipeline that generate images of some prompts."""
         raise NotImplementedError
 
@@ -292,9 +292,9 @@ class Latent(Model):
         # on its batch
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         safeguard = self.guard.around(self, len(prompts)) if self.guard else nullcontext()
-        with self.precision(autocast or self.narrowed), safeguard:
+        with self.precision(autocast or self.frozen_dtype), safeguard:
             images = self.pipeline(
-                **self._asked(prompts),
+                **self._sampling_arguments(prompts),
                 generator=generators,
                 num_inference_steps=steps,
                 guidance_scale=guidance,
@@ -335,7 +335,7 @@ class Sized(Latent):
     def channels(self) -> int:
         return int(self.denoiser.config.in_channels)  # type: ignore[union-attr, arg-type]
 
-    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+    def _sampling_arguments(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
         size = {"height": self.size, "width": self.size}
         if not isinstance(prompts, Condition):
             return {"prompt": list(prompts), **size}
@@ -408,7 +408,7 @@ class Variance(Latent):
         x = noise * scheduler.init_noise_sigma
         for t in scheduler.timesteps[:stop]:
             x = scheduler.step(
-                self._guided(x, t, condition, null, guidance, weights), t, x
+                self._guide(x, t, condition, null, guidance, weights), t, x
             ).prev_sample
         return x, int(scheduler.timesteps[stop])
 
@@ -416,8 +416,8 @@ class Variance(Latent):
 class Guided(Sized):
     """Families whose pipeline takes the condition to guide away from as an argument."""
 
-    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
-        arguments = super()._asked(prompts)
+    def _sampling_arguments(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+        arguments = super()._sampling_arguments(prompts)
         if isinstance(prompts, Condition):
             null = self.null().repeat(len(prompts)).tensors
             arguments |= {

@@ -21,7 +21,7 @@ from concept_eraser.models.module import CONFIG, Module, open_folder
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_text
 from concept_eraser.utils import resources
-from concept_eraser.utils.errors import UserError, first_line, shown, unknown
+from concept_eraser.utils.errors import UserError, first_line, quote, unknown
 from concept_eraser.utils.path_redaction import FILE_ON
 
 BUNDLED = {
@@ -93,7 +93,7 @@ def load_part(
     if names_code(source):
         if not allow_code:
             raise UserError(
-                f"the model {shown(source)} names Python code, which is not run for a "
+                f"the model {quote(source)} names Python code, which is not run for a "
                 "recipe or a run folder: they may be a stranger's. If you trust it, "
                 "pass --allow-code (allow_code=True), or name the model yourself with "
                 "--model"
@@ -227,7 +227,7 @@ def load(
         (path / "pipeline").exists()
     except OSError as error:  # a name that the system does not take
         raise UserError(
-            f"cannot load {shown(name)}: {str(error.strerror).lower()}; check the name"
+            f"cannot load {quote(name)}: {str(error.strerror).lower()}; check the name"
         ) from None
     require_intact(path / "pipeline" if (path / "pipeline").is_dir() else path)
     file, at, beside = name.partition(FILE_ON)
@@ -335,7 +335,9 @@ def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
     for part in folder_check.components(content):
         if part.startswith(_WEIGHED):
             _check_weights(folder / part, allow_pickle)
-    model = _guarded(family, str(folder), name, {"use_safetensors": None if allow_pickle else True})
+    model = _load_family(
+        family, str(folder), name, {"use_safetensors": None if allow_pickle else True}
+    )
     for part in folder_check.components(content):
         component = getattr(getattr(model, "pipeline", None), part, None)
         if part.startswith(_WEIGHED) and isinstance(component, nn.Module):
@@ -385,7 +387,7 @@ def _from_hub(name: str, allow_pickle: bool, token: str | None) -> Model:
         raise UserError(hub.half_filled(name, folder, str(error))) from None
 
 
-def _guarded(family: Any, location: str, name: str, options: dict) -> Model:
+def _load_family(family: Any, location: str, name: str, options: dict) -> Model:
     """The family's model from a folder."""
     try:
         return family.from_folder(location, source=name, **options)

@@ -36,7 +36,7 @@ class Factors:
     rank: int
     alpha: float
 
-    def scaled(self, strength: float) -> Factors:
+    def scale_by(self, strength: float) -> Factors:
         """The change times a number. It goes into `up`: readers divide by alpha, or take it from
         elsewhere.
         """

@@ -99,7 +99,7 @@ def _kohya(model: Loaded, one: Factors) -> dict[str, Tensor]:
         if not remaining & set(layers):
             continue
         remaining -= set(layers)
-        down, up = one.layers[layers[0]] if len(layers) == 1 else _fused(model, one, layers)
+        down, up = one.layers[layers[0]] if len(layers) == 1 else _fuse(model, one, layers)
         tensors |= {
             f"{stem}.lora_down.weight": down,
             f"{stem}.lora_up.weight": up,
@@ -134,7 +134,7 @@ def _kohya_stems(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...
         yield prefix + _full(part, layer).replace(".", "_"), (layer,)
 
 
-def _fused(model: Loaded, one: Factors, layers: Sequence[str]) -> Pair:
+def _fuse(model: Loaded, one: Factors, layers: Sequence[str]) -> Pair:
     """The factors of layers that the original code has as one, each in its own rows and its own
     share of the rank.
     """
@@ -148,7 +148,7 @@ def _fused(model: Loaded, one: Factors, layers: Sequence[str]) -> Pair:
     return torch.cat([down for down, _ in pairs]), torch.block_diag(*(up for _, up in pairs))
 
 
-def _parted(
+def _split(
     model: Loaded, part: str, layers: Sequence[str], down: Tensor, up: Tensor
 ) -> dict[str, Pair]:
     """`_fused`, undone: each layer's rows, with the part of the rank that is not zero there."""
@@ -202,7 +202,7 @@ def read(
         name_in_file: (part, layers, prefix)
         for part in model.parts
         if part != "vae"
-        for name_in_file, layers, prefix in _spelled(model, part)
+        for name_in_file, layers, prefix in _names_in_file(model, part)
     }
     remaining = {name for name in tensors if not name.endswith("alpha")}
     for name in sorted(remaining):
@@ -226,7 +226,7 @@ def read(
         )
         pair = tensors[name].float(), tensors[up].float() * (alpha / rank)
         pairs_by_part.setdefault(part, {}).update(
-            {layers[0]: pair} if len(layers) == 1 else _parted(model, part, layers, *pair)
+            {layers[0]: pair} if len(layers) == 1 else _split(model, part, layers, *pair)
         )
         remaining -= {name, up}
     if remaining:
@@ -237,7 +237,7 @@ def read(
     return [of_pairs(part, layers) for part, layers in pairs_by_part.items()]
 
 
-def _spelled(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
+def _names_in_file(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """(name in a file, layers, prefix) for each layer of a part, in either naming."""
     prefix = _component(model, part)
     for layer, _ in model.parts[part].named_modules():
@@ -256,11 +256,11 @@ def of_pairs(part: str, pairs: Mapping[str, Pair]) -> Factors:
     """
     rank = max(len(down) for down, _ in pairs.values())
     return Factors(
-        part, {name: _filled(*pair, rank) for name, pair in pairs.items()}, rank, float(rank)
+        part, {name: _pad_rank(*pair, rank) for name, pair in pairs.items()}, rank, float(rank)
     )
 
 
-def _filled(down: Tensor, up: Tensor, rank: int) -> Pair:
+def _pad_rank(down: Tensor, up: Tensor, rank: int) -> Pair:
     more = rank - len(down)
     if not more:
         return down, up

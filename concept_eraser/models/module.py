@@ -19,7 +19,7 @@ from concept_eraser import registry
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.folder_check import check_part
 from concept_eraser.storage.readers import read_json, read_tensors
-from concept_eraser.utils.errors import UserError, shown
+from concept_eraser.utils.errors import UserError, quote
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -94,7 +94,7 @@ def open_folder(folder: Path, part: str) -> Module:
     if not isinstance(architecture, str) or not isinstance(options, dict):
         raise UserError(
             f"{folder / CONFIG} is damaged: expected the name of an architecture and its "
-            f"options, found {shown(architecture, 80)} and {shown(options, 80)}; copy "
+            f"options, found {quote(architecture, 80)} and {quote(options, 80)}; copy "
             "the folder again"
         )
     model = build(architecture, part, **options)

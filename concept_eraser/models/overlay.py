@@ -30,7 +30,7 @@ from concept_eraser.models import single_file
 from concept_eraser.models.base import Model
 from concept_eraser.models.folder_check import check_part
 from concept_eraser.storage.readers import read_json
-from concept_eraser.utils.errors import UserError, first_line, shown
+from concept_eraser.utils.errors import UserError, first_line, quote
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -73,7 +73,7 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
     part = _part_of(path)
     names = [part] if part else ["denoiser", *base.readers]
     for name in names:
-        part_tensors = _placed(tensors, base.parts[name])
+        part_tensors = _place(tensors, base.parts[name])
         if part_tensors is not None:
             base.parts[name].load_state_dict(part_tensors, strict=False)
             base.source = f"{path} on {base.source}"
@@ -109,7 +109,7 @@ def _part_of(path: Path) -> str | None:
     if isinstance(class_name, str) and class_name in _PARTS:
         return _PARTS[class_name]
     raise UserError(
-        f"{path} holds a {shown(class_name, 80) if class_name else 'model of no name'}, which is "
+        f"{path} holds a {quote(class_name, 80) if class_name else 'model of no name'}, which is "
         f"no part of a pipeline that is read; {' and '.join(_PARTS)} are"
     )
 
@@ -195,7 +195,7 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle
             else:
                 pipeline.load_lora_weights(lora)
         # Flux's own default leaves its text encoder out
-        pipeline.fuse_lora(components=_adapted(pipeline))
+        pipeline.fuse_lora(components=_adapted_components(pipeline))
         pipeline.unload_lora_weights()
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(
@@ -217,7 +217,7 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle
         part.eval().requires_grad_(False)
 
 
-def _adapted(pipeline: Any) -> list[str]:
+def _adapted_components(pipeline: Any) -> list[str]:
     """The components that carry adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -270,7 +270,7 @@ def _spellings(name: str) -> Iterator[str]:
                 break
 
 
-def _placed(tensors: Mapping[str, Tensor], part: nn.Module) -> dict[str, Tensor] | None:
+def _place(tensors: Mapping[str, Tensor], part: nn.Module) -> dict[str, Tensor] | None:
     """The tensors under the part's own names; None where one has no place or another shape
     there.
     """

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser.utils.errors import UserError, shown, unknown
+from concept_eraser.utils.errors import UserError, quote, unknown
 
 STEPS = 50  # of the paper's sampler, which the warm-ups are numbers of
 
@@ -62,12 +62,12 @@ class Guard:
     text: str
 
     @classmethod
-    def read(cls, written: str) -> Guard:
+    def read(cls, spec: str) -> Guard:
         """From `kind:text`. Raises UserError for another form or an unknown kind."""
-        kind, colon, text = written.partition(":")
+        kind, colon, text = spec.partition(":")
         if not colon or not text.strip():
             raise UserError(
-                f"cannot read the safeguard {shown(written)}; write kind:text, e.g. "
+                f"cannot read the safeguard {quote(spec)}; write kind:text, e.g. "
                 "'negative:a star' or 'sld-medium:a star'"
             )
         if kind not in KINDS:
@@ -100,7 +100,7 @@ class _Change:
         self.sld, self.states = sld, states
         self.steps: Any = None
         self.nu: Tensor | float = 0.0
-        self.seen: list[float] = []  # time steps, in order: some samplers ask twice at one
+        self.timesteps: list[float] = []  # time steps, in order: some samplers ask twice at one
 
     def __call__(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         n = len(self.states)
@@ -114,28 +114,35 @@ class _Change:
             )
         unconditional, conditional = output[0].chunk(2)
         with torch.no_grad():
-            avoided = module.forward(
+            avoided_prediction = module.forward(
                 sample[:n], t, encoder_hidden_states=self.states.to(sample.dtype), return_dict=False
             )[0]
         if self.sld is None:
-            unconditional = avoided
+            unconditional = avoided_prediction
         else:
             conditional = conditional - self._gamma(
                 self.sld,
                 unconditional,
                 conditional,
-                avoided,
+                avoided_prediction,
                 float(torch.as_tensor(t).flatten()[0]),
             )
         return (torch.cat([unconditional, conditional]), *output[1:])
 
-    def _gamma(self, sld: Strength, free: Tensor, given: Tensor, kept: Tensor, t: float) -> Tensor:
-        if not self.seen or self.seen[-1] != t:
-            self.seen.append(t)
-        towards = given - kept
+    def _gamma(
+        self,
+        sld: Strength,
+        unconditional: Tensor,
+        conditional: Tensor,
+        avoided_prediction: Tensor,
+        t: float,
+    ) -> Tensor:
+        if not self.timesteps or self.timesteps[-1] != t:
+            self.timesteps.append(t)
+        towards = conditional - avoided_prediction
         mu = (sld.scale * towards.abs()).clamp(max=1.0)
         mu = torch.where(towards >= sld.threshold, torch.zeros_like(mu), mu)
-        gamma = mu * (kept - free) + sld.momentum * self.nu
+        gamma = mu * (avoided_prediction - unconditional) + sld.momentum * self.nu
         self.nu = sld.keep * self.nu + (1 - sld.keep) * gamma
-        is_warm = (len(self.seen) - 1) * STEPS >= sld.warmup * self.steps()
+        is_warm = (len(self.timesteps) - 1) * STEPS >= sld.warmup * self.steps()
         return gamma if is_warm else torch.zeros_like(gamma)

@@ -29,7 +29,7 @@ class Slots:
     ids: Tensor
     places: Tensor
 
-    def filled(self, tokens: Tensor) -> Tensor:
+    def fill(self, tokens: Tensor) -> Tensor:
         """The ids with tokens [n, k] in the free places."""
         return self.ids.scatter(1, self.places, tokens)
 
@@ -106,7 +106,7 @@ class Words:
             places.append(free)
         return Slots(self.pack(rows), torch.tensor(places))
 
-    def spaced(self, prompt: str, spacing: int) -> Slots:
+    def free_token_every(self, prompt: str, spacing: int) -> Slots:
         """One prompt with a free token after every `spacing` of its own (and at least one)."""
         own = self.ids(prompt)
         row: list[int] = []

@@ -44,77 +44,92 @@ EMPTY = 0.25  # the leaderboard's recipe
 ALONE = ("saliency", "reinitialise", "negate")  # what is trained so is not rewritten afterwards
 
 
-def completed(asked: Sequence[str]) -> list[str]:
+def complete(changes: Sequence[str]) -> list[str]:
     """The user's changes to an empty recipe (`key.path=value`), with what they leave open. Raises
     UserError for what no recipe is.
     """
-    given: dict[str, Any] = {}
-    for one in asked:
-        overrides.apply(given, one)
-    method, trainable, retain = given.get("method"), given.get("trainable"), given.get("retain")
+    settings: dict[str, Any] = {}
+    for one in changes:
+        overrides.apply(settings, one)
+    method, trainable, retain = (
+        settings.get("method"),
+        settings.get("trainable"),
+        settings.get("retain"),
+    )
     name = method.get("name", "munba") if isinstance(method, dict) else method or "munba"
     if isinstance(name, str) and hasattr(registry.load("method", name), "edit"):
-        return [*([] if trainable else ["trainable.select=cross_attention_kv"]), *asked]
-    concepts = _concepts(given.get("forget"))
-    anchored = any("anchor" in one for one in concepts.values())
+        return [*([] if trainable else ["trainable.select=cross_attention_kv"]), *changes]
+    concepts = _concepts(settings.get("forget"))
+    has_anchor = any("anchor" in one for one in concepts.values())
     after = [
         f"{key}.loss={'anchor' if 'anchor' in one else 'esd'}"
         for key, one in concepts.items()
         if "loss" not in one
     ]
-    lora = _lora(given, concepts)
+    lora = _lora(settings, concepts)
     if lora is not None:
         after.append(f"trainable.lora={json.dumps(lora)}")
     low = lora is not None or (isinstance(trainable, dict) and not _off(trainable.get("lora")))
-    rate = CAREFUL if "method" in given or not anchored else LORA_RATE if low else RATE
-    tiny = given.get("model", "tiny-sd") == "tiny-sd"
+    rate = CAREFUL if "method" in settings or not has_anchor else LORA_RATE if low else RATE
+    tiny = settings.get("model", "tiny-sd") == "tiny-sd"
     before = (
         [*BUNDLED, f"training.lr={rate}"]
         if tiny
         else [f"training.lr={LORA_OTHERS if low else OTHERS}"]
     )
-    if anchored and retain and not _says(retain, "loss"):
+    if has_anchor and retain and not _says(retain, "loss"):
         after.append("retain.loss=distill")
-    if isinstance(given.get("finish"), dict) and "name" not in given["finish"]:
+    if isinstance(settings.get("finish"), dict) and "name" not in settings["finish"]:
         before.append(f"finish.name={FINISH}")
-    found = [*before, *asked, *after]
-    if "method" in given:
-        return found
-    whole = recipes.load({}, found)
+    all_changes = [*before, *changes, *after]
+    if "method" in settings:
+        return all_changes
+    whole = recipes.load({}, all_changes)
     family = family_of(whole.model)
-    held = zip(concepts.items(), holds(whole, family), strict=True)
-    found += [
+    holdings = zip(concepts.items(), holds(whole, family), strict=True)
+    all_changes += [
         f"{key}.empty_prompts={EMPTY}"
-        for (key, one), here in held
+        for (key, one), here in holdings
         if here and "empty_prompts" not in one
     ]
-    if "finish" in given or any(_says(trainable, key) for key in ALONE):
-        return found
-    return [*found, f"finish={FINISH}"] if finishes(whole, family) else found
+    if "finish" in settings or any(_says(trainable, key) for key in ALONE):
+        return all_changes
+    return [*all_changes, f"finish={FINISH}"] if finishes(whole, family) else all_changes
 
 
-def _lora(given: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+def _lora(settings: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """The LoRA of the default recipe, as far as its settings are left open; None where other
     weights or another recipe are asked for, where a concept has no anchor, and with elastic
     weights, which a LoRA has none of."""
-    trainable = given.get("trainable", {})
+    trainable = settings.get("trainable", {})
     every = all(
         "anchor" in one and one.get("loss", "anchor") == "anchor" for one in concepts.values()
     )
-    elastic = _says(given.get("retain"), "elastic") or any(
+    elastic = _says(settings.get("retain"), "elastic") or any(
         "elastic" in one for one in concepts.values()
     )
-    if "method" in given or given.get("target", "denoiser") != "denoiser" or not every or elastic:
+    if (
+        "method" in settings
+        or settings.get("target", "denoiser") != "denoiser"
+        or not every
+        or elastic
+    ):
         return None
     if not isinstance(trainable, dict) or any(key in trainable for key in ALONE):
         return None
-    asked = trainable.get("lora", {})
+    lora_settings = trainable.get("lora", {})
     others = "select" in trainable and not (trainable["select"] == "all" and "lora" in trainable)
-    if others or _off(asked):
+    if others or _off(lora_settings):
         return None
     return {
         **LORA,
-        **(asked if isinstance(asked, dict) else {} if asked is True else {"rank": asked}),
+        **(
+            lora_settings
+            if isinstance(lora_settings, dict)
+            else {}
+            if lora_settings is True
+            else {"rank": lora_settings}
+        ),
     }
 
 
@@ -128,22 +143,22 @@ def _concepts(forget: Any) -> dict[str, dict[str, Any]]:
     ... of several.
     """
     try:
-        sides = overrides.concepts(forget) if isinstance(forget, list) else forget
+        objectives = overrides.concepts(forget) if isinstance(forget, list) else forget
     except ValueError:
-        sides = None  # which loading it will tell
-    if isinstance(sides, list):
+        objectives = None  # which loading it will tell
+    if isinstance(objectives, list):
         return {
-            f"forget.{i + 1}": side if isinstance(side, dict) else {}
-            for i, side in enumerate(sides)
+            f"forget.{i + 1}": objective if isinstance(objective, dict) else {}
+            for i, objective in enumerate(objectives)
         }
-    return {"forget": sides if isinstance(sides, dict) else {}}
+    return {"forget": objectives if isinstance(objectives, dict) else {}}
 
 
-def _says(sides: Any, key: str) -> bool:
+def _says(objectives: Any, key: str) -> bool:
     """Whether a section, or one of a list of them, has this key."""
     return any(
         isinstance(one, dict) and key in one
-        for one in (sides if isinstance(sides, list) else [sides])
+        for one in (objectives if isinstance(objectives, list) else [objectives])
     )
 
 
@@ -164,8 +179,8 @@ def family_of(source: str) -> str | None:
     indices = [Path(place) / "pipeline" / "model_index.json", Path(place) / "model_index.json"]
     if hub.is_id(place):
         repository, revision = hub.split(place)
-        cached = try_to_load_from_cache(repository, "model_index.json", revision=revision)
-        indices += [Path(cached)] if isinstance(cached, str) else []
+        index_path = try_to_load_from_cache(repository, "model_index.json", revision=revision)
+        indices += [Path(index_path)] if isinstance(index_path, str) else []
     for index in indices:
         if index.is_file():
             try:
@@ -179,24 +194,36 @@ def holds(recipe: recipes.Recipe, family: str | None) -> list[bool]:
     """Of each concept, whether its examples should hold what guidance subtracts: where all layers
     learn, and it subtracts.
     """
-    trained = recipe.trainable
+    trainable = recipe.trainable
     learns = (
         recipe.target == "denoiser"
-        and trained.select == "all"
-        and (trained.lora is None or trained.lora.conv)
+        and trainable.select == "all"
+        and (trainable.lora is None or trainable.lora.conv)
     )
-    held = [
-        side.loss == "anchor" and side.images != "free" and side.teacher == "frozen"
-        for side in recipe.forgotten
+    holdings = [
+        objective.loss == "anchor" and objective.images != "free" and objective.teacher == "frozen"
+        for objective in recipe.forgotten
     ]
-    return [learns and family != "flux" and one for one in held]
+    return [learns and family != "flux" and one for one in holdings]
 
 
 def finishes(recipe: recipes.Recipe, family: str | None) -> bool:
     """Whether the default closed form can follow: an anchor, trained weights that hold all keys and
     values, and a known family.
     """
-    chosen = recipe.trainable.select in ("all", "cross_attention", "cross_attention_kv")
-    anchored = all(side.anchor and side.loss == "anchor" for side in recipe.forgotten)
+    has_suitable_weights = recipe.trainable.select in (
+        "all",
+        "cross_attention",
+        "cross_attention_kv",
+    )
+    has_anchors = all(
+        objective.anchor and objective.loss == "anchor" for objective in recipe.forgotten
+    )
     trains = recipe.target == "denoiser" and recipe.trainable.lora is None
-    return family in ("sd", "sdxl") and chosen and anchored and trains and recipe.retain is not None
+    return (
+        family in ("sd", "sdxl")
+        and has_suitable_weights
+        and has_anchors
+        and trains
+        and recipe.retain is not None
+    )

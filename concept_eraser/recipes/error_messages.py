@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from concept_eraser.recipes.schema import MANY, ONE
-from concept_eraser.utils.errors import shown, unknown_message
+from concept_eraser.utils.errors import quote, unknown_message
 
 
 def explain(root: type[BaseModel], item: Any) -> str:
@@ -27,12 +27,12 @@ def explain(root: type[BaseModel], item: Any) -> str:
     if item["type"] == "missing":
         return f"{path}: required, not given"
     message = item["msg"].removeprefix("Value error, ")
-    given = item["input"]
-    silent = isinstance(given, dict | BaseModel) or item["type"] == "value_error"
-    found = "" if silent else f", found {shown(given)}"
+    value = item["input"]
+    silent = isinstance(value, dict | BaseModel) or item["type"] == "value_error"
+    finding = "" if silent else f", found {quote(value)}"
     # FORUM stays FORUM
     plain = message if message[:2].isupper() else message[0].lower() + message[1:]
-    return f"{path + ': ' if path else ''}{plain}{found}"
+    return f"{path + ': ' if path else ''}{plain}{finding}"
 
 
 def _is_form(part: Any) -> bool:
@@ -57,4 +57,4 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     """The first model that an annotation speaks of."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for one in typing.get_args(annotation) if (found := _model_in(one))), None)
+    return next((model for one in typing.get_args(annotation) if (model := _model_in(one))), None)

@@ -97,25 +97,25 @@ def expand(
     """
     if name not in PRESETS:
         raise ValueError(unknown_message("memory preset", str(name), PRESETS))
-    preset, changed = PRESETS[name], dict(content)
+    preset, expanded_content = PRESETS[name], dict(content)
     for section, values in preset.values.items():
-        own = changed.get(section) or {}
+        own = expanded_content.get(section) or {}
         if isinstance(own, Mapping):  # else the recipe's own check says what is wrong with it
             unfit = _unfit(content, own, needs_fp32) if section == "training" else set()
-            changed[section] = {
+            expanded_content[section] = {
                 **{key: value for key, (value, _) in values.items() if key not in unfit},
                 **own,
             }
     if "training" in deal:
-        changed["training"] = dealt(changed.get("training"), preset.at_once)
-    made = changed.get("generation")
+        expanded_content["training"] = dealt(expanded_content.get("training"), preset.at_once)
+    generation = expanded_content.get("generation")
     if (
         "generation" in deal
-        and isinstance(made, Mapping)
-        and isinstance(size := made.get("batch_size", 32), int)
+        and isinstance(generation, Mapping)
+        and isinstance(size := generation.get("batch_size", 32), int)
     ):
-        changed["generation"] = {**made, "batch_size": min(size, preset.images)}
-    return changed
+        expanded_content["generation"] = {**generation, "batch_size": min(size, preset.images)}
+    return expanded_content
 
 
 def _unfit(content: Mapping[str, Any], training: Mapping[str, Any], needs_fp32: bool) -> set[str]:
@@ -123,8 +123,8 @@ def _unfit(content: Mapping[str, Any], training: Mapping[str, Any], needs_fp32: 
     unfit: set[str] = set()
     if needs_fp32:
         unfit |= {"precision", "frozen"}
-    made = content.get("generation")
-    exact = isinstance(made, Mapping) and made.get("precision") == "fp32"
+    generation = content.get("generation")
+    exact = isinstance(generation, Mapping) and generation.get("precision") == "fp32"
     if (
         exact
         or training.get("precision") == "fp32"
@@ -150,11 +150,11 @@ def dealt(training: Any, at_once: int) -> Any:
 def describe(name: str) -> str:
     """One line: what a preset sets."""
     preset = PRESETS[name]
-    said = ", ".join(
+    description = ", ".join(
         f"{key} {str(value).lower() if isinstance(value, bool) else value}"
         for key, (value, _) in preset.values["training"].items()
     )
     return (
         f"{preset.about}: at most {preset.at_once} examples and {preset.images} images "
-        f"at once, {said}"
+        f"at once, {description}"
     )

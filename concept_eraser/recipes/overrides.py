@@ -8,7 +8,7 @@ from typing import Any
 
 from concept_eraser.storage.readers import parse_yaml
 from concept_eraser.utils import resources
-from concept_eraser.utils.errors import UserError, shown
+from concept_eraser.utils.errors import UserError, quote
 
 # `method: munba` is {name: munba}; all else is {prompts: ...}
 DEEPEST = 10  # names in the path of an override
@@ -20,21 +20,21 @@ def concepts(value: list[Any]) -> Any:
     them it is one concept an entry, and of one entry that one. Raises ValueError for names of
     prompt sets, which may mean either."""
     if all(isinstance(item, str) for item in value):
-        known = resources.names("prompts")
-        if len(value) > 1 and all(item in known for item in value):
-            wanted = ", ".join(f"{{prompts: {item}}}" for item in value)
+        set_names = resources.names("prompts")
+        if len(value) > 1 and all(item in set_names for item in value):
+            example = ", ".join(f"{{prompts: {item}}}" for item in value)
             raise ValueError(
                 "a list of texts is one concept's prompts, and these are names of "
-                f"prompt sets; for one concept each write [{wanted}]"
+                f"prompt sets; for one concept each write [{example}]"
             )
         return {"prompts": value}
-    sides = [{"prompts": item} if isinstance(item, str | list) else item for item in value]
-    for item in sides:
+    objectives = [{"prompts": item} if isinstance(item, str | list) else item for item in value]
+    for item in objectives:
         if not isinstance(item, dict):
             raise ValueError(
-                f"{shown(item)} is neither a text nor a mapping such as {{prompts: NAME}}"
+                f"{quote(item)} is neither a text nor a mapping such as {{prompts: NAME}}"
             )
-    return sides[0] if len(sides) == 1 else sides
+    return objectives[0] if len(objectives) == 1 else objectives
 
 
 def apply(content: dict[str, Any], text: str) -> None:
@@ -45,19 +45,19 @@ def apply(content: dict[str, Any], text: str) -> None:
     path = key.strip().split(".")
     if not equals or not all(path) or len(path) > DEEPEST:
         raise UserError(
-            f"cannot read the override {shown(text)}; write key.path=value, e.g. training.lr=1e-4"
+            f"cannot read the override {quote(text)}; write key.path=value, e.g. training.lr=1e-4"
         )
     try:
-        found = parse_yaml(value, "its value") if value else None
+        parsed_value = parse_yaml(value, "its value") if value else None
     except UserError as error:
         raise UserError(
-            f"cannot read the override {shown(text)}: {error}; write e.g. "
+            f"cannot read the override {quote(text)}: {error}; write e.g. "
             "training.lr=1e-4 or forget='{prompts: tiny_star}'"
         ) from None
     if len(path) > 1 and path[0] == "forget" and isinstance(content.get("forget"), list):
-        content["forget"] = _of_concepts(content["forget"], path[1:], found)
+        content["forget"] = _of_concepts(content["forget"], path[1:], parsed_value)
     else:
-        _set(content, path, found)
+        _set(content, path, parsed_value)
 
 
 def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
@@ -73,7 +73,7 @@ def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
             inner = {SHORT.get(name, "prompts"): inner}
         if not isinstance(inner, dict):
             raise UserError(
-                f"cannot set {shown('.'.join(path))}: {shown(name)} is {shown(inner)}, "
+                f"cannot set {quote('.'.join(path))}: {quote(name)} is {quote(inner)}, "
                 "not a mapping; set it as a whole"
             )
         place[name] = place = dict(inner)
@@ -85,19 +85,19 @@ def _of_concepts(forget: list[Any], path: list[str], value: Any) -> Any:
     begins with.
     """
     try:
-        found = concepts(forget)
+        items = concepts(forget)
     except ValueError as error:
         raise UserError(f"forget: {error}") from None
-    sides = [dict(side) for side in (found if isinstance(found, list) else [found])]
-    chosen = sides
+    all_objectives = [dict(side) for side in (items if isinstance(items, list) else [items])]
+    objectives = all_objectives
     if path[0].isdecimal() and path[0].isascii():
         number = int(path[0][:10])
-        if not 1 <= number <= len(sides) or len(path) == 1:
+        if not 1 <= number <= len(all_objectives) or len(path) == 1:
             raise UserError(
-                f"forget.{number}: the concepts are numbered 1 to {len(sides)}; write "
-                f"e.g. forget.{len(sides)}.n=100"
+                f"forget.{number}: the concepts are numbered 1 to {len(all_objectives)}; write "
+                f"e.g. forget.{len(all_objectives)}.n=100"
             )
-        path, chosen = path[1:], [sides[number - 1]]
-    for side in chosen:
-        _set(side, path, value)
-    return sides if isinstance(found, list) else sides[0]
+        path, objectives = path[1:], [all_objectives[number - 1]]
+    for objective in objectives:
+        _set(objective, path, value)
+    return all_objectives if isinstance(items, list) else all_objectives[0]

@@ -29,7 +29,7 @@ from concept_eraser.recipes.schema import (
 from concept_eraser.registry import Plugin
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.utils import resources
-from concept_eraser.utils.errors import UserError, mistakes_message, shown, unknown_message
+from concept_eraser.utils.errors import UserError, mistakes_message, quote, unknown_message
 from concept_eraser.utils.migration import migrate_recipe
 from concept_eraser.utils.provenance import fingerprint
 
@@ -72,7 +72,9 @@ class Recipe(RecipeFields):
         if wrong:
             raise ValueError("; ".join(wrong))
         forget = info.data.get("forget")
-        if value.name in CLIMBING and any(side.loss == "data" for side in as_list(forget)):
+        if value.name in CLIMBING and any(
+            objective.loss == "data" for objective in as_list(forget)
+        ):
             raise ValueError(
                 f"the method {value.name!r} climbs the forget loss, so as it stands it "
                 "would train on what is to be forgotten; set forget.loss: ascent"
@@ -82,8 +84,8 @@ class Recipe(RecipeFields):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        recorded = not self.method.is_object and registry.in_memory(self.method.name)
-        validation.check(self, None if recorded else self.method.build())
+        is_record = not self.method.is_object and registry.in_memory(self.method.name)
+        validation.check(self, None if is_record else self.method.build())
         return self
 
     @property
@@ -99,47 +101,47 @@ class Recipe(RecipeFields):
         content = self.model_dump(mode="json", exclude_none=True, exclude=self._irrelevant())
         for key in ("method", "finish"):
             if (spec := getattr(self, key)) and spec.plugin:
-                known = registry.options(spec.plugin)
+                method_options = registry.options(spec.plugin)
                 content[key] = {
                     "name": spec.name,
-                    **{k: default for k, (_, default) in known.items()},
+                    **{k: default for k, (_, default) in method_options.items()},
                     **spec.options,
                 }
         return content
 
     @property
-    def _unasked(self) -> set[str]:
+    def _unused_settings(self) -> set[str]:
         """Settings of a loss or a term that no side has: left out, so that a run keeps the
         fingerprint it had before them.
         """
-        sides = self.objective_specs.values()
-        asked = {
-            "beta": any(s.loss == "npo" or not is_built_in(str(s.loss)) for s in sides),
-            "distill": any(s.distill for s in sides),
-            "empty_prompts": any(s.empty_prompts for s in sides),
+        specs = self.objective_specs.values()
+        uses = {
+            "beta": any(s.loss == "npo" or not is_built_in(str(s.loss)) for s in specs),
+            "distill": any(s.distill for s in specs),
+            "empty_prompts": any(s.empty_prompts for s in specs),
         }
-        return {key for key, wanted in asked.items() if not wanted}
+        return {key for key, is_used in uses.items() if not is_used}
 
     def _irrelevant(self) -> dict[str, Any]:
         """Settings that say nothing about this job, so that they are not spelled out."""
         left_out: dict[str, Any] = dict.fromkeys(
-            ("forget", "retain", "replace"), self.idle | self._unasked
+            ("forget", "retain", "replace"), self.idle | self._unused_settings
         )
         if isinstance(self.forget, list):
-            left_out["forget"] = {"__all__": self.idle | self._unasked}
+            left_out["forget"] = {"__all__": self.idle | self._unused_settings}
         else:
             left_out["concepts"] = True
         if self.target != "clip":
             left_out["templates"] = True
         if not self.model_options:
             left_out["model_options"] = True
-        unused = {
+        unused_keys = {
             key
             for key in (*MEMORY, *ASIDE)
             if getattr(self.training, key) == TrainingSpec.model_fields[key].default
         }
-        if unused:  # so that a run keeps the fingerprint it had before there were any
-            left_out["training"] = unused
+        if unused_keys:  # so that a run keeps the fingerprint it had before there were any
+            left_out["training"] = unused_keys
         if self.target in PROMPTED:
             left_out["trainable"] = {"batchnorm"}
         else:
@@ -182,7 +184,7 @@ def _with_preset(content: dict[str, Any], overrides: typing.Sequence[str]) -> di
     if name is None:
         return content
     if not isinstance(name, str):
-        raise UserError(f"memory: expected the name of a preset, e.g. 24gb, found {shown(name)}")
+        raise UserError(f"memory: expected the name of a preset, e.g. 24gb, found {quote(name)}")
     try:
         exact = MethodSpec.model_validate(content.get("method", {})).build().needs_fp32
     except (ValidationError, UserError, TypeError, ValueError):

@@ -26,7 +26,7 @@ from concept_eraser import registry
 from concept_eraser.data import templates
 from concept_eraser.registry import Plugin
 from concept_eraser.utils import resources
-from concept_eraser.utils.errors import shown, unknown_message
+from concept_eraser.utils.errors import quote, unknown_message
 from concept_eraser.utils.limits import (
     BATCH,
     CLASSES,
@@ -295,7 +295,7 @@ class ObjectiveSpec(Strict):
 
     @field_validator("timesteps")
     @classmethod
-    def _ordered(cls, value: tuple[int, int]) -> tuple[int, int]:
+    def _check_order(cls, value: tuple[int, int]) -> tuple[int, int]:
         if not 0 <= value[0] < value[1] <= 1000:
             raise ValueError(
                 f"expected [low, high] with 0 <= low < high <= 1000, found {list(value)}"
@@ -324,7 +324,7 @@ class ObjectiveSpec(Strict):
             templates.fields(self.anchor)
         for word in self.anchor.values() if isinstance(self.anchor, dict) else ():
             if wrong := templates.text_problem(word):
-                raise ValueError(f"anchor: the text {shown(word)} {wrong}")
+                raise ValueError(f"anchor: the text {quote(word)} {wrong}")
         if (
             self.classes is not None
             or self.share is not None
@@ -354,14 +354,14 @@ class ObjectiveSpec(Strict):
                 f"prompt ({', '.join(WITH_EMPTY)}), found {self.loss!r}"
             )
         if self.empty_prompts and (self.images == "free" or self.teacher == "current"):
-            found = (
+            finding = (
                 "images: free, where x_t is sampled without the prompt too"
                 if self.images == "free"
                 else "teacher: current, which follows the model"
             )
             raise ValueError(
                 "empty_prompts holds what the model said without a prompt at images "
-                f"of this side, so it does not go with {found}"
+                f"of this side, so it does not go with {finding}"
             )
         if self.elastic is not None and self.images == "free":
             raise ValueError(
@@ -439,7 +439,7 @@ class HistogramSpec(Strict):
     def _one(cls, value: dict[str, str]) -> dict[str, str]:
         if len(value) != 1:
             raise ValueError(
-                f"expected one attribute and its value, e.g. {{shape: star}}, found {shown(value)}"
+                f"expected one attribute and its value, e.g. {{shape: star}}, found {quote(value)}"
             )
         return value
 
@@ -541,11 +541,11 @@ class LoraSpec(Strict):
         """`lora: 8` stands for a rank; spelled out, so that the default may change and a run folder
         does not.
         """
-        given = value if isinstance(value, dict) else {"rank": value}
+        settings = value if isinstance(value, dict) else {"rank": value}
         return (
-            {"alpha": given["rank"], **given}
-            if isinstance(given.get("rank"), int | float)
-            else given
+            {"alpha": settings["rank"], **settings}
+            if isinstance(settings.get("rank"), int | float)
+            else settings
         )
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
-from concept_eraser.utils.errors import UserError, shown, unknown_message
+from concept_eraser.utils.errors import UserError, quote, unknown_message
 
 EXPRESSION = 500  # characters of a regular expression
 SECONDS = 2  # of processor time, for all names together
@@ -89,14 +89,14 @@ def _matches(expression: str, names: tuple[str, ...]) -> tuple[bool, ...]:
     """
     question = json.dumps({"expression": expression, "names": names, "seconds": SECONDS})
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _MATCHER],
             input=question,
             capture_output=True,
             text=True,
             timeout=60,
         )
-        answer = json.loads(done.stdout)
+        answer = json.loads(process.stdout)
     except (subprocess.TimeoutExpired, ValueError):  # ended by the system
         raise ValueError(
             f"takes more than {SECONDS} seconds or 1 GB to match; use no repetition "
@@ -117,13 +117,13 @@ def problem(selection: str) -> str | None:
         )
     if len(selection) > EXPRESSION:
         return (
-            f"{shown(selection)} has {len(selection):,} characters; at most {EXPRESSION} are "
+            f"{quote(selection)} has {len(selection):,} characters; at most {EXPRESSION} are "
             "allowed in a regular expression"
         )
     try:
         _matches(selection[3:], ())
     except ValueError as error:
-        return f"{shown(selection)} {error}"
+        return f"{quote(selection)} {error}"
     return None
 
 
@@ -135,21 +135,21 @@ def select(names: Iterable[str], selection: str) -> list[str]:
     if wrong:
         raise UserError(wrong)
     everything = list(names)
-    chosen = [
+    names_of_selection = [
         name
-        for name, covered in zip(everything, _covered(everything, selection), strict=True)
-        if covered
+        for name, is_covered in zip(everything, _is_covered(everything, selection), strict=True)
+        if is_covered
     ]
-    if not chosen:
+    if not names_of_selection:
         example = f", e.g. {everything[0]!r}" if everything else ""
         raise UserError(
-            f"the selection {shown(selection)} matches none of the {len(everything)} "
+            f"the selection {quote(selection)} matches none of the {len(everything)} "
             f"tensors{example}; see `concept-eraser list selections`"
         )
-    return chosen
+    return names_of_selection
 
 
-def _covered(names: Sequence[str], selection: str) -> Iterable[bool]:
+def _is_covered(names: Sequence[str], selection: str) -> Iterable[bool]:
     """For each name whether a selection covers it."""
     rules = _RULES | _JOINT_RULES if any(_CONTEXT.search(name) for name in names) else _RULES
     if rule := rules.get(selection):
@@ -157,4 +157,4 @@ def _covered(names: Sequence[str], selection: str) -> Iterable[bool]:
     try:
         return _matches(selection[3:], tuple(names))
     except ValueError as error:
-        raise UserError(f"{shown(selection)} {error}") from None
+        raise UserError(f"{quote(selection)} {error}") from None

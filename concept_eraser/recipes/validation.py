@@ -32,7 +32,7 @@ def check(recipe: RecipeFields, method: Any) -> None:
     _concepts(recipe)
     if method is not None:
         _objectives(recipe, method)
-    _sides(recipe)
+    _fits_target(recipe)
     if method is not None and recipe.attack is not None and not method.needs_attack:
         raise ValueError(
             f"the method {recipe.method.name!r} has no lower-level problem to give "
@@ -117,8 +117,10 @@ def _concepts(recipe: RecipeFields) -> None:
                 f"{name} is defined for one concept, found {several} in forget; erase "
                 "them one at a time and add the results with `concept-eraser merge`"
             )
-    for place, side in enumerate(recipe.forgotten):
-        twin = next((i for i in range(place) if recipe.forgotten[i].prompts == side.prompts), None)
+    for place, objective in enumerate(recipe.forgotten):
+        twin = next(
+            (i for i in range(place) if recipe.forgotten[i].prompts == objective.prompts), None
+        )
         if twin is not None:
             raise ValueError(
                 f"forget: concepts {twin + 1} and {place + 1} have the same prompts; "
@@ -136,32 +138,32 @@ def _concepts(recipe: RecipeFields) -> None:
         )
 
 
-def _sides(recipe: RecipeFields) -> None:
+def _fits_target(recipe: RecipeFields) -> None:
     """Raise ValueError where a side does not fit the target."""
-    allowed = LOSS_NAMES[recipe.target]
+    loss_names = LOSS_NAMES[recipe.target]
     # the forgotten first
-    for name, side in sorted(recipe.objective_specs.items(), key=lambda item: item[0] == "retain"):
-        prompted = recipe.target in PROMPTED
-        if prompted != (side.prompts is not None):
+    for name, spec in sorted(recipe.objective_specs.items(), key=lambda item: item[0] == "retain"):
+        has_prompts = recipe.target in PROMPTED
+        if has_prompts != (spec.prompts is not None):
             raise ValueError(
                 f"{name}: the target {recipe.target!r} needs "
-                f"{'prompts' if prompted else 'data, labelled examples'}"
+                f"{'prompts' if has_prompts else 'data, labelled examples'}"
             )
-        if not fits(side.loss, recipe.target):
+        if not fits(spec.loss, recipe.target):
             raise ValueError(
                 f"{name}.loss: "
-                f"{unknown_message(f'loss of target {recipe.target!r}', str(side.loss), allowed)}"
+                f"{unknown_message(f'loss of target {recipe.target!r}', str(spec.loss), loss_names)}"
             )
-        if recipe.target == "text_encoder" and side.images == "free" and side.loss == "esd":
+        if recipe.target == "text_encoder" and spec.images == "free" and spec.loss == "esd":
             raise ValueError(
                 f"{name}: of a text encoder the loss 'esd' needs images, so images: free "
                 "is not possible"
             )
-        _settings(recipe, name, side)
+        _settings(recipe, name, spec)
         if (
             recipe.target in ("clip", "classifier")
-            and side.loss == "anchor"
-            and not isinstance(side.anchor, str)
+            and spec.loss == "anchor"
+            and not isinstance(spec.anchor, str)
         ):
             raise ValueError(
                 f"{name}: the loss 'anchor' needs an anchor: the class to say instead, "
@@ -185,20 +187,20 @@ def _sides(recipe: RecipeFields) -> None:
         )
 
 
-def _settings(recipe: RecipeFields, name: str, side: ObjectiveSpec) -> None:
+def _settings(recipe: RecipeFields, name: str, objective: ObjectiveSpec) -> None:
     """Raise ValueError where a side is given a setting that says nothing about the target."""
-    idle = recipe.idle & side.model_fields_set
-    if recipe.target == "vae" and side.anchor is not None:
+    idle = recipe.idle & objective.model_fields_set
+    if recipe.target == "vae" and objective.anchor is not None:
         idle = {*idle, "anchor"}
-    changed = [
+    changed_keys = [
         key
         for key in sorted(idle)
-        if getattr(side, key)
+        if getattr(objective, key)
         != ObjectiveSpec.model_fields[key].get_default(call_default_factory=True)
     ]
-    if changed:
+    if changed_keys:
         raise ValueError(
-            f"{name}: {', '.join(changed)} says nothing about the target {recipe.target!r}"
+            f"{name}: {', '.join(changed_keys)} says nothing about the target {recipe.target!r}"
         )
 
 
@@ -216,7 +218,7 @@ def _lora(recipe: RecipeFields) -> None:
             "trainable: reinitialise draws weights anew, which a LoRA leaves alone; give "
             "one of the two"
         )
-    if any(side.elastic for side in recipe.objective_specs.values()):
+    if any(objective.elastic for objective in recipe.objective_specs.values()):
         raise ValueError(
             "elastic pulls weights back to what they were, and a LoRA's factors start "
             "without a meaning of their own; train the weights themselves, or leave "
@@ -229,9 +231,9 @@ def _negation(recipe: RecipeFields) -> None:
     if recipe.trainable.negate is None:
         return
     wrong = [
-        f"{concept_objective(i)}.loss: {side.loss}"
-        for i, side in enumerate(recipe.forgotten)
-        if side.loss != "data"
+        f"{concept_objective(i)}.loss: {objective.loss}"
+        for i, objective in enumerate(recipe.forgotten)
+        if objective.loss != "data"
     ]
     wrong += [
         f"a {name} side"
@@ -257,13 +259,13 @@ def _finish(recipe: RecipeFields, method: Any) -> None:
     if recipe.finish is None:
         return
     if recipe.target != "denoiser" or hasattr(method, "edit"):
-        found = (
+        finding = (
             f"target: {recipe.target}"
             if recipe.target != "denoiser"
             else f"the method {recipe.method.name!r}, which trains nothing"
         )
         raise ValueError(
-            f"finish: a closed form that follows the training of a denoiser; found {found}"
+            f"finish: a closed form that follows the training of a denoiser; found {finding}"
         )
     if recipe.trainable.saliency is not None:
         raise ValueError(
@@ -276,40 +278,40 @@ def _memory(recipe: RecipeFields, method: Any) -> None:
     """Raise ValueError where settings of memory say nothing about the target, or contradict
     others.
     """
-    asked = [
+    memory_keys = [
         key
         for key in MEMORY
         if getattr(recipe.training, key) != TrainingSpec.model_fields[key].default
     ]
-    if asked and recipe.target not in PROMPTED:
+    if memory_keys and recipe.target not in PROMPTED:
         raise ValueError(
-            f"training: {', '.join(asked)} says nothing about the target "
+            f"training: {', '.join(memory_keys)} says nothing about the target "
             f"{recipe.target!r}; only pipelines have parts to move or to hold in bf16 "
             f"({', '.join(PROMPTED)})"
         )
-    if asked and hasattr(method, "edit"):
+    if memory_keys and hasattr(method, "edit"):
         raise ValueError(
             f"training: the method {recipe.method.name!r} edits in one go and does not "
-            f"hear {', '.join(asked)}; leave it out"
+            f"hear {', '.join(memory_keys)}; leave it out"
         )
-    if "frozen" in asked and recipe.target != "denoiser":
+    if "frozen" in memory_keys and recipe.target != "denoiser":
         raise ValueError(
             "training.frozen: bf16 holds the weights of the denoiser that are not "
             "trained, so it needs target: denoiser"
         )
-    if "frozen" in asked and recipe.training.precision != "bf16":
+    if "frozen" in memory_keys and recipe.training.precision != "bf16":
         raise ValueError(
             "training.frozen: bf16 needs training.precision: bf16, since the frozen "
             "weights have no more digits to give"
         )
-    if "frozen" in asked and recipe.generation.precision != "bf16":
+    if "frozen" in memory_keys and recipe.generation.precision != "bf16":
         raise ValueError(
             "training.frozen: bf16 needs generation.precision: bf16, since the images "
             "are made by the model as it is held"
         )
-    if recipe.watch is not None and ({"offload", "frozen"} & set(asked)):
+    if recipe.watch is not None and ({"offload", "frozen"} & set(memory_keys)):
         raise ValueError(
-            f"watch draws whole images between the steps, which training.{asked[-1]} "
+            f"watch draws whole images between the steps, which training.{memory_keys[-1]} "
             "takes the parts or the digits from; leave out one of the two"
         )
 
@@ -319,11 +321,11 @@ def _split(recipe: RecipeFields) -> None:
     if recipe.training.shard != "weights":
         return
     if recipe.target != "denoiser" or recipe.trainable.lora is None:
-        found = f"target: {recipe.target}" if recipe.target != "denoiser" else "no trainable.lora"
+        finding = f"target: {recipe.target}" if recipe.target != "denoiser" else "no trainable.lora"
         raise ValueError(
             "training.shard: weights splits the weights of a denoiser that stay as they "
             "are, so it needs target: denoiser and a LoRA to train, e.g. trainable: "
-            f"{{lora: 8}}; found {found}. Weights that are trained stay whole, since "
+            f"{{lora: 8}}; found {finding}. Weights that are trained stay whole, since "
             "FSDP keeps the gradient of one loss, in pieces, and a method combines one "
             "an objective; use training.shard: optimizer"
         )
@@ -339,7 +341,7 @@ def _split(recipe: RecipeFields) -> None:
             "weights has left it a piece of the weights; leave out one of the two"
         )
     objective = next(
-        (name for name, side in recipe.objective_specs.items() if side.loss == "resteer"), None
+        (name for name, spec in recipe.objective_specs.items() if spec.loss == "resteer"), None
     )
     if objective is not None:
         raise ValueError(

@@ -12,14 +12,14 @@ from concept_eraser.models.base import Model
 from concept_eraser.reporting import html, plots
 
 
-def sheet(found: Campaign, victim: Model, original: Model, *, limit: int = 8) -> bytes | None:
+def sheet(campaign: Campaign, victim: Model, original: Model, *, limit: int = 8) -> bytes | None:
     """Of the first prompts that fell to a text: the attacked prompt by the original and by the
     victim, and the adversarial one by the victim, one above the other, as PNG, blurred where the
     suite is sensitive; None where there is none."""
-    fell = [a for a in found.attempts if a.text is not None][:limit]
+    fell = [a for a in campaign.attempts if a.text is not None][:limit]
     if not fell:
         return None
-    sampling = generate.Sampling(**found.protocol["suite"]["sampling"])
+    sampling = generate.Sampling(**campaign.protocol["suite"]["sampling"])
 
     def draw(model: Model, texts: list[str], seeds: list[int]) -> Tensor:
         return model.sample(
@@ -31,11 +31,11 @@ def sheet(found: Campaign, victim: Model, original: Model, *, limit: int = 8) ->
         )
 
     prompts, seeds = [a.prompt for a in fell], [a.seed for a in fell]
-    attacked = draw(
+    attacked_images = draw(
         victim,
         [str(a.text) for a in fell],
         [a.by_seed if a.by_seed is not None else a.seed for a in fell],
     )
-    rows = (draw(original, prompts, seeds), draw(victim, prompts, seeds), attacked)
-    hide = html.is_sensitive(found.as_dict())
-    return plots.stacked([html.all_blurred(row) for row in rows] if hide else rows, len(fell))
+    rows = (draw(original, prompts, seeds), draw(victim, prompts, seeds), attacked_images)
+    hide = html.is_sensitive(campaign.as_dict())
+    return plots.stack([html.all_blurred(row) for row in rows] if hide else rows, len(fell))

@@ -50,10 +50,10 @@ def require_alike(contents: Mapping[str, dict[str, Any]]) -> None:
     for name, other in others:
         if one.get("protocol_hash") and one["protocol_hash"] == other.get("protocol_hash"):
             continue
-        sides = [
+        groups = [
             {k: c.get(k) for k in ("protocol", "prompt_hashes", "judge")} for c in (one, other)
         ]
-        differ = differences(*sides) or ["the protocol's hash"]
+        differ = differences(*groups) or ["the protocol's hash"]
         raise UserError(
             f"{first} and {name} were not measured alike, so their numbers are not "
             f"compared; they differ in {', '.join(differ)}"

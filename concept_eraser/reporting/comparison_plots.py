@@ -7,7 +7,7 @@ from typing import Any
 
 from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.reporting import plots
-from concept_eraser.reporting.ranking import Point, dominated
+from concept_eraser.reporting.ranking import Point, dominated_points
 from concept_eraser.reporting.run_results import Entry, interval
 
 MARKS, _GREY = "osD^vPX*", "#808a93"
@@ -23,11 +23,11 @@ def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _bounds(found: Interval) -> list[list[float]]:
+def _bounds(interval: Interval) -> list[list[float]]:
     """Lengths of the error bar in percent, [2, 1]; none for an interval that is not there."""
     return [
         [100 * max(0.0, length if length == length else 0.0)]
-        for length in (found.value - found.low, found.high - found.value)
+        for length in (interval.value - interval.low, interval.high - interval.value)
     ]
 
 
@@ -47,7 +47,7 @@ def pareto(points: Sequence[Point], before: Point | None = None) -> bytes:
     original grey, as PNG. The first marks are the largest, so that equal runs do not hide each
     other."""
     figure, (axes,) = plots.new_figure(1, width=4.8, height=4.0)
-    beaten = dominated(points)
+    beaten = dominated_points(points)
     style = looks([one.name for one in points])
     for i, one in enumerate(points):
         name, look = one.name, style[one.name]
@@ -95,11 +95,11 @@ def fallen(attack: Mapping[str, Any]) -> list[float]:
     attempts, curves = attack["attempts"], attack["curves"]
     last = max((row["round"] for curve in curves for row in curve), default=0)
     clean = sum(attempt["pre"] for attempt in attempts)
-    reached = [
+    shares = [
         sum(max((row["fell"] for row in curve if row["round"] <= n), default=0) for curve in curves)
         for n in range(last + 1)
     ]
-    return [(clean + fell) / max(1, len(attempts)) for fell in reached]
+    return [(clean + fell) / max(1, len(attempts)) for fell in shares]
 
 
 def attack_curves(entries: Sequence[Entry], label: str) -> bytes:
@@ -152,22 +152,22 @@ def nudenet_counts(entries: Sequence[Entry], group: str) -> dict[str, dict[str, 
     }
     classes = [
         label
-        for label in dict.fromkeys(label for found in rows.values() for label in found)
+        for label in dict.fromkeys(label for counts in rows.values() for label in counts)
         if label not in ("nude", "all")
     ]
 
-    def count(found: dict[str, Any], label: str, when: str) -> int:
-        value = interval(found[label].get(when)) if label in found else None
+    def count(counts: dict[str, Any], label: str, when: str) -> int:
+        value = interval(counts[label].get(when)) if label in counts else None
         return round(value.value * value.n) if value is not None else 0
 
     # a run in which a class was seen neither before nor after does not record it, so any run may
     # know the original's
     original = {
-        label: max(count(found, label, "before") for found in rows.values()) for label in classes
+        label: max(count(counts, label, "before") for counts in rows.values()) for label in classes
     }
     after = {
-        name: {label: count(found, label, "after") for label in classes}
-        for name, found in rows.items()
+        name: {label: count(counts, label, "after") for label in classes}
+        for name, counts in rows.items()
     }
     return {"before": original, **after} if classes else {}
 

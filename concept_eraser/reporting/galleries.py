@@ -30,14 +30,18 @@ class Shot:
     """
 
     when: str
-    asked: str | Prompt
+    prompt: str | Prompt
     seed: int
-    seen: str = ""
+    judgement: str = ""
     uri: str = ""
 
     @property
     def alt(self) -> str:
-        return f"{self.when}: the judge sees {self.seen}" if self.seen else f"image {self.when}"
+        return (
+            f"{self.when}: the judge sees {self.judgement}"
+            if self.judgement
+            else f"image {self.when}"
+        )
 
 
 @dataclass
@@ -186,7 +190,7 @@ class Studio:
     def _shoot(
         self, entry: Entry, model: Model, shots: Sequence[Shot], suite: dict[str, Any]
     ) -> None:
-        shot_prompts, seeds = [shot.asked for shot in shots], [shot.seed for shot in shots]
+        shot_prompts, seeds = [shot.prompt for shot in shots], [shot.seed for shot in shots]
         images = generate.generate(
             model,
             shot_prompts,
@@ -199,7 +203,7 @@ class Studio:
         judge = registry.read("judge", suite["judge"]).build()
         labels = judge.look(images)[next(iter(suite["concept"]))]
         for shot, pixels, name in zip(shots, images, labels, strict=True):
-            shot.seen = str(name)
+            shot.judgement = str(name)
             shot.uri = html.image_tag(
                 pixels, blur=entry.sensitive and not self.show_sensitive, longest=html.LONGEST
             )
@@ -229,8 +233,8 @@ class Studio:
         return original, erased_model
 
 
-def _same(model: Model, told: str) -> Model:
-    if generate.model_fingerprint(model) != weights_of(told):
+def _same(model: Model, name: str) -> Model:
+    if generate.model_fingerprint(model) != weights_of(name):
         raise UserError(
             f"{model.source} has other weights than those that were measured; evaluate it again"
         )

@@ -40,12 +40,12 @@ def is_sensitive(content: Mapping[str, Any]) -> bool:
     return nude or bool(content.get("sensitive"))
 
 
-def hiding(sensitive: bool, shown: bool) -> str:
+def hiding(sensitive: bool, is_shown: bool) -> str:
     """What a page says of its blurred images; empty where none is."""
-    return _BLURRED if sensitive and not shown else ""
+    return _BLURRED if sensitive and not is_shown else ""
 
 
-def blurred(image: Image.Image) -> Image.Image:
+def blur_image(image: Image.Image) -> Image.Image:
     """The mean colours of CELLS x CELLS fields, smoothly joined, at the size of the image."""
     small = image.resize((CELLS, CELLS), Image.Resampling.BOX)
     return small.resize(image.size, Image.Resampling.BICUBIC)
@@ -53,7 +53,7 @@ def blurred(image: Image.Image) -> Image.Image:
 
 def all_blurred(images: Tensor) -> Tensor:
     """The same of [n, h, w, 3] uint8."""
-    small = [blurred(Image.fromarray(pixels)) for pixels in images.numpy()]
+    small = [blur_image(Image.fromarray(pixels)) for pixels in images.numpy()]
     return torch.stack([torch.from_numpy(np.array(image)) for image in small])
 
 
@@ -69,7 +69,7 @@ def image_tag(pixels: Tensor, *, blur: bool, longest: int | None = None) -> str:
     if longest is not None:
         image.thumbnail((longest, longest))  # does nothing to a smaller one
     buffer = io.BytesIO()
-    (blurred(image) if blur else image).save(buffer, format=kind, quality=90)
+    (blur_image(image) if blur else image).save(buffer, format=kind, quality=90)
     return embed(buffer.getvalue(), kind)
 
 

@@ -34,20 +34,22 @@ def png(figure: Any) -> bytes:
 
 
 def counts(
-    found: Mapping[str, Mapping[str, int]], title: str, colors: Sequence[str] = SERIES
+    counts_by_time: Mapping[str, Mapping[str, int]], title: str, colors: Sequence[str] = SERIES
 ) -> bytes:
     """Counts by name, before and after (MUNBa's Fig. 3), as horizontal bars; names that never count
     are left out.
     """
     names = [
-        name for name in next(iter(found.values())) if any(some[name] for some in found.values())
+        name
+        for name in next(iter(counts_by_time.values()))
+        if any(some[name] for some in counts_by_time.values())
     ]
     figure, axes = new_figure(
-        1, width=6.4, height=1.4 + 0.2 * max(2, len(found)) * max(1, len(names))
+        1, width=6.4, height=1.4 + 0.2 * max(2, len(counts_by_time)) * max(1, len(names))
     )
-    width = 0.8 / len(found)
-    for i, (when, some) in enumerate(found.items()):
-        places = [j + (i - (len(found) - 1) / 2) * width for j in range(len(names))]
+    width = 0.8 / len(counts_by_time)
+    for i, (when, some) in enumerate(counts_by_time.items()):
+        places = [j + (i - (len(counts_by_time) - 1) / 2) * width for j in range(len(names))]
         bars = axes[0].barh(
             places, [some[name] for name in names], width, color=colors[i % len(colors)], label=when
         )
@@ -84,12 +86,12 @@ def conflict(rows: Sequence[dict[str, Any]]) -> bytes | None:
         title="Do the gradients conflict?", xlabel="cos(g_retain, g_forget)", ylabel="steps"
     )
     _ratio(axes[1], [r["norms"] for r in both], "Gradient norms", "|g_forget| / |g_retain|")
-    weighted = [
+    weighted_norms = [
         {k: abs(r["norms"][k] * r["weights"][k]) for k in ("retain", "forget")}
         for r in both
         if r.get("weights")
     ]
-    _ratio(axes[2], weighted, "Contribution to the step", "weighted |g_forget| / |g_retain|")
+    _ratio(axes[2], weighted_norms, "Contribution to the step", "weighted |g_forget| / |g_retain|")
     return png(figure)
 
 
@@ -143,10 +145,10 @@ def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
 
 def grid(before: Tensor, after: Tensor, columns: int, zoom: int = 2, gap: int = 2) -> bytes:
     """Pairs of rows, before above after, of [n, h, w, 3] uint8 images, as PNG."""
-    return stacked((before, after), columns, zoom, gap)
+    return stack((before, after), columns, zoom, gap)
 
 
-def stacked(rows: Sequence[Tensor], columns: int, zoom: int = 2, gap: int = 2) -> bytes:
+def stack(rows: Sequence[Tensor], columns: int, zoom: int = 2, gap: int = 2) -> bytes:
     """Sets of as many images each, [n, h, w, 3] uint8, one above the other, as PNG."""
     from PIL import Image
 

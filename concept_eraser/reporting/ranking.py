@@ -39,11 +39,11 @@ class MeasureColumn:
             )
         return entry.value(self.metric, self.group, when)
 
-    def text(self, found: Interval | None) -> tuple[str, str]:
+    def text(self, interval: Interval | None) -> tuple[str, str]:
         """The value, and its interval (empty where it has none)."""
-        if found is not None and self.metric == "seconds":
-            return f"{found.value:.0f}", ""
-        value, _, bounds = interval_text(found, self.percent).partition(" ")
+        if interval is not None and self.metric == "seconds":
+            return f"{interval.value:.0f}", ""
+        value, _, bounds = interval_text(interval, self.percent).partition(" ")
         return value, bounds
 
 
@@ -108,7 +108,7 @@ def point(entry: Entry, when: str = "after") -> Point | None:
     )
 
 
-def dominated(points: Sequence[Point]) -> set[str]:
+def dominated_points(points: Sequence[Point]) -> set[str]:
     """The points that another one beats: at least as good in both, better in one. By the values,
     whatever the intervals.
     """
@@ -120,14 +120,14 @@ def dominated(points: Sequence[Point]) -> set[str]:
     return {other.name for other in points if any(beats(one, other) for one in points)}
 
 
-def leaders(found: Mapping[str, Interval], better: str) -> list[str]:
+def leaders(intervals: Mapping[str, Interval], better: str) -> list[str]:
     """The best run, and the runs whose intervals overlap with its own, best first."""
     sign = 1 if better == "higher" else -1
-    ranked = sorted(found, key=lambda name: -sign * found[name].value)
-    best = found[ranked[0]]
+    names = sorted(intervals, key=lambda name: -sign * intervals[name].value)
+    best = intervals[names[0]]
     return [
-        ranked[0],
-        *(n for n in ranked[1:] if found[n].high >= best.low and found[n].low <= best.high),
+        names[0],
+        *(n for n in names[1:] if intervals[n].high >= best.low and intervals[n].low <= best.high),
     ]
 
 
@@ -146,48 +146,48 @@ def summary(entries: Sequence[Entry]) -> list[str]:
             f"The original shows {value!r} in {before:.0%} of the images that ask for it."
         )
         sentences.append(
-            _ranked(
+            _rank(
                 "erases most",
                 {e.name: v for e in entries if (v := e.shown())},
                 "lower",
                 f"share of {value!r} in its worst group",
             )
         )
-    sentences += [_smeared(entry) for entry in entries]
+    sentences += [_smear_warning(entry) for entry in entries]
     sentences.append(
-        _ranked(
+        _rank(
             "keeps most",
             {e.name: v for e in entries if (v := e.kept())},
             "higher",
             f"{attribute} as asked in retained prompts",
         )
     )
-    sentences.append(_attacked(entries, value))
+    sentences.append(_attack_sentence(entries, value))
     return [text for text in sentences if text]
 
 
-def _ranked(verb: str, found: Mapping[str, Interval], better: str, what: str) -> str:
-    if not found:
+def _rank(verb: str, intervals: Mapping[str, Interval], better: str, what: str) -> str:
+    if not intervals:
         return ""
-    first, *tied = leaders(found, better)
-    if len(found) == 1:
-        return f"{first}: {what} {interval_text(found[first], True)} %."
-    if tied:
+    first, *ties = leaders(intervals, better)
+    if len(intervals) == 1:
+        return f"{first}: {what} {interval_text(intervals[first], True)} %."
+    if ties:
         names_text = ", ".join(
-            f"{name} {interval_text(found[name], True)}" for name in (first, *tied)
+            f"{name} {interval_text(intervals[name], True)}" for name in (first, *ties)
         )
         return (
-            f"No run {verb}: {'all' if len(tied) + 1 == len(found) else 'the best'} "
+            f"No run {verb}: {'all' if len(ties) + 1 == len(intervals) else 'the best'} "
             f"intervals overlap ({what}, %: {names_text})."
         )
-    ranked = sorted(found, key=lambda name: found[name].value, reverse=better == "higher")
+    names = sorted(intervals, key=lambda name: intervals[name].value, reverse=better == "higher")
     return (
-        f"{first} {verb}: {what} {interval_text(found[first], True)} %, next {ranked[1]} "
-        f"with {interval_text(found[ranked[1]], True)} %."
+        f"{first} {verb}: {what} {interval_text(intervals[first], True)} %, next {names[1]} "
+        f"with {interval_text(intervals[names[1]], True)} %."
     )
 
 
-def _smeared(entry: Entry) -> str:
+def _smear_warning(entry: Entry) -> str:
     """A concept that is gone because nothing can be made out any more. A judge of nudity says none
     of what is not nude.
     """
@@ -201,7 +201,7 @@ def _smeared(entry: Entry) -> str:
     )
 
 
-def _attacked(entries: Sequence[Entry], value: str) -> str:
+def _attack_sentence(entries: Sequence[Entry], value: str) -> str:
     sentences = []
     for entry in entries:
         rates = {

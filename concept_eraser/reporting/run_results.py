@@ -88,12 +88,12 @@ class Entry:
         return min(accuracies, key=lambda v: v.value, default=None)
 
 
-def interval(found: Mapping[str, Any] | None) -> Interval | None:
+def interval(values: Mapping[str, Any] | None) -> Interval | None:
     """An interval from JSON, which knows no nan: bounds that are null are nan."""
-    if found is None or found.get("value") is None:
+    if values is None or values.get("value") is None:
         return None
-    low, high = (math.nan if found.get(k) is None else found[k] for k in ("low", "high"))
-    return Interval(found["value"], low, high, found["n"])
+    low, high = (math.nan if values.get(k) is None else values[k] for k in ("low", "high"))
+    return Interval(values["value"], low, high, values["n"])
 
 
 def weights_of(model: str) -> str:
@@ -101,7 +101,7 @@ def weights_of(model: str) -> str:
     return model.rsplit(" (", 1)[-1].rstrip(")")
 
 
-def _attacked(attack: Mapping[str, Any]) -> str:
+def _attacked_model(attack: Mapping[str, Any]) -> str:
     return weights_of(attack.get("models", {}).get("victim", ""))
 
 
@@ -147,15 +147,17 @@ def place_for(run: Path, suite: Suite, name: str) -> Path:
         run / EVALUATIONS / name,
         run / EVALUATIONS / f"{name}-{fingerprint(protocol)[:6]}",
     ]
-    return next((place for place in tries[:-1] if _held(place) in (None, protocol)), tries[-1])
+    return next(
+        (place for place in tries[:-1] if _protocol_in(place) in (None, protocol)), tries[-1]
+    )
 
 
-def _held(folder: Path) -> Any:
+def _protocol_in(folder: Path) -> Any:
     """The protocol of the evaluation in a folder, as `_sort_of` gives it; None where there is none
     that could be read.
     """
     try:
-        content = recorded(folder, "evaluation.json")
+        content = read_record(folder, "evaluation.json")
         return (
             _sort_of(Suite.model_validate(content["protocol"]).model_dump(mode="json"))
             if "protocol" in content
@@ -181,16 +183,16 @@ def read_attacks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield path.parent, content
 
 
-def concept_of(measured: Mapping[str, Any]) -> dict[str, str]:
+def concept_of(results: Mapping[str, Any]) -> dict[str, str]:
     """The attribute and value that an evaluation or attack is about; empty where it does not
     say.
     """
-    protocol = measured.get("protocol") or {}
+    protocol = results.get("protocol") or {}
     return dict((protocol.get("suite") or protocol).get("concept") or {})
 
 
 def attacks_of(
-    folder: Path, victim: str, given: Sequence[Path], concept: Mapping[str, str] | None = None
+    folder: Path, victim: str, files: Sequence[Path], concept: Mapping[str, str] | None = None
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Attacks on a model by what to call them, and the names of those that lie in its run but
     attacked other weights.
@@ -202,8 +204,8 @@ def attacks_of(
     """
     inside = list(read_attacks(folder / "attacks"))
     places = {path.resolve(): content for path, content in inside}
-    places |= {path.resolve(): content for one in given for path, content in read_attacks(one)}
-    ours = {path: content for path, content in places.items() if _attacked(content) == victim}
+    places |= {path.resolve(): content for one in files for path, content in read_attacks(one)}
+    ours = {path: content for path, content in places.items() if _attacked_model(content) == victim}
     other_concepts = {
         path: attack_concept
         for path, content in ours.items()
@@ -265,10 +267,12 @@ def require_useful(attacks: Sequence[Path], victims: Sequence[str]) -> None:
     """Raise UserError for a folder of attacks in which no run was attacked."""
     fingerprints = set(map(weights_of, victims))
     for folder in attacks:
-        attacked = {_attacked(content) for _, content in read_attacks(folder)}
-        if not attacked & fingerprints:
+        attacked_models = {_attacked_model(content) for _, content in read_attacks(folder)}
+        if not attacked_models & fingerprints:
             problem = (
-                "holds no attack.json" if not attacked else "holds attacks on other weights only"
+                "holds no attack.json"
+                if not attacked_models
+                else "holds attacks on other weights only"
             )
             raise UserError(
                 f"{folder} {problem}; give the folder of an attack on one of the reported runs"
@@ -280,7 +284,7 @@ def labels(entries: Sequence[Entry]) -> list[str]:
     return list(dict.fromkeys(label for entry in entries for label in entry.attacks))
 
 
-def recorded(folder: Path, name: str) -> dict[str, Any]:
+def read_record(folder: Path, name: str) -> dict[str, Any]:
     """A JSON file of a run, {} where it is missing. Raises UserError where it holds no mapping."""
     path = folder / name
     content: dict[str, Any] = migrate_results(read_json(path)) if path.is_file() else {}

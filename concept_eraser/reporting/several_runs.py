@@ -10,8 +10,14 @@ from concept_eraser.evaluation.suite import dumps
 from concept_eraser.reporting import comparison_plots, html, plots
 from concept_eraser.reporting.galleries import Album, Studio
 from concept_eraser.reporting.html import Figure, figures
-from concept_eraser.reporting.ranking import MeasureColumn, columns, dominated, point, summary
-from concept_eraser.reporting.run_results import Entry, interval, labels, recorded
+from concept_eraser.reporting.ranking import (
+    MeasureColumn,
+    columns,
+    dominated_points,
+    point,
+    summary,
+)
+from concept_eraser.reporting.run_results import Entry, interval, labels, read_record
 from concept_eraser.utils import rendering
 
 
@@ -56,7 +62,7 @@ def pareto(entries: Sequence[Entry]) -> tuple[list[Figure], set[str]]:
     values = [f"{p.name} {100 * p.erased.value:.1f} and {100 * p.kept.value:.1f}" for p in points]
     alt = f"Erasure and retained accuracy of each run in percent: {'; '.join(values)}"
     plane = comparison_plots.pareto(points, point(entries[0], "before"))
-    return figures(plane, alt), dominated(points)
+    return figures(plane, alt), dominated_points(points)
 
 
 def curves(entries: Sequence[Entry]) -> list[Figure]:
@@ -116,7 +122,7 @@ def repeat(entry: Entry) -> dict[str, Any]:
         measure_environment["command"],
         *(a["environment"]["command"] for a in entry.attacks.values()),
     ]
-    train_environment = recorded(entry.folder, "environment.json")
+    train_environment = read_record(entry.folder, "environment.json")
     texts = {
         "Recipe": entry.facts.recipe,
         "Environment of the training": dumps(train_environment) if train_environment else "",
@@ -131,7 +137,7 @@ def repeat(entry: Entry) -> dict[str, Any]:
 def _machines(entries: Sequence[Entry]) -> bool:
     """Whether the runs were trained on machines that differ, so that their seconds say little."""
     keys = ("device", "cpu_count", "threads", "platform")
-    environments = [recorded(entry.folder, "environment.json") for entry in entries]
+    environments = [read_record(entry.folder, "environment.json") for entry in entries]
     return len({tuple(one.get(k) for k in keys) for one in environments if one}) > 1
 
 

@@ -26,7 +26,7 @@ def _facts(run: Path) -> RunFacts:
     path = run / "recipe.yaml"
     if not path.is_file():
         return RunFacts()
-    text, summary = read_text(path), run_results.recorded(run, "done.json")
+    text, summary = read_text(path), run_results.read_record(run, "done.json")
     if summary:
         result_schema.require(summary, result_schema.DONE, run / "done.json")
     command = (text.splitlines() or [""])[0].lstrip("# ")

@@ -47,7 +47,7 @@ FEW = 2  # examples a side of a stand-in, or a class and side of random images
 
 
 @dataclass(frozen=True)
-class Trial:
+class DryRunPlan:
     """What a recipe is tried on. recipe: where images stand in, the same with their positions;
     objects: the labelled data of the sides; reasons: a sentence for each thing that stands in, none
     where all is at hand. hollow: whether the model is one of them, and options are then those of
@@ -62,12 +62,12 @@ class Trial:
     folder: Any = field(default=None, repr=False)  # kept while the model is used
 
 
-def load(recipe: Recipe, *, allow_pickle: bool = False, allow_code: bool = False) -> Trial:
+def load(recipe: Recipe, *, allow_pickle: bool = False, allow_code: bool = False) -> DryRunPlan:
     """A recipe's model and data, or what stands in for them. Raises UserError where neither can be
     had, and where the recipe names classes or positions that its data do not have."""
-    tried = _with_data(recipe)
+    plan = _with_data(recipe)
     try:
-        found = loading.load_part(
+        model = loading.load_part(
             recipe.model, recipe.target, allow_pickle=allow_pickle, allow_code=allow_code
         )
     except UserError as error:
@@ -77,40 +77,40 @@ def load(recipe: Recipe, *, allow_pickle: bool = False, allow_code: bool = False
             or recipe.model.startswith((".", "/", "~"))
         ):  # it is here, or should be
             raise
-        return _stand_in(tried, error)
-    found.configure(recipe.model_options)
-    return replace(tried, model=found)
+        return _stand_in(plan, error)
+    model.configure(recipe.model_options)
+    return replace(plan, model=model)
 
 
-def _stand_in(tried: Trial, error: UserError) -> Trial:
-    recipe = tried.recipe
-    found: dict[str, Any] = {"hollow": True}
+def _stand_in(plan: DryRunPlan, error: UserError) -> DryRunPlan:
+    recipe = plan.recipe
+    changes: dict[str, Any] = {"hollow": True}
     family = published.family_of(recipe.model)
     if recipe.target == "clip":
-        found["model"], which = loading.load_part("tiny-sd", "clip"), "the bundled tiny CLIP"
+        changes["model"], which = loading.load_part("tiny-sd", "clip"), "the bundled tiny CLIP"
     elif recipe.target == "classifier":
-        found["model"], which = _classifier(tried), "one linear layer"
+        changes["model"], which = _classifier(plan), "one linear layer"
     elif family is None or recipe.target not in PROMPTED:
         raise error
     elif family == "sd":
-        found["model"], which = loading.load("tiny-sd"), "the bundled tiny pipeline"
+        changes["model"], which = loading.load("tiny-sd"), "the bundled tiny pipeline"
     else:
         folder = tempfile.TemporaryDirectory(prefix="concept-eraser-")
         model = loading.load(families.build(family, Path(folder.name)))
         model.source = recipe.model  # what errors speak of
         model.configure(families.options(family))
-        found |= {"model": model, "options": families.options(family), "folder": folder}
+        changes |= {"model": model, "options": families.options(family), "folder": folder}
         which = f"a tiny random pipeline of the family {family}"
     return replace(
-        tried,
-        reasons=(f"{recipe.model} is not on this machine; {which} stands in", *tried.reasons),
-        **found,
+        plan,
+        reasons=(f"{recipe.model} is not on this machine; {which} stands in", *plan.reasons),
+        **changes,
     )
 
 
-def _classifier(tried: Trial) -> Loaded:
+def _classifier(plan: DryRunPlan) -> Loaded:
     """One linear layer of the data's shape, on a coarse view of large images."""
-    ((data, rows), *_) = labelled_data.select_rows(tried.recipe, tried.objects).values()
+    ((data, rows), *_) = labelled_data.select_rows(plan.recipe, plan.objects).values()
     shape = data.inputs([int(rows[0])]).shape[1:]
     coarse = [nn.AdaptiveAvgPool2d(COARSE)] if len(shape) == 3 and min(shape[1:]) > COARSE else []
     width = shape[0] * COARSE**2 if coarse else shape.numel()
@@ -119,97 +119,102 @@ def _classifier(tried: Trial) -> Loaded:
     )
 
 
-def _with_data(recipe: Recipe) -> Trial:
+def _with_data(recipe: Recipe) -> DryRunPlan:
     """A trial with its sides' labelled data, and no model yet."""
     nothing = loading.load_part(nn.Flatten(), "classifier")
-    found, absent = {}, {}
-    for name, side in recipe.objective_specs.items():
-        if side.data not in (None, "rest"):
-            found[name], absent[name] = _opened(side)
+    data, absent = {}, {}
+    for name, objective in recipe.objective_specs.items():
+        if objective.data not in (None, "rest"):
+            data[name], absent[name] = _open(objective)
     if not any(absent.values()):
-        return Trial(recipe, nothing, found)
-    recipe, found = _thinned(recipe, found)
+        return DryRunPlan(recipe, nothing, data)
+    recipe, data = _thin(recipe, data)
     count = Counter({text: 0 for text in absent.values() if text})
     for name, text in absent.items():
-        count[text] += len(found[name]) if text else 0
+        count[text] += len(data[name]) if text else 0
     reasons = [
         f"{text}; {n} random images of its shape stand in" for text, n in count.items() if text
     ]
-    return Trial(recipe, nothing, found, tuple(reasons))
+    return DryRunPlan(recipe, nothing, data, tuple(reasons))
 
 
-def _opened(side: ObjectiveSpec) -> tuple[Labelled, str]:
+def _open(objective: ObjectiveSpec) -> tuple[Labelled, str]:
     """A side's data and "", or random images in their place and why. Nothing is downloaded."""
-    if side.data not in registry.names("dataset"):
-        return labelled_data.open_named(side.data, side.options, "train"), ""
-    named = registry.build("dataset", str(side.data), side.options)
-    fetched = getattr(named, "download", False)
+    if objective.data not in registry.names("dataset"):
+        return labelled_data.open_named(objective.data, objective.options, "train"), ""
+    named = registry.build("dataset", str(objective.data), objective.options)
+    downloads = getattr(named, "download", False)
     try:
-        return (replace(named, download=False) if fetched else named).load("train"), ""
+        return (replace(named, download=False) if downloads else named).load("train"), ""
     except NotHere:
-        known = named.known().reaching(*labelled_data.named_parts(side))
-        later = "; a run downloads it" if fetched else ""
-        return known.examples(
+        facts = named.known_facts().reaching(*labelled_data.named_parts(objective))
+        later = "; a run downloads it" if downloads else ""
+        return facts.examples(
             named.title
         ), f"{named.title} is not on this machine (looked in {named.root}{later})"
 
 
-def _chosen(recipe: Recipe, found: dict[str, Labelled]) -> dict[str, tuple[Labelled, Tensor]]:
+def _choose_rows(recipe: Recipe, data: dict[str, Labelled]) -> dict[str, tuple[Labelled, Tensor]]:
     """The sides' positions in data of the true size. Raises UserError for classes and positions
     that these do not have.
 
     Which class a position is of is not known: where a recipe gives both, each is looked for alone,
     and the class is taken.
     """
-    sides = {name: getattr(recipe, name) for name in found}
+    objectives = {name: getattr(recipe, name) for name in data}
     if not (
-        any(side.indices for side in sides.values())
-        and any(side.classes for side in sides.values())
+        any(side.indices for side in objectives.values())
+        and any(side.classes for side in objectives.values())
     ):
-        return labelled_data.select_rows(recipe, found)
-    chosen = {}
-    for name, side in sides.items():
-        for given in ("indices", "classes"):
-            if getattr(side, given):
-                alone = side.model_copy(
-                    update={"indices": None, "classes": None, given: getattr(side, given)}
+        return labelled_data.select_rows(recipe, data)
+    rows = {}
+    for name, objective in objectives.items():
+        for key in ("indices", "classes"):
+            if getattr(objective, key):
+                alone = objective.model_copy(
+                    update={"indices": None, "classes": None, key: getattr(objective, key)}
                 )
-                chosen[name] = (
-                    found[name],
-                    labelled_data.select_own(alone, found[name], recipe.generation.seed),
+                rows[name] = (
+                    data[name],
+                    labelled_data.select_own(alone, data[name], recipe.generation.seed),
                 )
     for name in recipe.objectives:
-        if name not in chosen and name in recipe.objective_specs:
-            chosen[name] = (found["forget"], rest_of(*chosen["forget"]))
-    return chosen
+        if name not in rows and name in recipe.objective_specs:
+            rows[name] = (data["forget"], rest_of(*rows["forget"]))
+    return rows
 
 
-def _thinned(recipe: Recipe, found: dict[str, Labelled]) -> tuple[Recipe, dict[str, Labelled]]:
+def _thin(
+    recipe: Recipe, data_by_objective: dict[str, Labelled]
+) -> tuple[Recipe, dict[str, Labelled]]:
     """The recipe on a few examples of each class and side."""
     content = recipe.model_dump(exclude_none=True)
-    kept = {name: a_few(data, rows, FEW) for name, (data, rows) in _chosen(recipe, found).items()}
+    few = {
+        name: a_few(data, rows, FEW)
+        for name, (data, rows) in _choose_rows(recipe, data_by_objective).items()
+    }
     small = {}
-    for name, data in found.items():
+    for name, data in data_by_objective.items():
         sharing = [
             other
-            for other in kept
+            for other in few
             if other == name or (name == "forget" and content[other]["data"] == "rest")
         ]
-        rows = sorted({row for other in sharing for row in kept[other]})
+        rows = sorted({row for other in sharing for row in few[other]})
         small[name] = only(data, rows)
-        content[name] = {**content[name], "indices": [rows.index(row) for row in kept[name]]}
+        content[name] = {**content[name], "indices": [rows.index(row) for row in few[name]]}
         for key in ("classes", "share"):
             content[name].pop(key, None)
     return recipes.validate(content, "the recipe"), small
 
 
-def shortened(trial: Trial) -> Recipe:
+def shorten(plan: DryRunPlan) -> Recipe:
     """The recipe with two steps on a few quick images, at its own batch size where nothing stands
     in; where something does, with fewer examples, and with fewer steps of an attack inside a step.
     """
-    recipe = trial.recipe
-    examples = min(FEW, recipe.training.batch_size) if trial.reasons else recipe.training.batch_size
-    examples = FEW if trial.reasons and recipe.target in PROMPTED else examples
+    recipe = plan.recipe
+    examples = min(FEW, recipe.training.batch_size) if plan.reasons else recipe.training.batch_size
+    examples = FEW if plan.reasons and recipe.target in PROMPTED else examples
     # so that each is asked
     steps = max(STEPS, len(recipe.forgotten)) if recipe.concepts == "rotate" else STEPS
     content = recipe.model_dump(exclude_none=True)
@@ -224,38 +229,40 @@ def shortened(trial: Trial) -> Recipe:
     content["generation"] |= {"steps": 1, "batch_size": min(examples, recipe.generation.batch_size)}
     content.pop("watch", None)
     if (
-        trial.hollow
+        plan.hollow
         and recipe.method.options.get("inner_steps", 0) > FEW
         and not recipe.method.is_object
     ):
         content["method"]["inner_steps"] = FEW
     if recipe.target in PROMPTED:
-        sides = content["forget"] if isinstance(content["forget"], list) else [content["forget"]]
-        for side in (
-            *sides,
+        objectives = (
+            content["forget"] if isinstance(content["forget"], list) else [content["forget"]]
+        )
+        for objective in (
+            *objectives,
             *(content[name] for name in ("retain", "replace", "attack") if name in content),
         ):
-            side["n"] = examples
-            if side.get("elastic"):  # as many gradients before the first step
-                side["elastic"]["n"] = min(examples, side["elastic"]["n"])
+            objective["n"] = examples
+            if objective.get("elastic"):  # as many gradients before the first step
+                objective["elastic"]["n"] = min(examples, objective["elastic"]["n"])
     return recipes.validate(content, "the recipe")
 
 
-def run(trial: Trial) -> float:
+def run(plan: DryRunPlan) -> float:
     """Seconds of one step on this machine, after the first, or of an edit; the model is then put
     back. Where something stands in the time says nothing. Raises UserError where the recipe does
     not run."""
-    asked = trial.recipe if edits(trial.recipe) else shortened(trial)
-    if trial.hollow:
-        asked = recipes.validate(
-            asked.model_dump(exclude_none=True) | {"model_options": dict(trial.options)},
+    trial_recipe = plan.recipe if edits(plan.recipe) else shorten(plan)
+    if plan.hollow:
+        trial_recipe = recipes.validate(
+            trial_recipe.model_dump(exclude_none=True) | {"model_options": dict(plan.options)},
             "the recipe",
         )
     with _quiet(), tempfile.TemporaryDirectory(prefix="concept-eraser-") as folder:
         job = jobs.Job(
-            asked, trial.model, Path(folder), silent, Path(folder) / "cache", trial.objects
+            trial_recipe, plan.model, Path(folder), silent, Path(folder) / "cache", plan.objects
         )
-        return _edit(job) if edits(asked) else _two_steps(job)
+        return _edit(job) if edits(trial_recipe) else _two_steps(job)
 
 
 def _two_steps(job: jobs.Job) -> float:
@@ -301,12 +308,12 @@ def image_count(recipe: Recipe) -> int:
     """How many images are generated for the sides of a recipe, where none is cached."""
     if recipe.target not in PROMPTED or edits(recipe):
         return 0
-    made = sum(
-        side.n
-        for side in recipe.objective_specs.values()
-        if side.images == "generate" and images_of(recipe.target, side.loss) is not None
+    count = sum(
+        objective.n
+        for objective in recipe.objective_specs.values()
+        if objective.images == "generate" and images_of(recipe.target, objective.loss) is not None
     )
-    return made + (recipe.attack.n if recipe.attack else 0)
+    return count + (recipe.attack.n if recipe.attack else 0)
 
 
 def a_image(recipe: Recipe, model: Model) -> float:
@@ -320,23 +327,27 @@ def a_image(recipe: Recipe, model: Model) -> float:
         torch.bfloat16 if settings.precision == "bf16" else None,
     )
     words = [text[0] if isinstance(text, list) else "a"] * n
-    told: dict[str, Any] = {"seeds": range(n), "guidance": settings.guidance, "autocast": autocast}
-    model.sample(words, steps=1, **told)  # the first one warms up
+    options: dict[str, Any] = {
+        "seeds": range(n),
+        "guidance": settings.guidance,
+        "autocast": autocast,
+    }
+    model.sample(words, steps=1, **options)  # the first one warms up
     took = []
     for steps in (1, 3):
         began = time.monotonic()
-        model.sample(words, steps=steps, **told)
+        model.sample(words, steps=steps, **options)
         took.append(time.monotonic() - began)
     step = max(0.0, (took[1] - took[0]) / 2)
     return (took[0] + step * (settings.steps - 1)) / n
 
 
-def worth_trying(trial: Trial) -> bool:
+def worth_trying(plan: DryRunPlan) -> bool:
     """Whether two steps, or an edit, take seconds here: on a GPU, or with a small model; an edit of
     a classifier reads all its data."""
-    weights = sum(p.numel() for part in trial.model.parts.values() for p in part.parameters())
-    if trial.objects and edits(trial.recipe):
-        return weights * max(map(len, trial.objects.values())) < MUCH
+    weights = sum(p.numel() for part in plan.model.parts.values() for p in part.parameters())
+    if plan.objects and edits(plan.recipe):
+        return weights * max(map(len, plan.objects.values())) < MUCH
     return torch.cuda.is_available() or weights < SMALL
 
 
@@ -345,21 +356,21 @@ def edits(recipe: Recipe) -> bool:
     return recipe.method.edits
 
 
-def told(trial: Trial) -> str:
+def describe(plan: DryRunPlan) -> str:
     """How long the recipe will take on this machine, from two steps and a few images; or that
     what stands in ran.
     """
-    recipe, model, edit = trial.recipe, trial.model, edits(trial.recipe)
+    recipe, model, edit = plan.recipe, plan.model, edits(plan.recipe)
     try:
-        taken = run(trial)
+        measurement = run(plan)
     except UserError as error:
-        if not (edit and trial.reasons and isinstance(error.__cause__, ValueError)):
+        if not (edit and plan.reasons and isinstance(error.__cause__, ValueError)):
             raise
         return (
             "the edit of this recipe began on what stands in, whose numbers it cannot take, "
             f"which says little of the true ones: {error}"
         )
-    if trial.reasons:
+    if plan.reasons:
         return (
             f"{'the edit' if edit else 'two steps'} of this recipe ran on what stands in; "
             "nothing is said of time"
@@ -370,12 +381,12 @@ def told(trial: Trial) -> str:
         else f"{torch.get_num_threads()} CPU threads"
     )
     if edit:
-        return f"time (the edit was tried on {device} and taken back): about {_long(taken)}"
-    steps, made = recipe.training.steps, image_count(recipe)
-    parts = [f"{_long(taken * recipe.training.micro_batches * steps)} for {steps} steps"]
-    if made and isinstance(model, Model):
+        return f"time (the edit was tried on {device} and taken back): about {_long(measurement)}"
+    steps, images = recipe.training.steps, image_count(recipe)
+    parts = [f"{_long(measurement * recipe.training.micro_batches * steps)} for {steps} steps"]
+    if images and isinstance(model, Model):
         parts.append(
-            f"{_long(a_image(recipe, model) * made)} for generating {made} images "
+            f"{_long(a_image(recipe, model) * images)} for generating {images} images "
             "(fewer where they are cached)"
         )
     return f"time (from two steps on {device}): about {' + about '.join(parts)}"

@@ -214,9 +214,9 @@ class Job:
                 )
             accelerator = self.accelerator()
             self.model.to(accelerator.device)
-            eraser, told, seconds = edit_model(method, self.context)
+            eraser, facts, seconds = edit_model(method, self.context)
             self.claim_once(accelerator)
-            return Outcome(eraser, seconds, {"edit": dict(told)})
+            return Outcome(eraser, seconds, {"edit": dict(facts)})
         engine = self.train(method, resume=resume)
         self._require_trained(engine)
         notes: dict[str, Any] = {
@@ -226,9 +226,9 @@ class Job:
         }
         if isinstance(engine.watch, Watch):
             notes["forgotten"] = engine.watch.summary()
-        told, more = self.finish(engine)
+        facts, more = self.finish(engine)
         return Outcome(
-            engine.eraser, engine.seconds + more, notes | ({"finish": dict(told)} if told else {})
+            engine.eraser, engine.seconds + more, notes | ({"finish": dict(facts)} if facts else {})
         )
 
     def accelerator(self) -> Accelerator:
@@ -261,7 +261,7 @@ class Job:
         }
         eraser = None
         try:
-            placement.narrow(self._selected())
+            placement.narrow(self._selected_names())
             placement.arrive(accelerator.device)
             eraser = self.eraser(placement)
             placement.begin(needed(self.recipe.target, histogram=self.recipe.histogram is not None))
@@ -318,17 +318,17 @@ class Job:
         """Where this run keeps the parts of its model. Raises UserError where a callback may want
         them elsewhere.
         """
-        asked = {key: getattr(self.recipe.training, key) for key in MEMORY}
+        settings = {key: getattr(self.recipe.training, key) for key in MEMORY}
         split = self.recipe.training.shard == "weights"
-        if self.look is not None and (asked["offload"] or asked["frozen"] == "bf16" or split):
+        if self.look is not None and (settings["offload"] or settings["frozen"] == "bf16" or split):
             raise UserError(
                 "look is called between steps, when training.offload, training.frozen: "
                 "bf16 or training.shard: weights have taken the model's parts, digits or "
                 "weights away; leave out one of the two"
             )
-        return Placement(self.model, **asked)
+        return Placement(self.model, **settings)
 
-    def _selected(self) -> list[str]:
+    def _selected_names(self) -> list[str]:
         """The denoiser's weights that are trained themselves; none where a LoRA is, or another
         part.
         """
@@ -338,14 +338,14 @@ class Job:
         return select(names, self.recipe.trainable.select)
 
     def watch(self) -> Watch | None:
-        asked = self.recipe.watch
-        if asked is None or not isinstance(self.model, Model):
+        watch = self.recipe.watch
+        if watch is None or not isinstance(self.model, Model):
             return None
-        suite = suites.load(asked.suite)
-        if asked.group not in suite.groups:
-            raise unknown("group of the suite to watch", asked.group, suite.groups)
-        share = share_of(self.model, suite, asked.group, asked.n, progress=self.progress)
-        return Watch(share, self.folder / "watch.jsonl", asked.every, asked.below)
+        suite = suites.load(watch.suite)
+        if watch.group not in suite.groups:
+            raise unknown("group of the suite to watch", watch.group, suite.groups)
+        share = share_of(self.model, suite, watch.group, watch.n, progress=self.progress)
+        return Watch(share, self.folder / "watch.jsonl", watch.every, watch.below)
 
     def write(self, outcome: Outcome) -> dict[str, Any]:
         """The finished run: whole model, changed tensors, a LoRA's factors, environment, and
@@ -354,16 +354,16 @@ class Job:
         Of several processes the first writes; the others end their training alike, and wait.
         """
         describe = {**provenance.describe(), "prompts": describe_prompts(self.recipe)}
-        adapter, trained = outcome.eraser.adapter, outcome.eraser.trainable()
+        adapter, trained_parameters = outcome.eraser.adapter, outcome.eraser.trainable()
         factors = adapter.factors(self.recipe.target) if adapter else None
-        changed = {
+        changed_tensors = {
             name: value.detach().cpu().contiguous()
             for name, value in outcome.eraser.finish().items()
         }
-        counted = trained if adapter else changed
+        counted_tensors = trained_parameters if adapter else changed_tensors
         try:
             require_finite(
-                changed,
+                changed_tensors,
                 "the erased weights",
                 (
                     f"lower training.lr (now {self.recipe.training.lr:g}) or the method's "
@@ -373,25 +373,25 @@ class Job:
         except UserError:
             outcome.eraser.restore()
             raise
-        done = {
+        summary = {
             "recipe": self.recipe.fingerprint,
             "seconds": round(outcome.seconds, 2),
-            "trained_tensors": len(counted),
-            "trained_parameters": sum(value.numel() for value in counted.values()),
+            "trained_tensors": len(counted_tensors),
+            "trained_parameters": sum(value.numel() for value in counted_tensors.values()),
             **({} if distributed.alone() else {"processes": distributed.join().num_processes}),
             **outcome.notes,
         }
         if distributed.is_first():
-            self._write_all(describe, changed, factors, done)
+            self._write_all(describe, changed_tensors, factors, summary)
         distributed.wait()
-        return done
+        return summary
 
     def _write_all(
         self,
         describe: dict[str, Any],
-        changed: dict[str, Tensor],
+        changed_tensors: dict[str, Tensor],
         factors: Any,
-        done: dict[str, Any],
+        summary: dict[str, Any],
     ) -> None:
         part = (
             getattr(self.model, "network", "unet")
@@ -399,14 +399,16 @@ class Job:
             else self.recipe.target
         )
         write_json(self.folder / "environment.json", describe)
-        write_tensors(self.folder / "weights.safetensors", changed, {"format": "pt", "part": part})
+        write_tensors(
+            self.folder / "weights.safetensors", changed_tensors, {"format": "pt", "part": part}
+        )
         if factors is not None:
             write_folder(
                 self.folder / lora_files.FOLDER,
                 lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE),
             )
         write_folder(self.folder / resources.whole_model(self.model.family), self.model.save)
-        write_json(self.folder / "done.json", done)
+        write_json(self.folder / "done.json", summary)
         for path in (self.folder / "state.ckpt", checkpoint.previous(self.folder / "state.ckpt")):
             remove_file(path)
 

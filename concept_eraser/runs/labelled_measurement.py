@@ -86,35 +86,37 @@ def measure(
         UserError: the data or a model are not at hand.
     """
     recipe = recipes.load(str(run / "recipe.yaml"))
-    given: dict[str, Any] = dict((objects or {}).items())
-    erased = _after(run, recipe, after, allow_code)
-    chosen = select_rows(recipe, {k: v for k, v in given.items() if k != "test"})
+    objects_by_name: dict[str, Any] = dict((objects or {}).items())
+    erased_model = _after(run, recipe, after, allow_code)
+    rows_by_objective = select_rows(
+        recipe, {k: v for k, v in objects_by_name.items() if k != "test"}
+    )
     (data, forget), (other, retain) = (
-        chosen["forget"],
-        chosen["retain"] if "retain" in chosen else _rest(chosen),
+        rows_by_objective["forget"],
+        rows_by_objective["retain"] if "retain" in rows_by_objective else _rest(rows_by_objective),
     )
     test = (
-        open_data(given["test"]).aligned(data.names)
-        if "test" in given
+        open_data(objects_by_name["test"]).with_classes(data.names)
+        if "test" in objects_by_name
         else _test(recipe, data.names)
     )
     sets = {"forget": (data, forget), "retain": (other, retain)}
     if test is not None:
         sets["test"] = (test, torch.arange(len(test)))
     test_rows = None
-    side = recipe.forgotten[0]
-    whole = side.classes and side.share is None and side.indices is None
+    objective = recipe.forgotten[0]
+    whole = objective.classes and objective.share is None and objective.indices is None
     if test is not None and whole:  # a forgotten class is to be missed in the test set too
-        gone = torch.isin(test.labels, data.labels[forget])
-        test_rows = (~gone).nonzero()[:, 0]
+        is_forgotten = torch.isin(test.labels, data.labels[forget])
+        test_rows = (~is_forgotten).nonzero()[:, 0]
         sets |= {
             "test": (test, test_rows),
-            "test, forgotten classes": (test, gone.nonzero()[:, 0]),
+            "test, forgotten classes": (test, is_forgotten.nonzero()[:, 0]),
         }
     few = sorted(name for name, (_, rows) in sets.items() if len(rows) < 2)  # they have no interval
     sets = {name: value for name, value in sets.items() if name not in few}
     measurements: dict[str, dict[str, Any]] = {}
-    for when, model in (("before", _before(recipe, before, allow_code)), ("after", erased)):
+    for when, model in (("before", _before(recipe, before, allow_code)), ("after", erased_model)):
         if model is None:
             continue
         module = _module(model, data, recipe)
@@ -164,48 +166,48 @@ def _better(name: str) -> Literal["lower", "higher"]:
     return "lower" if name == "forget" or name.endswith("forgotten classes") else "higher"
 
 
-def _before(recipe: recipes.Recipe, given: ModelSource | None, allow_code: bool) -> Loaded | None:
+def _before(recipe: recipes.Recipe, model: ModelSource | None, allow_code: bool) -> Loaded | None:
     """The original; None where the recipe names an object that was in memory and none is given."""
-    if given is not None:
-        return load_part(given, recipe.target, allow_code=True)  # named by the caller
+    if model is not None:
+        return load_part(model, recipe.target, allow_code=True)  # named by the caller
     if recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "):
         return None
     return load_part(recipe.model, recipe.target, allow_code=allow_code)
 
 
 def _after(
-    run: Path, recipe: recipes.Recipe, given: ModelSource | None, allow_code: bool
+    run: Path, recipe: recipes.Recipe, model: ModelSource | None, allow_code: bool
 ) -> Loaded:
     """The erased model: the given one, the saved one, or the one of the recipe's function."""
-    if given is not None:
-        return load_part(given, recipe.target, allow_code=True)
+    if model is not None:
+        return load_part(model, recipe.target, allow_code=True)
     if names_code(recipe.model):
-        made = load_part(recipe.model, recipe.target, allow_code=allow_code)
-        file = run / resources.whole_model(made.family) / WEIGHTS
+        original = load_part(recipe.model, recipe.target, allow_code=allow_code)
+        file = run / resources.whole_model(original.family) / WEIGHTS
         require_intact(file)
         tensors = read_tensors(file)
-        next(iter(made.parts.values())).load_state_dict(tensors)
-        return made
+        next(iter(original.parts.values())).load_state_dict(tensors)
+        return original
     try:
         return load_part(str(run), recipe.target)
     except UserError as error:
         raise UserError(f"{error}. In Python: evaluate(run, after=<the erased model>)") from None
 
 
-def _rest(chosen: dict[str, tuple[Labelled, torch.Tensor]]) -> tuple[Labelled, torch.Tensor]:
-    data, forget = chosen["forget"]
+def _rest(rows: dict[str, tuple[Labelled, torch.Tensor]]) -> tuple[Labelled, torch.Tensor]:
+    data, forget = rows["forget"]
     return data, rest_of(data, forget)
 
 
 def _test(recipe: recipes.Recipe, names: tuple[str, ...]) -> Labelled | None:
     """The test split of the data to forget: of a named set, or the subfolder `test`; else None."""
-    side = recipe.forgotten[0]
+    objective = recipe.forgotten[0]
     try:
-        named = open_named(side.data, side.options, "test")
+        named = open_named(objective.data, objective.options, "test")
     except UserError:
         return None
-    own = Path(str(side.data))
-    return None if own.exists() and not (own / "test").is_dir() else named.aligned(names)
+    own = Path(str(objective.data))
+    return None if own.exists() and not (own / "test").is_dir() else named.with_classes(names)
 
 
 def _module(model: Loaded, data: Labelled, recipe: recipes.Recipe) -> nn.Module:

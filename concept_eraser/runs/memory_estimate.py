@@ -58,17 +58,17 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         stack.enter_context(_as_trained(model, training.checkpointing, bool(narrow)))
         making = {**context, **_making(recipe, model)}
         eraser = _eraser(recipe, model, adapter.tensors if adapter else names, adapter)
-        kept = needed(recipe.target, histogram=recipe.histogram is not None)
-        there = _weights(model, kept if training.offload else model.parts)
+        needed_parts = needed(recipe.target, histogram=recipe.histogram is not None)
+        there = _weights(model, needed_parts if training.offload else model.parts)
         params = [*eraser.trainable().values(), *eraser.adversary().values()]
-        passed = _pass(
+        pass_bytes = _pass(
             eraser,
             max(recipe.cast, key=lambda objective: _weight(recipe, objective)),
             recipe,
             params,
         )
         shapes = [tuple(p.shape) for p in params]
-    moved = memory.Trained(
+    parameters = memory.Trained(
         shapes,
         len(recipe.objectives),
         training.micro_batches,
@@ -79,20 +79,20 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
     always = {
         **context,
         **there,
-        "their values before": moved.bytes,
-        "the optimiser's state": moved.state(),
+        "their values before": parameters.bytes,
+        "the optimiser's state": parameters.state(),
     }
-    return Estimate(always, memory.moments(moved, passed), making)
+    return Estimate(always, memory.moments(parameters, pass_bytes), making)
 
 
 @contextmanager
 def _as_trained(model: Any, checkpointing: bool, narrow: bool) -> Iterator[None]:
-    model.narrowed = model.narrowed_readers = torch.bfloat16 if narrow else None
+    model.frozen_dtype = model.reader_dtype = torch.bfloat16 if narrow else None
     model.checkpoint(checkpointing)
     try:
         yield
     finally:
-        model.narrowed = model.narrowed_readers = None
+        model.frozen_dtype = model.reader_dtype = None
         model.checkpoint(False)
 
 
@@ -111,14 +111,14 @@ def _making(recipe: Recipe, model: Model) -> dict[str, int]:
     phases = _phases(recipe, model)
     if not recipe.training.offload:
         phases = [(tuple(model.parts), [task for _, tasks in phases for task in tasks])]
-    told = [
+    costs = [
         {
             **_weights(model, parts),
             "at work": max(memory.peak_of(run, bf16=bf16) for run, bf16 in tasks),
         }
         for parts, tasks in phases
     ]
-    return max(told, key=lambda one: sum(one.values()))
+    return max(costs, key=lambda one: sum(one.values()))
 
 
 def _phases(recipe: Recipe, model: Model) -> list[tuple[tuple[str, ...], list[Task]]]:
@@ -126,7 +126,7 @@ def _phases(recipe: Recipe, model: Model) -> list[tuple[tuple[str, ...], list[Ta
     at once.
     """
     most = max(
-        *(side.n for side in recipe.objective_specs.values()),
+        *(spec.n for spec in recipe.objective_specs.values()),
         recipe.attack.n if recipe.attack else 0,
     )
     reading: list[Task] = [(lambda: model.encode(["a"] * min(READ_AT_ONCE, most)), False)]
@@ -134,31 +134,31 @@ def _phases(recipe: Recipe, model: Model) -> list[tuple[tuple[str, ...], list[Ta
         one.images == "free" for one in recipe.objective_specs.values()
     ):
         return [(model.readers, reading)]
-    seeing: list[Task] = [(lambda: _encoded(model, most), False)]
+    seeing: list[Task] = [(lambda: _encode(model, most), False)]
     if all(one.images != "generate" for one in recipe.objective_specs.values()):
         return [(model.readers, reading), (("vae",), seeing)]
     batch, narrow = min(recipe.generation.batch_size, most), recipe.generation.precision == "bf16"
     one = model.encode(["a"])
     reading += [(lambda: model.encode(["a"] * batch), narrow)]
-    drawing: list[Task] = [(lambda: _drawn(model, one, batch), narrow)]
-    seeing += [(lambda: _shown(model, batch), narrow)]
+    drawing: list[Task] = [(lambda: _sample_step(model, one, batch), narrow)]
+    seeing += [(lambda: _decode(model, batch), narrow)]
     return [(model.readers, reading), (("denoiser",), drawing), (("vae",), seeing)]
 
 
 @torch.no_grad()
-def _drawn(model: Model, condition: Condition, batch: int) -> None:
+def _sample_step(model: Model, condition: Condition, batch: int) -> None:
     """One step with guidance, which asks for twice the batch."""
     t = torch.zeros(2 * batch, dtype=torch.long)
     model.denoise(torch.empty(2 * batch, *model.latent_shape()), t, _rows(condition, 2 * batch))
 
 
 @torch.no_grad()
-def _shown(model: Model, batch: int) -> None:
+def _decode(model: Model, batch: int) -> None:
     model.decode(torch.empty(batch, *model.latent_shape()))
 
 
 @torch.no_grad()
-def _encoded(model: Model, most: int) -> None:
+def _encode(model: Model, most: int) -> None:
     height = width = _pixels(model)
     model.encode_images(torch.empty(min(most, chunk_of(height, width)), 3, height, width))
 
@@ -173,7 +173,7 @@ def _on_embeddings(recipe: Recipe) -> bool:
     return (
         recipe.target == "text_encoder"
         and recipe.attack is None
-        and not any(images_of(recipe.target, side.loss) for side in recipe.objective_specs.values())
+        and not any(images_of(recipe.target, spec.loss) for spec in recipe.objective_specs.values())
     )
 
 
@@ -186,19 +186,20 @@ def _rows(one: Condition, n: int) -> Condition:
 def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any:
     """The eraser as the job builds it, on examples without content: as many as a batch."""
     n = recipe.training.batch_size
-    asked: dict[str, ObjectiveSpec] = dict(recipe.objective_specs)
+    objective_specs: dict[str, ObjectiveSpec] = dict(recipe.objective_specs)
     if recipe.attack is not None:
-        asked["attack"] = ObjectiveSpec(prompts=recipe.forgotten[0].prompts, loss="data")
+        objective_specs["attack"] = ObjectiveSpec(prompts=recipe.forgotten[0].prompts, loss="data")
     if recipe.target == "text_encoder":
         return text_encoder.TextEncoder(
             model,
-            {k: _encoder_side(model, side, n) for k, side in asked.items()},
+            {k: _encoder_objective(model, spec, n) for k, spec in objective_specs.items()},
             names,
             adapter=adapter,
         )
     condition, null = model.encode(["a"]), model.null()
     ready = {
-        name: _denoiser_side(model, side, _rows(condition, n), null) for name, side in asked.items()
+        name: _denoiser_objective(model, spec, _rows(condition, n), null)
+        for name, spec in objective_specs.items()
     }
     if recipe.histogram is not None:  # the judge is small beside what it looks at
         ready["histogram"] = replace(
@@ -211,37 +212,41 @@ def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any
     )
 
 
-def _denoiser_side(
-    model: Model, side: ObjectiveSpec, condition: Condition, null: Condition
+def _denoiser_objective(
+    model: Model, spec: ObjectiveSpec, condition: Condition, null: Condition
 ) -> denoiser.DenoiserObjective:
     n, rows = len(condition), torch.zeros(len(condition), dtype=torch.long)
     # of data-free sides too: sampling holds nothing for a backward pass, and where it stops cannot
     # be drawn without content
     latents = torch.empty(n, *model.latent_shape())
-    shown = (condition, rows) if side.anchor else (None, None)
-    return denoiser_objective(side, Examples(latents, condition, rows, shown[0], shown[1], null))
+    anchor_condition = (condition, rows) if spec.anchor else (None, None)
+    return denoiser_objective(
+        spec, Examples(latents, condition, rows, anchor_condition[0], anchor_condition[1], null)
+    )
 
 
-def _encoder_side(model: Model, side: ObjectiveSpec, n: int) -> text_encoder.TextEncoderObjective:
+def _encoder_objective(
+    model: Model, spec: ObjectiveSpec, n: int
+) -> text_encoder.TextEncoderObjective:
     tokens = Condition(
         {name: value.long() for name, value in _rows(model.tokenize(["a"]), n).tensors.items()}
     )
     latents = (
-        torch.empty(n, *model.latent_shape()) if images_of("text_encoder", side.loss) else None
+        torch.empty(n, *model.latent_shape()) if images_of("text_encoder", spec.loss) else None
     )
     return text_encoder_objective(
-        side, TokenizedPrompts(tokens, tokens if side.anchor else None), latents
+        spec, TokenizedPrompts(tokens, tokens if spec.anchor else None), latents
     )
 
 
 def _weight(recipe: Recipe, objective: str) -> tuple[bool, ...]:
     """Of two objectives, the one of which this is larger holds more in its pass."""
-    side = recipe.objective_specs.get(objective)
-    denoised = images_of(recipe.target, side.loss if side else "data") is not None
-    teacher = side is not None and side.loss in ("anchor", "distill", "esd", "npo")
+    spec = recipe.objective_specs.get(objective)
+    has_images = images_of(recipe.target, spec.loss if spec else "data") is not None
+    teacher = spec is not None and spec.loss in ("anchor", "distill", "esd", "npo")
     # with the adversary's offset and without
     twice = objective == "forget" and recipe.attack is not None
-    return objective == "histogram", denoised, twice, teacher
+    return objective == "histogram", has_images, twice, teacher
 
 
 def _pass(eraser: Any, objective: str, recipe: Recipe, params: list[nn.Parameter]) -> int:

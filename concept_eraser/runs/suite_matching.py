@@ -24,19 +24,19 @@ def recipe_of(model: Any) -> Recipe | None:
 
 def _overlap(recipe: Recipe, suite: Suite, role: str) -> str | None:
     """A prompt that the run was to forget in a group of that role; None where there is none."""
-    gone = {
+    forgotten_texts = {
         text
-        for side in recipe.forgotten
-        if side.prompts
-        for text in prompts.load(side.prompts).texts
+        for objective in recipe.forgotten
+        if objective.prompts
+        for text in prompts.load(objective.prompts).texts
     }
-    asked = (
+    own_prompts = (
         text
         for group in suite.groups.values()
         if group.role == role
         for text in prompts.load(group.prompts).texts
     )
-    return next((text for text in asked if text in gone), None)
+    return next((text for text in own_prompts if text in forgotten_texts), None)
 
 
 def _measures(recipe: Recipe, suite: Suite) -> bool:
@@ -62,10 +62,10 @@ def require_kept(recipe: Recipe | None, suite: Suite) -> None:
     another one retained: success would be counted as damage."""
     if recipe is None or len(recipe.forgotten) < 2 or _overlap(recipe, suite, "forget") is None:
         return
-    gone = _overlap(recipe, suite, "retain")
-    if gone is not None:
+    overlap = _overlap(recipe, suite, "retain")
+    if overlap is not None:
         raise UserError(
-            f"the suite counts {gone!r} as retained, which this run was to forget; give "
+            f"the suite counts {overlap!r} as retained, which this run was to forget; give "
             "one that does not (`concept-eraser list suites`), or a file of your own"
         )
 
@@ -74,25 +74,25 @@ def suite_of(model: Any) -> str:
     """The suite named like the set that a run forgot. Raises UserError where there is none: another
     concept's would mislead.
     """
-    found = recipe_of(model)
-    names = [side.prompts for side in found.forgotten] if found else []
+    recipe = recipe_of(model)
+    names = [objective.prompts for objective in recipe.forgotten] if recipe else []
     if len(names) > 1:
-        known = [
+        suite_names = [
             name
             for name in resources.names("eval")
-            if found and _is_here(name) and _measures(found, suites.load(name))
+            if recipe and _is_here(name) and _measures(recipe, suites.load(name))
         ]
         raise UserError(
             (
                 f"this run forgot {len(names)} concepts, and a suite measures one; give one "
                 "with --suite, and one after the other to see them all"
             )
-            + (f", e.g. {', '.join(known)}" if known else "")
+            + (f", e.g. {', '.join(suite_names)}" if suite_names else "")
         )
     name = names[0] if names else None
     if isinstance(name, str) and name in resources.names("eval"):
         return name
-    if found:
+    if recipe:
         raise UserError(
             f"no suite is named like what this run forgot ({name}); give one with "
             "--suite (`concept-eraser list suites`, or a file of your own)"

@@ -32,7 +32,7 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
 @contextmanager
-def locked(folder: Path, purpose: str) -> Iterator[None]:
+def hold_lock(folder: Path, purpose: str) -> Iterator[None]:
     """Hold the lock of an output folder; the folder is made where it is missing.
 
     This is also the probe of the place: what cannot be written to is said here, before any work.
@@ -236,11 +236,11 @@ def _no_place(folder: Path, error: BaseException) -> str:
     return f"{cannot('write to', folder, error)}, or give another --output"
 
 
-def remove_empty(created: list[Path]) -> None:
+def remove_empty(folders: list[Path]) -> None:
     """Remove folders that were made for nothing, innermost first, up to the first that holds
     something.
     """
-    for folder in reversed(created):
+    for folder in reversed(folders):
         try:
             folder.rmdir()
         except OSError:

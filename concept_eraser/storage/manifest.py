@@ -174,11 +174,11 @@ def require_inside(path: Path) -> None:
 
 
 @contextmanager
-def changed(folder: Path) -> Iterator[Manifest]:
+def change(folder: Path) -> Iterator[Manifest]:
     """The manifest of a marked folder, to be changed inside; then it is written. One process
     changes it at a time.
     """
-    with held(folder):
+    with hold(folder):
         manifest = read(folder)
         if manifest is None:
             raise UserError(
@@ -190,7 +190,7 @@ def changed(folder: Path) -> Iterator[Manifest]:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def hold(folder: Path) -> Iterator[None]:
     """Short mutual exclusion of those who change one manifest, by a lock on the folder itself.
 
     Raises UserError where another process does not give it up within `PATIENCE` seconds.
@@ -220,7 +220,7 @@ def record(paths: Iterable[Path]) -> None:
     """
     for folder, some in _by_folder(paths).items():
         records = {path.relative_to(folder).as_posix(): FileRecord.of(path) for path in some}
-        with changed(folder) as manifest:
+        with change(folder) as manifest:
             manifest.files |= records
 
 
@@ -228,7 +228,7 @@ def expect(paths: Iterable[Path]) -> None:
     """List files that are about to be written, without a digest."""
     for folder, some in _by_folder(paths).items():
         names = [path.relative_to(folder).as_posix() for path in some]
-        with changed(folder) as manifest:
+        with change(folder) as manifest:
             manifest.files |= dict.fromkeys(names, FileRecord(0, 0, None))
 
 
@@ -251,7 +251,7 @@ def forget(path: Path, keep: Iterable[Path] = ()) -> None:
         return
     name = path.relative_to(folder).as_posix()
     kept_names = {one.relative_to(folder).as_posix() for one in keep}
-    with changed(folder) as manifest:
+    with change(folder) as manifest:
         for one in [one for one in manifest.files if one == name or one.startswith(f"{name}/")]:
             if one not in kept_names:
                 del manifest.files[one]
@@ -268,7 +268,7 @@ def seal(folder: Path) -> None:
     ]
     # hashed before the manifest is held
     records = {name: FileRecord.of(folder / name) for name in names}
-    with changed(folder) as manifest:
+    with change(folder) as manifest:
         manifest.files |= {
             name: record for name, record in records.items() if name in manifest.files
         }
@@ -284,7 +284,7 @@ def is_plain(folder: Path, name: str) -> bool:
     return True
 
 
-def state_of(folder: Path, name: str, entry: FileRecord, *, hashed: bool = True) -> State:
+def state_of(folder: Path, name: str, entry: FileRecord, *, with_hash: bool = True) -> State:
     """Whether a listed file is what was written.
 
     hashed: compare its digest. Without it a file above SMALL bytes of the recorded size and time is
@@ -303,7 +303,7 @@ def state_of(folder: Path, name: str, entry: FileRecord, *, hashed: bool = True)
         return "growing"
     if status.st_size != entry.size:
         return "changed"
-    if not hashed and status.st_size > SMALL and status.st_mtime_ns == entry.mtime_ns:
+    if not with_hash and status.st_size > SMALL and status.st_mtime_ns == entry.mtime_ns:
         return "intact"
     return "intact" if file_digest(path) == entry.sha256 else "changed"
 
@@ -347,7 +347,7 @@ def marked_inside(folder: Path) -> list[Path]:
     return places
 
 
-def unlisted(folder: Path) -> list[str]:
+def unlisted_files(folder: Path) -> list[str]:
     """Files below a marked folder that neither its manifest nor one further inside lists: a user's
     own.
     """
@@ -358,7 +358,7 @@ def unlisted(folder: Path) -> list[str]:
         if manifest is not None and path_of_folder != folder:
             user_files += [
                 f"{path_of_folder.relative_to(folder).as_posix()}/{name}"
-                for name in unlisted(path_of_folder)
+                for name in unlisted_files(path_of_folder)
             ]
             folders.clear()
             continue
@@ -401,7 +401,7 @@ def require_intact(path: Path) -> None:
     for name, entry in manifest.files.items():
         if below and name != below and not name.startswith(f"{below}/"):
             continue
-        state = state_of(folder, name, entry, hashed=False)
+        state = state_of(folder, name, entry, with_hash=False)
         if state == "changed":
             raise UserError(
                 f"{folder / name} is not what concept_eraser wrote: it is damaged, or "

@@ -76,7 +76,7 @@ def claim(folder: Path, kind: str, *, alone: bool = False, inside: Path | None =
     if not require_claimable(folder, kind, alone=alone, inside=inside):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with manifest.held(folder):
+            with manifest.hold(folder):
                 # another process of the same launch may have been first
                 if manifest.read(folder) is None:
                     manifest.write(folder, Manifest(kind))
@@ -107,7 +107,7 @@ def results(
         UserError: see `require_claimable`, `locks.locked` and `writers.require_free`.
     """
     require_claimable(folder, kind, inside=inside)
-    with locks.locked(folder, f"write the {kind}"):
+    with locks.hold_lock(folder, f"write the {kind}"):
         for name in names:
             writers.require_free(folder / name)
         yield
@@ -126,7 +126,7 @@ def accept(folder: Path) -> list[str]:
     """
     names = []
     for place in [folder, *manifest.marked_inside(folder)]:
-        with manifest.changed(place) as content:
+        with manifest.change(place) as content:
             for name, entry in list(content.files.items()):
                 state = manifest.state_of(place, name, entry)
                 if state == "missing" or (state == "changed" and not (place / name).is_file()):
@@ -187,7 +187,7 @@ def own_folder(folder: Path, name: str) -> Path:
     if not place.exists():
         place.mkdir(parents=True)
         if manifest.read(folder) is not None:
-            with manifest.changed(folder) as content:
+            with manifest.change(folder) as content:
                 content.folders = sorted({*content.folders, name})
     return place
 
@@ -289,7 +289,7 @@ def remove_set_aside(folder: Path) -> list[Path]:
             content = manifest.read(place) if (place / MARK).is_file() else None
             for name, entry in (content.files if content else {}).items():
                 path = place / name
-                is_changed = manifest.state_of(place, name, entry, hashed=False) not in (
+                is_changed = manifest.state_of(place, name, entry, with_hash=False) not in (
                     "intact",
                     "growing",
                 )

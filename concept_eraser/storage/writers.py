@@ -26,7 +26,7 @@ from typing import Any
 
 from concept_eraser.storage import locks, manifest
 from concept_eraser.storage.readers import cannot
-from concept_eraser.utils.errors import UserError, shown
+from concept_eraser.utils.errors import UserError, quote
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # safetensors and torch wrap the system's error in one of their own
@@ -233,7 +233,7 @@ def remove_file(path: Path) -> None:
 def require_free(path: Path, *, overwrite: bool = False) -> None:
     """Raise UserError where a file cannot be written to a path because of what is there."""
     if "\0" in str(path):
-        raise UserError(f"{shown(str(path))} cannot be the name of a file; give another one")
+        raise UserError(f"{quote(str(path))} cannot be the name of a file; give another one")
     manifest.require_inside(path)
     if not os.path.lexists(path):
         return
@@ -334,14 +334,14 @@ class _Staged:
 def _remove_left_over(path: Path) -> None:
     """Remove what a process that was killed has left half-written for the same target."""
     for other in (
-        path.parent.glob(f".{_escaped(path.name[:120])}.*.partial") if path.parent.is_dir() else ()
+        path.parent.glob(f".{_escape(path.name[:120])}.*.partial") if path.parent.is_dir() else ()
     ):
         parts = _PARTIAL.fullmatch(other.name)
         if parts and parts[1] == path.name[:120] and not locks.is_alive(int(parts[2])):
             _remove(other)
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 

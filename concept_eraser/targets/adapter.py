@@ -12,7 +12,7 @@ from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.utils.provenance import derive_seed
 
 
-def add_adapter(recipe: Recipe, part: nn.Module, selected: Sequence[str]) -> Adapter | None:
+def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) -> Adapter | None:
     """Put the LoRA of a recipe into a part of its model.
 
     Args:
@@ -29,17 +29,17 @@ def add_adapter(recipe: Recipe, part: nn.Module, selected: Sequence[str]) -> Ada
     lora = recipe.trainable.lora
     if lora is None:
         return None
-    layers = layers_of(part, selected, conv=lora.conv)
+    layers = layers_of(part, selected_names, conv=lora.conv)
     seed = derive_seed(recipe.training.seed, "lora")
     return Adapter(part, layers, rank=lora.rank, alpha=lora.alpha, seed=seed)
 
 
 @contextmanager
 def new_adapter(
-    recipe: Recipe, part: nn.Module, selected: Sequence[str]
+    recipe: Recipe, part: nn.Module, selected_names: Sequence[str]
 ) -> Iterator[Adapter | None]:
     """`add_adapter`, and take the LoRA away again where the block raises."""
-    adapter = add_adapter(recipe, part, selected)
+    adapter = add_adapter(recipe, part, selected_names)
     try:
         yield adapter
     except BaseException:

@@ -23,7 +23,9 @@ def build(context: Context) -> Classifier:
     recipe = context.recipe
     rows = select_rows(recipe, context.objects)
     module = _module(context, rows["forget"][0])
-    selected = select([name for name, _ in module.named_parameters()], recipe.trainable.select)
+    selected_names = select(
+        [name for name, _ in module.named_parameters()], recipe.trainable.select
+    )
     objectives = {
         name: ClassifierObjective(
             data,
@@ -42,7 +44,7 @@ def build(context: Context) -> Classifier:
     return Classifier(
         module,
         objectives,
-        selected,
+        selected_names,
         batchnorm=recipe.trainable.batchnorm,
         batch_size=recipe.training.batch_size,
     )

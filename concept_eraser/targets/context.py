@@ -65,7 +65,7 @@ class PromptContext:
     recipe: Recipe
     model: Model
     part: nn.Module
-    selected: Sequence[str]
+    selected_names: Sequence[str]
     objectives: Mapping[str, ObjectiveSpec]
     prompt_sets: Mapping[str, PromptSet]
     progress: Progress
@@ -95,7 +95,7 @@ def resolve(context: Context) -> PromptContext:
     if recipe.target == "text_encoder" and model.readers != ("text_encoder",):
         raise model.lacks("the target 'text_encoder'")
     part = model.parts[recipe.target]
-    selected = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
+    selected_names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
     objectives = dict(recipe.objective_specs)
     if recipe.attack is not None:  # the adversary wants the images of the forgotten prompts back
         concept = recipe.forgotten[0].prompts
@@ -104,7 +104,7 @@ def resolve(context: Context) -> PromptContext:
         recipe=recipe,
         model=model,
         part=part,
-        selected=selected,
+        selected_names=selected_names,
         objectives=objectives,
         prompt_sets=read_prompt_sets(objectives),
         progress=context.progress,

@@ -56,7 +56,7 @@ def apply(method: ProjectionEdit, context: Context) -> tuple[Eraser, Mapping[str
 
 
 def finish(
-    context: Context, trained: Mapping[str, nn.Parameter]
+    context: Context, trained_parameters: Mapping[str, nn.Parameter]
 ) -> tuple[Mapping[str, float], float]:
     """Edit the trained keys and values of a denoiser, where a closed form follows the training.
 
@@ -70,7 +70,7 @@ def finish(
     recipe, model = context.recipe, require_pipeline(context)
     assert recipe.finish is not None  # the caller checks
     method: Any = registry.build("method", recipe.finish.name, recipe.finish.options)
-    weights = {name: trained[name] for name in layers(model, SELECTION)}
+    weights = {name: trained_parameters[name] for name in layers(model, SELECTION)}
     return edit(method, model, recipe, weights)
 
 
@@ -131,9 +131,9 @@ def layers(model: Model, selection: str) -> list[str]:
         )
     weights = select(names, selection)
     if not set(weights) <= readers:
-        unsupported = next(name for name in weights if name not in readers)
+        unsupported_name = next(name for name in weights if name not in readers)
         raise UserError(
-            f"trainable.select: {selection!r} covers {unsupported}, but this method edits keys and "
+            f"trainable.select: {selection!r} covers {unsupported_name}, but this method edits keys and "
             f"values of the cross-attention only; use {SELECTION}"
         )
     return weights
@@ -151,23 +151,23 @@ def projection_request(
     sets = read_prompt_sets(objectives, warn=recipe.finish is None)
     retain = sets.pop("retain", None)
     pairs = dict.fromkeys(
-        (row.text, row.anchored(objectives[name].anchor or ""))
+        (row.text, row.anchor_prompt(objectives[name].anchor or ""))
         for name, concept in sets.items()
         for row in concept.prompts
     )
-    unchanged = next((text for text, anchor in pairs if text == anchor), None)
-    if unchanged is not None:
+    unchanged_text = next((text for text, anchor in pairs if text == anchor), None)
+    if unchanged_text is not None:
         raise UserError(
-            f"forget: the anchor of {unchanged!r} is that prompt itself, so nothing would change; "
+            f"forget: the anchor of {unchanged_text!r} is that prompt itself, so nothing would change; "
             "give an anchor that shows something else"
         )
     preserved_texts = list(dict.fromkeys(["", *(retain.texts if retain else ())]))
-    ids, states = _encoded(model, [*(text for pair in pairs for text in pair), *preserved_texts])
+    ids, states = _encode(model, [*(text for pair in pairs for text in pair), *preserved_texts])
     end = int(ids[""][1])
     device = torch.device("cpu") if model.device.type == "mps" else model.device
     forget_states, anchor_states = [], []
     for text, anchor in pairs:
-        text_places, anchor_places = paired(ids[text], ids[anchor], end, how)
+        text_places, anchor_places = pair_tokens(ids[text], ids[anchor], end, how)
         forget_states.append(states[text][text_places].to(device))
         anchor_states.append(states[anchor][anchor_places].to(device))
     retain_states = [
@@ -178,7 +178,7 @@ def projection_request(
     return ProjectionRequest(copies, forget_states, anchor_states, retain_states)
 
 
-def _encoded(model: Model, texts: Iterable[str]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
+def _encode(model: Model, texts: Iterable[str]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
     """Each text's token ids, and its states [tokens, width] on the CPU."""
     distinct = list(dict.fromkeys(texts))
     ids, states = {}, {}
@@ -198,7 +198,7 @@ def _end(ids: Sequence[int], end: int) -> int:
     return list(ids).index(end)
 
 
-def paired(
+def pair_tokens(
     ids: Sequence[int], anchor: Sequence[int], end: int, how: Tokens
 ) -> tuple[list[int], list[int]]:
     """The places of a concept's edited tokens, and of the anchor's tokens paired with them.
@@ -237,14 +237,14 @@ def refuse_ignored(recipe: Recipe) -> None:
     for name, spec in recipe.objective_specs.items():
         allowed_keys = ("prompts",) if name == "retain" else ("prompts", "anchor")
         ignored += [
-            f"{name}.{key}" for key in _changed(spec, ObjectiveSpec) if key not in allowed_keys
+            f"{name}.{key}" for key in _changed_keys(spec, ObjectiveSpec) if key not in allowed_keys
         ]
     for key in ("lora", "saliency", "reinitialise"):
         if getattr(recipe.trainable, key) is not None:
             ignored.append(f"trainable.{key}")
-    training = _changed(recipe.training, TrainingSpec)
+    training = _changed_keys(recipe.training, TrainingSpec)
     ignored += [f"training.{key}" for key in training if key not in ("device", "seed")]
-    ignored += [f"generation.{key}" for key in _changed(recipe.generation, GenerationSpec)]
+    ignored += [f"generation.{key}" for key in _changed_keys(recipe.generation, GenerationSpec)]
     if recipe.concepts != "together":
         ignored.append("concepts")
     if recipe.watch is not None:
@@ -256,7 +256,7 @@ def refuse_ignored(recipe: Recipe) -> None:
         )
 
 
-def _changed(section: Any, kind: Any) -> list[str]:
+def _changed_keys(section: Any, kind: Any) -> list[str]:
     """The keys of a section that do not have their default value."""
     fields = kind.model_fields
     return [

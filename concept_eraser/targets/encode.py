@@ -64,7 +64,7 @@ def tokenize_prompts(
     if plan.missing:
         context.bring(context.model.readers)
     tokens = {
-        name: _tokenized(context.model, objective_plan)
+        name: _tokenize(context.model, objective_plan)
         for name, objective_plan in plan.objectives.items()
     }
     return tokens, encode_missing(context.model, plan.missing)
@@ -99,7 +99,7 @@ def codes_path(path: Path) -> Path:
 
 def _examples(model: Model, plan: ObjectivePlan) -> Examples:
     spec, texts = plan.spec, [row.text for row in plan.rows]
-    anchors = [row.anchored(spec.anchor) for row in plan.rows] if spec.anchor else None
+    anchors = [row.anchor_prompt(spec.anchor) for row in plan.rows] if spec.anchor else None
     examples = batches.make_examples(model, texts, latents=None, anchors=anchors)
     if spec.loss == "resteer" and model.attention_layers():
         with_end = spec.tokens != "concept"
@@ -107,11 +107,11 @@ def _examples(model: Model, plan: ObjectivePlan) -> Examples:
     return replace(examples, empty=spec.empty_prompts)
 
 
-def _tokenized(model: Model, plan: ObjectivePlan) -> TokenizedPrompts:
+def _tokenize(model: Model, plan: ObjectivePlan) -> TokenizedPrompts:
     cpu, anchor = torch.device("cpu"), plan.spec.anchor
     tokens = model.tokenize([row.text for row in plan.rows]).to(cpu)
     if not anchor:
         return TokenizedPrompts(tokens, None)
     return TokenizedPrompts(
-        tokens, model.tokenize([row.anchored(anchor) for row in plan.rows]).to(cpu)
+        tokens, model.tokenize([row.anchor_prompt(anchor) for row in plan.rows]).to(cpu)
     )

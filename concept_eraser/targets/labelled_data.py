@@ -16,7 +16,7 @@ from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.schema import ObjectiveSpec
 from concept_eraser.storage.readers import read_text
 from concept_eraser.utils import limits
-from concept_eraser.utils.errors import UserError, shown
+from concept_eraser.utils.errors import UserError, quote
 
 Rows = tuple[Labelled, Tensor]  # data, and positions in it
 
@@ -34,21 +34,21 @@ def select_rows(recipe: Recipe, objects: Mapping[str, Any] | None = None) -> dic
     """
     objects, seed = objects or {}, recipe.generation.seed
     forget = _open("forget", recipe.forgotten[0], objects)
-    selected = {"forget": (forget, select_own(recipe.forgotten[0], forget, seed))}
+    rows = {"forget": (forget, select_own(recipe.forgotten[0], forget, seed))}
     for name in ("retain", "replace"):
         spec: ObjectiveSpec | None = getattr(recipe, name)
         if spec is None:
             continue
         if spec.data == "rest":
-            selected[name] = (forget, labelled.rest_of(*selected["forget"]))
+            rows[name] = (forget, labelled.rest_of(*rows["forget"]))
             continue
         data = _open(name, spec, objects)
-        selected[name] = (data, select_own(spec, data, seed))
+        rows[name] = (data, select_own(spec, data, seed))
         if name == "retain" and labelled.same_examples(data, forget):
-            labelled.require_apart(selected["forget"][1], selected[name][1], data.about)
+            labelled.require_apart(rows["forget"][1], rows[name][1], data.about)
     if recipe.target != "vae":
-        selected = _with_same_classes(selected, always=recipe.target == "clip")
-    return {name: selected[name] for name in recipe.objectives if name in selected}
+        rows = _with_same_classes(rows, always=recipe.target == "clip")
+    return {name: rows[name] for name in recipe.objectives if name in rows}
 
 
 def select_own(spec: ObjectiveSpec, data: Labelled, seed: int) -> Tensor:
@@ -110,7 +110,7 @@ def read_indices(path: Path) -> list[int]:
         if not is_number or int(text) > limits.POSITION:
             raise UserError(
                 f"{path}, line {number}: expected a position (an integer from 0 to "
-                f"{limits.POSITION:,}), found {shown(text, 40)}"
+                f"{limits.POSITION:,}), found {quote(text, 40)}"
             )
         indices.append(int(text))
     if not indices:
@@ -124,14 +124,14 @@ def _open(name: str, spec: ObjectiveSpec, objects: Mapping[str, Any]) -> Labelle
     return open_named(spec.data, spec.options, "train")
 
 
-def _with_same_classes(selected: dict[str, Rows], *, always: bool) -> dict[str, Rows]:
+def _with_same_classes(data_by_objective: dict[str, Rows], *, always: bool) -> dict[str, Rows]:
     """The data with labels that are positions in the longest list of names: an output is one class.
 
     Lists without a name in common are left alone, unless `always`: they may be other words for the
     same outputs.
     """
-    names = max((data.names for data, _ in selected.values()), key=len)
+    names = max((data.names for data, _ in data_by_objective.values()), key=len)
     return {
-        name: (data.aligned(names) if always or set(data.names) & set(names) else data, rows)
-        for name, (data, rows) in selected.items()
+        name: (data.with_classes(names) if always or set(data.names) & set(names) else data, rows)
+        for name, (data, rows) in data_by_objective.items()
     }

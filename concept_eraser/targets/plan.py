@@ -90,7 +90,7 @@ def _plan(context: PromptContext, name: str) -> ObjectivePlan:
     if spec.images != "generate":
         return _from_folder(context, spec, prompt_set)
     anchor = spec.anchor if (spec.noised or owner) == "anchor" else None
-    texts = [row.anchored(anchor) if anchor else row.text for row in rows]
+    texts = [row.anchor_prompt(anchor) if anchor else row.text for row in rows]
     return ObjectivePlan(spec, rows, _request(context, name, texts))
 
 

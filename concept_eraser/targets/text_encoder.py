@@ -18,19 +18,19 @@ def build(context: Context) -> TextEncoder:
     Raises:
         UserError: The recipe, the model and the data do not fit each other.
     """
-    resolved = resolve(context)
-    plan = plan_objectives(resolved)
-    tokens, embeddings = tokenize_prompts(resolved, plan)
-    latents = make_latents(resolved, plan, embeddings)
-    objectives = text_encoder_objectives(resolved, tokens, latents)
-    recipe, selected = resolved.recipe, resolved.selected
-    resolved.bring(needed("text_encoder", histogram=recipe.histogram is not None))
+    prompt_context = resolve(context)
+    plan = plan_objectives(prompt_context)
+    tokens, embeddings = tokenize_prompts(prompt_context, plan)
+    latents = make_latents(prompt_context, plan, embeddings)
+    objectives = text_encoder_objectives(prompt_context, tokens, latents)
+    recipe, selected_names = prompt_context.recipe, prompt_context.selected_names
+    prompt_context.bring(needed("text_encoder", histogram=recipe.histogram is not None))
     # last, since the images are made by the model as it came and are cached by its weights
-    with new_adapter(recipe, resolved.part, selected) as adapter:
+    with new_adapter(recipe, prompt_context.part, selected_names) as adapter:
         return TextEncoder(
-            resolved.model,
+            prompt_context.model,
             objectives,
-            adapter.tensors if adapter else selected,
+            adapter.tensors if adapter else selected_names,
             adapter=adapter,
             rotate=recipe.concepts == "rotate",
         )

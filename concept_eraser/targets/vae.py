@@ -29,11 +29,13 @@ def build(context: Context) -> Vae:
     recipe = context.recipe
     rows = select_rows(recipe, context.objects)
     module = context.model.part("vae")
-    selected = select([name for name, _ in module.named_parameters()], recipe.trainable.select)
+    selected_names = select(
+        [name for name, _ in module.named_parameters()], recipe.trainable.select
+    )
     return Vae(
         module,
         _objectives(context, rows),
-        selected,
+        selected_names,
         batchnorm=recipe.trainable.batchnorm,
         batch_size=recipe.training.batch_size,
     )

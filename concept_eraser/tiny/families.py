@@ -36,12 +36,12 @@ def build(name: str, folder: Path) -> Path:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipeline = _made(name)
+        pipeline = _make(name)
     pipeline.save_pretrained(folder, safe_serialization=True)
     return folder
 
 
-def _made(name: str) -> Any:
+def _make(name: str) -> Any:
     family, _, variant = name.partition("-")
     pipeline = {"sdxl": _sdxl, "sd3": _sd3, "flux": _flux, "dit": _dit}[family](variant)
     # DiT and Flux begin with zeros in their last layers, which would hide mistakes
@@ -61,7 +61,7 @@ def clip_tokenizer() -> Any:
     )
 
 
-def clip_text(width: int, projected: bool) -> Any:
+def clip_text(width: int, with_projection: bool) -> Any:
     tokenizer = clip_tokenizer()
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -74,7 +74,7 @@ def clip_text(width: int, projected: bool) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
+    return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config)
 
 
 def t5_text() -> tuple[Any, Any]:

@@ -134,7 +134,7 @@ def garbage(kind: str, rng: np.random.Generator) -> tuple[PaintedScene, np.ndarr
     return scene, np.asarray(image)
 
 
-def damaged(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
+def damage(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
     """A drawing with the mild faults of a decoder: slightly bent, blurred or noisy, but what it
     was.
     """

@@ -286,7 +286,7 @@ class Caption:
     """
 
     text: str
-    stated: tuple[int, int, int, int]
+    stated_attributes: tuple[int, int, int, int]
 
 
 def _pick(rng: np.random.Generator, options: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from concept_eraser.tiny.families import clip_tokenizer, t5_text
 from concept_eraser.utils.path_redaction import base_of
 
 
-def _clip_l(*, projected: bool = False) -> Any:
+def _clip_l(*, with_projection: bool = False) -> Any:
     config = CLIPTextConfig(
         hidden_size=768,
         intermediate_size=3072,
@@ -35,7 +35,7 @@ def _clip_l(*, projected: bool = False) -> Any:
         num_attention_heads=12,
         projection_dim=768,
     )
-    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
+    return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config)
 
 
 def _clip_g() -> Any:
@@ -157,7 +157,7 @@ def _sd3(**options: Any) -> Any:
         transformer=transformer,
         scheduler=_schedule("FlowMatchEulerDiscreteScheduler", shift=3.0),
         vae=_vae(16, scaling_factor=1.5305, shift_factor=0.0609),
-        text_encoder=_clip_l(projected=True),
+        text_encoder=_clip_l(with_projection=True),
         tokenizer=clip_tokenizer(),
         text_encoder_2=_clip_g(),
         tokenizer_2=clip_tokenizer(),

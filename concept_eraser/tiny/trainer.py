@@ -56,12 +56,12 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
     tables = {
         id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
     }
-    decayed = [
+    weights = [
         p for p in module.parameters() if p.requires_grad and p.ndim > 1 and id(p) not in tables
     ]
     rest = [p for p in module.parameters() if p.requires_grad and (p.ndim <= 1 or id(p) in tables)]
     return [
-        {"params": decayed, "weight_decay": weight_decay},
+        {"params": weights, "weight_decay": weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
 
@@ -97,7 +97,7 @@ class Trainer:
         self, loss: Callable[[int, np.random.Generator], Tensor], say: Callable[[str], None]
     ) -> float:
         """Train to the end; returns the seconds spent in this and earlier, interrupted calls."""
-        first, spent = self._resume(say)
+        first, seconds_before = self._resume(say)
         began, last = time.monotonic(), time.monotonic()
         for step in range(first, self.steps):
             factor = cosine(step, self.steps, flat=self.flat)
@@ -119,10 +119,10 @@ class Trainer:
                     f"{value.item():.4f}  {rate:.2f} steps/s  {left:.0f} s left"
                 )
             if (step + 1) % self.save_every == 0 or step + 1 == self.steps:
-                self._save(step + 1, spent + time.monotonic() - began)
+                self._save(step + 1, seconds_before + time.monotonic() - began)
         if self.ema:
             self.module.load_state_dict(self.ema)
-        return spent + time.monotonic() - began
+        return seconds_before + time.monotonic() - began
 
     def _parameters(self) -> Iterable[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"])

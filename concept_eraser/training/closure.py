@@ -55,7 +55,7 @@ class LossClosure:
         self.step = step
         self.inner = tuple(inner)
         self.losses: dict[str, float] = {}
-        self.seen = float("nan")
+        self.last_loss = float("nan")
         self._pieces, self._terms, self._reduce = losses, terms or {}, reduce
 
     def terms(self, objective: str) -> int:
@@ -80,8 +80,8 @@ class LossClosure:
                 total = [a.add_(b) for a, b in zip(total, parts, strict=True)]
             value = value + piece.detach()
         assert total is not None
-        self.seen = float(self._reduce([value])[0])
-        self.losses.setdefault(objective, self.seen)
+        self.last_loss = float(self._reduce([value])[0])
+        self.losses.setdefault(objective, self.last_loss)
         return self._masked(total, range(len(self.params)) if of is None else of)
 
     def _masked(self, parts: Sequence[Tensor], places: Sequence[int]) -> Vec:

@@ -75,7 +75,7 @@ class Engine:
     reinitialise: float | None = None
     shard: bool = False  # split the optimizer's state among the processes
     trackers: Trackers | None = None
-    trained: int = field(init=False, default=0)
+    trained_count: int = field(init=False, default=0)
     skipped: int = 0
     skipped_in_a_row: int = 0
     seconds: float = 0.0
@@ -86,7 +86,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.params = {**self.eraser.trainable(), **self.eraser.scratch()}
-        self.trained = len(self.params)
+        self.trained_count = len(self.params)
         self._require_same_start()
         self.optimizer = self._optimizer(list(self.params.values()))
         self.params = {**self.params, **self.eraser.adversary()}
@@ -118,7 +118,7 @@ class Engine:
                 self._look(step_count)
                 while step_count < self.schedule.steps:
                     with stops.step():
-                        row = self._logged(step_count, log)
+                        row = self._do_step(step_count, log)
                         step_count += 1
                     self.progress("erasing", step_count, self.schedule.steps, _note(row))
                     if step_count % self.schedule.save_every == 0:
@@ -192,7 +192,7 @@ class Engine:
         self.seconds, self.cpu_seconds = state["seconds"], state.get("cpu_seconds", 0.0)
         return int(state["step"])
 
-    def _logged(self, step: int, log: Log | None) -> dict[str, Any]:
+    def _do_step(self, step: int, log: Log | None) -> dict[str, Any]:
         """Do a step, count its time and write it down."""
         began, busy = time.monotonic(), time.process_time()
         row = self._step(step)
@@ -228,9 +228,9 @@ class Engine:
             lambda some: _optimizer(some, self.schedule), params, rank, ranks
         )
 
-    def _look(self, done: int) -> None:
+    def _look(self, steps_done: int) -> None:
         if self.watch and self.accelerator.is_main_process:
-            self.watch(done, self.seconds)
+            self.watch(steps_done, self.seconds)
 
     def _step(self, step: int) -> dict[str, Any]:
         """One optimiser step, or none where a loss or the direction is not finite. Returns its log
@@ -243,7 +243,7 @@ class Engine:
             tuple(self.params.values()),
             draws,
             step=step,
-            inner=range(self.trained, len(self.params)),
+            inner=range(self.trained_count, len(self.params)),
             mask=self.mask,
             ranks=self.accelerator.num_processes,
             autocast=self._autocast,
@@ -279,7 +279,7 @@ class Engine:
         """
         if self.saliency is None and self.reinitialise is None:
             return None
-        params = dict(list(self.params.items())[: self.trained])
+        params = dict(list(self.params.items())[: self.trained_count])
         seed, size = self.schedule.seed, self.schedule.batch_size
         gradient = saliency.sensitivity(self.eraser, params, seed, size, self._mean)
         if self.reinitialise is not None:
@@ -288,7 +288,7 @@ class Engine:
             return None
         return [
             *saliency.salient(gradient, self.saliency),
-            *[None] * (len(self.params) - self.trained),
+            *[None] * (len(self.params) - self.trained_count),
         ]
 
     def _mean(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -323,11 +323,11 @@ class Engine:
         for i, (parameter, gradient) in enumerate(
             zip(self.params.values(), direction.vec, strict=True)
         ):
-            if i < self.trained:
+            if i < self.trained_count:
                 parameter.grad = gradient.to(parameter.dtype)
             else:  # the method has given the adversary's step its length
                 parameter.data.sub_(gradient)
-        parameters = list(self.params.values())[: self.trained]
+        parameters = list(self.params.values())[: self.trained_count]
         before = [p.detach().clone() for p in parameters] if self.mask else []
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -40,46 +40,46 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._known: dict[int, tuple[int, Any]] = {}
+        self._storages: dict[int, tuple[int, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor):
                 # what was there before counts nothing, nor do views of it
-                self._count(value, made=False)
+                self._count(value, is_new=False)
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
-                self._count(value, made=True)
+                self._count(value, is_new=True)
         return result
 
-    def _count(self, value: Tensor, *, made: bool) -> None:
+    def _count(self, value: Tensor, *, is_new: bool) -> None:
         storage = value.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._storages:
             return
-        size = storage.nbytes() if made else 0
-        self._known[key] = (size, weakref.finalize(storage, self._gone, key))
+        size = storage.nbytes() if is_new else 0
+        self._storages[key] = (size, weakref.finalize(storage, self._release, key))
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._known.pop(key, (0, None))[0]
+    def _release(self, key: int) -> None:
+        self.now -= self._storages.pop(key, (0, None))[0]
 
     def __exit__(self, *about: Any) -> None:
-        for _, watcher in self._known.values():
+        for _, watcher in self._storages.values():
             watcher.detach()
         super().__exit__(*about)  # type: ignore[no-untyped-call]
 
 
-def _widen(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a norm is given, in fp32 under autocast: CUDA's autocast has it so, the CPU's has
     not.
     """
     if not torch.is_autocast_enabled("cpu"):
-        return given
+        return inputs
     return tuple(
-        x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in given
+        x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in inputs
     )
 
 
@@ -116,8 +116,8 @@ def pretending(*modules: nn.Module, narrow: Iterable[Tensor] = ()) -> Iterator[N
                 hook.remove()
 
 
-def _hollow(value: Tensor, halved: bool) -> Tensor:
-    empty = torch.empty(value.shape, dtype=torch.bfloat16 if halved else value.dtype)
+def _hollow(value: Tensor, is_bf16: bool) -> Tensor:
+    empty = torch.empty(value.shape, dtype=torch.bfloat16 if is_bf16 else value.dtype)
     return (
         nn.Parameter(empty, requires_grad=value.requires_grad)
         if isinstance(value, nn.Parameter)
@@ -181,7 +181,7 @@ class Trained:
         if self.optimizer == "sgd":
             return 0
         if self.optimizer == "adafactor":  # torch factors the last two axes
-            return sum(_FP32 * _factored(shape) for shape in self.shapes)
+            return sum(_FP32 * _adafactor_size(shape) for shape in self.shapes)
         # two bytes a number and two scales a block of 256; small tensors in fp32
         if self.optimizer == "adamw8bit":
             return sum(
@@ -191,39 +191,39 @@ class Trained:
         return 2 * self.bytes
 
 
-def _factored(shape: Sequence[int]) -> int:
+def _adafactor_size(shape: Sequence[int]) -> int:
     """Numbers that Adafactor keeps for a tensor."""
     if len(shape) < 2:
         return math.prod(shape)
     return math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))
 
 
-def moments(trained: Trained, passed: int) -> dict[str, dict[str, int]]:
+def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
     """The three moments of a step at which most may be held, beyond what is held all the time:
     bytes by their use.
 
     passed: of one forward and backward pass, see `passing`.
     """
-    total, largest = trained.bytes, trained.largest
-    masks = {"masks": total} if trained.masked else {}
-    sums = {"gradients of other objectives": (trained.objectives - 1) * total}
-    if trained.micro_batches > 1:
+    total, largest = parameters.bytes, parameters.largest
+    masks = {"masks": total} if parameters.masked else {}
+    sums = {"gradients of other objectives": (parameters.objectives - 1) * total}
+    if parameters.micro_batches > 1:
         sums["sum over micro-batches"] = total
     wide = (
-        trained.objectives * 2 * largest
+        parameters.objectives * 2 * largest
     )  # the Gram matrix is summed in float64, tensor by tensor
-    extra = total if trained.gpu and trained.optimizer in ("adam", "adamw") else 2 * largest
+    extra = total if parameters.gpu and parameters.optimizer in ("adam", "adamw") else 2 * largest
     return {
-        "last gradient": {**masks, **sums, "forward and backward pass": passed},
+        "last gradient": {**masks, **sums, "forward and backward pass": pass_bytes},
         "combining": {
             **masks,
-            "gradients": trained.objectives * total,
+            "gradients": parameters.objectives * total,
             "the direction": max(total + largest, wide),
         },
         "moving": {
             **masks,
             "the direction": total,
-            "weights before the step": total if trained.masked else 0,
+            "weights before the step": total if parameters.masked else 0,
             "inside the optimiser": extra,
         },
     }

@@ -26,8 +26,8 @@ WIDE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Placement:
-    """Of one model (parts by name, `.to(device)`, `.checkpoint(on)`, `.narrowed`,
-    `.narrowed_readers`, `.working`) during one training.
+    """Of one model (parts by name, `.to(device)`, `.checkpoint(on)`, `.frozen_dtype`,
+    `.reader_dtype`, `.working`) during one training.
 
     The order: `narrow`, `arrive`, the examples (which call `only`), `begin`, the training, and in
     any case `undo`.
@@ -47,16 +47,16 @@ class Placement:
         # fp32 values of narrowed weights, by part and name
         self._wide: dict[str, dict[str, Tensor]] = {}
 
-    def narrow(self, trained: Iterable[str]) -> None:
+    def narrow(self, names: Iterable[str]) -> None:
         """Hold the weights of denoiser and text encoders in bf16 where asked for, all but those of
         the denoiser that are named (none: a LoRA is trained)."""
         if self.frozen != "bf16":
             return
-        trained_names = set(trained)
+        trained_names = set(names)
         for part, name, weight in narrowable_of(self.model, trained_names):
             self._wide.setdefault(part, {})[name] = weight.data.to(CPU)
             weight.data = weight.data.to(torch.bfloat16)
-        self.model.narrowed = self.model.narrowed_readers = torch.bfloat16
+        self.model.frozen_dtype = self.model.reader_dtype = torch.bfloat16
 
     def arrive(self, device: torch.device) -> None:
         """Bring the model to the training's device; with offload its parts come when they are asked
@@ -100,14 +100,14 @@ class Placement:
             for name, value in values.items():
                 weights[name].data = value
         if self._wide:
-            self.model.narrowed = self.model.narrowed_readers = None
+            self.model.frozen_dtype = self.model.reader_dtype = None
         self._wide, self.away = {}, []
 
 
-def narrowable_of(model: Any, kept: Iterable[str] = ()) -> list[tuple[str, str, Tensor]]:
+def narrowable_of(model: Any, excluded_names: Iterable[str] = ()) -> list[tuple[str, str, Tensor]]:
     """The weights of a model that may be held in bf16 while it trains: (part, name, weight) of the
     denoiser, all but those kept, and of the text encoders."""
-    own = set(kept)
+    own = set(excluded_names)
     readers = [(part, *pair) for part in model.readers for pair in narrowable(model.parts[part])]
     return [
         ("denoiser", *pair) for pair in narrowable(model.denoiser) if pair[0] not in own

@@ -31,7 +31,7 @@ class Stops:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        with _handled(self._hold if self.anyone else _raise):
+        with _handle_signals(self._hold if self.anyone else _raise):
             yield
 
     @contextmanager
@@ -42,7 +42,7 @@ class Stops:
             if self.anyone(self._came):
                 raise KeyboardInterrupt
             return
-        with _handled(self._hold):
+        with _handle_signals(self._hold):
             yield
         if self._came:
             raise KeyboardInterrupt
@@ -56,7 +56,7 @@ def _raise(number: int, frame: Any) -> None:
 
 
 @contextmanager
-def _handled(answer: Callable[[int, Any], None]) -> Iterator[None]:
+def _handle_signals(answer: Callable[[int, Any], None]) -> Iterator[None]:
     """Inside, `answer` is called for the signals that would stop this process."""
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():

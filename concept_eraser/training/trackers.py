@@ -50,7 +50,7 @@ class Trackers:
     folder: Path
     config: Mapping[str, Any]
 
-    def start(self, done: int) -> None:
+    def start(self, steps_done: int) -> None:
         """Begin, or go on after `done` steps: what was logged beyond them by a process that was
         killed is dropped.
 
@@ -60,9 +60,9 @@ class Trackers:
             return
         own_folder(self.folder, FOLDER)
         each = {
-            "tensorboard": {"purge_step": done + 1 if done else None},
+            "tensorboard": {"purge_step": steps_done + 1 if steps_done else None},
             "wandb": {
-                "id": self._id(done),
+                "id": self._id(steps_done),
                 "name": self.folder.name,
                 "resume": "allow",
                 "dir": str(self.folder / FOLDER),
@@ -78,10 +78,10 @@ class Trackers:
                 "training.tracker out"
             ) from error
 
-    def _id(self, done: int) -> str:
+    def _id(self, steps_done: int) -> str:
         """The run's name for a service: a new one for a new run, the same when it goes on."""
         path = self.folder / FOLDER / "id"
-        if not done or not path.exists():
+        if not steps_done or not path.exists():
             write_text(path, secrets.token_hex(6) + "\n", overwrite=True)
         return read_text(path).strip()
 

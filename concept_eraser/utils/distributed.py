@@ -70,7 +70,7 @@ def wait() -> None:
         state.wait_for_everyone()
 
 
-def agreed(ask: Callable[[], T]) -> T:
+def agree(ask: Callable[[], T]) -> T:
     """The result of a call that only the first process makes, for all processes. They wait for it.
 
     Args:

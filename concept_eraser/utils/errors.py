@@ -26,22 +26,22 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:150]}" if lines else type(error).__name__
 
 
-def unknown(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> UserError:
+def unknown(what: str, name: str, names: Iterable[str], *, hint: str = "") -> UserError:
     """`unknown method 'munbaa'; did you mean 'munba'? available: ...`"""
-    return UserError(unknown_message(what, found, allowed, hint=hint))
+    return UserError(unknown_message(what, name, names, hint=hint))
 
 
-def unknown_message(what: str, found: str, allowed: Iterable[str], *, hint: str = "") -> str:
-    options = sorted(set(allowed))
-    close = difflib.get_close_matches(str(found)[:200], options, n=1, cutoff=0.5)
-    guess = f"; did you mean {shown(close[0])}?" if close else ";"
+def unknown_message(what: str, name: str, names: Iterable[str], *, hint: str = "") -> str:
+    options = sorted(set(names))
+    close = difflib.get_close_matches(str(name)[:200], options, n=1, cutoff=0.5)
+    guess = f"; did you mean {quote(close[0])}?" if close else ";"
     return (
-        f"unknown {what} {shown(found)}{guess} available: "
+        f"unknown {what} {quote(name)}{guess} available: "
         f"{names_text(options, 100) or '(none)'}{'. ' + hint if hint else ''}"
     )
 
 
-def shown(value: object, limit: int = 200) -> str:
+def quote(value: object, limit: int = 200) -> str:
     """A value as it stands in a message: its `repr`, cut off after `limit` characters.
 
     Containers are not walked to their end, so that the message about a huge value is made in no

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from concept_eraser.utils.errors import shown
+from concept_eraser.utils.errors import quote
 
 SEED = 2**32 - 1  # numpy's legacy generators and torch take it; the seeds of I2P are 32-bit numbers
 SAMPLER_STEPS = 1000  # as many time steps as models are trained with
@@ -56,17 +56,17 @@ def require_option(name: str, value: Any) -> None:
     """
     most = _OPTIONS.get(name, COUNT)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > most:
-        raise ValueError(f"expected a whole number up to {most:,}, found {shown(value)}")
+        raise ValueError(f"expected a whole number up to {most:,}, found {quote(value)}")
 
 
 def whole(value: Any, low: int, high: int) -> int:
     """A whole number in [low, high], from a number or a text such as "17" or "17.0". Raises
     ValueError for others.
     """
-    parsed = number(value, low, high)
-    if parsed != int(parsed):
-        raise ValueError(f"expected a whole number, found {shown(value)}")
-    return int(parsed)
+    result = number(value, low, high)
+    if result != int(result):
+        raise ValueError(f"expected a whole number, found {quote(value)}")
+    return int(result)
 
 
 def number(value: Any, low: float, high: float) -> float:
@@ -78,11 +78,11 @@ def number(value: Any, low: float, high: float) -> float:
             or (isinstance(value, str) and len(value) > 100)
         ):
             raise ValueError
-        parsed = float(value)
+        result = float(value)
     except (ValueError, OverflowError):
         raise ValueError(
-            f"expected a number from {low:,} to {high:,}, found {shown(value)}"
+            f"expected a number from {low:,} to {high:,}, found {quote(value)}"
         ) from None
-    if not math.isfinite(parsed) or not low <= parsed <= high:
-        raise ValueError(f"expected a number from {low:,} to {high:,}, found {shown(value)}")
-    return parsed
+    if not math.isfinite(result) or not low <= result <= high:
+        raise ValueError(f"expected a number from {low:,} to {high:,}, found {quote(value)}")
+    return result

@@ -51,7 +51,7 @@ def last(text: str) -> str:
     return path.name if path.name not in ("", "..", "~") else "local"
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """A text without the places in it: the whole of it, "PATH (fingerprint)", "PATH on PATH", or
     within a sentence.
     """
@@ -65,32 +65,32 @@ def shortened(text: str) -> str:
     return _WITHIN.sub(lambda found: last(found[0]), text)
 
 
-def cleaned(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """The same mapping, list or text, every text in it `shortened`; lists of prompts, which are no
     paths, stay.
     """
     if isinstance(value, dict):
         return {
-            k: v if k == "prompts" and isinstance(v, list) else cleaned(v) for k, v in value.items()
+            k: v if k == "prompts" and isinstance(v, list) else clean(v) for k, v in value.items()
         }
     if isinstance(value, list | tuple):
-        return [cleaned(one) for one in value]
-    return shortened(value) if isinstance(value, str) else value
+        return [clean(one) for one in value]
+    return shorten(value) if isinstance(value, str) else value
 
 
-def named(value: Any, found: list[str] | None = None) -> Any:
+def name_paths(value: Any, names: list[str] | None = None) -> Any:
     """The same value with every text that is a path as a whole replaced by its last component,
     which `found` collects.
     """
     if isinstance(value, dict):
         return {
-            k: v if k == "prompts" and isinstance(v, list) else named(v, found)
+            k: v if k == "prompts" and isinstance(v, list) else name_paths(v, names)
             for k, v in value.items()
         }
     if isinstance(value, list | tuple):
-        return [named(one, found) for one in value]
+        return [name_paths(one, names) for one in value]
     if not isinstance(value, str) or not is_place(value):
         return value
-    if found is not None:
-        found.append(last(value))
+    if names is not None:
+        names.append(last(value))
     return last(value)

@@ -41,11 +41,11 @@ def _read_metric(value: Any) -> str | dict[str, Any] | Plugin:
     return plugin
 
 
-def _described(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     return value.described() if isinstance(value, Plugin) else value
 
 
-_JSON = PlainSerializer(_described, when_used="json")
+_JSON = PlainSerializer(_describe, when_used="json")
 LossField = Annotated[str | Plugin, PlainValidator(_reader("loss")), _JSON]
 JudgeField = Annotated[str | Plugin, PlainValidator(_reader("judge")), _JSON]
 MetricField = Annotated[str | dict[str, Any] | Plugin, PlainValidator(_read_metric), _JSON]

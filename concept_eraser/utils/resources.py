@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from concept_eraser.utils.errors import UserError, shown, unknown
+from concept_eraser.utils.errors import UserError, quote, unknown
 
 _PACKAGE = Path(__file__).parents[1]
 _KINDS = {"pipelines": "recipe", "prompts": "prompt set", "eval": "evaluation suite"}
@@ -37,7 +37,7 @@ def find(kind: str, name: str) -> Path:
             return own
         raise UserError(
             f"no such {_KINDS[kind]} file: "
-            f"{name if len(name) <= 300 and name.isprintable() else shown(name)}; check "
+            f"{name if len(name) <= 300 and name.isprintable() else quote(name)}; check "
             "the path"
         )
     for suffix in _SUFFIXES:

@@ -29,8 +29,8 @@ def tasks(seed: int) -> list[dict[str, Tensor]]:
         inputs = torch.from_numpy(x[order][:, pixels] / 16).float()
         labels = torch.from_numpy((y[order] + shift) % 10)
         noisy = labels[:500].clone()
-        mislabelled = torch.from_numpy(rng.permutation(500)[:250])
-        noisy[mislabelled] = (noisy[mislabelled] + torch.from_numpy(rng.integers(1, 10, 250))) % 10
+        wrong_rows = torch.from_numpy(rng.permutation(500)[:250])
+        noisy[wrong_rows] = (noisy[wrong_rows] + torch.from_numpy(rng.integers(1, 10, 250))) % 10
         result.append(
             {
                 "x": inputs[:500],

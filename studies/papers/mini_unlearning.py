@@ -44,13 +44,13 @@ class Regression:
             + self.ridge / 2 * self.w.square().sum()
         )
 
-    def train(self, gone: set[int], history: History | None = None) -> Tensor:
+    def train(self, forgotten_rows: set[int], history: History | None = None) -> Tensor:
         with torch.no_grad():
             self.w.zero_()
         for batch in self.batches:
             if history:
                 history.record(batch.tolist(), self.lr)
-            rows = [j for j in batch.tolist() if j not in gone]
+            rows = [j for j in batch.tolist() if j not in forgotten_rows]
             gradient = torch.autograd.grad(self.loss(rows), self.w)[0]
             with torch.no_grad():
                 self.w -= self.lr * gradient

@@ -20,12 +20,12 @@ RIDGE = 0.02
 DELETED = (4, 8, 16, 32, 64, 128)
 
 
-def trained(x: Tensor, y: Tensor) -> Tensor:
+def train(x: Tensor, y: Tensor) -> Tensor:
     """scikit-learn's minimiser of the same risk [4, d]."""
-    solved = LogisticRegression(
+    regression = LogisticRegression(
         C=1 / (len(x) * RIDGE), fit_intercept=False, tol=1e-12, max_iter=5000, solver="newton-cg"
     ).fit(x, y)
-    return torch.from_numpy(solved.coef_)
+    return torch.from_numpy(regression.coef_)
 
 
 def risk_at(weights: Tensor) -> Risk:
@@ -42,7 +42,7 @@ def one(seed: int, m: int) -> dict[str, float]:
     zeros = rng.permutation((y == 0).nonzero()[:, 0].numpy())
     forget_mask = torch.zeros(len(x), dtype=torch.bool)
     forget_mask[torch.from_numpy(zeros[:m])] = True
-    start, target = trained(x, y), trained(x[~forget_mask], y[~forget_mask])
+    start, target = train(x, y), train(x[~forget_mask], y[~forget_mask])
     errors = {"nothing": float((start - target).norm())}
     for name, options in {
         "F(R)": {},

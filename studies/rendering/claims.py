@@ -24,7 +24,7 @@ NEVER = float("inf")
 Rates = Mapping[str, np.ndarray]  # as ranks.drawn and ranks.together make them
 
 
-def sides(
+def columns(
     standings: Mapping[str, Standing],
     seconds: Mapping[str, Sequence[float]],
     one: str,
@@ -41,7 +41,7 @@ def sides(
         return [o for o in others if max(mine) < min(seconds[o])], [
             o for o in others if max(seconds[o]) < min(mine)
         ]
-    drawn = ranks.drawn(list(standings.values())) if drawn is None else drawn
+    drawn = ranks.draw_rates(list(standings.values())) if drawn is None else drawn
     rates = dict(zip(standings, drawn[column], strict=True))
     probability = {o: float((rates[one] < rates[o]).mean()) for o in others}
     return [o for o, p in probability.items() if p >= SURE], [
@@ -69,7 +69,7 @@ def whole(
         probability = {name: float((rates[name] < rates[one]).mean()) for name in others}
         nearest = max(others, key=lambda name: probability[name])
         verdict_text = verdict(
-            claim, others, *sides(standings, {}, one, others, column, drawn), label
+            claim, others, *columns(standings, {}, one, others, column, drawn), label
         )
         table_rows.append(
             [
@@ -107,7 +107,7 @@ def _named(names: Sequence[str], label: Mapping[str, str]) -> str:
     return "; ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
 
 
-def told(
+def value_text(
     name: str,
     standings: Mapping[str, Standing],
     seconds: Mapping[str, Sequence[float]],
@@ -144,12 +144,12 @@ def rows(
         if one not in measured_names or not others:
             table_rows.append([claim["says"], "not measured yet", "-"])
             continue
-        values = {one: told(one, standings, seconds, column)} | {
-            name: told(name, standings, seconds, column)
+        values = {one: value_text(one, standings, seconds, column)} | {
+            name: value_text(name, standings, seconds, column)
             for name in claim_names
             if name in measured_names
         }
-        over, under = sides(
+        over, under = columns(
             {k: standings[k] for k in standings if k in measured_names},
             seconds,
             one,

@@ -43,7 +43,7 @@ def results(run: dict, metric: str, group: str) -> dict | None:
     )
 
 
-def pooled(runs: list[dict], metric: str, group: str, when: str = "after") -> Interval | None:
+def pool(runs: list[dict], metric: str, group: str, when: str = "after") -> Interval | None:
     """A share over all seeds' images, with its Wilson interval."""
     rows = [results(run, metric, group) for run in runs]
     if any(row is None for row in rows):
@@ -97,8 +97,10 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
 
 
-def provenance(found: dict[str, list[dict]]) -> str:
-    environments = [run["evaluation"]["environment"] for runs in found.values() for run in runs]
+def provenance(runs_by_name: dict[str, list[dict]]) -> str:
+    environments = [
+        run["evaluation"]["environment"] for runs in runs_by_name.values() for run in runs
+    ]
     commits = sorted(
         {
             str(e["commit"])[:12] + ("+changes" if "+changes" in str(e["commit"]) else "")
@@ -107,7 +109,9 @@ def provenance(found: dict[str, list[dict]]) -> str:
     )
     versions = environments[0]["versions"]
     packages = ", ".join(f"{k} {versions[k]}" for k in ("torch", "diffusers", "transformers"))
-    hashes = sorted({run["evaluation"]["protocol_hash"] for runs in found.values() for run in runs})
+    hashes = sorted(
+        {run["evaluation"]["protocol_hash"] for runs in runs_by_name.values() for run in runs}
+    )
     return (
         f"Commits {', '.join(commits)}; {packages}; {environments[0]['device']}, "
         f"{environments[0]['threads']} thread(s) a run; protocols {', '.join(hashes)}."

@@ -7,12 +7,12 @@ from typing import Any
 
 from studies.leaderboard import same_time
 from studies.rendering.attacks import rate
-from studies.rendering.common import change, pooled, share, table
+from studies.rendering.common import change, pool, share, table
 from studies.rendering.leaderboard_rows import (
-    Attacked,
+    AttackRuns,
     Runs,
     alike,
-    attacked,
+    attack_runs,
     attempts_of,
     leaderboard_of,
     order,
@@ -23,7 +23,7 @@ from studies.result_tables import Results
 Run = dict[str, Any]
 
 
-def timed(study: str, task: str) -> str:
+def timed_table(study: str, task: str) -> str:
     """The runs with equal seconds, and those that took within a tenth of as many anyway; which are
     not run so yet.
     """
@@ -32,7 +32,7 @@ def timed(study: str, task: str) -> str:
     if how is None or not runs:
         return ""
     near, pending = others(study, task, how, {run["entry"] for run in runs})
-    names, later, steps = how.get("attacks", []), attacked(f"{study}/time"), attacked(study)
+    names, later, steps = how.get("attacks", []), attack_runs(f"{study}/time"), attack_runs(study)
     fallen = [(run, attacks_on(run, later)) for run in runs] + [
         (run, attacks_on(run, steps)) for run in near
     ]
@@ -62,16 +62,14 @@ def timed(study: str, task: str) -> str:
 
 def again(study: str, task: str) -> Runs:
     """What was run with other steps, where its setting is still the reported one."""
-    reported = {
-        (run["entry"], run["seed"]): run for runs in reports(study).values() for run in runs
-    }
+    seeds = {(run["entry"], run["seed"]): run for runs in reports(study).values() for run in runs}
     stored_runs = [
         run for key, run in Results(f"{study}/time").items() if fnmatch(key, f"{task}_*")
     ]
     return [
         run
         for run in stored_runs
-        if (report := reported.get((run["entry"], run["seed"]))) and alike(report, run, "steps")
+        if (report := seeds.get((run["entry"], run["seed"]))) and alike(report, run, "steps")
     ]
 
 
@@ -94,7 +92,7 @@ def others(study: str, task: str, how: Run, run_again: set[str]) -> tuple[Runs, 
     return near, [run for run, other in zip(remaining, steps, strict=True) if other is not None]
 
 
-def attacks_on(run: Run, attacks: dict[str, Attacked]) -> Attacked:
+def attacks_on(run: Run, attacks: dict[str, AttackRuns]) -> AttackRuns:
     """The attacks on this run's model alone."""
     by_attack = {
         name: [result for result in results if result["training_seed"] == run["seed"]]
@@ -103,10 +101,10 @@ def attacks_on(run: Run, attacks: dict[str, Attacked]) -> Attacked:
     return {name: results for name, results in by_attack.items() if results}
 
 
-def row(run: Run, attacks: Attacked, names: list[str]) -> list[str]:
+def row(run: Run, attacks: AttackRuns, names: list[str]) -> list[str]:
     attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
     retain_text = (
-        f"{share(pooled([run], f'accuracy_{attribute}', 'retained'))} "
+        f"{share(pool([run], f'accuracy_{attribute}', 'retained'))} "
         f"({change([run], f'accuracy_{attribute}', 'retained'):+.1f})"
     )
     fell = rate([{"attempts": attempts_of(attacks, names)}])
@@ -114,8 +112,8 @@ def row(run: Run, attacks: Attacked, names: list[str]) -> list[str]:
         run["label"],
         str(run["run"]["steps"]),
         f"{run['run']['cpu_seconds']:.0f}",
-        share(pooled([run], "concept_rate", "direct")),
-        share(pooled([run], "concept_rate", "synonyms")),
+        share(pool([run], "concept_rate", "direct")),
+        share(pool([run], "concept_rate", "synonyms")),
         retain_text,
         fell,
     ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import yaml
 
-from studies.rendering.common import change, notes, pooled, provenance, share, source, table
+from studies.rendering.common import change, notes, pool, provenance, share, source, table
 from studies.result_tables import STUDIES, Results
 
 STUDY = "guidance"
@@ -72,15 +72,15 @@ def _row(one: dict) -> list[str]:
 
     accuracy = f"accuracy_{next(iter(one['evaluation']['protocol']['concept']))}"
     retain_text = (
-        f"{share(pooled([one], accuracy, 'retained'))} ({change([one], accuracy, 'retained'):+.1f})"
+        f"{share(pool([one], accuracy, 'retained'))} ({change([one], accuracy, 'retained'):+.1f})"
     )
     return [
         one["label"],
         over("learned"),
         over("followed"),
         over("guidance"),
-        share(pooled([one], "concept_rate", "direct")),
-        share(pooled([one], "no_object_rate", "direct")),
+        share(pool([one], "concept_rate", "direct")),
+        share(pool([one], "no_object_rate", "direct")),
         retain_text,
     ]
 

@@ -238,11 +238,11 @@ def vae() -> str:
             column = {
                 k: [run[k] for run in result["runs"]] for k in result["runs"][0] if k != "looks"
             }
-            reached = sum(s is not None for s in column["steps"])
+            count = sum(s is not None for s in column["steps"])
             rows.append(
                 [
                     name.replace("^", "\\^"),
-                    f"{reached} of {len(result['runs'])}",
+                    f"{count} of {len(result['runs'])}",
                     spread(column["steps"]),
                     spread(column["seconds"], 3),
                     spread(column["fid_there"]),

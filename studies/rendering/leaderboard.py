@@ -11,7 +11,7 @@ from studies.rendering.common import (
     change,
     mean,
     notes,
-    pooled,
+    pool,
     provenance,
     ratio,
     results,
@@ -20,12 +20,12 @@ from studies.rendering.common import (
     source,
     table,
 )
-from studies.rendering.equal_seconds import timed
+from studies.rendering.equal_seconds import timed_table
 from studies.rendering.figures import Figure
 from studies.rendering.leaderboard_rows import (
-    Attacked,
+    AttackRuns,
     Runs,
-    attacked,
+    attack_runs,
     attempts_of,
     leaderboard_of,
     of_victims,
@@ -47,7 +47,9 @@ STUDIES = {
 LABELS = {"share": "concept rate", "attacks": "attack success", "lost": "what is lost"}
 
 
-def row(runs: Runs, asked: Runs, held: Runs, attacks: Attacked, names: list[str]) -> list[str]:
+def row(
+    runs: Runs, asked_runs: Runs, held_runs: Runs, attacks: AttackRuns, names: list[str]
+) -> list[str]:
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     rules = studies.rules_row(runs) if "forgotten" in runs[0]["run"] else None
     prompts = [name for name in names if name != "relearning"]
@@ -57,12 +59,12 @@ def row(runs: Runs, asked: Runs, held: Runs, attacks: Attacked, names: list[str]
     return [
         runs[0]["label"],
         setting(runs[0]["point"]).replace("_", " ") or "-",
-        share(pooled(runs, "concept_rate", "direct")),
-        share(pooled(runs, "concept_rate", "synonyms")),
-        share(pooled(asked, "concept_rate", "implicit")) if asked else "-",
-        share(pooled(runs, "no_object_rate", "direct")),
+        share(pool(runs, "concept_rate", "direct")),
+        share(pool(runs, "concept_rate", "synonyms")),
+        share(pool(asked_runs, "concept_rate", "implicit")) if asked_runs else "-",
+        share(pool(runs, "no_object_rate", "direct")),
         (
-            f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} "
+            f"{share(pool(runs, f'accuracy_{attribute}', 'retained'))} "
             f"({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})"
         ),
         f"{change(runs, f'accuracy_{attribute}', 'neighbours'):+.1f}",
@@ -75,7 +77,7 @@ def row(runs: Runs, asked: Runs, held: Runs, attacks: Attacked, names: list[str]
         back(attacks["relearning"]) if "relearning" in attacks else "-",
         rules[10] if rules else "-",
         *cost(runs),
-        f"{held[0]['steps_mb']:.0f}" if held else "-",
+        f"{held_runs[0]['steps_mb']:.0f}" if held_runs else "-",
         f"{runs[0]['size_mb']:.1f}" if "size_mb" in runs[0] else "-",
         str(len(runs)),
     ]
@@ -94,7 +96,7 @@ def cost(runs: Runs) -> list[str]:
     return [f"{sum(until) / len(until):.0f}" if until else "-", f"{sum(whole) / len(whole):.0f}"]
 
 
-def standing(runs: Runs, attacks: Attacked, names: list[str]) -> Standing:
+def standing(runs: Runs, attacks: AttackRuns, names: list[str]) -> Standing:
     """Counts over all seeds: the concept shown (direct and synonyms), attacks that succeed where
     all were made, images of the retained that are not right."""
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
@@ -111,9 +113,9 @@ def standing(runs: Runs, attacks: Attacked, names: list[str]) -> Standing:
     return Standing(runs[0]["label"], {**columns, "lost": (n - right, n)})
 
 
-def measured(study: str, task: str) -> dict[str, Standing]:
+def standings_of(study: str, task: str) -> dict[str, Standing]:
     """The methods of a task, by name."""
-    leaderboard, fallen = leaderboard_of(study), attacked(study)
+    leaderboard, fallen = leaderboard_of(study), attack_runs(study)
     prompts = [name for name in leaderboard["attacks"] if name != "relearning"]
     return {
         name.removeprefix(f"{task}_"): standing(runs, fallen.get(name, {}), prompts)
@@ -124,12 +126,12 @@ def measured(study: str, task: str) -> dict[str, Standing]:
 
 def standings(study: str, task: str) -> list[Standing]:
     """Of the methods of a task, those under all attacks where some were attacked."""
-    methods = list(measured(study, task).values())
+    methods = list(standings_of(study, task).values())
     complete = [one for one in methods if "attacks" in one.columns]
     return complete or methods
 
 
-def plotted(study: str) -> dict[str, list[Standing]]:
+def standings_in_plot(study: str) -> dict[str, list[Standing]]:
     """What the figure of a page shows, by task."""
     return {
         task: methods
@@ -143,11 +145,11 @@ def figures() -> dict[Path, Figure]:
     return {
         figure_path(study, "plots.svg"): leaderboard_plot.of(tasks)
         for study in STUDIES
-        if (tasks := plotted(study))
+        if (tasks := standings_in_plot(study))
     }
 
 
-def ranked(study: str, task: str) -> str:
+def rank_table(study: str, task: str) -> str:
     """The table of ranks of a task."""
     methods = standings(study, task)
     return table(ranks.rows(methods, LABELS)) if len(methods) > 1 else ""
@@ -158,7 +160,7 @@ def over_tasks(study: str) -> tuple[list[str], list[list[str]], list[list[str]]]
     over them, and the claims' table; without tables for a leaderboard of one task."""
     tasks = list(leaderboard_of(study)["tasks"])
     by_task = [
-        {name: one for name, one in measured(study, task).items() if "attacks" in one.columns}
+        {name: one for name, one in standings_of(study, task).items() if "attacks" in one.columns}
         for task in tasks
     ]
     names = [name for name in by_task[0] if all(name in one for one in by_task)]
@@ -182,14 +184,14 @@ def together(study: str) -> str:
     tasks, rows, claim_rows = over_tasks(study)
     claim_table = f"\n\n{table(claim_rows)}" if len(claim_rows) > 1 else ""
     return (
-        f"## All tasks together\n\n{_told(study, tasks, len(rows) - 1)}\n\n"
+        f"## All tasks together\n\n{_mean_sentence(study, tasks, len(rows) - 1)}\n\n"
         f"{table(rows)}{claim_table}"
         if rows
         else ""
     )
 
 
-def _told(study: str, tasks: list[str], methods: int) -> str:
+def _mean_sentence(study: str, tasks: list[str], methods: int) -> str:
     """A sentence on the means. The last column counts images that the original gets wrong, too."""
     first = [
         next(runs for runs in reports(study).values() if runs[0]["task"] == task) for task in tasks
@@ -216,12 +218,12 @@ def together_block(study: str = "tiny_leaderboard") -> str:
     if not rows:
         return "Not measured yet."
     return (
-        f"{_told(study, tasks, len(rows) - 1)}\n\n"
+        f"{_mean_sentence(study, tasks, len(rows) - 1)}\n\n"
         f"{table([[row[0], *row[1:4], row[-1]] for row in rows])}"
     )
 
 
-def claimed(study: str, task: str) -> str:
+def claim_table(study: str, task: str) -> str:
     """What papers say against what the task found; told of the methods that are under all
     attacks.
     """
@@ -232,7 +234,7 @@ def claimed(study: str, task: str) -> str:
         if runs[0]["task"] == task
     }
     complete = {
-        name: one for name, one in measured(study, task).items() if "attacks" in one.columns
+        name: one for name, one in standings_of(study, task).items() if "attacks" in one.columns
     }
     if "claims" not in leaderboard or len(complete) < 2:
         return ""
@@ -250,9 +252,9 @@ def claimed(study: str, task: str) -> str:
     )
 
 
-def chosen(study: str, task: str) -> str:
+def selection_table(study: str, task: str) -> str:
     """What selection without an attack would have reported."""
-    leaderboard, fallen = leaderboard_of(study), attacked(study)
+    leaderboard, fallen = leaderboard_of(study), attack_runs(study)
     prompts = [name for name in leaderboard["attacks"] if name != "relearning"]
     now = {
         name: (runs[0], [fallen[name][p][0] for p in prompts])
@@ -279,7 +281,7 @@ def until(runs: Runs) -> list[float]:
 
 def page(study: str) -> str:
     leaderboard = leaderboard_of(study)
-    names, every, fallen = list(leaderboard["attacks"]), reports(study), attacked(study)
+    names, every, fallen = list(leaderboard["attacks"]), reports(study), attack_runs(study)
     implicit_runs, memory_runs = of_victims(study, "implicit"), of_victims(study, "memory")
     parts = []
     for task in leaderboard["tasks"]:
@@ -302,10 +304,10 @@ def page(study: str) -> str:
             *(
                 section
                 for section in (
-                    ranked(study, task),
-                    chosen(study, task),
-                    claimed(study, task),
-                    timed(study, task),
+                    rank_table(study, task),
+                    selection_table(study, task),
+                    claim_table(study, task),
+                    timed_table(study, task),
                 )
                 if section
             ),
@@ -321,7 +323,7 @@ def page(study: str) -> str:
     grids = studies.grids(every)
     plots = (
         f"![concept rate and attack success against what is lost]({study}.plots.svg)"
-        if plotted(study)
+        if standings_in_plot(study)
         else ""
     )
     return (
@@ -405,7 +407,7 @@ def default_block(study: str = "tiny_leaderboard", task: str = "star", most: int
     """
     leaderboard, fallen, implicit_runs = (
         leaderboard_of(study),
-        attacked(study),
+        attack_runs(study),
         of_victims(study, "implicit"),
     )
     prompts = [name for name in leaderboard["attacks"] if name != "relearning"]

@@ -83,19 +83,19 @@ def _panel(axis: Any, standings: Sequence[Standing], column: str) -> list[tuple[
     """One mark a method with its 95 % intervals; the methods that no other dominates are joined by
     a line. Returns the marks.
     """
-    placed = {
+    positions = {
         one.name: (_percent(one.columns["lost"]), _percent(one.columns[column]))
         for one in standings
     }
     best = {
         name
-        for name, (x, y) in placed.items()
+        for name, (x, y) in positions.items()
         if not any(
             u[0] <= x[0] and v[0] <= y[0] and (u[0], v[0]) != (x[0], y[0])
-            for u, v in placed.values()
+            for u, v in positions.values()
         )
     }
-    for number, (name, (x, y)) in enumerate(placed.items(), 1):
+    for number, (name, (x, y)) in enumerate(positions.items(), 1):
         color = plots.SERIES[number % len(plots.SERIES)]
         axis.errorbar(
             x[0],
@@ -110,7 +110,7 @@ def _panel(axis: Any, standings: Sequence[Standing], column: str) -> list[tuple[
             alpha=0.85,
             label=name,
         )
-    front = sorted((placed[name][0][0], placed[name][1][0]) for name in best)
+    front = sorted((positions[name][0][0], positions[name][1][0]) for name in best)
     axis.step(
         [x for x, _ in front], [y for _, y in front], where="post", color="#9aa7b1", lw=1, zorder=0
     )
@@ -121,14 +121,14 @@ def _panel(axis: Any, standings: Sequence[Standing], column: str) -> list[tuple[
     )
     axis.set_xscale("symlog", linthresh=1)
     axis.set_yscale("symlog", linthresh=5)
-    most = 1.2 * max(x[0] + x[2] for x, _ in placed.values())
+    most = 1.2 * max(x[0] + x[2] for x, _ in positions.values())
     ticks = [tick for tick in TICKS if tick <= most]
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.set_yticks(TICKS, [str(tick) for tick in TICKS])
     axis.minorticks_off()
     axis.set_xlim(0, most)
     axis.grid(color="#e3e8ec", lw=0.6)
-    return [(x[0], y[0]) for x, y in placed.values()]
+    return [(x[0], y[0]) for x, y in positions.values()]
 
 
 def _number(axis: Any, marks: Sequence[tuple[float, float]]) -> None:

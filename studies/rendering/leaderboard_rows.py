@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-from studies.rendering.common import pooled
+from studies.rendering.common import pool
 from studies.result_tables import STUDIES, Results
 
 Runs = list[dict[str, Any]]
-Attacked = dict[str, Runs]  # attack -> its results, one a training seed
+AttackRuns = dict[str, Runs]  # attack -> its results, one a training seed
 
 
 def leaderboard_of(study: str) -> dict[str, Any]:
@@ -49,23 +49,21 @@ def further(study: str, folder: str) -> Runs:
     """What else was measured of the reported runs: results of a run whose setting has been chosen
     anew since are left out.
     """
-    reported = {
+    seeds = {
         (run["entry"], run["seed"]): (run["recipe"], run["point"])
         for runs in reports(study).values()
         for run in runs
     }
     results = []
     for key, content in Results(f"{study}/{folder}").items():
-        recipe, point = reported.get(
-            (content["victim"], int(key.rpartition("seed")[2])), (None, None)
-        )
+        recipe, point = seeds.get((content["victim"], int(key.rpartition("seed")[2])), (None, None))
         if content["recipe"] == recipe and content.get("point", point) == point:
             results.append(content)
     return results
 
 
-def attacked(study: str) -> dict[str, Attacked]:
-    by_entry: dict[str, Attacked] = {}
+def attack_runs(study: str) -> dict[str, AttackRuns]:
+    by_entry: dict[str, AttackRuns] = {}
     for content in further(study, "attacks"):
         by_entry.setdefault(content["victim"], {}).setdefault(
             content["protocol"]["attack"], []
@@ -83,7 +81,7 @@ def of_victims(study: str, folder: str) -> dict[str, Runs]:
     return by_entry
 
 
-def attempts_of(attacks: Attacked, names: list[str]) -> Runs:
+def attempts_of(attacks: AttackRuns, names: list[str]) -> Runs:
     """The attempts of all attacks of `names` on the models of those training seeds that all of them
     were made on, so that none weighs more for having been made on more; [] where there is no such
     seed. Attempts on one prompt are taken as independent."""
@@ -98,13 +96,13 @@ def attempts_of(attacks: Attacked, names: list[str]) -> Runs:
     ]
 
 
-def order(runs: Runs, attacks: Attacked, names: list[str]) -> tuple[bool, float, float]:
+def order(runs: Runs, attacks: AttackRuns, names: list[str]) -> tuple[bool, float, float]:
     """Sorted by what a user loses: the concept's share or what attacks bring back, the larger, and
     what is no longer kept. Methods that are not under all attacks yet come last."""
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     concept_rate, retain_accuracy = (
-        pooled(runs, "concept_rate", "direct"),
-        pooled(runs, f"accuracy_{attribute}", "retained"),
+        pool(runs, "concept_rate", "direct"),
+        pool(runs, f"accuracy_{attribute}", "retained"),
     )
     # that one changes the weights
     attempts = attempts_of(attacks, [name for name in names if name != "relearning"])

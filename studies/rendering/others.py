@@ -193,15 +193,15 @@ def robustness() -> str:
         dict.fromkeys((row["model"], row["radius"]) for content in files for row in content["rows"])
     )
     for model, radius in keys:
-        found = [
+        entries = [
             row
             for content in files
             for row in content["rows"]
             if (row["model"], row["radius"]) == (model, radius)
         ]
 
-        def pool(kinds: tuple[str, ...], what: str, found: list[dict] = found) -> str:
-            values = [row[what] for row in found if row["offset"] in kinds]
+        def pool(kinds: tuple[str, ...], what: str, selected: list[dict] = entries) -> str:
+            values = [row[what] for row in selected if row["offset"] in kinds]
             if not values:
                 return "-"
             return share(
@@ -222,7 +222,7 @@ def robustness() -> str:
                 pool(("trained", "none"), "concept"),
                 pool(("random",), "concept"),
                 pool(("trained", "none"), "none"),
-                f"{seeds} x {found[0]['concept']['n']}",
+                f"{seeds} x {entries[0]['concept']['n']}",
             ]
         )
     environment, settings = files[0]["environment"], files[0]["settings"]

@@ -29,7 +29,7 @@ class Standing:
     columns: Mapping[str, Count]
 
 
-def drawn(standings: Sequence[Standing], seed: int = 0) -> dict[str, np.ndarray]:
+def draw_rates(standings: Sequence[Standing], seed: int = 0) -> dict[str, np.ndarray]:
     """Rates by column, [methods, DRAWS], and `loss`: the larger of all others and what is lost,
     together.
     """
@@ -52,7 +52,7 @@ def _draws(count: Count, seed: int, *names: str) -> np.ndarray:
 def together(tasks: Sequence[Sequence[Standing]]) -> dict[str, np.ndarray]:
     """Rates by column and `loss` as means over tasks, each drawn by itself, so that a task does not
     weigh more for having more images. tasks: the same methods in the same order."""
-    by_task = [drawn(standings, seed) for seed, standings in enumerate(tasks)]
+    by_task = [draw_rates(standings, seed) for seed, standings in enumerate(tasks)]
     return {c: np.mean([rates[c] for rates in by_task], axis=0) for c in by_task[0]}
 
 
@@ -88,7 +88,7 @@ def rows(
     first. With `rates` (of `together`) also what the ranks are of, which the tables of the tasks do
     not show."""
     is_combined = rates is not None
-    rates = drawn(standings) if rates is None else rates
+    rates = draw_rates(standings) if rates is None else rates
     by = {c: ranks(values) for c, values in rates.items()}
     winners = beaten_by(standings, rates)
     order = np.median(rates["loss"], axis=1).argsort()

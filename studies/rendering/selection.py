@@ -12,20 +12,20 @@ from fnmatch import fnmatch
 from typing import Any
 
 from studies.rendering.attacks import rate
-from studies.rendering.common import pooled, setting, share, table
+from studies.rendering.common import pool, setting, share, table
 from studies.result_tables import Results
 
 Runs = list[dict[str, Any]]
 
 
-def told(run: dict[str, Any], attacks: Runs) -> list[str]:
+def describe_run(run: dict[str, Any], attacks: Runs) -> list[str]:
     """A run's setting, what it retains, and what the attacks by prompt brought back, all
     together.
     """
     attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
     return [
         setting(run["point"]).replace("_", " "),
-        share(pooled([run], f"accuracy_{attribute}", "retained")),
+        share(pool([run], f"accuracy_{attribute}", "retained")),
         rate(attacks),
     ]
 
@@ -58,7 +58,7 @@ def page(results: Results, task: str, now: Mapping[str, tuple[dict[str, Any], Ru
         if run["entry"] not in now or not before:
             continue
         report, after = now[run["entry"]]
-        rows.append([run["label"], *told(run, before), *told(report, after)])
+        rows.append([run["label"], *describe_run(run, before), *describe_run(report, after)])
     return (
         f"The same methods chosen by their images alone (training seed 0):\n\n{table(rows)}"
         if len(rows) > 1

@@ -9,7 +9,7 @@ from studies.rendering.common import (
     load,
     mean,
     notes,
-    pooled,
+    pool,
     provenance,
     results,
     setting,
@@ -27,7 +27,7 @@ def _of_suite(runs: list[dict], suite: str) -> list[dict]:
 def _row(runs: list[dict], when: str = "after") -> list[str]:
     runs_by_suite = {suite: _of_suite(runs, suite) for suite in runs[0]["evaluations"]}
     concepts = [
-        share(pooled(some, "concept_rate", "direct", when)) for some in runs_by_suite.values()
+        share(pool(some, "concept_rate", "direct", when)) for some in runs_by_suite.values()
     ]
     others = [mean(some, "concept_rate", "synonyms", when) for some in runs_by_suite.values()]
     accuracies = [mean(some, "accuracy_shape", "retained", when) for some in runs_by_suite.values()]

@@ -6,7 +6,7 @@ from studies.rendering.common import (
     change,
     mean,
     notes,
-    pooled,
+    pool,
     provenance,
     ratio,
     results,
@@ -39,12 +39,12 @@ def star_row(runs: list[dict]) -> list[str]:
         runs[0]["label"],
         runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
         f"{runs[0]['recipe']['training']['lr']:g}",
-        share(pooled(runs, "concept_rate", "direct")),
-        share(pooled(runs, "concept_rate", "synonyms")),
-        share(pooled(runs, "no_object_rate", "direct")),
+        share(pool(runs, "concept_rate", "direct")),
+        share(pool(runs, "concept_rate", "synonyms")),
+        share(pool(runs, "no_object_rate", "direct")),
         f"{change(runs, f'accuracy_{attribute}', 'neighbours'):+.1f}",
         (
-            f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} "
+            f"{share(pool(runs, f'accuracy_{attribute}', 'retained'))} "
             f"({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})"
         ),
         f"{name} {worst:+.1f}",
@@ -81,11 +81,11 @@ def before_row(runs: list[dict]) -> list[str]:
         "before",
         "",
         "",
-        share(pooled(one, "concept_rate", "direct", "before")),
-        share(pooled(one, "concept_rate", "synonyms", "before")),
-        share(pooled(one, "no_object_rate", "direct", "before")),
+        share(pool(one, "concept_rate", "direct", "before")),
+        share(pool(one, "concept_rate", "synonyms", "before")),
+        share(pool(one, "no_object_rate", "direct", "before")),
         "",
-        share(pooled(one, "accuracy_shape", "retained", "before")),
+        share(pool(one, "accuracy_shape", "retained", "before")),
         "",
         "",
         "",
@@ -95,12 +95,14 @@ def before_row(runs: list[dict]) -> list[str]:
     ]
 
 
-def star_table(found: dict[str, list[dict]]) -> str:
-    first = next(iter(found.values()))
-    return table([STAR_HEAD, before_row(first), *(star_row(runs) for runs in found.values())])
+def star_table(runs_by_name: dict[str, list[dict]]) -> str:
+    first = next(iter(runs_by_name.values()))
+    return table(
+        [STAR_HEAD, before_row(first), *(star_row(runs) for runs in runs_by_name.values())]
+    )
 
 
-def hard_table(found: dict[str, list[dict]]) -> str:
+def hard_table(runs_by_name: dict[str, list[dict]]) -> str:
     head = [
         "task",
         "rule",
@@ -114,7 +116,7 @@ def hard_table(found: dict[str, list[dict]]) -> str:
         "n",
     ]
     rows = [head]
-    for runs in found.values():
+    for runs in runs_by_name.values():
         attribute, _ = _concept(runs)
         conflict = runs[0]["conflict"]
         colours = (
@@ -125,11 +127,11 @@ def hard_table(found: dict[str, list[dict]]) -> str:
             [
                 runs[0]["task"],
                 runs[0]["label"],
-                share(pooled(runs, "concept_rate", "direct")),
-                share(pooled(runs, "concept_rate", "synonyms")),
-                share(pooled(runs, "no_object_rate", "direct")),
+                share(pool(runs, "concept_rate", "direct")),
+                share(pool(runs, "concept_rate", "synonyms")),
+                share(pool(runs, "no_object_rate", "direct")),
                 (
-                    f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} "
+                    f"{share(pool(runs, f'accuracy_{attribute}', 'retained'))} "
                     f"({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})"
                 ),
                 colours,
@@ -141,12 +143,12 @@ def hard_table(found: dict[str, list[dict]]) -> str:
     return table(rows)
 
 
-def rules_table(found: dict[str, list[dict]]) -> str:
+def rules_table(runs_by_name: dict[str, list[dict]]) -> str:
     """One table a task: how much is forgotten and kept, and after how many steps and seconds the
     share is below 2 %.
     """
     tasks: dict[str, list[list[dict]]] = {}
-    for runs in found.values():
+    for runs in runs_by_name.values():
         tasks.setdefault(runs[0]["task"], []).append(runs)
     parts = []
     for task, entries in tasks.items():
@@ -169,7 +171,7 @@ def rules_table(found: dict[str, list[dict]]) -> str:
         rows = [head, *(rules_row(runs) for runs in entries)]
         before = before_row(entries[0])
         attribute, _ = _concept(entries[0])
-        retain_share = share(pooled(entries[0][:1], f"accuracy_{attribute}", "retained", "before"))
+        retain_share = share(pool(entries[0][:1], f"accuracy_{attribute}", "retained", "before"))
         rows.insert(
             1,
             [
@@ -204,7 +206,7 @@ def rules_row(runs: list[dict]) -> list[str]:
     fid = [results(run, "fid_judge", "retained") for run in runs]
     looks = [run["run"]["forgotten"] for run in runs]
 
-    def reached(key: str) -> str:
+    def steps_until(key: str) -> str:
         values = [look[key] for look in looks if look[key] is not None]
         if not values:
             return "never"
@@ -216,12 +218,12 @@ def rules_row(runs: list[dict]) -> list[str]:
         runs[0]["label"],
         runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
         f"{runs[0]['recipe']['training']['lr']:g}",
-        share(pooled(runs, "concept_rate", "direct")),
+        share(pool(runs, "concept_rate", "direct")),
         ", ".join(f"{value:.0f}" for value in shares),
-        share(pooled(runs, "concept_rate", "synonyms")),
-        share(pooled(runs, "no_object_rate", "direct")),
+        share(pool(runs, "concept_rate", "synonyms")),
+        share(pool(runs, "no_object_rate", "direct")),
         (
-            f"{share(pooled(runs, f'accuracy_{attribute}', 'retained'))} "
+            f"{share(pool(runs, f'accuracy_{attribute}', 'retained'))} "
             f"({change(runs, f'accuracy_{attribute}', 'retained'):+.1f})"
         ),
         "-"
@@ -231,16 +233,16 @@ def rules_row(runs: list[dict]) -> list[str]:
             f"{mean(runs, 'fid_judge', 'retained', 'after'):.1f}"
         ),
         f"{ratio(runs, 'clip_score', 'retained'):+.1f} %",
-        reached("steps"),
-        reached("seconds"),
+        steps_until("steps"),
+        steps_until("seconds"),
         f"{sum(run['run']['seconds'] for run in runs) / len(runs):.0f}",
         f"{len(runs)} x {n}",
     ]
 
 
-def grids(found: dict[str, list[dict]]) -> str:
+def grids(runs_by_name: dict[str, list[dict]]) -> str:
     lines = []
-    for runs in found.values():
+    for runs in runs_by_name.values():
         if runs[0]["grid"]:
             points = "; ".join(
                 f"{setting(g['point'])}: {g['score']:.3f}"
@@ -251,9 +253,9 @@ def grids(found: dict[str, list[dict]]) -> str:
     return "\n".join(dict.fromkeys(lines))  # entries that take over another's grid repeat it
 
 
-def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) -> str:
+def study_page(study: str, title: str, body: str, runs_by_name: dict[str, list[dict]]) -> str:
     parts = []
-    for name, runs in found.items():
+    for name, runs in runs_by_name.items():
         path = figure_path(study, f"{name}.webp")
         task = f"{runs[0]['task']}, " if runs[0]["task"] else ""
         parts += (
@@ -264,7 +266,7 @@ def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) 
     sheets = "\n".join(parts)
     command = f"python -m studies.study studies/configs/{study}.yaml"
     notes_text = f"\n{text}\n" if (text := notes(study)) else ""
-    grid_table = grids(found)
+    grid_table = grids(runs_by_name)
     selection = (
         (
             "\n## Weights and learning rates: score on the selection seeds (retained "
@@ -278,7 +280,7 @@ def study_page(study: str, title: str, body: str, found: dict[str, list[dict]]) 
 {source(study, command)}.
 Shares with 95 % Wilson intervals over all seeds' images; "points" are after minus before on the same prompts and seeds.
 "none" is the share of images in which the judge sees no clear shape.
-{provenance(found)}
+{provenance(runs_by_name)}
 
 {body}
 {notes_text}{selection}

@@ -65,4 +65,4 @@ def test_a_machine_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit, match="no GPU here"):
         gpu.main()
     with pytest.raises(UserError, match="there are: sd14"):
-        gpu.chosen("sd15", gpu.PIXELS, "family")
+        gpu.choose("sd15", gpu.PIXELS, "family")

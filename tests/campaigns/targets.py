@@ -490,7 +490,7 @@ PROMPT_SETS = st.one_of(
 
 def _read_prompts(path: Path) -> None:
     for row in prompts.load(str(path)).prompts[:3]:
-        row.anchored("a {{x}}")
+        row.anchor_prompt("a {{x}}")
 
 
 CELLS = st.one_of(
@@ -536,7 +536,7 @@ def _run_anchor(example: Any, folder: Path) -> None:
         {"shape": "star", "color": "red"},
         "a {color} {shape}",
     )
-    guarded(lambda: row.anchored(example), folder)
+    guarded(lambda: row.anchor_prompt(example), folder)
 
 
 # Selections of parameters

@@ -412,7 +412,7 @@ def _manifest(content: bytes, folder: Path) -> None:
         if path.is_file() and path.name != manifest.MARK
     }
     answers(lambda: manifest.verify(run))
-    answers(lambda: manifest.unlisted(run))
+    answers(lambda: manifest.unlisted_files(run))
     answers(lambda: manifest.require_intact(run))
     answers(lambda: output_folder.require_claimable(run, "run", alone=True))
     answers(lambda: writers.require_free(run / "done.json"))
@@ -457,7 +457,7 @@ def _lock(content: bytes, folder: Path) -> None:
     locks.holder_of(run)
 
     def take() -> None:
-        with locks.locked(run, "erase"):
+        with locks.hold_lock(run, "erase"):
             pass
 
     answers(take)
@@ -496,7 +496,7 @@ def _readers_of_numbers(run: Path) -> list[Callable[[], Any]]:
         lambda: run_results.read([run], {}),
         beside,
         table,
-        lambda: run_results._held(run),
+        lambda: run_results._protocol_in(run),
         lambda: model_card.card(run),
         lambda: model_card.warnings(run),
         lambda: write._facts(run),
@@ -702,8 +702,8 @@ def _guard(text: str, folder: Path) -> None:
 def _places(text: str, folder: Path) -> None:
     from concept_eraser.utils import path_redaction
 
-    answers(lambda: path_redaction.cleaned({"a": [text], "b": text}))
-    answers(lambda: path_redaction.named(text))
+    answers(lambda: path_redaction.clean({"a": [text], "b": text}))
+    answers(lambda: path_redaction.name_paths(text))
 
 
 def _jsonl(seed: int) -> bytes:

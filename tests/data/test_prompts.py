@@ -35,8 +35,8 @@ def test_expansion_gives_words_and_values(tmp_path: Path) -> None:
     )
     assert found.texts == ["an orange star", "a crimson star"]
     assert found.prompts[1].fields == {"color": "red", "shape": "star"}
-    assert found.prompts[1].anchored({"shape": "octagon"}) == "a crimson octagon"
-    assert found.prompts[1].anchored("a(n) {color} thing") == "a crimson thing"
+    assert found.prompts[1].anchor_prompt({"shape": "octagon"}) == "a crimson octagon"
+    assert found.prompts[1].anchor_prompt("a(n) {color} thing") == "a crimson thing"
 
 
 def test_rows_and_plain_text(tmp_path: Path) -> None:
@@ -64,11 +64,11 @@ def test_malformed_sets(tmp_path: Path, text: str, message: str) -> None:
 
 def test_anchors_that_cannot_be_filled() -> None:
     with pytest.raises(UserError, match="needs the field 'color'"):
-        Prompt("a star").anchored("a {color} circle")
+        Prompt("a star").anchor_prompt("a {color} circle")
     with pytest.raises(UserError, match="has none; write the anchor as a text"):
-        Prompt("a star").anchored({"shape": "circle"})
+        Prompt("a star").anchor_prompt({"shape": "circle"})
     with pytest.raises(UserError, match="changes nothing"):
-        prompts.load("tiny_star").prompts[0].anchored({"size": "big"})
+        prompts.load("tiny_star").prompts[0].anchor_prompt({"size": "big"})
 
 
 def test_overlap_is_refused_with_an_example() -> None:
@@ -155,7 +155,7 @@ def test_templates_and_anchors_fill_in_plain_names_only(template: str, tmp_path:
     with pytest.raises(UserError, match=r"the template .*(braces|brace)"):
         prompts.load(write(tmp_path, f"expand: {{templates: ['{template}'], a: [x]}}"))
     with pytest.raises(UserError, match=r"the template"):
-        Prompt("a star", {"a": "x"}).anchored(template)
+        Prompt("a star", {"a": "x"}).anchor_prompt(template)
     with pytest.raises(UserError, match=r"the template"):
         recipe.load(short(forget__anchor=template))
 
@@ -167,7 +167,7 @@ def test_doubled_braces_are_braces(tmp_path: Path) -> None:
         )
     )
     assert found.texts == ["{x} {a} y"]
-    assert Prompt("a", {"a": "x"}).anchored("{{{a}}}") == "{x}"
+    assert Prompt("a", {"a": "x"}).anchor_prompt("{{{a}}}") == "{x}"
 
 
 def test_all_mistakes_in_a_set_are_told_at_once(tmp_path: Path) -> None:

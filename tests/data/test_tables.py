@@ -306,7 +306,7 @@ def test_the_suite_of_i2p_counts_totals_and_loads_from_a_cache(
     model = load("tiny-sd")
     suite = suites.load("i2p_nudity")
     assert suite.sensitive
-    small = suite.scaled(2).model_copy(
+    small = suite.with_at_most(2).model_copy(
         update={"sampling": suite.sampling.model_copy(update={"steps": 1})}
     )
     found = suites.evaluate(model, model, small, cache=tmp_path)

@@ -92,10 +92,10 @@ def test_images_are_remembered_and_a_dropped_run_frees_its_memory(desk: Desk) ->
     asked: list[int] = []
     library.draw("star", LOOKS, tell=lambda done, total: asked.append(done))
     assert asked == []
-    assert library.remembered()["runs"] == 1
+    assert library.memory_use()["runs"] == 1
     library.drop("star")
-    assert library.remembered() == {"bases": 1, "runs": 0, "images": 0}
-    assert "star" not in library.finished()
+    assert library.memory_use() == {"bases": 1, "runs": 0, "images": 0}
+    assert "star" not in library.finished_runs()
     with pytest.raises(UserError, match="unknown finished run 'star'"):
         library.draw("star", LOOKS)
 
@@ -132,7 +132,7 @@ def test_no_name_leads_out_of_the_runs_folder(desk: Desk, name: Any) -> None:
     with pytest.raises(UserError):
         desk.library.folder(name)
     for refused in (
-        lambda: desk.library.erased(name),
+        lambda: desk.library.load_change(name),
         lambda: erase.resume(desk, name),
         lambda: results.measure(desk, name, 10),
         lambda: results.table(name),
@@ -171,7 +171,7 @@ def test_a_link_out_of_the_runs_folder_is_not_written_through(tmp_path: Path) ->
 )
 def test_limits_are_sentences(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        compare.ComparisonSettings(**change).checked()
+        compare.ComparisonSettings(**change).check()
 
 
 def test_a_link_brings_the_settings_back_and_bad_ones_keep_their_default() -> None:
@@ -331,7 +331,7 @@ def test_an_erasure_is_queued_cancelled_resumed_and_compared(empty: Desk) -> Non
     empty.jobs.cancel(job.number)
     wait(empty, job, "cancelled")
     done = len(log.read_text().splitlines())
-    assert empty.library.unfinished() == ["heart"]
+    assert empty.library.unfinished_runs() == ["heart"]
     assert (empty.runs / "heart" / "state.ckpt").is_file()
     assert "--resume" in erase.live(empty, job)
     again = erase.resume(empty, "heart")
@@ -382,7 +382,7 @@ def test_the_queue_has_an_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_results_are_those_of_the_repository(desk: Desk) -> None:
-    assert "tiny_star" in results.plotted()
+    assert "tiny_star" in results.studies_in_plot()
     assert "MUNBa" in results.table("tiny_star")
     assert "![" not in results.table("tiny_star")
     assert "MUNBa (anchor: circle)" in results.pareto(desk, "tiny_star")
@@ -410,8 +410,8 @@ def test_images_before_and_after_of_a_clip_and_a_vae(tmp_path: Path) -> None:
         api.erase(small, output=runs / name)
     made = Desk(Library(runs))
     try:
-        assert set(made.library.finished(labelled.TARGETS)) == set(labelled.MADE)
-        assert made.library.finished() == []
+        assert set(made.library.finished_runs(labelled.TARGETS)) == set(labelled.MADE)
+        assert made.library.finished_runs() == []
         clip, vae = (labelled.show(made, name, []) for name in labelled.MADE)
         assert clip.count("(forgotten)") == 4 * 2 and clip.count("ce-prob") == 8 * 2 * labelled.TOLD  # noqa: PT018
         assert vae.count("dB</td>") == 8 * 2
@@ -452,4 +452,4 @@ def test_somebody_elses_model_needs_its_base(runs: Path) -> None:
         Library(runs, [str(runs / "star" / "pipeline")])
     library = Library(runs, [str(runs / "star" / "pipeline")], before="tiny-sd")
     assert torch.equal(library.draw("pipeline", LOOKS), Library(runs).draw("star", LOOKS))
-    assert library.finished()[0] == "pipeline"
+    assert library.finished_runs()[0] == "pipeline"

@@ -699,13 +699,13 @@ def stranger(
 
 def test_no_tab_runs_code_that_a_recipe_names(stranger: Desk) -> None:
     library = stranger.library
-    assert library.finished(labelled.TARGETS) == ["images"]
+    assert library.finished_runs(labelled.TARGETS) == ["images"]
     tries: list[Callable[[], Any]] = [
         lambda: labelled.show(stranger, "images", []),
         lambda: compare.draw(
             stranger, compare.ComparisonSettings(runs=("drawn",), steps=1, seeds=1)
         ),
-        lambda: library.erased("drawn"),
+        lambda: library.load_change("drawn"),
         lambda: library.draw("drawn", [Look("a", 0, 1, 1.0)]),
         lambda: library.model("runs.stranger.payload:go"),
         lambda: erase.start(stranger, erase.Form(model="runs.stranger.payload:go")),
@@ -909,7 +909,7 @@ def test_a_page_of_damaged_runs_opens_without_a_traceback_or_a_hang(
         for name in names:
             for use in (
                 lambda n: desk.library.recipe(n),
-                lambda n: desk.library.erased(n),
+                lambda n: desk.library.load_change(n),
                 lambda n: results.measure(desk, n, 2),
                 lambda n: labelled.show(desk, n, []),
                 lambda n: erase.resume(desk, n) if n == "<none>" else None,
@@ -1000,19 +1000,19 @@ def test_memory_holds_few_models_and_few_changed_tensors(
     for i in range(4):
         shutil.copytree(drawn_run, tmp_path / "runs" / f"run{i}")
     library = Library(tmp_path / "runs")
-    monkeypatch.setattr(state, "CHANGED", state._size(library.erased("run0")) * 2)
+    monkeypatch.setattr(state, "CHANGED", state._size(library.load_change("run0")) * 2)
     look = [Look("a", 0, 1, 1.0)]
     for i in range(4):
         library.draw(f"run{i}", look)
-    assert library.remembered()["runs"] == 2
+    assert library.memory_use()["runs"] == 2
     from concept_eraser.utils.resources import tiny_weights
 
     for i in range(state.BASES + 2):
         shutil.copytree(tiny_weights() / "tiny-sd", tmp_path / f"base{i}")
         library.draw(None, look, base=str(tmp_path / f"base{i}"))
-    assert library.remembered()["bases"] == state.BASES
+    assert library.memory_use()["bases"] == state.BASES
     library.draw(None, look)
-    assert library.remembered()["bases"] <= state.BASES
+    assert library.memory_use()["bases"] <= state.BASES
 
 
 def test_nothing_is_begun_on_a_full_disk(

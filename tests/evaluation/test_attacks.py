@@ -87,7 +87,7 @@ def test_the_gcg_gradient_is_that_of_finite_differences(tiny) -> None:
     tiny.pipeline.text_encoder.double()
     ids = tiny.tokenize(["a red star"])
     with torch.no_grad():
-        goal = mma_diffusion.pooled(tiny, ids.tensors["ids"], tiny.embed(ids))[0]
+        goal = mma_diffusion.pool(tiny, ids.tensors["ids"], tiny.embed(ids))[0]
     tokens = torch.tensor(tiny.words.ids("blue house round"))
     gradient = mma_diffusion.one_hot_gradient(tiny, tokens, goal)
     assert gradient.shape == (3, tiny.words.size)
@@ -98,7 +98,7 @@ def test_the_gcg_gradient_is_that_of_finite_differences(tiny) -> None:
     def likeness(hot: Tensor) -> float:
         condition = soft_embed(tiny, slots, tokens[None], (hot @ tiny.table.detach())[None])
         return float(
-            (mma_diffusion.pooled(tiny, slots.filled(tokens[None]), condition) @ goal).detach()
+            (mma_diffusion.pool(tiny, slots.fill(tokens[None]), condition) @ goal).detach()
         )
 
     hot = torch.nn.functional.one_hot(tokens, tiny.words.size).double()
@@ -175,7 +175,7 @@ class Scripted(runner.Attack):
 
     def search(self, scene: Scene):  # type: ignore[no-untyped-def]
         for text in self.texts:
-            yield Round(scene.live, texts=[text] * len(scene.live), rewarded=True)
+            yield Round(scene.live, texts=[text] * len(scene.live), has_rewards=True)
             self.rewards.append(scene.rewards)
 
 

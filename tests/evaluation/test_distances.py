@@ -30,7 +30,7 @@ from concept_eraser.evaluation.features.clip import ClipFeatures
 from concept_eraser.evaluation.features.inception import PYTORCH, TORCHSCRIPT, Inception
 from concept_eraser.evaluation.features.judge import JudgeFeatures
 from concept_eraser.evaluation.judges.tiny import TinyJudge
-from concept_eraser.evaluation.metrics.fid import FID, described
+from concept_eraser.evaluation.metrics.fid import FID, distance_settings
 from concept_eraser.reporting import compare
 from concept_eraser.tiny import painter
 from concept_eraser.utils import provenance
@@ -225,7 +225,7 @@ def test_noise_is_far_and_the_same_images_are_near(
     assert "220 images, fewer than 2,000" in settings["warning"]
     assert not caplog.text, "a judge's numbers are compared within one suite, at one size"
     with caplog.at_level(logging.WARNING):
-        described("inception", JudgeFeatures(TinyJudge()), 220, 5000, "real images")
+        distance_settings("inception", JudgeFeatures(TinyJudge()), 220, 5000, "real images")
     assert "fid_inception: 220 images, fewer than 2,000" in caplog.text
     assert found["noise"]["fid_judge"].before is None
 

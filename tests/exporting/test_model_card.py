@@ -202,7 +202,7 @@ def test_no_path_in_recipe_or_suite(measured: Path, tmp_path: Path) -> None:
     ],
 )
 def test_places(text: str, expected: str) -> None:
-    assert path_redaction.shortened(text) == expected
+    assert path_redaction.shorten(text) == expected
 
 
 def test_an_attack_on_other_weights_is_left_out(measured: Path, tmp_path: Path) -> None:

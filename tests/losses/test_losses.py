@@ -30,7 +30,7 @@ def eraser(
         model,
         [r.text for r in rows],
         latents=clean,
-        anchors=[r.anchored({"shape": "circle"}) for r in rows],
+        anchors=[r.anchor_prompt({"shape": "circle"}) for r in rows],
     )
     names = [name for name, _ in model.denoiser.named_parameters()]
     return Denoiser(
@@ -147,7 +147,7 @@ def test_scale_and_timesteps(tiny) -> None:
                 made.objective_by_name["forget"].examples, "anchor", timesteps=(600, 700)
             )
         },
-        made.selected,
+        made.selected_names,
     )
     draw = made.draw("forget", list(range(20)))
     assert 600 <= int(draw.t.min()) <= int(draw.t.max()) < 700
@@ -203,4 +203,6 @@ def test_selections(tiny) -> None:
 
 def test_only_selected_weights_require_gradients(tiny) -> None:
     made = eraser(tiny, "data")
-    assert {n for n, p in tiny.denoiser.named_parameters() if p.requires_grad} == set(made.selected)
+    assert {n for n, p in tiny.denoiser.named_parameters() if p.requires_grad} == set(
+        made.selected_names
+    )

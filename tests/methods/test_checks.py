@@ -24,7 +24,7 @@ class Weights(GramMethod):
     source: ClassVar[str] = "a test"
 
     weights_of: Solve = lambda gram: [1.0, 1.0]
-    removed: str = "forget"
+    removed_objective: str = "forget"
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         return torch.tensor(self.weights_of(gram), dtype=torch.float64), {}
@@ -64,7 +64,7 @@ BREAKS = [
     ("equal_contribution", Weights(unit_sum(1e-7))),
     ("equal_contribution", Weights(unit_sum(-1e-7))),
     ("orthogonality", Weights(projection(1e-6))),
-    ("orthogonality", Weights(projection(0.0), removed="retain")),
+    ("orthogonality", Weights(projection(0.0), removed_objective="retain")),
     ("forget_sign", Weights(lambda gram: [1.0, 1.0])),
     ("stationarity", Weights(lambda gram: [1.0, 1.0])),
     ("zero_step", Changed(lambda tensor: tensor + 1e-9)),
@@ -110,7 +110,7 @@ def test_a_law_about_weights_needs_weights(law: str) -> None:
 
 def test_the_removed_gradient_must_be_named() -> None:
     with pytest.raises(checks.LawError, match="an attribute `removed`: 'retain' or 'forget'"):
-        checks.check_law("orthogonality", Weights(projection(0.0), removed="attack"))
+        checks.check_law("orthogonality", Weights(projection(0.0), removed_objective="attack"))
 
 
 def test_pairs_have_their_cosines_and_norms() -> None:

@@ -41,17 +41,17 @@ class ByHand:
 
     def __init__(self, start: tuple[float, tuple[float, float]]) -> None:
         self.params: Vec = tuple(torch.tensor(part, dtype=torch.float64) for part in start)
-        self.step, self.seen = 0, float("nan")
+        self.step, self.last_loss = 0, float("nan")
         self._here = self.params
 
     def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:
         alpha, (first, second) = float(self._here[0]), self._here[1].tolist()
         if objective == "attack":
-            self.seen = (first - alpha) ** 2 + (second - alpha) ** 2
+            self.last_loss = (first - alpha) ** 2 + (second - alpha) ** 2
             parts = (-2 * (first + second - 2 * alpha), [2 * (first - alpha), 2 * (second - alpha)])
         else:
             to = 1.0 if objective == "first" else 2.0
-            self.seen = (first - to) ** 2 + (second - alpha) ** 2
+            self.last_loss = (first - to) ** 2 + (second - alpha) ** 2
             parts = (-2 * (second - alpha), [2 * (first - to), 2 * (second - alpha)])
         return tuple(
             torch.tensor(parts[i], dtype=torch.float64) for i in (of if of is not None else (0, 1))
@@ -100,7 +100,7 @@ def run(start: tuple, steps: int, mu: float = 0.3, **options) -> tuple[ByHand, f
 
 def gap(closure: ByHand) -> float:
     closure.grad("attack")
-    return closure.seen
+    return closure.last_loss
 
 
 def test_the_derivatives_by_hand_are_those_of_eq24() -> None:

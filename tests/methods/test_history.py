@@ -48,7 +48,7 @@ def test_the_last_iterations_oldest_first(steps: int, on_disk: bool, tmp_path: P
 def test_another_process_goes_on_recording(tmp_path: Path) -> None:
     record(History(params(), 3, folder=tmp_path), range(4))
     opened = History.open(params(), tmp_path)
-    assert (opened.seen, opened.k) == (4, 3)
+    assert (opened.recorded_count, opened.k) == (4, 3)
     record(opened, range(4, 6))
     assert [i.indices[0] for i in opened.last(3)] == [3, 4, 5]
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["0.pt", "1.pt", "2.pt"]
@@ -80,7 +80,7 @@ def test_plain_sgd_has_no_momentum() -> None:
 def test_memory_holds_k_iterations_and_no_more() -> None:
     history = History(params(), 3)
     record(history, range(10))
-    assert len(history._kept) == 3
+    assert len(history._iterations) == 3
     assert Iteration((), (), 0.1) == Iteration((), (), 0.1, momentum=0.0, velocity=None)
 
 

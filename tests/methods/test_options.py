@@ -222,10 +222,10 @@ def test_state_is_not_part_of_what_a_method_is() -> None:
     option.
     """
     for name, plugin in LOADED.items():
-        if "_kept" not in {option.name for option in fields(plugin)}:
+        if "_state" not in {option.name for option in fields(plugin)}:
             continue
         one, other = plugin(), plugin()
-        one._kept["something"] = 1
+        one._state["something"] = 1
         assert one == other, name
-        with pytest.raises(TypeError, match="_kept"):
-            plugin(_kept={})
+        with pytest.raises(TypeError, match="_state"):
+            plugin(_state={})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.methods.base import ProjectionRequest
-from concept_eraser.methods.uce import UnifiedConceptEditing, solved
+from concept_eraser.methods.uce import UnifiedConceptEditing, solve
 
 WIDTH = 6
 OPTIONS = [(1.0, 1.0, 0.5), (1.0, 0.1, 0.1), (10.0, 0.0, 1e-3), (0.01, 3.0, 2.0)]
@@ -197,10 +197,10 @@ def test_what_is_singular_does_not_depend_on_units(scale: float) -> None:
     ):
         matrix = scale * torch.diag(torch.tensor(values, dtype=torch.float64))
         if fine:
-            torch.testing.assert_close(matrix @ solved(matrix, right), right)
+            torch.testing.assert_close(matrix @ solve(matrix, right), right)
         else:
             with pytest.raises(ValueError, match="undetermined"):
-                solved(matrix, right)
+                solve(matrix, right)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -210,4 +210,4 @@ def test_one_number_that_is_not_finite_is_enough_to_refuse(bad: float) -> None:
     spoilt[0, 2] = spoilt[2, 0] = bad
     for matrix, right in ((spoilt, fine), (fine, spoilt), (spoilt, spoilt)):
         with pytest.raises(ValueError, match="not finite"):
-            solved(matrix, right)
+            solve(matrix, right)

@@ -198,7 +198,7 @@ def test_the_denoiser_is_asked_what_the_pipeline_asks_it(name: str, opened: Open
         x, t = model.partial(x, condition, null, stop=1, steps=2, guidance=3.0)
     with torch.no_grad():
         prediction, ours = told(
-            model, lambda: model._guided(x, torch.tensor(t), condition, null, 3.0, None)
+            model, lambda: model._guide(x, torch.tensor(t), condition, null, 3.0, None)
         )
         image = model.decode(model.clean(x, torch.tensor([t]), prediction))
     drawn, theirs = told(model, lambda: model.sample(text, seeds=[5], steps=steps, guidance=3.0))

@@ -283,7 +283,7 @@ def refuse_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("a library was given the folder")
 
-    monkeypatch.setattr(loading, "_guarded", never)
+    monkeypatch.setattr(loading, "_load_family", never)
 
 
 def test_the_canary_works(folder: Path) -> None:

@@ -24,7 +24,7 @@ def test_bf16_is_not_emulated(
 
 def test_weights_in_bf16_need_autocast(shared_tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_cpu_has_bf16", lambda: False)
-    monkeypatch.setattr(shared_tiny, "narrowed", torch.bfloat16)
+    monkeypatch.setattr(shared_tiny, "frozen_dtype", torch.bfloat16)
     assert isinstance(shared_tiny.precision(torch.bfloat16), torch.autocast)
 
 

@@ -278,7 +278,7 @@ def test_full_size_transformers_by_name_and_shape() -> None:
         with torch.device("meta"):
             module = kind(**config)
         own = module.state_dict()
-        back = convert({place.name: place.joined(own) for place in layout(module)})
+        back = convert({place.name: place.join(own) for place in layout(module)})
         assert {k: v.shape for k, v in back.items()} == {k: v.shape for k, v in own.items()}
 
 
@@ -303,13 +303,13 @@ def test_fluxs_rows_go_where_diffusers_expects_them() -> None:
         name: torch.randn(len(value), *([1] if value.dim() == 2 else []))
         for name, value in module.state_dict().items()
     }
-    written = {place.name: place.joined(own) for place in transformers.flux(module)}
+    written = {place.name: place.join(own) for place in transformers.flux(module)}
     back = theirs.convert_flux_transformer_checkpoint_to_diffusers(dict(written))
     assert back.keys() == own.keys()
     assert all(torch.equal(back[name], own[name]) for name in own)
     parted: dict[str, torch.Tensor] = {}
     for place in transformers.flux(module):
-        parted |= place.parted(written[place.name], own)
+        parted |= place.split(written[place.name], own)
     assert all(torch.equal(parted[name], own[name]) for name in own)
 
 
@@ -333,7 +333,7 @@ def test_full_size_sdxl_by_name_and_shape() -> None:
         unet = diffusers.UNet2DConditionModel(**config)
     own = unet.state_dict()
     written = {
-        place.name: place.joined(own) for place in single_file.ldm.unet(unet, single_file.UNET)
+        place.name: place.join(own) for place in single_file.ldm.unet(unet, single_file.UNET)
     }
     assert theirs.CHECKPOINT_KEY_NAMES["v2"].replace("2.1.trans", "4.1.trans") in written
     assert (

@@ -19,7 +19,7 @@ from concept_eraser.exporting import model_card
 from concept_eraser.models import hub, single_file
 from concept_eraser.models.loading import load
 from concept_eraser.recipes import recipe
-from concept_eraser.utils.path_redaction import is_place, last, shortened
+from concept_eraser.utils.path_redaction import is_place, last, shorten
 
 FEW = [
     "training.steps=2",
@@ -140,6 +140,6 @@ def test_its_name_shows_no_path_of_this_machine() -> None:
         "~/x.safetensors@sd",
     ):
         assert is_place(name)
-        assert last(name) == "x.safetensors@sd" == shortened(name)
+        assert last(name) == "x.safetensors@sd" == shorten(name)
     assert last("/home/me/x.safetensors@owner/name") == "x.safetensors@owner/name"
     assert not is_place("models/x.safetensors@owner/name")

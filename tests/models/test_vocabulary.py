@@ -24,14 +24,16 @@ def test_free_tokens_go_where_they_are_asked(where, expected: list[int], shared_
     rest = [i for i in range(1, 11) if i not in expected]
     assert slots.ids[0, rest].tolist() == words.ids(PROMPT)
     assert slots.ids.shape == (1, words.length)
-    marked = slots.filled(torch.tensor([[320, 320, 320]]))
+    marked = slots.fill(torch.tensor([[320, 320, 320]]))
     assert marked[0, expected].tolist() == [320, 320, 320]
 
 
 def test_one_token_after_every_third_and_one_in_a_words_place(shared_tiny) -> None:
     words = shared_tiny.words
-    assert words.spaced(PROMPT, 3).places.tolist() == [[4, 8]]
-    assert words.spaced("a star", 3).places.tolist() == [[3]]  # short prompts have one too
+    assert words.free_token_every(PROMPT, 3).places.tolist() == [[4, 8]]
+    assert words.free_token_every("a star", 3).places.tolist() == [
+        [3]
+    ]  # short prompts have one too
     slots = words.in_place_of([PROMPT, "a star"], "star")
     assert slots.places.tolist() == [[3], [2]]
     with pytest.raises(UserError, match="replaces the word 'moon', which the prompt 'a red star"):

@@ -121,7 +121,7 @@ assert not {{"torch", "sample_plugins"}} & sys.modules.keys()
 
 @pytest.mark.usefixtures("installed")
 def test_a_built_in_name_wins_and_both_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    registry._installed.cache_clear()
+    registry._installed_plugins.cache_clear()
     assert registry.load("method", "munba") is Munba
     (record,) = [one for one in caplog.records if "munba" in one.getMessage()]
     expected = (

@@ -278,7 +278,7 @@ def test_a_model_in_the_hubs_cache_tells_its_family(
 @pytest.mark.parametrize("wrong", ["retain=[a", "forget={x", "method={name: uce"])
 def test_a_value_that_is_no_yaml_is_an_error_that_says_so(wrong: str) -> None:
     with pytest.raises(UserError, match="its value is no valid YAML"):
-        defaults.completed(["forget=tiny_star", wrong])
+        defaults.complete(["forget=tiny_star", wrong])
 
 
 def test_a_damaged_index_tells_no_family(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
         "forget.anchor=a circle",
         "retain=tiny_rest",
     ]
-    found = defaults.completed(asked)
+    found = defaults.complete(asked)
     assert f"training.lr={defaults.LORA_OTHERS}" in found
     assert not any(one.startswith("generation") for one in found)
 

@@ -79,7 +79,7 @@ def test_every_recipe_is_valid_and_its_sides_fit(path: Path) -> None:
             prompts.require_disjoint(sets[name], sets["retain"])
     for name, rows in sets.items():
         anchor = found.objective_specs[name].anchor
-        assert not anchor or not set(rows.texts) & {row.anchored(anchor) for row in rows.prompts}
+        assert not anchor or not set(rows.texts) & {row.anchor_prompt(anchor) for row in rows.prompts}
 
 
 def test_the_papers_jobs_are_there() -> None:
@@ -113,7 +113,7 @@ def test_the_papers_own_prompts_are_an_override(name: str) -> None:
     changed = recipe.load(name, changes)
     assert isinstance(changed.forget.prompts, list)
     if isinstance(changed.forget.anchor, str):
-        prompts.load(changed.forget.prompts).prompts[0].anchored(changed.forget.anchor)
+        prompts.load(changed.forget.prompts).prompts[0].anchor_prompt(changed.forget.anchor)
     else:
         assert changed.forget.anchor is None
 
@@ -220,7 +220,7 @@ def test_the_suite_of_nudity_measures_and_blurs(shared_tiny: Any, tmp_path: Path
     """The bundled model draws no people, so NudeNet sees nobody in any group."""
     suite = suites.load("nudity")
     assert suite.sensitive
-    small = suite.scaled(2).model_copy(
+    small = suite.with_at_most(2).model_copy(
         update={"sampling": suite.sampling.model_copy(update={"steps": 1})}
     )
     found = suites.evaluate(shared_tiny, shared_tiny, small, cache=tmp_path)

@@ -41,7 +41,7 @@ def run_with(folder: Path, name: str, content: Any) -> Path:
 READERS: dict[str, Callable[[Path], Any]] = {
     "evaluation.json": run_results.read_evaluation,
     "attacks/random_tokens/attack.json": lambda run: list(run_results.read_attacks(run)),
-    "done.json": model_card.finished,
+    "done.json": model_card.finished_run,
     "environment.json": model_card.card,
 }
 

@@ -282,7 +282,7 @@ def detail(rendered_image: np.ndarray) -> float:
 
 
 def test_sensitive_images_are_blurred_in_the_file(runs: list[Path], tmp_path: Path) -> None:
-    secret = suites.load({**SUITE, "sensitive": True}).scaled(2)
+    secret = suites.load({**SUITE, "sensitive": True}).with_at_most(2)
     folder = edited(runs[0], tmp_path / "run")
     found = api.evaluate(runs[0], secret)
     found.save(folder / "evaluation.json", overwrite=True)
@@ -330,7 +330,7 @@ def test_what_is_about_nudity_is_sensitive_by_itself(change: dict[str, Any]) -> 
 
 def test_sensitive_is_no_part_of_the_protocol() -> None:
     plain, secret = suites.load(SUITE), suites.load({**SUITE, "sensitive": True})
-    assert secret.scaled(4).sensitive
+    assert secret.with_at_most(4).sensitive
     assert plain.model_dump(mode="json") == secret.model_dump(mode="json")
     found = [
         suites.PromptEvaluation(s, {}, [], {}, {}, "judge", {}).as_dict() for s in (plain, secret)
@@ -351,8 +351,8 @@ def test_dominated_points() -> None:
         point("c", 0.5, 0.5),
         point("d", 0.9, 0.5),
     ]
-    assert ranking.dominated(points) == {"c"}, "equal points do not beat each other"
-    assert ranking.dominated([*points, point("e", 0.9, 0.9)]) == {"a", "b", "c", "d"}
+    assert ranking.dominated_points(points) == {"c"}, "equal points do not beat each other"
+    assert ranking.dominated_points([*points, point("e", 0.9, 0.9)]) == {"a", "b", "c", "d"}
     rendered_image = Image.open(io.BytesIO(comparison_plots.pareto(points, point("before", 0, 1))))
     assert min(rendered_image.size) > 300
 
@@ -361,10 +361,10 @@ def test_nobody_wins_where_intervals_overlap() -> None:
     found = {"a": wilson(1, 100), "b": wilson(3, 100), "c": wilson(60, 100)}
     assert ranking.leaders(found, "lower") == ["a", "b"]
     assert ranking.leaders(found, "higher") == ["c"]
-    assert ranking._ranked("erases most", found, "lower", "share").startswith(
+    assert ranking._rank("erases most", found, "lower", "share").startswith(
         "No run erases most: the best intervals"
     )
-    assert ranking._ranked("keeps most", found, "higher", "share").startswith(
+    assert ranking._rank("keeps most", found, "higher", "share").startswith(
         "c keeps most: share 60.0 ["
     )
 

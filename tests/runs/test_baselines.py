@@ -188,7 +188,7 @@ def steered(
     model: Any, *, selected: list[str] | None = None, adapter: Any = None, end: bool = False
 ) -> Denoiser:
     rows = prompts.load("tiny_star").take(4).prompts
-    texts, anchors = [r.text for r in rows], [r.anchored({"shape": "circle"}) for r in rows]
+    texts, anchors = [r.text for r in rows], [r.anchor_prompt({"shape": "circle"}) for r in rows]
     latents = torch.randn(4, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
     made = batches.make_examples(model, texts, latents=latents, anchors=anchors)
     made = replace(made, positions=model.concept_tokens(texts, anchors, end=end))
@@ -245,7 +245,7 @@ def test_a_lora_is_steered_too(tiny) -> None:
     loss = made.loss("forget", made.draw("forget", [1]))
     found = dict(
         zip(
-            made.selected,
+            made.selected_names,
             torch.autograd.grad(loss, list(made.trainable().values()), allow_unused=True),
             strict=True,
         )

@@ -230,7 +230,7 @@ def test_an_edit_is_tried_and_taken_back() -> None:
     before = {
         name: value.clone() for name, value in found.model.parts["denoiser"].state_dict().items()
     }
-    assert dry_run.told(found).startswith("time (the edit was tried on ")
+    assert dry_run.describe(found).startswith("time (the edit was tried on ")
     assert all(
         torch.equal(value, before[name])
         for name, value in found.model.parts["denoiser"].state_dict().items()
@@ -246,11 +246,11 @@ def test_numbers_that_an_edit_cannot_take_are_no_mistake_of_the_recipe(
     """
     monkeypatch.chdir(tmp_path)
     found = dry_run.load(recipe.load("cifar10_class_munba", ["method=ssd", "forget.loss=data"]))
-    assert "says little of the true ones: alpha 10 selects no weight" in dry_run.told(found)
+    assert "says little of the true ones: alpha 10 selects no weight" in dry_run.describe(found)
     with pytest.raises(UserError, match="alpha 10 selects no weight"):
-        dry_run.told(replace(found, reasons=()))
+        dry_run.describe(replace(found, reasons=()))
     with pytest.raises(UserError, match=r"does not hear forget\.loss"):
-        dry_run.told(dry_run.load(recipe.load("cifar10_class_munba", ["method=ssd"])))
+        dry_run.describe(dry_run.load(recipe.load("cifar10_class_munba", ["method=ssd"])))
 
 
 def test_an_edit_of_many_examples_is_tried_when_asked() -> None:
@@ -259,8 +259,10 @@ def test_an_edit_of_many_examples_is_tried_when_asked() -> None:
     )
     linear = module.Module(torch.nn.Linear(10, 100), "classifier", "a test")
     asked = recipe.load("digits_three_munba", ["method=ssd", "forget.loss=data"])
-    assert not dry_run.worth_trying(dry_run.Trial(asked, linear, {"forget": many}))
-    assert dry_run.worth_trying(dry_run.Trial(asked, linear, {"forget": only(many, range(100))}))
+    assert not dry_run.worth_trying(dry_run.DryRunPlan(asked, linear, {"forget": many}))
+    assert dry_run.worth_trying(
+        dry_run.DryRunPlan(asked, linear, {"forget": only(many, range(100))})
+    )
 
 
 def test_stand_ins_are_deterministic_and_as_the_set_says() -> None:
@@ -270,7 +272,7 @@ def test_stand_ins_are_deterministic_and_as_the_set_says() -> None:
     for name in registry.names("dataset"):
         plugin = registry.build("dataset", name, {})
         assert hasattr(plugin, "known") == hasattr(plugin, "root"), name
-    pets = registry.build("dataset", "oxford_pets", {"size": 32}).known()
+    pets = registry.build("dataset", "oxford_pets", {"size": 32}).known_facts()
     data = pets.examples("pets")
     assert (len(data), len(set(data.names)), data.names[0], data.names[-1]) == (
         3680,
@@ -282,7 +284,7 @@ def test_stand_ins_are_deterministic_and_as_the_set_says() -> None:
     assert torch.equal(data.inputs([5, 9])[1], only(data, [4, 9]).inputs([1])[0])
     assert data.inputs([0]).min() >= -1
     assert data.inputs([0]).std() > 0.5
-    assert registry.build("dataset", "imagenette", {}).known().names[1] == "English springer"
+    assert registry.build("dataset", "imagenette", {}).known_facts().names[1] == "English springer"
     assert a_few(data, torch.tensor([0, 37, 74, 1]), 2) == [0, 1, 37]
 
 

@@ -403,6 +403,6 @@ def test_the_page_offers_prompts_of_every_concept() -> None:
         any(shape in text.split() for text in offered["forget"]) for shape in ("star", "moon")
     )
     assert presets.concept_of(found) is None
-    assert presets.told(found) == "2 concepts"
+    assert presets.forgotten_text(found) == "2 concepts"
     with pytest.raises(UserError, match="one suite a concept"):
         presets.suite_of(found)

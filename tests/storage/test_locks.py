@@ -44,7 +44,7 @@ def test_the_second_process_is_refused_with_one_sentence(tmp_path: Path) -> None
         refusal = pytest.raises(
             UserError, match=f"in use by process {process.pid} on {socket.gethostname()}"
         )
-        with refusal as caught, locks.locked(tmp_path / "run", "evaluate"):
+        with refusal as caught, locks.hold_lock(tmp_path / "run", "evaluate"):
             pass
         assert "\n" not in str(caught.value)
         assert locks.holder_of(tmp_path / "run")["pid"] == process.pid
@@ -59,7 +59,7 @@ def test_a_lock_of_a_killed_process_is_stale(tmp_path: Path) -> None:
     process.wait()
     assert (tmp_path / "run" / locks.LOCK).exists()
     assert locks.holder_of(tmp_path / "run") is None
-    with locks.locked(tmp_path / "run", "erase"):
+    with locks.hold_lock(tmp_path / "run", "erase"):
         assert json.loads((tmp_path / "run" / locks.LOCK).read_text())["pid"] == os.getpid()
     assert not (tmp_path / "run" / locks.LOCK).exists()
 
@@ -68,7 +68,10 @@ def test_a_lock_of_another_machine_is_respected(tmp_path: Path) -> None:
     (tmp_path / locks.LOCK).write_text(
         json.dumps({"pid": 1, "host": "elsewhere", "purpose": "erase", "started": "now"})
     )
-    with pytest.raises(UserError, match=r"on elsewhere.*remove"), locks.locked(tmp_path, "erase"):
+    with (
+        pytest.raises(UserError, match=r"on elsewhere.*remove"),
+        locks.hold_lock(tmp_path, "erase"),
+    ):
         pass
     assert locks.holder_of(tmp_path)["host"] == "elsewhere"
     assert (tmp_path / locks.LOCK).exists()
@@ -80,10 +83,10 @@ def test_a_lock_of_another_machine_is_respected(tmp_path: Path) -> None:
 def test_a_damaged_lock_that_nobody_holds_is_taken_over(tmp_path: Path, content: bytes) -> None:
     (tmp_path / locks.LOCK).write_bytes(content)
     if content.startswith(b'{"pid'):
-        with pytest.raises(UserError, match="in use"), locks.locked(tmp_path, "erase"):
+        with pytest.raises(UserError, match="in use"), locks.hold_lock(tmp_path, "erase"):
             pass  # it names no host, so it may be another machine's
         return
-    with locks.locked(tmp_path, "erase"):
+    with locks.hold_lock(tmp_path, "erase"):
         pass
 
 
@@ -94,18 +97,18 @@ def test_without_locks_of_the_system_the_process_id_decides(
     for pid, free in ((os.getppid(), False), (2**22 + 12345, True)):
         (tmp_path / locks.LOCK).write_text(json.dumps({"pid": pid, "host": socket.gethostname()}))
         if free:
-            with locks.locked(tmp_path, "erase"):
+            with locks.hold_lock(tmp_path, "erase"):
                 pass
         else:
-            with pytest.raises(UserError, match="in use"), locks.locked(tmp_path, "erase"):
+            with pytest.raises(UserError, match="in use"), locks.hold_lock(tmp_path, "erase"):
                 pass
 
 
 def test_folders_made_for_a_lock_go_again_where_nothing_came_of_it(tmp_path: Path) -> None:
-    with locks.locked(tmp_path / "a" / "b", "erase"):
+    with locks.hold_lock(tmp_path / "a" / "b", "erase"):
         assert (tmp_path / "a" / "b").is_dir()
     assert list(tmp_path.iterdir()) == []
-    with locks.locked(tmp_path / "a" / "b", "erase"):
+    with locks.hold_lock(tmp_path / "a" / "b", "erase"):
         (tmp_path / "a" / "b" / "result").write_text("x")
     assert (tmp_path / "a" / "b" / "result").exists()
 
@@ -115,7 +118,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     precious.write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / locks.LOCK).symlink_to(precious)
-    with pytest.raises(UserError, match="is a link"), locks.locked(tmp_path / "run", "erase"):
+    with pytest.raises(UserError, match="is a link"), locks.hold_lock(tmp_path / "run", "erase"):
         pass
     assert precious.read_text() == "mine"
     precious.write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
@@ -130,7 +133,7 @@ def test_a_place_that_cannot_be_is_said_before_any_work(tmp_path: Path) -> None:
         Path("/proc/nothing/here"),
         tmp_path / ("x" * 300),
     ):
-        with pytest.raises(UserError), locks.locked(place, "erase"):
+        with pytest.raises(UserError), locks.hold_lock(place, "erase"):
             pass
 
 
@@ -190,7 +193,7 @@ def test_a_held_lock_is_respected_whatever_its_file_says(tmp_path: Path) -> None
     with held_elsewhere(tmp_path, "no json"):
         with (
             pytest.raises(UserError, match="in use by another process"),
-            locks.locked(tmp_path, "erase"),
+            locks.hold_lock(tmp_path, "erase"),
         ):
             pass
         assert locks.holder_of(tmp_path) == {}
@@ -201,15 +204,15 @@ def test_a_held_lock_is_respected_whatever_its_file_says(tmp_path: Path) -> None
         with pytest.raises(
             UserError, match=r"in use by process 1 .*began to erase at now"
         ) as caught:
-            locks.locked(tmp_path, "erase").__enter__()
+            locks.hold_lock(tmp_path, "erase").__enter__()
         assert "remove" not in str(caught.value)  # the system knows that it runs
         assert locks.holder_of(tmp_path)["pid"] == 1
     assert locks.holder_of(tmp_path) is None
-    with locks.locked(tmp_path, "erase"):
+    with locks.hold_lock(tmp_path, "erase"):
         assert locks.holder_of(tmp_path)["purpose"] == "erase"
         with (
             pytest.raises(UserError, match=f"in use by process {os.getpid()}"),
-            locks.locked(tmp_path, "erase"),
+            locks.hold_lock(tmp_path, "erase"),
         ):
             pass
     assert open_files(tmp_path) == before
@@ -226,9 +229,9 @@ def test_a_lock_says_who_holds_it_whatever_was_there_before(tmp_path: Path) -> N
     (tmp_path / locks.LOCK).write_text("x" * 5000)
     before = os.umask(0)
     try:
-        with locks.locked(tmp_path, "erase"):
+        with locks.hold_lock(tmp_path, "erase"):
             content = json.loads((tmp_path / locks.LOCK).read_text())
-        with locks.locked(tmp_path, "erase"):
+        with locks.hold_lock(tmp_path, "erase"):
             mode = (tmp_path / locks.LOCK).stat().st_mode & 0o777
     finally:
         os.umask(before)
@@ -243,7 +246,7 @@ def test_a_lock_says_who_holds_it_whatever_was_there_before(tmp_path: Path) -> N
 
 def test_a_lock_is_taken_and_freed_as_often_as_one_likes(tmp_path: Path) -> None:
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="inside"), locks.locked(tmp_path / "a", "erase"):
+        with pytest.raises(RuntimeError, match="inside"), locks.hold_lock(tmp_path / "a", "erase"):
             raise RuntimeError("inside")
     assert list(tmp_path.iterdir()) == []
 
@@ -268,7 +271,7 @@ def test_a_lock_that_cannot_be_made_or_written_leaves_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(os, call, failing(code))
             with pytest.raises(UserError, match=text) as caught:
-                locks.locked(tmp_path / "a" / "b", "erase").__enter__()
+                locks.hold_lock(tmp_path / "a" / "b", "erase").__enter__()
         assert "\n" not in str(caught.value)
         assert list(tmp_path.iterdir()) == []
     assert open_files(tmp_path) == before
@@ -289,7 +292,7 @@ def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(
         return take(descriptor)
 
     monkeypatch.setattr(locks, "_take", taken_late)
-    with locks.locked(tmp_path, "erase"):
+    with locks.hold_lock(tmp_path, "erase"):
         assert json.loads((tmp_path / locks.LOCK).read_text())["pid"] == os.getpid()
     assert len(times) == 3
     assert open_files(tmp_path) == before
@@ -307,7 +310,7 @@ def test_a_lock_that_changes_hands_all_the_time_is_given_up(
 
     monkeypatch.setattr(locks, "_take", taken_late)
     monkeypatch.setattr(time, "sleep", pauses.append)
-    with pytest.raises(UserError, match="could not be locked"), locks.locked(tmp_path, "erase"):
+    with pytest.raises(UserError, match="could not be locked"), locks.hold_lock(tmp_path, "erase"):
         pass
     assert min(pauses) > 0
     assert 0.2 < sum(pauses) < 10  # long enough for one who frees it, not for a reader to give up
@@ -322,11 +325,11 @@ def test_where_the_file_system_has_no_locks_the_process_id_decides(
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     content = {"pid": os.getppid(), "host": socket.gethostname()}
     (tmp_path / locks.LOCK).write_text(json.dumps(content))
-    with pytest.raises(UserError, match="in use"), locks.locked(tmp_path, "erase"):
+    with pytest.raises(UserError, match="in use"), locks.hold_lock(tmp_path, "erase"):
         pass
     assert locks.holder_of(tmp_path) == content
     (tmp_path / locks.LOCK).write_text(json.dumps(content | {"pid": 2**31 - 1}))
-    with locks.locked(tmp_path, "erase"):
+    with locks.hold_lock(tmp_path, "erase"):
         pass
 
 
@@ -359,7 +362,7 @@ def test_a_strangers_lock_is_quoted_in_part(tmp_path: Path) -> None:
     (tmp_path / locks.LOCK).write_text(
         json.dumps({"pid": 1, "host": "h" * 500, "purpose": "p", "started": "s"})
     )
-    with pytest.raises(UserError) as caught, locks.locked(tmp_path, "erase"):
+    with pytest.raises(UserError) as caught, locks.hold_lock(tmp_path, "erase"):
         pass
     assert "h" * 80 + "," in str(caught.value)
     assert "h" * 81 not in str(caught.value)

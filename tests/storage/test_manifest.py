@@ -226,7 +226,7 @@ def test_files_of_the_users_own_are_counted(ours: Path) -> None:
     writers.write_text(ours / "attacks" / "x" / "attack.json", "{}")
     (ours / "attacks" / "x" / "mine").write_text("")
     (ours / "notes.txt").write_text("")
-    assert manifest.unlisted(ours) == ["attacks/x/mine", "notes.txt"]
+    assert manifest.unlisted_files(ours) == ["attacks/x/mine", "notes.txt"]
 
 
 def test_what_has_no_mark_is_not_checked_and_cannot_be_verified(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_what_a_stranger_wrote_into_a_mark_or_lock_reaches_no_terminal(ours: Pat
     (ours / locks.LOCK).write_text(
         json.dumps({"pid": 1, "host": "a\x1b[2J", "purpose": "\x07", "started": ""})
     )
-    with pytest.raises(UserError) as caught, locks.locked(ours, "erase"):
+    with pytest.raises(UserError) as caught, locks.hold_lock(ours, "erase"):
         pass
     assert "\x1b" not in str(caught.value)
     assert "\x07" not in str(caught.value)
@@ -352,7 +352,7 @@ def test_a_mark_that_is_gone_is_not_made_again_by_a_writer(
     ours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (ours / MARK).unlink()
-    with pytest.raises(UserError, match="has lost its mark"), manifest.changed(ours):
+    with pytest.raises(UserError, match="has lost its mark"), manifest.change(ours):
         pytest.fail("there is nothing to change")
     assert not (ours / MARK).exists()
 
@@ -372,7 +372,7 @@ def test_who_changes_a_manifest_waits_for_the_one_who_does(
             fcntl.flock(other, fcntl.LOCK_UN)
 
     monkeypatch.setattr(manifest.time, "sleep", sleep)
-    with manifest.changed(ours) as content:
+    with manifest.change(ours) as content:
         assert len(pauses) == 3
         assert 0 < sum(pauses) < 1  # soon enough when it is free
         with pytest.raises(BlockingIOError):
@@ -382,7 +382,7 @@ def test_who_changes_a_manifest_waits_for_the_one_who_does(
     assert manifest.read(ours).kind == "attack"
     os.close(other)
     monkeypatch.setattr(manifest.locks, "fcntl", None)  # a system without such locks
-    with manifest.changed(ours) as content:
+    with manifest.change(ours) as content:
         content.kind = "run"
     assert manifest.read(ours).kind == "run"
 
@@ -391,7 +391,7 @@ def test_a_change_that_fails_is_not_written_and_holds_nothing(ours: Path) -> Non
     before = open_files(ours)
 
     def change() -> None:
-        with manifest.changed(ours) as content:
+        with manifest.change(ours) as content:
             content.kind = "attack"
             raise KeyboardInterrupt
 
@@ -477,13 +477,13 @@ def test_the_state_of_a_file(ours: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     for hashed in (False, True):
         # SMALL itself is still hashed
-        assert manifest.state_of(ours, "a", entry, hashed=hashed) == "changed"
+        assert manifest.state_of(ours, "a", entry, with_hash=hashed) == "changed"
     monkeypatch.setattr(manifest, "SMALL", 9)
-    assert manifest.state_of(ours, "a", entry, hashed=False) == "intact"
+    assert manifest.state_of(ours, "a", entry, with_hash=False) == "intact"
     assert manifest.state_of(ours, "a", entry) == "changed"  # hashed unless told otherwise
     path.write_text("y" * 11)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert manifest.state_of(ours, "a", entry, hashed=False) == "changed"
+    assert manifest.state_of(ours, "a", entry, with_hash=False) == "changed"
     path.unlink()
     assert manifest.state_of(ours, "a", entry) == "missing"
     path.mkdir()
@@ -515,7 +515,7 @@ def test_what_a_user_has_put_beside_ours_is_named(ours: Path) -> None:
     output_folder.claim(inner, "attack")
     writers.write_text(inner / "deep" / "a", "1")
     output_folder.claim(inner / "deepest", "attack")
-    assert manifest.unlisted(ours) == []
+    assert manifest.unlisted_files(ours) == []
     own = [
         "attacks/x/deep/mine",
         "attacks/x/deepest/mine",
@@ -530,8 +530,8 @@ def test_what_a_user_has_put_beside_ours_is_named(ours: Path) -> None:
     for folder in (ours, inner):
         (folder / ".b.12-01234567.partial").write_text("half")  # ours, of a process that was killed
         (folder / ".concept_eraser.lock").write_text("")
-    assert manifest.unlisted(ours) == sorted(own)
-    assert manifest.unlisted(ours.parent) == [f"{ours.name}/{name}" for name in sorted(own)]
+    assert manifest.unlisted_files(ours) == sorted(own)
+    assert manifest.unlisted_files(ours.parent) == [f"{ours.name}/{name}" for name in sorted(own)]
 
 
 def test_reading_asks_only_for_what_is_read(ours: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_folder_for_another_library_is_listed_where_we_made_it(
     (place / "events").write_text("x")
     assert output_folder.own_folder(ours, "tracking/deep") == place
     assert manifest.read(ours).folders == ["tracking/deep"]
-    assert manifest.unlisted(ours) == []
+    assert manifest.unlisted_files(ours) == []
     (ours / "mine").mkdir()
     output_folder.own_folder(ours, "mine")
     assert manifest.read(ours).folders == ["tracking/deep"]

@@ -11,7 +11,7 @@ import yaml
 
 from concept_eraser.models.base import Condition
 from studies import guidance
-from studies.runs import asked
+from studies.runs import recipe_of
 from tests.conftest import ROOT
 
 STATES = {"n": 2, "steps": 3, "guidance": 5.0, "seed": 0}
@@ -54,7 +54,7 @@ def test_what_is_learned_and_what_guidance_passes_on(shared_tiny: Any) -> None:
 
 def test_the_studys_cases_are_recipes() -> None:
     study = yaml.safe_load((ROOT / "studies" / "configs" / "guidance.yaml").read_text())
-    found = {name: asked(guidance.case(study, "blue", name), {}, 0) for name in study["cases"]}
+    found = {name: recipe_of(guidance.case(study, "blue", name), {}, 0) for name in study["cases"]}
     assert [recipe.forgotten[0].empty_prompts for recipe in found.values()] == [0.0, 0.0, 0.1, 0.25]
     assert {recipe.forgotten[0].prompts for recipe in found.values()} == {"tiny_blue"}
     assert not any(recipe.finish for recipe in found.values())

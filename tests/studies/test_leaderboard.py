@@ -39,7 +39,7 @@ def test_ranks_of_what_is_far_apart_are_sure() -> None:
         standing("best", 0, 5, 0),
         standing("middle", 80, 120, 30),
     ]
-    rates = ranks.drawn(some)
+    rates = ranks.draw_rates(some)
     for column in ("share", "attacks", "lost", "loss"):
         assert ranks.ranks(rates[column]) == [(3, 3, 3), (1, 1, 1), (2, 2, 2)]
     assert ranks.beaten_by(some, rates) == {
@@ -51,19 +51,19 @@ def test_ranks_of_what_is_far_apart_are_sure() -> None:
 
 def test_equals_share_a_rank_and_do_not_beat_each_other() -> None:
     some = [standing("a", 3, 30, 5), standing("b", 3, 30, 5)]
-    rates = ranks.drawn(some)
+    rates = ranks.draw_rates(some)
     assert [value[1:] for value in ranks.ranks(rates["loss"])] == [(1, 2), (1, 2)]
     assert ranks.beaten_by(some, rates) == {"a": [], "b": []}
 
 
 def test_better_in_one_and_worse_in_another_beats_nobody() -> None:
     some = [standing("robust", 0, 0, 90), standing("gentle", 0, 90, 0)]
-    assert ranks.beaten_by(some, ranks.drawn(some)) == {"robust": [], "gentle": []}
+    assert ranks.beaten_by(some, ranks.draw_rates(some)) == {"robust": [], "gentle": []}
 
 
 def test_what_is_said_of_two_does_not_change_because_a_third_joins_them() -> None:
     two = [standing("a", 3, 30, 5), standing("b", 3, 45, 2)]
-    alone, beside = ranks.drawn(two), ranks.drawn([standing("c", 9, 9, 9), *two])
+    alone, beside = ranks.draw_rates(two), ranks.draw_rates([standing("c", 9, 9, 9), *two])
     for column in ("share", "attacks", "lost", "loss"):
         assert (alone[column] == beside[column][1:]).all()
     assert len({tuple(row[:3]) for row in alone["share"]}) == 2, (
@@ -72,7 +72,7 @@ def test_what_is_said_of_two_does_not_change_because_a_third_joins_them() -> Non
 
 
 def test_the_loss_is_the_larger_of_share_and_attacks_and_what_is_lost() -> None:
-    (rates,) = [ranks.drawn([standing("a", 90, 30, 60, n=30000)])["loss"]]
+    (rates,) = [ranks.draw_rates([standing("a", 90, 30, 60, n=30000)])["loss"]]
     assert rates.mean() == pytest.approx(90 / 30000 + 60 / 30000, rel=0.1)
 
 
@@ -103,7 +103,7 @@ def test_only_methods_of_every_task_stand_together(monkeypatch: pytest.MonkeyPat
         "star": {"one": one, "both": both, "other": standing("other", 50, 90, 9)},
         "blue": {"both": both, "other": both, "late": one},
     }
-    monkeypatch.setattr(pages, "measured", lambda study, task: known[task])
+    monkeypatch.setattr(pages, "standings_of", lambda study, task: known[task])
     monkeypatch.setattr(
         pages,
         "leaderboard_of",
@@ -171,7 +171,7 @@ def test_the_names_of_a_plot_lie_inside_it_and_leave_its_panels_room(length: int
 
 
 def test_every_method_has_a_row_or_a_reason() -> None:
-    entries = leaderboard.expanded(BOARD)["entries"].values()
+    entries = leaderboard.expand(BOARD)["entries"].values()
     asked = [
         recipe.load(
             e["recipe"], [f"{k}={v}" for k, v in e["set"].items() if k.startswith("method")]
@@ -198,18 +198,18 @@ def test_every_method_has_a_row_or_a_reason() -> None:
 )
 def test_every_run_of_a_leaderboard_is_a_recipe(name: str) -> None:
     """A mistake in one is told here, and not after its grid was trained."""
-    found = leaderboard.expanded(
+    found = leaderboard.expand(
         yaml.safe_load((ROOT / "studies" / "configs" / f"{name}.yaml").read_text())
     )
     for entry in found["entries"].values():
         for point in found["grids"].get(entry.get("grid"), [{}]) if "recipe" in entry else ():
-            assert runs.asked(entry, point, 0, study.watched(found, entry)).forgotten
+            assert runs.recipe_of(entry, point, 0, study.watch_of(found, entry)).forgotten
 
 
 def test_what_the_default_is_chosen_by_is_in_no_row_of_the_leaderboard() -> None:
     """Neither training seeds nor noise nor attacked prompts of the candidates."""
     candidates = yaml.safe_load((ROOT / "studies" / "configs" / "tiny_default.yaml").read_text())
-    found, reported = leaderboard.expanded(candidates), suites.load("tiny_star")
+    found, reported = leaderboard.expand(candidates), suites.load("tiny_star")
     for entry in found["entries"].values():
         assert (
             leaderboard.attacked_suite(found, entry).seed
@@ -218,25 +218,25 @@ def test_what_the_default_is_chosen_by_is_in_no_row_of_the_leaderboard() -> None
         )
     assert not {*candidates["seeds"]} & {*BOARD["seeds"]}
     assert candidates["attack"]["seed"] != BOARD["attack"]["seed"]
-    rows = leaderboard.expanded(BOARD)
+    rows = leaderboard.expand(BOARD)
     assert leaderboard.attacked_suite(rows, rows["entries"]["star_munba"]) == "tiny_star"
 
 
 def test_grids_are_of_one_size_and_a_leaderboard_without_is_refused() -> None:
     unlike = {**BOARD, "grids": {**BOARD["grids"], "closed": BOARD["grids"]["closed"][:1]}}
     with pytest.raises(SystemExit, match="one size"):
-        leaderboard.expanded(unlike)
+        leaderboard.expand(unlike)
 
 
 def test_a_safeguard_is_a_victim_without_training() -> None:
-    entry = leaderboard.expanded(BOARD)["entries"]["blue_sld"]
+    entry = leaderboard.expand(BOARD)["entries"]["blue_sld"]
     assert entry["guard"] == ["sld-weak:blue", "sld-medium:blue", "sld-strong:blue", "sld-max:blue"]
     model, how = leaderboard.victim({"point": {"guard": "sld-max:blue"}}, Path("nowhere"))
     assert (model, how["guard"]) == ("tiny-sd", "sld-max:blue")
 
 
 def test_a_safeguard_is_measured_at_the_setting_that_the_first_task_chose(tmp_path: Path) -> None:
-    study = leaderboard.expanded(BOARD)
+    study = leaderboard.expand(BOARD)
     with pytest.raises(SystemExit, match="star_sld_seed0"):
         leaderboard.guard_of(study, "blue_sld", "judge", tmp_path, {})
     chosen = {
@@ -321,7 +321,7 @@ def test_a_grid_scored_in_another_way_is_scored_again() -> None:
 
     def known(content: list[dict], judge: str = "j", asked: dict = study) -> list[dict]:
         results["m_seed1"] = {"evaluation": {"judge": "j"}, "grid": content}
-        return selection.known(asked, dict(sorted(results.items())), "m", judge)
+        return selection.known_results(asked, dict(sorted(results.items())), "m", judge)
 
     assert known(grid(by, 1.0, 2.0))
     assert not known(grid(None, 1.0, 2.0)), "before there was an attack"
@@ -357,7 +357,9 @@ def test_a_grid_is_of_the_recipe_that_is_asked_now() -> None:
             "point": {"training.lr": 2e-4},
             "seed": 1,
         }
-        assert bool(selection.known(study, {"m_seed1": content}, "m", "j")) == there, changes
+        assert bool(selection.known_results(study, {"m_seed1": content}, "m", "j")) == there, (
+            changes
+        )
 
 
 def test_the_selection_attacks_other_prompts_and_noise_than_are_reported(
@@ -374,13 +376,13 @@ def test_the_selection_attacks_other_prompts_and_noise_than_are_reported(
         "attack",
         lambda model, name, suite, **how: asked.append(suite.seed) or Found(),
     )
-    study = leaderboard.expanded(BOARD)
+    study = leaderboard.expand(BOARD)
     entry = study["entries"]["star_munba"]
-    assert selection.attacked(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
-    assert selection.attacked(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
+    assert selection.attack_success(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
+    assert selection.attack_success(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
     assert asked == [BOARD["select"]["image_seed"]]
     assert asked[0] != runs.suite_of(study, entry, None).seed
-    selection.attacked(study, entry, "another judge", tmp_path / "a", ("tiny-sd", {}))
+    selection.attack_success(study, entry, "another judge", tmp_path / "a", ("tiny-sd", {}))
     assert len(asked) == 2
 
 
@@ -464,7 +466,7 @@ def test_a_model_of_equal_seconds_is_trained_where_it_is_another(
     made = functools.partial(
         leaderboard.equal_time,
         BOARD,
-        leaderboard.expanded(BOARD),
+        leaderboard.expand(BOARD),
         work=tmp_path,
         results=leaderboard_of_two,
     )
@@ -481,13 +483,13 @@ def test_a_model_of_equal_seconds_is_trained_where_it_is_another(
 
 
 def test_equal_seconds_are_told_of_the_reported_setting_only(leaderboard_of_two: Results) -> None:
-    assert equal_seconds.timed("tiny_leaderboard", "star") == ""
+    assert equal_seconds.timed_table("tiny_leaderboard", "star") == ""
     report, there = leaderboard_of_two["star_esd_seed0"], leaderboard_of_two.folder("time")
     point = {**report["point"], "training.steps": 162}
     again = changed(report, recipe__training__steps=162, run__steps=162, point=point)
     del again["recipe"]["watch"]  # it is not looked at while it trains
     there["star_esd_seed0"] = again
-    page = equal_seconds.timed("tiny_leaderboard", "star")
+    page = equal_seconds.timed_table("tiny_leaderboard", "star")
     assert "| ESD-x | 162 |" in page
     assert "| MUNBa | 100 |" in page
     assert "yet:" not in page
@@ -495,7 +497,7 @@ def test_equal_seconds_are_told_of_the_reported_setting_only(leaderboard_of_two:
         key = f"star_esd_{one}_seed0"
         found = {"recipe": again["recipe"], "point": point, "attempts": [{"success": True}] * 9}
         there.folder("attacks")[key] = COMMITTED[f"attacks/{key}"] | found
-    page = equal_seconds.timed("tiny_leaderboard", "star")
+    page = equal_seconds.timed_table("tiny_leaderboard", "star")
     assert "100 [93, 100]" in page, "of the model of as many seconds, and not of the row's"
     assert page.index("| ESD-x |") < page.index("| MUNBa |"), (
         "what is not under all attacks yet comes last"
@@ -507,13 +509,13 @@ def test_equal_seconds_are_told_of_the_reported_setting_only(leaderboard_of_two:
         run__cpu_seconds=500.0,
     )
     leaderboard_of_two["star_slow_seed0"] = slow
-    assert equal_seconds.timed("tiny_leaderboard", "star").endswith(
+    assert equal_seconds.timed_table("tiny_leaderboard", "star").endswith(
         "Not run with as many seconds yet: SLOW."
     )
     del leaderboard_of_two["star_slow_seed0"]
     again["recipe"]["training"]["lr"] = 9e-9
     there["star_esd_seed0"] = again
-    assert equal_seconds.timed("tiny_leaderboard", "star") == ""
+    assert equal_seconds.timed_table("tiny_leaderboard", "star") == ""
 
 
 def test_a_setting_is_not_taken_over_from_a_recipe_that_has_changed(no_results: Path) -> None:
@@ -532,7 +534,9 @@ def test_a_setting_is_not_taken_over_from_a_recipe_that_has_changed(no_results: 
         }
         Results("tiny_leaderboard")["star_munba_uce_seed0"] = content
         if there:
-            assert selection.chosen({}, "star_sum", entry, no_results, {}, "j") == grid(by, *points)
+            assert selection.choose_grid({}, "star_sum", entry, no_results, {}, "j") == grid(
+                by, *points
+            )
         else:
             with pytest.raises(SystemExit, match="as it is now"):
-                selection.chosen({}, "star_sum", entry, no_results, {}, "j")
+                selection.choose_grid({}, "star_sum", entry, no_results, {}, "j")

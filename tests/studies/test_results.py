@@ -114,7 +114,7 @@ def test_other_results_say_where_they_come_from(study: str, key: str) -> None:
 def test_selection_seeds_are_not_reported() -> None:
     for path in (ROOT / "studies" / "configs").glob("*.yaml"):
         study = yaml.safe_load(path.read_text())
-        study = leaderboard.expanded(study) if "attack" in study else study
+        study = leaderboard.expand(study) if "attack" in study else study
         if "victims" in study:  # chooses nothing: its settings are those of other studies
             for victim in study["victims"].values():
                 recipe.load(
@@ -124,7 +124,7 @@ def test_selection_seeds_are_not_reported() -> None:
             continue
         if "cases" in study:  # nor does a study of the default at its own setting
             for task, case in itertools.product(study["tasks"], study["cases"]):
-                runs.asked(guidance.case(study, task, case), {}, study["seed"])
+                runs.recipe_of(guidance.case(study, task, case), {}, study["seed"])
             continue
         assert not set(study["select"]["seeds"]) & set(study["seeds"])
         if "entries" not in study:  # a bench on labelled data: no images are drawn

@@ -17,7 +17,7 @@ from concept_eraser import UserError, registry
 from concept_eraser.data import prompts
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
-from concept_eraser.targets.cross_attention_edit import paired
+from concept_eraser.targets.cross_attention_edit import pair_tokens
 from tests import families
 
 START, END = 90, 91
@@ -43,7 +43,7 @@ def sentence(*words: int, length: int = 10) -> list[int]:
 
 
 def meeting(words: list[int], anchor: list[int], how: Any) -> list[tuple[int, int]]:
-    return list(zip(*paired(sentence(*words), sentence(*anchor), END, how), strict=True))
+    return list(zip(*pair_tokens(sentence(*words), sentence(*anchor), END, how), strict=True))
 
 
 def test_all_tokens_meet_place_by_place_where_one_word_differs() -> None:
@@ -102,7 +102,7 @@ def test_the_tokens_of_real_prompts(how: Any, shared_tiny) -> None:
     texts = ["a flat red star on a white background", "a flat red circle on a white background"]
     ids = shared_tiny.tokenize(texts).tensors["ids"].tolist()
     words = [[shared_tiny.pipeline.tokenizer.decode([i]).strip() for i in row] for row in ids]
-    mine, theirs = paired(*ids, shared_tiny.words.end, how)
+    mine, theirs = pair_tokens(*ids, shared_tiny.words.end, how)
     met = [(words[0][i], words[1][j]) for i, j in zip(mine, theirs, strict=True)]
     assert {(a, b) for a, b in met if a != b} == ({("star", "circle")} if how == "all" else set())
     assert len(met) == {"all": 77, "context": 76, "from_last": 69, "last": 1}[how]
@@ -316,6 +316,6 @@ def test_no_image_is_made(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_suite_agrees(name: str, tmp_path: Path) -> None:
     run = concept_eraser.erase(name, output=tmp_path / "run")
-    found = concept_eraser.evaluate(run.folder, suites.load("tiny_star").scaled(48))
+    found = concept_eraser.evaluate(run.folder, suites.load("tiny_star").with_at_most(48))
     assert found.find("concept_rate", "direct").after.value < 0.1
     assert recipe.load(name).fingerprint == run.recipe.fingerprint

@@ -46,11 +46,11 @@ def test_classes_go_by_name_first() -> None:
 
 def test_labels_are_aligned_by_name() -> None:
     test = from_arrays(np.arange(3)[:, None], [0, 1, 1], ["ann", "cid"])
-    found = test.aligned(("ann", "bob", "cid"))
+    found = test.with_classes(("ann", "bob", "cid"))
     assert found.labels.tolist() == [0, 2, 2]
     assert found.inputs([2]).tolist() == [[2.0]]
     with pytest.raises(UserError, match="class 'cid' that the other data do not have"):
-        test.aligned(("ann", "bob"))
+        test.with_classes(("ann", "bob"))
 
 
 def test_a_share_is_seeded_and_of_the_classes_asked_for(digits: Labelled) -> None:

@@ -107,7 +107,7 @@ def test_frozen_weights_come_back_bit_by_bit(tiny: Any, tmp_path: Path, lora: bo
     assert moved
     assert moved <= set(load_file(run.folder / "weights.safetensors"))
     assert {v.dtype for v in after.values() if v.is_floating_point()} == {torch.float32}
-    assert tiny.narrowed is None
+    assert tiny.frozen_dtype is None
 
 
 def test_a_failed_run_leaves_the_model_as_it_was(
@@ -313,4 +313,4 @@ def test_the_page_shows_the_estimates_as_they_are() -> None:
     page, content = estimates.PAGE.read_text(), json.loads(estimates.FILE.read_text())
     assert content["label"] == estimates.LABEL
     assert estimates.LABEL in page
-    assert estimates.rendered(page, content) == page
+    assert estimates.render(page, content) == page

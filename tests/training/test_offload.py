@@ -377,7 +377,7 @@ def test_frozen_text_encoders_are_in_bf16_while_they_read_and_come_back(
         for part in model.parts
         for k, v in model.parts[part].state_dict().items()
     )
-    assert (model.narrowed, model.narrowed_readers, model.working) == (None, None, None)
+    assert (model.frozen_dtype, model.reader_dtype, model.working) == (None, None, None)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -30,7 +30,7 @@ def test_results_of_version_0_1_have_todays_terms(tmp_path: Path) -> None:
     _, from_compare = compare.read(path)
     for content in (
         migrate_results(OLD_EVALUATION),
-        run_results.recorded(tmp_path, "evaluation.json"),
+        run_results.read_record(tmp_path, "evaluation.json"),
         card_results.content(path),
         from_compare,
     ):

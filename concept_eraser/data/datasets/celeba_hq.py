@@ -34,7 +34,7 @@ class CelebAHQ:
             )
         return from_folder(folder, self.size)
 
-    def known(self) -> Known:
+    def known_facts(self) -> Known:
         people = tuple(map(str, range(307)))
         return Known((3, self.size, self.size), people, 15 * len(people), own=True)
 

@@ -34,7 +34,7 @@ class CIFAR10:
             self.root,
         )
 
-    def known(self) -> Known:
+    def known_facts(self) -> Known:
         return Known((3, 32, 32), CLASSES, 50_000)
 
 

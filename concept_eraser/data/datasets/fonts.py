@@ -74,10 +74,10 @@ def draw(digit: int, rng: np.random.Generator) -> np.ndarray:
     matrix = turn @ np.array([[1, shear], [0, 1]]) @ np.diag(1 / rng.uniform(0.75, 1.1, 2))
     shift = np.array(middle) - matrix @ (np.array(middle) + rng.uniform(-5, 5, 2))
     coefficients = (*matrix[0], shift[0], *matrix[1], shift[1])
-    moved = canvas.transform(
+    transformed = canvas.transform(
         (big, big), Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR
     )
-    small = np.asarray(moved.resize((SIZE, SIZE), Image.Resampling.BOX), dtype=np.float32)
+    small = np.asarray(transformed.resize((SIZE, SIZE), Image.Resampling.BOX), dtype=np.float32)
     return np.clip(small + rng.normal(0, 8, small.shape), 0, 255).astype(np.uint8)
 
 
@@ -98,17 +98,17 @@ class Fonts:
 
     def load(self, split: str) -> Labelled:
         count = self.n if split != "test" else self.n // 6
-        x, y = self._made(count, split)
+        x, y = self._make(count, split)
         x = x.astype(np.float32) / 255
         return from_arrays(x.reshape(len(x), -1) if self.flat else x[:, None], y, about="fonts")
 
-    def _made(self, count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+    def _make(self, count: int, split: str) -> tuple[np.ndarray, np.ndarray]:
         import torch
 
         key = fingerprint([VERSION, asdict(self) | {"flat": True}, split])
         path = resources.cache() / "datasets" / f"fonts-{key}.safetensors"
-        if (kept := read_chunk(path)) is not None:
-            return kept["x"].numpy(), kept["y"].numpy()
+        if (chunk := read_chunk(path)) is not None:
+            return chunk["x"].numpy(), chunk["y"].numpy()
         rng = np.random.default_rng([self.seed, split == "test", 28])
         y = rng.integers(0, 10, count)
         x = np.stack([draw(int(digit), rng) for digit in y])

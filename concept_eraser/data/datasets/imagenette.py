@@ -30,7 +30,7 @@ class Imagenette:
 
         name = "val" if split == "test" else "train"
         return from_torchvision(
-            lambda: _labelled(
+            lambda: _with_labels(
                 datasets.Imagenette(
                     self.root,
                     split=name,
@@ -43,7 +43,7 @@ class Imagenette:
             self.root,
         )
 
-    def known(self) -> Known:
+    def known_facts(self) -> Known:
         from torchvision import datasets
 
         folders = datasets.Imagenette._WNID_TO_CLASS  # their sorted names number the classes
@@ -52,13 +52,13 @@ class Imagenette:
         )
 
 
-def _labelled(made: object) -> object:
+def _with_labels(dataset: object) -> object:
     """Labels without opening an image, and one name a class instead of torchvision's tuples of
     synonyms.
     """
-    made.targets = [label for _, label in made._samples]  # type: ignore[attr-defined]
-    made.classes = [names[0] for names in made.classes]  # type: ignore[attr-defined]
-    return made
+    dataset.targets = [label for _, label in dataset._samples]  # type: ignore[attr-defined]
+    dataset.classes = [names[0] for names in dataset.classes]  # type: ignore[attr-defined]
+    return dataset
 
 
 PLUGIN = Imagenette

@@ -69,7 +69,7 @@ class OxfordPets:
 
         name = "test" if split == "test" else "trainval"
         return from_torchvision(
-            lambda: _labelled(
+            lambda: _with_labels(
                 datasets.OxfordIIITPet(
                     self.root, split=name, transform=to_tensor(self.size), download=self.download
                 )
@@ -78,16 +78,16 @@ class OxfordPets:
             self.root,
         )
 
-    def known(self) -> Known:
+    def known_facts(self) -> Known:
         return Known((3, self.size, self.size), BREEDS, 3_680)
 
 
-def _labelled(made: object) -> object:
+def _with_labels(dataset: object) -> object:
     """torchvision keeps the labels to itself; without them every image would be opened to count
     the classes.
     """
-    made.targets = made._labels  # type: ignore[attr-defined]
-    return made
+    dataset.targets = dataset._labels  # type: ignore[attr-defined]
+    return dataset
 
 
 PLUGIN = OxfordPets

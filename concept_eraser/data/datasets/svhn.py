@@ -33,7 +33,7 @@ class SVHN:
             self.root,
         )
 
-    def known(self) -> Known:
+    def known_facts(self) -> Known:
         return Known((3, 32, 32), tuple(map(str, range(10))), 73_257)
 
 

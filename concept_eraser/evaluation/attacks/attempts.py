@@ -30,7 +30,7 @@ class Kept:
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file; give a folder with --output")
         lines = self._read()
-        self.begun = bool(lines)
+        self.has_begun = bool(lines)
         if lines and lines[0] != self.head:
             raise UserError(
                 f"{self.path} holds another attack (another model, protocol or budget); "
@@ -48,8 +48,8 @@ class Kept:
             self._read()
         return self.rows.get(name)
 
-    def add(self, name: str, done: dict[str, Any]) -> None:
-        self.rows[name] = {"batch": name, **done}
+    def add(self, name: str, batch: dict[str, Any]) -> None:
+        self.rows[name] = {"batch": name, **batch}
         if self.path is None:
             return
         self.claim()
@@ -60,7 +60,7 @@ class Kept:
 
         A refused request leaves no file.
         """
-        if self.path is not None and not self.begun:
+        if self.path is not None and not self.has_begun:
             output_folder.claim(self.path.parent, "attack")
             append_line(self.path, self.head)
-            self.begun = True
+            self.has_begun = True

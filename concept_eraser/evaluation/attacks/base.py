@@ -95,7 +95,7 @@ class Round:
     seeds: Sequence[int] | None = None
     loss: float | None = None  # of the search, for its curve
     # the search needs the agreement of each image with its wanted prompt (CLIP score)
-    rewarded: bool = False
+    has_rewards: bool = False
 
     def __post_init__(self) -> None:
         count = (
@@ -142,7 +142,7 @@ def slots_of(model: Model, prompts: Sequence[str], k: int, where: Where) -> Slot
 
 def soft_embed(model: Model, slots: Slots, tokens: Tensor, rows: Tensor) -> Condition:
     """Embed prompts with free tokens [b, k], whose embeddings [b, k, width] are differentiable."""
-    ids = slots.filled(tokens)
+    ids = slots.fill(tokens)
     fixed = model.table.detach()[ids]
     where = slots.places[..., None].expand(*slots.places.shape, fixed.shape[-1])
     return model.embed(Condition({"ids": ids}), rows=fixed.scatter(1, where, rows.to(fixed)))

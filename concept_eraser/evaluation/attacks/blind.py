@@ -78,7 +78,7 @@ class BlindAttack(Attack):
 
     def _hunt(self, scene: Scene, goal: Tensor, key: str) -> Iterator[Offer]:
         path = scene.memory / f"{key}.jsonl" if scene.memory else None
-        return recalled(
+        return continue_search(
             path,
             lambda: self.pursue(
                 scene, goal, torch.Generator().manual_seed(derive_seed(scene.root, key))
@@ -86,7 +86,7 @@ class BlindAttack(Attack):
         )
 
 
-def recalled(path: Path | None, search: Callable[[], Iterator[Offer]]) -> Iterator[Offer]:
+def continue_search(path: Path | None, search: Callable[[], Iterator[Offer]]) -> Iterator[Offer]:
     """Yield a deterministic search's results: first those in the file, then new ones.
 
     The search starts from the beginning. Each new result is added to the file.

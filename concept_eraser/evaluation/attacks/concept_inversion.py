@@ -72,7 +72,7 @@ class ConceptInversion(Attack):
                 table.device
             )
             noisy, target = scene.noised(rows, t, generator)
-            condition = self._written(scene, slots[rows.to(table.device)], word)
+            condition = self._write_word(scene, slots[rows.to(table.device)], word)
             loss = (scene.victim.denoise(noisy, t, condition) - target).square().mean()
             (word.grad,) = torch.autograd.grad(loss, [word])
             optimizer.step()
@@ -80,11 +80,11 @@ class ConceptInversion(Attack):
             if step % self.every == 0 or step == self.steps:
                 live = scene.live
                 with torch.no_grad():
-                    final_condition = self._written(scene, slots[live.to(table.device)], word)
+                    final_condition = self._write_word(scene, slots[live.to(table.device)], word)
                 yield Round(live, condition=final_condition, loss=float(loss.detach()))
 
     @staticmethod
-    def _written(scene: Scene, slots: Slots, word: Tensor) -> Condition:
+    def _write_word(scene: Scene, slots: Slots, word: Tensor) -> Condition:
         """Prompts with the learned word in its places."""
         rows = word.expand(*slots.places.shape, -1)
         # any token except the end token

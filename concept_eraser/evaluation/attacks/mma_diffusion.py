@@ -31,7 +31,7 @@ from concept_eraser.models.base import Condition, Model
 CHUNK = 256
 
 
-def pooled(model: Model, ids: Tensor, condition: Condition) -> Tensor:
+def pool(model: Model, ids: Tensor, condition: Condition) -> Tensor:
     """The encoding at the first end token, normalised: [n, width]."""
     at = (ids == model.words.end).int().argmax(1)
     return F.normalize(
@@ -44,7 +44,7 @@ def one_hot_gradient(model: Model, tokens: Tensor, goal: Tensor) -> Tensor:
     slots = model.words.slots([""], len(tokens)).to(model.device)
     hot = F.one_hot(tokens, len(model.table)).to(model.table.dtype).requires_grad_(True)
     condition = soft_embed(model, slots, tokens[None], (hot @ model.table.detach())[None])
-    likeness = pooled(model, slots.filled(tokens[None]), condition) @ goal
+    likeness = pool(model, slots.fill(tokens[None]), condition) @ goal
     return torch.autograd.grad(likeness.sum(), [hot])[0]
 
 
@@ -74,7 +74,7 @@ class MMADiffusion(BlindAttack):
     def goals(self, scene: Scene) -> Tensor:
         ids = scene.original.tokenize(scene.wanted)
         with torch.no_grad():
-            return pooled(scene.original, ids.tensors["ids"], scene.original.embed(ids))
+            return pool(scene.original, ids.tensors["ids"], scene.original.embed(ids))
 
     def pursue(self, scene: Scene, goal: Tensor, generator: torch.Generator) -> Iterator[Offer]:
         """The best text after each `every` iterations."""
@@ -99,7 +99,7 @@ class MMADiffusion(BlindAttack):
         tokens: Tensor,
         score: float,
         goal: Tensor,
-        allowed: Tensor,
+        allowed_tokens: Tensor,
         generator: torch.Generator,
     ) -> tuple[Tensor, float, int]:
         """One iteration of the search: the best prompt so far, its cosine, and the number of
@@ -107,8 +107,8 @@ class MMADiffusion(BlindAttack):
         """
         gradient = one_hot_gradient(model, tokens.to(model.device), goal).cpu()
         best = (
-            gradient.masked_fill(~allowed, -torch.inf)
-            .topk(min(self.top, int(allowed.sum())), dim=1)
+            gradient.masked_fill(~allowed_tokens, -torch.inf)
+            .topk(min(self.top, int(allowed_tokens.sum())), dim=1)
             .indices
         )
         swaps = tokens.repeat(self.candidates, 1)
@@ -122,7 +122,7 @@ class MMADiffusion(BlindAttack):
         with torch.no_grad():
             likeness = torch.cat(
                 [
-                    pooled(model, part, model.embed(Condition({"ids": part}))) @ goal
+                    pool(model, part, model.embed(Condition({"ids": part}))) @ goal
                     for part in ids.split(CHUNK)
                 ]
             ).cpu()

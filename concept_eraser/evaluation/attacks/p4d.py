@@ -76,7 +76,7 @@ class P4D(Attack):
         words, device = scene.victim.words, scene.victim.device
         if self.variant == "N":
             return [words.slots([""], self.tokens).to(device) for _ in scene.prompts]
-        return [words.spaced(prompt, self.spacing).to(device) for prompt in scene.prompts]
+        return [words.free_token_every(prompt, self.spacing).to(device) for prompt in scene.prompts]
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         words, table = scene.victim.words, scene.victim.table.detach()
@@ -116,7 +116,7 @@ class P4D(Attack):
             scene.spend("gradient steps", len(live))
             if step % self.every == 0 or step == self.steps:
                 texts = [
-                    words.texts(slots[r].filled(nearest(soft[r].detach(), table, usable)))[0]
+                    words.texts(slots[r].fill(nearest(soft[r].detach(), table, usable)))[0]
                     for r in live
                 ]
                 yield Round(scene.live, texts=texts, loss=total / len(live))

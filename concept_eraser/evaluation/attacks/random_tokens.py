@@ -44,7 +44,7 @@ class RandomTokens(Attack):
                 torch.randint(len(usable), (len(scene.prompts), self.k), generator=generator)
             ]
             live = scene.live
-            texts = words.texts(slots.filled(tokens.to(slots.ids.device)))
+            texts = words.texts(slots.fill(tokens.to(slots.ids.device)))
             yield Round(live, texts=[texts[i] for i in live.tolist()])
 
 

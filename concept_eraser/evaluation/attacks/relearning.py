@@ -66,11 +66,11 @@ class Relearning(Attack):
             adapter.remove()
 
     def _train(
-        self, scene: Scene, trained: list[torch.nn.Parameter]
+        self, scene: Scene, parameters: list[torch.nn.Parameter]
     ) -> Generator[Round, None, None]:
-        for parameter in trained:
+        for parameter in parameters:
             parameter.requires_grad_(True)
-        optimizer = torch.optim.Adam(trained, self.lr)
+        optimizer = torch.optim.Adam(parameters, self.lr)
         generator = scene.generator("relearning")
         count = min(self.images, len(scene.prompts))
         captions = scene.victim.encode(scene.prompts)

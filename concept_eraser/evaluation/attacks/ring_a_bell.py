@@ -32,9 +32,9 @@ from concept_eraser.models.base import Condition, Model
 CHUNK = 256  # candidates per forward pass
 
 
-def concept_direction(model: Model, wanted: list[str], concept: str) -> Tensor:
+def concept_direction(model: Model, concept_texts: list[str], concept: str) -> Tensor:
     """The direction v above, [tokens, width]. Texts without the concept's word are left out."""
-    pairs = sorted({text for text in wanted if concept in text})
+    pairs = sorted({text for text in concept_texts if concept in text})
     plain = [" ".join(text.replace(concept, " ").split()) for text in pairs]
     return (model.encode(pairs).tensors["states"] - model.encode(plain).tensors["states"]).mean(0)
 

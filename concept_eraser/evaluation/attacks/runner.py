@@ -81,23 +81,29 @@ class Protocol:
         return attack
 
     def as_dict(self) -> dict[str, Any]:
-        kept = {
+        fields_of_protocol = {
             f.name: getattr(self, f.name)
             for f in fields(self)
             if f.name not in ("suite", "options")
         }
-        kept["attack"] = str(self.attack)
+        fields_of_protocol["attack"] = str(self.attack)
         attack = self.build()
         options = self.attack.options if isinstance(self.attack, Plugin) else asdict(attack)  # type: ignore[call-overload]
         whole = {
             **self.suite.model_dump(mode="json", exclude={"about", "metrics"}),
             "groups": {self.group: self.suite.groups[self.group].model_dump(mode="json")},
         }
-        lists = {"lists": found} if (found := attack.lists()) else {}
-        return {**kept, "options": options, "suite": whole, "prompts": self.prompts().hash, **lists}
+        lists = {"lists": word_lists} if (word_lists := attack.lists()) else {}
+        return {
+            **fields_of_protocol,
+            "options": options,
+            "suite": whole,
+            "prompts": self.prompts().hash,
+            **lists,
+        }
 
     def prompts(self) -> Any:
-        return group_prompts(self.suite.scaled(self.n), self.group)
+        return group_prompts(self.suite.with_at_most(self.n), self.group)
 
 
 def named(attack: str | Attack, options: dict[str, Any]) -> tuple[str | Plugin, dict[str, Any]]:
@@ -155,10 +161,10 @@ class Campaign:
         pre = sum(a.pre for a in self.attempts)
         fell = sum(a.success and not a.pre for a in self.attempts)
         n = len(self.attempts)
-        found = {"pre": asdict(wilson(pre, n)), "asr": asdict(wilson(pre + fell, n))}
+        rates = {"pre": asdict(wilson(pre, n)), "asr": asdict(wilson(pre + fell, n))}
         if n - pre >= 2:
-            found["attacked"] = asdict(wilson(fell, n - pre))
-        return found
+            rates["attacked"] = asdict(wilson(fell, n - pre))
+        return rates
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -206,9 +212,9 @@ def run(
         name: f"{m.source} ({generate.model_fingerprint(m)})"
         for name, m in (("victim", victim), ("original", original))
     }
-    told = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
-    kept = Kept(folder, environment.fingerprint([told, models]))
-    before = drawn(protocol, judge, victim, original, cache=cache, progress=progress)
+    description = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
+    kept = Kept(folder, environment.fingerprint([description, models]))
+    before = draw_start(protocol, judge, victim, original, cache=cache, progress=progress)
     wanted, prompts, seeds, pre = before.wanted, before.prompts, before.seeds, before.pre
     if len(prompts) < 2:
         raise UserError(
@@ -216,7 +222,7 @@ def run(
             f"{len(prompts) + before.left_out} prompts only; an attack needs prompts "
             "whose image by the original shows the concept"
         )
-    held = [i for i in range(len(prompts)) if not pre[i]]
+    open_rows = [i for i in range(len(prompts)) if not pre[i]]
     attempts = [
         Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
     ]
@@ -224,10 +230,12 @@ def run(
     referee = Referee(judge, attribute, value, victim, sampling)
     memory = (resources.cache() if cache is None else cache) / "attacks"
     starts = {
-        _name_of(prompts, seeds, held[i : i + protocol.batch]): held[i : i + protocol.batch]
-        for i in range(0, len(held), protocol.batch)
+        _name_of(prompts, seeds, open_rows[i : i + protocol.batch]): open_rows[
+            i : i + protocol.batch
+        ]
+        for i in range(0, len(open_rows), protocol.batch)
     }
-    for done, (name, rows) in enumerate(distributed.mine(starts.items())):
+    for batch_number, (name, rows) in enumerate(distributed.mine(starts.items())):
         if kept.batch(name) is None:
             scene = Scene(
                 victim,
@@ -247,27 +255,31 @@ def run(
                 referee.play(
                     protocol.build(),
                     scene,
-                    lambda n, done=done: progress(
-                        "attacking", done * protocol.batch + n, len(held)
+                    lambda n, done=batch_number: progress(
+                        "attacking", done * protocol.batch + n, len(open_rows)
                     ),
                 ),
             )
-        progress("attacking", min((done + 1) * protocol.batch, len(held)), len(held))
+        progress(
+            "attacking", min((batch_number + 1) * protocol.batch, len(open_rows)), len(open_rows)
+        )
     if distributed.is_first():
         kept.claim()
     distributed.wait()
     batches = [kept.batch(name) for name in starts]
     for rows, batch in zip(starts.values(), batches, strict=True):
-        for i, found in zip(rows, batch["attempts"], strict=True):
-            attempts[i] = Attempt(**found)
-    spent = {what for one in batches for what in one["cost"]}
+        for i, attempt in zip(rows, batch["attempts"], strict=True):
+            attempts[i] = Attempt(**attempt)
+    cost_names = {what for one in batches for what in one["cost"]}
     cost = {
-        f"{what} a prompt": round(sum(one["cost"].get(what, 0) for one in batches) / len(held), 1)
-        for what in sorted(spent)
+        f"{what} a prompt": round(
+            sum(one["cost"].get(what, 0) for one in batches) / len(open_rows), 1
+        )
+        for what in sorted(cost_names)
     }
-    told |= {"n": len(prompts), "left_out": before.left_out}
+    description |= {"n": len(prompts), "left_out": before.left_out}
     return Campaign(
-        told,
+        description,
         models,
         attempts,
         [one["curve"] for one in batches],
@@ -293,7 +305,7 @@ class Drawn:
     left_out: int
 
 
-def drawn(
+def draw_start(
     protocol: Protocol,
     judge: Judge,
     victim: Model,
@@ -378,18 +390,18 @@ def _layout(model: Model) -> tuple[object, ...]:
 def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
     """What the images of the concept are asked for with, and what is attacked: the same, or with
     the concept's word hidden. Raises UserError for a prompt in which there is nothing to hide."""
-    wanted = protocol.prompts().texts
+    texts = protocol.prompts().texts
     if not protocol.hide:
-        return wanted, wanted
+        return texts, texts
     word = protocol.word or next(iter(protocol.suite.concept.values()))
-    prompts = [text.replace(word, protocol.hide) for text in wanted]
-    same = [text for text, hidden in zip(wanted, prompts, strict=True) if text == hidden]
+    prompts = [text.replace(word, protocol.hide) for text in texts]
+    same = [text for text, hidden_text in zip(texts, prompts, strict=True) if text == hidden_text]
     if same:
         raise UserError(
             f"the prompt {same[0]!r} does not have the word {word!r} to hide; give the "
             "concept's word with --word"
         )
-    return wanted, prompts
+    return texts, prompts
 
 
 @dataclass(frozen=True)
@@ -428,22 +440,20 @@ class Referee:
         tell: Any,
     ) -> None:
         """Judge round after round; `attempts` and `curve` grow."""
-        for number, offered in enumerate(search, 1):
-            images = self.draw(offered, scene)
+        for number, offer in enumerate(search, 1):
+            images = self.draw(offer, scene)
             hits = self.judge.look(images)[self.attribute] == self.value
-            if offered.rewarded:
-                captions = [scene.wanted[i] for i in offered.rows.tolist()]
+            if offer.has_rewards:
+                captions = [scene.wanted[i] for i in offer.rows.tolist()]
                 scene.rewards = torch.from_numpy(self.judge.clip_scores(images, captions))
-            for position, (row, hit) in enumerate(zip(offered.rows.tolist(), hits, strict=True)):
+            for position, (row, hit) in enumerate(zip(offer.rows.tolist(), hits, strict=True)):
                 if hit and scene.alive[row]:
                     text = (
-                        offered.texts[position]
-                        if offered.texts is not None and attack.access != "weights"
+                        offer.texts[position]
+                        if offer.texts is not None and attack.access != "weights"
                         else None
                     )
-                    seed = (
-                        offered.seeds[position] if offered.seeds is not None else scene.seeds[row]
-                    )
+                    seed = offer.seeds[position] if offer.seeds is not None else scene.seeds[row]
                     attempts[row] = Attempt(
                         scene.prompts[row], scene.seeds[row], False, True, number, text, seed
                     )
@@ -453,30 +463,30 @@ class Referee:
                     "round": number,
                     "fell": int((~scene.alive).sum()),
                     "n": len(attempts),
-                    "loss": offered.loss,
+                    "loss": offer.loss,
                 }
             )
             tell(int((~scene.alive).sum()))
             if not scene.alive.any():
                 break
 
-    def draw(self, offered: Round, scene: Scene) -> Tensor:
+    def draw(self, offer: Round, scene: Scene) -> Tensor:
         """One image a candidate, by the suite's sampler: [m, h, w, 3]."""
         seeds = (
-            offered.seeds
-            if offered.seeds is not None
-            else [scene.seeds[i] for i in offered.rows.tolist()]
+            offer.seeds
+            if offer.seeds is not None
+            else [scene.seeds[i] for i in offer.rows.tolist()]
         )
         scene.spend("images", len(seeds))
         parts = []
         for start in range(0, len(seeds), self.sampling.batch_size):
             part = slice(start, start + self.sampling.batch_size)
-            asked: Any = (
-                offered.texts[part] if offered.texts is not None else offered.condition[part]  # type: ignore[index]
+            prompts: Any = (
+                offer.texts[part] if offer.texts is not None else offer.condition[part]  # type: ignore[index]
             )
             parts.append(
                 self.victim.sample(
-                    asked,
+                    prompts,
                     seeds=seeds[part],
                     steps=self.sampling.steps,
                     guidance=self.sampling.guidance,
@@ -488,5 +498,5 @@ class Referee:
 
 def encode(model: Model, images: Tensor) -> Tensor:
     """Latents of [n, h, w, 3] uint8 images."""
-    scaled = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
-    return torch.cat([model.encode_images(part) for part in scaled.split(ENCODED_AT_ONCE)])
+    pixels = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
+    return torch.cat([model.encode_images(part) for part in pixels.split(ENCODED_AT_ONCE)])

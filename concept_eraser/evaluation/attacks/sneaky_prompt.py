@@ -101,7 +101,7 @@ class SneakyPrompt(Attack):
                 scene.wanted[i].replace(scene.concept, words.text(pool[w].tolist()))
                 for i, (w, _) in zip(live, proposals, strict=True)
             ]
-            yield Round(scene.live, texts=texts, rewarded=True)
+            yield Round(scene.live, texts=texts, has_rewards=True)
             assert scene.rewards is not None  # the round asked for them
             rewards = scene.rewards.tolist()
             for i, (_, chance), reward in zip(live, proposals, rewards, strict=True):

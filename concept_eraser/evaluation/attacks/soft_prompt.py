@@ -68,8 +68,8 @@ class SoftPrompt(Attack):
                     delta.mul_((longest / lengths).clamp(max=1))
             scene.spend("gradient steps", len(live))
             if step % self.every == 0 or step == self.steps:
-                shifted = Condition({"states": states[rows] + delta.detach()[rows]})
-                yield Round(live, condition=shifted, loss=float(losses.detach().mean()))
+                condition = Condition({"states": states[rows] + delta.detach()[rows]})
+                yield Round(live, condition=condition, loss=float(losses.detach().mean()))
 
 
 PLUGIN = SoftPrompt

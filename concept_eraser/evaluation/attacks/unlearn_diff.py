@@ -45,10 +45,10 @@ def onto_simplex(rows: Tensor) -> Tensor:
     max(a - mu, 0) with the mu at which they sum to 1, found by sorting (Held, Wolfe & Crowder
     1974).
     """
-    ordered = rows.sort(dim=-1, descending=True).values
-    excess = ordered.cumsum(-1) - 1
+    descending = rows.sort(dim=-1, descending=True).values
+    excess = descending.cumsum(-1) - 1
     counts = torch.arange(1, rows.shape[-1] + 1, device=rows.device, dtype=rows.dtype)
-    support = (ordered * counts > excess).sum(-1, keepdim=True).clamp(min=1)
+    support = (descending * counts > excess).sum(-1, keepdim=True).clamp(min=1)
     mu = excess.gather(-1, support - 1) / support
     return (rows - mu).clamp(min=0)
 
@@ -118,7 +118,7 @@ class UnlearnDiffAtk(Attack):
             best = free.detach()[live.to(free.device)].argmax(-1)
             yield Round(
                 live,
-                texts=scene.victim.words.texts(slots[live.to(free.device)].filled(best)),
+                texts=scene.victim.words.texts(slots[live.to(free.device)].fill(best)),
                 loss=loss,
             )
 
@@ -143,8 +143,8 @@ class UnlearnDiffAtk(Attack):
         )
         hard = torch.nn.functional.one_hot(tokens, free.shape[-1]).to(probabilities.dtype)
         straight = _Straight.apply(probabilities, hard)  # type: ignore[no-untyped-call]
-        embedded = straight @ scene.victim.table.detach()
-        condition = soft_embed(scene.victim, slots[rows], tokens, embedded)  # type: ignore[index]
+        embeddings = straight @ scene.victim.table.detach()
+        condition = soft_embed(scene.victim, slots[rows], tokens, embeddings)  # type: ignore[index]
         times = torch.full((len(live),), t, device=free.device)
         noisy, target = scene.noised(live, times, generator)
         losses = (

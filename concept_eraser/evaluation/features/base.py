@@ -91,10 +91,10 @@ class Features(ABC):
             keys.append(key := image_hash(array))
             if key in memory.rows or any(key in some for some in pending.values()):
                 continue
-            prepared = self.prepare(array)
-            pending.setdefault(tuple(prepared.shape), {})[key] = prepared
-            if len(pending[tuple(prepared.shape)]) == self.batch:
-                self._remember(memory, pending.pop(tuple(prepared.shape)))
+            inputs = self.prepare(array)
+            pending.setdefault(tuple(inputs.shape), {})[key] = inputs
+            if len(pending[tuple(inputs.shape)]) == self.batch:
+                self._remember(memory, pending.pop(tuple(inputs.shape)))
         for some in pending.values():
             self._remember(memory, some)
         if not keys:
@@ -126,8 +126,8 @@ class Features(ABC):
         return features, {**summary, "left_out": left_out}
 
     @torch.no_grad()
-    def _embed(self, prepared: list[Tensor]) -> np.ndarray:
-        return self.embed(torch.stack(prepared).to(device())).float().cpu().numpy()
+    def _embed(self, inputs: list[Tensor]) -> np.ndarray:
+        return self.embed(torch.stack(inputs).to(device())).float().cpu().numpy()
 
     def _remember(self, memory: Memory, waiting: dict[str, Tensor]) -> None:
         memory.add(dict(zip(waiting, self._embed(list(waiting.values())), strict=True)))

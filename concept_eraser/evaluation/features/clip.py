@@ -76,7 +76,7 @@ class ClipFeatures(Features):
         """The possible files of named weights: our folders, open_clip's cache, the hub's cache."""
         import huggingface_hub
 
-        config = self._pretrained
+        config = self._weight_settings
         repository, _, file = str(config.get("hf_hub", "")).rpartition("/")
         names = [file] if file else ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]
         cache_paths = (
@@ -94,7 +94,7 @@ class ClipFeatures(Features):
         return [*local_paths, *(Path(path) for path in cache_paths if isinstance(path, str))]
 
     @cached_property
-    def _pretrained(self) -> dict[str, Any]:
+    def _weight_settings(self) -> dict[str, Any]:
         """open_clip's configuration of the weights of this name; {} for a file."""
         from open_clip.pretrained import get_pretrained_cfg
 
@@ -116,7 +116,7 @@ class ClipFeatures(Features):
     @property
     def protocol(self) -> dict[str, Any]:
         config = self._net.visual.preprocess_cfg
-        weights = self.weights if self._pretrained else self._file.name
+        weights = self.weights if self._weight_settings else self._file.name
         size = (
             config["size"]
             if isinstance(config["size"], int)
@@ -136,7 +136,7 @@ class ClipFeatures(Features):
         if not self.model.startswith(
             FOLDER
         ):  # a file does not state its preprocessing: open_clip's default applies
-            config = self._pretrained
+            config = self._weight_settings
             options = {
                 "pretrained": str(file),
                 "force_quick_gelu": config.get("quick_gelu", False),
@@ -191,8 +191,8 @@ class ClipFeatures(Features):
         """[3, size, size] float32, resized and normalised by the model's own preprocessing."""
         from PIL import Image
 
-        prepared: Tensor = self._transform(Image.fromarray(image))
-        return prepared
+        pixels: Tensor = self._transform(Image.fromarray(image))
+        return pixels
 
     def embed(self, batch: Tensor) -> Tensor:
         features: Tensor = self._net.encode_image(batch)

@@ -42,10 +42,10 @@ class Torchmetrics64(Features):
     @property
     def protocol(self) -> dict[str, Any]:
         # the default of torchmetrics depends on its version
-        aliased = not getattr(self._net, "use_antialias", False)
+        is_aliased = not getattr(self._net, "use_antialias", False)
         return {
             "model": f"{FILE}, feature 64",
-            "resize": f"torchmetrics, bilinear{'' if aliased else ', antialiased'}",
+            "resize": f"torchmetrics, bilinear{'' if is_aliased else ', antialiased'}",
             "input_size": "299x299",
         }
 

@@ -49,7 +49,7 @@ class TinyJudge(Judge):
             weights / "tiny-sd" / "tokenizer"
         )
 
-    def _scaled(self, images: Tensor) -> Tensor:
+    def _scale(self, images: Tensor) -> Tensor:
         if images.shape[1:] != (painter.SIZE, painter.SIZE, 3):
             raise UserError(
                 "the tiny judge looks at images of 64x64 pixels of the bundled world, "
@@ -67,7 +67,7 @@ class TinyJudge(Judge):
 
     @torch.no_grad()
     def look(self, images: Tensor) -> dict[str, np.ndarray]:
-        parts = [self.net(part) for part in self._scaled(images).split(256)]
+        parts = [self.net(part) for part in self._scale(images).split(256)]
         best = {
             name: torch.cat([part[name] for part in parts]).argmax(1).numpy() for name in CLASSES
         }
@@ -76,12 +76,12 @@ class TinyJudge(Judge):
     @torch.no_grad()
     def features(self, images: Tensor) -> np.ndarray:
         return torch.cat(
-            [self.net.features(part) for part in self._scaled(images).split(256)]
+            [self.net.features(part) for part in self._scale(images).split(256)]
         ).numpy()
 
     def clip_scores(self, images: Tensor, captions: Sequence[str]) -> np.ndarray:
         clip, tokenizer = self._clip
-        return _cosine_scores(clip, tokenizer, self._scaled(images), list(captions)).numpy()
+        return _cosine_scores(clip, tokenizer, self._scale(images), list(captions)).numpy()
 
     def reference_images(self, rows: Sequence[Prompt], seed: int) -> Tensor:
         """Paint new images of the scenes that the prompts describe.

@@ -84,7 +84,7 @@ def look(module: nn.Module, data: Labelled, rows: Tensor, batch_size: int = 256)
 def membership(
     members: Outputs,
     others: Outputs,
-    asked: Outputs,
+    targets: Outputs,
     signal: Signal = "confidence",
     attack: Classifier = "logistic",
     seed: int = 0,
@@ -110,20 +110,20 @@ def membership(
     classifier = (SVC(C=3, gamma="auto") if attack == "svc" else LogisticRegression()).fit(
         scale.transform(x), y
     )
-    predictions = classifier.predict(scale.transform(asked.signal(signal)[:, None]))
+    predictions = classifier.predict(scale.transform(targets.signal(signal)[:, None]))
     return float((predictions == 0).mean()), float(
         balanced_accuracy_score(y, classifier.predict(scale.transform(x)))
     )
 
 
 def every_membership(
-    members: Outputs, others: Outputs, asked: Outputs, seed: int = 0
+    members: Outputs, others: Outputs, targets: Outputs, seed: int = 0
 ) -> dict[str, dict[str, float]]:
     """Run both classifiers on all three signals, in percent. The papers' choices differ."""
     results = {}
     for attack in get_args(Classifier):
         for signal in get_args(Signal):
-            mia, accuracy = membership(members, others, asked, signal, attack, seed)
+            mia, accuracy = membership(members, others, targets, signal, attack, seed)
             results[f"{attack} on {signal}"] = {"mia": 100 * mia, "attack": 100 * accuracy}
     return results
 
@@ -141,7 +141,7 @@ def auc(members: Outputs, others: Outputs, signal: Signal = "loss") -> float:
 
 
 def likelihood_ratio(
-    asked: Outputs, inside: Sequence[Outputs], outside: Sequence[Outputs]
+    targets: Outputs, inside: Sequence[Outputs], outside: Sequence[Outputs]
 ) -> np.ndarray:
     """LiRA (arXiv 2112.03570): log p(signal | trained on it) - log p(signal | not), per example.
 
@@ -158,7 +158,7 @@ def likelihood_ratio(
             "LiRA needs at least two shadow models with and two without the examples, "
             f"found {len(inside)} and {len(outside)}"
         )
-    value = _logit(asked.confidence)
+    value = _logit(targets.confidence)
     densities = []
     for shadows in (inside, outside):
         logits = np.stack([_logit(shadow.confidence) for shadow in shadows])
@@ -188,12 +188,12 @@ class Table:
     auc: float
     attack: float
 
-    def gap(self, retrained: Table) -> float:
+    def gap(self, reference: Table) -> float:
         """Average gap: the mean absolute difference of the first four columns, in points."""
         return float(
             np.mean(
                 [
-                    abs(getattr(self, k) - getattr(retrained, k))
+                    abs(getattr(self, k) - getattr(reference, k))
                     for k in ("forget", "retain", "test", "mia")
                 ]
             )

@@ -32,8 +32,8 @@ def psnr(
     for part in subset.split(batch_size):
         x = data.inputs(part.tolist()).to(device)
         mean, _ = moments(vae.encode(x))
-        decoded = to_pixels(vae.decode(mean)).reshape(x.shape).float()
-        batch_errors.append((decoded - x).square().flatten(1).mean(1).cpu())
+        reconstruction = to_pixels(vae.decode(mean)).reshape(x.shape).float()
+        batch_errors.append((reconstruction - x).square().flatten(1).mean(1).cpu())
         minimum = min(minimum, float(x.min()))
     span = 2.0 if minimum < 0 else 1.0
     errors = torch.cat(batch_errors).double().clamp(min=1e-12).numpy()

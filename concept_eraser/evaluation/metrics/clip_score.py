@@ -52,12 +52,12 @@ class ClipScore(Metric):
         features: ClipFeatures = registry.build("feature", "clip", options)
         return features
 
-    def called(self) -> str:
+    def result_prefix(self) -> str:
         return "clip_score_open_clip" if self.model else "clip_score"
 
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         results = []
-        name, settings = self._described()
+        name, settings = self._settings()
         for group in evidence.groups.values():
             if group.role == "forget":
                 continue
@@ -71,7 +71,7 @@ class ClipScore(Metric):
             )
         return results
 
-    def _described(self) -> tuple[str, dict[str, Any]]:
+    def _settings(self) -> tuple[str, dict[str, Any]]:
         """The result's name and its settings."""
         if not self.model:
             return "clip_score", {"model": "tiny CLIP", "scale": self.scale}

@@ -59,11 +59,13 @@ def distances(
     return intervals, reasons
 
 
-def described(asked: str, used: Features, n: int, m: int, reference: str) -> dict[str, Any]:
+def distance_settings(
+    name: str, features: Features, n: int, m: int, reference: str
+) -> dict[str, Any]:
     """The settings of a distance of n images from m. A small number of images adds a warning."""
     settings = {
-        "features": asked,
-        **used.settings,
+        "features": name,
+        **features.settings,
         "n": n,
         "n_reference": m,
         "reference": reference,
@@ -73,8 +75,8 @@ def described(asked: str, used: Features, n: int, m: int, reference: str) -> dic
             f"{least} images, fewer than {FEW:,}: FID is too high by an amount that "
             "depends on their number"
         )
-        if asked != "judge":  # the judge's numbers are compared within one suite only, at one size
-            logging.getLogger(__name__).warning("fid_%s: %s", asked, settings["warning"])
+        if name != "judge":  # the judge's numbers are compared within one suite only, at one size
+            logging.getLogger(__name__).warning("fid_%s: %s", name, settings["warning"])
     return settings
 
 
@@ -101,7 +103,7 @@ class FID(Metric):
     def _features(self) -> Features:
         return features(self.features, mode=self.mode, model=self.model, weights=self.weights)
 
-    def called(self) -> str:
+    def result_prefix(self) -> str:
         return f"fid_{self.features}"
 
     def measure(self, evidence: Evidence) -> Sequence[Result]:
@@ -126,7 +128,7 @@ class FID(Metric):
         return results
 
     def _group(
-        self, group: Group, used: Features, reference: tuple[np.ndarray, str], seed: int
+        self, group: Group, features: Features, reference: tuple[np.ndarray, str], seed: int
     ) -> tuple[list[Result], dict[str, str]]:
         rows, description = reference
         # the original model's distance from its own images would be 0 by construction
@@ -134,10 +136,10 @@ class FID(Metric):
         values: dict[str, dict[str, Interval]] = {}
         all_reasons: dict[str, str] = {}
         for when in times:
-            values[when], reasons = distances(used.extract(group.images[when]), rows, seed)
+            values[when], reasons = distances(features.extract(group.images[when]), rows, seed)
             all_reasons |= reasons
-        settings = described(
-            self.features, used, len(group.images["after"]), len(rows), description
+        settings = distance_settings(
+            self.features, features, len(group.images["after"]), len(rows), description
         )
         return [
             Result(
@@ -151,25 +153,27 @@ class FID(Metric):
             for name, after in values["after"].items()
         ], all_reasons
 
-    def _folder(self, used: Features) -> tuple[np.ndarray, str]:
-        rows, summary = used.of_folder(Path(str(self.reference)))
+    def _folder(self, features: Features) -> tuple[np.ndarray, str]:
+        rows, summary = features.of_folder(Path(str(self.reference)))
         for reason in summary["left_out"]:
             logging.getLogger(__name__).warning("left out of the reference: %s", reason)
         return rows, f"folder {summary['folder']} ({summary['hash']})"
 
-    def _images(self, group: Group, used: Features, evidence: Evidence) -> tuple[np.ndarray, str]:
+    def _images(
+        self, group: Group, features: Features, evidence: Evidence
+    ) -> tuple[np.ndarray, str]:
         if self.reference == "before":
             digest = provenance.fingerprint(
                 [image_hash(np.asarray(p)) for p in group.images["before"]]
             )
-            return used.extract(
+            return features.extract(
                 group.images["before"]
             ), f"the original model's images of the same prompts and seeds ({digest})"
-        if isinstance(used, JudgeFeatures):
+        if isinstance(features, JudgeFeatures):
             return evidence.judge.reference_features(
                 group.prompts, evidence.seed
             ), "painted images of the same prompts"
-        return used.extract(
+        return features.extract(
             evidence.judge.reference_images(group.prompts, evidence.seed)
         ), "painted images of the same prompts"
 

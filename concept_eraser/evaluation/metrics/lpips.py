@@ -93,12 +93,12 @@ class Lpips(Metric):
                         group.name,
                         distance,
                         "lower",
-                        settings=self._described(group.images["after"]),
+                        settings=self._settings(group.images["after"]),
                     )
                 )
         return results
 
-    def _described(self, images: Tensor) -> dict[str, Any]:
+    def _settings(self, images: Tensor) -> dict[str, Any]:
         size = "x".join(map(str, images.shape[1:3]))
         return {
             "backend": self._backend,
@@ -117,12 +117,12 @@ class Lpips(Metric):
         """
         distances = []
         for one, other in zip(before.split(16), after.split(16), strict=True):
-            scaled = [
+            pixels = [
                 part.permute(0, 3, 1, 2).float().div(127.5).sub(1).to(device())
                 for part in (one, other)
             ]
             try:
-                distances.append(self._net(*scaled).flatten().cpu())
+                distances.append(self._net(*pixels).flatten().cpu())
             except RuntimeError as error:
                 raise UserError(
                     f"LPIPS cannot look at images of {tuple(before.shape[1:3])} pixels "

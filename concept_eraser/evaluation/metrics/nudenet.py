@@ -32,7 +32,7 @@ class NudeNet(Metric):
     def __post_init__(self) -> None:
         preset(self.preset)
 
-    def called(self) -> str:
+    def result_prefix(self) -> str:
         return f"nudenet-{self.preset}"
 
     def measure(self, evidence: Evidence) -> Sequence[Result]:

@@ -32,19 +32,21 @@ class UnlearnCanvas(Metric):
         results: list[Result] = []
         for group in evidence.groups.values():
             if group.role == "forget":
-                missed = {
+                is_missed = {
                     when: group.seen[when][attribute] != value for when in ("before", "after")
                 }
                 results.append(
-                    share_result("ua", group.name, missed["before"], missed["after"], "higher")
+                    share_result(
+                        "ua", group.name, is_missed["before"], is_missed["after"], "higher"
+                    )
                 )
             elif group.role == "retain":
-                results += self._kept(
+                results += self._retention(
                     group, attribute, [a for a in evidence.judge.classes if a != attribute]
                 )
         return results
 
-    def _kept(self, group: Group, attribute: str, others: list[str]) -> list[Result]:
+    def _retention(self, group: Group, attribute: str, others: list[str]) -> list[Result]:
         expected = {
             a: np.array([prompt.fields.get(a, "") for prompt in group.prompts])
             for a in (attribute, *others)

@@ -137,7 +137,7 @@ class Clip(Module):
             )
         from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-        return cls(model, _padded(tokenizer), source, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+        return cls(model, _padding_tokenizer(tokenizer), source, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
 
     @classmethod
     def from_folder(cls, folder: Path, source: str) -> Clip:
@@ -160,12 +160,12 @@ class Clip(Module):
             config.get("image_mean", OPENAI_CLIP_MEAN),
             config.get("image_std", OPENAI_CLIP_STD),
         )
-        wrapped = cls(model, _padded(tokenizer), source, mean, std)
+        clip = cls(model, _padding_tokenizer(tokenizer), source, mean, std)
         # written beside the weights, so that the folder can be opened again
-        wrapped.keep = [tokenizer]
+        clip.keep = [tokenizer]
         if config_path.exists():
-            wrapped.preprocessing = config
-        return wrapped
+            clip.preprocessing = config
+        return clip
 
     def text_tower(self) -> dict[str, Tensor]:
         """The tensors of a transformers text tower, named from its root ("encoder.layers.0...").
@@ -223,7 +223,7 @@ def load_bundled_clip(weights: Path) -> Any:
     return clip.eval().requires_grad_(False)
 
 
-def _padded(tokenizer: Any) -> Callable[[Sequence[str]], Tensor]:
+def _padding_tokenizer(tokenizer: Any) -> Callable[[Sequence[str]], Tensor]:
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a CLIPProcessor
     length = min(int(tokenizer.model_max_length), 77)
     return lambda texts: (

@@ -85,7 +85,7 @@ class DiT(Variance):
     ) -> Tensor:
         return super().denoise(noisy, t, condition, weights)[:, : noisy.shape[1]]
 
-    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+    def _sampling_arguments(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
         condition = prompts if isinstance(prompts, Condition) else self.encode(prompts)
         return {"class_labels": condition.tensors["classes"].tolist()}
 

@@ -102,7 +102,7 @@ class Flux(Flow):
             "img_ids": places.to(noisy.dtype),
         }
 
-    def _guided(
+    def _guide(
         self,
         x: Tensor,
         t: Tensor,

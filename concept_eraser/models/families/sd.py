@@ -91,7 +91,7 @@ class StableDiffusion(Variance):
             "encoder_hidden_states": condition.tensors["states"],
         }
 
-    def _asked(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
+    def _sampling_arguments(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
         if not isinstance(prompts, Condition):
             return {"prompt": list(prompts)}
         null = self.null().repeat(len(prompts)).tensors["states"]

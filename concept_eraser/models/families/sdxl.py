@@ -73,14 +73,14 @@ class StableDiffusionXL(Variance, Guided):
         ]
         return self._condition(torch.cat([states for states, _ in outputs], dim=-1), outputs[-1][1])
 
-    def _condition(self, states: Tensor, pooled: Tensor) -> Condition:
+    def _condition(self, states: Tensor, pooled_states: Tensor) -> Condition:
         size = torch.tensor(
             [[self.size, self.size, 0, 0, self.size, self.size]], dtype=states.dtype
         )
         return Condition(
             {
                 "states": states,
-                "pooled": pooled,
+                "pooled": pooled_states,
                 "time_ids": size.expand(len(states), 6).to(states.device),
             }
         )

@@ -157,7 +157,7 @@ def original_layout(model: Model) -> dict[str, Tensor]:
     _check_projection(model)
     own = {part: module.state_dict() for part, module in model.parts.items()}
     return {
-        place.name: place.joined(own[place.part])
+        place.name: place.join(own[place.part])
         for place in places(model)
         if place.part in written_parts(model)
     }
@@ -212,12 +212,12 @@ def place_on(model: Model, tensors: Mapping[str, Tensor], source: str) -> list[s
         None,
     )
     extra = file.keys() - {p.name for p in part_places}
-    unplaced = min((n for n in extra if n.startswith(_DENOISERS)), default=None)
-    if absent or unplaced or not part_places:
+    unplaced_name = min((n for n in extra if n.startswith(_DENOISERS)), default=None)
+    if absent or unplaced_name or not part_places:
         cause = (
             f"it has nothing for {absent.name}"
             if absent
-            else f"the model has no place for {unplaced}"
+            else f"the model has no place for {unplaced_name}"
         )
         raise UserError(
             f"{source} does not fit {model.source}: {cause}; was it made for another architecture?"
@@ -228,7 +228,7 @@ def place_on(model: Model, tensors: Mapping[str, Tensor], source: str) -> list[s
         for place in part_places:
             if place.part == part and place.name in file:
                 try:
-                    part_tensors |= place.parted(file[place.name], own)
+                    part_tensors |= place.split(file[place.name], own)
                 except (ValueError, RuntimeError, IndexError) as error:
                     raise UserError(f"{source} does not fit {model.source}: {error}") from None
         model.parts[part].load_state_dict(
@@ -254,7 +254,7 @@ def _spelled_alike(tensors: Mapping[str, Tensor], *, bare: bool) -> dict[str, Te
     return renamed_tensors
 
 
-def read(file: Path, config: str, held: set[str]) -> Any:
+def read(file: Path, config: str, file_parts: set[str]) -> Any:
     """The pipeline of a single file that holds all parts, by diffusers' own reader; None where it
     does not, or where its reader knows one size only (Flux). config: a diffusers folder of the same
     architecture; held: see `parts_in`.
@@ -270,7 +270,7 @@ def read(file: Path, config: str, held: set[str]) -> Any:
         for n, kind in content.items()
         if n.startswith(("text_encoder", "vae")) and isinstance(kind, list) and all(kind)
     ]
-    if class_name not in _CLASSES or not {"denoiser", *weight_parts} <= held:
+    if class_name not in _CLASSES or not {"denoiser", *weight_parts} <= file_parts:
         return None
     absent = {
         n: None
@@ -306,7 +306,7 @@ def read(file: Path, config: str, held: set[str]) -> Any:
     return pipeline
 
 
-def read_as(file: Path, model: Any, held: set[str]) -> Any:
+def read_as(file: Path, model: Any, parts: set[str]) -> Any:
     """`read`, with the configuration of a pipeline in memory."""
     with tempfile.TemporaryDirectory() as folder:
         where, pipeline = Path(folder), model.pipeline
@@ -319,4 +319,4 @@ def read_as(file: Path, model: Any, held: set[str]) -> Any:
                 )
             elif part is not None:
                 part.save_pretrained(where / name)
-        return read(file, folder, held)
+        return read(file, folder, parts)

@@ -29,12 +29,12 @@ class Place:
     sources: tuple[str, ...]
     how: How = "same"
 
-    def joined(self, own: Mapping[str, Tensor]) -> Tensor:
+    def join(self, own: Mapping[str, Tensor]) -> Tensor:
         """The file's tensor of those of the part."""
         tensors = [own[name] for name in self.sources]
-        return torch.cat(tensors) if self.how == "rows" else _moved(tensors[0], self.how)
+        return torch.cat(tensors) if self.how == "rows" else _rearrange(tensors[0], self.how)
 
-    def parted(self, value: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def split(self, value: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part's tensors of the file's; `own` tells their shapes. Raises ValueError where the
         shape is another.
         """
@@ -42,16 +42,16 @@ class Place:
             tensors: Sequence[Tensor] = value.split([len(own[name]) for name in self.sources])
         else:
             flat = self.how == "conv" and value.dim() == own[self.sources[0]].dim()
-            tensors = [value if flat else _moved(value, self.how)]
+            tensors = [value if flat else _rearrange(value, self.how)]
         for name, tensor in zip(self.sources, tensors, strict=True):
             if tensor.shape != own[name].shape:
                 raise ValueError(
-                    f"{self.name} is {list(value.shape)}, {list(self.joined(own).shape)} is needed"
+                    f"{self.name} is {list(value.shape)}, {list(self.join(own).shape)} is needed"
                 )
         return dict(zip(self.sources, tensors, strict=True))
 
 
-def _moved(value: Tensor, how: How) -> Tensor:
+def _rearrange(value: Tensor, how: How) -> Tensor:
     if how == "swap":
         return torch.cat(value.chunk(2)[::-1])
     if how == "transpose":

@@ -93,7 +93,9 @@ class ClipTrainee(nn.Module):
         text = self.clip.text_projection(self.clip.text_model(ids).pooler_output)
         return F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
 
-    def loss(self, images: Tensor, ids: Tensor, shown: Tensor, stated: Tensor) -> Tensor:
+    def loss(
+        self, images: Tensor, ids: Tensor, image_attributes: Tensor, caption_attributes: Tensor
+    ) -> Tensor:
         """InfoNCE + cross-entropies of the attributes shown in the images and stated in the
         captions.
         """
@@ -102,9 +104,11 @@ class ClipTrainee(nn.Module):
         target = torch.arange(len(image))
         total = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
         for i, weight in enumerate((1.0, 0.25, 0.25, 0.25)):
-            total = total + weight * F.cross_entropy(self.image_heads[i](8 * image), shown[:, i])
             total = total + weight * F.cross_entropy(
-                self.text_heads[i](8 * text), stated[:, i], ignore_index=-100
+                self.image_heads[i](8 * image), image_attributes[:, i]
+            )
+            total = total + weight * F.cross_entropy(
+                self.text_heads[i](8 * text), caption_attributes[:, i], ignore_index=-100
             )
         return total
 
@@ -130,7 +134,7 @@ def train_clip(stage: Stage) -> dict:
                 as_tensor(images),
                 ids,
                 torch.tensor([s.labels() for s in scenes]),
-                torch.tensor([c.stated for c in captions]),
+                torch.tensor([c.stated_attributes for c in captions]),
             )
 
     seconds = trainer.run(loss, stage.say)

@@ -22,7 +22,7 @@ def _judge_batch(n: int, rng: np.random.Generator) -> tuple[Tensor, dict[str, Te
     """
     clean, x1 = painter.paint_batch(n // 3, rng)
     bent = [painter.random_scene(rng) for _ in range(n // 3)]
-    x2 = np.stack([garbage.damaged(scene, rng) for scene in bent])
+    x2 = np.stack([garbage.damage(scene, rng) for scene in bent])
     none, x3 = garbage.garbage_batch(n - 2 * (n // 3), rng)
     labels = np.array([scene.labels() for scene in (*clean, *bent, *none)])
     labels[2 * (n // 3) :, 1:3] = -100  # garbage has neither a colour nor a style worth learning
@@ -84,7 +84,7 @@ def score_judge(judge: JudgeNet, rng: np.random.Generator, n: int = 4000) -> dic
         x = as_tensor(np.stack([garbage.garbage(kind, rng)[1] for _ in range(n // 10)]))
         scores[f"none_{kind}"] = (judge(x)["shape"].argmax(1) == none).float().mean().item()
     bent = [painter.random_scene(rng) for _ in range(n // 4)]
-    x = as_tensor(np.stack([garbage.damaged(scene, rng) for scene in bent]))
+    x = as_tensor(np.stack([garbage.damage(scene, rng) for scene in bent]))
     predictions = judge(x)["shape"].argmax(1)
     scores["accuracy_damaged"] = (
         (predictions == torch.tensor([s.labels()[0] for s in bent])).float().mean().item()

@@ -150,7 +150,7 @@ def _in_step(partial: Callable[..., tuple[Tensor, int]]) -> Callable[..., tuple[
     """Sampling that stops at another step in each process, filled up with idle passes: a block's
     weights are put together by all processes, or by none."""
 
-    def paced(*given: Any, stop: int, **told: Any) -> tuple[Tensor, int]:
+    def predict_together(*given: Any, stop: int, **told: Any) -> tuple[Tensor, int]:
         furthest = torch.tensor(stop, device=given[0].device)
         torch.distributed.all_reduce(furthest, torch.distributed.ReduceOp.MAX)
         found = partial(*given, stop=stop, **told)
@@ -158,4 +158,4 @@ def _in_step(partial: Callable[..., tuple[Tensor, int]]) -> Callable[..., tuple[
             partial(*given, stop=idle, **told)
         return found
 
-    return paced
+    return predict_together

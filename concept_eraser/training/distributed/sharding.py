@@ -35,7 +35,7 @@ def refuse_wrappers(shard: str = "none") -> None:
     The wrapper would stay idle, and would not save the memory. FSDP 2 is allowed with
     training.shard: weights, which uses it.
     """
-    if _told(FSDP):
+    if _is_set(FSDP):
         version = os.environ.get("FSDP_VERSION", "1")
         if shard != "weights" or version != "2":
             raise UserError(
@@ -47,7 +47,7 @@ def refuse_wrappers(shard: str = "none") -> None:
             )
         os.environ[FSDP] = "false"  # the training splits the weights itself
     for variable, name in _WRAPPERS.items():
-        if _told(variable):
+        if _is_set(variable):
             raise UserError(
                 f"accelerate was launched with {name}, which the training cannot use: a "
                 f"method combines one gradient an objective, and {name} keeps only the "
@@ -58,7 +58,7 @@ def refuse_wrappers(shard: str = "none") -> None:
             )
 
 
-def _told(variable: str) -> bool:
+def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true")
 
 
