@@ -78,9 +78,9 @@ def test_derived_seeds_are_stable_and_distinct() -> None:
     """
     assert provenance.derive_seed(0, 1, "forget", 2) == provenance.derive_seed(0, 1, "forget", 2)
     seeds = {
-        provenance.derive_seed(0, step, side, e)
+        provenance.derive_seed(0, step, objective, e)
         for step in range(20)
-        for side in ("forget", "retain")
+        for objective in ("forget", "retain")
         for e in range(8)
     }
     assert len(seeds) == 320

@@ -10,7 +10,7 @@ def report(
 ) -> list[str]:
     """Report objectives, weights, memory and time of a recipe.
 
-    trial: make two steps; None: only where they take seconds.
+    two_steps: make two steps; None: only where they take seconds.
     """
     from concept_eraser.recipes.recipe import PROMPTED
 
@@ -83,7 +83,7 @@ def _weights(recipe: Any, model: Any) -> str:
 def _describe_labelled(
     recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool
 ) -> list[str]:
-    """How many examples each side has, how many weights would move, and two steps."""
+    """How many examples each objective has, how many weights would move, and two steps."""
     from concept_eraser.runs import dry_run
     from concept_eraser.targets.build import build_eraser
     from concept_eraser.targets.context import Context
@@ -115,6 +115,10 @@ def _describe_steps(model: Any, two_steps: bool | None) -> list[str]:
     if two_steps is False or (
         two_steps is None and not model.hollow and not dry_run.worth_trying(model)
     ):
-        slow = " (here it would take minutes; ask for it with --trial)" if two_steps is None else ""
-        return [*model.reasons, "time: no trial was made" + slow]
+        slow = (
+            " (here it would take minutes; ask for it with --two-steps)"
+            if two_steps is None
+            else ""
+        )
+        return [*model.reasons, "time: not measured" + slow]
     return [*model.reasons, dry_run.describe(model)]

@@ -145,7 +145,7 @@ def erase(
     two_steps: Annotated[
         Optional[bool],
         typer.Option(
-            "--trial/--no-trial",
+            "--two-steps/--no-two-steps",
             help=(
                 "with --dry-run: make two steps in a temporary folder (default: where they "
                 "take seconds)"

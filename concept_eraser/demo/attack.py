@@ -93,7 +93,7 @@ def live(desk: Desk, job: DemoJob | None) -> str:
         "this round": figures.points(rows, "round", "shows"),
     }
     curves += figures.curves(
-        "How surely the concept shows",
+        "Probability that the concept is shown",
         confidence if rows else {},
         "round",
         low=0,

@@ -93,8 +93,8 @@ class Watched(runner.Referee):
         return images
 
     def probability(self, images: Tensor) -> Tensor:
-        """[n] how surely each image shows the concept; 0 or 1 of judges that only say yes or
-        no.
+        """[n] the probability with which each image shows the concept; 0 or 1 of judges that only
+        say yes or no.
         """
         try:
             pixels = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)

@@ -172,7 +172,8 @@ def draw(
 def _summary(columns: list[image_html.ImageColumn]) -> str:
     """One line: in how many images the concept shows, by model."""
     parts = [
-        f"<b>{escape(c.title)}</b> {sum(bool(s.shows) for s in c.judgements)} of {len(c.judgements)}"
+        f"<b>{escape(c.title)}</b> {sum(bool(s.shows) for s in c.judgements)} "
+        f"of {len(c.judgements)}"
         for c in columns
         if c.judgements and c.judgements[0].shows is not None
     ]

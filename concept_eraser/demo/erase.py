@@ -51,7 +51,7 @@ def start(desk: Desk, form: Form) -> DemoJob:
     method = safety.one_of("method", form.method, list(presets.METHODS))
     numbers = {
         "steps": safety.whole("training steps", form.steps),
-        "images": safety.whole("images a side", form.images),
+        "images": safety.whole("images per prompt set", form.images),
         "seed": safety.whole("training seed", form.seed),
     }
     lr = safety.number("learning rate", form.lr or 0) or None
@@ -70,7 +70,7 @@ def start(desk: Desk, form: Form) -> DemoJob:
     )
     if bool(own_prompts[0]) != bool(own_prompts[1]):
         raise UserError(
-            "prompts of your own are needed on both sides: what to forget, and what to retain"
+            "prompts of your own are needed for both objectives: what to forget, and what to retain"
         )
     title = own_prompts[0][0] if own_prompts[0] else form.concept.partition(": ")[2]
     folder = safety.claim(
@@ -101,8 +101,8 @@ def start(desk: Desk, form: Form) -> DemoJob:
 
 
 def _of_the_world(form: Form, folder: Path) -> dict[str, Any]:
-    """Sides of a recipe for a concept of the bundled world; their prompt files go into the run's
-    folder.
+    """Objectives of a recipe for a concept of the bundled world; their prompt files go into the
+    run's folder.
     """
     safety.one_of("concept", form.concept, presets.concepts())
     attribute, _, value = form.concept.partition(": ")
@@ -110,7 +110,7 @@ def _of_the_world(form: Form, folder: Path) -> dict[str, Any]:
     values = {"forget": [value], "retain": [v for v in presets.WORLD[attribute] if v != value]}
     for objective, some in values.items():
         write_text(folder / f"{objective}.yaml", presets.prompt_set(attribute, some))
-    return {side: str(folder / f"{side}.yaml") for side in values} | {
+    return {name: str(folder / f"{name}.yaml") for name in values} | {
         "anchor": {attribute: instead}
     }
 

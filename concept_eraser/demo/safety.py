@@ -42,7 +42,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "first seed": (0, 2**31 - 9),
     "strength": (0, 1),
     "training steps": (1, 2000),
-    "images a side": (4, 800),
+    "images per prompt set": (4, 800),
     "learning rate": (0, 1),
     "training seed": (0, 2**31 - 1),
     "prompts": (2, 16),

@@ -100,7 +100,7 @@ def _evaluation(path: Path) -> dict[str, Any]:
 
 
 def source(objective: Any) -> str:
-    """The prompts or data of a side, without a machine's path."""
+    """The prompts or data of an objective, without a machine's path."""
     data_source = getattr(objective, "prompts", None) or getattr(objective, "data", None)
     return (
         f"{len(data_source)} prompts"
@@ -129,10 +129,10 @@ def _weights(evaluation: Mapping[str, Any]) -> str | None:
 
 
 def _about(objective: Any, results: Mapping[str, Any], alone: bool) -> bool:
-    """Whether an evaluation or attack is about what a side forgets: by its prompts, else by the
-    name of its concept.
+    """Whether an evaluation or attack is about what an objective forgets: by its prompts, else by
+    the name of its concept.
 
-    alone: the side is the recipe's only one, so that a name of the attribute (nudity) will do.
+    alone: the objective is the recipe's only one, so that a name of the attribute (nudity) will do.
     """
     protocol = results.get("protocol")
     if protocol is None:  # labelled data: one for the whole run

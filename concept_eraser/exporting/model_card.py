@@ -194,8 +194,8 @@ def _warnings(findings: Findings) -> list[str]:
             sentences.append(f"This erasure was not {activity}.")
         elif missing_concepts:
             sentences.append(
-                f"{'Of what it forgot' if len(findings.recipe.forgotten) > 1 else 'What it forgot'} "
-                f"was not {activity}: {', '.join(map(_cell, missing_concepts))}."
+                f"{'Of what it forgot' if len(findings.recipe.forgotten) > 1 else 'What it forgot'}"
+                f" was not {activity}: {', '.join(map(_cell, missing_concepts))}."
             )
     return sentences
 
@@ -267,8 +267,8 @@ def _evaluation_content(evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _objective_rows(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A row for each side that is not kept: its name, source, rows, those used, hash, loss, what to
-    show instead.
+    """A row for each objective that is not kept: its name, source, rows, those used, hash, loss,
+    what to show instead.
     """
     prompt_facts = environment.get("prompts", {})
     for name, objective in recipe.objective_specs.items():

@@ -213,7 +213,7 @@ class Edit(Options, ABC):
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
         if set(objectives) != {"forget", "retain"}:
             raise ValueError(
-                f"{self.title!r} needs the sides forget and retain and no other, found "
+                f"{self.title!r} needs the objectives forget and retain and no other, found "
                 f"{', '.join(objectives)}"
             )
 
@@ -276,7 +276,7 @@ class ProjectionEdit(Edit):
             <= {"forget", "retain"}
         ):
             raise ValueError(
-                f"{self.title!r} needs the side forget, may have retain, and has no use "
+                f"{self.title!r} needs the objective forget, may have retain, and has no use "
                 f"for others; found {', '.join(objectives)}"
             )
 

@@ -122,7 +122,7 @@ class Uno(Method):
             hint = (
                 "the hat versions need the recipe's section `histogram`, which asks a judge"
                 if "histogram" in missing
-                else "give the recipe these sides"
+                else "give the recipe these objectives"
             )
             raise ValueError(
                 f"UNO with these options needs {', '.join(missing)} beside "

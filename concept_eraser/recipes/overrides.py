@@ -16,9 +16,10 @@ SHORT = {"method": "name", "finish": "name", "trainable": "select"}
 
 
 def concepts(value: list[Any]) -> Any:
-    """What a list under `forget` stands for: texts are one side's prompts; with a mapping among
-    them it is one concept an entry, and of one entry that one. Raises ValueError for names of
-    prompt sets, which may mean either."""
+    """What a list under `forget` stands for: texts are one objective's prompts; with a mapping
+    among them it is one concept an entry, and of one entry that one. Raises ValueError for names of
+    prompt sets, which may mean either.
+    """
     if all(isinstance(item, str) for item in value):
         set_names = resources.names("prompts")
         if len(value) > 1 and all(item in set_names for item in value):
@@ -88,7 +89,9 @@ def _of_concepts(forget: list[Any], path: list[str], value: Any) -> Any:
         items = concepts(forget)
     except ValueError as error:
         raise UserError(f"forget: {error}") from None
-    all_objectives = [dict(side) for side in (items if isinstance(items, list) else [items])]
+    all_objectives = [
+        dict(objective) for objective in (items if isinstance(items, list) else [items])
+    ]
     objectives = all_objectives
     if path[0].isdecimal() and path[0].isascii():
         number = int(path[0][:10])

@@ -111,7 +111,7 @@ class Recipe(RecipeFields):
 
     @property
     def _unused_settings(self) -> set[str]:
-        """Settings of a loss or a term that no side has: left out, so that a run keeps the
+        """Settings of a loss or a term that no objective has: left out, so that a run keeps the
         fingerprint it had before them.
         """
         specs = self.objective_specs.values()

@@ -1,4 +1,4 @@
-"""The sections of a recipe: what each side forgets or retains, the method, the weights, the
+"""The sections of a recipe: what each objective forgets or retains, the method, the weights, the
 training. See recipe.py.
 """
 
@@ -64,7 +64,7 @@ LOSS_NAMES = {
         "relabel",
     ),
 }
-# targets whose sides are prompts; those of the others are labelled data
+# targets whose objectives are prompts; those of the others are labelled data
 PROMPTED = ("denoiser", "text_encoder")
 ANCHORED = ("anchor", "relabel")
 # losses that without a prompt ask for what the teacher says without one
@@ -131,7 +131,7 @@ class ObjectiveSpec(Strict):
         None,
         description=(
             "labelled data: a set of data/datasets/ by name, a folder with one subfolder a "
-            "class, an .npz with x and y; or rest: what the forget side leaves of its data"
+            "class, an .npz with x and y; or rest: what the forget objective leaves of its data"
         ),
     )
     options: dict[str, Any] = Field({}, description="options of a named data set")
@@ -229,7 +229,7 @@ class ObjectiveSpec(Strict):
             "where these examples depend on them (Selective Amnesia)"
         ),
     )
-    scale: float = Field(1.0, gt=0, le=FACTOR, description="factor of this side's loss")
+    scale: float = Field(1.0, gt=0, le=FACTOR, description="factor of this objective's loss")
     images: str = Field(
         "generate",
         description=(
@@ -255,7 +255,10 @@ class ObjectiveSpec(Strict):
         ),
     )
     n: int = Field(
-        400, ge=1, le=IMAGES, description="how many images to generate (MUNBa: about 400 a side)"
+        400,
+        ge=1,
+        le=IMAGES,
+        description="how many images to generate (MUNBa: about 400 per objective)",
     )
     timesteps: tuple[int, int] = Field(
         (0, 1000), description="range of diffusion time steps this loss is asked at"
@@ -310,12 +313,12 @@ class ObjectiveSpec(Strict):
                 + (
                     ", not both"
                     if self.prompts
-                    else "; a side that the recipe does not have needs it beside its other settings"
+                    else "; an objective that the recipe lacks needs it beside its other settings"
                 )
             )
         if self.data == "rest" and (self.classes or self.share or self.indices or self.options):
             raise ValueError(
-                "data: rest is all that the forget side leaves; it takes no classes, "
+                "data: rest is all that the forget objective leaves; it takes no classes, "
                 "share, indices or options"
             )
         if self.data is not None:
@@ -361,7 +364,7 @@ class ObjectiveSpec(Strict):
             )
             raise ValueError(
                 "empty_prompts holds what the model said without a prompt at images "
-                f"of this side, so it does not go with {finding}"
+                f"of this objective, so it does not go with {finding}"
             )
         if self.elastic is not None and self.images == "free":
             raise ValueError(
@@ -388,7 +391,7 @@ def role(objective: str) -> str:
     return objective.partition(".")[0]
 
 
-# one side, or a list of them; told apart by hand, so that an error speaks of the form that was
+# one objective, or a list of them; told apart by hand, so that an error speaks of the form that was
 # meant
 Forget = Annotated[
     Annotated[ObjectiveSpec, Tag(ONE)]
@@ -619,7 +622,7 @@ class TrainingSpec(Strict):
 
     steps: int = Field(200, ge=1, le=TRAINING_STEPS)
     batch_size: int = Field(
-        16, ge=1, le=BATCH, description="examples of each side in a micro-batch"
+        16, ge=1, le=BATCH, description="examples of each objective in a micro-batch"
     )
     micro_batches: int = Field(
         1, ge=1, le=BATCH, description="micro-batches accumulated before the gradients are combined"
@@ -730,7 +733,7 @@ class RecipeFields(Strict):
         description="target clip: prompts of the classes, {} stands for the name",
     )
     forget: Forget = Field(
-        description="what is to be forgotten: one side, or a list of them, one a concept"
+        description="what is to be forgotten: one objective, or a list of them, one a concept"
     )
     concepts: Literal["together", "rotate"] = Field(
         "together",

@@ -108,7 +108,7 @@ def _concepts(recipe: RecipeFields) -> None:
     if recipe.target not in PROMPTED:
         raise ValueError(
             "forget: a list of concepts is for prompts (target "
-            f"{' or '.join(PROMPTED)}); labelled data take several classes in one side, "
+            f"{' or '.join(PROMPTED)}); labelled data take several classes in one objective, "
             f"classes: [...], found target {recipe.target!r}"
         )
     for name in ("replace", "attack", "histogram"):
@@ -139,7 +139,7 @@ def _concepts(recipe: RecipeFields) -> None:
 
 
 def _fits_target(recipe: RecipeFields) -> None:
-    """Raise ValueError where a side does not fit the target."""
+    """Raise ValueError where an objective does not fit the target."""
     loss_names = LOSS_NAMES[recipe.target]
     # the forgotten first
     for name, spec in sorted(recipe.objective_specs.items(), key=lambda item: item[0] == "retain"):
@@ -152,7 +152,7 @@ def _fits_target(recipe: RecipeFields) -> None:
         if not fits(spec.loss, recipe.target):
             raise ValueError(
                 f"{name}.loss: "
-                f"{unknown_message(f'loss of target {recipe.target!r}', str(spec.loss), loss_names)}"
+                + unknown_message(f"loss of target {recipe.target!r}", str(spec.loss), loss_names)
             )
         if recipe.target == "text_encoder" and spec.images == "free" and spec.loss == "esd":
             raise ValueError(
@@ -170,7 +170,9 @@ def _fits_target(recipe: RecipeFields) -> None:
                 "by name or number"
             )
     if recipe.forgotten[0].data == "rest":
-        raise ValueError("forget: data: rest is for the retain side; say what is to be forgotten")
+        raise ValueError(
+            "forget: data: rest is for the retain objective; say what is to be forgotten"
+        )
     if recipe.attack is not None and recipe.target not in PROMPTED:
         raise ValueError(
             f"attack: the target {recipe.target!r} has no prompt embedding to attack; "
@@ -188,7 +190,7 @@ def _fits_target(recipe: RecipeFields) -> None:
 
 
 def _settings(recipe: RecipeFields, name: str, objective: ObjectiveSpec) -> None:
-    """Raise ValueError where a side is given a setting that says nothing about the target."""
+    """Raise ValueError where an objective is given a setting that says nothing about the target."""
     idle = recipe.idle & objective.model_fields_set
     if recipe.target == "vae" and objective.anchor is not None:
         idle = {*idle, "anchor"}
@@ -236,7 +238,7 @@ def _negation(recipe: RecipeFields) -> None:
         if objective.loss != "data"
     ]
     wrong += [
-        f"a {name} side"
+        f"a {name} objective"
         for name in ("retain", "replace", "attack", "histogram")
         if getattr(recipe, name) is not None
     ]

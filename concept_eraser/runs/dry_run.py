@@ -43,15 +43,16 @@ STEPS = 2
 SMALL = 50_000_000  # weights of a denoiser that a CPU tries in seconds
 MUCH = 10**9  # weights x examples that an edit takes minutes for
 COARSE = 8  # pixels a side of what a classifier's stand-in sees
-FEW = 2  # examples a side of a stand-in, or a class and side of random images
+FEW = 2  # examples per objective of a stand-in, or a class and objective of random images
 
 
 @dataclass(frozen=True)
 class DryRunPlan:
     """What a recipe is tried on. recipe: where images stand in, the same with their positions;
-    objects: the labelled data of the sides; reasons: a sentence for each thing that stands in, none
-    where all is at hand. hollow: whether the model is one of them, and options are then those of
-    its family."""
+    objects: the labelled data of the objectives; reasons: a sentence for each thing that stands in,
+    none where all is at hand. hollow: whether the model is one of them, and options are then those
+    of its family.
+    """
 
     recipe: Recipe
     model: Loaded
@@ -120,7 +121,7 @@ def _classifier(plan: DryRunPlan) -> Loaded:
 
 
 def _with_data(recipe: Recipe) -> DryRunPlan:
-    """A trial with its sides' labelled data, and no model yet."""
+    """A trial with its objectives' labelled data, and no model yet."""
     nothing = loading.load_part(nn.Flatten(), "classifier")
     data, absent = {}, {}
     for name, objective in recipe.objective_specs.items():
@@ -139,7 +140,7 @@ def _with_data(recipe: Recipe) -> DryRunPlan:
 
 
 def _open(objective: ObjectiveSpec) -> tuple[Labelled, str]:
-    """A side's data and "", or random images in their place and why. Nothing is downloaded."""
+    """An objective's data and "", or random images in their place and why. Nothing is downloaded."""
     if objective.data not in registry.names("dataset"):
         return labelled_data.open_named(objective.data, objective.options, "train"), ""
     named = registry.build("dataset", str(objective.data), objective.options)
@@ -155,16 +156,16 @@ def _open(objective: ObjectiveSpec) -> tuple[Labelled, str]:
 
 
 def _choose_rows(recipe: Recipe, data: dict[str, Labelled]) -> dict[str, tuple[Labelled, Tensor]]:
-    """The sides' positions in data of the true size. Raises UserError for classes and positions
-    that these do not have.
+    """The objectives' positions in data of the true size. Raises UserError for classes and
+    positions that these do not have.
 
     Which class a position is of is not known: where a recipe gives both, each is looked for alone,
     and the class is taken.
     """
     objectives = {name: getattr(recipe, name) for name in data}
     if not (
-        any(side.indices for side in objectives.values())
-        and any(side.classes for side in objectives.values())
+        any(objective.indices for objective in objectives.values())
+        and any(objective.classes for objective in objectives.values())
     ):
         return labelled_data.select_rows(recipe, data)
     rows = {}
@@ -187,7 +188,7 @@ def _choose_rows(recipe: Recipe, data: dict[str, Labelled]) -> dict[str, tuple[L
 def _thin(
     recipe: Recipe, data_by_objective: dict[str, Labelled]
 ) -> tuple[Recipe, dict[str, Labelled]]:
-    """The recipe on a few examples of each class and side."""
+    """The recipe on a few examples of each class and objective."""
     content = recipe.model_dump(exclude_none=True)
     few = {
         name: a_few(data, rows, FEW)
@@ -305,7 +306,7 @@ def _quiet() -> Iterator[None]:
 
 
 def image_count(recipe: Recipe) -> int:
-    """How many images are generated for the sides of a recipe, where none is cached."""
+    """How many images are generated for the objectives of a recipe, where none is cached."""
     if recipe.target not in PROMPTED or edits(recipe):
         return 0
     count = sum(

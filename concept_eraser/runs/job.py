@@ -149,8 +149,8 @@ def _own_files(folder: Path, recipe: Recipe) -> set[str]:
     """
     paths = [
         Path(text)
-        for side in recipe.objective_specs.values()
-        for text in (side.prompts, side.data)
+        for objective in recipe.objective_specs.values()
+        for text in (objective.prompts, objective.data)
         if isinstance(text, str)
     ]
     root = folder.resolve()

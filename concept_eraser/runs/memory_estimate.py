@@ -216,8 +216,8 @@ def _denoiser_objective(
     model: Model, spec: ObjectiveSpec, condition: Condition, null: Condition
 ) -> denoiser.DenoiserObjective:
     n, rows = len(condition), torch.zeros(len(condition), dtype=torch.long)
-    # of data-free sides too: sampling holds nothing for a backward pass, and where it stops cannot
-    # be drawn without content
+    # of data-free objectives too: sampling holds nothing for a backward pass, and where it stops
+    # cannot be drawn without content
     latents = torch.empty(n, *model.latent_shape())
     anchor_condition = (condition, rows) if spec.anchor else (None, None)
     return denoiser_objective(

@@ -133,8 +133,8 @@ def layers(model: Model, selection: str) -> list[str]:
     if not set(weights) <= readers:
         unsupported_name = next(name for name in weights if name not in readers)
         raise UserError(
-            f"trainable.select: {selection!r} covers {unsupported_name}, but this method edits keys and "
-            f"values of the cross-attention only; use {SELECTION}"
+            f"trainable.select: {selection!r} covers {unsupported_name}, but this method edits "
+            f"keys and values of the cross-attention only; use {SELECTION}"
         )
     return weights
 
@@ -158,8 +158,8 @@ def projection_request(
     unchanged_text = next((text for text, anchor in pairs if text == anchor), None)
     if unchanged_text is not None:
         raise UserError(
-            f"forget: the anchor of {unchanged_text!r} is that prompt itself, so nothing would change; "
-            "give an anchor that shows something else"
+            f"forget: the anchor of {unchanged_text!r} is that prompt itself, so nothing would "
+            "change; give an anchor that shows something else"
         )
     preserved_texts = list(dict.fromkeys(["", *(retain.texts if retain else ())]))
     ids, states = _encode(model, [*(text for pair in pairs for text in pair), *preserved_texts])

@@ -54,7 +54,7 @@ def whole(
 ) -> list[list[str]]:
     """A table's rows, by rates over several tasks. Only of claims that a method is as good as any:
     what papers say of two methods is told task by task. A verdict names the other that is likeliest
-    to be better: not surely better is not the same as not better."""
+    to be better: not significantly better is not the same as not better."""
     table_rows = [["said", "here", "verdict"]]
     label = {name: one.name for name, one in standings.items()}
     for claim in claims:
@@ -94,12 +94,15 @@ def verdict(
     """A claim that a method is worse than others is one that those are better."""
     supporters, opponents = (under, over) if "worse_than" in claim else (over, under)
     if claim.get("no_worse") and not opponents:
-        return f"holds: none is surely better, {len(supporters)} of {len(others)} surely worse"
+        return (
+            f"holds: none is significantly better, {len(supporters)} of {len(others)} "
+            "significantly worse"
+        )
     if opponents:
         return f"does not hold: against {_named(opponents, label)}"
     if len(supporters) == len(others):
         return "holds"
-    return f"undecided: surely so for {len(supporters)} of {len(others)}, the reverse for none"
+    return f"undecided: significant for {len(supporters)} of {len(others)}, the reverse for none"
 
 
 def _named(names: Sequence[str], label: Mapping[str, str]) -> str:

@@ -464,7 +464,7 @@ def _cheap(rng: random.Random, verb: str, words: Sequence[str]) -> list[str]:
         return [
             *([] if own else small),
             *([] if own or "--dry-run" in words else ["--dry-run"]),
-            *(["--no-trial"] if "--dry-run" in words or not own else []),
+            *(["--no-two-steps"] if "--dry-run" in words or not own else []),
         ]
     if verb == "quickstart":
         return ["-n", "0"]

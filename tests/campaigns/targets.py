@@ -307,7 +307,7 @@ def _yaml_of(kind: str, name: str) -> Any:
 
 
 def _recipe() -> Any:
-    sides = {
+    objectives = {
         "prompts": "tiny_star",
         "loss": "anchor",
         "anchor": {"shape": "circle"},
@@ -321,7 +321,7 @@ def _recipe() -> Any:
     return {
         "model": "tiny-sd",
         "model_options": {"size": 512},
-        "forget": [sides, {"prompts": "tiny_moon", "loss": "esd", "eta": 1.0}],
+        "forget": [objectives, {"prompts": "tiny_moon", "loss": "esd", "eta": 1.0}],
         "concepts": "together",
         "retain": {"prompts": ["a house", "a moon"], "loss": "data"},
         "method": {"name": "munba", "xi": 1e-6, "every": 1},
@@ -341,7 +341,7 @@ def _recipe() -> Any:
 
 
 def _labelled_recipe() -> Any:
-    side = {
+    objective = {
         "data": "digits",
         "options": {"flat": True},
         "classes": [3, "4"],
@@ -353,7 +353,7 @@ def _labelled_recipe() -> Any:
     return {
         "target": "classifier",
         "model": "x",
-        "forget": side,
+        "forget": objective,
         "retain": "rest",
         "method": {"name": "scrub", "rounds": 2},
     }

@@ -290,7 +290,7 @@ def test_a_form_is_refused_whole(empty: Desk) -> None:
         ({"anchor": "star"}, "unknown anchor"),
         ({"model": "/etc"}, "unknown model"),
         ({"method": "x"}, "unknown method"),
-        ({"forget": "a man"}, "both sides"),
+        ({"forget": "a man"}, "for both objectives"),
         ({"forget": "a\n" * 201, "retain": "b"}, "201 prompts"),
         ({"lr": -1}, "learning rate"),
     ):

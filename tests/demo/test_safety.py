@@ -1093,7 +1093,7 @@ def test_a_measurement_is_shown_while_it_runs_and_when_it_is_done(measured: Desk
 
 def test_a_run_of_own_prompts_is_measured_to_the_end(tmp_path: Path) -> None:
     """Its suite is made from the recipe and has no file."""
-    paths = {side: tmp_path / f"{side}.yaml" for side in ("forget", "retain")}
+    paths = {objective: tmp_path / f"{objective}.yaml" for objective in ("forget", "retain")}
     paths["forget"].write_text(presets.prompt_set("shape", ["heart"]))
     paths["retain"].write_text(presets.prompt_set("shape", ["moon", "tree"]))
     api.erase(

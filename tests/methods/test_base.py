@@ -97,7 +97,7 @@ def test_a_method_combines_any_objectives_unless_it_says_otherwise() -> None:
 )
 def test_an_edit_of_labels_takes_two_sides(objectives: tuple[str, ...]) -> None:
     Influence().check_objectives(("retain", "forget"))
-    with pytest.raises(ValueError, match="needs the sides forget and retain and no other"):
+    with pytest.raises(ValueError, match="needs the objectives forget and retain and no other"):
         Influence().check_objectives(objectives)
 
 
@@ -112,7 +112,8 @@ def test_an_edit_of_projections_takes_concepts_and_perhaps_what_stays() -> None:
         method.check_objectives(objectives)
     for objectives in ((), ("retain",), ("forget", "attack"), ("forget", "retain", "replace")):
         with pytest.raises(
-            ValueError, match="needs the side forget, may have retain, and has no use for others"
+            ValueError,
+            match="needs the objective forget, may have retain, and has no use for others",
         ):
             method.check_objectives(objectives)
 

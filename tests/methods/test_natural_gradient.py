@@ -453,5 +453,5 @@ def test_a_dense_matrix_of_a_large_model_is_refused() -> None:
 
 
 def test_it_asks_for_two_sides() -> None:
-    with pytest.raises(ValueError, match="needs the sides forget and retain"):
+    with pytest.raises(ValueError, match="needs the objectives forget and retain"):
         NaturalGradient().check_objectives(("retain", "forget", "replace"))

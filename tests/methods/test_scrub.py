@@ -42,10 +42,12 @@ def trained(digits: Labelled) -> nn.Module:
     return net
 
 
-def eraser(net: nn.Module, digits: Labelled, sides: Mapping[str, dict[str, Any]]) -> Classifier:
+def eraser(
+    net: nn.Module, digits: Labelled, objectives: Mapping[str, dict[str, Any]]
+) -> Classifier:
     made = {
         name: ClassifierObjective(digits, torch.arange(200), **options)
-        for name, options in sides.items()
+        for name, options in objectives.items()
     }
     return Classifier(net, made, [name for name, _ in net.named_parameters()])
 
@@ -165,12 +167,12 @@ def test_npo_is_ascent_at_the_teacher_and_for_small_beta_and_saturates(
     trained: nn.Module, digits: Labelled
 ) -> None:
     net = copy.deepcopy(trained)
-    sides = {
+    objectives = {
         "small": {"loss": "npo", "beta": 1e-4},
         "forget": {"loss": "npo", "beta": 1.0},
         "ascent": {"loss": "ascent"},
     }
-    made = eraser(net, digits, sides)
+    made = eraser(net, digits, objectives)
     draw = made.draw("forget", list(range(32)))
     for objective in ("small", "forget"):  # the weight 2 p^b / (p^b + p*^b) is 1 where p = p*
         torch.testing.assert_close(

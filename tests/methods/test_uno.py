@@ -240,7 +240,7 @@ def test_which_laws_and_objectives_the_settings_have() -> None:
     Uno().check_objectives(("replace", "forget", "retain"))
     Uno(histogram=1.0).check_objectives(("retain", "forget", "histogram"))
     with pytest.raises(
-        ValueError, match=r"needs forget beside retain: give the recipe these sides"
+        ValueError, match=r"needs forget beside retain: give the recipe these objectives"
     ):
         Uno().check_objectives(("retain",))
     with pytest.raises(

@@ -461,11 +461,11 @@ def test_an_adversary_shifts_the_states_only_where_there_are_some(
         "generation": {"steps": 1},
     }
     for name in ("sdxl", "dit"):
-        sides = {
+        objectives = {
             "forget": {"prompts": texts(name)[:1], "n": 2, "loss": "ascent"},
             "retain": {"prompts": texts(name)[1:], "n": 2},
         }
-        asked = {**job, **sides, "model": str(folder(name)), "output": tmp_path / name}
+        asked = {**job, **objectives, "model": str(folder(name)), "output": tmp_path / name}
         if name == "dit":
             with pytest.raises(UserError, match="an adversary on the text's embedding needs"):
                 concept_eraser.erase(**asked)

@@ -91,7 +91,7 @@ def test_a_dry_run_of_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "bare",
         *FEW[:-1],
         "--dry-run",
-        "--trial",
+        "--two-steps",
     ]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output

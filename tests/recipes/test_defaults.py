@@ -136,7 +136,9 @@ def test_what_guidance_subtracts_is_held_where_it_is_measured(resolved) -> None:
         ("model=black-forest-labs/FLUX.1-dev",): 0.0,
     }
     for more, share in asked.items():
-        assert [side.empty_prompts for side in resolved(*FLAGS, *more).forgotten] == [share], more
+        assert [objective.empty_prompts for objective in resolved(*FLAGS, *more).forgotten] == [
+            share
+        ], more
 
 
 def test_what_one_concept_says_is_of_that_one(resolved) -> None:
@@ -158,7 +160,10 @@ def test_what_one_concept_says_is_of_that_one(resolved) -> None:
         (("forget.empty_prompts=0.1",), ["anchor", "anchor"], [0.1, 0.1]),
     ):
         found = resolved(*two, *more).forgotten
-        assert ([side.loss for side in found], [side.empty_prompts for side in found]) == (
+        assert (
+            [objective.loss for objective in found],
+            [objective.empty_prompts for objective in found],
+        ) == (
             losses,
             shares,
         ), more
@@ -208,7 +213,7 @@ def test_several_concepts_have_the_default_each(resolved) -> None:
         "--retain",
         "tiny_five_rest",
     )
-    assert [(side.loss, side.empty_prompts) for side in found.forgotten] == [
+    assert [(objective.loss, objective.empty_prompts) for objective in found.forgotten] == [
         ("anchor", 0.25),
         ("anchor", 0.25),
     ]

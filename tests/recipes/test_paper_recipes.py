@@ -70,16 +70,17 @@ def comments(name: str) -> list[str]:
 def test_every_recipe_is_valid_and_its_sides_fit(path: Path) -> None:
     found = recipe.load(str(path))
     sets = {
-        name: prompts.load(side.prompts)
-        for name, side in found.objective_specs.items()
-        if side.prompts
+        name: prompts.load(objective.prompts)
+        for name, objective in found.objective_specs.items()
+        if objective.prompts
     }
     for name in sets:
         if name.startswith("forget") and "retain" in sets:
             prompts.require_disjoint(sets[name], sets["retain"])
     for name, rows in sets.items():
         anchor = found.objective_specs[name].anchor
-        assert not anchor or not set(rows.texts) & {row.anchor_prompt(anchor) for row in rows.prompts}
+        anchored_texts = {row.anchor_prompt(anchor) for row in rows.prompts} if anchor else set()
+        assert not set(rows.texts) & anchored_texts
 
 
 def test_the_papers_jobs_are_there() -> None:
@@ -149,7 +150,9 @@ def test_a_run_tells_its_prompts(name: str, folder: Callable[[str], str], tmp_pa
     asked: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     changes = [*FEW, f"model={folder(family)}"]
     changes += [f"model_options={families.options(family)}"] if families.options(family) else []
-    changes += [f"{side}.n=2" for side in ("retain", "replace", "attack") if side in asked]
+    changes += [
+        f"{objective}.n=2" for objective in ("retain", "replace", "attack") if objective in asked
+    ]
     changes += ["method.inner_steps=1"] if "inner_steps" in asked["method"] else []
     run = concept_eraser.erase(name, overrides=changes, output=tmp_path / "run")
     steps = [yaml.safe_load(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]

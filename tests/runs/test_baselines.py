@@ -104,9 +104,9 @@ def test_npo_weighs_each_example_by_what_is_left_of_it() -> None:
 def test_npo_of_a_text_encoder(tiny) -> None:
     tokens = tiny.tokenize(["a red star", "a blue star"])
     latents = torch.randn(2, *tiny.latent_shape(), generator=torch.Generator().manual_seed(0))
-    side = text_encoder.TextEncoderObjective(tokens, "npo", latents=latents, beta=2.0)
+    objective = text_encoder.TextEncoderObjective(tokens, "npo", latents=latents, beta=2.0)
     names = [name for name, _ in tiny.parts["text_encoder"].named_parameters()]
-    made = text_encoder.TextEncoder(tiny, {"forget": side}, names)
+    made = text_encoder.TextEncoder(tiny, {"forget": objective}, names)
     draw = made.draw("forget", [3, 4])
 
     def losses() -> torch.Tensor:
@@ -497,7 +497,7 @@ def test_negation_subtracts_what_training_added(select: dict, tmp_path: Path) ->
             {"target": "text_encoder", "forget__loss": "resteer"},
             "unknown loss of target 'text_encoder' 'resteer'",
         ),
-        ({"trainable__negate": 1.0}, "found forget.loss: anchor; a retain side"),
+        ({"trainable__negate": 1.0}, "found forget.loss: anchor; a retain objective"),
     ],
 )
 def test_what_does_not_fit_is_said(changes: dict, words: str) -> None:
@@ -550,9 +550,9 @@ def test_empty_prompts_keep_what_guidance_subtracts(tmp_path: Path) -> None:
 
 def test_recipes_of_before_keep_their_fingerprint() -> None:
     """What was added is spelled out where it is asked for, and nowhere else."""
-    side = recipe.load("tiny_star_munba").resolved()
+    objective = recipe.load("tiny_star_munba").resolved()
     assert not {"neutral", "tokens", "elastic", "beta", "empty_prompts"} & (
-        set(side["forget"]) | set(side["retain"])
+        set(objective["forget"]) | set(objective["retain"])
     )
-    assert "negate" not in side["trainable"]
+    assert "negate" not in objective["trainable"]
     assert recipe.load("tiny_star_sa").resolved()["retain"]["elastic"] == {"weight": 1e4, "n": 200}

@@ -42,8 +42,8 @@ FLAT = ["forget.loss=data", "method.damping=0.1"]
 def test_two_steps_of_every_recipe(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or its edit. On a few examples a side, whatever stands for model and data; the files of named
-    sets are not here.
+    """Or its edit. On a few examples per objective, whatever stands for model and data; the files
+    of named sets are not here.
     """
     monkeypatch.chdir(tmp_path)
     found = dry_run.load(recipe.load(name))
@@ -89,8 +89,10 @@ def test_a_model_at_hand_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "later warnings of the process are not muted"
     )
     assert (
-        "no trial was made"
-        in CliRunner().invoke(app, ["erase", "tiny_star_munba", "--dry-run", "--no-trial"]).output
+        "time: not measured"
+        in CliRunner()
+        .invoke(app, ["erase", "tiny_star_munba", "--dry-run", "--no-two-steps"])
+        .output
     )
 
 
@@ -103,7 +105,7 @@ def test_a_broken_recipe_is_found() -> None:
 
 @pytest.mark.parametrize("name", ["tiny_star_free", "sdxl_vangogh_esd"])
 def test_data_free_sides_are_estimated(name: str) -> None:
-    shown = CliRunner().invoke(app, ["erase", name, "--dry-run", "--no-trial"])
+    shown = CliRunner().invoke(app, ["erase", name, "--dry-run", "--no-two-steps"])
     assert shown.exit_code == 0, shown.output
     assert "memory (an estimate" in shown.output
 
@@ -115,9 +117,9 @@ def test_a_dry_run_is_made_by_one_process(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_an_edit_that_does_not_hear_a_setting_is_told_without_a_trial() -> None:
+def test_an_edit_that_does_not_hear_a_setting_is_told_without_two_steps() -> None:
     shown = CliRunner().invoke(
-        app, ["erase", "tiny_star_uce", "training.lr=1", "--dry-run", "--no-trial"]
+        app, ["erase", "tiny_star_uce", "training.lr=1", "--dry-run", "--no-two-steps"]
     )
     assert "does not hear training.lr" in str(shown.exception)
 

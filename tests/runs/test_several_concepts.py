@@ -35,7 +35,7 @@ FIVE = {"star": "circle", "heart": "triangle", "moon": "cross", "house": "square
 NAMES = ("forget", "forget.2", "forget.3", "forget.4", "forget.5")
 
 
-def sides(*shapes: str) -> list[dict[str, Any]]:
+def objectives(*shapes: str) -> list[dict[str, Any]]:
     return [
         {"prompts": f"tiny_{shape}", "loss": "anchor", "anchor": {"shape": FIVE[shape]}, "n": 4}
         for shape in shapes
@@ -43,7 +43,7 @@ def sides(*shapes: str) -> list[dict[str, Any]]:
 
 
 def many(*shapes: str, **changes: Any) -> dict[str, Any]:
-    content = short(retain__prompts="tiny_five_rest", forget=sides(*shapes or FIVE), **changes)
+    content = short(retain__prompts="tiny_five_rest", forget=objectives(*shapes or FIVE), **changes)
     return content | {"concepts": content.get("concepts", "together")}
 
 
@@ -61,7 +61,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_objectives_are_named_in_the_order_of_the_list() -> None:
     found = recipe.load(many())
     assert found.objectives == found.cast == ("retain", *NAMES)
-    assert [side.prompts for side in found.forgotten] == [f"tiny_{shape}" for shape in FIVE]
+    assert [objective.prompts for objective in found.forgotten] == [
+        f"tiny_{shape}" for shape in FIVE
+    ]
     turns = recipe.load(many(concepts="rotate", training__steps=5))
     assert turns.objectives == ("retain", "forget")
     assert turns.cast == ("retain", *NAMES)
@@ -103,21 +105,21 @@ def test_one_concept_is_spelled_out_as_ever() -> None:
         ({"replace": {"prompts": "tiny_star"}}, "concept-eraser merge"),
         ({"attack": {}}, "concept-eraser merge"),
         (
-            {"forget": [*sides("star", "moon"), {"prompts": "tiny_star"}]},
+            {"forget": [*objectives("star", "moon"), {"prompts": "tiny_star"}]},
             "concepts 1 and 3 have the same prompts",
         ),
         ({"forget": ["tiny_star", "tiny_moon"]}, "names of prompt sets"),
         (
-            {"forget": [*sides("star"), {"prompts": "tiny_moon", "losss": "data"}]},
+            {"forget": [*objectives("star"), {"prompts": "tiny_moon", "losss": "data"}]},
             "forget.2.losss: unknown key 'losss'; did you mean 'loss'",
         ),
         (
-            {"forget": [*sides("star"), {"prompts": "tiny_moonn"}]},
+            {"forget": [*objectives("star"), {"prompts": "tiny_moonn"}]},
             "forget.2.prompts: .*did you mean 'tiny_moon'",
         ),
-        ({"forget": sides("star"), "concepts": "rotate"}, "several concepts in turn"),
+        ({"forget": objectives("star"), "concepts": "rotate"}, "several concepts in turn"),
         (
-            {"method__name": "ga", "forget": [*sides("star"), {"prompts": "tiny_moon"}]},
+            {"method__name": "ga", "forget": [*objectives("star"), {"prompts": "tiny_moon"}]},
             "climbs the forget loss",
         ),
     ],
@@ -145,7 +147,7 @@ def test_every_two_objective_method_works_in_turn() -> None:
     for name in ("uno", "minmax_ngd", "pcgrad", "a-d", "munba-printed", "ngdiff", "torchjd"):
         content = many(concepts="rotate", training__steps=5) | {"method": {"name": name}}
         if name == "a-d":
-            content["forget"] = [side | {"loss": "ascent"} for side in content["forget"]]
+            content["forget"] = [objective | {"loss": "ascent"} for objective in content["forget"]]
         assert recipe.load(content).objectives == ("retain", "forget")
 
 
@@ -153,9 +155,12 @@ def test_changes_go_to_every_concept_or_to_a_numbered_one() -> None:
     found = recipe.load(
         many("star", "moon"), ["forget.n=7", "forget.2.scale=3.0", "forget.2.anchor.shape=tree"]
     )
-    assert [side.n for side in found.forgotten] == [7, 7]
-    assert [side.scale for side in found.forgotten] == [1.0, 3.0]
-    assert [side.anchor for side in found.forgotten] == [{"shape": "circle"}, {"shape": "tree"}]
+    assert [objective.n for objective in found.forgotten] == [7, 7]
+    assert [objective.scale for objective in found.forgotten] == [1.0, 3.0]
+    assert [objective.anchor for objective in found.forgotten] == [
+        {"shape": "circle"},
+        {"shape": "tree"},
+    ]
     for wrong in ("forget.0.n=7", "forget.3.n=7", "forget.2=7"):
         with pytest.raises(UserError, match="numbered 1 to 2"):
             recipe.load(many("star", "moon"), [wrong])
@@ -171,18 +176,20 @@ def test_flags_pair_concepts_with_anchors() -> None:
     assert "shown instead: 'a flat red circle" in done.output
     assert "shown instead: 'a flat red cross" in done.output
     content = yaml.safe_load(done.output.split("\nforget: ")[0])
-    assert [side["loss"] for side in content["forget"]] == ["anchor", "anchor"]
+    assert [objective["loss"] for objective in content["forget"]] == ["anchor", "anchor"]
     assert "found 3 anchors for 2" in str(dry(*two, *["--anchor", "x"] * 3).exception)
     assert "several --forget" in str(dry("tiny_star_munba", *two).exception)
 
 
 def test_the_shipped_recipe_and_its_suites_speak_of_the_same_concepts() -> None:
     shipped = recipe.load("tiny_five_munba")
-    assert [side.prompts for side in shipped.forgotten] == [f"tiny_{shape}" for shape in FIVE]
-    for side, shape in zip(shipped.forgotten, FIVE, strict=True):
+    assert [objective.prompts for objective in shipped.forgotten] == [
+        f"tiny_{shape}" for shape in FIVE
+    ]
+    for objective, shape in zip(shipped.forgotten, FIVE, strict=True):
         suite = suites.load(f"tiny_five_{shape}")
         assert suite.concept == {"shape": shape}
-        assert suite.groups["direct"].prompts == side.prompts
+        assert suite.groups["direct"].prompts == objective.prompts
         assert suite.groups["retained"].prompts == shipped.retain.prompts  # type: ignore[union-attr]
         synonyms = suites.group_prompts(suite, "synonyms")
         assert {prompt.fields["shape"] for prompt in synonyms.prompts} == {shape}
@@ -242,8 +249,8 @@ def test_the_mask_is_that_of_all_concepts_and_of_both_modes(tiny) -> None:
     both = asking(together)
     assert all(torch.equal(a, b) for a, b in zip(both, asking(turns), strict=True))
     alone = [
-        asking(build(tiny, short(retain__prompts="tiny_five_rest") | {"forget": side}))
-        for side in sides("star", "moon")
+        asking(build(tiny, short(retain__prompts="tiny_five_rest") | {"forget": objective}))
+        for objective in objectives("star", "moon")
     ]
     for total, star, moon in zip(both, *alone, strict=True):
         torch.testing.assert_close(total, star + moon)

@@ -32,18 +32,18 @@ BOARD = {
         ({"method": "a", "column": "attacks", "better_than": ["b", "c"]}, "holds"),
         (
             {"method": "a", "column": "attacks"},
-            "undecided: surely so for 2 of 3, the reverse for none",
+            "undecided: significant for 2 of 3, the reverse for none",
         ),
         ({"method": "b", "column": "attacks"}, "does not hold: against A; D"),
         (
             {"method": "b", "column": "attacks", "better_than": ["c"]},
-            "undecided: surely so for 0 of 1, the reverse for none",
+            "undecided: significant for 0 of 1, the reverse for none",
         ),
         ({"method": "c", "column": "lost", "worse_than": ["a"]}, "holds"),
         ({"method": "a", "column": "lost", "worse_than": ["c"]}, "does not hold: against C"),
         (
             {"method": "a", "column": "attacks", "no_worse": True},
-            "holds: none is surely better, 2 of 3 surely worse",
+            "holds: none is significantly better, 2 of 3 significantly worse",
         ),
         ({"method": "c", "column": "attacks", "no_worse": True}, "does not hold: against A; D"),
         ({"method": "e", "column": "attacks"}, "-"),
@@ -56,7 +56,7 @@ def test_a_verdict_goes_by_what_is_sure(claim: dict, words: str) -> None:
 
 
 def test_over_several_tasks_the_means_decide() -> None:
-    """What another wins on one task and loses on the next is not surely better."""
+    """What another wins on one task and loses on the next is not significantly better."""
     other = {
         "a": standing("A", 2),
         "b": standing("B", 40),
@@ -77,7 +77,7 @@ def test_over_several_tasks_the_means_decide() -> None:
     )
     assert found[1][1].startswith("A 2.")
     assert found[1][2].startswith(
-        "holds: none is surely better, 3 of 3 surely worse; likeliest to be better: "
+        "holds: none is significantly better, 3 of 3 significantly worse; likeliest to be better: "
     )
     (_, missing) = claims.whole(
         [{"says": "best", "method": "e", "column": "attacks", "no_worse": True}], BOARD, drawn
@@ -93,7 +93,7 @@ def test_seconds_go_by_the_slowest_and_the_fastest_seed() -> None:
     ]
     _, one, all_ = claims.rows(said, BOARD, seconds, LABEL)
     assert one == ["fast", "A 4 s; B never", "holds"]
-    assert all_[2] == "undecided: surely so for 1 of 2, the reverse for none"
+    assert all_[2] == "undecided: significant for 1 of 2, the reverse for none"
 
 
 def test_the_leaderboards_claims_are_of_its_methods_and_columns() -> None:

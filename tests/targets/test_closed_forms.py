@@ -162,7 +162,7 @@ def test_each_layer_is_the_least_squares_solution_of_the_prompts(
     tmp_path: Path, tiny, shared_tiny
 ) -> None:
     """The whole way from prompts to weights against torch's lstsq, the empty prompt preserved
-    beside the retain side.
+    beside the retain objective.
     """
     concept_eraser.erase(asked(), model=tiny, output=tmp_path)
     states = (
@@ -184,7 +184,9 @@ def test_each_layer_is_the_least_squares_solution_of_the_prompts(
 
 
 def test_several_concepts_at_once(tmp_path: Path) -> None:
-    """Two concepts, one list: the same weights as both prompts in one side with the same anchor."""
+    """Two concepts, one list: the same weights as both prompts in one objective with the same
+    anchor.
+    """
     anchor = "a red circle"
     listed = asked(
         forget=[
@@ -286,7 +288,7 @@ def test_what_an_edit_does_not_hear_is_refused(named: str, tmp_path: Path) -> No
         ),
         (
             {"replace": {"prompts": ["a heart"]}},
-            "needs the side forget, may have retain, and has no use for others",
+            "needs the objective forget, may have retain, and has no use for others",
         ),
         ({"retain": {"prompts": ["a red star"]}}, "a red star"),
         ({"method": {"name": "uce", "lamb": 0.0, "tokens": "last"}}, "undetermined .* larger lamb"),

@@ -1,4 +1,6 @@
-"""What a side of labelled data means, and what batch norm, masks and memory do to a run on it."""
+"""What an objective of labelled data means, and what batch norm, masks and memory do to a run on
+it.
+"""
 
 from __future__ import annotations
 
@@ -129,9 +131,9 @@ def test_two_sets_in_memory_are_two_sets(tmp_path: Path) -> None:
 
 def test_questions_do_not_move_running_statistics(normed: nn.Module, digits: Labelled) -> None:
     """However often a method asks; `settle` moves them, as one pass in training mode does."""
-    side = classifier.ClassifierObjective(digits, torch.arange(len(digits)), "data")
+    objective = classifier.ClassifierObjective(digits, torch.arange(len(digits)), "data")
     eraser = classifier.Classifier(
-        normed, {"retain": side}, [n for n, _ in normed.named_parameters()], batchnorm="train"
+        normed, {"retain": objective}, [n for n, _ in normed.named_parameters()], batchnorm="train"
     )
     draw = eraser.draw("retain", list(range(32)))
     before = {k: v.clone() for k, v in eraser.buffers().items()}
@@ -150,8 +152,8 @@ def test_questions_do_not_move_running_statistics(normed: nn.Module, digits: Lab
 
 def test_batch_statistics_are_used_and_dropout_stays_off(digits: Labelled) -> None:
     module = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 10))
-    side = classifier.ClassifierObjective(digits, torch.arange(len(digits)), "data")
-    eraser = classifier.Classifier(module, {"retain": side}, ["0.weight"], batchnorm="train")
+    objective = classifier.ClassifierObjective(digits, torch.arange(len(digits)), "data")
+    eraser = classifier.Classifier(module, {"retain": objective}, ["0.weight"], batchnorm="train")
     draw = eraser.draw("retain", list(range(16)))
     first, second = (eraser.logits(draw) for _ in range(2))
     assert torch.equal(first, second)
@@ -313,7 +315,7 @@ def test_a_function_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.Mon
         ),
         (
             {"retain": {"data": "rest", "classes": [1]}},
-            "data: rest is all that the forget side leaves",
+            "data: rest is all that the forget objective leaves",
         ),
         ({"method": "natural_gradient"}, r"does not hear forget\.loss"),
         (

@@ -88,7 +88,7 @@ def test_a_corrected_request_needs_no_other_folder(tmp_path: Path) -> None:
 
 def test_sides_with_other_lists_of_names_mean_the_same_classes(tmp_path: Path) -> None:
     """Cats alone are to be forgotten, birds, cats and dogs retained: a cat is class 1 on both
-    sides.
+    objectives.
     """
     from concept_eraser.recipes.recipe import load
     from concept_eraser.targets.labelled_data import select_rows
@@ -211,15 +211,15 @@ def test_vaes_whose_values_do_not_fit(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"needs data in \[0, 1\].* to 3"):
         eraser.draw("retain", [0])
-    sides = {
+    objectives = {
         "retain": vae.VaeObjective(data, torch.arange(10), "data"),
         "forget": vae.VaeObjective(
             from_arrays(torch.rand(4, 64), [0] * 4), torch.arange(4), "ascent"
         ),
     }
-    assert vae.Vae(Plain(True), sides, ["inner.weight"]).code_shape == (2,)
+    assert vae.Vae(Plain(True), objectives, ["inner.weight"]).code_shape == (2,)
     broken = Plain(True)
-    fine = vae.Vae(broken, {"retain": sides["retain"]}, ["inner.weight"])
+    fine = vae.Vae(broken, {"retain": objectives["retain"]}, ["inner.weight"])
     with torch.no_grad():
         broken.outer.weight.fill_(float("nan"))
     # a step that is skipped, no traceback
@@ -252,10 +252,10 @@ def test_infinite_activations_leave_the_running_statistics(tmp_path: Path) -> No
     data: Labelled = from_arrays(x, [0] * 10 + [1] * 10, [str(i) for i in range(10)])
     from concept_eraser.erasers import classifier
 
-    side = classifier.ClassifierObjective(data, torch.arange(10), "data")
+    objective = classifier.ClassifierObjective(data, torch.arange(10), "data")
     eraser = classifier.Classifier(
         net,
-        {"forget": side},
+        {"forget": objective},
         [n for n, _ in net.named_parameters()],
         batchnorm="train",
         batch_size=4,

@@ -445,8 +445,8 @@ def test_boundary_is_the_nearest_other_class() -> None:
     with torch.no_grad():
         linear.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]))
     data = from_arrays(np.array([[1.0, 0.95]]), [0], ["a", "b", "c"])
-    side = classifier.ClassifierObjective(data, torch.tensor([0]), "boundary")
-    eraser = classifier.Classifier(linear, {"forget": side}, ["weight"])
+    objective = classifier.ClassifierObjective(data, torch.tensor([0]), "boundary")
+    eraser = classifier.Classifier(linear, {"forget": objective}, ["weight"])
     draw = eraser.draw("forget", [0])
     expected = nn.functional.cross_entropy(linear(draw.inputs), torch.tensor([1]))
     torch.testing.assert_close(eraser.loss("forget", draw), expected)
@@ -497,9 +497,9 @@ def test_the_expanded_output_is_one_more_logit_of_the_last_layer(
 ) -> None:
     from concept_eraser.erasers import classifier
 
-    side = classifier.ClassifierObjective(digits, torch.arange(20), "expand")
+    objective = classifier.ClassifierObjective(digits, torch.arange(20), "expand")
     eraser = classifier.Classifier(
-        net, {"forget": side}, [name for name, _ in net.named_parameters()]
+        net, {"forget": objective}, [name for name, _ in net.named_parameters()]
     )
     draw = eraser.draw("forget", [0, 1, 2])
     assert eraser.expansion is not None
@@ -536,9 +536,9 @@ def test_the_most_sensitive_weights_start_anew(net: nn.Module, digits: Labelled)
 
     def anew() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
         module = copy.deepcopy(net)
-        side = classifier.ClassifierObjective(digits, parts_of(digits)[0], "data")
+        objective = classifier.ClassifierObjective(digits, parts_of(digits)[0], "data")
         eraser = classifier.Classifier(
-            module, {"forget": side}, [name for name, _ in module.named_parameters()]
+            module, {"forget": objective}, [name for name, _ in module.named_parameters()]
         )
         kept = {name: value.detach().clone() for name, value in eraser.trainable().items()}
         gradient = saliency.sensitivity(eraser, eraser.trainable(), 0, 32, lambda x: x)
