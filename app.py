@@ -1,4 +1,4 @@
-"""`python app.py` opens the demo page. It takes the options of `concept-eraser demo`."""
+"""Open the demo page: `python app.py`. The options are those of `concept-eraser demo`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""concept_eraser: make generative models forget a concept while everything else stays as it was."""
+"""concept_eraser: make generative models forget a concept and preserve everything else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
     "report",
 ]
 
-if not TYPE_CHECKING:  # a type checker takes every name from the imports above, and refuses others
+if not TYPE_CHECKING:  # a type checker takes the names from the imports above and rejects others
 
     def __getattr__(name):
         """Load the working parts (torch, diffusers) when a name is used for the first time."""

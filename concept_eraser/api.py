@@ -1,4 +1,4 @@
-"""The Python interface: erase, evaluate, attack, report. It wires the parts together."""
+"""The Python interface: erase, evaluate, attack, report and the functions around them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Run:
     model: Loaded | None = None
 
     def load(self) -> Loaded:
-        """The erased model, from memory or from the run folder."""
+        """Return the erased model, from memory or from the run folder."""
         if self.model is not None:
             return self.model
         model = loading.load_part(self.folder, self.recipe.target)
@@ -74,10 +74,10 @@ def load(
     """Load a text-to-image model.
 
     Args:
-        source: a name ("tiny-sd"), a folder, a run folder, a hub id, or a pipeline in memory. Or a
-            part that another eraser made: a LoRA, a denoiser or a text encoder.
+        source: a name ("tiny-sd"), a folder, a run folder, a hub id, or a pipeline in memory. It
+            can also be one part from another eraser: a LoRA, a denoiser or a text encoder.
         allow_pickle: also load weights stored as pickles, which can execute code.
-        base: for a part, the model that it was made for; for a single file, a folder of its
+        base: for a part, the model that it belongs to. For a single file, a folder of its
             architecture.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star".
 
@@ -137,11 +137,11 @@ def erase(
 
     A model in memory is changed in place. It is left in eval mode, in fp32, on the device of the
     training (the CPU with training.offload or frozen: bf16). Only its trained parameters require a
-    gradient. After an error or an interruption it has the weights it came with, so that the run is
-    resumed with the same object.
+    gradient. After an error or an interruption it has its original weights again. The run can then
+    be resumed with the same object.
 
     Args:
-        recipe: a recipe by name or path, or a mapping; leave it out where its keys are keywords.
+        recipe: a recipe by name or path, or a mapping. Leave it out if its keys are keywords.
         model: the model to erase from, in place of the recipe's: a name, a folder, a hub id, or an
             object in memory (a pipeline, a torch module, a CLIP model with its tokenizer).
         base: for a single-file checkpoint or a part of a pipeline, the folder or hub id of the
@@ -149,13 +149,13 @@ def erase(
         model_options: options of the model's family, such as the size of its images.
         target: which part is trained.
         templates: for the target clip, the prompts of the classes; {} stands for the name.
-        forget: what to forget: a prompt set, prompts, or a mapping with the loss; or a list of
-            these, one for each concept. For a classifier, VAE or CLIP model its `data` may be in
-            memory: a torch Dataset, or a pair of arrays (inputs, labels).
-        concepts: several concepts: each an objective of its own (objectives), or one for each step
-            in turn (rotate).
-        retain: what to preserve, as in `forget`; "rest" stands for the labelled data that `forget`
-            leaves.
+        forget: what to forget: a prompt set, prompts, or a mapping with the loss. Several concepts
+            are a list of these. For a classifier, VAE or CLIP model its `data` may be in memory: a
+            torch Dataset, or a pair of arrays (inputs, labels).
+        concepts: how several concepts are trained. "together" makes one objective of each.
+            "rotate" trains one in each step, in turn.
+        retain: what to preserve, as in `forget`. "rest" stands for all labelled data that are not
+            in `forget`.
         replace: what the forgotten prompts generate instead, as an objective of its own.
         attack: the adversary of the methods forum and adversarial.
         histogram: the judge inside the training of UNO's hat versions.
@@ -166,21 +166,21 @@ def erase(
         trainable: the trainable parameters: a selection, or a mapping.
         training: length, optimizer and precision of the training.
         generation: the sampler of the training images.
-        memory: a preset for the memory of a GPU, such as "24gb"; what the other keywords say wins.
-        overrides: changes to the recipe, such as "training.lr=1e-4".
+        memory: a preset for the memory of a GPU, such as "24gb". Other keywords take precedence.
+        overrides: overrides of the recipe, such as "training.lr=1e-4".
         output: the run folder; default: runs/<fingerprint of the recipe>.
         resume: continue an unfinished run.
         overwrite: replace the run that the folder holds. Its files are set aside, and removed when
             the new run is finished. Files that this package did not write stay.
         allow_pickle: also load weights stored as pickles, which can execute code.
-        allow_code: also call a model that a recipe names as package.module:function. One that
+        allow_code: also call a model that a recipe names as package.module:function. A model that
             `model` or `overrides` name is called without it.
         command: the command line that the recipe in the run folder states.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
-        look: called before the first step and after each, with the steps done and the seconds of
-            training; its own time is not counted. The model in memory is the one in training: do
-            not change its weights.
+        look: called before the first step and after each step, with the number of steps and the
+            seconds of training. Its own time is not counted. The model in memory is the one in
+            training, so it must not change the weights.
 
     Returns:
         The run, with the erased model.
@@ -200,7 +200,9 @@ def erase(
         ... )
     """
     allow_code = (
-        allow_code or isinstance(model, str) or any(one.startswith("model=") for one in overrides)
+        allow_code
+        or isinstance(model, str)
+        or any(override.startswith("model=") for override in overrides)
     )
     model = model if base is None else loading.on_base(model, base)
     source = None if model is None or isinstance(model, str | Path) else model
@@ -224,8 +226,9 @@ def erase(
     }
     content, objects = _without_objects(_content(recipe, keys))
     name = model if source is None else _name_of(source)
-    changes = [*overrides, *([f"model={json.dumps(str(name))}"] if name is not None else [])]
-    job = recipes.load(content, changes)
+    if name is not None:
+        overrides = [*overrides, f"model={json.dumps(str(name))}"]
+    job = recipes.load(content, list(overrides))
     folder = Path(output) if output else Path("runs") / job.fingerprint
     jobs.join(job)
     in_memory = source is not None or bool(objects) or job.has_objects
@@ -266,7 +269,10 @@ def erase(
 
 
 def _content(recipe: Any, keys: Mapping[str, Any]) -> Any:
-    """The recipe, or the mapping of the given keys. Raises UserError where both are given."""
+    """Return the recipe, or a mapping of the keys that have a value.
+
+    Raises UserError if there are both.
+    """
     content = {key: _plain(value) for key, value in keys.items() if value is not None}
     if recipe is None:
         return content
@@ -280,15 +286,16 @@ def _content(recipe: Any, keys: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A mapping as a dict and a tuple as a list, as they are in YAML."""
+    """Convert a mapping to a dict and a tuple to a list, as in YAML."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _without_objects(content: Any) -> tuple[Any, dict[str, Any]]:
-    """The recipe with descriptions in place of objects in memory, and these objects by
-    objective.
+    """Replace the objects in memory by descriptions.
+
+    Returns the recipe with the descriptions, and the objects by objective.
     """
     if not isinstance(content, dict):
         return content, {}
@@ -307,7 +314,7 @@ def _without_objects(content: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _name_of(source: Any) -> str:
-    """What a recipe calls an object in memory; it cannot be loaded by this name."""
+    """Return the name of an object in memory for a recipe. No model can be loaded by this name."""
     return getattr(source, "source", None) or f"a {type(source).__name__} in memory"
 
 
@@ -397,40 +404,41 @@ def evaluate(
     progress: Progress = silent,
     cache: Path | None = None,
 ) -> PromptEvaluation | LabelledEvaluation:
-    """Measure a model against the one before it.
+    """Measure an erased model against its original.
 
     A text-to-image model is measured on the prompts and seeds of a suite. A run on a classifier, a
-    CLIP model or a VAE is measured on its labelled data: accuracies and membership attacks, or the
-    PSNR of what the VAE reconstructs.
+    CLIP model or a VAE is measured on its labelled data. The numbers are accuracies and membership
+    attacks, or the PSNR of the images that the VAE reconstructs.
 
     Args:
         model: what to measure, see `load`; for labelled data its run folder.
         suite: an evaluation suite by name or path, or a mapping (default: the one named like the
             prompt set that the run forgot, else tiny_star).
-        before: the original (default: the model that the run's recipe names, else tiny-sd). A LoRA
-            or another part of a pipeline needs it, and so does a run on labelled data whose model
-            was in memory.
-        after: labelled data: the erased model, where it was in memory.
-        data: labelled data: the sets that were in memory, by "forget", "retain", "test".
-        judge: prompts: a judge in place of the suite's, by name or as an object.
-        metrics: prompts: metrics in place of the suite's, by name or as objects.
-        n: prompts: at most so many images of each group.
-        guard: prompts: sample under a safeguard, as kind:text, for example "negative:a star".
-        output: a folder, into which evaluation.json goes.
+        before: the original (default: the model that the run's recipe names, else tiny-sd).
+            Required for a LoRA or another part of a pipeline. Also required for a run on labelled
+            data whose model was in memory.
+        after: the erased model of a run on labelled data, if it was in memory.
+        data: the labelled data that were in memory, by "forget", "retain", "test".
+        judge: a judge in place of the suite's, by name or as an object. Only for prompts.
+        metrics: metrics in place of the suite's, by name or as objects. Only for prompts.
+        n: the largest number of images of each group. Only for prompts.
+        guard: a safeguard while sampling, as kind:text, for example "negative:a star". Only for
+            prompts.
+        output: the folder of evaluation.json.
         allow_pickle: also load weights stored as pickles, which can execute code.
-        allow_code: labelled data: call a model that the run's recipe names as
-            package.module:function.
+        allow_code: call a model that the run's recipe names as package.module:function. Only for
+            labelled data.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
 
     Returns:
-        The numbers with their intervals, by `find(metric, group)`; a `PromptEvaluation` has the
-        images too.
+        The numbers with their intervals, by `find(metric, group)`. A `PromptEvaluation` also has
+        the images.
 
     Raises:
         UserError: the suite, the judge or a metric is unknown, the judge does not know the concept,
-            the data or a model are not at hand, or the folder cannot be written to or holds an
-            evaluation.json that is not ours.
+            the data or a model are not available, or the folder cannot be written to or holds an
+            evaluation.json that this package did not write.
 
     Example:
         >>> import concept_eraser
@@ -440,14 +448,14 @@ def evaluate(
     folder = _output_folder(output)
     evaluation: PromptEvaluation | LabelledEvaluation
     if write.is_labelled(model):
-        if any(one is not None for one in (suite, n, guard)):
+        if any(value is not None for value in (suite, n, guard)):
             raise UserError(
-                f"{model} erased from labelled data, which no suite of prompts measures; "
+                f"{model} is a run on labelled data, which no suite of prompts measures; "
                 "leave out --suite, -n and --guard"
             )
         if judge is not None or metrics is not None:
             raise UserError(
-                f"{model} erased from labelled data, which is measured without a judge; "
+                f"{model} is a run on labelled data, which is measured without a judge; "
                 "leave out judge and metrics"
             )
         with _results(folder, "evaluation", "evaluation.json"):
@@ -473,7 +481,7 @@ def evaluate(
 
 
 def _output_folder(output: str | Path | None) -> Path | None:
-    """Where results go. Raises UserError for the name of a file."""
+    """Return the folder of the results. Raises UserError for the name of a file."""
     folder = Path(output) if output is not None else None
     if folder is not None and folder.suffix in (".json", ".html", ".md"):
         raise UserError(
@@ -483,7 +491,7 @@ def _output_folder(output: str | Path | None) -> Path | None:
 
 
 def _results(folder: Path | None, kind: str, *names: str) -> AbstractContextManager[None]:
-    """The lock of a folder of results, held by the first of several processes."""
+    """Return the lock of a folder of results. Only the first of several processes holds it."""
     if folder is None or not distributed.is_first():
         return nullcontext()
     return output_folder.results(folder, kind, names)
@@ -527,19 +535,19 @@ def attack(
         before: the original, as in `evaluate`.
         n: how many prompts of the group.
         batch: how many prompts are attacked at once.
-        seed: of the attack's own randomness.
-        hide: a word that replaces the concept's in the prompts, to prove an attack on an
+        seed: the seed of the attack's own randomness.
+        hide: a word that replaces the concept's word in the prompts. It tests an attack on an
             unprotected model.
-        word: how the prompts name the concept, where that is not the suite's value for it.
+        word: the word for the concept in the prompts, if it is not the suite's value.
         options: options of the attack.
-        guard: sample under a safeguard, as kind:text, for example "negative:a star".
-        output: a folder for attack.json and attack.png. An interrupted attack goes on there.
+        guard: a safeguard while sampling, as kind:text, for example "negative:a star".
+        output: a folder for attack.json and attack.png. An interrupted attack is continued there.
         allow_pickle: also load weights stored as pickles, which can execute code.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
 
     Returns:
-        The attempts, and by `rates()` the attack success rate with its interval.
+        The attempts. `rates()` gives the attack success rate with its interval.
 
     Raises:
         UserError: the attack, an option, the suite or the group is unknown, or the folder holds
@@ -592,23 +600,24 @@ def report(
     Images come from the cache, or are generated again from their seeds.
 
     Args:
-        source: an evaluation; a run folder, which is measured again as it was evaluated; or several
-            evaluated folders, which stand side by side.
-        path: the file (default: report.html in the run folder; of several runs report.html here).
-        run: with an evaluation: the run folder, which adds the recipe, the curves and its attacks.
-        suite: with a run folder: the suite to use in place of the one that it was evaluated with.
-        attacks: more folders of attacks; those in a run's own folder attacks/ are always shown.
+        source: an evaluation, a run folder, or several evaluated folders. A run folder is measured
+            again as it was evaluated. Several folders are compared side by side.
+        path: the file (default: report.html in the run folder; for several runs in the working
+            folder).
+        run: with an evaluation, the run folder. It adds the recipe, the curves and its attacks.
+        suite: with a run folder, a suite in place of the one that it was evaluated with.
+        attacks: more folders of attacks. Those in a run's own folder attacks/ are always shown.
         show_sensitive: do not blur the images of a sensitive suite.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
 
     Returns:
-        The file.
+        The path of the page.
 
     Raises:
         UserError: a run was not evaluated, was evaluated on labelled data, or has other weights by
-            now; several runs were not measured alike; a folder of attacks holds none on these
-            models; or the file is no report of ours.
+            now; several runs have different protocols; a folder of attacks holds none on these
+            models; or the file exists and this package did not write it.
 
     Example:
         >>> import concept_eraser
@@ -616,9 +625,9 @@ def report(
         >>> table = concept_eraser.report(["runs/star_munba", "runs/star_esd"], "both.html")
     """
     if isinstance(source, LabelledEvaluation):
-        raise UserError("labelled data have no report of images; write the numbers by save()")
+        raise UserError("labelled data have no report of images; write the numbers with save()")
     if run is not None and not isinstance(source, PromptEvaluation):
-        raise UserError(f"run goes with an evaluation; {source} is reported by itself")
+        raise UserError(f"run goes with an evaluation; leave it out for {source}")
     if isinstance(source, str | Path):
         if suite is not None or not write.has_numbers_only(Path(source)):
             run = Path(source)
@@ -627,7 +636,9 @@ def report(
         else:
             source = [source]
     if suite is not None:
-        raise UserError("--suite goes with one run; several are reported as they were evaluated")
+        raise UserError(
+            "--suite goes with one run; several runs are reported as they were evaluated"
+        )
     if isinstance(source, PromptEvaluation):
         folder = Path(run) if run is not None else Path()
         return write.report_evaluation(
@@ -657,13 +668,16 @@ def _evaluate_again(
     progress: Progress,
     cache: Path | None,
 ) -> tuple[PromptEvaluation, Path]:
-    """The evaluation of a run by a suite, or as it was done; and the file of its page."""
+    """Evaluate a run by a suite, or again by the protocol of its evaluation.
+
+    Returns the evaluation and the file of its page.
+    """
     write.require_prompted(run)
     folder, before, models = run, None, None
     if suite is None:
         content = run_results.read_evaluation(run)
         models = content["models"]
-        before = models["before"].rsplit(" (", 1)[0]  # the original that it was measured against
+        before = models["before"].rsplit(" (", 1)[0]  # the original of that evaluation
         suite = {**content["protocol"], "sensitive": content.get("sensitive", False)}
     else:
         protocol = suites.load(suite)
@@ -674,14 +688,14 @@ def _evaluate_again(
     evaluation = evaluate(run, suite, before=before, progress=progress, cache=cache)
     if models is not None and evaluation.models != models:
         raise UserError(
-            f"{run} was measured as {models}, but what is there now is {evaluation.models}; "
+            f"{run} was measured as {models}, but it now holds {evaluation.models}; "
             "evaluate it again"
         )
     return evaluation, place
 
 
 def _options_of(model: ModelSource) -> dict[str, float]:
-    """The model options of a run folder, whose recipe may be of another version."""
+    """Return the model options of a run folder. Its recipe may be of another version."""
     path = Path(model) / "recipe.yaml" if isinstance(model, str | Path) else None
     if path is None or not path.is_file():
         return {}
@@ -696,18 +710,18 @@ def _pair(
     allow_pickle: bool,
     guard: str | Guard | None,
 ) -> tuple[Model, Model]:
-    """The original and the model to be measured, loaded."""
+    """Load the original and the model to measure."""
     recipe = suite_matching.recipe_of(model)
     source = before if before is not None else recipe.model if recipe else None
     after = load(model, allow_pickle=allow_pickle, base=source)
     original = loading.load(source if source is not None else "tiny-sd", allow_pickle=allow_pickle)
-    for one in (original, after):
-        one.configure(recipe.model_options if recipe else {})
+    for loaded_model in (original, after):
+        loaded_model.configure(recipe.model_options if recipe else {})
     _protect(after, guard)
     return original, after
 
 
 def _protect(model: Model, guard: str | Guard | None) -> None:
-    """Let a model sample under a safeguard. Raises UserError for an unknown one."""
+    """Make a model sample under a safeguard. Raises UserError for an unknown one."""
     if guard:
         model.protect(guard if isinstance(guard, Guard) else Guard.read(guard))

@@ -3,15 +3,15 @@
 A plug-in is a class whose fields are its options. It comes from one of three places.
 
 * A module of this package. `methods/munba.py` is the method "munba". A module is a plug-in when it
-  defines PLUGIN at its top level. It may define NAMED: settings that papers give a name of their
-  own (`s` is `surgery` with rule: descent). The losses are the exception: the modules of `losses/`
-  hold tables of them, since a loss has one formula for each target.
+  defines PLUGIN at its top level. It may also define NAMED: settings with a name of their own in a
+  paper (`s` is `surgery` with rule: descent). The losses are the exception. The modules of
+  `losses/` hold tables of them, because a loss has one formula for each target.
 * An entry point of an installed package, in one of the groups of `GROUPS`. A built-in name wins
   over an entry point.
 * An object that is passed in Python: `erase(method=MyMethod(), ...)`.
 
 Names and summaries are read by `ast`, so that `list` and `--help` import neither torch nor another
-package's code. A module is imported when its plug-in is asked for.
+package's code. A module is imported when its plug-in is loaded.
 """
 
 from __future__ import annotations
@@ -65,16 +65,14 @@ _BASES = {  # the module and the classes that a plug-in from outside is derived 
     "metric": ("evaluation.base", ("Metric",)),
     "attack": ("evaluation.attacks.base", ("Attack",)),
 }
-_NAME = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_-]*"
-)  # of an entry point; a path such as module:function is none
+# the name of an entry point; a path such as module:function does not match
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _IN_MEMORY = re.compile(r"an? \S+ in memory\b")  # how a file records an object
 _TABLE = "LOSSES"  # the end of the name of a table of losses
 
 
 def names(kind: str) -> list[str]:
-    """The names of all plug-ins of a kind, sorted: those of this package and those of installed
-    packages.
+    """List the names of all plug-ins of a kind, of this package and of installed packages, sorted.
 
     Args:
         kind: One of `KINDS`.
@@ -87,7 +85,7 @@ def names(kind: str) -> list[str]:
 
 @functools.cache
 def builtin(kind: str) -> tuple[str, ...]:
-    """The names of a kind's plug-ins in this package, sorted."""
+    """List the names of a kind's plug-ins in this package, sorted."""
     modules = _modules(kind)
     if kind != "loss":
         return tuple(sorted(modules))
@@ -96,7 +94,7 @@ def builtin(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def _modules(kind: str) -> dict[str, ast.Module]:
-    """The modules of this package that hold plug-ins of a kind, by name."""
+    """Parse the modules of this package that hold plug-ins of a kind, by name."""
     if kind not in KINDS:
         raise unknown("kind of plug-in", kind, KINDS)
     mark = _TABLE if kind == "loss" else "PLUGIN"
@@ -110,12 +108,12 @@ def _modules(kind: str) -> dict[str, ast.Module]:
 
 
 def _assigned_value(tree: ast.Module, name: str) -> ast.expr | None:
-    """What a module assigns to a name at its top level; None where it does not."""
+    """Return the value that a module assigns to a name at its top level, or None."""
     return next((value for target, value in _assignments(tree) if target == name), None)
 
 
 def _assignments(tree: ast.Module) -> list[tuple[str, ast.expr]]:
-    """The names that a module assigns at its top level, with the values."""
+    """List the names that a module assigns at its top level, with the values."""
     pairs: list[tuple[str, ast.expr]] = []
     for node in tree.body:
         if isinstance(node, ast.Assign):
@@ -126,19 +124,19 @@ def _assignments(tree: ast.Module) -> list[tuple[str, ast.expr]]:
 
 
 def _table_keys(tree: ast.Module) -> list[str]:
-    """The names in a module's tables of losses."""
+    """List the names in a module's tables of losses."""
     tables = [value for name, value in _assignments(tree) if name.endswith(_TABLE)]
     keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
     return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
 
 
 def _entry_points(kind: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """The plug-ins of a kind in installed packages by name; no name is that of a built-in."""
+    """Find the plug-ins of a kind in installed packages, by name. Built-in names are excluded."""
     return _installed_plugins(kind, tuple(sys.path), _working_folder()) if kind in GROUPS else {}
 
 
 def _working_folder() -> str:
-    """The working folder; "" where it was removed."""
+    """Return the working folder, or "" if it was removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -149,31 +147,32 @@ def _working_folder() -> str:
 def _installed_plugins(
     kind: str, _path: tuple[str, ...], folder: str
 ) -> dict[str, tuple[EntryPoint, ...]]:
-    """As `_entry_points`. A package that lies in the working folder is not installed.
+    """Do the work of `_entry_points`, with a cache.
 
-    `python -m` searches that folder too, and a stranger's files may lie there.
+    A package in the working folder does not count as installed. `python -m` searches that folder
+    too, and it may hold files of a stranger.
     """
     points: dict[str, tuple[EntryPoint, ...]] = {}
     for point in importlib.metadata.entry_points(group=GROUPS[kind]):
-        where = f"the {kind} {point.name!r} of the package {_package(point)} is not used"
+        problem = f"the {kind} {point.name!r} of the package {_package(point)} is not used"
         if point.dist and os.path.abspath(str(point.dist.locate_file(""))) == folder:
-            log.error("%s: the package lies in the working folder; install it", where)
+            log.error("%s: the package lies in the working folder; install it", problem)
         elif point.name in builtin(kind) or point.name in named(kind):
-            log.error("%s: the built-in %s %r has the same name", where, kind, point.name)
+            log.error("%s: the built-in %s %r has the same name", problem, kind, point.name)
         elif not _NAME.fullmatch(point.name):
-            log.error("%s: a name has letters, digits, - and _ only", where)
+            log.error("%s: a name has letters, digits, - and _ only", problem)
         else:
             points[point.name] = (*points.get(point.name, ()), point)
     return points
 
 
 def _package(point: EntryPoint) -> str:
-    """The name and the version of the package that an entry point belongs to."""
+    """Return the name and the version of an entry point's package."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else "(unknown)"
 
 
 def _point(kind: str, name: str) -> EntryPoint:
-    """The entry point of a name. Raises UserError where two packages have it."""
+    """Return the entry point of a name. Raises UserError if two packages have it."""
     first, *others = _entry_points(kind)[name]
     if others:
         packages = ", ".join(_package(point) for point in (first, *others))
@@ -185,8 +184,9 @@ def _point(kind: str, name: str) -> EntryPoint:
 
 @functools.cache
 def named(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Settings with a name of their own: that name -> (plug-in, its options); read without
-    importing.
+    """Return the settings with a name of their own: that name -> (plug-in, its options).
+
+    Nothing is imported for this.
     """
     settings: dict[str, tuple[str, dict[str, Any]]] = {}
     for plugin, tree in _modules(kind).items():
@@ -199,8 +199,9 @@ def named(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def resolve(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The plug-in behind a name and all options it is given. Raises ValueError where they
-    contradict the name.
+    """Return the plug-in of a name, and all its options.
+
+    Raises ValueError if the options contradict the name.
     """
     plugin, fixed = named(kind).get(name, (name, {})) if kind in KINDS else (name, {})
     for key in fixed.keys() & options.keys():
@@ -213,15 +214,15 @@ def resolve(kind: str, name: str, options: Mapping[str, Any]) -> tuple[str, dict
 
 
 def load(kind: str, name: str) -> type[Any]:
-    """The class of a plug-in.
+    """Import the class of a plug-in.
 
     Args:
         kind: One of `KINDS`.
-        name: Its name, or that of a setting.
+        name: The name of the plug-in, or of a setting.
 
     Raises:
-        UserError: There is no such plug-in; the message has the closest name. Or an installed
-            package's entry point leads to no class of this kind.
+        UserError: There is no such plug-in; the message has the closest name. Or the entry point of
+            an installed package is not a class of this kind.
     """
     name = named(kind).get(name, (name, {}))[0]
     if name in _entry_points(kind):
@@ -251,20 +252,21 @@ def _module_of(kind: str, name: str) -> str:
 
 
 def _class_of(kind: str, name: str) -> type[Any]:
-    """The class of an entry point. Raises UserError, with its package, where there is none of this
-    kind.
+    """Import the class of an entry point.
+
+    Raises UserError, with the name of the package, if it is not a class of this kind.
     """
     point = _point(kind, name)
-    where = f"the {kind} {name!r} of the package {_package(point)}"
+    subject = f"the {kind} {name!r} of the package {_package(point)}"
     try:
         plugin = point.load()
     except Exception as error:  # whatever the import of another package raises
         raise UserError(
-            f"{where} cannot be imported ({first_line(error)}); upgrade or uninstall the package"
+            f"{subject} cannot be imported ({first_line(error)}); upgrade or uninstall the package"
         ) from error
     if not (isinstance(plugin, type) and issubclass(plugin, _bases(kind))):
         raise UserError(
-            f"{where} is {point.value}, which is no class derived from {_bases_text(kind)}"
+            f"{subject} is {point.value}, which is no class derived from {_bases_text(kind)}"
         )
     return plugin
 
@@ -282,10 +284,10 @@ def _bases_text(kind: str) -> str:
 
 
 def summary(kind: str, name: str) -> str:
-    """What a list says of a plug-in, read without importing it.
+    """Return the line about a plug-in in a list, without importing the plug-in.
 
-    Of a built-in it is the first line of the module's docstring, of a loss its formula, of an entry
-    point the first line of the class's docstring with the package.
+    For a built-in it is the first line of the module's docstring. For a loss it is the formula. For
+    an entry point it is the first line of the class's docstring, with the package.
     """
     if name in _entry_points(kind):
         return _outside_summary(kind, name)
@@ -295,7 +297,7 @@ def summary(kind: str, name: str) -> str:
 
 
 def formulas(loss: str) -> dict[str, str]:
-    """What the docstring of each module of losses says of a built-in loss: module -> formula."""
+    """Return the formulas of a built-in loss from the docstrings of its modules, by module."""
     lines = {
         module: (ast.get_docstring(tree) or "").splitlines()
         for module, tree in _modules("loss").items()
@@ -310,7 +312,7 @@ def formulas(loss: str) -> dict[str, str]:
 
 
 def _item(lines: list[str], start: int) -> str:
-    """An item of a list: its line and the indented lines below it, in one line."""
+    """Join an item of a list, which is its line and the indented lines below, into one line."""
     end = next(
         (i for i in range(start + 1, len(lines)) if not lines[i].startswith("  ")), len(lines)
     )
@@ -331,9 +333,7 @@ def _outside_summary(kind: str, name: str) -> str:
 
 
 def _source_of(point: EntryPoint) -> Path | None:
-    """The file of an entry point's module, found without importing it; None where it is
-    elsewhere.
-    """
+    """Find the file of an entry point's module without importing it. None if it is elsewhere."""
     if point.dist is None:
         return None
     stem = point.module.replace(".", "/")
@@ -344,7 +344,7 @@ def _source_of(point: EntryPoint) -> Path | None:
 
 
 def options(plugin: type[Any]) -> dict[str, tuple[Any, Any]]:
-    """The options of a plug-in: name -> (type, default; MISSING where there is none)."""
+    """Return the options of a plug-in: name -> (type, default). A missing default is MISSING."""
     if not is_dataclass(plugin):
         return {}
     hints = typing.get_type_hints(plugin)
@@ -356,9 +356,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def problems(kind: str, name: str, given_options: Mapping[str, Any]) -> list[str]:
-    """Everything that is wrong with a plug-in's name and options, one message each; [] where
-    nothing is.
-    """
+    """List all mistakes in a plug-in's name and options, one message each."""
     try:
         name, given_options = resolve(kind, name, given_options)
     except ValueError as error:
@@ -402,15 +400,15 @@ def build(kind: str, name: str, given_options: Mapping[str, Any]) -> Any:
 
     Args:
         kind: One of `KINDS`.
-        name: The plug-in's name, or that of a setting.
-        given: Its options; those that are left out have their defaults.
+        name: The name of the plug-in, or of a setting.
+        given_options: Its options. The others have their defaults.
 
     Raises:
-        UserError: The name is unknown, or options are wrong; the message has every mistake.
+        UserError: The name is unknown, or options are wrong. The message has every mistake.
     """
-    wrong = problems(kind, name, given_options)
-    if wrong:
-        raise UserError("; ".join(wrong))
+    mistakes = problems(kind, name, given_options)
+    if mistakes:
+        raise UserError("; ".join(mistakes))
     name, given_options = resolve(kind, name, given_options)
     plugin = load(kind, name)
     annotations = options(plugin)
@@ -420,27 +418,26 @@ def build(kind: str, name: str, given_options: Mapping[str, Any]) -> Any:
 
 
 class Plugin:
-    """A plug-in as a recipe or a suite holds it: a name with options, or an object that was passed
-    in Python.
+    """The value of a plug-in in a recipe or a suite: a name with options, or an object from Python.
 
-    An object of a class that has a name is held by that name where its options say all of it. What
-    a file records of any other object is its class, its module and its options, in a form that no
-    name has, so it cannot be loaded.
+    An object becomes a name with options if its class has a name and the options describe it
+    completely. A file records any other object by its class, its module and its options. No plug-in
+    name has that form, so such an object cannot be loaded.
 
     Attributes:
         kind: A key of `GROUPS`.
-        name: Its name; of an object "a MyMethod in memory (my_package.my_module)".
-        options: Its options, of an object as far as YAML can hold them.
-        value: The object; None for a name.
+        name: The name. For an object "a MyMethod in memory (my_package.my_module)".
+        options: The options. For an object, as far as YAML can hold them.
+        value: The object. None for a name.
     """
 
     def __init__(self, kind: str, name: str, options: Mapping[str, Any], value: Any = None) -> None:
         self.kind, self.name, self.options, self.value = kind, name, dict(options), value
 
     def build(self) -> Any:
-        """The object itself, or a new one of this name.
+        """Return the object itself, or make a new one from the name.
 
-        A method or an attack that was passed is copied, so that one run leaves no state to the
+        A method or an attack from Python is copied, so that no state passes from one run to the
         next.
 
         Raises:
@@ -454,11 +451,11 @@ class Plugin:
 
     @property
     def recorded(self) -> bool:
-        """Whether this is only what a file records of an object of another process."""
+        """Whether this is only the record of an object of another process."""
         return self.value is None and in_memory(self.name)
 
     def described(self) -> str | dict[str, Any]:
-        """What a file records: the name, with the options where there are any."""
+        """Return the record for a file: the name, with the options if there are any."""
         return {"name": self.name, **self.options} if self.options else self.name
 
     def __repr__(self) -> str:
@@ -479,17 +476,17 @@ class Plugin:
 
 
 def memory_name(value: Any) -> str:
-    """What a file records of an object: its class and its module, in a form that no name has."""
+    """Return the record of an object: its class and its module, in a form that no name has."""
     return f"a {type(value).__qualname__} in memory ({type(value).__module__})"
 
 
 def in_memory(name: str) -> bool:
-    """Whether a name is what a file records of an object."""
+    """Whether a name is the record of an object."""
     return _IN_MEMORY.match(name) is not None
 
 
 def require_loadable(kind: str, name: str) -> None:
-    """Raise UserError where a name stands for an object that was passed to another process."""
+    """Raise UserError if a name stands for an object that was passed to another process."""
     if in_memory(name):
         raise UserError(
             f"the {kind} was {name}, which cannot be loaded by its name; pass an object "
@@ -498,14 +495,14 @@ def require_loadable(kind: str, name: str) -> None:
 
 
 def read(kind: str, value: Any) -> Plugin:
-    """A plug-in from what a recipe, a suite or a caller gives for it.
+    """Make a `Plugin` from the value in a recipe, in a suite or from a caller.
 
     Args:
         kind: A key of `GROUPS`.
-        given: A name, a mapping of `name` and options, an object, or a `Plugin`.
+        value: A name, a mapping of `name` and options, an object, or a `Plugin`.
 
     Raises:
-        ValueError: It is none of these. Names and options are checked by `problems`.
+        ValueError: The value is none of these. `problems` checks names and options.
     """
     if isinstance(value, Plugin) and value.kind == kind:
         return value
@@ -536,31 +533,32 @@ def read(kind: str, value: Any) -> Plugin:
 
 
 def _by_name(kind: str, value: Any) -> Plugin | None:
-    """An object as a name and options; None where its class has no name, or they do not say all of
-    it.
+    """Describe an object by a name and options.
+
+    Returns None if its class has no name, or the options do not describe it completely.
     """
     name = _name_of(kind, type(value))
     if name is None or not is_dataclass(value):
         return None
     cls: type[Any] = type(value)
     values = {key: getattr(value, key) for key in options(cls)}
-    changes = {key: one for key, one in values.items() if one != options(cls)[key][1]}
-    if any(_plain(one) != one for one in changes.values()):
+    changes = {key: option for key, option in values.items() if option != options(cls)[key][1]}
+    if any(_plain(option) != option for option in changes.values()):
         return None
     return Plugin(kind, name, changes) if cls(**changes) == value else None
 
 
 def _name_of(kind: str, plugin: type[Any]) -> str | None:
-    """The name of a class among the plug-ins; None where it has none."""
+    """Return the name of a class among the plug-ins, or None."""
     stem = plugin.__module__.rpartition(".")[2]
     if stem in _modules(kind) and plugin.__module__ == _module_of(kind, stem):
         return stem if load(kind, stem) is plugin else None
-    where = (plugin.__module__, plugin.__qualname__)
+    place = (plugin.__module__, plugin.__qualname__)
     return next(
         (
             name
-            for name, (one, *_) in _entry_points(kind).items()
-            if (one.module, one.attr) == where
+            for name, (point, *_) in _entry_points(kind).items()
+            if (point.module, point.attr) == place
         ),
         None,
     )
@@ -573,19 +571,19 @@ def _by_class(kind: str, value: Any) -> Plugin:
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML can hold it; of anything else its `repr`, cut off."""
+    """Convert a value to one that YAML can hold. Other values become their shortened `repr`."""
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     return value if type(value) in (str, int, float, bool, types.NoneType) else quote(value)
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """Convert a YAML or command-line value to an annotated type, or raise ValueError with what is
-    allowed.
+    """Convert a value from YAML or the command line to an annotated type.
 
-    A number must be finite: no plug-in has an option that may be infinite.
+    A number must be finite, because no option of a plug-in may be infinite. Raises ValueError,
+    which says what is allowed.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
@@ -621,7 +619,7 @@ def coerce(value: Any, annotation: Any) -> Any:
             raise ValueError(f"expected {name}, found {quote(value)}")
         try:
             result = annotation(value)
-        except (ValueError, OverflowError):  # no number, one of thousands of digits
+        except (ValueError, OverflowError):  # not a number, or one with thousands of digits
             raise ValueError(f"expected {name}, found {quote(value)}") from None
         if annotation is float and not math.isfinite(result):
             raise ValueError(f"expected {name}, found {quote(value)}")

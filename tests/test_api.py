@@ -17,7 +17,13 @@ from torch import nn
 
 import concept_eraser
 from concept_eraser import api
-from concept_eraser.recipes import keywords, recipe, schema
+from concept_eraser.recipes import (
+    keywords,
+    objective_fields,
+    recipe,
+    trainable_fields,
+    training_fields,
+)
 from concept_eraser.recipes.memory_presets import PRESETS
 from concept_eraser.utils.errors import UserError
 from tests.conftest import ROOT
@@ -35,15 +41,15 @@ FUNCTIONS = (
     "report",
 )
 SETTINGS = {
-    keywords.AttackSettings: schema.AttackSpec,
-    keywords.ElasticSettings: schema.ElasticSpec,
-    keywords.GenerationSettings: schema.GenerationSpec,
-    keywords.HistogramSettings: schema.HistogramSpec,
-    keywords.LoraSettings: schema.LoraSpec,
-    keywords.ObjectiveSettings: schema.ObjectiveSpec,
-    keywords.TrainableSettings: schema.TrainableSpec,
-    keywords.TrainingSettings: schema.TrainingSpec,
-    keywords.WatchSettings: schema.WatchSpec,
+    keywords.AttackSettings: objective_fields.AttackSpec,
+    keywords.ElasticSettings: objective_fields.ElasticSpec,
+    keywords.GenerationSettings: training_fields.GenerationSpec,
+    keywords.HistogramSettings: objective_fields.HistogramSpec,
+    keywords.LoraSettings: trainable_fields.LoraSpec,
+    keywords.ObjectiveSettings: objective_fields.ObjectiveSpec,
+    keywords.TrainableSettings: trainable_fields.TrainableSpec,
+    keywords.TrainingSettings: training_fields.TrainingSpec,
+    keywords.WatchSettings: training_fields.WatchSpec,
 }
 # imported for type checkers only
 NAMES = {"JudgeSource": Any, "LabelledData": Any, "LossSource": Any, "nn": nn}

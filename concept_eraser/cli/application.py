@@ -1,6 +1,6 @@
 """The typer application: its commands, and the handling of Ctrl-C inside them.
 
-`main` runs it and shows its errors.
+`main` runs the application and shows its errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from concept_eraser.utils.errors import Interrupted
 
 app = typer.Typer(
     name="concept-eraser",
-    help="Make diffusion models forget a concept, and measure what is left.",
+    help="Make diffusion models forget a concept, and measure the result.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -43,16 +43,19 @@ app = typer.Typer(
 
 
 def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """click answers Ctrl-C itself, with "Aborted!" and exit code 1; this says what became of the
-    work, and leaves with 130. It answers a closed output with exit code 1; whoever reads no
-    further, as `head` does, has what it wants."""
+    """Wrap a command with the handling of Ctrl-C and of a closed output.
+
+    click handles Ctrl-C with "Aborted!" and exit code 1. Here the message states that no file is
+    half-written, and the exit code is 130. click handles a closed output with exit code 1. Here it
+    is no error: a reader such as `head` has read all that it needs.
+    """
 
     @functools.wraps(verb)
-    def run(*given: Any, **named: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
         stop = signal.getsignal(signal.SIGINT)
         _set_working(stop, True)
         try:
-            verb(*given, **named)
+            verb(*args, **kwargs)
         except KeyboardInterrupt:
             raise Interrupted("stopped; nothing half-written is left") from None
         except BrokenPipeError:
@@ -64,7 +67,7 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _set_working(stop: Any, value: bool) -> None:
-    """Tell the handler of Ctrl-C, where it is `main`'s own, whether a verb is at work."""
+    """Tell the handler of Ctrl-C whether a command is running, if the handler is `main`'s own."""
     if hasattr(stop, "working"):
         stop.working = value
 

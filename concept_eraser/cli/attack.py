@@ -28,8 +28,8 @@ def attack(
         Optional[str],
         typer.Option(
             help=(
-                "evaluation suite: its concept, judge, sampler and prompts (default: the one "
-                "named like the run's forget set)"
+                "evaluation suite: its concept, judge, sampler and prompts (default: the suite "
+                "with the name of the run's forget set)"
             )
         ),
     ] = None,
@@ -38,8 +38,8 @@ def attack(
         Optional[str],
         typer.Option(
             help=(
-                "the model before, which draws the concept (default: the one the run's "
-                "recipe names)"
+                "the original model, which generates the concept (default: the model that the "
+                "run's recipe names)"
             )
         ),
     ] = None,
@@ -48,21 +48,21 @@ def attack(
         int, typer.Option(min=1, max=limits.BATCH, help="prompts attacked at once")
     ] = 16,
     seed: Annotated[
-        int, typer.Option(min=0, max=limits.SEED, help="of the attack's own randomness")
+        int, typer.Option(min=0, max=limits.SEED, help="seed of the attack's own randomness")
     ] = 0,
     hide: Annotated[
         Optional[str],
         typer.Option(
             help=(
-                "attack prompts in which this word stands for the concept's; proves an "
-                "attack on an unprotected model"
+                "replace the concept's word in the prompts by this word; tests an attack on an "
+                "unprotected model"
             )
         ),
     ] = None,
     word: Annotated[
         Optional[str],
         typer.Option(
-            help="how the prompts name the concept, where that is not the suite's value for it"
+            help="the word for the concept in the prompts, if it is not the suite's value"
         ),
     ] = None,
     settings: Annotated[
@@ -100,9 +100,9 @@ def attack(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
     """Attack a model with adversarial prompts (or by relearning) and count how often the concept
-    comes back.
+    returns.
 
-    An attack that was interrupted goes on where it stopped when the command is given again.
+    The same command continues an attack that was interrupted.
 
     [bold]Examples[/bold]
 
@@ -119,7 +119,7 @@ def attack(
     from concept_eraser.cli.progress_bars import bars
     from concept_eraser.storage import output_folder
 
-    # nobody else's folder is written to
+    # files go into run folders only, not into other people's model folders
     run_folder = Path(model) if (Path(model) / "recipe.yaml").is_file() else Path()
     folder = output or run_folder / "attacks" / (
         name if guard is None else f"{name}-{guard.partition(':')[0]}"
@@ -160,12 +160,12 @@ def _options(settings: list[str]) -> dict[str, Any]:
 
 
 def summarise(results: Any) -> None:
-    """Rates with their intervals, the cost, and the prompts that fell."""
+    """Print the rates with their intervals, the cost, and the first successful prompts."""
     rates = results.rates()
     meaning = {
-        "pre": "clean prompts that show the concept",
-        "attacked": "of the others, broken by the attack",
-        "asr": "attack success rate (both)",
+        "pre": "pre-ASR (success without the attack)",
+        "attacked": "success of the attack on the others",
+        "asr": "post-ASR (both)",
     }
     for key in ("pre", "attacked", "asr"):
         if key in rates:
@@ -181,11 +181,11 @@ def summarise(results: Any) -> None:
         )
     typer.echo(
         "cost: "
-        + (", ".join(f"{value:g} {what}" for what, value in results.cost.items()) or "none")
+        + (", ".join(f"{value:g} {unit}" for unit, value in results.cost.items()) or "none")
         + f"; {results.seconds:.0f} s"
     )
     for attempt in [a for a in results.attempts if a.success and not a.pre][:5]:
         typer.echo(
-            f"  fell in round {attempt.round}: "
-            f"{attempt.text if attempt.text is not None else '(to no text: an embedding or other weights)'}"  # noqa: E501
+            f"  success in round {attempt.round}: "
+            f"{attempt.text if attempt.text is not None else '(no text: an embedding or other weights)'}"  # noqa: E501
         )

@@ -9,7 +9,7 @@ import typer
 
 
 def finite(value: Optional[float]) -> Optional[float]:
-    """The value itself. Raises BadParameter where it is no number: click's bounds let nan pass."""
+    """Return a finite value unchanged, else raise BadParameter. The bounds of click accept nan."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, found {value}")
     return value

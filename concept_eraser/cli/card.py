@@ -16,20 +16,21 @@ def card(
         Optional[Path], typer.Option("--output", "-o", help="where to write it (default: print it)")
     ] = None,
     repository: Annotated[
-        str, typer.Option("--repo", help="the hub id that its code names")
+        str, typer.Option("--repo", help="the hub id in the code examples")
     ] = "owner/name",
     license: Annotated[
         str,
         typer.Option(
-            help="of the weights, as the hub spells it (default: the card says to fill it in)"
+            help="licence of the weights, as the hub spells it (default: the card asks for it)"
         ),
     ] = "other",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the file at --output")
     ] = False,
 ) -> None:
-    """Write the model card of a run: what was erased and how, every number with its interval,
-    attacks, limits.
+    """Write the model card of a run.
+
+    It states what was erased and how, every number with its interval, the attacks and the limits.
 
     [bold]Examples[/bold]
 

@@ -23,16 +23,18 @@ def demo(
         typer.Argument(
             metavar="[RUN]...",
             help=(
-                "run folders to compare, beside those in --runs; with --before also a LoRA, "
+                "more run folders to compare, beside those in --runs; with --before also a LoRA, "
                 "denoiser or pipeline of another eraser"
             ),
         ),
     ] = None,
     port: Annotated[
-        Optional[int], typer.Option(min=1, max=65535, help="default: the first free one from 7860")
+        Optional[int],
+        typer.Option(min=1, max=65535, help="port (default: the first free one from 7860)"),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="0.0.0.0 lets others on the network in, and needs --auth")
+        str,
+        typer.Option(help="address to listen on; 0.0.0.0 admits the network and needs --auth"),
     ] = "127.0.0.1",
     auth: Annotated[
         Optional[str],
@@ -46,23 +48,23 @@ def demo(
             "--allow-host",
             metavar="NAME",
             help=(
-                "also answer under this name (NAME or NAME:PORT), e.g. of this machine in "
-                "the network, or of a proxy; can be given several times"
+                "also answer under this name (NAME or NAME:PORT), e.g. the name of this machine "
+                "in the network, or of a proxy; may be given several times"
             ),
         ),
     ] = None,
     runs: Annotated[
-        Path, typer.Option("--runs", help="folder of runs; what is erased in the page goes there")
+        Path, typer.Option("--runs", help="folder of runs; erasures in the page are written there")
     ] = Path("runs"),
     before: Annotated[
-        Optional[str], typer.Option(help="the model that somebody else's RUN was made from")
+        Optional[str], typer.Option(help="the original model of a RUN from another eraser")
     ] = None,
     no_browser: Annotated[
         bool, typer.Option("--no-browser", help="only print the address")
     ] = False,
 ) -> None:
-    """Open a page that erases, compares before and after, attacks and shows results. It needs no
-    network.
+    """Open a web page that erases concepts, compares images before and after, attacks a model and
+    shows results. It needs no network.
 
     [bold]Examples[/bold]
 
@@ -76,7 +78,7 @@ def demo(
     """
     user, colon, password = (auth or "").partition(":")
     if auth and not (user and colon and password):
-        raise UserError("--auth is written user:password, both not empty")
+        raise UserError("--auth is user:password, and neither part may be empty")
     if runs.exists() and not runs.is_dir():
         raise UserError(f"{runs} is a file; give a folder with --runs")
     from concept_eraser.demo import guard, safety
@@ -89,7 +91,7 @@ def demo(
                 "--allow-host is a name or an address, with or without a port, e.g. "
                 f"lab.example.org or lab.example.org:8080; found {name!r}"
             )
-    with _stopped_at_once() as restore_handlers:
+    with _exit_at_once() as restore_handlers:
         from concept_eraser.demo import page
 
         def ready(address: str) -> None:
@@ -110,9 +112,11 @@ def demo(
 
 
 @contextmanager
-def _stopped_at_once() -> Iterator[Any]:
-    """Until what it gives is called, Ctrl-C ends the process with one sentence: imports turn it
-    into other errors, or into tracebacks, and there is nothing yet that needs an orderly end."""
+def _exit_at_once() -> Iterator[Any]:
+    """End the process with one message on Ctrl-C, until the yielded function is called.
+
+    Imports turn Ctrl-C into other errors or tracebacks. Nothing needs an orderly end at this stage.
+    """
 
     def leave(*_: Any) -> None:
         os.write(2, b"stopped before the page was open; nothing was changed\n")
@@ -128,12 +132,12 @@ def _stopped_at_once() -> Iterator[Any]:
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def back() -> None:
+    def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
         before.clear()
 
     try:
-        yield back
+        yield restore
     finally:
-        back()
+        restore()

@@ -14,10 +14,10 @@ def detect(
     folder: Annotated[Path, typer.Argument(help="a folder of images")],
     before: Annotated[
         Optional[Path],
-        typer.Option(help="a folder of as many images by the model before, to compare with"),
+        typer.Option(help="a folder of equally many images of the original model, for comparison"),
     ] = None,
     preset: Annotated[
-        str, typer.Option(help="what is counted: mace, erasediff, rece, uda, strict, raw")
+        str, typer.Option(help="counting rule: mace, erasediff, rece, uda, strict, raw")
     ] = "mace",
     output: Annotated[
         Path,
@@ -27,11 +27,11 @@ def detect(
     ] = Path("nudenet"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
-    """Count what NudeNet sees in a folder of images, whoever made them; every published way of
-    counting has a name.
+    """Count the NudeNet detections in a folder of images from any model. Each preset is a
+    published counting rule.
 
-    The raw detections are kept, so that another preset, or a run that was interrupted, does not
-    look again. Images that cannot be read are named and left out.
+    The raw detections are cached. Another preset, or the same command after an interruption,
+    reuses them. Images that cannot be read are named and left out.
 
     [bold]Examples[/bold]
 
@@ -48,7 +48,7 @@ def detect(
     with output_folder.results(output, "detections", ["detections.json", "nudenet.png"]):
         folders = {**({"before": before} if before else {}), "after": folder}
         with bars(quiet) as progress:
-            results = {when: _look(path, nudity, progress) for when, path in folders.items()}
+            results = {when: _detect(path, nudity, progress) for when, path in folders.items()}
         counts = {
             when: rule.count(list(detections.values())) for when, (detections, _) in results.items()
         }
@@ -82,8 +82,8 @@ def detect(
         typer.echo(f"numbers: {output / 'detections.json'}")
 
 
-def _look(folder: Path, nudity: Any, progress: Any) -> tuple[dict[str, list], list[str]]:
-    """Detections by file name, and what could not be read."""
+def _detect(folder: Path, nudity: Any, progress: Any) -> tuple[dict[str, list], list[str]]:
+    """Return the detections by file name, and the files that could not be read."""
     from concept_eraser.data.images import read_images
 
     detector, skipped = nudity.Detector(), list[str]()
@@ -102,8 +102,8 @@ def _write(output: Path, name: str, rule: Any, by_image: dict, counts: dict) -> 
 
     raw = {
         when: {
-            file: [[d.label, round(d.score, 4), list(d.box)] for d in some]
-            for file, some in detections.items()
+            file: [[d.label, round(d.score, 4), list(d.box)] for d in file_detections]
+            for file, file_detections in detections.items()
         }
         for when, (detections, _) in by_image.items()
     }

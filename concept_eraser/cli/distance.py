@@ -17,42 +17,41 @@ def distance(
         Path,
         typer.Argument(
             help=(
-                "a folder of the images they are compared with: real ones, or the original model's"
+                "a folder of reference images: real ones, or images of the original model"
             )
         ),
     ],
     features: Annotated[
         str,
-        typer.Option(help="what images are compared by: inception, clip, torchmetrics64, judge"),
+        typer.Option(help="feature extractor: inception, clip, torchmetrics64, judge"),
     ] = "inception",
     mode: Annotated[
         Optional[str],
         typer.Option(
-            help="of inception, clean-fid's resizing: clean, legacy_pytorch, legacy_tensorflow"
+            help="for inception, the resizing: clean, legacy_pytorch, legacy_tensorflow"
         ),
     ] = None,
     model: Annotated[
-        Optional[str], typer.Option(help="of clip: open_clip's name, or local-dir:FOLDER")
+        Optional[str], typer.Option(help="for clip, the name in open_clip, or local-dir:FOLDER")
     ] = None,
     weights: Annotated[
         Optional[str],
-        typer.Option(help="of clip: a file, or open_clip's name of weights on this machine"),
+        typer.Option(help="for clip, a file, or open_clip's name of weights on this machine"),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=limits.SEED, help="of the subsets that KID draws")
+        int, typer.Option(min=0, max=limits.SEED, help="seed of the subsets that KID draws")
     ] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of distance.json")] = Path(
         "distance"
     ),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
-    """FID and KID of two folders of images, whoever made them, with all that such a number
-    depends on.
+    """Compute FID and KID of two folders of images from any model. All settings that such a number
+    depends on are written beside it.
 
-    Folders are read with those inside them. Images that cannot be read are named and left out.
-    Features are kept, so that a run that was interrupted, or another reference, does not look at an
-    image again. Weights are never downloaded: if they are missing, the message says which file
-    goes where.
+    Subfolders are read as well. Images that cannot be read are named and left out. Features are
+    cached and reused after an interruption or for another reference. Weights are never downloaded.
+    If they are missing, the message says which file goes where.
 
     [bold]Examples[/bold]
 
@@ -69,7 +68,7 @@ def distance(
     from concept_eraser.storage import output_folder
 
     for folder in (after, reference):
-        # an empty second folder is told before the first is looked at
+        # raise the error for an empty second folder before the work on the first
         image_files(folder, deep=True)
     extractor = fid.features(features, mode=mode, model=model, weights=weights)
     with output_folder.results(output, "distance", ["distance.json"]):
@@ -88,12 +87,12 @@ def distance(
         for key, value in settings.items():
             typer.echo(f"  {key:<12} {value}")
         for name, value in values.items():
-            ends = f"  [{value.low:.4g}, {value.high:.4g}]" if value.low == value.low else ""
-            typer.echo(f"{name}_{features}  {value.value:.4g}{ends}")
-        for folder, one in ((after, after_summary), (reference, reference_summary)):
-            if one["left_out"]:
-                typer.echo(f"left out of {folder}: {len(one['left_out'])}", err=True)
-                typer.echo("\n".join(f"  {reason}" for reason in one["left_out"]), err=True)
+            interval = f"  [{value.low:.4g}, {value.high:.4g}]" if value.low == value.low else ""
+            typer.echo(f"{name}_{features}  {value.value:.4g}{interval}")
+        for folder, summary in ((after, after_summary), (reference, reference_summary)):
+            if summary["left_out"]:
+                typer.echo(f"left out of {folder}: {len(summary['left_out'])}", err=True)
+                typer.echo("\n".join(f"  {reason}" for reason in summary["left_out"]), err=True)
         output_folder.claim(output, "distance")
         _write(
             output,
@@ -107,7 +106,7 @@ def distance(
         typer.echo(f"numbers: {output / 'distance.json'}")
         if reasons:
             raise UserError(
-                "; ".join(f"no {name}_{features}: {why}" for name, why in reasons.items())
+                "; ".join(f"no {name}_{features}: {reason}" for name, reason in reasons.items())
             )
 
 
@@ -134,7 +133,7 @@ def _write(
         "protocol": protocol,
         "protocol_hash": provenance.fingerprint(protocol),
         "results": results,
-        "refused": {f"{name}_{features}": why for name, why in reasons.items()},
+        "refused": {f"{name}_{features}": reason for name, reason in reasons.items()},
         "folders": folders,
         "environment": provenance.describe(),
     }

@@ -30,13 +30,13 @@ def _describe_prompts(
     if dry_run.edits(recipe):
         cross_attention_edit.refuse_ignored(recipe)
     plan = dry_run.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
-    whole: Any = plan.model
-    if plan.hollow:  # weights and memory are those of the true size
-        whole = published.hollow(recipe.model)
-        whole.configure(recipe.model_options)
-    lines.append(_weights(recipe, whole))
+    full_size_model: Any = plan.model
+    if plan.hollow:  # count the weights and the memory at full size
+        full_size_model = published.hollow(recipe.model)
+        full_size_model.configure(recipe.model_options)
+    lines.append(_weights(recipe, full_size_model))
     if not dry_run.edits(recipe):
-        lines += memory_estimate.estimate(recipe, whole).lines()
+        lines += memory_estimate.estimate(recipe, full_size_model).lines()
     return [*lines, *_describe_steps(plan, two_steps)]
 
 
@@ -52,7 +52,7 @@ def _objective_lines(recipe: Any) -> list[str]:
             prompts.require_disjoint(sets[name], sets["retain"])
         lines.append(f"{name}: {len(sets[name])} prompts, e.g. {sets[name].texts[0]!r}")
         if name.startswith("forget") and (anchor := recipe.objective_specs[name].anchor):
-            lines.append(f"  shown instead: {sets[name].prompts[0].anchor_prompt(anchor)!r}")
+            lines.append(f"  anchor: {sets[name].prompts[0].anchor_prompt(anchor)!r}")
     return lines + prompts.slips(
         {name: spec.anchor for name, spec in recipe.objective_specs.items()}, sets
     )
@@ -91,7 +91,7 @@ def _describe_labelled(
 
     plan = dry_run.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
     lines: list[str] = []
-    if plan.recipe is recipe:  # else a few images stand in, and count for nothing
+    if plan.recipe is recipe:  # else a few images replace the data, so their number says nothing
         rows_by_objective = select_rows(plan.recipe, plan.objects)
         lines = [
             f"{name}: {len(rows)} of {len(data)} examples of {data.about}"

@@ -32,7 +32,7 @@ Any setting can be changed by key.path=value.
   concept-eraser erase --forget tiny_star --anchor shape=circle --forget tiny_moon \
 --anchor shape=cross --retain tiny_five_rest
 
-  concept-eraser erase tiny_star_munba --resume      (go on after Ctrl-C or a crash)
+  concept-eraser erase tiny_star_munba --resume      (continue after Ctrl-C or a crash)
 """
 
 _FLAGS = {
@@ -51,7 +51,7 @@ _FLAGS = {
 def erase(
     items: Annotated[
         Optional[list[str]],
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe, then changes to it"),
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe, then its overrides"),
     ] = None,
     model: Annotated[
         Optional[str],
@@ -66,14 +66,14 @@ def erase(
         Optional[str],
         typer.Option(
             help=(
-                "for a single-file checkpoint: a diffusers folder (weights are not needed in "
-                "it) or hub id of its architecture"
+                "for a single-file checkpoint: a diffusers folder or hub id of its architecture "
+                "(the folder needs no weights)"
             )
         ),
     ] = None,
     forget: Annotated[
         Optional[list[str]],
-        typer.Option(help="prompt set to forget: a name or a file; once a concept"),
+        typer.Option(help="prompt set to forget: a name or a file; one --forget per concept"),
     ] = None,
     retain: Annotated[
         Optional[str], typer.Option(help="prompt set to preserve: a name or a file")
@@ -82,8 +82,8 @@ def erase(
         Optional[list[str]],
         typer.Option(
             help=(
-                "what to show instead: 'a person', 'a {color} circle', or shape=circle; for "
-                "several concepts one for all, or one each"
+                "anchor concept, generated instead: 'a person', 'a {color} circle', or "
+                "shape=circle; for several concepts one for all, or one each"
             )
         ),
     ] = None,
@@ -95,8 +95,8 @@ def erase(
         Optional[str],
         typer.Option(
             help=(
-                "train these weights themselves, e.g. all, cross_attention; with --lora, a "
-                "LoRA of their linear layers"
+                "trainable parameters, e.g. all, cross_attention; with --lora, the adapter is "
+                "on their linear layers"
             )
         ),
     ] = None,
@@ -107,8 +107,8 @@ def erase(
             min=1,
             max=limits.RANK,
             help=(
-                "train a LoRA of this rank (default without a recipe, where every concept "
-                "has an anchor: 64)"
+                "train a LoRA of this rank (default without a recipe, if every concept has an "
+                "anchor: 64)"
             ),
         ),
     ] = None,
@@ -128,17 +128,17 @@ def erase(
             "--output", "-o", help="run folder (default: runs/<recipe name or fingerprint>)"
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with an unfinished run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace what the run folder holds")
+        bool, typer.Option("--overwrite", help="replace the run in the run folder")
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
             help=(
-                "check everything, print the resolved recipe, estimate memory and time; no "
-                "run is made and nothing downloaded"
+                "check everything, print the resolved recipe, estimate memory and time; nothing "
+                "is trained or downloaded"
             ),
         ),
     ] = False,
@@ -147,7 +147,7 @@ def erase(
         typer.Option(
             "--two-steps/--no-two-steps",
             help=(
-                "with --dry-run: make two steps in a temporary folder (default: where they "
+                "with --dry-run: make two steps in a temporary folder (default: only if they "
                 "take seconds)"
             ),
         ),
@@ -156,7 +156,7 @@ def erase(
         Optional[str],
         typer.Option(
             help=(
-                "settings for a card of that size: 8gb, 12gb, 16gb, 24gb, 32gb or 48gb (see "
+                "settings for a GPU with this memory: 8gb, 12gb, 16gb, 24gb, 32gb or 48gb (see "
                 "`concept-eraser list presets`)"
             )
         ),
@@ -169,8 +169,8 @@ def erase(
         typer.Option(
             "--allow-code",
             help=(
-                "call a model that a recipe names as package.module:function (it runs code; "
-                "one that --model names is called without this)"
+                "call a model that a recipe names as package.module:function (it runs code; a "
+                "model that --model names is called without this)"
             ),
         ),
     ] = False,
@@ -196,7 +196,7 @@ def erase(
     overrides += [item for item in items or [] if item not in names]
     if len(names) > 1:
         raise UserError(
-            f"one recipe at a time, found {', '.join(names)}; changes are written key.path=value"
+            f"one recipe at a time, found {', '.join(names)}; overrides are written key.path=value"
         )
     if not names and not forget:
         raise UserError(
@@ -239,15 +239,13 @@ def _on_base(model: str | None, base: str | None) -> str:
 
 
 def _anchor(text: str) -> str | dict[str, str]:
-    """`shape=circle` is the prompt with another shape, all else a text."""
+    """Read an anchor: `shape=circle` replaces the shape of the prompt, all else is a text."""
     match = re.fullmatch(r"(\w+)=(.+)", text)
     return {match[1]: match[2]} if match else text
 
 
 def _concepts(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[str]:
-    """The changes that --forget and --anchor stand for. Raises UserError where they do not pair
-    off.
-    """
+    """Return the overrides for --forget and --anchor. Raises UserError if the numbers differ."""
     if len(forget) < 2:
         if len(anchors) > 1:
             raise UserError(
@@ -256,8 +254,8 @@ def _concepts(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[st
             )
         return [
             f"forget.{key}={_quote(value)}"
-            for key, some in (("prompts", forget), ("anchor", anchors))
-            for value in some
+            for key, values in (("prompts", forget), ("anchor", anchors))
+            for value in values
         ]
     if of_recipe:
         raise UserError(
@@ -270,10 +268,10 @@ def _concepts(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[st
             f"found {len(anchors)} anchors for {len(forget)} concepts; give one --anchor "
             "for all, or one each in the same order"
         )
-    each = anchors * len(forget) if len(anchors) == 1 else anchors or [None] * len(forget)
+    all_anchors = anchors * len(forget) if len(anchors) == 1 else anchors or [None] * len(forget)
     objectives = [
         {"prompts": name, **({"anchor": anchor_text} if anchor_text else {})}
-        for name, anchor_text in zip(forget, each, strict=True)
+        for name, anchor_text in zip(forget, all_anchors, strict=True)
     ]
     return [f"forget={_quote(objectives)}"]
 
@@ -297,7 +295,7 @@ def run(
     *,
     allow_code: bool = False,
 ) -> None:
-    """Resolve, check, train, and say where the result is and what to do next."""
+    """Resolve and check a recipe, train, and print the run folder and the next command."""
     from concept_eraser.cli.progress_bars import bars
     from concept_eraser.recipes import recipe as recipes
     from concept_eraser.utils import distributed
@@ -324,8 +322,8 @@ def run(
                 command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
                 progress=progress,
             )
-        except Interrupted as stop:
-            several = (
+        except Interrupted as interruption:
+            launch = (
                 ""
                 if distributed.alone()
                 else (
@@ -334,7 +332,7 @@ def run(
                 )
             )
             raise Interrupted(
-                f"{stop}\ncontinue with: {resume_command}{several}{_set_aside(folder)}"
+                f"{interruption}\ncontinue with: {resume_command}{launch}{_set_aside(folder)}"
             ) from None
         except Told:
             raise
@@ -342,31 +340,36 @@ def run(
             raise UserError(f"{error}{_set_aside(folder)}") from None
     if not distributed.is_first():
         return
-    note = "" if finished_run.model else " (finished before; --overwrite does it again)"
+    note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
     typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}; run folder: {folder}")
-    alone = f"; the LoRA alone: {folder / 'lora'}" if (folder / "lora").is_dir() else ""
-    loads = f"    (or load it: DiffusionPipeline.from_pretrained('{folder / 'pipeline'}'){alone})"
-    whole = (
-        loads if (folder / "pipeline").is_dir() else f"    (the whole model: {folder / 'model'})"
+    lora_note = f"; the LoRA alone: {folder / 'lora'}" if (folder / "lora").is_dir() else ""
+    pipeline_note = (
+        f"    (or load it: DiffusionPipeline.from_pretrained('{folder / 'pipeline'}'){lora_note})"
     )
-    typer.echo(f"next: concept-eraser evaluate {folder}{whole}")
+    model_note = f"    (the whole model: {folder / 'model'})"
+    is_pipeline = (folder / "pipeline").is_dir()
+    typer.echo(
+        f"next: concept-eraser evaluate {folder}{pipeline_note if is_pipeline else model_note}"
+    )
 
 
 def _set_aside(folder: Path) -> str:
-    """Where the run lies that an unfinished one is about to replace."""
+    """Say where the previous run is that an unfinished run will replace."""
     from concept_eraser.storage import output_folder
 
     places = output_folder.places_set_aside(folder) if folder.is_dir() else []
     return (
-        f"\nthe run that was there before lies in {places[0]} until the new one is finished"
+        f"\nthe previous run is in {places[0]} until the new one is finished"
         if places
         else ""
     )
 
 
 def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str:
-    """A recipe's own name, of a run's recipe its folder's; with a few letters of the changes where
-    there are some.
+    """Return the default name of a run folder.
+
+    It is the recipe's own name, or the name of the run folder that holds the recipe. With overrides
+    it ends with a part of the fingerprint.
     """
     if not isinstance(recipe, str):
         return str(recipe_content.fingerprint[:8])
@@ -378,12 +381,10 @@ def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str
 def _dry_run(
     recipe: Any, folder: Path, allow_pickle: bool, two_steps: bool | None, allow_code: bool
 ) -> None:
-    """Everything but the run: check data and model, count weights and memory, make two steps, tell
-    the time.
-    """
+    """Check data and model, count weights and memory, make two steps and estimate the time."""
     import os
 
-    os.environ["HF_HUB_OFFLINE"] = "1"  # gigabytes are for the run itself
+    os.environ["HF_HUB_OFFLINE"] = "1"  # only the run itself downloads gigabytes
     from concept_eraser.cli import dry_run
     from concept_eraser.recipes import recipe as recipes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from concept_eraser.recipes.schema import MANY, ONE
+from concept_eraser.recipes.objective_fields import MANY, ONE
 from concept_eraser.utils.errors import quote, unknown_message
 
 

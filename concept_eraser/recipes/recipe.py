@@ -16,16 +16,10 @@ from pydantic import ValidationError, field_validator, model_validator
 from concept_eraser import registry
 from concept_eraser.recipes import error_messages, memory_presets, validation
 from concept_eraser.recipes import overrides as changes
-from concept_eraser.recipes.schema import (
-    ASIDE,
-    MEMORY,
-    PROMPTED,
-    MethodSpec,
-    RecipeFields,
-    TrainingSpec,
-    as_list,
-    is_built_in,
-)
+from concept_eraser.recipes.method_fields import MethodSpec
+from concept_eraser.recipes.objective_fields import PROMPTED, as_list, is_built_in
+from concept_eraser.recipes.schema import RecipeFields
+from concept_eraser.recipes.training_fields import ASIDE, MEMORY, TrainingSpec
 from concept_eraser.registry import Plugin
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.utils import resources
@@ -110,7 +104,7 @@ class Recipe(RecipeFields):
         return content
 
     @property
-    def _unused_settings(self) -> set[str]:
+    def _settings_of_no_objective(self) -> set[str]:
         """Settings of a loss or a term that no objective has: left out, so that a run keeps the
         fingerprint it had before them.
         """
@@ -125,10 +119,10 @@ class Recipe(RecipeFields):
     def _irrelevant(self) -> dict[str, Any]:
         """Settings that say nothing about this job, so that they are not spelled out."""
         left_out: dict[str, Any] = dict.fromkeys(
-            ("forget", "retain", "replace"), self.idle | self._unused_settings
+            ("forget", "retain", "replace"), self.unused_settings | self._settings_of_no_objective
         )
         if isinstance(self.forget, list):
-            left_out["forget"] = {"__all__": self.idle | self._unused_settings}
+            left_out["forget"] = {"__all__": self.unused_settings | self._settings_of_no_objective}
         else:
             left_out["concepts"] = True
         if self.target != "clip":

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from concept_eraser.recipes.schema import (
+from concept_eraser.recipes.objective_fields import (
     LOSS_NAMES,
-    MEMORY,
     PROMPTED,
     ObjectiveSpec,
-    RecipeFields,
-    TrainingSpec,
     concept_objective,
     fits,
 )
+from concept_eraser.recipes.schema import RecipeFields
+from concept_eraser.recipes.training_fields import MEMORY, TrainingSpec
 from concept_eraser.utils.errors import unknown_message
 
 
@@ -78,8 +77,9 @@ def _objectives(recipe: RecipeFields, method: Any) -> None:
     try:
         method.check_objectives(recipe.objectives)
     except ValueError as error:
-        several = len(recipe.objectives) > len(recipe.acting(1))
-        if several and hasattr(method, "direction") and _combines(method, recipe.acting(1)):
+        with_one_concept = recipe.objectives_with(1)
+        several = len(recipe.objectives) > len(with_one_concept)
+        if several and hasattr(method, "direction") and _combines(method, with_one_concept):
             raise ValueError(
                 f"{error}; or ask one concept a step with concepts: rotate, which suits "
                 "every method of two objectives"
@@ -191,12 +191,12 @@ def _fits_target(recipe: RecipeFields) -> None:
 
 def _settings(recipe: RecipeFields, name: str, objective: ObjectiveSpec) -> None:
     """Raise ValueError where an objective is given a setting that says nothing about the target."""
-    idle = recipe.idle & objective.model_fields_set
+    unused_settings = recipe.unused_settings & objective.model_fields_set
     if recipe.target == "vae" and objective.anchor is not None:
-        idle = {*idle, "anchor"}
+        unused_settings = {*unused_settings, "anchor"}
     changed_keys = [
         key
-        for key in sorted(idle)
+        for key in sorted(unused_settings)
         if getattr(objective, key)
         != ObjectiveSpec.model_fields[key].get_default(call_default_factory=True)
     ]

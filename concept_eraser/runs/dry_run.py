@@ -29,8 +29,8 @@ from concept_eraser.data.stand_in import NotHere, a_few, only
 from concept_eraser.models import loading
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.objective_fields import PROMPTED, ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
-from concept_eraser.recipes.schema import PROMPTED, ObjectiveSpec
 from concept_eraser.runs import job as jobs
 from concept_eraser.targets import labelled_data
 from concept_eraser.targets.plan import images_of
@@ -140,7 +140,10 @@ def _with_data(recipe: Recipe) -> DryRunPlan:
 
 
 def _open(objective: ObjectiveSpec) -> tuple[Labelled, str]:
-    """An objective's data and "", or random images in their place and why. Nothing is downloaded."""
+    """An objective's data and "", or random images in their place and the reason for them.
+
+    Nothing is downloaded.
+    """
     if objective.data not in registry.names("dataset"):
         return labelled_data.open_named(objective.data, objective.options, "train"), ""
     named = registry.build("dataset", str(objective.data), objective.options)

@@ -20,8 +20,8 @@ from concept_eraser.models import lora_files
 from concept_eraser.models.base import Loaded, Model, require_finite
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
-from concept_eraser.recipes.schema import ASIDE, MEMORY
 from concept_eraser.recipes.selections import select
+from concept_eraser.recipes.training_fields import ASIDE, MEMORY
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import read_json
 from concept_eraser.storage.writers import (

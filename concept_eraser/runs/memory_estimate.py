@@ -18,8 +18,8 @@ from concept_eraser.data.batches import READ_AT_ONCE, Examples, chunk_of
 from concept_eraser.erasers import denoiser, text_encoder
 from concept_eraser.losses import LossSettings
 from concept_eraser.models.base import Condition, Model
+from concept_eraser.recipes.objective_fields import PROMPTED, ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
-from concept_eraser.recipes.schema import PROMPTED, ObjectiveSpec
 from concept_eraser.recipes.selections import select
 from concept_eraser.targets.adapter import add_adapter
 from concept_eraser.targets.encode import TokenizedPrompts
@@ -63,7 +63,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         params = [*eraser.trainable().values(), *eraser.adversary().values()]
         pass_bytes = _pass(
             eraser,
-            max(recipe.cast, key=lambda objective: _weight(recipe, objective)),
+            max(recipe.all_objectives, key=lambda objective: _weight(recipe, objective)),
             recipe,
             params,
         )
@@ -208,7 +208,7 @@ def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any
             settings=LossSettings(shows=lambda images: images.flatten(1).mean(1).sigmoid()),
         )
     return denoiser.Denoiser(
-        model, {name: ready[name] for name in recipe.cast}, names, adapter=adapter
+        model, {name: ready[name] for name in recipe.all_objectives}, names, adapter=adapter
     )
 
 

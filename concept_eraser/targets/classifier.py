@@ -7,7 +7,7 @@ from torch import nn
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers.classifier import Classifier, ClassifierObjective
 from concept_eraser.models.families.clip import Clip
-from concept_eraser.recipes.schema import ObjectiveSpec
+from concept_eraser.recipes.objective_fields import ObjectiveSpec
 from concept_eraser.recipes.selections import select
 from concept_eraser.targets.context import Context
 from concept_eraser.targets.labelled_data import select_rows

@@ -13,8 +13,8 @@ from torch import nn
 from concept_eraser.data import prompts
 from concept_eraser.data.prompts import PromptSet
 from concept_eraser.models.base import Loaded, Model
+from concept_eraser.recipes.objective_fields import ObjectiveSpec, role
 from concept_eraser.recipes.recipe import Recipe
-from concept_eraser.recipes.schema import ObjectiveSpec, role
 from concept_eraser.recipes.selections import select
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent

@@ -28,9 +28,10 @@ from concept_eraser import registry
 from concept_eraser.erasers.base import Eraser, Part
 from concept_eraser.methods.base import ProjectionEdit, ProjectionRequest, Tokens, all_or_nothing
 from concept_eraser.models.base import Model
+from concept_eraser.recipes.objective_fields import ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
-from concept_eraser.recipes.schema import GenerationSpec, ObjectiveSpec, TrainingSpec
 from concept_eraser.recipes.selections import select
+from concept_eraser.recipes.training_fields import GenerationSpec, TrainingSpec
 from concept_eraser.targets.context import Context, read_prompt_sets, require_pipeline
 from concept_eraser.utils.errors import UserError
 

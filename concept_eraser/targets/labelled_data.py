@@ -12,8 +12,8 @@ from torch import Tensor
 from concept_eraser import registry
 from concept_eraser.data import labelled
 from concept_eraser.data.labelled import Labelled
+from concept_eraser.recipes.objective_fields import ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
-from concept_eraser.recipes.schema import ObjectiveSpec
 from concept_eraser.storage.readers import read_text
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError, quote

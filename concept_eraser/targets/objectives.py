@@ -13,7 +13,7 @@ from concept_eraser.data.batches import Examples
 from concept_eraser.erasers.denoiser import DenoiserObjective
 from concept_eraser.erasers.text_encoder import TextEncoderObjective
 from concept_eraser.losses import LossSettings
-from concept_eraser.recipes.schema import HistogramSpec, ObjectiveSpec
+from concept_eraser.recipes.objective_fields import HistogramSpec, ObjectiveSpec
 from concept_eraser.targets.context import PromptContext
 from concept_eraser.targets.encode import TokenizedPrompts
 
@@ -35,7 +35,7 @@ def denoiser_objectives(
         )
     if recipe.attack is not None:
         ready["attack"] = replace(ready["attack"], decay=recipe.attack.decay)
-    return {name: ready[name] for name in recipe.cast}
+    return {name: ready[name] for name in recipe.all_objectives}
 
 
 def text_encoder_objectives(
@@ -51,7 +51,7 @@ def text_encoder_objectives(
     }
     if recipe.attack is not None:
         ready["attack"] = replace(ready["attack"], decay=recipe.attack.decay)
-    return {name: ready[name] for name in recipe.cast}
+    return {name: ready[name] for name in recipe.all_objectives}
 
 
 def denoiser_objective(spec: ObjectiveSpec, examples: Examples) -> DenoiserObjective:

@@ -16,7 +16,7 @@ from concept_eraser.losses import find
 from concept_eraser.losses.base import Images
 from concept_eraser.losses.denoiser import LOSSES as DENOISER_LOSSES
 from concept_eraser.losses.text_encoder import LOSSES as TEXT_ENCODER_LOSSES
-from concept_eraser.recipes.schema import ObjectiveSpec, role
+from concept_eraser.recipes.objective_fields import ObjectiveSpec, role
 from concept_eraser.registry import Plugin
 from concept_eraser.targets.context import PromptContext
 from concept_eraser.utils import distributed, provenance

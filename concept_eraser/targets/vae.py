@@ -13,7 +13,7 @@ from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers.vae import Vae, VaeObjective
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.module import open_folder
-from concept_eraser.recipes.schema import HistogramSpec
+from concept_eraser.recipes.objective_fields import HistogramSpec
 from concept_eraser.recipes.selections import select
 from concept_eraser.targets.context import Context
 from concept_eraser.targets.labelled_data import Rows, select_rows

@@ -148,7 +148,7 @@ def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
     assert "fine" in cli("check", "mine.yaml").stdout
     dry = cli("erase", "mine.yaml", "--dry-run")
     assert dry.returncode == 0, dry.stderr
-    assert "shown instead: 'a flat red circle on a white background'" in dry.stdout
+    assert "anchor: 'a flat red circle on a white background'" in dry.stdout
     assert "did you mean" not in dry.stdout
     typo = cli("erase", "mine.yaml", "forget.anchor.shape=circel", "--dry-run")
     assert (

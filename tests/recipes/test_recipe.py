@@ -9,7 +9,7 @@ import yaml
 
 from concept_eraser import registry
 from concept_eraser.losses import denoiser, labelled, text_encoder
-from concept_eraser.recipes import recipe, schema
+from concept_eraser.recipes import objective_fields, recipe
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
@@ -147,11 +147,11 @@ def test_names_repeated_in_the_recipe_are_those_of_the_losses() -> None:
         own = {"histogram"} & set(table)  # which has a section of its own
         if target == "clip":  # whose logits are no linear layer's
             own = {"expand"}
-        assert set(table) == {*schema.LOSS_NAMES[target], *own}, target
+        assert set(table) == {*objective_fields.LOSS_NAMES[target], *own}, target
     table = denoiser.LOSSES
-    assert {k for k, v in table.items() if v.needs_anchor} == set(schema.ANCHORED)
-    assert {k for k, v in table.items() if v.needs_images} == set(schema.WITH_TARGET)
-    assert {k for k, v in table.items() if v.holds_empty} == set(schema.WITH_EMPTY)
+    assert {k for k, v in table.items() if v.needs_anchor} == set(objective_fields.ANCHORED)
+    assert {k for k, v in table.items() if v.needs_images} == set(objective_fields.WITH_TARGET)
+    assert {k for k, v in table.items() if v.holds_empty} == set(objective_fields.WITH_EMPTY)
     assert registry.builtin("loss") == tuple(sorted(set().union(*tables.values())))
 
 

@@ -60,13 +60,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_objectives_are_named_in_the_order_of_the_list() -> None:
     found = recipe.load(many())
-    assert found.objectives == found.cast == ("retain", *NAMES)
+    assert found.objectives == found.all_objectives == ("retain", *NAMES)
     assert [objective.prompts for objective in found.forgotten] == [
         f"tiny_{shape}" for shape in FIVE
     ]
     turns = recipe.load(many(concepts="rotate", training__steps=5))
     assert turns.objectives == ("retain", "forget")
-    assert turns.cast == ("retain", *NAMES)
+    assert turns.all_objectives == ("retain", *NAMES)
     assert turns.fingerprint != found.fingerprint
     again = recipe.load(yaml.safe_load(recipe.dump(turns, "command")))
     assert again.fingerprint == turns.fingerprint
@@ -173,8 +173,8 @@ def test_flags_pair_concepts_with_anchors() -> None:
     two = ("--forget", "tiny_star", "--forget", "tiny_moon")
     done = dry(*two, "--anchor", "shape=circle", "--anchor", "shape=cross", "concepts=rotate")
     assert done.exit_code == 0, done.output
-    assert "shown instead: 'a flat red circle" in done.output
-    assert "shown instead: 'a flat red cross" in done.output
+    assert "anchor: 'a flat red circle" in done.output
+    assert "anchor: 'a flat red cross" in done.output
     content = yaml.safe_load(done.output.split("\nforget: ")[0])
     assert [objective["loss"] for objective in content["forget"]] == ["anchor", "anchor"]
     assert "found 3 anchors for 2" in str(dry(*two, *["--anchor", "x"] * 3).exception)

@@ -1,0 +1,109 @@
+"""What a recipe says of the trainable parameters: selection, LoRA, mask."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from concept_eraser.recipes.strict import Strict
+from concept_eraser.utils.limits import (
+    FACTOR,
+    PORTION,
+    RANK,
+)
+
+
+class LoraSpec(Strict):
+    """Low-rank factors in place of the weights: W + alpha / rank x up down."""
+
+    rank: int = Field(4, ge=1, le=RANK, description="of the change to each layer")
+    alpha: float = Field(
+        4,
+        gt=0,
+        le=FACTOR,
+        description="the change is scaled by alpha / rank; default: the rank, so by 1",
+    )
+    conv: bool = Field(False, description="convolutions too, not only linear layers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alpha_is_the_rank(cls, value: Any) -> Any:
+        """`lora: 8` stands for a rank; spelled out, so that the default may change and a run folder
+        does not.
+        """
+        settings = value if isinstance(value, dict) else {"rank": value}
+        return (
+            {"alpha": settings["rank"], **settings}
+            if isinstance(settings.get("rank"), int | float)
+            else settings
+        )
+
+
+class TrainableSpec(Strict):
+    """Which weights may move."""
+
+    select: str = Field(
+        "all", description="see `concept-eraser list selections`, or re:<regular expression>"
+    )
+    batchnorm: Literal["frozen", "train"] = Field(
+        "frozen",
+        description=(
+            "classifier, vae: keep the running statistics (ours), or use and update the batch's"
+        ),
+    )
+
+    lora: LoraSpec | None = Field(
+        None,
+        description=(
+            "denoiser, text_encoder: train low-rank factors of the selected linear layers "
+            "instead of their weights"
+        ),
+    )
+    saliency: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "only this share of the selected weights moves: those with the largest "
+            "|gradient| of the forget loss (SalUn: 0.5)"
+        ),
+    )
+    negate: float | None = Field(
+        None,
+        gt=0,
+        le=PORTION,
+        description=(
+            "after training on the concept, turn round what it did: W becomes W - this x "
+            "(trained W - W) (task arithmetic)"
+        ),
+    )
+    reinitialise: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "before training, this share of the selected weights is drawn anew: those with "
+            "the largest |gradient x weight| of the forget loss (Scissorhands: 0.1 or 0.9)"
+        ),
+    )
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _on_or_off(cls, value: Any) -> Any:
+        """`lora: none` and `false` are none, `true` one with the usual settings."""
+        return None if value is False or value == "none" else {} if value is True else value
+
+    @field_validator("select")
+    @classmethod
+    def _known_selection(cls, value: str) -> str:
+        from concept_eraser.recipes.selections import problem
+
+        wrong = problem(value)
+        if wrong:
+            raise ValueError(wrong)
+        return value
