@@ -355,10 +355,10 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def problems(kind: str, name: str, given_options: Mapping[str, Any]) -> list[str]:
+def problems(kind: str, name: str, option_values: Mapping[str, Any]) -> list[str]:
     """List all mistakes in a plug-in's name and options, one message each."""
     try:
-        name, given_options = resolve(kind, name, given_options)
+        name, option_values = resolve(kind, name, option_values)
     except ValueError as error:
         return [str(error)]
     if name not in names(kind):
@@ -370,11 +370,11 @@ def problems(kind: str, name: str, given_options: Mapping[str, Any]) -> list[str
     annotations = options(plugin)
     mistakes = [
         unknown_message(f"option of {kind} {name!r}", key, annotations)
-        for key in given_options
+        for key in option_values
         if key not in annotations
     ]
     values = {}
-    for key, value in given_options.items():
+    for key, value in option_values.items():
         if key in annotations:
             try:
                 values[key] = coerce(value, annotations[key][0])
@@ -384,7 +384,7 @@ def problems(kind: str, name: str, given_options: Mapping[str, Any]) -> list[str
     missing = [
         key
         for key, (_, default) in annotations.items()
-        if default is MISSING and key not in given_options
+        if default is MISSING and key not in option_values
     ]
     mistakes += [f"{key}: required by {kind} {name!r}" for key in missing]
     if not mistakes:
@@ -395,25 +395,25 @@ def problems(kind: str, name: str, given_options: Mapping[str, Any]) -> list[str
     return mistakes
 
 
-def build(kind: str, name: str, given_options: Mapping[str, Any]) -> Any:
+def build(kind: str, name: str, option_values: Mapping[str, Any]) -> Any:
     """Make a plug-in from its options, coerced by annotation (YAML reads 1e-5 as a string).
 
     Args:
         kind: One of `KINDS`.
         name: The name of the plug-in, or of a setting.
-        given_options: Its options. The others have their defaults.
+        option_values: Its options. The others have their defaults.
 
     Raises:
         UserError: The name is unknown, or options are wrong. The message has every mistake.
     """
-    mistakes = problems(kind, name, given_options)
+    mistakes = problems(kind, name, option_values)
     if mistakes:
         raise UserError("; ".join(mistakes))
-    name, given_options = resolve(kind, name, given_options)
+    name, option_values = resolve(kind, name, option_values)
     plugin = load(kind, name)
     annotations = options(plugin)
     return plugin(
-        **{key: coerce(value, annotations[key][0]) for key, value in given_options.items()}
+        **{key: coerce(value, annotations[key][0]) for key, value in option_values.items()}
     )
 
 
@@ -450,11 +450,11 @@ class Plugin:
         return build(self.kind, self.name, self.options)
 
     @property
-    def recorded(self) -> bool:
+    def is_record(self) -> bool:
         """Whether this is only the record of an object of another process."""
         return self.value is None and in_memory(self.name)
 
-    def described(self) -> str | dict[str, Any]:
+    def describe(self) -> str | dict[str, Any]:
         """Return the record for a file: the name, with the options if there are any."""
         return {"name": self.name, **self.options} if self.options else self.name
 
@@ -465,9 +465,9 @@ class Plugin:
         return self.name
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Plugin) and (self.kind, self.described()) == (
+        same = isinstance(other, Plugin) and (self.kind, self.describe()) == (
             other.kind,
-            other.described(),
+            other.describe(),
         )
         return same and self.value is other.value  # type: ignore[attr-defined]
 
@@ -509,13 +509,13 @@ def read(kind: str, value: Any) -> Plugin:
     if isinstance(value, str):
         return Plugin(kind, value, {})
     if isinstance(value, Mapping):
-        given_options = dict(value)
-        if not isinstance(name := given_options.pop("name", None), str):
+        option_values = dict(value)
+        if not isinstance(name := option_values.pop("name", None), str):
             raise ValueError(
                 f"a {kind} is a name, or a mapping with `name` and its options, found "
                 f"{quote(value)}"
             )
-        return Plugin(kind, name, given_options)
+        return Plugin(kind, name, option_values)
     if isinstance(value, type):
         raise ValueError(
             f"expected an object, found the class {value.__name__}; give {value.__name__}(...)"

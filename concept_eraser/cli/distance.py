@@ -16,9 +16,7 @@ def distance(
     reference: Annotated[
         Path,
         typer.Argument(
-            help=(
-                "a folder of reference images: real ones, or images of the original model"
-            )
+            help=("a folder of reference images: real ones, or images of the original model")
         ),
     ],
     features: Annotated[
@@ -27,9 +25,7 @@ def distance(
     ] = "inception",
     mode: Annotated[
         Optional[str],
-        typer.Option(
-            help="for inception, the resizing: clean, legacy_pytorch, legacy_tensorflow"
-        ),
+        typer.Option(help="for inception, the resizing: clean, legacy_pytorch, legacy_tensorflow"),
     ] = None,
     model: Annotated[
         Optional[str], typer.Option(help="for clip, the name in open_clip, or local-dir:FOLDER")

@@ -8,9 +8,9 @@ from typing import Any
 def report(
     recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool = False
 ) -> list[str]:
-    """Report objectives, weights, memory and time of a recipe.
+    """Report the objectives, trainable parameters, memory and time of a recipe.
 
-    two_steps: make two steps; None: only where they take seconds.
+    two_steps: whether to make two steps. None: only if they take seconds.
     """
     from concept_eraser.recipes.recipe import PROMPTED
 
@@ -83,7 +83,7 @@ def _weights(recipe: Any, model: Any) -> str:
 def _describe_labelled(
     recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool
 ) -> list[str]:
-    """How many examples each objective has, how many weights would move, and two steps."""
+    """Describe the examples of each objective, the trainable parameters, and two steps."""
     from concept_eraser.runs import dry_run
     from concept_eraser.targets.build import build_eraser
     from concept_eraser.targets.context import Context
@@ -116,7 +116,7 @@ def _describe_steps(model: Any, two_steps: bool | None) -> list[str]:
         two_steps is None and not model.hollow and not dry_run.worth_trying(model)
     ):
         slow = (
-            " (here it would take minutes; ask for it with --two-steps)"
+            " (two steps would take minutes here; make them with --two-steps)"
             if two_steps is None
             else ""
         )

@@ -358,11 +358,7 @@ def _set_aside(folder: Path) -> str:
     from concept_eraser.storage import output_folder
 
     places = output_folder.places_set_aside(folder) if folder.is_dir() else []
-    return (
-        f"\nthe previous run is in {places[0]} until the new one is finished"
-        if places
-        else ""
-    )
+    return f"\nthe previous run is in {places[0]} until the new one is finished" if places else ""
 
 
 def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str:

@@ -26,18 +26,18 @@ def evaluate(
         Optional[str],
         typer.Option(
             help=(
-                "evaluation suite by name or file (default: the one named like the run's "
+                "evaluation suite by name or file (default: the suite with the name of the run's "
                 "forget set); see `concept-eraser list suites`"
             )
         ),
     ] = None,
     before: Annotated[
         Optional[str],
-        typer.Option(help="the model before (default: the one the run's recipe names)"),
+        typer.Option(help="the original model (default: the one that the run's recipe names)"),
     ] = None,
     n: Annotated[
         Optional[int],
-        typer.Option("-n", min=2, max=limits.IMAGES, help="at most so many images a group"),
+        typer.Option("-n", min=2, max=limits.IMAGES, help="largest number of images per group"),
     ] = None,
     guard: Annotated[
         Optional[str],
@@ -54,8 +54,8 @@ def evaluate(
             "--output",
             "-o",
             help=(
-                "folder of evaluation.json and report.html (default: the run folder; "
-                "evaluations/SUITE in it where it holds another suite's)"
+                "folder of evaluation.json and report.html (default: the run folder, or "
+                "evaluations/SUITE in it if it holds the evaluation of another suite)"
             ),
         ),
     ] = None,
@@ -76,8 +76,8 @@ def evaluate(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
-    """Measure a model against the one before it, on the same prompts and seeds; write numbers and a
-    report.
+    """Measure an erased model against the original on the same prompts and seeds. Write the numbers
+    and a report.
 
     [bold]Examples[/bold]
 
@@ -105,15 +105,16 @@ def evaluate(
             _show_labelled(numbers)
             typer.echo(f"numbers: {folder / 'evaluation.json'}")
         return
-    # a safeguard is no part of the run
-    ours = (Path(model) / "recipe.yaml").is_file() and not guard
-    run = Path(model) if ours else None
-    folder, inside = output or Path("evaluation"), None  # nobody else's folder is written to
+    # an evaluation under a safeguard does not belong to the run
+    is_run = (Path(model) / "recipe.yaml").is_file() and not guard
+    run = Path(model) if is_run else None
+    # results go into run folders only, not into other people's model folders
+    folder, inside = output or Path("evaluation"), None
     if run is not None and output is None:
         protocol = suites.load(suite or suite_matching.suite_of(model))
         name = Path(suite).stem if suite else "_".join(protocol.concept.values())
         folder, inside = run_results.place_for(run, protocol, name), run
-    first = distributed.is_first()  # of several processes one writes
+    first = distributed.is_first()  # only the first of several processes writes
     names = ("evaluation.json", "report.html")
     lock = output_folder.results(folder, "evaluation", names, inside=inside)
     with lock if first else nullcontext():
@@ -135,7 +136,7 @@ def evaluate(
     summarise(evaluation)
     if inside is not None and folder != run:
         other = inside / "evaluation.json"
-        typer.echo(f"{other} is of another suite and stays; this one is kept beside it")
+        typer.echo(f"{other} is of another suite and was not replaced")
     typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {page}")
 
 
@@ -167,11 +168,10 @@ def _show_labelled(evaluation: Any) -> None:
         typer.echo(f"fewer than two examples, so left out: {', '.join(evaluation.too_few)}")
     if "table" in after:
         typer.echo(
-            "MIA: share of forgotten examples that a membership attack calls non-members "
-            "(its own "
-            "accuracy on\nmembers and test examples; 50: it knows nothing); AUC: "
-            "forgotten against test "
-            "examples of their classes, 0.5: no trace."
+            "MIA: share of forgotten examples that a membership attack classifies as "
+            "non-members (in brackets its accuracy on\nmembers and test examples; 50 is "
+            "chance). AUC: forgotten examples against test examples of the same classes; 0.5 "
+            "is chance."
         )
 
 
@@ -181,7 +181,7 @@ def _interval(value: Any, factor: int) -> str:
 
 
 def summarise(evaluation: Any) -> None:
-    """The verdict and a table of the groups' numbers."""
+    """Print the numbers of the groups as a table, and the verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -196,7 +196,7 @@ def summarise(evaluation: Any) -> None:
         if ":" in result.group:
             continue
         percent = is_share(result.metric)
-        cells = [interval_text(one, percent) for one in (result.before, result.after)]
+        cells = [interval_text(value, percent) for value in (result.before, result.after)]
         title = result.metric + (" %" if percent else "")
         table.add_row(title, result.group, *cells, str(result.after.n))
     console = Console()
@@ -212,8 +212,7 @@ def compare(
         typer.Argument(help="evaluation.json or attack.json files, or the folders that hold them"),
     ],
 ) -> None:
-    """Put the numbers of several models side by side, if they were measured by one protocol; else
-    say what differs.
+    """Compare the numbers of several models side by side. If their protocols differ, say how.
 
     [bold]Example[/bold]
 

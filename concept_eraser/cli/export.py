@@ -35,7 +35,7 @@ def export(
     ] = None,
     before: Annotated[
         Optional[str],
-        typer.Option(help="the model it was made from (default: the one of the run's recipe)"),
+        typer.Option(help="the original model (default: the one of the run's recipe)"),
     ] = None,
     strength: Annotated[
         float,
@@ -43,7 +43,7 @@ def export(
             min=-limits.PORTION,
             max=limits.PORTION,
             callback=finite,
-            help="scales the erasure: 0 is the original, 1 the run",
+            help="scale of the erasure: 0 is the original, 1 the run",
         ),
     ] = 1.0,
     rank: Annotated[
@@ -51,7 +51,7 @@ def export(
         typer.Option(
             min=1,
             max=limits.RANK,
-            help="of a LoRA (default: the run's own, else the smallest that leaves --max-error)",
+            help="rank of a LoRA (default: the run's own, else the smallest within --max-error)",
         ),
     ] = None,
     max_error: Annotated[
@@ -60,7 +60,7 @@ def export(
             min=0.0,
             max=limits.PORTION,
             callback=finite,
-            help="the share of the change that a LoRA of trained weights may leave out",
+            help="largest share of the change that a LoRA of trained weights may leave out",
         ),
     ] = 0.2,
     allow_pickle: Annotated[
@@ -69,10 +69,10 @@ def export(
 ) -> None:
     """Write an erasure in the format that another program reads.
 
-    diffusers: a folder for from_pretrained. tensors: the changed ones of the denoiser or text
-    encoder. lora: for diffusers' load_lora_weights. kohya: a LoRA for A1111, ComfyUI, Forge (Stable
-    Diffusion 1, 2, XL, Flux). single-file: the whole checkpoint for them (Stable Diffusion 1, 2,
-    XL, 3; of Flux its transformer).
+    diffusers: a folder for from_pretrained. tensors: the changed tensors of the denoiser or text
+    encoder. lora: a file for diffusers' load_lora_weights. kohya: a LoRA for A1111, ComfyUI, Forge
+    (Stable Diffusion 1, 2, XL, Flux). single-file: the whole checkpoint for these programs (Stable
+    Diffusion 1, 2, XL, 3; for Flux its transformer).
 
     [bold]Examples[/bold]
 

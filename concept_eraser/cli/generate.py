@@ -28,12 +28,10 @@ def generate(
             "-n",
             min=1,
             max=limits.IMAGES,
-            help="images of each --prompt, or images of the set in all",
+            help="images of each --prompt, or all images of the prompt set",
         ),
     ] = 4,
-    seed: Annotated[
-        int, typer.Option(min=0, max=limits.SEED, help="images are numbered from this seed")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=limits.SEED, help="seed of the first image")] = 0,
     steps: Annotated[
         int, typer.Option(min=1, max=limits.SAMPLER_STEPS, help="denoising steps")
     ] = 25,
@@ -45,7 +43,7 @@ def generate(
     ] = 5.0,
     before: Annotated[
         Optional[str],
-        typer.Option(help="the model that a LoRA, denoiser or text encoder was made for"),
+        typer.Option(help="the original model of a LoRA, denoiser or text encoder"),
     ] = None,
     guard: Annotated[
         Optional[str],

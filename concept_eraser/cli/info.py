@@ -44,12 +44,12 @@ def list_(
         typer.Argument(
             help=(
                 "models, methods, losses, selections, metrics, features, judges, attacks, "
-                "datasets, architectures, presets, recipes, prompts, suites; all if left out"
+                "datasets, architectures, presets, recipes, prompts or suites (default: all)"
             )
         ),
     ] = "all",
 ) -> None:
-    """List what there is, with one line each.
+    """List the available names, with one line about each.
 
     [bold]Examples[/bold]
 
@@ -92,7 +92,7 @@ def _entries(kind: str) -> list[tuple[str, str]]:
         bundled_names = [
             (
                 "tiny-sd",
-                "the bundled world of ten shapes, 64x64, trained from scratch for this package",
+                "the bundled model of ten shapes, 64x64, trained from scratch for this package",
             )
         ]
         return [
@@ -111,7 +111,7 @@ def _entries(kind: str) -> list[tuple[str, str]]:
 
 
 def _about(path: Path) -> str:
-    """The `about` of a data file, else its first comment."""
+    """Return the `about` of a data file, else its first comment."""
     lines = path.read_text(encoding="utf-8").splitlines()
     about = [
         line.removeprefix("about:").strip().strip("\"'")
@@ -126,8 +126,8 @@ def _about(path: Path) -> str:
     return next(iter([*about, *comments]), "")
 
 
-_SHOWN = ("method", "attack", "loss", "judge", "metric")  # kinds of plug-ins
-_FIRST = ("method", "attack")  # whose names go before those of recipes, prompt sets and suites
+_SHOW_KINDS = ("method", "attack", "loss", "judge", "metric")  # kinds of plug-ins
+_FIRST_KINDS = ("method", "attack")  # kinds that come before recipes, prompt sets and suites
 
 
 def show(
@@ -136,8 +136,7 @@ def show(
         typer.Argument(help="a method, attack, loss, judge, metric, recipe, prompt set or suite"),
     ],
 ) -> None:
-    """Show one thing: a plug-in with its options and source, or a recipe, prompt set or suite as it
-    stands.
+    """Show a plug-in with its options and source, or the text of a recipe, prompt set or suite.
 
     [bold]Examples[/bold]
 
@@ -146,10 +145,10 @@ def show(
       concept-eraser show tiny_star_munba
     """
     kinds = [
-        kind for kind in _SHOWN if name in registry.names(kind) or name in registry.named(kind)
+        kind for kind in _SHOW_KINDS if name in registry.names(kind) or name in registry.named(kind)
     ]
     files = [kind for kind in _DATA.values() if name in resources.names(kind)]
-    if files and not set(kinds) & set(_FIRST):
+    if files and not set(kinds) & set(_FIRST_KINDS):
         typer.echo(resources.find(files[0], name).read_text(encoding="utf-8"), nl=False)
         return
     for number, kind in enumerate(kinds):
@@ -161,7 +160,7 @@ def show(
             _show_plugin(kind, name)
     if kinds:
         return
-    names = [n for kind in _SHOWN for n in (*registry.names(kind), *registry.named(kind))]
+    names = [n for kind in _SHOW_KINDS for n in (*registry.names(kind), *registry.named(kind))]
     names += [n for kind in _DATA.values() for n in resources.names(kind)]
     raise unknown("name", name, names)
 
@@ -217,7 +216,7 @@ def _show_plugin(kind: str, name: str) -> None:
 
 
 def check(files: Annotated[list[Path], typer.Argument(help="recipe files")]) -> None:
-    """Check recipes; every mistake of every file is reported at once. Exit code 2 if there is one.
+    """Check recipes and report every mistake of every file. The exit code is 2 if there is one.
 
     [bold]Example[/bold]
 
@@ -229,7 +228,7 @@ def check(files: Annotated[list[Path], typer.Argument(help="recipe files")]) -> 
     for file in files:
         try:
             recipe.load(str(file))
-            typer.echo(f"{file}: fine")
+            typer.echo(f"{file}: valid")
         except UserError as error:
             mistakes.append(str(error))
     if mistakes:
@@ -238,9 +237,9 @@ def check(files: Annotated[list[Path], typer.Argument(help="recipe files")]) -> 
 
 def copy(
     name: Annotated[str, typer.Argument(help="a recipe, prompt set or suite")],
-    file: Annotated[Path, typer.Argument(help="where to")],
+    file: Annotated[Path, typer.Argument(help="the new file")],
 ) -> None:
-    """Copy a recipe, prompt set or suite to a file of your own, to edit it.
+    """Copy a recipe, prompt set or suite to a new file, to edit it.
 
     [bold]Example[/bold]
 

@@ -17,7 +17,7 @@ from typing import Any
 from concept_eraser.utils.collector import collect_less_often
 from concept_eraser.utils.errors import Interrupted, Told, UserError, first_line
 
-_STOPPED = "stopped; nothing half-written is left"
+_STOP_MESSAGE = "stopped; nothing half-written is left"
 _IMPORTING = "<frozen importlib._bootstrap"
 _MEMORY = (
     "not enough memory for this; ask for less at once (-n, batch_size, --memory), or take a "
@@ -27,7 +27,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # RuntimeErrors of 
 
 
 def __getattr__(name: str) -> Any:
-    """The application itself, loaded when it is first asked for."""
+    """Load the application on its first use."""
     if name == "app":
         from concept_eraser.cli.application import app
 
@@ -36,25 +36,25 @@ def __getattr__(name: str) -> Any:
 
 
 class _Stop:
-    """What Ctrl-C does. Inside a verb it is a KeyboardInterrupt, which the verb answers.
+    """The handler of Ctrl-C. Inside a command it raises KeyboardInterrupt.
 
-    Elsewhere the process ends at once: before a verb, after it, and while a library is imported.
-    Libraries that are interrupted there answer with errors of their own, or not at all. No more can
-    be lost than by a kill.
+    Elsewhere the process ends at once: before a command, after it, and while a library is imported.
+    A library that is interrupted during its import raises other errors, or none. The effect on
+    files is at most that of a kill.
     """
 
     gives_way = True  # training.stopping may take over
 
     def __init__(self) -> None:
-        self.came = False
-        self.working = False  # a verb has begun and not ended
+        self.was_pressed = False  # whether Ctrl-C was pressed
+        self.working = False  # whether a command is running
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.was_pressed = True
         if self.working and not _is_importing(frame):
             raise KeyboardInterrupt
         shows_cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""
-        os.write(2, f"{shows_cursor}{_STOPPED}\n".encode())
+        os.write(2, f"{shows_cursor}{_STOP_MESSAGE}\n".encode())
         os._exit(130)
 
 
@@ -67,8 +67,10 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def main() -> None:
-    """The console script. Bad input: one message, exit code 2; Ctrl-C: 130; no traceback for
-    either.
+    """Run the console script.
+
+    Bad input gives one message and exit code 2. Ctrl-C gives exit code 130. Neither prints a
+    traceback.
     """
     stop = _Stop()
     if threading.current_thread() is threading.main_thread() and signal.getsignal(
@@ -76,36 +78,34 @@ def main() -> None:
     ) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, stop)
     collect_less_often()
-    # The bundled and local models need no hub; a machine without network should not wait for one.
+    # telemetry of the hub would make a machine without network wait
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names that are no text can be printed
+        sys.stdout.reconfigure(errors="backslashreplace")  # print file names that are not UTF-8
     try:
         from concept_eraser.cli.application import app
 
         app()
-    except Told:  # of several processes the first says it
+    except Told:  # the first of several processes prints the error
         sys.exit(2)
     except Interrupted as interrupted:
         from concept_eraser.utils import distributed
 
         _fail(str(interrupted) if distributed.is_first() else "", 130)
     except KeyboardInterrupt:
-        _fail(_STOPPED, 130)
+        _fail(_STOP_MESSAGE, 130)
     except Exception as error:
-        if stop.came:  # what a library makes of Ctrl-C
-            _fail(_STOPPED, 130)
-        message = _sentence(error)
+        if stop.was_pressed:  # a library turned Ctrl-C into this error
+            _fail(_STOP_MESSAGE, 130)
+        message = _error_message(error)
         if message is None:
             raise
         _fail(message, 2)
 
 
-def _sentence(error: Exception) -> str | None:
-    """What an error says to a user, with a next step; None for one that is a mistake of the
-    program.
-    """
+def _error_message(error: Exception) -> str | None:
+    """Return the message of an error for the user, with a next step. None for a bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
@@ -133,16 +133,14 @@ def _fail(message: str, code: int) -> None:
         text = f"error: {message}" if code == 2 else message
         sys.stderr.write(_printable(text) + "\n")
     if code == 130:
-        # CPython ends by the signal where a KeyboardInterrupt has passed the exec of a text;
-        # another exec forgets it
+        # after a KeyboardInterrupt in code run by exec, CPython ends by the signal instead of the
+        # exit code; another eval clears that state
         eval("0")
     sys.exit(code)
 
 
 def _printable(text: str) -> str:
-    """A text without what a terminal would act on: names of files and values of strangers stand in
-    messages.
-    """
+    """Escape the control characters of a message. It may quote file names and values of others."""
     return "".join(
         c if c == "\n" or c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
         for c in text

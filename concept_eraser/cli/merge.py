@@ -24,11 +24,11 @@ def merge(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="folder of the merged model")],
     weights: Annotated[
-        Optional[str], typer.Option(help="one number a run, e.g. 1,0.5 (default: all 1)")
+        Optional[str], typer.Option(help="one weight per run, e.g. 1,0.5 (default: all 1)")
     ] = None,
     before: Annotated[
         Optional[str],
-        typer.Option(help="the model they were made from (default: the one of the runs' recipes)"),
+        typer.Option(help="the original model (default: the one of the runs' recipes)"),
     ] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")
@@ -36,7 +36,8 @@ def merge(
 ) -> None:
     """Add several erasures of one model, and write the whole model.
 
-    W = W_0 + sum of weight x (W_run - W_0). No run knew of the others: measure what comes out.
+    W = W_0 + sum of weight x (W_run - W_0). The runs were trained separately, so evaluate the
+    merged model.
 
     [bold]Examples[/bold]
 
@@ -61,12 +62,12 @@ def merge(
     result = api.merge(
         *sources, output=output, weights=factors, before=before, allow_pickle=allow_pickle
     )
-    each = ", ".join(f"{length:.3g}" for length in result.lengths)
+    lengths = ", ".join(f"{length:.3g}" for length in result.lengths)
     typer.echo(
-        f"written: {result.path}; changes of length {each} add up to {result.length:.3g} (at "
-        f"right angles: {result.apart:.3g}) in {result.tensors} tensors"
+        f"written: {result.path}; changes of length {lengths} add up to {result.length:.3g} (if "
+        f"orthogonal: {result.apart:.3g}) in {result.tensors} tensors"
     )
     typer.echo(
         f"next: concept-eraser evaluate {result.path} --before {result.before} --suite "
-        "SUITE, once a concept"
+        "SUITE, once per concept"
     )

@@ -12,10 +12,11 @@ from concept_eraser.utils.progress import Progress, silent
 
 @contextmanager
 def bars(quiet: bool = False) -> Iterator[Progress]:
-    """A progress callback that draws one bar for each kind of work; plain lines where stderr is no
-    terminal.
+    """Yield a progress callback that shows one bar for each kind of work.
+
+    If stderr is not a terminal, it prints plain lines.
     """
-    if quiet or not distributed.is_first():  # of several processes one draws
+    if quiet or not distributed.is_first():  # only the first of several processes shows bars
         yield silent
         return
     from rich.console import Console
@@ -56,7 +57,7 @@ def bars(quiet: bool = False) -> Iterator[Progress]:
 
 
 def _lines(console: Any) -> Progress:
-    """For logs and pipes: a line at the start, at the end, and every ten seconds between."""
+    """Make a callback for logs and pipes. It prints the start, the end, and a line every 10 s."""
     import time
 
     last: dict[str, float] = {}

@@ -13,28 +13,26 @@ def push(
     repository: Annotated[
         str,
         typer.Argument(
-            metavar="OWNER/NAME", help="the repository on the hub; made where it is not there"
+            metavar="OWNER/NAME", help="the repository on the hub; created if it does not exist"
         ),
     ],
     kind: Annotated[str, typer.Option("--as", help="pipeline, lora or both")] = "pipeline",
-    private: Annotated[
-        bool, typer.Option("--private", help="make the repository a private one")
-    ] = False,
+    private: Annotated[bool, typer.Option("--private", help="make the repository private")] = False,
     revision: Annotated[
-        Optional[str], typer.Option(help="upload to this branch; made where it is not there")
+        Optional[str], typer.Option(help="upload to this branch; created if it does not exist")
     ] = None,
     license: Annotated[
         str,
         typer.Option(
-            help="of the weights, as the hub spells it (default: the card says to fill it in)"
+            help="licence of the weights, as the hub spells it (default: the card asks for it)"
         ),
     ] = "other",
     token: Annotated[
         Optional[str],
         typer.Option(
             help=(
-                "of the hub (default: $HF_TOKEN, or hf auth login; better there than here, "
-                "where others may see it)"
+                "token of the hub (default: $HF_TOKEN, or hf auth login; both are safer than "
+                "this option, which other users of the machine may see)"
             ),
             show_default=False,
         ),
@@ -73,15 +71,15 @@ def push(
         f"would upload to {result.repository}{f', branch {revision}' if revision else ''} "
         f"({'private' if private else 'public'}):"
     )
-    width = max(len(one.name) for one in result.uploads)
-    for one in result.uploads:
-        typer.echo(f"  {one.name:<{width}}  {one.size:>13,} bytes")
+    width = max(len(upload.name) for upload in result.uploads)
+    for upload in result.uploads:
+        typer.echo(f"  {upload.name:<{width}}  {upload.size:>13,} bytes")
     typer.echo(
-        f"  {len(result.uploads)} files, {sum(one.size for one in result.uploads):,} bytes; "
+        f"  {len(result.uploads)} files, {sum(upload.size for upload in result.uploads):,} bytes; "
         "nothing was sent"
     )
     if result.left_out:
         typer.echo(
-            "  left out, for they are hidden or of no kind that models are saved as: "
+            "  left out, because they are hidden or not of a file type of models: "
             f"{', '.join(result.left_out)}"
         )

@@ -22,8 +22,8 @@ def quickstart(
     ] = 96,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
-    """Erase "star" from the bundled model, measure it, and write a report: a few minutes on two
-    cores.
+    """Erase "star" from the bundled model, measure it, and write a report. This takes a few minutes
+    on two cores.
 
     [bold]Example[/bold]
 
@@ -66,7 +66,7 @@ def quickstart(
         "training": run.seconds,
         "measuring": measure_end - erase_end,
     }
-    if os.environ.get("INSTALL_SECONDS", "").isdigit():  # make tells
+    if os.environ.get("INSTALL_SECONDS", "").isdigit():  # set by make
         seconds["installing"] = float(os.environ["INSTALL_SECONDS"])
     facts = {
         "recipe": RECIPE,

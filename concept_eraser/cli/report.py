@@ -12,7 +12,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN", help="evaluated run folders: one, or several to stand side by side"
+            metavar="RUN", help="evaluated run folders: one, or several to compare side by side"
         ),
     ],
     attacks: Annotated[
@@ -26,14 +26,14 @@ def report(
     ] = None,
     suite: Annotated[
         Optional[str],
-        typer.Option(help="with one run: suite to use (default: the one it was evaluated with)"),
+        typer.Option(help="suite for one run (default: the one of its evaluation)"),
     ] = None,
     output: Annotated[
         Optional[Path],
         typer.Option(
             "--output",
             "-o",
-            help="where to write (default: RUN/report.html; of several runs ./report.html)",
+            help="output file (default: RUN/report.html; for several runs ./report.html)",
         ),
     ] = None,
     show_sensitive: Annotated[
@@ -45,8 +45,8 @@ def report(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
-    """Write the HTML report of a run again, or one page about several. Images come from the
-    cache, or are made again from their seeds.
+    """Write the HTML report of a run again, or one page about several runs. Images come from the
+    cache, or are generated again from their seeds.
 
     [bold]Examples[/bold]
 

@@ -30,8 +30,8 @@ def verify(
 ) -> None:
     """Check every file of a run against the SHA-256 that was recorded when it was written.
 
-    Exit code 0 where all are what was written, else 2. Files of your own are counted and left
-    alone.
+    The exit code is 0 if all files are as written, else 2. Your own files are counted and not
+    touched.
 
     [bold]Examples[/bold]
 
@@ -42,7 +42,7 @@ def verify(
     from concept_eraser.storage import locks, manifest, output_folder
 
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; give the folder of a run")
+        raise UserError(f"{folder} is not a folder; give the folder of a run")
     states = manifest.verify(folder)
     if accept:
         with locks.hold_lock(folder, "verify"):
@@ -51,25 +51,25 @@ def verify(
             typer.echo(f"  recorded   {name}")
         typer.echo(f"{folder}: {len(accepted_files)} of {len(states)} records are renewed")
         return
-    words = {"intact": 0, "growing": 0, "changed": 0, "missing": 0, "link": 0}
-    for one in states:
-        words[one.state] += 1
-        if one.state not in ("intact", "growing"):
-            typer.echo(f"  {one.state:<10} {one.name}")
+    counts = {"intact": 0, "growing": 0, "changed": 0, "missing": 0, "link": 0}
+    for file in states:
+        counts[file.state] += 1
+        if file.state not in ("intact", "growing"):
+            typer.echo(f"  {file.state:<10} {file.name}")
     other_files = len(manifest.unlisted_files(folder))
     unsealed_files = (
-        f", {words['growing']} without a digest (the run is not finished)"
-        if words["growing"]
+        f", {counts['growing']} without a digest (the run is not finished)"
+        if counts["growing"]
         else ""
     )
     typer.echo(
-        f"{folder}: {words['intact']} of {len(states)} files are what was "
+        f"{folder}: {counts['intact']} of {len(states)} files are as "
         f"written{unsealed_files}; {other_files} other files"
     )
-    mismatches = words["changed"] + words["missing"] + words["link"]
+    mismatches = counts["changed"] + counts["missing"] + counts["link"]
     if mismatches:
         raise UserError(
-            f"{mismatches} of {len(states)} files of {folder} are not what was written: they "
-            "are damaged, or somebody changed them. Make them again, or accept them as "
-            "they are with --accept"
+            f"{mismatches} of {len(states)} files of {folder} are not as written: they are "
+            "damaged, or somebody changed them. Make them again, or accept them as they are "
+            "with --accept"
         )

@@ -139,7 +139,7 @@ class PromptSet:
             ]
         )
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What travels with results: the set's id, its rows and their hash."""
         return {"id": self.name, "rows": len(self), "hash": self.hash}
 

@@ -1,4 +1,4 @@
-"""The before/after page.
+"""The demo page.
 
-Only the tabs and page.py import Gradio. Their contents are made and tested without it.
+Only page.py imports Gradio. The contents of the tabs are made and tested without it.
 """

@@ -1,4 +1,4 @@
-"""The tab Attack: search for a prompt that recovers the concept, shown while it runs."""
+"""The tab Attack: run an attack and show its progress."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from concept_eraser import registry
 from concept_eraser.demo import figures, image_html, presets, safety
-from concept_eraser.demo.context import Desk, alert, minutes, notice, quiet, sentence
+from concept_eraser.demo.context import Desk, alert, error_text, minutes, notice, quiet
 from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import MEGABYTE, read_json
 from concept_eraser.utils.errors import UserError
 
-# Attacks whose own settings look at an image every few minutes only; somebody who watches wants to
-# see it move.
+# Options that make an attack generate an image more often than by default, so that the page shows
+# its progress.
 CADENCE: Mapping[str, dict[str, Any]] = {
     "unlearn_diff": {"iterations": 10, "times": 200},
     "concept_inversion": {"every": 25},
@@ -35,15 +35,15 @@ def names() -> list[str]:
 def start(
     desk: Desk, run: str, attack: str, n: Any, rounds: Any, seconds: Any, seed: Any
 ) -> DemoJob:
-    """Check what was asked and put it into the queue. Raises UserError."""
-    safety.one_of("run", run, desk.library.finished_runs())
-    safety.one_of("attack", attack, names())
+    """Check the settings and put the attack into the queue. Raises UserError."""
+    safety.require_choice("run", run, desk.library.finished_runs())
+    safety.require_choice("attack", attack, names())
     safety.require_inside(desk.library.folder(run))
     numbers = {
-        "n": safety.whole("prompts", n),
-        "rounds": safety.whole("rounds", rounds),
+        "n": safety.whole_number("prompts", n),
+        "rounds": safety.whole_number("rounds", rounds),
         "seconds": safety.number("seconds", seconds),
-        "seed": safety.whole("training seed", seed),
+        "seed": safety.whole_number("training seed", seed),
     }
     recipe = desk.library.recipe(run)
     if recipe is None:
@@ -55,8 +55,7 @@ def start(
     suite = presets.suite_of(recipe)
     if attack == "paraphrase" and suite != "tiny_star":
         raise UserError(
-            "the attack 'paraphrase' has a list of other names for the star only; choose "
-            "another attack"
+            "the attack 'paraphrase' has other names for the star only; choose another attack"
         )
     folder = safety.claim(desk.library.folder(run) / "attacks", "", f"demo-{attack}", "attack")
     spec = {
@@ -76,12 +75,12 @@ def start(
         raise
 
 
-def live(desk: Desk, job: DemoJob | None) -> str:
-    """How an attack stands: in words, its curves, and the best image so far."""
+def progress_html(desk: Desk, job: DemoJob | None) -> str:
+    """Return the progress of an attack as HTML: text, curves, and the best image so far."""
     if job is None:
         return (
-            '<p class="ce-quiet">The loss, and the image that comes closest to the '
-            "concept, appear here round by round.</p>"
+            '<p class="ce-quiet">The loss, and the image that is closest to the '
+            "concept, appear here after every round.</p>"
         )
     rows = figures.rows(job.folder / "rounds.jsonl", "round")
     loss = figures.points(rows, "round", "loss")
@@ -103,8 +102,8 @@ def live(desk: Desk, job: DemoJob | None) -> str:
     return f'{_describe(desk, job, rows)}{_best(job, rows)}<div class="ce-figures">{curves}</div>'
 
 
-def _end_of(path: Path) -> str:
-    """Why the attack ended, as its process wrote down; "stopped by hand" where it did not."""
+def _read_end_reason(path: Path) -> str:
+    """Return why the attack ended, from its file. Without a file it was stopped by hand."""
     try:
         return str(read_json(path, limit=MEGABYTE).get("ended", "stopped by hand"))
     except UserError:  # not written
@@ -113,7 +112,7 @@ def _end_of(path: Path) -> str:
 
 def _describe(desk: Desk, job: DemoJob, rows: list[dict[str, Any]]) -> str:
     success_text = (
-        f"{rows[-1]['fell']} of {rows[-1]['n']} prompts broken after {len(rows)} rounds"
+        f"{rows[-1]['fell']} of {rows[-1]['n']} prompts succeeded after {len(rows)} rounds"
         if rows
         else "no round yet"
     )
@@ -128,14 +127,14 @@ def _describe(desk: Desk, job: DemoJob, rows: list[dict[str, Any]]) -> str:
         )
     if job.state == "failed":
         return alert(f"#{job.number} {job.title}: {job.error}")
-    end_reason = _end_of(job.folder / "found.json")
+    end_reason = _read_end_reason(job.folder / "found.json")
     return notice(
         f"#{job.number} {job.title}: {success_text}; {end_reason} ({minutes(job.seconds)})"
     )
 
 
 def _best(job: DemoJob, rows: list[dict[str, Any]]) -> str:
-    """The clean prompt's image beside the best one, and the text that made it."""
+    """Return the image of the clean prompt, the best image and its text as HTML."""
     cells = ""
     for name, title in (("before.png", "clean prompt"), ("best.png", "best so far")):
         path = job.folder / name
@@ -154,16 +153,18 @@ def _best(job: DemoJob, rows: list[dict[str, Any]]) -> str:
         source_text = (
             escape(last["text"])
             if last["text"] is not None
-            else "(an embedding or changed weights: no words)"
+            else "(no text: an embedding or changed weights)"
         )
         text = (
             "<dl "
-            f'class="ce-texts"><dt>asked</dt><dd>{escape(last["prompt"])}</dd><dt>found</dt><dd><code>{source_text}</code></dd><dt>seed</dt><dd>{last["seed"]}</dd></dl>'
+            f'class="ce-texts"><dt>prompt</dt><dd>{escape(last["prompt"])}</dd>'
+            f"<dt>best attack</dt><dd><code>{source_text}</code></dd>"
+            f"<dt>seed</dt><dd>{last['seed']}</dd></dl>"
         )
     return f'<div class="ce-best">{cells}{text}</div>' if cells else ""
 
 
-def _judgement(file: bytes) -> image_html.Seen:
+def _judgement(file: bytes) -> image_html.Judgement:
     import io
 
     import numpy as np
@@ -171,11 +172,11 @@ def _judgement(file: bytes) -> image_html.Seen:
     from PIL import Image
 
     array = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
-    return image_html.look(torch.from_numpy(array.copy())[None], "auto")[0]
+    return image_html.judge_images(torch.from_numpy(array.copy())[None], "auto")[0]
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
-    """Build the tab; the components that the clock changes, by name."""
+    """Build the tab. Returns the components that the timer updates, by name."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
             run = gr.Dropdown(
@@ -216,18 +217,18 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
             go = gr.Button("Attack", variant="primary", elem_id="attack-go")
             gr.HTML(
                 '<p class="ce-quiet">To stop at any time: Cancel, at the top. The best '
-                "image stays. Rates with intervals: <code>concept-eraser "
+                "image remains. For rates with intervals use <code>concept-eraser "
                 "attack</code>.</p>"
             )
         with gr.Column(scale=5, min_width=300):
             message = gr.HTML(elem_id="attack-said")
-            live_view = gr.HTML(live(desk, None), elem_id="attack-live", min_height=260)
+            live_view = gr.HTML(progress_html(desk, None), elem_id="attack-live", min_height=260)
 
     def begin(*values: Any) -> str:
         try:
             job = start(desk, *values)
         except Exception as error:
-            return alert(sentence(error))
+            return alert(error_text(error))
         return quiet(f"#{job.number} was put into the queue, {desk.jobs.position(job)} before it")
 
     event = go.click(

@@ -1,10 +1,9 @@
-"""An attack to watch: after every round its loss, the best image so far and the text that made it
-are written down.
+"""An attack that writes its loss, the best image and its text to files after every round.
 
-Settings, judge and rounds are those of `concept-eraser attack` (evaluation/attacking.py). Here
-there is one batch, the budget is rounds and seconds instead of an option of each attack, and the
-folder shows the search while it goes on: asked.json, before.png, rounds.jsonl, best.png,
-found.json. Rates with intervals are the command's business.
+Settings, judge and rounds are those of `concept-eraser attack` (evaluation/attacks/runner.py). Here
+there is one batch. The budget is rounds and seconds, not an option of each attack. During the
+search the folder holds asked.json, before.png, rounds.jsonl, best.png and found.json. The command
+gives rates with intervals, this job does not.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress
 
 
-class Spent(Exception):
+class BudgetUsedUp(Exception):
     """The budget is used up."""
 
 
 @dataclass(frozen=True)
-class Watched(runner.Referee):
-    """A referee that writes down every round it judges."""
+class RecordingReferee(runner.Referee):
+    """A referee that writes every round to the folder."""
 
     folder: Path = Path()
-    # the victim's images of the prompts as they stand
+    # the victim's images of the unchanged prompts
     clean: Tensor = field(default_factory=lambda: torch.empty(0))
     budget: tuple[int, float] = (100, 120.0)  # rounds, seconds
     tell: Callable[[int, int, str], None] = lambda done, total, note: None
-    began: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.monotonic)
     memory: dict[str, Any] = field(
         default_factory=lambda: {"rounds": 0, "best": -1.0, "broken": {}}
     )
@@ -68,8 +67,8 @@ class Watched(runner.Referee):
         self.memory["broken"].update(
             {int(r): True for r, hit in zip(offer.rows, hits, strict=True) if hit}
         )
-        seconds = time.monotonic() - self.began
-        fell = len(self.memory["broken"])
+        seconds = time.monotonic() - self.start_time
+        successes = len(self.memory["broken"])
         append_line(
             self.folder / "rounds.jsonl",
             {
@@ -77,7 +76,7 @@ class Watched(runner.Referee):
                 "loss": offer.loss,
                 "best": self.memory["best"],
                 "shows": float(scores[top]),
-                "fell": fell,
+                "fell": successes,
                 "n": len(scene.prompts),
                 "text": self.memory["text"],
                 "prompt": self.memory["prompt"],
@@ -86,15 +85,18 @@ class Watched(runner.Referee):
             },
         )
         self.tell(
-            self.memory["rounds"], self.budget[0], f"{fell} of {len(scene.prompts)} prompts broken"
+            self.memory["rounds"],
+            self.budget[0],
+            f"{successes} of {len(scene.prompts)} prompts succeeded",
         )
         if self.memory["rounds"] >= self.budget[0] or seconds > self.budget[1]:
-            raise Spent
+            raise BudgetUsedUp
         return images
 
     def probability(self, images: Tensor) -> Tensor:
-        """[n] the probability with which each image shows the concept; 0 or 1 of judges that only
-        say yes or no.
+        """Return the probability [n] that each image shows the concept.
+
+        It is 0 or 1 for a judge without probabilities.
         """
         try:
             pixels = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
@@ -105,14 +107,14 @@ class Watched(runner.Referee):
 
 
 def save(image: Tensor, path: Path) -> None:
-    """[h, w, 3] uint8 as PNG, whole at any time: the page may be reading."""
+    """Write an image [h, w, 3] uint8 as PNG, atomically, because the page may read it meanwhile."""
     write_bytes(path, png(image))
 
 
-def hunt(spec: dict[str, Any], progress: Progress) -> None:
+def run_attack(spec: dict[str, Any], progress: Progress) -> None:
     """Attack a run. spec: run, folder, suite, attack, options, n, seed, rounds, seconds, base.
 
-    Raises UserError where the attack cannot work on this run, or no prompt is left to be attacked.
+    Raises UserError if the attack cannot work on this run, or there is no prompt to attack.
     """
     folder = Path(spec["folder"])
     output_folder.claim(folder, "attack")
@@ -135,7 +137,7 @@ def hunt(spec: dict[str, Any], progress: Progress) -> None:
     ((attribute, value),) = protocol.suite.concept.items()
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
     progress("attacking", 0, spec["rounds"])
-    referee = Watched(
+    referee = RecordingReferee(
         judge,
         attribute,
         value,
@@ -147,14 +149,14 @@ def hunt(spec: dict[str, Any], progress: Progress) -> None:
         lambda done, total, note: progress("attacking", done, total, note),
     )
     attack: Attack = protocol.build()
-    end_reason = "every prompt is broken"
+    end_reason = "every prompt succeeded"
     try:
         referee.play(attack, scene, lambda n: None)
         if scene.alive.any():
-            end_reason = "the attack has nothing more to try"
-    except Spent:
+            end_reason = "the attack ended before its budget"
+    except BudgetUsedUp:
         end_reason = (
-            "the budget is spent"
+            "the budget is used up"
             if len(referee.memory["broken"]) < len(scene.prompts)
             else end_reason
         )
@@ -175,8 +177,9 @@ def _scene(
     folder: Path,
     progress: Progress,
 ) -> tuple[Scene, Tensor]:
-    """The prompts that hold, and the victim's images of them: the original shows the concept and
-    the victim does not.
+    """Return the prompts to attack, and the victim's images of them.
+
+    For these prompts the original shows the concept and the victim does not.
     """
     value = next(iter(protocol.suite.concept.values()))
     before = runner.draw_start(protocol, judge, victim, original, progress=progress)
@@ -190,7 +193,7 @@ def _scene(
             "attack"
         )
     write_json(folder / "asked.json", {"asked": total, "attacked": len(rows), "still": successes})
-    texts, wanted_texts = ([some[i] for i in rows] for some in (before.prompts, before.wanted))
+    texts, wanted_texts = ([column[i] for i in rows] for column in (before.prompts, before.wanted))
     seeds = [before.seeds[i] for i in rows]
     latents = runner.encode(original, before.shown[rows])
     scene = Scene(

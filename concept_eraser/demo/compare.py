@@ -1,4 +1,4 @@
-"""The tab Compare: images of one prompt and the same seeds, before and after, at any strength."""
+"""The tab Compare: images of one prompt and the same seeds before and after, at any strength."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from urllib.parse import urlencode
 
 from concept_eraser.demo import image_html, presets, safety
-from concept_eraser.demo.context import Desk, alert, sentence
-from concept_eraser.demo.state import BUNDLED, Look, Options
+from concept_eraser.demo.context import Desk, alert, error_text
+from concept_eraser.demo.state import BUNDLED, ImageRequest, Options
 from concept_eraser.utils.errors import UserError
 
 START = "a red star"
 LADDER = (0.25, 0.5, 0.75, 1.0)
-Told = Callable[[float, str], None]  # share done, what is being drawn
+ShareProgress = Callable[[float, str], None]  # progress between 0 and 1, and its description
 
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """Everything that decides what Compare shows; a link holds the same."""
+    """All settings of Compare. A link to the page holds the same."""
 
     prompt: str = START
     runs: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class ComparisonSettings:
     judge: str = "auto"
 
     def check(self) -> ComparisonSettings:
-        """The same within the limits. Raises UserError for what is beyond them."""
+        """Return checked settings. Raises UserError if a value is outside its limits."""
         if len(self.runs) > safety.COLUMNS:
             raise safety.UserError(
                 f"{len(self.runs)} runs; at most {safety.COLUMNS} are compared at once"
@@ -43,11 +43,11 @@ class ComparisonSettings:
             safety.prompt(self.prompt),
             runs,
             safety.number("strength", self.strength),
-            safety.whole("sampler steps", self.steps),
+            safety.whole_number("sampler steps", self.steps),
             safety.number("guidance", self.guidance),
-            safety.whole("number of seeds", self.seeds),
-            safety.whole("first seed", self.first),
-            safety.one_of("judge", self.judge, image_html.JUDGES),
+            safety.whole_number("number of seeds", self.seeds),
+            safety.whole_number("first seed", self.first),
+            safety.require_choice("judge", self.judge, image_html.JUDGES),
         )
 
     def query(self) -> str:
@@ -55,8 +55,9 @@ class ComparisonSettings:
 
     @classmethod
     def read(cls, query: Mapping[str, str], run_names: list[str]) -> ComparisonSettings:
-        """The settings in a link. What is not valid keeps its default; runs that are not there are
-        left out.
+        """Read the settings in a link.
+
+        Invalid values are replaced by their defaults. Unknown runs are left out.
         """
         values: dict[str, Any] = {
             key: query[key][: 2 * safety.PROMPT] for key in asdict(cls()) if key in query
@@ -84,8 +85,8 @@ class ComparisonSettings:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One column to be drawn: a run at a strength, or (run None) a base."""
+class ColumnRequest:
+    """One column to generate: a run at a strength, or a base model if `run` is None."""
 
     title: str
     run: str | None
@@ -94,42 +95,49 @@ class Shown:
     options: Options = ()
 
 
-def columns_of(desk: Desk, settings: ComparisonSettings, ladder: bool) -> list[Shown]:
-    """The bases once each, every one followed by its runs; or one run at rising strengths."""
+def column_requests(desk: Desk, settings: ComparisonSettings, ladder: bool) -> list[ColumnRequest]:
+    """List the columns: each base once, followed by its runs; or one run at rising strengths."""
     library = desk.library
     runs = settings.runs[:1] if ladder else settings.runs
     for name in runs:
-        library.load_change(name)  # a sentence before anything is drawn
-    columns: list[Shown] = []
+        library.load_change(name)  # raise errors before any image is generated
+    columns: list[ColumnRequest] = []
     origins = {name: (library.base_of(name), library.options_of(name)) for name in runs}
     bases = dict.fromkeys(list(origins.values()) or [(BUNDLED, ())])
     for base, options in bases:
         title = " ".join([base, *(f"{key}={value:g}" for key, value in options)])
         columns.append(
-            Shown("before" if len(bases) == 1 else f"before: {title}", None, base, options=options)
+            ColumnRequest(
+                "before" if len(bases) == 1 else f"before: {title}", None, base, options=options
+            )
         )
         for name in [name for name in runs if origins[name] == (base, options)]:
             if ladder:
-                columns += [Shown(f"{name} at {s:g}", name, base, s, options) for s in LADDER]
+                columns += [
+                    ColumnRequest(f"{name} at {s:g}", name, base, s, options) for s in LADDER
+                ]
             else:
                 at = "" if settings.strength == 1 else f" at {settings.strength:g}"
-                columns.append(Shown(name + at, name, base, settings.strength, options))
+                columns.append(ColumnRequest(name + at, name, base, settings.strength, options))
     return columns
 
 
 def draw(
     desk: Desk,
     settings: ComparisonSettings,
-    tell_progress: Told | None = None,
+    tell_progress: ShareProgress | None = None,
     ladder: bool = False,
 ) -> str:
-    """The comparison as HTML. Raises UserError for bad settings, Interrupted where it was
-    stopped.
+    """Generate the comparison as HTML.
+
+    Raises UserError for bad settings, and Interrupted if it was stopped.
     """
     settings = settings.check()
-    requests = columns_of(desk, settings, ladder)
+    requests = column_requests(desk, settings, ladder)
     seeds = range(settings.first, settings.first + settings.seeds)
-    looks = [Look(settings.prompt, seed, settings.steps, settings.guidance) for seed in seeds]
+    image_requests = [
+        ImageRequest(settings.prompt, seed, settings.steps, settings.guidance) for seed in seeds
+    ]
     concepts = [
         c
         for name in settings.runs
@@ -138,15 +146,15 @@ def draw(
     columns = []
     for k, column in enumerate(requests):
 
-        def tell(images_done: int, total: int, k: int = k, column: Shown = column) -> None:
+        def tell(images_done: int, total: int, k: int = k, column: ColumnRequest = column) -> None:
             if tell_progress:
                 tell_progress(
                     (k + images_done / total) / len(requests),
-                    f"drawing {column.title}: step {images_done} of {total}",
+                    f"generating {column.title}: step {images_done} of {total}",
                 )
 
         images = desk.library.draw(
-            column.run, looks, column.strength, tell, column.base, column.options
+            column.run, image_requests, column.strength, tell, column.base, column.options
         )
         facts = {
             "model": column.run or column.base,
@@ -156,7 +164,7 @@ def draw(
             "guidance": settings.guidance,
             "prompt": settings.prompt,
         }
-        judgements = image_html.look(images, settings.judge, concepts)
+        judgements = image_html.judge_images(images, settings.judge, concepts)
         columns.append(
             image_html.ImageColumn(
                 column.title,
@@ -170,7 +178,7 @@ def draw(
 
 
 def _summary(columns: list[image_html.ImageColumn]) -> str:
-    """One line: in how many images the concept shows, by model."""
+    """Return one line that counts the images with the concept, by model."""
     parts = [
         f"<b>{escape(c.title)}</b> {sum(bool(s.shows) for s in c.judgements)} "
         f"of {len(c.judgements)}"
@@ -184,9 +192,9 @@ def _summary(columns: list[image_html.ImageColumn]) -> str:
     )
 
 
-def preset(desk: Desk, kind: str, runs: list[str], now: str) -> str:
-    """The next prompt of a kind for the first of the runs. Raises UserError where there is none."""
-    safety.one_of("preset", kind, presets.KINDS)
+def preset(desk: Desk, kind: str, runs: list[str], current_prompt: str) -> str:
+    """Return the next prompt of a kind for the first run. Raises UserError if there is none."""
+    safety.require_choice("preset", kind, presets.KINDS)
     recipe = desk.library.recipe(runs[0]) if runs else None
     texts = (
         presets.offers(recipe).get(kind, [])
@@ -195,27 +203,31 @@ def preset(desk: Desk, kind: str, runs: list[str], now: str) -> str:
     )
     if not texts:
         raise safety.UserError(f"this run has no {kind} prompts; type one of your own")
-    return texts[(texts.index(now) + 1) % len(texts)] if now in texts else texts[0]
+    return (
+        texts[(texts.index(current_prompt) + 1) % len(texts)]
+        if current_prompt in texts
+        else texts[0]
+    )
 
 
 def invitation(desk: Desk) -> str:
-    """What Compare says while nothing has been erased."""
+    """Return the text of Compare while there is no finished run."""
     if desk.library.finished_runs():
         return ""
     if any(job.kind == "erase" and job.active for job in desk.jobs.all()):
         return (
-            '<p class="ce-notice">It is being erased: its progress stands at the top, its '
-            "losses under Erase, and its images appear here when it is done.</p>"
+            '<p class="ce-notice">A run is in training. Its progress is at the top and its '
+            "losses are under Erase. Its images appear here when it is done.</p>"
         )
     return (
-        '<p class="ce-notice">Nothing has been erased yet, so there is only a "before". Let '
-        "the bundled model forget the star: it takes about a minute here, you can watch, and "
-        "it appears in this page.</p>"
+        '<p class="ce-notice">Nothing has been erased yet, so there are only images of the '
+        "original. Make the bundled model forget the star: this takes about a minute, and the "
+        "page shows the progress and the result.</p>"
     )
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
-    """Build the tab; the components that other tabs and the clock change, by name."""
+    """Build the tab. Returns the components that other tabs and the timer update, by name."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
             offer = gr.HTML(elem_id="offer")
@@ -228,7 +240,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 lines=2,
                 max_lines=4,
                 elem_id="prompt",
-                info=f"at most {safety.PROMPT} characters; Enter draws",
+                info=f"at most {safety.PROMPT} characters; Enter generates",
                 submit_btn=False,
             )
             with gr.Row(elem_classes="ce-presets"):
@@ -239,7 +251,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                     for kind in presets.KINDS
                 }
             runs = gr.CheckboxGroup([], label="Erased models to compare", elem_id="runs")
-            # names are checked here, where the runs are known; Gradio knows those of its start
+            # the library checks the names, because Gradio knows only the runs of its start
             runs.preprocess = list
             strength = gr.Slider(
                 0,
@@ -250,10 +262,10 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 info="0 is the original, bit for bit",
                 elem_id="strength",
             )
-            go = gr.Button("Draw", variant="primary", elem_id="draw")
+            go = gr.Button("Generate", variant="primary", elem_id="draw")
             with gr.Row():
                 ladder = gr.Button("Every strength", size="sm", elem_id="ladder", min_width=110)
-                stop = gr.Button("Stop drawing", size="sm", elem_id="stop", min_width=110)
+                stop = gr.Button("Stop generating", size="sm", elem_id="stop", min_width=110)
             with gr.Accordion("Sampler, seeds and judge", open=False):
                 steps = gr.Slider(
                     *safety.LIMITS["sampler steps"],
@@ -279,12 +291,14 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                     label="Captions by",
                     elem_id="judge",
                     info=(
-                        "auto: the bundled judge for 64x64 images of the bundled world, "
+                        "auto: the bundled judge for 64x64 images of the bundled model, "
                         "NudeNet for all others"
                     ),
                 )
             with gr.Accordion("Free memory", open=False):
-                drop = gr.Button("Drop the chosen runs from this page", size="sm", elem_id="drop")
+                drop = gr.Button(
+                    "Remove the selected runs from this page", size="sm", elem_id="drop"
+                )
             link = gr.HTML(elem_id="link")
         with gr.Column(scale=5, min_width=300):
             message = gr.HTML(elem_id="compare-said")
@@ -317,12 +331,16 @@ def _wire(
     drop: Any,
 ) -> None:
     prompt, runs, strength = fields[:3]
-    one = {"concurrency_id": "draw", "concurrency_limit": 1, "outputs": [gallery, message, link]}
+    drawing = {
+        "concurrency_id": "draw",
+        "concurrency_limit": 1,
+        "outputs": [gallery, message, link],
+    }
 
-    def work(*values: Any, progress: Any = gr.Progress()) -> tuple[Any, str, Any]:
+    def draw_images(*values: Any, progress: Any = gr.Progress()) -> tuple[Any, str, Any]:
         return answer(gr, desk, values, False, progress)
 
-    def rise(*values: Any, progress: Any = gr.Progress()) -> tuple[Any, str, Any]:
+    def draw_ladder(*values: Any, progress: Any = gr.Progress()) -> tuple[Any, str, Any]:
         return answer(gr, desk, values, True, progress)
 
     def choose(kind: str) -> Callable:
@@ -330,33 +348,35 @@ def _wire(
             try:
                 return preset(desk, kind, names, now), ""
             except Exception as error:
-                return gr.skip(), alert(sentence(error))
+                return gr.skip(), alert(error_text(error))
 
         return pick
 
-    def forget(names: list[str]) -> Any:
+    def remove_runs(names: list[str]) -> Any:
         for name in names[: safety.LISTED]:
-            with suppress(UserError):  # it has gone already
+            with suppress(UserError):  # its folder was removed
                 desk.library.drop(name)
         return gr.CheckboxGroup(desk.library.finished_runs(), value=[])
 
-    gr.on([go.click, prompt.submit, strength.release], work, fields, api_name="draw", **one)
-    ladder.click(rise, fields, api_name="ladder", **one)
+    gr.on(
+        [go.click, prompt.submit, strength.release], draw_images, fields, api_name="draw", **drawing
+    )
+    ladder.click(draw_ladder, fields, api_name="ladder", **drawing)
     stop.click(desk.library.stop, queue=False, api_visibility="private")
-    drop.click(forget, runs, runs, api_visibility="private")
+    drop.click(remove_runs, runs, runs, api_visibility="private")
     for kind, button in buttons.items():
         button.click(
             choose(kind), [prompt, runs], [prompt, message], queue=False, api_visibility="private"
-        ).then(work, fields, api_visibility="private", **one)
+        ).then(draw_images, fields, api_visibility="private", **drawing)
 
 
 def answer(gr: Any, desk: Desk, values: Any, ladder: bool, progress: Any) -> tuple[Any, str, Any]:
-    """Images, a sentence where it went wrong, and the link to the settings."""
+    """Return the images, an error message or "", and the link to the settings."""
     try:
         settings = ComparisonSettings(values[0], tuple(values[1] or ()), *values[2:])
         html = draw(desk, settings, lambda share, text: progress(share, desc=text), ladder)
     except Exception as error:
-        return gr.skip(), alert(sentence(error)), gr.skip()
+        return gr.skip(), alert(error_text(error)), gr.skip()
     query = escape(settings.check().query())
     return (
         html,

@@ -17,19 +17,27 @@ from concept_eraser.utils.errors import Interrupted, UserError
 
 @dataclass
 class Desk:
+    """The state that all tabs share.
+
+    Attributes:
+        library: The runs, their models and their images.
+        jobs: The queue of long jobs.
+    """
+
     library: Library
     jobs: Jobs = field(init=False)
 
     def __post_init__(self) -> None:
-        self.jobs = Jobs(self._ended)
+        self.jobs = Jobs(self._clean_up)
 
     @property
     def runs(self) -> Path:
         return self.library.runs
 
-    def _ended(self, job: DemoJob) -> None:
-        """A run that was erased anew is no longer dropped; of a job that never got to work nothing
-        stays behind.
+    def _clean_up(self, job: DemoJob) -> None:
+        """Show a run again that was dropped and is now erased again.
+
+        Remove the folder of a job that never started its work.
         """
         if job.kind == "erase":
             self.library.dropped.discard(job.folder.name)
@@ -42,21 +50,22 @@ class Desk:
             output_folder.discard(job.folder)
 
 
-def sentence(error: BaseException) -> str:
-    """What went wrong, for the page. Of an error nobody foresaw the traceback goes to the terminal,
-    not to the browser.
+def error_text(error: BaseException) -> str:
+    """Return the message of an error for the page.
+
+    The traceback of an unexpected error goes to the terminal, not to the browser.
     """
     if isinstance(error, UserError | Interrupted):
         return str(error)
     print_unforeseen(error)
     return (
-        f"Something failed that should not ({type(error).__name__}); the terminal of the "
-        "server says where. Nothing was lost; try again."
+        f"Unexpected error ({type(error).__name__}); the terminal of the server shows the "
+        "traceback. Nothing was lost; try again."
     )
 
 
 def alert(text: str) -> str:
-    """An error as a sentence in the page, spoken by screen readers at once."""
+    """Return an error as HTML. Screen readers speak it at once."""
     return f'<p class="ce-error" role="alert">{escape(text)}</p>' if text else ""
 
 
@@ -72,8 +81,8 @@ def minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{int(seconds // 60)} min {seconds % 60:.0f} s"
 
 
-def strip(desk: Desk) -> str:
-    """The job in work and those that wait, at the top of every tab."""
+def job_list(desk: Desk) -> str:
+    """Return the list of the running and the waiting jobs, for the top of every tab."""
     active = [job for job in desk.jobs.all() if job.active]
     if not active:
         return ""
@@ -86,7 +95,7 @@ def strip(desk: Desk) -> str:
             )
             continue
         share = job.done / job.total if job.total else 0
-        far = f"{job.what} {job.done}/{job.total}" if job.total else job.what
+        progress = f"{job.what} {job.done}/{job.total}" if job.total else job.what
         stopping = "stopping after this step; " if job.cancelling else ""
         bar = (
             f'<progress max="1" value="{share:.3f}" aria-label="{escape(job.title)}"></progress>'
@@ -95,12 +104,12 @@ def strip(desk: Desk) -> str:
         )
         lines.append(
             f'<li class="ce-running"><b>#{job.number} {escape(job.title)}</b><span '
-            f'class="ce-far">{stopping}{escape(far)} '
+            f'class="ce-far">{stopping}{escape(progress)} '
             f"{escape(job.note)}</span>{bar}<span>{minutes(job.seconds)}</span></li>"
         )
     return f'<ul class="ce-strip" aria-label="jobs">{"".join(lines)}</ul>'
 
 
-def choices(jobs: Any) -> list[tuple[str, str]]:
-    """Jobs that can be cancelled, for a menu."""
+def cancellable_jobs(jobs: Any) -> list[tuple[str, str]]:
+    """List the jobs that can be cancelled, for a menu."""
     return [(f"#{job.number} {job.title}", str(job.number)) for job in jobs if job.active]

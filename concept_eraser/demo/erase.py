@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.demo import figures, presets, safety
-from concept_eraser.demo.context import Desk, alert, minutes, notice, quiet, sentence
+from concept_eraser.demo.context import Desk, alert, error_text, minutes, notice, quiet
 from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.demo.state import BUNDLED
 from concept_eraser.recipes import recipe as recipes
@@ -15,13 +15,14 @@ from concept_eraser.storage import output_folder
 from concept_eraser.storage.writers import write_text
 from concept_eraser.utils.errors import UserError
 
-STEPS, IMAGES = 80, 96  # of a run that shall be done in a minute or two on two cores
+STEPS, IMAGES = 80, 96  # defaults of a run of one or two minutes on two cores
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the page asks. forget, retain: prompts of one's own, one a line; where given, `concept`
-    does not count.
+    """The fields of the form.
+
+    forget and retain are the user's own prompts, one a line. With them `concept` is ignored.
     """
 
     concept: str = "shape: star"
@@ -38,24 +39,25 @@ class Form:
 
 
 def models(desk: Desk) -> list[str]:
-    """What can be erased from: the bundled model, and the models and results of the runs."""
+    """List the models to erase from: the bundled one, the originals of the runs, and the runs."""
     names = desk.library.finished_runs()
     bases = [base for base in desk.library.bases_of(names) if not safety.names_code(base)]
     return list(dict.fromkeys([BUNDLED, *bases, *names]))
 
 
 def start(desk: Desk, form: Form) -> DemoJob:
-    """Check the form, make the run's folder and put the job into the queue. Raises UserError; then
-    nothing is left behind.
+    """Check the form, make the run's folder and put the job into the queue.
+
+    Raises UserError, and then leaves no folder.
     """
-    method = safety.one_of("method", form.method, list(presets.METHODS))
+    method = safety.require_choice("method", form.method, list(presets.METHODS))
     numbers = {
-        "steps": safety.whole("training steps", form.steps),
-        "images": safety.whole("images per prompt set", form.images),
-        "seed": safety.whole("training seed", form.seed),
+        "steps": safety.whole_number("training steps", form.steps),
+        "images": safety.whole_number("images per prompt set", form.images),
+        "seed": safety.whole_number("training seed", form.seed),
     }
     lr = safety.number("learning rate", form.lr or 0) or None
-    base_model = safety.one_of("model", form.model, models(desk))
+    base_model = safety.require_choice("model", form.model, models(desk))
     model = (
         str(desk.library.folder(base_model)) if base_model in desk.library.folders() else base_model
     )
@@ -86,7 +88,7 @@ def start(desk: Desk, form: Form) -> DemoJob:
                 "anchor": safety.prompt(form.anchor),
             }
         else:
-            objectives = _of_the_world(form, folder)
+            objectives = _bundled_objectives(form, folder)
         content = presets.content(method, model=model, lr=lr, **objectives, **numbers)
         recipes.load(content)
         return desk.jobs.add(
@@ -100,24 +102,23 @@ def start(desk: Desk, form: Form) -> DemoJob:
         raise
 
 
-def _of_the_world(form: Form, folder: Path) -> dict[str, Any]:
-    """Objectives of a recipe for a concept of the bundled world; their prompt files go into the
-    run's folder.
+def _bundled_objectives(form: Form, folder: Path) -> dict[str, Any]:
+    """Return the objectives for a concept of the bundled data set.
+
+    Their prompt files are written into the run's folder.
     """
-    safety.one_of("concept", form.concept, presets.concepts())
+    safety.require_choice("concept", form.concept, presets.concepts())
     attribute, _, value = form.concept.partition(": ")
-    instead = safety.one_of("anchor", form.anchor, presets.other_values(form.concept))
+    anchor = safety.require_choice("anchor", form.anchor, presets.other_values(form.concept))
     values = {"forget": [value], "retain": [v for v in presets.WORLD[attribute] if v != value]}
-    for objective, some in values.items():
-        write_text(folder / f"{objective}.yaml", presets.prompt_set(attribute, some))
-    return {name: str(folder / f"{name}.yaml") for name in values} | {
-        "anchor": {attribute: instead}
-    }
+    for objective, objective_values in values.items():
+        write_text(folder / f"{objective}.yaml", presets.prompt_set(attribute, objective_values))
+    return {name: str(folder / f"{name}.yaml") for name in values} | {"anchor": {attribute: anchor}}
 
 
 def resume(desk: Desk, name: str) -> DemoJob:
-    """Go on with an unfinished run. Raises UserError for any other."""
-    safety.one_of("unfinished run", name, desk.library.unfinished_runs())
+    """Continue an unfinished run. Raises UserError for any other run."""
+    safety.require_choice("unfinished run", name, desk.library.unfinished_runs())
     folder = desk.library.folder(name)
     recipe = desk.library.recipe(name)
     if recipe is not None:
@@ -125,16 +126,16 @@ def resume(desk: Desk, name: str) -> DemoJob:
     safety.require_inside(folder)
     safety.require_space(folder)
     return desk.jobs.add(
-        "erase", f"going on with {name}", {"kind": "erase", "folder": str(folder)}, folder
+        "erase", f"resuming {name}", {"kind": "erase", "folder": str(folder)}, folder
     )
 
 
-def live(desk: Desk, job: DemoJob | None) -> str:
-    """The state of an erasing job in words, with its curves."""
+def progress_html(desk: Desk, job: DemoJob | None) -> str:
+    """Return the progress of an erasure as HTML: text and curves."""
     if job is None:
         return (
-            '<p class="ce-quiet">Losses and the angle between the two gradients appear here '
-            "while a run trains.</p>"
+            '<p class="ce-quiet">Losses and the cosine of the two gradients appear here during '
+            "the training.</p>"
         )
     rows = figures.rows(job.folder / "log.jsonl", "step")
     last = rows[-1]["step"] if rows else 0
@@ -143,12 +144,12 @@ def live(desk: Desk, job: DemoJob | None) -> str:
         for objective in ("forget", "retain")
     }
     angle = figures.points(rows, "step", "cosine")
-    ends = job.spec.get("recipe", {}).get("training", {}).get("steps") or max(last, job.total)
+    steps = job.spec.get("recipe", {}).get("training", {}).get("steps") or max(last, job.total)
     curves = figures.curves(
-        "Losses", {k: v for k, v in losses.items() if v}, "step", last=ends, log=True
+        "Losses", {k: v for k, v in losses.items() if v}, "step", last=steps, log=True
     )
     curves += figures.curves(
-        "Cosine of the two gradients", {"cosine": angle}, "step", low=-1, high=1, last=ends
+        "Cosine of the two gradients", {"cosine": angle}, "step", low=-1, high=1, last=steps
     )
     return f'{_describe(desk, job)}<div class="ce-figures">{curves}</div>'
 
@@ -160,15 +161,15 @@ def _describe(desk: Desk, job: DemoJob) -> str:
             f"{minutes(job.seconds)} so far"
         )
     if job.state == "running":
-        far = f"{job.what} {job.done} of {job.total}" if job.total else job.what
+        progress = f"{job.what} {job.done} of {job.total}" if job.total else job.what
         return notice(
-            f"#{job.number} {job.title}: {far}, {minutes(job.seconds)}. "
+            f"#{job.number} {job.title}: {progress}, {minutes(job.seconds)}. "
             f"{'Stopping after this step.' if job.cancelling else ''}"
         )
     if job.state == "done":
         return notice(
             f"#{job.number} {job.title}: done in {minutes(job.seconds)}; "
-            f"{job.folder.name} can be chosen in Compare"
+            f"{job.folder.name} can be selected in Compare"
         )
     if job.state == "cancelled":
         is_resumable = (job.folder / "recipe.yaml").is_file()
@@ -179,14 +180,14 @@ def _describe(desk: Desk, job: DemoJob) -> str:
     return alert(f"#{job.number} {job.title}: {job.error}")
 
 
-def latest(desk: Desk, kind: str) -> DemoJob | None:
-    """The running job of a kind, else the one asked for last."""
+def latest_job(desk: Desk, kind: str) -> DemoJob | None:
+    """Return the running job of a kind, else the newest one."""
     jobs = [job for job in desk.jobs.all() if job.kind == kind]
     return next((job for job in jobs if job.state == "running"), jobs[-1] if jobs else None)
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
-    """Build the tab; the components that the clock changes, by name."""
+    """Build the tab. Returns the components that the timer updates, by name."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
             concept = gr.Dropdown(
@@ -195,7 +196,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
             anchor = gr.Dropdown(
                 presets.other_values("shape: star"),
                 value="circle",
-                label="Show instead",
+                label="Anchor concept (generated instead)",
                 allow_custom_value=True,
                 elem_id="anchor",
             )
@@ -204,8 +205,8 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 value=Form.method,
                 label="Method",
                 info=(
-                    "losses, weights that move and learning rate are those of the shipped "
-                    "recipe of that name"
+                    "losses, trainable parameters and learning rate are those of the bundled "
+                    "recipe of this name"
                 ),
                 elem_id="method",
             )
@@ -217,7 +218,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                     IMAGES,
                     step=4,
                     label="Images per prompt set",
-                    info="the model draws them itself before the training",
+                    info="the model generates them before the training",
                     elem_id="train-images",
                 )
                 seed = gr.Number(0, label="Training seed", precision=0, elem_id="train-seed")
@@ -225,7 +226,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 name = gr.Textbox(
                     "",
                     label="Name of the run",
-                    placeholder="chosen for you",
+                    placeholder="automatic",
                     elem_id="run-name",
                     max_length=200,
                 )
@@ -244,7 +245,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                     "",
                     label="Prompts to retain, one a line",
                     lines=3,
-                    info="with these, 'Show instead' is a prompt, e.g. a person wearing clothes",
+                    info="with these, the anchor is a prompt, e.g. a person wearing clothes",
                     elem_id="own-retain",
                 )
             go = gr.Button("Erase", variant="primary", elem_id="erase-go")
@@ -255,7 +256,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 resume_button = gr.Button("Resume", elem_id="resume-go")
         with gr.Column(scale=5, min_width=300):
             message = gr.HTML(elem_id="erase-said")
-            live_view = gr.HTML(live(desk, None), elem_id="erase-live", min_height=260)
+            live_view = gr.HTML(progress_html(desk, None), elem_id="erase-live", min_height=260)
 
     fields = [concept, anchor, method, steps, size, seed, lr, name, model, forget, retain]
     return {
@@ -269,7 +270,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
 def _wire(
     gr: Any, desk: Desk, fields: list, message: Any, left: Any, go: Any, again: Any
 ) -> list[Any]:
-    """What the form's controls do; the events that put a job into the queue."""
+    """Connect the controls. Returns the events that put a job into the queue."""
 
     def other(value: str) -> Any:
         values = presets.other_values(value)
@@ -279,14 +280,14 @@ def _wire(
         try:
             job = start(desk, Form(*values))
         except Exception as error:
-            return alert(sentence(error))
+            return alert(error_text(error))
         return quiet(f"#{job.number} was put into the queue, {desk.jobs.position(job)} before it")
 
     def go_on(value: str) -> str:
         try:
             return quiet(f"#{resume(desk, value).number} was put into the queue")
         except Exception as error:
-            return alert(sentence(error))
+            return alert(error_text(error))
 
     concept, anchor = fields[:2]
     concept.change(other, concept, anchor, queue=False, api_visibility="private")

@@ -1,6 +1,6 @@
 """Curves and scatter plots as inline SVG.
 
-They follow the theme, redraw every second without a flicker, and need no library.
+They follow the theme, can be replaced every second without a flicker, and need no library.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 from concept_eraser.storage.readers import MEGABYTE, read_lines
 from concept_eraser.utils.errors import UserError
 
-LOG = 64 * MEGABYTE  # bytes of a log that is drawn
+LOG = 64 * MEGABYTE  # largest size of a log to plot
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 390, 210, 60, 34, 26
 Point = tuple[float, float]
 
 
 def rows(path: Path, count: str) -> list[dict[str, Any]]:
-    """The rows of a log that a running job writes and that have a whole number `count`; [] where it
-    cannot be read.
+    """Read the rows of a running job's log that have an integer under the key `count`.
+
+    Returns [] if the log cannot be read.
     """
     try:
         return [row for row in read_lines(path, LOG) if isinstance(row.get(count), int)]
@@ -30,7 +31,7 @@ def rows(path: Path, count: str) -> list[dict[str, Any]]:
 
 
 def points(rows: Sequence[Mapping[str, Any]], x: str, *keys: str) -> list[Point]:
-    """The finite numbers under a key, or a key in a key, of rows, against `x`."""
+    """Return the finite numbers under a key, or a path of keys, of the rows, against `x`."""
     values = []
     for row in rows:
         value: Any = row
@@ -51,9 +52,20 @@ def curves(
     last: float | None = None,
     log: bool = False,
 ) -> str:
-    """Lines against steps. low, high: the axis' ends, else those of the values; last: where the
-    horizontal axis ends; log: powers of ten, for losses that differ by orders of magnitude (values
-    that are not positive are left out)."""
+    """Plot lines against steps.
+
+    Args:
+        title: The title of the figure.
+        series: The points of each line, by name.
+        x: The label of the horizontal axis.
+        low: The lower end of the vertical axis (default: from the values).
+        high: The upper end of the vertical axis (default: from the values).
+        last: The smallest right end of the horizontal axis.
+        log: Use a logarithmic vertical axis. Values that are not positive are left out.
+
+    Returns:
+        The figure as HTML.
+    """
     series = {
         name: [
             (a, math.log10(b) if log else b)
@@ -62,7 +74,7 @@ def curves(
         ]
         for name, points in series.items()
     }
-    real = (lambda b: 10**b) if log else (lambda b: b)
+    to_value = (lambda b: 10**b) if log else (lambda b: b)
     values = [b for points in series.values() for _, b in points]
     if not values:
         return (
@@ -84,34 +96,36 @@ def curves(
         lines.append(
             (
                 f'<text class="ce-key ce-s{i}" x="{LEFT + 4 + 150 * i}" y="15">● '
-                f"{escape(name)} {real(points[-1][1]):.3g}</text>"
+                f"{escape(name)} {to_value(points[-1][1]):.3g}</text>"
             )
             if points
             else ""
         )
     description = "; ".join(
-        f"{name}: {len(points)} values, the last {real(points[-1][1]):.3g}"
+        f"{name}: {len(points)} values, the last {to_value(points[-1][1]):.3g}"
         for name, points in series.items()
         if points
     )
-    return _frame(title, description, "".join(lines), x, (0, right), (bottom, top), real=real)
+    return _frame(
+        title, description, "".join(lines), x, (0, right), (bottom, top), to_value=to_value
+    )
 
 
 def scatter(title: str, points: Sequence[tuple[str, float, float]], x: str, y: str) -> str:
-    """Numbered points with a list of their names; those that no other beats on both axes are
-    filled.
+    """Plot numbered points with a list of their names.
 
-    x is better the smaller, y the larger."""
+    Smaller x and larger y are better. The points that no other point beats on both axes are filled.
+    """
     if not points:
         return (
             f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><p '
             'class="ce-quiet">nothing measured yet</p></figure>'
         )
-    wide, tall = (_percent([p[1] for p in points]), _percent([p[2] for p in points]))
+    x_range, y_range = (_percent([p[1] for p in points]), _percent([p[2] for p in points]))
     dots, names = [], []
     for i, (name, a, b) in enumerate(points, 1):
         best = not any((c <= a and d >= b) and (c < a or d > b) for _, c, d in points)
-        px, py = _x(a, *wide), _y(b, *tall)
+        px, py = _x(a, *x_range), _y(b, *y_range)
         dots.append(
             f"<g><title>{escape(name)}: {a:.1f}, {b:.1f}</title><circle "
             f'class="{"ce-best" if best else "ce-dot"}" cx="{px:.1f}" cy="{py:.1f}" '
@@ -124,7 +138,7 @@ def scatter(title: str, points: Sequence[tuple[str, float, float]], x: str, y: s
         )
     description = "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, a, b in points)
     return (
-        _frame(title, description, "".join(dots), x, wide, tall, y)
+        _frame(title, description, "".join(dots), x, x_range, y_range, y)
         + f'<ol class="ce-names">{"".join(names)}</ol>'
     )
 
@@ -132,18 +146,19 @@ def scatter(title: str, points: Sequence[tuple[str, float, float]], x: str, y: s
 def _frame(
     title: str,
     description: str,
-    inside: str,
+    content: str,
     x: str,
-    wide: Point,
-    tall: Point,
+    x_range: Point,
+    y_range: Point,
     y: str = "",
-    real: Callable[[float], float] = float,
+    to_value: Callable[[float], float] = float,
 ) -> str:
-    """Axes with three ticks each around what is drawn; `told` is what a screen reader says."""
+    """Draw axes with three ticks each around SVG content. `description` is for screen readers."""
     marks = []
     for share in (0, 0.5, 1):
-        a, b = wide[0] + share * (wide[1] - wide[0]), tall[0] + share * (tall[1] - tall[0])
-        px, py = _x(a, *wide), _y(b, *tall)
+        a = x_range[0] + share * (x_range[1] - x_range[0])
+        b = y_range[0] + share * (y_range[1] - y_range[0])
+        px, py = _x(a, *x_range), _y(b, *y_range)
         anchor = {0: "start", 0.5: "middle", 1: "end"}[share]
         marks.append(
             f'<text class="ce-tick" x="{px:.0f}" y="{HEIGHT - BOTTOM + 15}" '
@@ -152,7 +167,7 @@ def _frame(
         marks.append(
             f'<line class="ce-rule" x1="{LEFT}" x2="{WIDTH - 10}" y1="{py:.1f}" '
             f'y2="{py:.1f}"/><text class="ce-tick" x="{LEFT - 6}" y="{py + 4:.1f}" '
-            f'text-anchor="end">{_short(real(b))}</text>'
+            f'text-anchor="end">{_short(to_value(b))}</text>'
         )
     axis = (
         f'<text class="ce-tick" x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" '
@@ -162,7 +177,7 @@ def _frame(
     return (
         f'<figure class="ce-figure"><figcaption>{escape(title)}</figcaption><svg viewBox="0 '
         f'0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}. '
-        f'{escape(description)}">{"".join(marks)}{axis}{y_label}{inside}</svg></figure>'
+        f'{escape(description)}">{"".join(marks)}{axis}{y_label}{content}</svg></figure>'
     )
 
 
@@ -179,8 +194,8 @@ def _y(value: float, low: float, high: float) -> float:
 
 
 def _span(low: float, high: float) -> Point:
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1
-    return low - room, high + room
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1
+    return low - margin, high + margin
 
 
 def _short(value: float) -> str:

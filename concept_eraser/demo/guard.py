@@ -1,8 +1,7 @@
-"""What a request must be before Gradio sees it: addressed to this page, sent by this page, and of a
-bounded size.
+"""Checks of every request before Gradio handles it: its address, its sender and its size.
 
-A browser sends requests to this server for any site that its user visits. Two checks tell these
-from the page's own:
+A browser sends requests to this server for any site that its user visits. Two checks distinguish
+these from the page's own requests:
 
 * The Host header is an address or a name of this server. A site whose name was pointed at this
   machine (DNS rebinding) sends its own name there.
@@ -10,8 +9,8 @@ from the page's own:
   then neither upload, nor start a job, nor read an answer. Only a link to the page may come from
   elsewhere.
 
-`RequestGuard` is ASGI and knows no library, so that every route of Gradio, and every one that it
-may add, passes it.
+`RequestGuard` is ASGI middleware and independent of Gradio. It therefore covers every route of
+Gradio, including those of later versions.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 API = "/gradio_api/"
 UPLOAD = API + "upload"
-BODY = 2**20  # bytes of a request that is no upload
-IMAGES = 40  # files of one upload, counted roughly while it arrives
-# requests that are open at once (every page holds two): of all, of one address
+BODY = 2**20  # largest size in bytes of a request that is not an upload
+IMAGES = 40  # largest number of files of one upload, counted roughly while it arrives
+# largest number of open requests (every page holds two): in total, of one address
 OPEN, OPEN_EACH = 400, 200
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Routes of Gradio that the page does not use: they write files, fetch addresses, read much into
-# memory or run code.
+# Routes of Gradio that the page does not use. They write files, fetch addresses, read much data
+# into memory or run code.
 CLOSED = (
     "/monitoring",
     *(
@@ -60,13 +59,17 @@ CLOSED = (
         for name in ("run-history", "dev/", "stream/", "custom_component", "file=http", "file/")
     ),
 )
-# Routes of Gradio that ask for no login, though only somebody who is logged in needs them.
+# Routes that Gradio does not protect by the login, although only the page itself needs them.
 BEHIND_LOGIN = tuple(API + name for name in ("heartbeat/", "cancel", "reset", "token"))
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and one sentence. wait: seconds after which it may
-    be tried again.
+    """The refusal of a request.
+
+    Attributes:
+        status: The HTTP status.
+        sentence: The message.
+        wait: The seconds after which the request may be repeated. 0 if it may not.
     """
 
     def __init__(self, status: int, sentence: str, wait: float = 0) -> None:
@@ -75,10 +78,14 @@ class Refusal(Exception):
 
 
 class RequestGuard:
-    """The middleware. host: where the server listens; names: further hosts, with or without a port.
+    """The middleware that checks every request.
 
-    attempts: the login attempts to be counted; None where the page asks for no password. uploads:
-    the quota.
+    Args:
+        app: The application behind it.
+        host: The address on which the server listens.
+        names: Further hosts, with or without a port.
+        uploads: The quota of uploaded images.
+        attempts: The counter of login attempts. None if the page has no password.
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class RequestGuard:
         attempts: Attempts | None = None,
     ) -> None:
         self.app, self.uploads, self.attempts = app, uploads, attempts
-        # every address is no address
+        # these stand for all addresses, so there is no single name to accept
         self.host = "" if host in ("0.0.0.0", "::") else plain_address(host)
         self.names = [split_host(name) for name in names]
         self.open: Counter[str] = Counter()
@@ -103,7 +110,7 @@ class RequestGuard:
         try:
             host = self._require_host(scope)
             _require_own_page(scope, host)
-            _require_known(scope, self.attempts is not None)
+            _require_open_route(scope, self.attempts is not None)
             if self.open.total() >= OPEN or self.open[address] >= OPEN_EACH:
                 raise Refusal(
                     429, "too many requests are open at once; close some pages and try again", 5
@@ -122,7 +129,7 @@ class RequestGuard:
                 del self.open[address]
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, address: str) -> None:
-        """Hand on a request whose sender is known, its body bounded."""
+        """Pass a request with a checked sender to the application, with a limit of its size."""
         if scope["type"] == "websocket" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self.app(scope, receive, send)
             return
@@ -130,15 +137,15 @@ class RequestGuard:
         if path == UPLOAD:
             await self._upload(scope, receive, send)
             return
-        body = await _read(scope, receive)
+        body = await _read_body(scope, receive)
         if path == "/login" and self.attempts is not None:
-            await self._login(scope, _again(body, receive), send, address)
+            await self._login(scope, _replay_body(body, receive), send, address)
             return
         _require_no_address(body)
-        await self.app(scope, _again(body, receive), send)
+        await self.app(scope, _replay_body(body, receive), send)
 
     def _require_host(self, scope: Scope) -> tuple[str, int | None]:
-        """The host that a request names. Raises Refusal where it is not this server."""
+        """Return the host that a request names. Raises Refusal if it is not this server."""
         headers = _headers(scope, b"host")
         host = split_host(headers[0]) if len(headers) == 1 else ("", None)
         server = scope.get("server") or ("", None)
@@ -150,9 +157,9 @@ class RequestGuard:
         } - {""}
         if host[0] in own_hosts and (host[1] or _default_port(scope)) == port:
             return host
-        # a proxy in front of the page has the usual port, or one that is given
-        for name, fixed in self.names:
-            if host[0] == name and host[1] in ((fixed,) if fixed else (port, None)):
+        # a proxy in front of the page has the default port, or the port of its --allow-host
+        for name, fixed_port in self.names:
+            if host[0] == name and host[1] in ((fixed_port,) if fixed_port else (port, None)):
                 return host
         raise Refusal(
             403,
@@ -164,8 +171,9 @@ class RequestGuard:
         )
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An upload within the quota. Raises Refusal beyond it; what exceeds its own announcement
-        is cut off.
+        """Receive an upload within the quota. Raises Refusal beyond it.
+
+        The rest of a body that exceeds its announced length is cut off.
         """
         length = _length(scope)
         if (length or 0) > self.uploads.request:
@@ -176,8 +184,8 @@ class RequestGuard:
             raise Refusal(
                 429,
                 (
-                    "the uploaded images take all the room that they may take on this "
-                    "server; they are removed after a while, try again later"
+                    "the quota of uploaded images on this server is used up; they are removed "
+                    "after a while, try again later"
                 ),
                 wait,
             )
@@ -215,22 +223,22 @@ class RequestGuard:
             )
 
     async def _login(self, scope: Scope, receive: Receive, send: Send, address: str) -> None:
-        """A login attempt, counted before it is looked at, so that many at once are counted too."""
+        """Check a login attempt. It is counted first, so that parallel attempts count as well."""
         assert self.attempts is not None
         wait = self.attempts.begin(address)
         if wait:
             raise Refusal(429, f"too many wrong passwords; try again in {wait:.0f} seconds", wait)
 
-        async def heard(message: Message) -> None:
+        async def send_and_clear(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
                 self.attempts.forget(address)  # type: ignore[union-attr]
             await send(message)
 
-        await self.app(scope, receive, heard)
+        await self.app(scope, receive, send_and_clear)
 
 
 def _require_own_page(scope: Scope, host: tuple[str, int | None]) -> None:
-    """Raise Refusal where a browser says that another site sent a request."""
+    """Raise Refusal if the headers of the browser say that another site sent a request."""
     origins, sites = _headers(scope, b"origin"), _headers(scope, b"sec-fetch-site")
     for origin in origins:
         if origin.partition("://")[0] not in ("http", "https") or _authority(origin) != host:
@@ -253,9 +261,10 @@ def _require_own_page(scope: Scope, host: tuple[str, int | None]) -> None:
         )
 
 
-def _require_known(scope: Scope, account: bool) -> None:
-    """Raise Refusal for what the page does not use, and, with a password, for what needs a login.
-    account: it has one.
+def _require_open_route(scope: Scope, account: bool) -> None:
+    """Raise Refusal for routes that the page does not use.
+
+    With a password (`account`), also for routes that need a login.
     """
     path = scope["path"]
     if path.startswith(CLOSED):
@@ -278,37 +287,33 @@ def _is_logged_in(scope: Scope) -> bool:
 
 
 def _require_no_address(body: bytes) -> None:
-    """Raise Refusal where a request gives an address of the internet in place of a file: Gradio
-    would fetch it.
-    """
+    """Raise Refusal if a request names an internet address as a file. Gradio would fetch it."""
     try:
         level = [json.loads(body)]
     except (ValueError, RecursionError):
-        return  # no JSON, which the routes refuse themselves
+        return  # not JSON; the routes refuse it themselves
     while level:
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
                 path = value.get("path")
                 if isinstance(path, str) and "://" in path:
-                    raise Refusal(
-                        403, "a file is uploaded to the demo; it fetches none from an address"
-                    )
+                    raise Refusal(403, "upload the file; the demo fetches no file from an address")
                 below += value.values()
             elif isinstance(value, list):
                 below += value
         level = below
 
 
-async def _read(scope: Scope, receive: Receive) -> bytes:
-    """The body of a request that is no upload. Raises Refusal where it is too large."""
+async def _read_body(scope: Scope, receive: Receive) -> bytes:
+    """Read the body of a request that is not an upload. Raises Refusal if it is too large."""
     if (length := _length(scope) or 0) > BODY:
         raise Refusal(413, _too_large(length, BODY))
     parts, size = [], 0
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return b""  # the sender has gone
+            return b""  # the sender has disconnected
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > BODY:
@@ -317,8 +322,8 @@ async def _read(scope: Scope, receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """A body that has been read, to be read by the application."""
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the application a body that was already read."""
     first = True
 
     async def replay() -> Message:
@@ -338,12 +343,12 @@ def _too_large(size: int, limit: int) -> str:
 
 
 def _length(scope: Scope) -> int | None:
-    """The size that a request announces; None where it announces none."""
+    """Return the size that a request announces, or None."""
     headers = _headers(scope, b"content-length")
     if not headers:
         return None
     if len(headers) > 1 or not headers[0].isdecimal() or len(headers[0]) > 18:
-        raise Refusal(400, "the size of the request is no number")
+        raise Refusal(400, "the size of the request is not a number")
     return int(headers[0])
 
 
@@ -356,7 +361,10 @@ def _authority(origin: str) -> tuple[str, int | None]:
 
 
 def split_host(text: str) -> tuple[str, int | None]:
-    """Name and port of a Host header; ("", None) for what is none, so that it equals no host."""
+    """Split a Host header into name and port.
+
+    An invalid header gives ("", None), which equals no host.
+    """
     try:
         parts = urlsplit(f"//{text}")
         name, port = parts.hostname, parts.port
@@ -368,9 +376,7 @@ def split_host(text: str) -> tuple[str, int | None]:
 
 
 def plain_address(name: str) -> str:
-    """A host in one spelling: small letters, no last dot, addresses as they are written
-    shortest.
-    """
+    """Normalise a host: lower case, no last dot, addresses in their shortest form."""
     plain = name.lower().strip("[]").removesuffix(".")
     try:
         address = ipaddress.ip_address(plain.partition("%")[0])
@@ -391,8 +397,9 @@ def _default_port(scope: Mapping[str, Any]) -> int:
 
 
 async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with a status and a sentence; a websocket is closed before it is open, which servers
-    answer with 403.
+    """Answer with a status and a message.
+
+    A websocket is closed before it is open, which servers answer with 403.
     """
     if scope["type"] == "websocket":
         await receive()

@@ -1,4 +1,4 @@
-"""Images as HTML with the judge's detections, blurred where sensitive, saved with their settings.
+"""Images as HTML with the judge's detections. Sensitive images are blurred.
 
 All user text is escaped here.
 """
@@ -17,28 +17,29 @@ from typing import Any
 
 import numpy as np
 
-SHOWN = 224  # pixels to which small images are enlarged on the page
-ZIPPED = 6 * 2**20  # bytes up to which all images are offered in one file
+ENLARGED_WIDTH = 224  # images below this width are enlarged without smoothing, in pixels
+ZIP_LIMIT = 6 * 2**20  # largest size of all images that the page offers in one file, in bytes
 JUDGES = ("auto", "bundled judge", "NudeNet", "none")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a judge says of an image. boxes: label, score, (left, top, width, height) in pixels."""
+class Judgement:
+    """A judge's result on an image. boxes: label, score, (left, top, width, height) in pixels."""
 
     text: str = ""
     sensitive: bool = False
-    shows: bool | None = None  # the concept that was to be forgotten, where the judge knows it
+    # whether the image shows the erased concept; None if the judge does not know it
+    shows: bool | None = None
     boxes: Sequence[tuple[str, float, tuple[int, int, int, int]]] = ()
 
 
 @dataclass(frozen=True)
 class ImageColumn:
-    """One model's images [n, h, w, 3] uint8; settings: of each, for its file."""
+    """One model's images [n, h, w, 3] uint8. `settings` has the metadata of each image's file."""
 
     title: str
     images: Any
-    judgements: Sequence[Seen]
+    judgements: Sequence[Judgement]
     settings: Sequence[Mapping[str, Any]]
     before: bool = False
     files: list[bytes] = field(default_factory=list)
@@ -49,9 +50,10 @@ class ImageColumn:
         )
 
 
-def png(image_cell: np.ndarray, settings: Mapping[str, Any]) -> bytes:
-    """[h, w, 3] uint8 as PNG whose text chunks say how it was made: `concept_eraser` (JSON) and
-    `Description` (the prompt).
+def png(image: np.ndarray, settings: Mapping[str, Any]) -> bytes:
+    """Encode an image [h, w, 3] uint8 as PNG with its settings in text chunks.
+
+    The chunk `concept_eraser` has them as JSON, the chunk `Description` has the prompt.
     """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
@@ -61,7 +63,7 @@ def png(image_cell: np.ndarray, settings: Mapping[str, Any]) -> bytes:
     metadata.add_itxt("Description", str(settings.get("prompt", "")))
     metadata.add_text("Software", "concept_eraser demo")
     buffer = io.BytesIO()
-    Image.fromarray(image_cell).save(buffer, "png", pnginfo=metadata)
+    Image.fromarray(image).save(buffer, "png", pnginfo=metadata)
     return buffer.getvalue()
 
 
@@ -69,26 +71,31 @@ def uri(content: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def look(images: Any, judge: str, concepts: Sequence[tuple[str, str]] = ()) -> list[Seen]:
-    """What the judge sees in each image. auto: the bundled judge for the bundled world's
-    images, NudeNet for others.
+def judge_images(
+    images: Any, judge: str, concepts: Sequence[tuple[str, str]] = ()
+) -> list[Judgement]:
+    """Judge each image.
+
+    "auto" is the bundled judge for images of the bundled model's size, and NudeNet for others.
     """
     if judge == "auto":
         judge = "bundled judge" if tuple(images.shape[1:3]) == (64, 64) else "NudeNet"
     if judge == "bundled judge":
         return _tiny(images, concepts)
     return (
-        [nude(detections) for detections in _detector().look_all(images)]
+        [nudity_judgement(detections) for detections in _detector().look_all(images)]
         if judge == "NudeNet"
-        else [Seen() for _ in images]
+        else [Judgement() for _ in images]
     )
 
 
-def _tiny(images: Any, concepts: Sequence[tuple[str, str]]) -> list[Seen]:
+def _tiny(images: Any, concepts: Sequence[tuple[str, str]]) -> list[Judgement]:
     labels = _judge().look(images)
     rows = [{name: str(labels[name][i]) for name in labels} for i in range(len(images))]
     return [
-        Seen(_words(row), shows=any(row.get(a) == v for a, v in concepts) if concepts else None)
+        Judgement(
+            _words(row), shows=any(row.get(a) == v for a, v in concepts) if concepts else None
+        )
         for row in rows
     ]
 
@@ -99,16 +106,16 @@ def _words(row: Mapping[str, str]) -> str:
     return f"{row['style']} {row['color']} {row['shape']}, {row['background']}"
 
 
-def nude(detections: Sequence[Any]) -> Seen:
-    """NudeNet's detections in words; sensitive is what UnlearnDiffAtk counts as nude."""
+def nudity_judgement(detections: Sequence[Any]) -> Judgement:
+    """Describe NudeNet's detections. An image is sensitive if UnlearnDiffAtk counts it as nude."""
     from concept_eraser.evaluation.nudity import PRESETS
 
     text = ", ".join(
         f"{d.label.lower().replace('_', ' ')} {d.score:.0%}"
         for d in sorted(detections, key=lambda d: -d.score)[:4]
     )
-    return Seen(
-        text or "NudeNet sees nothing",
+    return Judgement(
+        text or "no NudeNet detections",
         bool(PRESETS["uda"].counted_detections(detections)),
         None,
         [(d.label.lower().replace("_", " "), d.score, d.box) for d in detections],
@@ -130,8 +137,9 @@ def _detector() -> Any:
 
 
 def comparison(columns: Sequence[ImageColumn], rows: Sequence[str]) -> str:
-    """The page of Compare: a slider over the first pair, and a grid with one row a seed and one
-    column a model.
+    """Return the images of Compare as HTML.
+
+    There is a slider over the first pair, and a grid with a row per seed and a column per model.
     """
     if not columns:
         return ""
@@ -151,13 +159,13 @@ def comparison(columns: Sequence[ImageColumn], rows: Sequence[str]) -> str:
         if boxes
         else ""
     )
-    whole = sum(len(file) for column in columns for file in column.files)
+    total_size = sum(len(file) for column in columns for file in column.files)
     save = (
         (
             '<a class="ce-button" download="images.zip" '
             f'href="{uri(_zip(columns), "application/zip")}">Save all with their settings</a>'
         )
-        if whole < ZIPPED
+        if total_size < ZIP_LIMIT
         else ""
     )
     return (
@@ -171,13 +179,11 @@ def comparison(columns: Sequence[ImageColumn], rows: Sequence[str]) -> str:
 
 
 def _cell(columns: Sequence[ImageColumn], k: int, i: int) -> str:
-    """One image with its caption, its file, and for an erased one the button that puts it into
-    the slider.
-    """
+    """Return one image with its caption and its file. An erased one has a button for the slider."""
     column, judgement = columns[k], columns[k].judgements[i]
     mark = {
-        True: '<span class="ce-shows">shows it</span> ',
-        False: '<span class="ce-gone">gone</span> ',
+        True: '<span class="ce-shows">concept detected</span> ',
+        False: '<span class="ce-gone">not detected</span> ',
         None: "",
     }[judgement.shows]
     partner = next((j for j in range(k - 1, -1, -1) if columns[j].before), None)
@@ -203,9 +209,10 @@ def _cell(columns: Sequence[ImageColumn], k: int, i: int) -> str:
     )
 
 
-def image_cell(file: bytes, alt: str, judgement: Seen, k: int = 0, i: int = 0) -> str:
-    """An image with its boxes; a sensitive one is blurred until it is clicked (or its box is
-    ticked by keyboard).
+def image_cell(file: bytes, alt: str, judgement: Judgement, k: int = 0, i: int = 0) -> str:
+    """Return an image with its boxes.
+
+    A sensitive image is blurred until it is clicked, or its checkbox is ticked by keyboard.
     """
     width, height = _size(file)
     boxes = "".join(
@@ -219,7 +226,7 @@ def image_cell(file: bytes, alt: str, judgement: Seen, k: int = 0, i: int = 0) -
     )
     image = (
         f'<img src="{uri(file)}" data-k="{k}" data-i="{i}" alt="{escape(alt)}" '
-        f'class="{"ce-pixels" if width < SHOWN else ""}">'
+        f'class="{"ce-pixels" if width < ENLARGED_WIDTH else ""}">'
     )
     if not judgement.sensitive:
         return f'<span class="ce-frame">{image}{boxes}</span>'
@@ -231,8 +238,9 @@ def image_cell(file: bytes, alt: str, judgement: Seen, k: int = 0, i: int = 0) -
 
 
 def _slider(columns: Sequence[ImageColumn]) -> str:
-    """Before and after, one over the other; arrow keys move the line. Sensitive pairs stay out of
-    it.
+    """Return the slider that overlays an image before and after. Arrow keys move its line.
+
+    Sensitive pairs are left out.
     """
     pairs = [
         (k, i)
@@ -245,7 +253,7 @@ def _slider(columns: Sequence[ImageColumn]) -> str:
         return ""
     k, i = pairs[0]
     first, second = columns[0], columns[k]
-    small = "ce-pixels" if _size(first.files[i])[0] < SHOWN else ""
+    small = "ce-pixels" if _size(first.files[i])[0] < ENLARGED_WIDTH else ""
     return (
         '<div class="ce-slider" style="--at:50%"><div class="ce-stack"><img '
         f'class="{small} ce-under" src="{uri(first.files[i])}" alt="before: '
@@ -254,8 +262,8 @@ def _slider(columns: Sequence[ImageColumn]) -> str:
         f'{escape(second.judgements[i].text)}"><span class="ce-line-v"></span></div>'
         f'<div class="ce-ends"><span>{escape(first.title)}</span><span '
         f'class="ce-right">{escape(second.title)}</span></div>'
-        '<input type="range" min="0" max="100" value="50" aria-label="how much of the '
-        'image before is shown" '
+        '<input type="range" min="0" max="100" value="50" aria-label="visible share of the '
+        'image before" '
         "oninput=\"this.parentNode.style.setProperty('--at',this.value+'%')\"></div>"
     )
 
@@ -271,5 +279,5 @@ def _zip(columns: Sequence[ImageColumn]) -> bytes:
 
 
 def _size(file: bytes) -> tuple[int, int]:
-    """Width and height from a PNG's header."""
+    """Read width and height from the header of a PNG."""
     return int.from_bytes(file[16:20], "big"), int.from_bytes(file[20:24], "big")

@@ -1,10 +1,11 @@
-"""Long jobs, one at a time, each in a process of its own; the others wait in a queue that says
-their position.
+"""The queue of long jobs. One job runs at a time, each in its own process.
 
-A process and not a thread, because then: Cancel is Ctrl-C, which the training already turns into a
-state to resume from; a crash or a full memory ends the job and not the page; its memory comes back
-whole; and the page answers meanwhile. The jobs belong to the server: a page that is reloaded finds
-them again. If the server is killed, the worker's next report fails, which it takes as Ctrl-C.
+A process has these advantages over a thread. Cancel sends Ctrl-C, which the training already
+handles by saving a state to resume from. A crash or a lack of memory ends the job and not the page.
+All memory of the job is released. The page answers during the job.
+
+The jobs belong to the server, so a page that is reloaded shows them again. If the server is killed,
+the worker's next report fails, and the worker stops as on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,18 +28,28 @@ from concept_eraser.demo.safety import WAITING
 from concept_eraser.utils.errors import UserError
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
-PATIENCE = 90  # seconds between Ctrl-C and the end of a process that does not listen
-# The page draws while a job trains. Threads that spin while they wait for each other then cost more
-# than they give: on two cores an image took seven times as long. Must be set before torch is
-# imported.
+PATIENCE = 90  # seconds after Ctrl-C until a process that still runs is killed
+# The page generates images while a job trains. Threads that wait actively then slow both down: on
+# two cores an image took seven times as long. Must be set before torch is imported.
 QUIET_THREADS = {"OMP_WAIT_POLICY": "passive"}
-KEPT = 200  # finished jobs that are still told of
+MAX_FINISHED_JOBS = 200  # finished jobs that stay in the list
 
 
 @dataclass
 class DemoJob:
-    """One long job. spec: what the worker is told; what, done, total, note: how far it is, in its
-    own words.
+    """One long job.
+
+    Attributes:
+        number: The number on the page.
+        kind: The kind of work.
+        title: The title on the page.
+        spec: The input of the worker.
+        folder: The folder that the job writes.
+        state: The state in the queue.
+        what, done, total, note: The progress, as the worker reports it.
+        error: The error message of a failed job.
+        cancelling: Whether the job was told to stop.
+        process: The process of a running job.
     """
 
     number: int
@@ -52,9 +63,9 @@ class DemoJob:
     total: int = 0
     note: str = ""
     error: str = ""
-    asked: float = field(default_factory=time.time)
-    began: float = 0.0
-    ended: float = 0.0
+    created: float = field(default_factory=time.time)
+    start_time: float = 0.0
+    end_time: float = 0.0
     cancelling: bool = False
     process: subprocess.Popen | None = field(default=None, repr=False)
 
@@ -64,14 +75,14 @@ class DemoJob:
 
     @property
     def seconds(self) -> float:
-        """Of work so far, or of waiting."""
-        if not self.began:
-            return time.time() - self.asked
-        return (self.ended or time.time()) - self.began
+        """The seconds of work so far, or of waiting."""
+        if not self.start_time:
+            return time.time() - self.created
+        return (self.end_time or time.time()) - self.start_time
 
 
 class Jobs:
-    """The queue. `after` is called with every job that has ended."""
+    """The queue. `after` is called with every job after its end."""
 
     def __init__(self, after: Callable[[DemoJob], None] = lambda job: None) -> None:
         self._jobs: list[DemoJob] = []
@@ -81,24 +92,23 @@ class Jobs:
         self._thread.start()
 
     def add(self, kind: Any, title: str, spec: dict[str, Any], folder: Path) -> DemoJob:
-        """Put a job at the end. Raises UserError where the queue is full or the folder is in work
-        already.
-        """
+        """Append a job. Raises UserError if the queue is full or a job already uses the folder."""
         with self._change:
             queue = [job for job in self._jobs if job.state == "waiting"]
             if self._closed or len(queue) >= WAITING:
                 raise UserError(
-                    f"{len(queue)} jobs are waiting already, and no more are taken; "
-                    "cancel one, or come back later"
+                    f"{len(queue)} jobs are waiting already, and the queue is full; "
+                    "cancel one, or try again later"
                 )
             if any(job.active and job.folder == folder and job.kind == kind for job in self._jobs):
                 raise UserError(
-                    f"{folder.name} is in work already; its progress stands at the top of the page"
+                    f"a job for {folder.name} exists already; its progress is at the top of the "
+                    "page"
                 )
             job = DemoJob(
                 (self._jobs[-1].number if self._jobs else 0) + 1, kind, title, spec, folder
             )
-            old_jobs = [j for j in self._jobs if not j.active][:-KEPT]
+            old_jobs = [j for j in self._jobs if not j.active][:-MAX_FINISHED_JOBS]
             self._jobs = [j for j in self._jobs if j not in old_jobs] + [job]
             self._change.notify_all()
         return job
@@ -108,24 +118,24 @@ class Jobs:
             return list(self._jobs)
 
     def get(self, number: Any) -> DemoJob:
-        """A job by its number. Raises UserError where there is none."""
+        """Return a job by its number. Raises UserError if there is none."""
         for job in self.all():
             if str(job.number) == str(number):
                 return job
         raise UserError(
-            f"there is no job {str(number)[:20]}; it may be of an earlier start of the server"
+            f"there is no job {str(number)[:20]}; it may be from an earlier start of the server"
         )
 
     def position(self, job: DemoJob) -> int:
-        """How many jobs come before it."""
+        """Count the jobs before this one."""
         return sum(other.active and other.number < job.number for other in self.all())
 
     def cancel(self, number: Any) -> DemoJob:
-        """Take a waiting job out, or tell a running one to stop where it can be resumed."""
+        """Remove a waiting job, or tell a running one to save its state and stop."""
         job = self.get(number)
         with self._change:
             if job.state == "waiting":
-                job.state, job.ended = "cancelled", time.time()
+                job.state, job.end_time = "cancelled", time.time()
             elif job.state == "running":
                 job.cancelling = True
                 if job.process is not None:
@@ -135,12 +145,12 @@ class Jobs:
         return job
 
     def close(self) -> None:
-        """Stop everything so that it can be resumed; returns when no process is left."""
+        """Stop all jobs so that they can be resumed. Returns when no process is left."""
         with self._change:
             self._closed = True
             for job in self._jobs:
                 if job.state == "waiting":
-                    job.state, job.ended = "cancelled", time.time()
+                    job.state, job.end_time = "cancelled", time.time()
             active_jobs = [job for job in self._jobs if job.state == "running"]
             self._change.notify_all()
         for job in active_jobs:
@@ -155,34 +165,32 @@ class Jobs:
                 if self._closed:
                     return
                 job = next(job for job in self._jobs if job.state == "waiting")
-                job.state, job.began = "running", time.time()
+                job.state, job.start_time = "running", time.time()
             try:
                 self._run(job)
-            except Exception as error:  # the queue goes on, whatever becomes of one job
+            except Exception as error:  # the queue continues after the failure of one job
                 job.state, job.error = (
                     "failed",
                     f"the job could not be run ({type(error).__name__}: {str(error)[:200]})",
                 )
-            job.ended, job.process = time.time(), None
+            job.end_time, job.process = time.time(), None
             self._after(job)
 
     def _run(self, job: DemoJob) -> None:
-        """One process from start to end; its lines are its progress."""
+        """Run the process of a job, and read its progress line by line."""
         environment = {
             **QUIET_THREADS,
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        # -P: files of the folder in which the server was started, maybe a stranger's, are no
-        # modules
+        # -P: do not import modules from the working folder, which may hold files of a stranger
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [os.environ.get("PYTHONPATH"), _package_place()])
         )
         command = [sys.executable, "-P", "-m", "concept_eraser.demo.worker"]
         with tempfile.TemporaryFile("w+") as errors:
-            # a session of its own, so that Ctrl-C in the terminal reaches it through the server
-            # only, and once
+            # its own session, so that Ctrl-C in the terminal reaches it only once, from the server
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -201,7 +209,7 @@ class Jobs:
                 if job.cancelling:
                     _interrupt(process)
             for line in process.stdout:
-                _hear(job, line)
+                _apply_message(job, line)
             code = process.wait()
             errors.seek(0)
             last = [line for line in errors.read().splitlines() if line.strip()][-1:] or [
@@ -216,13 +224,13 @@ class Jobs:
 
 
 def _package_place() -> str:
-    """The folder that the package is imported from; "" where Python finds it there by itself."""
+    """Return the folder of the package for PYTHONPATH, or "" if Python searches it anyway."""
     place = str(Path(__file__).parents[2])
     return "" if place in site.getsitepackages() else place
 
 
 def _interrupt(process: subprocess.Popen) -> None:
-    """Ctrl-C, and an end by force for what does not listen."""
+    """Send Ctrl-C to a process, and kill it if it does not end within PATIENCE."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         late = threading.Timer(PATIENCE, lambda: process.kill() if process.poll() is None else None)
@@ -230,11 +238,11 @@ def _interrupt(process: subprocess.Popen) -> None:
         late.start()
 
 
-def _hear(job: DemoJob, line: str) -> None:
-    """One line of a worker: where it stands, or what went wrong."""
+def _apply_message(job: DemoJob, line: str) -> None:
+    """Read one line of a worker, which has its progress or its error."""
     try:
         message = json.loads(line)
-    except json.JSONDecodeError:  # a library that prints
+    except json.JSONDecodeError:  # output of a library
         return
     if isinstance(message, dict):
         for key in ("what", "done", "total", "note", "error"):

@@ -1,4 +1,4 @@
-"""The tab Images: a VAE's reconstructions and a classifier's answers, before and after."""
+"""The tab Images: reconstructions of a VAE and predictions of a classifier, before and after."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from concept_eraser.demo import image_html, safety
-from concept_eraser.demo.context import Desk, alert, quiet, sentence
+from concept_eraser.demo.context import Desk, alert, error_text, quiet
 from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.demo.state import BUNDLED
 from concept_eraser.utils.errors import UserError
 
 TARGETS = ("vae", "classifier", "clip")
-# runs that the page offers to make, from what the package brings along
-MADE: Mapping[str, dict[str, Any]] = {
+# small runs that the page offers, from bundled models and data
+OFFERED_RUNS: Mapping[str, dict[str, Any]] = {
     "star-clip": {
         "model": BUNDLED,
         "target": "clip",
@@ -48,13 +48,14 @@ MADE: Mapping[str, dict[str, Any]] = {
         "training": {"steps": 20, "batch_size": 8, "lr": 1e-4},
     },
 }
-TOLD = 3  # classes with the largest probabilities
+SHOWN_CLASSES = 3  # number of classes to show, those with the largest probabilities
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The modules before (None where it was in memory and is gone) and after, and data of the run's
-    own.
+    """The modules before and after, with examples of the run's own data.
+
+    `before` is None if the original was in memory and cannot be loaded.
     """
 
     target: str
@@ -66,22 +67,23 @@ class Pair:
 
 
 def make(desk: Desk, name: str) -> DemoJob:
-    """Put one of the offered runs into the queue. Raises UserError where it is there already."""
-    content = MADE[safety.one_of("run to make", name, list(MADE))]
+    """Put one of the offered runs into the queue. Raises UserError if it exists already."""
+    content = OFFERED_RUNS[safety.require_choice("run to make", name, list(OFFERED_RUNS))]
     folder = safety.claim(desk.runs, name, name)
     return desk.jobs.add(
         "erase",
-        f"making {name}",
+        f"training {name}",
         {"kind": "erase", "recipe": content, "folder": str(folder)},
         folder,
     )
 
 
 def pair(desk: Desk, run: str) -> Pair:
-    """Both models of a run on labelled data, kept for the next question. Raises UserError where
-    they cannot be loaded.
+    """Load both models of a run on labelled data, with a cache.
+
+    Raises UserError if they cannot be loaded.
     """
-    safety.one_of("run", run, desk.library.finished_runs(TARGETS))
+    safety.require_choice("run", run, desk.library.finished_runs(TARGETS))
     folder = desk.library.folder(run)
     return _pair(
         folder, max((folder / name).stat().st_mtime for name in ("done.json", "recipe.yaml"))
@@ -122,20 +124,22 @@ def _pair(folder: Path, stamp: float) -> Pair:
 
 
 def as_inputs(files: Sequence[str], like: Any) -> Any:
-    """Uploaded images in the shape and range of the data [n, ...]. Raises UserError for what is
-    no image, or where the data are no images."""
+    """Convert uploaded images to the shape and range of the data [n, ...].
+
+    Raises UserError if a file is not an image, or the data are not images.
+    """
     import torch
     from PIL import Image
 
     from concept_eraser.data.images import read_image
 
     if len(files) > safety.UPLOADS:
-        raise UserError(f"{len(files)} images; at most {safety.UPLOADS} are taken at once")
+        raise UserError(f"{len(files)} images; at most {safety.UPLOADS} are allowed at once")
     shape = tuple(like.shape[1:])
     side = round(shape[0] ** 0.5) if len(shape) == 1 else shape[-1]
     channels = shape[0] if len(shape) == 3 else 1
     if (len(shape) == 1 and side * side != shape[0]) or len(shape) > 3 or channels not in (1, 3):
-        raise UserError(f"this run's data are no images (an example has the shape {list(shape)})")
+        raise UserError(f"this run's data are not images (an example has the shape {list(shape)})")
     low, high = float(like.min()), float(like.max())
     low = -1.0 if low < 0 else 0.0
     high = max(1.0, high)
@@ -154,28 +158,29 @@ def as_inputs(files: Sequence[str], like: Any) -> Any:
 
 
 def _require_small(path: Path) -> None:
-    """Raise UserError where a file is no image of a usual format and size; nothing of it is
-    unpacked.
+    """Raise UserError if a file is not an image of an allowed format and size.
+
+    The image data are not decoded.
     """
     from PIL import Image
 
     try:
         with Image.open(path, formats=safety.FORMATS) as image:
             width, height = image.size
-    except Exception as error:  # Pillow raises many kinds for damaged files
+    except Exception as error:  # Pillow raises many types of errors for damaged files
         raise UserError(
-            f"{path.name[:80]} is no image that can be read ({type(error).__name__}); "
+            f"{path.name[:80]} cannot be read as an image ({type(error).__name__}); "
             f"give a file of {', '.join(safety.FORMATS)}"
         ) from None
     if width * height > safety.PIXELS:
         raise UserError(
             f"{path.name[:80]} has {width} x {height} pixels; at most "
-            f"{safety.PIXELS // 10**6} million are taken, so scale it down"
+            f"{safety.PIXELS // 10**6} million are allowed, so scale it down"
         )
 
 
 def as_images(values: Any) -> np.ndarray:
-    """Examples [n, ...] as images [n, h, w, 3] uint8, for the eye."""
+    """Convert examples [n, ...] to images [n, h, w, 3] uint8."""
     array = values.detach().cpu().float().numpy()
     low = -1.0 if array.min() < 0 else 0.0
     array = np.clip((array - low) / (max(1.0, float(array.max())) - low), 0, 1)
@@ -188,8 +193,9 @@ def as_images(values: Any) -> np.ndarray:
 
 
 def show(desk: Desk, run: str, files: Sequence[str]) -> str:
-    """What the models before and after make of images: the uploaded ones, or examples of the
-    run's own data.
+    """Show the results of the models before and after on images, as HTML.
+
+    The images are the uploaded ones, or examples of the run's own data.
     """
     import torch
 
@@ -225,8 +231,8 @@ def show(desk: Desk, run: str, files: Sequence[str]) -> str:
     head = "".join(f'<th scope="col">{when}</th>' for when in answers)
     note = (
         (
-            '<p class="ce-quiet">The model before was in memory and is not at hand; only the '
-            "model after is shown.</p>"
+            '<p class="ce-quiet">The original model was in memory and cannot be loaded. Only '
+            "the erased model is shown.</p>"
         )
         if models.before is None
         else ""
@@ -238,7 +244,7 @@ def show(desk: Desk, run: str, files: Sequence[str]) -> str:
 
 
 def _answers(pair: Pair, module: Any, inputs: Any) -> list[str]:
-    """One cell an image: its reconstruction and how good it is, or the likeliest classes."""
+    """Return a cell per image: the reconstruction with its PSNR, or the most probable classes."""
     from concept_eraser.models.base import moments
     from concept_eraser.models.base import to_pixels as decoded
 
@@ -261,7 +267,7 @@ def _answers(pair: Pair, module: Any, inputs: Any) -> list[str]:
             )
             for image, e in zip(images, errors, strict=True)
         ]
-    top_classes = module(inputs).softmax(1).topk(min(TOLD, len(pair.names)))
+    top_classes = module(inputs).softmax(1).topk(min(SHOWN_CLASSES, len(pair.names)))
     return [
         "".join(
             (
@@ -276,7 +282,7 @@ def _answers(pair: Pair, module: Any, inputs: Any) -> list[str]:
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
-    """Build the tab; the components that the clock changes, by name."""
+    """Build the tab. Returns the components that the timer updates, by name."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
             run = gr.Dropdown(
@@ -286,25 +292,22 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 elem_id="images-run",
             )
             files = gr.File(
-                label=(
-                    f"Images of your own, at most {safety.UPLOADS}; without any, the run's own data"
-                ),
+                label=(f"Your images, at most {safety.UPLOADS} (default: the run's own data)"),
                 file_count="multiple",
                 file_types=["image"],
                 elem_id="images-files",
             )
             go = gr.Button("Show", variant="primary", elem_id="images-go")
             gr.HTML(
-                '<p class="ce-quiet">Such runs are made by <code>concept-eraser '
-                "erase</code> or in Python (docs/targets.md). Two small ones to try, a "
-                "minute each:</p>"
+                '<p class="ce-quiet"><code>concept-eraser erase</code> or Python makes such '
+                "runs (docs/targets.md). Two small examples, one minute each:</p>"
             )
             with gr.Row():
                 offers = {
                     name: gr.Button(
                         f"Make {name}", size="sm", min_width=110, elem_id=f"make-{name}"
                     )
-                    for name in MADE
+                    for name in OFFERED_RUNS
                 }
         with gr.Column(scale=5, min_width=300):
             table = gr.HTML(elem_id="images-shown", min_height=200)
@@ -313,17 +316,17 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
         try:
             return show(desk, name, rows or [])
         except Exception as error:
-            return alert(sentence(error))
+            return alert(error_text(error))
 
     def order(name: str) -> Callable[[], str]:
         def add() -> str:
             try:
                 return quiet(
                     f"#{make(desk, name).number} was put into the queue; it can be "
-                    "chosen here when it is done"
+                    "selected here when it is done"
                 )
             except Exception as error:
-                return alert(sentence(error))
+                return alert(error_text(error))
 
         return add
 

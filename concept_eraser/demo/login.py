@@ -1,4 +1,4 @@
-"""The login: one account, compared in constant time, and a limit of wrong attempts."""
+"""The login: one account, compared in constant time, and a limit of failed attempts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WINDOW = 60.0  # seconds in which attempts count
-EACH, ALL = 5, 30  # attempts in a window that may be wrong: of one address, of all
+EACH, ALL = 5, 30  # failed attempts allowed in a window: of one address, in total
 
 
 class Account:
-    """One user and password, as Gradio's `auth` asks for it."""
+    """One user and password, as a callable for Gradio's `auth`."""
 
     def __init__(self, user: str, password: str) -> None:
         self._user, self._password = _digest(user.strip()), _digest(password)
 
     def __call__(self, user: str, password: str) -> bool:
-        """Whether both are right; the time does not depend on how much of them is."""
+        """Whether both are right. The time does not depend on how many characters are right."""
         same_user = hmac.compare_digest(_digest(user.strip()), self._user)
         same_password = hmac.compare_digest(_digest(password), self._password)
         return same_user & same_password
@@ -29,18 +29,18 @@ class Account:
 class Attempts:
     """Login attempts of the last WINDOW seconds. clock: seconds, for tests.
 
-    An attempt counts from its begin until it succeeds or is WINDOW seconds old. One that is refused
-    does not count, so that a block ends, and so that there are never more than ALL in memory.
+    An attempt counts from its start until it succeeds or is WINDOW seconds old. A refused attempt
+    does not count. A block therefore ends, and at most ALL attempts are in memory.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._attempts = clock, list[tuple[float, str]]()
 
     def begin(self, address: str) -> float:
-        """Count an attempt; 0, or for how many seconds there is no further one."""
+        """Count an attempt. Returns 0, or the seconds until the next attempt is allowed."""
         now = self._clock()
-        self._attempts = [(at, who) for at, who in self._attempts if now - at < WINDOW]
-        times = [at for at, who in self._attempts if who == address]
+        self._attempts = [(at, sender) for at, sender in self._attempts if now - at < WINDOW]
+        times = [at for at, sender in self._attempts if sender == address]
         if len(times) >= EACH:
             return WINDOW - (now - times[0])
         if len(self._attempts) >= ALL:
@@ -49,12 +49,12 @@ class Attempts:
         return 0.0
 
     def forget(self, address: str) -> None:
-        """Forget the attempts of an address that knows the password."""
-        self._attempts = [(at, who) for at, who in self._attempts if who != address]
+        """Remove the attempts of an address after a successful login."""
+        self._attempts = [(at, sender) for at, sender in self._attempts if sender != address]
 
 
 def address_of(scope: Mapping[str, Any]) -> str:
-    """The sender of a request: an IPv4 address, or the network of an IPv6 address.
+    """Return the sender of a request: an IPv4 address, or the network of an IPv6 address.
 
     One machine has many IPv6 addresses of one network.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.demo import attack, compare, erase, labelled, polling, results, safety
-from concept_eraser.demo.context import Desk, alert, sentence
+from concept_eraser.demo.context import Desk, alert, error_text
 from concept_eraser.demo.guard import RequestGuard
 from concept_eraser.demo.jobs import QUIET_THREADS
 from concept_eraser.demo.login import Account, Attempts
@@ -40,13 +40,13 @@ ADDRESS = (
 )
 INTRO = (
     '<div class="ce-top"><div><h1>concept_eraser</h1><p>Make a diffusion model forget a '
-    "concept, look at it before and after, and try to bring it back.</p></div><button "
+    "concept, compare images before and after, and attack the erased model.</p></div><button "
     'type="button" onclick="ceTheme()">Light / dark</button></div>'
 )
 
 
 def theme(gr: Any) -> Any:
-    """System fonts only, and colours whose contrast is at least 4.5 in both themes."""
+    """Make the theme, with system fonts only and a contrast of at least 4.5 in both modes."""
     fonts = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "sans-serif"]
     base = gr.themes.Base(
         primary_hue="teal",
@@ -78,7 +78,7 @@ def theme(gr: Any) -> Any:
 
 
 def build(desk: Desk) -> Any:
-    """The Gradio page of a desk; nothing is loaded or started."""
+    """Build the Gradio page. No model is loaded and no server is started."""
     import gradio as gr
 
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(int(AGE), int(AGE))) as page:
@@ -101,31 +101,31 @@ def build(desk: Desk) -> Any:
             ):
                 with gr.Tab(name, id=name.lower(), elem_id=f"tab-{name.lower()}"):
                     parts[name] = module.tab(gr, desk)
-        events = _jobs(gr, desk, parts["Compare"], menu, cancel, message)
+        events = _wire_jobs(gr, desk, parts["Compare"], menu, cancel, message)
         events += [event for part in parts.values() for event in part.get("events", [])]
-        polling.wind(gr, desk, parts, jobs, row, menu, events)
-        _open(gr, desk, parts["Compare"], page)
+        polling.add_timer(gr, desk, parts, jobs, row, menu, events)
+        _wire_start(gr, desk, parts["Compare"], page)
     return page
 
 
-def _jobs(
+def _wire_jobs(
     gr: Any, desk: Desk, part: dict[str, Any], which: Any, cancel: Any, message: Any
 ) -> list[Any]:
-    """Cancel any job, and the first run that the page offers to make; the events of both."""
+    """Connect the buttons for cancelling a job and for the first run. Returns both events."""
 
     def stop(number: str) -> str:
         try:
             desk.jobs.cancel(number)
             return ""
         except Exception as error:
-            return alert(sentence(error))
+            return alert(error_text(error))
 
     def first() -> tuple[str, Any]:
         try:
             erase.start(desk, erase.Form())
             return "", gr.Button(visible=False)
         except Exception as error:
-            return alert(sentence(error)), gr.skip()
+            return alert(error_text(error)), gr.skip()
 
     return [
         cancel.click(stop, which, message, queue=False, api_name="cancel"),
@@ -135,9 +135,11 @@ def _jobs(
     ]
 
 
-def _open(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
-    """Fill in a link's settings and, for the bundled model, draw at once; every drawing goes into
-    the address.
+def _wire_start(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
+    """Connect the start of the page.
+
+    The settings of a link are filled in. Images of the bundled model are generated at once. The
+    address of the page follows the settings of the images.
     """
 
     def read(request: gr.Request) -> list[Any]:
@@ -155,20 +157,20 @@ def _open(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
             gr.Button(visible=not run_names),
         ]
 
-    def greet(*values: Any, progress: Any = gr.Progress()) -> Any:
+    def draw_bundled(*values: Any, progress: Any = gr.Progress()) -> Any:
         bases = {
             desk.library.base_of(name)
             for name in values[1] or ()
             if name in desk.library.finished_runs()
         }
-        if bases - {BUNDLED}:  # a large model is drawn with when somebody asks for it
+        if bases - {BUNDLED}:  # a large model generates only after a click
             return gr.skip(), "", gr.skip()
         return compare.answer(gr, desk, values, False, progress)
 
-    def alone(*values: Any, progress: Any = gr.Progress()) -> Any:
+    def draw_without_runs(*values: Any, progress: Any = gr.Progress()) -> Any:
         return (
-            (gr.skip(), "", gr.skip()) if values[1] else greet(*values, progress=progress)
-        )  # else the runs' change draws
+            (gr.skip(), "", gr.skip()) if values[1] else draw_bundled(*values, progress=progress)
+        )  # with runs, the change event of `runs` generates the images
 
     drawing = {
         "inputs": part["fields"],
@@ -177,17 +179,19 @@ def _open(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
         "concurrency_limit": 1,
         "api_visibility": "private",
     }
-    read.__annotations__["request"] = gr.Request  # Gradio looks for it there, and finds a text
+    # Gradio needs the class, but postponed annotations are strings
+    read.__annotations__["request"] = gr.Request
     page.load(
         read, None, [*part["fields"], part["first"]], queue=False, api_visibility="private"
-    ).then(alone, **drawing)
-    part["runs"].change(greet, **drawing)  # also where a run has just been made
+    ).then(draw_without_runs, **drawing)
+    part["runs"].change(draw_bundled, **drawing)  # also after the end of a new run
     part["link"].change(None, js=ADDRESS)
 
 
 class Headers:
-    """Nothing is loaded from elsewhere, whatever a library's page asks for, and nobody else's page
-    frames this one.
+    """The middleware that adds security headers.
+
+    The browser then loads nothing from other servers, and no other page can frame this page.
     """
 
     ADDED = (
@@ -214,9 +218,7 @@ class Headers:
 def middleware(
     host: str, names: Sequence[str], uploads: Uploads, attempts: Attempts | None
 ) -> list[Any]:
-    """What stands in front of Gradio: the headers of every answer, and the guard of every
-    request.
-    """
+    """List the middleware in front of Gradio: headers of answers and the guard of requests."""
     from starlette.middleware import Middleware
 
     return [
@@ -226,19 +228,20 @@ def middleware(
 
 
 def warm_up(library: Library) -> None:
-    """Load torch, the bundled model and its judge while the first visitor reads the page."""
+    """Load torch, the bundled model and its judge in advance of the first request."""
     try:
         from concept_eraser.demo import image_html
 
         library.model(BUNDLED)
         image_html._judge()
     except Exception as error:
-        sentence(error)  # into the terminal; the first drawing says it in the page
+        error_text(error)  # for the terminal; the page shows the error with the first images
 
 
 def require_address(host: str) -> None:
-    """Raise UserError where this machine has no such address; Gradio would try a hundred ports, for
-    minutes.
+    """Raise UserError if this machine has no such address.
+
+    Without this check Gradio tries a hundred ports, which takes minutes.
     """
     from concept_eraser.utils.errors import UserError
 
@@ -265,22 +268,22 @@ def serve(
     ready: Any,
     names: Sequence[str] = (),
 ) -> None:
-    """Show the page until Ctrl-C. Jobs are stopped so that they can be resumed.
+    """Serve the page until Ctrl-C. Jobs are stopped so that they can be resumed.
 
     Args:
-        given: run folders to compare, beside those in `runs`.
+        run_paths: more run folders to compare, beside those in `runs`.
         runs: the folder of runs.
-        before: the model that somebody else's result was made from.
+        before: the original model of results from another eraser.
         host: the address to listen on.
-        port: the port; None for the first free one.
-        auth: user and password that the page asks for.
+        port: the port. None for the first free one.
+        auth: the user and the password of the page.
         browser: whether to open a browser.
         ready: called with the page's address.
-        names: hosts under which the page is also reached, as NAME or NAME:PORT.
+        names: further names of the page's host, as NAME or NAME:PORT.
 
     Raises:
-        UserError: for runs that are none, for an address that is not this machine's, where the port
-            is taken, and where others reach the page and it has no password.
+        UserError: a path is not a run, this machine does not have the address, the port is in use,
+            or others can reach the page and it has no password.
     """
     safety.require_account(host, auth)
     require_address(host)
@@ -295,7 +298,7 @@ def serve(
 
         from concept_eraser.utils.errors import UserError
 
-        Image.MAX_IMAGE_PIXELS = safety.PIXELS  # an uploaded image is unpacked in memory
+        Image.MAX_IMAGE_PIXELS = safety.PIXELS  # an uploaded image is decoded in memory
         desk = Desk(Library(runs, run_paths, before))
         page = build(desk).queue(max_size=100)
         import gradio as gr
@@ -332,7 +335,7 @@ def serve(
             ) from None
         ready(address)
         threading.Thread(target=warm_up, args=(desk.library,), daemon=True).start()
-        # also where a shell's & or a supervisor changed what they mean
+        # restore the handlers, which a shell's & or a supervisor may have changed
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
         try:

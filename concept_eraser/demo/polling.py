@@ -1,6 +1,4 @@
-"""The clock of the page: every second it fetches the state of the jobs, and only the changes are
-sent.
-"""
+"""The timer of the page. It updates the state of the jobs, and sends only the changes."""
 
 from __future__ import annotations
 
@@ -8,64 +6,70 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from concept_eraser.demo import attack, compare, erase, labelled, results, safety
-from concept_eraser.demo.context import Desk, choices, sentence, strip
+from concept_eraser.demo.context import Desk, cancellable_jobs, error_text, job_list
 
-SECOND, QUIET = 1.0, 4.0  # between two looks: while a job is in work, and while none is
+ACTIVE_INTERVAL, IDLE_INTERVAL = 1.0, 4.0  # seconds between two updates: with active jobs, without
 
 
 def texts(desk: Desk) -> dict[str, str]:
-    """What is shown of jobs and runs, by place."""
+    """Return the HTML of jobs and runs, by its place on the page."""
     return {
-        "strip": strip(desk),
-        "erase": erase.live(desk, erase.latest(desk, "erase")),
-        "attack": attack.live(desk, erase.latest(desk, "attack")),
+        "strip": job_list(desk),
+        "erase": erase.progress_html(desk, erase.latest_job(desk, "erase")),
+        "attack": attack.progress_html(desk, erase.latest_job(desk, "attack")),
         "offer": compare.invitation(desk),
         "table": results.runs_table(desk),
-        "measured": results.live(desk, erase.latest(desk, "measure")),
+        "measured": results.progress_html(desk, erase.latest_job(desk, "measure")),
     }
 
 
-def lists(desk: Desk) -> dict[str, list]:
-    """What can be chosen, by kind: jobs to cancel, runs that draw, runs to resume, runs on labelled
-    data.
+def menu_choices(desk: Desk) -> dict[str, list]:
+    """Return the choices of the menus.
+
+    They are the jobs to cancel, the runs that generate images, the runs to resume, and the runs on
+    labelled data.
     """
     library = desk.library
     return {
-        "active": choices(desk.jobs.all()),
+        "active": cancellable_jobs(desk.jobs.all()),
         "drawn": library.finished_runs(),
         "left": library.unfinished_runs(),
         "images": library.finished_runs(labelled.TARGETS),
     }
 
 
-def changes(gr: Any, desk: Desk, sent: dict[str, Any], chosen_runs: Sequence[str]) -> list[Any]:
-    """Updates of the components in the order of `outputs`. known: what this browser was sent
-    before.
+def changes(
+    gr: Any, desk: Desk, previous_state: dict[str, Any], chosen_runs: Sequence[str]
+) -> list[Any]:
+    """Return the updates of the components, in the order of `outputs`.
+
+    `sent` is the state that this browser already has.
     """
-    messages, now = texts(desk), lists(desk)
+    messages, now = texts(desk), menu_choices(desk)
     state = {**{name: hash(text) for name, text in messages.items()}, **now}
-    is_changed = {name: state[name] != sent.get(name) for name in state}
+    is_changed = {name: state[name] != previous_state.get(name) for name in state}
     active, image_runs = now["active"], now["drawn"]
 
     def update(names: Sequence[str], make: Callable[[], Any]) -> Any:
         return make() if any(is_changed[name] for name in names) else gr.skip()
 
-    def menu(name: str) -> Any:  # what somebody has chosen stays chosen
+    def menu(name: str) -> Any:  # a selection of the user is not changed
         return gr.Dropdown(
-            now[name], **({} if sent.get(name) else {"value": next(iter(now[name]), None)})
+            now[name],
+            **({} if previous_state.get(name) else {"value": next(iter(now[name]), None)}),
         )
 
-    new = [name for name in image_runs if name not in sent.get("drawn", image_runs)]
+    new = [name for name in image_runs if name not in previous_state.get("drawn", image_runs)]
     selection = [name for name in chosen_runs or [] if name in image_runs]
     return [
         *(text if is_changed[name] else gr.skip() for name, text in messages.items()),
         state,
         update(["active"], lambda: gr.Row(visible=bool(active))),
         update(["active"], lambda: gr.Dropdown(active, value=active[0][1] if active else None)),
-        update(["active"], lambda: gr.Timer(SECOND if active else QUIET)),
-        # at first the address of the page says which are chosen, see page._opened
+        update(["active"], lambda: gr.Timer(ACTIVE_INTERVAL if active else IDLE_INTERVAL)),
+        # at the start the address of the page has the selection, see page._open
         update(
-            ["drawn"] if sent else [],
+            ["drawn"] if previous_state else [],
             lambda: gr.CheckboxGroup(image_runs, value=(new + selection)[: safety.COLUMNS]),
         ),
         update(["drawn"], lambda: menu("drawn")),
@@ -77,19 +81,17 @@ def changes(gr: Any, desk: Desk, sent: dict[str, Any], chosen_runs: Sequence[str
     ]
 
 
-def wind(
+def add_timer(
     gr: Any,
     desk: Desk,
     parts: dict[str, Any],
     jobs: Any,
     row: Any,
-    which: Any,
+    cancel_menu: Any,
     events: Sequence[Any],
 ) -> None:
-    """Let the clock tick; after an event (a job was asked for, or cancelled) the page looks at
-    once.
-    """
-    clock, last = gr.Timer(SECOND), gr.State({})
+    """Connect the timer. After an event (a new or cancelled job) the page updates at once."""
+    clock, last = gr.Timer(ACTIVE_INTERVAL), gr.State({})
     components = [
         jobs,
         parts["Erase"]["shown"],
@@ -107,18 +109,18 @@ def wind(
         parts["Images"]["run"],
         parts["Compare"]["first"],
     ]
-    outputs = [*components, last, row, which, clock, *menus]
+    outputs = [*components, last, row, cancel_menu, clock, *menus]
 
-    def look(sent: dict[str, Any], chosen_runs: list[str]) -> list[Any]:
+    def update_page(sent: dict[str, Any], chosen_runs: list[str]) -> list[Any]:
         try:
             return changes(gr, desk, sent, chosen_runs)
-        except Exception as error:  # a file that is being written; the next second looks again
-            sentence(error)
+        except Exception as error:  # a file that is being written; the next update reads it again
+            error_text(error)
             return [gr.skip()] * len(outputs)
 
     for event in (clock.tick, *(event.then for event in events)):
         event(
-            look,
+            update_page,
             [last, parts["Compare"]["runs"]],
             outputs,
             queue=False,

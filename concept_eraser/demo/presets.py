@@ -1,4 +1,4 @@
-"""The choices of the page: bundled concepts, recipes from a form, and prompts that show a run."""
+"""The presets of the page: bundled concepts, recipes from the form, and prompts for a run."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ WORLD: Mapping[str, Sequence[str]] = {
     "style": painter.STYLES,
 }
 KINDS = ("forget", "synonym", "neighbour", "retain")
-MOST = 24  # prompts of a kind that are offered
-# what the form calls it -> the shipped recipe that is taken, but for prompts, steps and sizes
+MAX_PROMPTS = 24  # largest number of prompts of a kind
+# label in the form -> bundled recipe, of which the form changes prompts, steps and sizes
 METHODS = {
     "MUNBa: Nash bargaining": "tiny_star_munba",
-    "MUNBa on a LoRA (what erase does without a recipe)": "tiny_star_munba_lora",
+    "MUNBa on a LoRA (the default of erase)": "tiny_star_munba_lora",
     "MUNBa on all weights, then UCE": "tiny_star_munba_uce",
     "Plain sum of the two losses": "tiny_star_sum",
     "PCGrad": "tiny_star_pcgrad",
     "UNO, with an anchor": "tiny_star_uno_anchor",
     "NGDiff (no anchor)": "tiny_star_ngdiff",
-    "ESD-x (no anchor, nothing retained)": "tiny_star_esd",
+    "ESD-x (no anchor, no retain set)": "tiny_star_esd",
     "Text encoder only, MUNBa": "tiny_star_text_encoder",
 }
-_NEAR = {
+_NEIGHBOURS = {
     "star": ("cross", "tree"),
     "circle": ("moon", "heart"),
     "square": ("house", "cross"),
@@ -76,19 +76,19 @@ _STYLED = [
 
 
 def concepts() -> list[str]:
-    """Everything of the bundled world that can be erased, e.g. "shape: star"."""
+    """List the concepts of the bundled data set that can be erased, e.g. "shape: star"."""
     return [f"{attribute}: {value}" for attribute, values in WORLD.items() for value in values]
 
 
 def other_values(concept: str) -> list[str]:
-    """What can be shown instead of a concept of the bundled world, the nearest first."""
+    """List the anchor concepts for a concept of the bundled data set, the nearest first."""
     attribute, _, value = concept.partition(": ")
-    near = [v for v in _NEAR.get(value, ()) if v != value]
+    near = [v for v in _NEIGHBOURS.get(value, ()) if v != value]
     return [*near, *(v for v in WORLD.get(attribute, ()) if v != value and v not in near)]
 
 
 def prompt_set(attribute: str, values: Sequence[str]) -> str:
-    """YAML of a prompt set of the bundled world in which an attribute has only these values."""
+    """Return the YAML of a prompt set in which an attribute has only these values."""
     backgrounds = [[painter.BACKGROUND_PHRASES[b][0], b] for b in painter.BACKGROUNDS]
     fields = {k: list(values if k == attribute else v) for k, v in WORLD.items()} | {
         "background": backgrounds
@@ -112,9 +112,11 @@ def content(
     seed: int,
     lr: float | None,
 ) -> dict[str, Any]:
-    """A recipe's content: a shipped one with other prompts and settings. Smaller images' sets and
-    a faster sampler than the studies' make a run of minutes out of one of an hour; what was
-    measured is in eval/results."""
+    """Return the content of a bundled recipe with other prompts and settings.
+
+    Fewer images and a faster sampler than in the studies shorten a run from an hour to minutes. The
+    results in eval/results are those of the studies.
+    """
     recipe = read_yaml(resources.find("pipelines", METHODS[method]))
     recipe["model"] = model
     has_prompts = recipe["target"] == "denoiser"
@@ -124,7 +126,7 @@ def content(
         if "anchor" in recipe[name]:
             if not anchor:
                 raise UserError(
-                    f"the method {method!r} needs an anchor: what to show instead of the concept"
+                    f"the method {method!r} needs an anchor concept, which is generated instead"
                 )
             recipe[name]["anchor"] = anchor
     recipe["training"] |= {"steps": steps, "seed": seed} | ({"lr": lr} if lr else {})
@@ -137,8 +139,9 @@ def content(
 
 
 def concept_of(recipe: Recipe) -> tuple[str, str] | None:
-    """Attribute and value of the bundled world that all forgotten prompts have in common and the
-    retained ones do not.
+    """Return the attribute and value of the bundled data set that all forgotten prompts share.
+
+    An attribute of the recipe's anchor is preferred. Returns None if there is no such value.
     """
     forget = recipe.forgotten[0]
     if forget.prompts is None or len(recipe.forgotten) > 1:
@@ -153,8 +156,9 @@ def concept_of(recipe: Recipe) -> tuple[str, str] | None:
 def _concept(
     prompts: str, modification_time: float, anchor_attributes: tuple[str, ...]
 ) -> tuple[str, str] | None:
-    """The same from what decides it; the page asks every second, and a prompt set is read once for
-    each change.
+    """Do the work of `concept_of` with a cache, because the page calls it every second.
+
+    A prompt set is read again only after a change of its file.
     """
     prompt_list = _load(json.loads(prompts))
     if prompt_list is None:
@@ -167,7 +171,7 @@ def _concept(
 
 
 def _modification_time(source: Any) -> float:
-    """When the file of a prompt set was changed; 0 where it has none."""
+    """Return the modification time of a prompt set's file, or 0 without a file."""
     try:
         return resources.find("prompts", source).stat().st_mtime if isinstance(source, str) else 0.0
     except (UserError, OSError, ValueError):
@@ -175,7 +179,7 @@ def _modification_time(source: Any) -> float:
 
 
 def forgotten_text(recipe: Recipe) -> str:
-    """What a run forgot, where `concept_of` has no word for it."""
+    """Describe what a run forgot if `concept_of` finds no concept."""
     several = len(recipe.forgotten)
     return (
         f"{several} concepts"
@@ -187,15 +191,15 @@ def forgotten_text(recipe: Recipe) -> str:
 
 
 def suite_of(recipe: Recipe) -> dict[str, Any] | str:
-    """The suite that measures a run: the one named like its prompt set, else one made from its own
-    prompts.
+    """Return the suite for a run.
 
-    Raises UserError where nobody here could judge whether the concept shows.
+    It is the suite with the name of the forget set, else a new one from the run's own prompts.
+    Raises UserError if no available judge can detect the concept.
     """
     if len(recipe.forgotten) > 1:
         raise UserError(
             f"this run forgot {len(recipe.forgotten)} concepts, and this page measures "
-            "and attacks one; use `concept-eraser evaluate --suite`, one suite a concept"
+            "and attacks one; use `concept-eraser evaluate --suite`, one suite per concept"
         )
     name = recipe.forgotten[0].prompts
     if isinstance(name, str) and name in resources.names("eval"):
@@ -203,9 +207,8 @@ def suite_of(recipe: Recipe) -> dict[str, Any] | str:
     concept = concept_of(recipe)
     if concept is None or recipe.retain is None:
         raise UserError(
-            "no judge at hand sees what this run forgot, so it cannot be measured or "
-            "attacked from this page; write a suite and use `concept-eraser evaluate "
-            "--suite`"
+            "no available judge detects the concept of this run, so this page cannot measure "
+            "or attack it; write a suite and use `concept-eraser evaluate --suite`"
         )
     groups: dict[str, Any] = {
         "direct": {"prompts": name, "role": "forget"},
@@ -229,8 +232,9 @@ def suite_of(recipe: Recipe) -> dict[str, Any] | str:
 
 
 def offers(recipe: Recipe) -> dict[str, list[str]]:
-    """Prompts that show what a run did, by kind, in a fixed shuffled order; a kind without any is
-    left out.
+    """Return prompts that test a run, by kind, in a fixed shuffled order.
+
+    A kind without prompts is left out.
     """
     return dict(
         _offers(
@@ -252,14 +256,14 @@ def _offers(key: str) -> dict[str, list[str]]:
         "forget": [],
         "synonym": [],
         "neighbour": [],
-        "retain": _some(retain) if retain else [],
+        "retain": _sample_texts(retain) if retain else [],
     }
-    share = -(-MOST // len(concepts))  # of several concepts some each
+    share = -(-MAX_PROMPTS // len(concepts))  # prompts of each concept
     for forget in concepts:
-        prompts_by_kind["forget"] += _some(forget)[:share]
+        prompts_by_kind["forget"] += _sample_texts(forget)[:share]
         for kind, ending in (("synonym", "synonyms"), ("neighbour", "neighbours")):
             if isinstance(forget, str) and f"{forget}_{ending}" in resources.names("prompts"):
-                prompts_by_kind[kind] += _some(f"{forget}_{ending}")[:share]
+                prompts_by_kind[kind] += _sample_texts(f"{forget}_{ending}")[:share]
     if concept:
         value = concept[1]
         words = {
@@ -272,14 +276,14 @@ def _offers(key: str) -> dict[str, list[str]]:
         ]
         prompts_by_kind["neighbour"] = prompts_by_kind["neighbour"] or [
             _replace_word(p, value, near)
-            for near in _NEAR.get(value, ())
+            for near in _NEIGHBOURS.get(value, ())
             for p in prompts_by_kind["forget"][:8]
         ]
     return {kind: texts for kind, texts in prompts_by_kind.items() if texts}
 
 
 def _replace_word(prompt: str, value: str, word: str) -> str:
-    """The prompt with another word, and the article that goes with it."""
+    """Replace a word of a prompt, and correct the articles."""
     return re.sub(
         r"\ban? (?=(\w))",
         lambda m: "an " if m[1].lower() in "aeiou" else "a ",
@@ -287,14 +291,15 @@ def _replace_word(prompt: str, value: str, word: str) -> str:
     )
 
 
-def _some(source: Any) -> list[str]:
+def _sample_texts(source: Any) -> list[str]:
     prompt_list = _load(source)
-    return prompt_list.take(min(MOST, len(prompt_list)), 1).texts if prompt_list else []
+    return prompt_list.take(min(MAX_PROMPTS, len(prompt_list)), 1).texts if prompt_list else []
 
 
 def _load(source: Any) -> sets.PromptSet | None:
-    """The prompts that a recipe names; None where they cannot be read, whatever the reason: it may
-    be a stranger's.
+    """Load the prompts that a recipe names.
+
+    Returns None if they cannot be read for any reason. The recipe may come from a stranger.
     """
     try:
         if isinstance(source, str) and not source.startswith(sets.tables.HUB):
@@ -308,8 +313,9 @@ def _load(source: Any) -> sets.PromptSet | None:
 
 
 def read_recipe(folder: Path) -> Recipe | None:
-    """The recipe of a run folder; None where it has none that this version reads, or one of an
-    unusual size.
+    """Read the recipe of a run folder.
+
+    Returns None if there is no recipe, if this version cannot read it, or if it is too large.
     """
     path = folder / "recipe.yaml"
     try:
@@ -317,11 +323,11 @@ def read_recipe(folder: Path) -> Recipe | None:
         return recipes.load(content) if isinstance(content, dict) else None
     except UserError:
         return None
-    except Exception as error:  # a stranger's file; the other runs are shown all the same
+    except Exception as error:  # the file may come from a stranger; still show the other runs
         print_unforeseen(error)
         return None
 
 
 def print_unforeseen(error: BaseException) -> None:
-    """The traceback of an error that nobody foresaw, into the terminal of the server."""
+    """Print the traceback of an unexpected error to the terminal of the server."""
     traceback.print_exception(error, file=sys.stderr)

@@ -1,6 +1,4 @@
-"""The tab Results: the rendered tables of eval/results, the local runs' numbers, and a plot of
-both.
-"""
+"""The tab Results: tables of eval/results, numbers of the local runs, and a plot of both."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.demo import figures, presets, safety
-from concept_eraser.demo.context import Desk, alert, minutes, notice, quiet, sentence
+from concept_eraser.demo.context import Desk, alert, error_text, minutes, notice, quiet
 from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.demo.state import recipe_in
 from concept_eraser.storage.readers import MEGABYTE, read_compressed_lines, read_json
@@ -21,38 +19,40 @@ from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.migration import migrate_results
 
-HERE = "runs of this page"
-LARGEST = 16 * MEGABYTE  # bytes of a run's JSON file that the page reads
-ATTACKS = 50  # of a run, that the table names
-CELL = 200  # characters of a cell
+LOCAL_RUNS = "runs of this page"
+LARGEST = 16 * MEGABYTE  # largest size of a run's JSON file that the page reads
+ATTACKS = 50  # largest number of attacks of a run in the table
+CELL = 200  # largest number of characters of a cell
 
 
 def studies() -> list[str]:
-    """Names of the rendered results."""
+    """List the names of the studies with a table."""
     folder = resources.folder("eval") / "results"
     return sorted(path.stem for path in folder.glob("*.md"))
 
 
 def studies_in_plot() -> list[str]:
-    """Studies with an evaluation a run, which have a place in the plot."""
+    """List the studies with an evaluation per run. Only these can be plotted."""
     return [name for name in studies() if study_points(name)]
 
 
 def table(name: str) -> str:
-    """A rendered result as Markdown, without its images and links to files (they lie beside it in
-    eval/results). Raises UserError.
+    """Return the table of a study as Markdown.
+
+    Images and links to files are removed, because the files are in eval/results. Raises UserError
+    for an unknown name.
     """
-    path = resources.folder("eval") / "results" / f"{safety.one_of('result', name, studies())}.md"
+    path = resources.folder("eval") / "results" / f"{safety.require_choice('result', name, studies())}.md"
     text = path.read_text(encoding="utf-8").split("\n## Contact sheets")[0]
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", text)
     return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 def _shares(content: dict[str, Any]) -> tuple[float, float] | None:
-    """Percent of forget prompts that still show the concept, and percent of retained prompts drawn
-    as asked, after.
+    """Return the concept rate and the retain accuracy of the erased model, in percent.
 
-    None where they were not measured, or the content is damaged."""
+    Returns None if they were not measured, or the content is damaged.
+    """
     try:
         rows = {
             (str(r["metric"]), str(r["group"])): r["after"]["value"]
@@ -71,20 +71,21 @@ def _shares(content: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number; None for anything else that a file may hold there."""
-    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12
-    return float(value) if right else None
+    """Return a finite number, or None for any other value of a file."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12
+    return float(value) if is_number else None
 
 
 @lru_cache(maxsize=64)
 def study_points(name: str) -> list[tuple[str, float, float]]:
-    """Of each entry of a study: its label, and the means over the seeds. [] where the study has no
-    evaluation a run.
+    """Return the label of each entry of a study, and its means over the seeds.
+
+    Returns [] if the study has no evaluation per run.
     """
     path = resources.folder("eval") / "results" / f"{name}.jsonl.xz"
     points_by_entry: dict[str, list[tuple[float, float]]] = {}
     for content in read_compressed_lines(path) if path.exists() else ():
-        key = content["key"]  # a key with a folder, e.g. attacks/, is of another measurement
+        key = content["key"]  # a key with a folder, e.g. attacks/, belongs to another measurement
         shares = (
             _shares(content.get("evaluation") or {})
             if fnmatch(key, "*_seed*") and "/" not in key
@@ -94,8 +95,8 @@ def study_points(name: str) -> list[tuple[str, float, float]]:
             label = " ".join(filter(None, (content.get("task"), content.get("label", key))))
             points_by_entry.setdefault(label, []).append(shares)
     return [
-        (label, sum(a for a, _ in some) / len(some), sum(b for _, b in some) / len(some))
-        for label, some in points_by_entry.items()
+        (label, sum(a for a, _ in points) / len(points), sum(b for _, b in points) / len(points))
+        for label, points in points_by_entry.items()
     ]
 
 
@@ -108,13 +109,14 @@ def local_points(desk: Desk) -> list[tuple[str, float, float]]:
 
 
 def measured_rates(folder: Path) -> tuple[float, float] | None:
-    """The two numbers of a run's own evaluation; None where it has none."""
+    """Return the two rates of a run's own evaluation, or None."""
     return _facts(folder / "evaluation.json")[0]
 
 
 def _facts(path: Path) -> tuple[Any, ...]:
-    """What the table says of a JSON file of a run, read again only where the file changed: the page
-    asks every second.
+    """Return the values of a run's JSON file for the table, with a cache.
+
+    The page calls this every second. A file is read again only after a change.
     """
     try:
         status = path.stat()
@@ -125,8 +127,9 @@ def _facts(path: Path) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def _read_facts(path: Path, modification_time: int, size: int) -> tuple[Any, ...]:
-    """Shares of an evaluation, seconds of a training, prompts broken by an attack; None, None and
-    "" where there are none.
+    """Read the rates of an evaluation, the seconds of a training, and the successes of an attack.
+
+    Missing values are None, None and "".
     """
     try:
         content = migrate_results(read_json(path, limit=LARGEST))
@@ -137,7 +140,7 @@ def _read_facts(path: Path, modification_time: int, size: int) -> tuple[Any, ...
 
 
 def _attacks(folder: Path) -> list[str]:
-    """How many prompts each attack on a run broke, of the newest ATTACKS."""
+    """Return the number of successful prompts of the newest attacks on a run, at most ATTACKS."""
     try:
         names = sorted(os.listdir(folder / "attacks"))[-ATTACKS:]
     except OSError:
@@ -147,24 +150,25 @@ def _attacks(folder: Path) -> list[str]:
 
 
 def pareto(desk: Desk, name: str) -> str:
-    """What was kept against what still shows, as SVG. Raises UserError for a name that is not
-    offered.
+    """Plot the retain accuracy against the concept rate as SVG.
+
+    Raises UserError for an unknown name.
     """
     points = (
         local_points(desk)
-        if safety.one_of("plot", name, [HERE, *studies_in_plot()]) == HERE
+        if safety.require_choice("plot", name, [LOCAL_RUNS, *studies_in_plot()]) == LOCAL_RUNS
         else study_points(name)
     )
     return figures.scatter(
-        f"{name}: kept against forgotten; filled: no other is better on both",
+        f"{name}: filled points are those that no other point beats on both axes",
         points,
-        "still shows the concept, % (less is better)",
-        "retained drawn as asked, %",
+        "concept rate, % (lower is better)",
+        "retain accuracy, %",
     )
 
 
 def runs_table(desk: Desk) -> str:
-    """The runs at hand: what they forgot, how, how long it took, and what was measured."""
+    """Return the table of the local runs: concept, method, training time and numbers."""
     rows = []
     for name, folder in desk.library.folders().items():
         recipe = recipe_in(folder)
@@ -197,13 +201,13 @@ def runs_table(desk: Desk) -> str:
             "method",
             "steps",
             "training",
-            "still shows %",
-            "retained %",
-            "broken by attacks",
+            "concept rate %",
+            "retain accuracy %",
+            "attack successes",
         )
     )
     if not rows:
-        return '<p class="ce-quiet">No runs yet: erase something, and it is listed here.</p>'
+        return '<p class="ce-quiet">There are no runs yet. New runs are listed here.</p>'
     return (
         '<div class="ce-scroll" tabindex="0" role="region" aria-label="runs"><table '
         f'class="ce-table"><thead><tr>{head}</tr></thead>'
@@ -213,7 +217,7 @@ def runs_table(desk: Desk) -> str:
 
 def measure(desk: Desk, run: str, n: Any) -> DemoJob:
     """Evaluate a run by its suite, as a job. Raises UserError."""
-    safety.one_of("run", run, desk.library.finished_runs())
+    safety.require_choice("run", run, desk.library.finished_runs())
     recipe = desk.library.recipe(run)
     if recipe is None:
         raise UserError(
@@ -227,13 +231,13 @@ def measure(desk: Desk, run: str, n: Any) -> DemoJob:
         "kind": "measure",
         "folder": str(folder),
         "suite": presets.suite_of(recipe),
-        "n": safety.whole("images a group", n),
+        "n": safety.whole_number("images a group", n),
     }
     return desk.jobs.add("measure", f"measuring {run}", spec, folder)
 
 
-def live(desk: Desk, job: DemoJob | None) -> str:
-    """How the last measurement stands: where it is, what it found, or why there is nothing."""
+def progress_html(desk: Desk, job: DemoJob | None) -> str:
+    """Return the progress of the last measurement as HTML, or its end, or its error."""
     if job is None:
         return ""
     title = f"#{job.number} {job.title}"
@@ -242,24 +246,24 @@ def live(desk: Desk, job: DemoJob | None) -> str:
             f"{title}: {desk.jobs.position(job)} before it, {minutes(job.seconds)} so far"
         )
     if job.state == "running":
-        far = f"{job.what} {job.done} of {job.total}" if job.total else job.what
-        return notice(f"{title}: {far}, {minutes(job.seconds)}")
+        progress = f"{job.what} {job.done} of {job.total}" if job.total else job.what
+        return notice(f"{title}: {progress}, {minutes(job.seconds)}")
     if job.state == "cancelled":
         return notice(f"{title}: cancelled; nothing was measured")
     if job.state == "failed":
         return alert(f"{title}: {job.error}")
     message = notice(
-        f"{title}: done in {minutes(job.seconds)}; the numbers stand in the table, the "
-        "whole report in report.html of its folder"
+        f"{title}: done in {minutes(job.seconds)}; the numbers are in the table, the "
+        "full report is report.html in its folder"
     )
     return message + alert(job.note)
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:
-    """Build the tab; the components that the clock changes, by name."""
+    """Build the tab. Returns the components that the timer updates, by name."""
     with gr.Row(equal_height=False):
         with gr.Column(scale=3, min_width=300):
-            gr.HTML("<h2>Runs here</h2>")
+            gr.HTML("<h2>Local runs</h2>")
             mine = gr.HTML(elem_id="runs-table")
             with gr.Row():
                 run = gr.Dropdown(
@@ -269,7 +273,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                     *safety.LIMITS["images a group"],
                     50,
                     step=2,
-                    label="Images a group",
+                    label="Images per group",
                     elem_id="measure-n",
                     min_width=160,
                 )
@@ -277,8 +281,8 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
             message = gr.HTML(elem_id="measure-said")
             state = gr.HTML(elem_id="measure-live")
         with gr.Column(scale=3, min_width=300):
-            plots = [HERE, *studies_in_plot()]
-            first = "tiny_star" if "tiny_star" in plots else HERE
+            plots = [LOCAL_RUNS, *studies_in_plot()]
+            first = "tiny_star" if "tiny_star" in plots else LOCAL_RUNS
             plot_menu = gr.Dropdown(plots, value=first, label="Plot", elem_id="plot-name")
             plot = gr.HTML(pareto(desk, first), elem_id="plot")
     name = gr.Dropdown(
@@ -298,7 +302,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
             try:
                 return function(*values)
             except Exception as error:
-                return alert(sentence(error))
+                return alert(error_text(error))
 
         return call
 

@@ -1,10 +1,9 @@
-"""What a browser may ask for: limits of every number and text, and names that stay inside the runs
-folder.
+"""Checks of the values from a browser: numbers, texts, names of runs, files and accounts.
 
-A path is never read from the page. Runs are looked up in a listing; the only names that become
-paths are those of new runs, and `new_folder` keeps them where they belong. A run folder may be a
-stranger's: `lies_inside` and `require_inside` look at its symbolic links, and `require_no_code` at
-its recipe. guard.py checks the requests themselves.
+A path is never read from the page. Runs are looked up in a listing. Only the names of new runs
+become paths, and `new_folder` keeps them inside the runs folder. A run folder may come from a
+stranger. `lies_inside` and `require_inside` therefore check its symbolic links, and
+`require_no_code` checks its recipe. guard.py checks the requests themselves.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from concept_eraser.storage import output_folder
 from concept_eraser.utils.errors import UserError, quote, unknown_message
 
 PROMPT = 300  # characters
-LINES = 200  # prompts of one's own, one a line
+LINES = 200  # the user's own prompts, one a line
 COLUMNS = 4  # runs that are compared at once
-WAITING = 40  # long jobs that may stand in the queue
-RUNS = 200  # folders that the page may fill the runs folder up to
+WAITING = 40  # waiting jobs in the queue
+RUNS = 200  # entries of the runs folder above which the page makes no new one
 UPLOADS = 8  # images that are shown at once
 PIXELS = 20_000_000  # of an uploaded image
-# that are opened; some others start a program (EPS)
+# formats of uploaded images; some other formats start a program (EPS)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 FREE = 2**30  # bytes of the disk that the page leaves free
-PASSWORD = 8  # characters, where others in the network can reach the page
+PASSWORD = 8  # least number of characters if others in the network can reach the page
 LISTED = 500  # runs that the page shows, the newest
 RECIPE = 2**20  # bytes of a recipe that the page reads
-ENTRIES = 20_000  # files of a run folder that are looked at for symbolic links
+ENTRIES = 20_000  # files of a run folder that are checked for symbolic links
 LIMITS: dict[str, tuple[float, float]] = {
     "sampler steps": (1, 50),
     "guidance": (0, 20),
@@ -53,58 +52,60 @@ LIMITS: dict[str, tuple[float, float]] = {
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def number(what: str, value: Any) -> float:
-    """A number within the limits of its name. Raises UserError for anything else."""
-    low, high = LIMITS[what]
+def number(field: str, value: Any) -> float:
+    """Return a number within the limits of its name. Raises UserError for any other value."""
+    low, high = LIMITS[field]
     try:
         result = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise UserError(f"{what}: expected a number, found {str(value)[:40]!r}") from None
+        raise UserError(f"{field}: expected a number, found {str(value)[:40]!r}") from None
     if not math.isfinite(result) or not low <= result <= high:
-        raise UserError(f"{what}: expected {low:g} to {high:g}, found {result:g}")
+        raise UserError(f"{field}: expected {low:g} to {high:g}, found {result:g}")
     return result
 
 
-def whole(what: str, value: Any) -> int:
-    """A whole number within the limits of its name. Raises UserError for anything else."""
-    result = number(what, value)
+def whole_number(field: str, value: Any) -> int:
+    """Return a whole number within the limits of its name. Raises UserError for any other value."""
+    result = number(field, value)
     if result != int(result):
-        raise UserError(f"{what}: expected a whole number, found {result:g}")
+        raise UserError(f"{field}: expected a whole number, found {result:g}")
     return int(result)
 
 
 def prompt(text: Any) -> str:
-    """A prompt on one line. Raises UserError where it is empty, too long, or no text."""
+    """Return a prompt on one line. Raises UserError if it is empty, too long, or not a text."""
     if not isinstance(text, str) or not (short := " ".join(text.split())):
         raise UserError(
-            "the prompt is empty; write what to draw, e.g. a red star, or press one of the presets"
+            "the prompt is empty; write a prompt, e.g. a red star, or press one of the presets"
         )
     if len(short) > PROMPT:
         raise UserError(
-            f"the prompt has {len(short)} characters; at most {PROMPT} are taken. The "
+            f"the prompt has {len(short)} characters; at most {PROMPT} are allowed. The "
             "model itself reads about 77 words"
         )
     return short
 
 
-def prompts(what: str, text: Any) -> list[str]:
-    """Prompts of one's own, one a line; empty lines do not count."""
+def prompts(field: str, text: Any) -> list[str]:
+    """Split a text into prompts, one a line. Empty lines are ignored."""
     lines = [line for line in str(text or "").splitlines() if line.strip()]
     if len(lines) > LINES:
-        raise UserError(f"{what}: {len(lines)} prompts; at most {LINES} are taken")
+        raise UserError(f"{field}: {len(lines)} prompts; at most {LINES} are allowed")
     return [prompt(line) for line in lines]
 
 
-def one_of(what: str, value: Any, choices: Sequence[str]) -> str:
-    """A choice that was offered. Raises UserError for others, whatever the browser sent."""
+def require_choice(field: str, value: Any, choices: Sequence[str]) -> str:
+    """Return a value that is one of the choices. Raises UserError for any other value."""
     if value not in choices:
-        raise UserError(unknown_message(what, str(value)[:80], choices))
+        raise UserError(unknown_message(field, str(value)[:80], choices))
     return str(value)
 
 
 def new_folder(runs: Path, name: Any) -> Path:
-    """The folder of a new run. Raises UserError for a name that is no plain word, is taken, or
-    leaves the runs folder.
+    """Return the folder of a new run.
+
+    Raises UserError if the name has other characters, exists already, or leads out of the runs
+    folder, if the runs folder has too many entries, or if the disk is nearly full.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(
@@ -120,14 +121,14 @@ def new_folder(runs: Path, name: Any) -> Path:
         )
     if runs.is_dir() and sum(1 for _ in runs.iterdir()) >= RUNS:
         raise UserError(
-            f"the runs folder holds {RUNS} entries; take some away before new ones are made"
+            f"the runs folder holds {RUNS} entries; remove some before you make new ones"
         )
     require_space(runs)
     return folder
 
 
 def require_space(folder: Path) -> None:
-    """Raise UserError where the disk of a folder, which may not be there yet, is nearly full."""
+    """Raise UserError if the disk of a folder is nearly full. The folder need not exist yet."""
     existing = next(
         (path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/")
     )
@@ -135,12 +136,12 @@ def require_space(folder: Path) -> None:
     if free < FREE:
         raise UserError(
             f"the disk of the runs folder has {free / 2**20:.0f} MB left; the page "
-            f"begins nothing new below {FREE / 2**20:.0f} MB, so make room first"
+            f"starts nothing new below {FREE / 2**20:.0f} MB, so free some space first"
         )
 
 
 def lies_inside(path: Path, folder: Path) -> bool:
-    """Whether a path, its symbolic links followed, stays in a folder."""
+    """Whether a path is inside a folder after its symbolic links are resolved."""
     try:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):  # links in a circle
@@ -148,15 +149,14 @@ def lies_inside(path: Path, folder: Path) -> bool:
 
 
 def can_be_listed(name: str) -> bool:
-    """Whether a folder's name can stand in the page: text that can be sent, without control
-    characters.
-    """
+    """Whether the page can show a folder's name: not too long, and only printable characters."""
     return len(name) <= 200 and name.isprintable()
 
 
 def require_inside(folder: Path) -> None:
-    """Raise UserError where a symbolic link in a run folder leads out of it: a job would write
-    through the link.
+    """Raise UserError if a symbolic link in a run folder leads out of it.
+
+    A job would write through the link.
     """
     count = 0
     for place, folders, files in os.walk(folder):
@@ -167,7 +167,7 @@ def require_inside(folder: Path) -> None:
                 raise UserError(
                     f"{folder.name} holds a symbolic link that leads out of it "
                     f"({path.relative_to(folder)}); the page starts no job there, "
-                    "replace the link by what it stands for"
+                    "replace the link by its target"
                 )
             if count > ENTRIES:
                 raise UserError(
@@ -177,9 +177,7 @@ def require_inside(folder: Path) -> None:
 
 
 def names_code(model: str) -> bool:
-    """Whether a model's name is a function that would be imported and called
-    (package.module:function).
-    """
+    """Whether a model's name is code to import and call, as package.module:function."""
     try:
         return ":" in model and not Path(model).exists()
     except (OSError, ValueError):  # a name that no file can have
@@ -187,9 +185,7 @@ def names_code(model: str) -> bool:
 
 
 def require_no_code(recipe: Any) -> None:
-    """Raise UserError where a recipe names code: in the page no recipe, and no run folder, may run
-    any.
-    """
+    """Raise UserError if a recipe names code. The page runs no code from recipes or run folders."""
     if names_code(recipe.model):
         raise UserError(
             f"the recipe names code as its model ({quote(recipe.model, 80)}); the page "
@@ -199,7 +195,7 @@ def require_no_code(recipe: Any) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host."""
+    """Whether only this machine can reach a host."""
     plain = host.strip("[]")
     try:
         return ipaddress.ip_address(plain).is_loopback
@@ -208,16 +204,14 @@ def is_loopback(host: str) -> bool:
 
 
 def require_account(host: str, auth: tuple[str, str] | None) -> None:
-    """Raise UserError where others in the network reach the page and it has no password, or a short
-    one.
-    """
+    """Raise UserError if others can reach the page and it has no password, or a short one."""
     if is_loopback(host):
         return
     if auth is None:
         raise UserError(
             f"on {host or 'every address'} everybody in the network can use this page, "
             "and this machine with it, so it needs --auth user:password (or the "
-            "variable CONCEPT_ERASER_DEMO_AUTH); without one use --host 127.0.0.1"
+            "variable CONCEPT_ERASER_DEMO_AUTH); without a password use --host 127.0.0.1"
         )
     if len(auth[1]) < PASSWORD:
         raise UserError(
@@ -227,8 +221,11 @@ def require_account(host: str, auth: tuple[str, str] | None) -> None:
 
 
 def claim(runs: Path, name: str, proposal: str, kind: str = "run") -> Path:
-    """Make the folder of a new run: by the name given, or by one like the wanted one that is not
-    taken. Two who ask at the same time get two folders. Raises UserError as `new_folder`."""
+    """Make the folder of a new run or attack.
+
+    It has the name, or without one a free name derived from the proposal. Two requests at the same
+    time get two folders. Raises the UserErrors of `new_folder`.
+    """
     plain = (re.sub(r"[^A-Za-z0-9._-]+", "-", proposal).strip("-._") or "run")[:56]
     candidates = (plain if i == 1 else f"{plain}-{i}" for i in range(1, RUNS + 2))
     for candidate in [name] if name else candidates:

@@ -1,9 +1,11 @@
-"""The models behind the page: each base once, of an erased one only the tensors that changed, and
-what was drawn lately.
+"""The models and images in the memory of the page.
 
-A strength s draws with `original + s * (erased - original)`. At 0 nothing is touched and at 1 the
-erased values are taken as they are, so that both ends are bit-equal to the models themselves. (A
-LoRA merged into its base is such a difference too, so the slider is its scale.)
+Each base is loaded once. Of an erased model only the changed tensors are in memory. The latest
+images are cached.
+
+Images at strength s use the weights `original + s * (erased - original)`. At 0 no weight is
+touched, and at 1 the erased values are copied. Both ends are therefore bit-equal to the models
+themselves. A LoRA merged into its base is such a difference too, so the slider is its scale.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_tensor_header, read_tensors
 from concept_eraser.utils.errors import Interrupted, UserError, quote, unknown
 
-DRAWN = ("denoiser", "text_encoder")  # targets whose runs draw images
-REMEMBERED = 128 * 2**20  # bytes of images
-BASES = 3  # models that are kept, the bundled one among them
-CHANGED = 4 * 2**30  # bytes of the runs' tensors that are kept, those that were drawn last
+IMAGE_TARGETS = ("denoiser", "text_encoder")  # targets whose runs generate images
+IMAGE_CACHE_BYTES = 128 * 2**20  # size of the image cache in bytes
+BASES = 3  # models in memory, including the bundled one
+CHANGE_CACHE_BYTES = 4 * 2**30  # size of the cache of the runs' tensors in bytes, the latest runs
 BUNDLED = "tiny-sd"
-Options = tuple[tuple[str, float], ...]  # of a model's family, by name
-Tell = Callable[[int, int], None]  # sampler steps done, of how many
+Options = tuple[tuple[str, float], ...]  # options of a model's family, by name
+StepProgress = Callable[[int, int], None]  # finished sampler steps, total sampler steps
 
 
 @dataclass(frozen=True)
-class Erased:
-    """What a run changed: part of the pipeline -> tensor by name, and the model it started from."""
+class WeightChange:
+    """The tensors that a run changed, by part of the pipeline and name, and the original model."""
 
     name: str
     base: str
@@ -40,8 +42,8 @@ class Erased:
 
 
 @dataclass(frozen=True)
-class Look:
-    """One image's settings but for its model: prompt, seed, sampler."""
+class ImageRequest:
+    """The settings of one image without its model: prompt, seed, sampler."""
 
     prompt: str
     seed: int
@@ -50,42 +52,51 @@ class Look:
 
 
 class Library:
-    """Runs by name (those of the runs folder and those given), and their images. Every method may
-    be called by several threads; one draws at a time."""
+    """The runs by name, and their images.
+
+    The runs are those of the runs folder and of the command line. Several threads may call every
+    method. One thread generates images at a time.
+    """
 
     def __init__(
         self, runs: Path, run_paths: Sequence[str] = (), before: str | None = None
     ) -> None:
-        """given: run folders, or what another eraser published, to be put on `before`. Raises
-        UserError where one is neither.
+        """Check the runs of the command line.
+
+        Args:
+            runs: The runs folder.
+            run_paths: Run folders, or results of another eraser.
+            before: The original model of results of another eraser.
+
+        Raises:
+            UserError: A path is neither a run folder nor another result with `before`.
         """
         self.runs, self.before = runs, before
         self._run_paths = _shortest_names(run_paths)
         self._bases: OrderedDict[str, Any] = OrderedDict()
-        # a base's family options, as they were when it was loaded
-        self._plain: dict[str, dict[str, Any]] = {}
-        self._cached_runs: OrderedDict[str, tuple[float, Erased]] = OrderedDict()
+        # the family options of a base after its loading
+        self._base_options: dict[str, dict[str, Any]] = {}
+        self._cached_runs: OrderedDict[str, tuple[float, WeightChange]] = OrderedDict()
         self._images: OrderedDict[tuple, Any] = OrderedDict()
         self._lock, self._stop = threading.RLock(), threading.Event()
         self.dropped: set[str] = set()
         for name, path in self._run_paths.items():
             if not (path / "recipe.yaml").is_file() and (before is None or not path.exists()):
                 raise UserError(
-                    f"{name}: {path} is no run folder (it has no recipe.yaml); of "
-                    "another eraser's file or folder say with --before what it was made "
-                    "from"
+                    f"{name}: {path} is no run folder (it has no recipe.yaml); for a file or "
+                    "folder of another eraser, give the original model with --before"
                 )
 
     def folders(self) -> dict[str, Path]:
-        """Run folders by name, finished or not, the newest first; those given on the command line
-        lead.
+        """Return the run folders by name, finished or not.
 
-        What a symbolic link leads to outside of the runs folder is no run of it, and is left out.
+        The runs of the command line are first, then the newest. A symbolic link that leads out of
+        the runs folder is left out.
         """
         inside = []
         for path in self.runs.iterdir() if self.runs.is_dir() else ():
             recipe = path / "recipe.yaml"
-            # few are, and to follow links takes time
+            # links are rare, and resolving a path takes time
             is_link = path.is_symlink() or recipe.is_symlink()
             if safety.can_be_listed(path.name) and _is_file(recipe):
                 inside += (
@@ -98,16 +109,17 @@ class Library:
         return {**self._run_paths, **{p.name: p for p in newest if p.name not in self._run_paths}}
 
     def folder(self, name: Any) -> Path:
-        """The folder of a run by its name. Raises UserError for any other text: no path is ever
-        made of it.
+        """Return the folder of a run by its name.
+
+        Raises UserError for any other text. The text itself never becomes a path.
         """
         folders = self.folders()
         if name not in folders:
             raise unknown("run", str(name)[:80], folders)
         return folders[name]
 
-    def finished_runs(self, targets: Sequence[str] = DRAWN) -> list[str]:
-        """Names of the runs that are done and whose target is one of these."""
+    def finished_runs(self, targets: Sequence[str] = IMAGE_TARGETS) -> list[str]:
+        """List the names of the finished runs with one of these targets."""
         names = []
         for name, folder in self.folders().items():
             if name in self._run_paths and not (folder / "recipe.yaml").is_file():
@@ -128,16 +140,16 @@ class Library:
         ]
 
     def recipe(self, name: str) -> Recipe | None:
-        """The recipe of a run; None where it has none that this version reads."""
+        """Return the recipe of a run, or None if this version cannot read one."""
         return recipe_in(self.folder(name))
 
     def base_of(self, name: str | None) -> str:
-        """What a run started from: a model's name or folder."""
+        """Return the original model of a run, as a name or folder."""
         recipe = self.recipe(name) if name else None
         return recipe.model if recipe else (self.before if name and self.before else BUNDLED)
 
     def bases_of(self, names: Sequence[str]) -> list[str]:
-        """What several runs started from, each once."""
+        """List the original models of several runs, each once."""
         folders = self.folders()
         recipes = [recipe_in(folders[name]) for name in names if name in folders]
         return list(
@@ -147,14 +159,12 @@ class Library:
         )
 
     def options_of(self, name: str | None) -> Options:
-        """What a run's recipe sets of the family's options."""
+        """Return the options of the model's family in a run's recipe."""
         recipe = self.recipe(name) if name else None
         return tuple(sorted(recipe.model_options.items())) if recipe else ()
 
     def model(self, source: str) -> Any:
-        """A base, loaded once; of several the last BASES are kept. Raises UserError where its name
-        is code.
-        """
+        """Load a base model, with a cache of BASES models. Raises UserError if its name is code."""
         if safety.names_code(source):
             raise UserError(
                 f"{quote(source, 80)} names code, and the page runs no code that a recipe names"
@@ -163,19 +173,21 @@ class Library:
             if source not in self._bases:
                 others = [name for name in self._bases if name != BUNDLED]
                 for name in others[: max(0, len(self._bases) + 1 - BASES)]:
-                    del self._bases[name], self._plain[name]
+                    del self._bases[name], self._base_options[name]
                 from concept_eraser import api
                 from concept_eraser.models.base import onto_gpu
 
                 self._bases[source] = api.load(source)
-                self._plain[source] = self._bases[source].configured()
+                self._base_options[source] = self._bases[source].configured()
                 onto_gpu(self._bases[source])
             self._bases.move_to_end(source)
             return self._bases[source]
 
-    def load_change(self, name: str) -> Erased:
-        """What a run changed; read again only where its file is another. Raises UserError for runs
-        that draw nothing.
+    def load_change(self, name: str) -> WeightChange:
+        """Load the change of a run, with a cache.
+
+        A file is read again only after a change. Raises UserError for a run that generates no
+        images.
         """
         if name not in self.finished_runs():
             raise unknown("finished run", str(name)[:80], self.finished_runs())
@@ -191,34 +203,35 @@ class Library:
             self._cached_runs.move_to_end(name)
             while (
                 len(self._cached_runs) > 1
-                and sum(_size(one) for _, one in self._cached_runs.values()) > CHANGED
+                and sum(_size(change) for _, change in self._cached_runs.values())
+                > CHANGE_CACHE_BYTES
             ):
                 self._cached_runs.popitem(last=False)
             return cache_entry[1]
 
-    def _read(self, name: str, folder: Path) -> Erased:
+    def _read(self, name: str, folder: Path) -> WeightChange:
         base, weights = self.base_of(name), folder / "weights.safetensors"
         if not _is_file(weights):
-            return Erased(name, base, self._difference(folder, base))
+            return WeightChange(name, base, self._difference(folder, base))
         part_name = read_tensor_header(weights)[0].get("part", "unet")
         part = {"unet": "denoiser", "transformer": "denoiser"}.get(part_name, part_name)
-        return Erased(name, base, {part: read_tensors(weights)})
+        return WeightChange(name, base, {part: read_tensors(weights)})
 
     def _difference(self, path: Path, base: str) -> dict[str, dict[str, Any]]:
-        """The tensors of somebody else's model that are not its base's."""
+        """Return the tensors of another eraser's model that differ from its base."""
         from concept_eraser.models import loading
 
-        whole, tensors, model = loading.load(str(path), base=base), {}, self.model(base)
+        erased_model, tensors, model = loading.load(str(path), base=base), {}, self.model(base)
         for part in model.parts:
             before, after = (
-                m.parts[part].state_dict() if part in m.parts else {} for m in (model, whole)
+                m.parts[part].state_dict() if part in m.parts else {} for m in (model, erased_model)
             )
             if before.keys() != after.keys() or any(
                 before[k].shape != after[k].shape for k in before
             ):
                 raise UserError(
-                    f"{path} is of another architecture than {base}; say with --before "
-                    "what it was made from"
+                    f"{path} has another architecture than {base}; give its original model "
+                    "with --before"
                 )
             tensors[part] = {
                 k: v.cpu() for k, v in after.items() if not v.equal(before[k].to(v.device))
@@ -228,16 +241,28 @@ class Library:
     def draw(
         self,
         name: str | None,
-        looks: Sequence[Look],
+        image_requests: Sequence[ImageRequest],
         strength: float = 1.0,
-        tell: Tell | None = None,
+        tell: StepProgress | None = None,
         base: str | None = None,
         options: Options | None = None,
     ) -> Any:
-        """[n, h, w, 3] uint8 images by a run at some strength, or (name None, or strength 0) by
-        its base. options: of the family; default: as the run's recipe says.
+        """Generate images with a run at some strength, or with its base, and cache them.
 
-        Raises Interrupted where `stop` was called meanwhile."""
+        Args:
+            name: The run. None for the base.
+            image_requests: The settings of the images.
+            strength: The strength of the erasure. 0 is the base.
+            tell: Called with the finished and the total sampler steps.
+            base: The base (default: the original model of the run).
+            options: The options of the model's family (default: those of the run's recipe).
+
+        Returns:
+            The images [n, h, w, 3] uint8.
+
+        Raises:
+            Interrupted: `stop` was called meanwhile.
+        """
         import torch
 
         changes = self.load_change(name) if name is not None and strength > 0 else None
@@ -245,7 +270,7 @@ class Library:
         options = self.options_of(name) if options is None else options
         keys: list[tuple] = [
             (source, name if changes else None, strength if changes else 0.0, options, look)
-            for look in looks
+            for look in image_requests
         ]
         stamp = (
             self._cached_runs[changes.name][0]
@@ -257,47 +282,52 @@ class Library:
             model = self.model(source)
             missing_rows = [i for i, key in enumerate(keys) if key not in self._images]
             if missing_rows:
-                model.configure({**self._plain[source], **dict(options)})
-                with _wearing(model, changes, strength):
-                    new_images = self._sample(model, [looks[i] for i in missing_rows], tell)
+                model.configure({**self._base_options[source], **dict(options)})
+                with _apply_change(model, changes, strength):
+                    new_images = self._sample(
+                        model, [image_requests[i] for i in missing_rows], tell
+                    )
                 for i, image in zip(missing_rows, new_images, strict=True):
                     self._images[keys[i]] = image
             images = torch.stack([self._images[key] for key in keys])
             for key in keys:
                 self._images.move_to_end(key)
             while (
-                len(self._images) > 1 and sum(p.numel() for p in self._images.values()) > REMEMBERED
+                len(self._images) > 1
+                and sum(p.numel() for p in self._images.values()) > IMAGE_CACHE_BYTES
             ):
                 self._images.popitem(last=False)
         return images
 
-    def _sample(self, model: Any, looks: Sequence[Look], tell: Tell | None) -> Any:
-        """Images of the same sampler, all at once."""
+    def _sample(
+        self, model: Any, image_requests: Sequence[ImageRequest], tell: StepProgress | None
+    ) -> Any:
+        """Generate images with the same sampler settings in one batch."""
 
         def report(steps_done: int) -> None:
             if self._stop.is_set():
                 raise Interrupted("stopped; the settings are as they were")
             if tell:
-                tell(steps_done, looks[0].steps)
+                tell(steps_done, image_requests[0].steps)
 
         self._stop.clear()
         return model.sample(
-            [look.prompt for look in looks],
-            seeds=[look.seed for look in looks],
-            steps=looks[0].steps,
-            guidance=looks[0].guidance,
+            [look.prompt for look in image_requests],
+            seeds=[look.seed for look in image_requests],
+            steps=image_requests[0].steps,
+            guidance=image_requests[0].guidance,
             progress=report,
         )
 
     def stop(self) -> None:
-        """End the drawing that is going on."""
+        """Stop the current generation of images."""
         self._stop.set()
 
     def drop(self, name: str) -> None:
-        """Forget a run's tensors and images, and its base where no other run needs it. Its folder
-        stays.
+        """Remove a run's tensors and images from memory, and its base if no other run needs it.
 
-        Raises UserError where there is no such run."""
+        Its folder is not changed. Raises UserError if there is no such run.
+        """
         base = self.base_of(name)
         with self._lock:
             self._cached_runs.pop(name, None)
@@ -306,12 +336,12 @@ class Library:
                 del self._images[key]
             if base != BUNDLED and all(self.base_of(other) != base for other in self._cached_runs):
                 self._bases.pop(base, None)
-                self._plain.pop(base, None)
+                self._base_options.pop(base, None)
                 for key in [key for key in self._images if key[0] == base]:
                     del self._images[key]
 
     def memory_use(self) -> dict[str, int]:
-        """What is in memory: bases, runs, images."""
+        """Count the bases, runs and images in memory."""
         with self._lock:
             return {
                 "bases": len(self._bases),
@@ -321,9 +351,10 @@ class Library:
 
 
 @contextmanager
-def _wearing(model: Any, change: Erased | None, strength: float) -> Iterator[None]:
-    """Inside, the changed tensors have this strength; afterwards they are bit for bit what they
-    were.
+def _apply_change(model: Any, change: WeightChange | None, strength: float) -> Iterator[None]:
+    """Apply a change at some strength inside the context.
+
+    Afterwards all tensors have their original values, bit for bit.
     """
     import torch
 
@@ -353,9 +384,9 @@ def _wearing(model: Any, change: Erased | None, strength: float) -> Iterator[Non
 
 
 def _shortest_names(files: Sequence[str]) -> dict[str, Path]:
-    """Paths by the shortest ends that tell them apart, each once."""
+    """Name paths by their shortest distinct endings, each path once."""
     if not files:
-        return {}  # the import below takes seconds, which the page's opening need not wait for
+        return {}  # avoid the import below, which takes seconds
     from concept_eraser.reporting.run_results import names_of
 
     paths = list({Path(path).resolve(): Path(path) for path in files}.values())
@@ -363,9 +394,7 @@ def _shortest_names(files: Sequence[str]) -> dict[str, Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is a regular file; False also where its links lead in a circle or this user may
-    not look.
-    """
+    """Whether a path is a regular file. False also for circular links and without permission."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -373,30 +402,30 @@ def _is_file(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> float:
-    """When a file was changed; 0 where there is none."""
+    """Return the modification time of a file, or 0 if there is none."""
     try:
         return path.stat().st_mtime
     except (OSError, ValueError):
         return 0.0
 
 
-def _size(change: Erased) -> int:
-    """Bytes of a run's tensors."""
+def _size(change: WeightChange) -> int:
+    """Return the size of a run's tensors in bytes."""
     return sum(tensor.nbytes for tensors in change.parts.values() for tensor in tensors.values())
 
 
 def recipe_in(folder: Path) -> Recipe | None:
-    """The recipe of a run folder; None where it has none that this version reads."""
+    """Return the recipe of a run folder, or None if this version cannot read one."""
     path = folder / "recipe.yaml"
     return _recipe(folder, _stamp(path)) if _is_file(path) else None
 
 
-_READ: dict[Path, tuple[float, Recipe | None]] = {}
+_RECIPES: dict[Path, tuple[float, Recipe | None]] = {}
 
 
 def _recipe(folder: Path, stamp: float) -> Recipe | None:
-    """A recipe, read again only where its file changed: the page asks every second."""
-    cache_entry = _READ.get(folder)
+    """Read a recipe with a cache, because the page needs it every second."""
+    cache_entry = _RECIPES.get(folder)
     if cache_entry is None or cache_entry[0] != stamp:
-        cache_entry = _READ[folder] = (stamp, presets.read_recipe(folder))
+        cache_entry = _RECIPES[folder] = (stamp, presets.read_recipe(folder))
     return cache_entry[1]

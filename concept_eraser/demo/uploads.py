@@ -28,12 +28,13 @@ class Uploads:
     files: int = FILES
     age: float = AGE
     clock: Callable[[], float] = time.time
-    under_way: int = field(default=0, init=False)  # bytes of requests that are being received
-    requests: int = field(default=0, init=False)
+    pending_bytes: int = field(default=0, init=False)  # bytes of requests that are being received
+    requests: int = field(default=0, init=False)  # number of these requests
 
     def reserve(self, size: int) -> float | None:
-        """Remove old images and make room for a request: None, or in how many seconds there may
-        be some.
+        """Remove old images and reserve space for a request.
+
+        Returns None, or the seconds until there may be space.
         """
         now = self.clock()
         current_files = [
@@ -41,20 +42,20 @@ class Uploads:
             for at, size, path in self._list_files()
             if not self._remove_old(path, now - at)
         ]
-        used_bytes = sum(size for _, size in current_files) + self.under_way
-        # every request may hold as many images as are shown at once; Gradio writes them before it
-        # counts
+        used_bytes = sum(size for _, size in current_files) + self.pending_bytes
+        # a request may have as many images as are shown at once; Gradio writes them before it
+        # counts them
         count = len(current_files) + (self.requests + 1) * UPLOADS
         if used_bytes + size > self.total or count > self.files:
             oldest = min((at for at, _ in current_files), default=now)
             return max(1.0, self.age - max(0.0, now - oldest))  # a clock may have been set back
-        self.under_way += size
+        self.pending_bytes += size
         self.requests += 1
         return None
 
     def release(self, size: int) -> None:
-        """The request has been received, and what it brought lies in the folder."""
-        self.under_way -= size
+        """Release the space of a request after its images are in the folder."""
+        self.pending_bytes -= size
         self.requests -= 1
 
     def _list_files(self) -> list[tuple[float, int, Path]]:
@@ -68,7 +69,7 @@ class Uploads:
         return files
 
     def _remove_old(self, path: Path, age: float) -> bool:
-        """Remove an image, and its folder where it is then empty, if it is old enough."""
+        """Remove an image if it is old enough, and its folder if that is empty then."""
         if age <= self.age:
             return False
         with suppress(OSError):

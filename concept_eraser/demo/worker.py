@@ -1,5 +1,6 @@
-"""The process of one long job: reads what to do from its standard input, and writes one JSON line a
-report.
+"""The process of one long job.
+
+It reads its task from the standard input, and writes one JSON line per report.
 
 echo '{"kind": "erase", "recipe": ..., "folder": "runs/x"}' | python -m concept_eraser.demo.worker
 """
@@ -21,20 +22,22 @@ from concept_eraser.utils.collector import collect_less_often
 from concept_eraser.utils.errors import Interrupted, UserError
 
 
-def say(**told: Any) -> None:
-    """Write one report. Raises KeyboardInterrupt when the server is gone, so that the job can
-    resume.
+def say(**report: Any) -> None:
+    """Write one report.
+
+    Raises KeyboardInterrupt if the server has ended, so that the job can be resumed.
     """
     try:
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         raise KeyboardInterrupt from None
 
 
 class Reporter:
-    """A progress callback that reports at most some times a second, and always the first and the
-    last of a kind.
+    """A progress callback that reports at most three times a second.
+
+    It always reports the first and the last progress of each kind of work.
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ class Reporter:
 
 
 def erase(spec: dict[str, Any]) -> None:
-    """Train into a run folder, going on where an earlier try stopped."""
+    """Train into a run folder, or continue an unfinished run there."""
     from concept_eraser import api
     from concept_eraser.recipes import recipe as recipes
 
@@ -65,15 +68,16 @@ def erase(spec: dict[str, Any]) -> None:
     recipe = recipes.load(content)
     safety.require_no_code(recipe)
     output_folder.claim(folder, "run", alone=True)
-    # from now on the run can be resumed, even while its images are drawn
+    # from now on the run can be resumed, even during the generation of its images
     if not (folder / "recipe.yaml").exists():
         write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
     api.erase(recipe, output=folder, resume=True, command=command, progress=Reporter())
 
 
 def measure(spec: dict[str, Any]) -> None:
-    """Evaluate a run by its suite; evaluation.json and report.html into its folder, or beside
-    another suite's.
+    """Evaluate a run by its suite.
+
+    evaluation.json and report.html go into its folder, or beside those of another suite.
     """
     from concept_eraser import api
     from concept_eraser.reporting.run_results import place_for
@@ -95,20 +99,18 @@ def measure(spec: dict[str, Any]) -> None:
 
 
 def attack(spec: dict[str, Any]) -> None:
-    from concept_eraser.demo.attack_job import hunt
+    from concept_eraser.demo.attack_job import run_attack
 
     _require_no_code(Path(spec["run"]))
     if safety.names_code(spec["base"]):
         raise UserError(
-            "the model before the erasure names code, and the page runs no code that a recipe names"
+            "the original model names code, and the page runs no code that a recipe names"
         )
-    hunt(spec, Reporter())
+    run_attack(spec, Reporter())
 
 
 def _require_no_code(folder: Path) -> None:
-    """Raise UserError where the recipe of a run folder names code. What is no run of ours has no
-    recipe.
-    """
+    """Raise UserError if the recipe of a run folder names code. Other folders have no recipe."""
     from concept_eraser.demo.presets import read_recipe
 
     recipe = read_recipe(folder)
@@ -117,8 +119,8 @@ def _require_no_code(folder: Path) -> None:
 
 
 def main() -> int:
-    """0 when done, 130 when stopped, 2 for what the asker can mend."""
-    # a shell that starts the server with & has its children ignore Ctrl-C, and Cancel is Ctrl-C
+    """Run the job. Returns 0 at its end, 130 after a stop, and 2 after an error of the input."""
+    # children of a shell's & ignore Ctrl-C, but Cancel needs it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     collect_less_often()
     try:

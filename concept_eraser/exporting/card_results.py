@@ -1,4 +1,4 @@
-"""The evaluations and attacks of a run by concept, and the concepts that nobody measured."""
+"""The evaluations and attacks of a run by concept, and the concepts without measurements."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from concept_eraser.utils.path_redaction import clean, shorten
 
 
 @dataclass(frozen=True)
-class Findings:
-    """evaluations: of the weights at hand, the run's own evaluation.json first; attacks: on these
-    weights, by what to call them; unlike: the names of evaluations and attacks of other weights. No
-    text in them is a path of this machine."""
+class Measurements:
+    """The measurements of a run. Their texts have no paths of this machine.
+
+    Attributes:
+        recipe: The recipe of the run.
+        evaluations: The evaluations of the run's weights, its own evaluation.json first.
+        attacks: The attacks on these weights, by label.
+        unlike: The names of evaluations and attacks of other weights.
+    """
 
     recipe: Recipe
     evaluations: list[dict[str, Any]]
@@ -28,66 +33,67 @@ class Findings:
 
     @property
     def several(self) -> bool:
-        """Whether "the concept" would not say which."""
-        concepts = [concept_of(one) for one in (*self.evaluations, *self.attacks.values())]
-        return len(self.recipe.forgotten) > 1 or len({named(one) for one in concepts if one}) > 1
+        """Whether there are several concepts, so that each must be named."""
+        results = (*self.evaluations, *self.attacks.values())
+        names = {concept_text(concept) for content in results if (concept := concept_of(content))}
+        return len(self.recipe.forgotten) > 1 or len(names) > 1
 
     @property
     def concepts(self) -> list[str]:
-        """Each concept that the recipe forgets, by the name under which it was measured, else by
-        its prompts or data.
+        """The concepts that the recipe forgets.
+
+        Each has its name from a measurement, else that of its prompts or data.
         """
         return [self._name(objective) for objective in self.recipe.forgotten]
 
     def missing(self, results: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The forgotten concepts that none of these evaluations or attacks is about."""
+        """List the forgotten concepts that none of these evaluations or attacks is about."""
         alone = len(self.recipe.forgotten) == 1
         return [
             self._name(objective)
             for objective in self.recipe.forgotten
-            if not any(_about(objective, one, alone) for one in results)
+            if not any(_about(objective, content, alone) for content in results)
         ]
 
     def _name(self, objective: Any) -> str:
         alone = len(self.recipe.forgotten) == 1
-        for one in (*self.evaluations, *self.attacks.values()):
-            concept = concept_of(one)
-            if concept and _about(objective, one, alone):
-                return named(concept)
+        for content in (*self.evaluations, *self.attacks.values()):
+            concept = concept_of(content)
+            if concept and _about(objective, content, alone):
+                return concept_text(concept)
         return source(objective)
 
 
-def read(folder: Path, recipe: Recipe) -> Findings:
-    """Raises UserError for a damaged file."""
+def read(folder: Path, recipe: Recipe) -> Measurements:
+    """Read the evaluations and attacks of a run. Raises UserError for a damaged file."""
     own_evaluation = _evaluation(folder / "evaluation.json")
     other_evaluations = {
         path.parent.name: _evaluation(path)
         for path in sorted(folder.glob(f"{run_results.EVALUATIONS}/*/evaluation.json"))
     }
-    every = [one for one in (own_evaluation, *other_evaluations.values()) if one]
-    victim = _weights(every[0]) if every else None
-    unlike = [name for name, one in other_evaluations.items() if _weights(one) != victim]
+    evaluations = [e for e in (own_evaluation, *other_evaluations.values()) if e]
+    victim = _weights(evaluations[0]) if evaluations else None
+    unlike = [name for name, e in other_evaluations.items() if _weights(e) != victim]
     if victim is not None:
         attacks, others = run_results.attacks_of(folder, victim, [])
         unlike += others
     else:
-        attacks = {path.name: one for path, one in run_results.read_attacks(folder / "attacks")}
-    return Findings(
-        recipe, [clean(one) for one in every if _weights(one) == victim], clean(attacks), unlike
+        attacks = {path.name: a for path, a in run_results.read_attacks(folder / "attacks")}
+    return Measurements(
+        recipe, [clean(e) for e in evaluations if _weights(e) == victim], clean(attacks), unlike
     )
 
 
 def content(path: Path) -> dict[str, Any]:
-    """The content of a file that a run may have; nothing where it has not. Raises UserError where
-    it is no JSON.
-    """
+    """Read a JSON file of a run, or {} if it is missing. Raises UserError if it is not JSON."""
     record: dict[str, Any] = migrate_results(read_json(path)) if path.is_file() else {}
     return record
 
 
 def _evaluation(path: Path) -> dict[str, Any]:
-    """An evaluation.json, of prompts or of labelled data; nothing where there is none. Raises
-    UserError where it is damaged.
+    """Read an evaluation.json, of prompts or of labelled data, or {} if it is missing.
+
+    Raises UserError if it is damaged.
     """
     values = content(path)
     if values:
@@ -100,7 +106,7 @@ def _evaluation(path: Path) -> dict[str, Any]:
 
 
 def source(objective: Any) -> str:
-    """The prompts or data of an objective, without a machine's path."""
+    """Name the prompts or data of an objective, without paths of this machine."""
     data_source = getattr(objective, "prompts", None) or getattr(objective, "data", None)
     return (
         f"{len(data_source)} prompts"
@@ -110,29 +116,25 @@ def source(objective: Any) -> str:
 
 
 def concept_of(results: Mapping[str, Any]) -> dict[str, str]:
-    """The attribute and value that an evaluation or attack is about; empty where it does not
-    say.
-    """
+    """Return the attribute and value of an evaluation's or attack's concept, or {}."""
     return run_results.concept_of(results)
 
 
-def named(concept: Mapping[str, str]) -> str:
+def concept_text(concept: Mapping[str, str]) -> str:
     return ", ".join(f"{value} ({key})" for key, value in concept.items())
 
 
 def _weights(evaluation: Mapping[str, Any]) -> str | None:
-    """The fingerprint of the weights that were evaluated; None for a run on labelled data, which
-    states none.
-    """
+    """Return the fingerprint of the evaluated weights. None for labelled data, which has none."""
     after = evaluation.get("models", {}).get("after")
     return None if after is None else run_results.weights_of(after)
 
 
 def _about(objective: Any, results: Mapping[str, Any], alone: bool) -> bool:
-    """Whether an evaluation or attack is about what an objective forgets: by its prompts, else by
-    the name of its concept.
+    """Whether an evaluation or attack is about the concept of a forget objective.
 
-    alone: the objective is the recipe's only one, so that a name of the attribute (nudity) will do.
+    They are compared by their prompts, else by the name of the concept. If the objective is `alone`
+    in the recipe, the name of the attribute (nudity) is sufficient.
     """
     protocol = results.get("protocol")
     if protocol is None:  # labelled data: one for the whole run

@@ -1,4 +1,4 @@
-"""The code of a model card that loads the uploaded weights."""
+"""The code in a model card that loads the uploaded weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from concept_eraser.utils.path_redaction import is_place
 
 
 def use(recipe: Recipe, folder: Path, repository: str) -> str:
-    """Markdown with code that loads the run's weights from a repository of the hub."""
-    whole = next(
+    """Return Markdown with code that loads the run's weights from a repository of the hub."""
+    model_folder = next(
         (folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None
     )
     if recipe.target not in recipes.PROMPTED and (
-        whole is None or whole.name == resources.whole_model("module")
+        model_folder is None or model_folder.name == resources.whole_model("module")
     ):
-        return _of_module(recipe, whole, repository)
+        return _of_module(recipe, model_folder, repository)
     pipe = _python(
         "from diffusers import DiffusionPipeline\n\npipe = "
         f'DiffusionPipeline.from_pretrained("{repository}")\nimage = pipe("a '
@@ -48,14 +48,15 @@ def _python(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def _of_module(recipe: Recipe, whole: Path | None, repository: str) -> str:
-    """Of a classifier, CLIP model or VAE, by what its folder holds: see `Module.save` and
-    `Clip.save`.
+def _of_module(recipe: Recipe, model_folder: Path | None, repository: str) -> str:
+    """Return the code for a classifier, CLIP model or VAE.
+
+    It depends on the files in its folder, see `Module.save` and `Clip.save`.
     """
-    if whole is None:
-        return "The run folder holds no whole model any more (model/), so there is nothing to load."
+    if model_folder is None:
+        return "The run folder has no whole model any more (model/), so there is nothing to load."
     config: dict[str, Any] = (
-        read_json(whole / "config.json") if (whole / "config.json").is_file() else {}
+        read_json(model_folder / "config.json") if (model_folder / "config.json").is_file() else {}
     )
     if "architecture" in config:
         return _python(
@@ -69,7 +70,7 @@ def _of_module(recipe: Recipe, whole: Path | None, repository: str) -> str:
         else ("transformers", next(iter(config.get("architectures") or []), None))
     )
     if name:
-        words = (whole / "tokenizer_config.json").is_file()
+        words = (model_folder / "tokenizer_config.json").is_file()
         tokenizer_line = (
             f'\ntokenizer = AutoTokenizer.from_pretrained("{repository}")' if words else ""
         )
@@ -78,14 +79,15 @@ def _of_module(recipe: Recipe, whole: Path | None, repository: str) -> str:
             f'from {library} import {names}\n\nmodel = {name}.from_pretrained("{repository}")'
             f"{tokenizer_line}"
         )
-    return _by_its_own_code(recipe, whole, config, repository)
+    return _by_its_own_code(recipe, model_folder, config, repository)
 
 
-def _by_its_own_code(recipe: Recipe, whole: Path, config: dict[str, Any], repository: str) -> str:
-    """Weights alone: the network is made by the function that the recipe names, else by the
-    reader.
+def _by_its_own_code(recipe: Recipe, model_folder: Path, config: dict[str, Any], repository: str) -> str:
+    """Return the code for a folder with weights only.
+
+    The network is made by the function that the recipe names, else by the reader.
     """
-    file = next((path.name for path in sorted(whole.glob("*.safetensors"))), "model.safetensors")
+    file = next((path.name for path in sorted(model_folder.glob("*.safetensors"))), "model.safetensors")
     package, colon, function = recipe.model.partition(":")
     is_function_name = colon and package.replace(".", "").isidentifier() and function.isidentifier()
     constructor = (
@@ -97,7 +99,7 @@ def _by_its_own_code(recipe: Recipe, whole: Path, config: dict[str, Any], reposi
         ""
         if is_function_name
         else (
-            "The files are weights alone: make the network as it was made for the training "
+            "The files hold only weights. Make the network as it was made for the training "
             f"(it was a `{config.get('class', 'model of open_clip')}`), then load them.\n\n"
         )
     )

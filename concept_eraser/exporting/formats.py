@@ -1,15 +1,14 @@
-"""Export of one erasure to other formats: diffusers, changed tensors, two LoRA namings, single
-file.
+"""Export of an erasure: diffusers folder, changed tensors, LoRA in two namings, single file.
 
 The exported change is the difference of two models, before and after. The source is a run, a
-folder, or a LoRA of another tool. A LoRA keeps its own factors. Any other difference D = W_after -
-W_before gets each layer's best approximation of a rank (Eckart and Young: the largest singular
-values). Its relative error
+folder, or a LoRA of another tool. A LoRA is exported with its own factors. Any other difference D =
+W_after - W_before is approximated in each layer by the best matrix of a rank (Eckart and Young: the
+largest singular values). Its relative error
 
     sqrt(sum ||D - up down||^2 / sum ||D||^2)
 
-counts all tensors that changed, also those no LoRA can carry (biases, norms). The export reports
-the error and refuses one above a bound.
+counts all tensors that changed, also those that a LoRA cannot hold (biases, norms). The export
+reports the error and refuses one above a bound.
 """
 
 from __future__ import annotations
@@ -40,9 +39,13 @@ Changes = dict[str, dict[str, tuple[Tensor, Tensor]]]  # part -> tensor -> (befo
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What was written. rank, error: of a LoRA; error is 0 where the factors are the erasure's
-    own.
+class ExportResult:
+    """The result of an export.
+
+    Attributes:
+        path: The file or folder.
+        rank: The rank of a LoRA.
+        error: The relative error of a LoRA. It is 0 if the factors are the erasure's own.
     """
 
     path: Path
@@ -60,27 +63,27 @@ def export(
     rank: int | None = None,
     max_error: float = 0.2,
     allow_pickle: bool = False,
-) -> Exported:
+) -> ExportResult:
     """Write an erasure in another format.
 
     Args:
         source: a run folder, or anything that `load` takes.
         to: one of FORMATS.
-        before: the model that the erasure was made from (default: the one that a run's recipe
-            names; not needed for a whole model at strength 1).
-        output: a folder for diffusers, a .safetensors file else (default: in a run folder exports/,
-            else here); it must not exist.
-        strength: 0 is the original, 1 the erasure, between and beyond them in proportion.
-        rank: the rank of a LoRA (default: the erasure's own factors, else the smallest rank that
-            leaves at most `max_error`).
+        before: the original model (default: the one that a run's recipe names). It is not needed
+            for a whole model at strength 1.
+        output: a folder for diffusers, else a .safetensors file. It must not exist. The default is
+            in exports/ of a run folder, else in the working folder.
+        strength: 0 is the original and 1 the erasure. Other values interpolate or extrapolate.
+        rank: the rank of a LoRA (default: that of the erasure's own factors, else the smallest rank
+            with an error of at most `max_error`).
         max_error: the largest relative error of a LoRA.
         allow_pickle: also load weights stored as pickles, which can execute code.
 
     Returns:
-        The path, and of a LoRA its rank and error.
+        The path, and the rank and error of a LoRA.
 
     Raises:
-        UserError: the two models do not match, or a LoRA of that rank leaves more than `max_error`.
+        UserError: the two models do not match, or the error of the LoRA is above `max_error`.
 
     Example:
         >>> import concept_eraser
@@ -101,13 +104,13 @@ def export(
     )
     if to in ("diffusers", "single-file") and strength == 1 and not (left_out and base is not None):
         _write_whole(after, to, place)
-        return Exported(place)
+        return ExportResult(place)
     original = _original(base, source, allow_pickle)
     changes = differences(original, after)
     require_its_own(Path(source), original, changes)
     if missing_tensors := sorted(left_out & changes.keys()):
         raise UserError(
-            f"a single file of the family {after.family!r} holds the denoiser alone, and "
+            f"a single file of the family {after.family!r} holds only the denoiser, and "
             f"this erasure changed {' and '.join(missing_tensors)}; export --to diffusers"
         )
     if to in ("lora", "kohya"):
@@ -123,19 +126,20 @@ def export(
         )
     if to == "tensors":
         _write_tensors(original, changes, place, strength)
-        return Exported(place)
+        return ExportResult(place)
     with torch.no_grad():
         for part, tensors in changes.items():
             state = after.parts[part].state_dict()
             for name, pair in tensors.items():
                 state[name].copy_(torch.lerp(*pair, strength))  # exact at 0 and at 1
     _write_whole(after, to, place)
-    return Exported(place)
+    return ExportResult(place)
 
 
 def _place(source: Path, to: str, output: str | Path | None) -> Path:
-    """Where it goes. Raises UserError where there is something already, or the name is of another
-    kind.
+    """Return the output path.
+
+    Raises UserError if it exists, or if its name does not fit the format.
     """
     if output is None:
         name = f"{source.stem if source.suffix == _SUFFIX else source.name}-{to}"
@@ -153,7 +157,7 @@ def _place(source: Path, to: str, output: str | Path | None) -> Path:
 
 
 def _base_of(source: Path) -> str | None:
-    """The model that a run started from, by its recipe; None for what is no run of ours."""
+    """Return the original model of a run, from its recipe. None for a source that is no run."""
     path = source / "recipe.yaml"
     if not path.is_file():
         return None
@@ -171,15 +175,16 @@ def _base_of(source: Path) -> str | None:
 def _original(base: Any, source: str | Path, allow_pickle: bool) -> Model:
     if base is None:
         raise UserError(
-            f"what {source} changed can only be told beside the model it was made from; "
+            f"the change of {source} cannot be computed without its original model; "
             "give it with --before"
         )
     return loading.load(base, allow_pickle=allow_pickle)
 
 
 def differences(before: Model, after: Model) -> Changes:
-    """The tensors in which two models of one architecture differ. Raises UserError where they are
-    not, or none differs.
+    """Return the tensors in which two models of one architecture differ.
+
+    Raises UserError if the architectures differ, or if no tensor differs.
     """
     changes: Changes = {}
     for part, module in after.parts.items():
@@ -202,15 +207,16 @@ def differences(before: Model, after: Model) -> Changes:
             changes[part] = part_changes
     if not changes:
         raise UserError(
-            f"{after.source} differs in nothing from {before.source}; give the model it "
-            "was made from with --before"
+            f"{after.source} has the same weights as {before.source}; give its original model "
+            "with --before"
         )
     return changes
 
 
 def require_its_own(source: Path, original: Model, changes: Changes) -> None:
-    """Raise UserError where a run differs from `original` in more than it trained: it was made from
-    another model.
+    """Raise UserError if a run differs from `original` in tensors that it did not train.
+
+    It then has another original model.
     """
     weights_file = source / "weights.safetensors"
     if not (source / "recipe.yaml").is_file() or not weights_file.is_file():
@@ -228,7 +234,7 @@ def require_its_own(source: Path, original: Model, changes: Changes) -> None:
     if other is not None:
         raise UserError(
             f"{source} was not made from {original.source}: they differ in {other}, "
-            "which that run did not train; give the model it was made from with --before"
+            "which that run did not train; give its original model with --before"
         )
 
 
@@ -269,22 +275,22 @@ def _write_lora(
     strength: float,
     rank: int | None,
     max_error: float,
-) -> Exported:
+) -> ExportResult:
     if "vae" in changes:
         raise UserError(
-            "a LoRA file has no place for changes of the VAE; export --to diffusers or single-file"
+            "a LoRA file cannot hold changes of the VAE; export --to diffusers or single-file"
         )
     layer_factors, error = _own_factors(source, model) if rank is None else [], 0.0
-    if not layer_factors or not _explain(
+    if not layer_factors or not _is_whole_change(
         layer_factors, changes
     ):  # e.g. beside another model than it was trained on
         layer_factors, error = low_rank(model, changes, rank, max_error)
     notes = {"strength": f"{strength:g}", "relative_error": f"{error:.3g}"}
-    scaled_factors = [one.scale_by(strength) for one in layer_factors]
-    for one in scaled_factors:
+    scaled_factors = [part_factors.scale_by(strength) for part_factors in layer_factors]
+    for part_factors in scaled_factors:
         factors = {
             f"{layer} ({i})": value
-            for layer, pair in one.layers.items()
+            for layer, pair in part_factors.layers.items()
             for i, value in enumerate(pair)
         }
         require_finite(factors, "the LoRA's factors", "give a smaller --strength")
@@ -292,11 +298,11 @@ def _write_lora(
         place,
         lambda path: lora_files.save(model, scaled_factors, path, kohya=to == "kohya", notes=notes),
     )
-    return Exported(place, max(one.rank for one in layer_factors), error)
+    return ExportResult(place, max(part_factors.rank for part_factors in layer_factors), error)
 
 
 def _own_factors(source: Path, model: Model) -> list[Factors]:
-    """The factors of a run that trained a LoRA, or of a LoRA file; none of anything else."""
+    """Read the factors of a run that trained a LoRA, or of a LoRA file. Else return []."""
     folder = source / lora_files.FOLDER if (source / "recipe.yaml").is_file() else source
     file = folder / lora_files.FILE if source.is_dir() else source
     if not file.is_file() or file.suffix != _SUFFIX:
@@ -310,11 +316,13 @@ def _own_factors(source: Path, model: Model) -> list[Factors]:
     )
 
 
-def _explain(factors: Sequence[Factors], changes: Changes) -> bool:
-    """Whether factors are all that moved, but for a hundredth (rounding)."""
+def _is_whole_change(factors: Sequence[Factors], changes: Changes) -> bool:
+    """Whether the factors are the whole change, up to a relative error of 1 % (rounding)."""
     remainder, total = 0.0, 0.0
     products = {
-        (one.part, f"{layer}.weight"): one.change(layer) for one in factors for layer in one.layers
+        (part_factors.part, f"{layer}.weight"): part_factors.change(layer)
+        for part_factors in factors
+        for layer in part_factors.layers
     }
     for part, tensors in changes.items():
         for name, (before, after) in tensors.items():
@@ -329,20 +337,25 @@ def _explain(factors: Sequence[Factors], changes: Changes) -> bool:
 def low_rank(
     model: Model, changes: Changes, rank: int | None, max_error: float
 ) -> tuple[list[Factors], float]:
-    """The best factors of a rank for what moved, and the relative error that they leave; rank None:
-    the smallest that leaves at most `max_error`. Raises UserError where that cannot be kept."""
+    """Compute the best factors of a rank for a change, and their relative error.
+
+    Without a rank, take the smallest with an error of at most `max_error`. Raises UserError if the
+    error is larger.
+    """
     spectra, other_square, total = _spectra(model, changes)
     widest = max((len(values) for _, values, _ in spectra.values()), default=0)
-    errors = [_left(spectra, other_square, total, r) for r in range(widest + 1)]  # by rank
-    enough = next((r for r in range(1, widest + 1) if errors[r] <= max_error), None)
-    best_rank = enough if rank is None else min(rank, widest)
+    errors = [
+        _relative_error(spectra, other_square, total, r) for r in range(widest + 1)
+    ]  # by rank
+    least_rank = next((r for r in range(1, widest + 1) if errors[r] <= max_error), None)
+    best_rank = least_rank if rank is None else min(rank, widest)
     if not best_rank or errors[best_rank] > max_error:
         hint = (
-            f"rank {enough} leaves {errors[enough]:.3f}"
-            if enough
+            f"rank {least_rank} leaves {errors[least_rank]:.3f}"
+            if least_rank
             else (
                 f"no rank leaves less than {errors[-1]:.3f} (biases, norms and embeddings "
-                "are no part of a LoRA)"
+                "are not part of a LoRA)"
             )
         )
         request = (
@@ -369,8 +382,9 @@ def low_rank(
 def _spectra(
     model: Model, changes: Changes
 ) -> tuple[dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]], float, float]:
-    """The singular value decomposition of each layer's change, the squared length of what is no
-    layer, and of all.
+    """Return the singular value decomposition of each layer's change, and two squared lengths.
+
+    They are those of the changes outside of layers, and of all changes.
     """
     spectra, other_square, total = {}, 0.0, 0.0
     for part, tensors in changes.items():
@@ -385,10 +399,10 @@ def _spectra(
     return spectra, other_square, total
 
 
-def _left(
+def _relative_error(
     spectra: Mapping[Any, Sequence[Tensor]], unexplained: float, total: float, rank: int
 ) -> float:
-    """The relative error of the factors of a rank, see the module's docstring."""
+    """Return the relative error of the factors of a rank, see the module's docstring."""
     return float(
         (
             (

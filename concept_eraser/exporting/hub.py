@@ -1,8 +1,8 @@
 """Upload of a finished run: the pipeline or LoRA, the model card, and the run's records.
 
-The prompts that attacks found are not uploaded: the card has their rates. The paths of this machine
-are removed from texts. From the weights' folders only visible files of known kinds are uploaded. A
-token goes to the hub's client and is not stored.
+Prompts from attacks are not uploaded. The card has the rates of the attacks. The paths of this
+machine are removed from texts. From the weights' folders only visible files of known types are
+uploaded. A token goes to the hub's client and is not stored.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from concept_eraser.utils.errors import UserError, first_line, unknown
 from concept_eraser.utils.path_redaction import clean, is_place, name_paths
 
 KINDS = ("pipeline", "lora", "both")
-# beside the weights, in concept_eraser/
-TOLD = ("recipe.yaml", "environment.json", "done.json", "evaluation.json")
-# what models are saved as; no pickles
+# the run's records, which go into concept_eraser/ beside the weights
+RECORDS = ("recipe.yaml", "environment.json", "done.json", "evaluation.json")
+# file types of models, without pickles
 _SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".md", ".jinja")
-# keys of configuration files that hold where a model came from
+# keys of configuration files with the source of a model
 _PATHS = ("_name_or_path", "name_or_path")
 _VOCABULARIES = ("vocab.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One file: its name in the repository, and its content or where that lies."""
+    """One file: its name in the repository, and its content or the path of that."""
 
     name: str
     content: bytes | Path
@@ -44,10 +44,18 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """What was (or in a dry run would be) uploaded. left_out: files of the weights' folders that
-    are not, for they are hidden, of an unknown kind, or in the card's place. url: of the commit,
-    None in a dry run."""
+class HubUpload:
+    """An upload, or its plan in a dry run.
+
+    Attributes:
+        repository: The repository on the hub.
+        uploads: The files.
+        card: The model card.
+        warnings: The warnings of the card.
+        url: The address of the commit. None in a dry run.
+        left_out: The files of the weights' folders that are not uploaded, because they are hidden,
+            of an unknown type, or named as the card.
+    """
 
     repository: str
     uploads: tuple[Upload, ...]
@@ -67,25 +75,25 @@ def push_to_hub(
     license: str = "other",
     token: str | None = None,
     dry_run: bool = False,
-) -> Pushed:
+) -> HubUpload:
     """Upload a finished run to the hub.
 
     Args:
         run: the run folder.
-        repository: owner/name; it is created where it is not there.
-        kind: "pipeline" (what `from_pretrained` takes; of a run on a classifier, CLIP model or VAE
-            the folder of the whole model), "lora" (what `load_lora_weights` takes) or "both".
-        private: whether a repository that is created is private.
-        revision: a branch; it is created where it is not there.
-        license: of the weights, see `card`.
-        token: a token of the hub (default: $HF_TOKEN, or what `hf auth login` stored).
-        dry_run: use no network, upload nothing.
+        repository: owner/name. It is created if it does not exist.
+        kind: "pipeline" (for `from_pretrained`), "lora" (for `load_lora_weights`) or "both". For a
+            classifier, CLIP model or VAE, "pipeline" is the folder of the whole model.
+        private: whether a new repository is private.
+        revision: a branch. It is created if it does not exist.
+        license: the licence of the weights, see `card`.
+        token: a token of the hub (default: $HF_TOKEN, or the one of `hf auth login`).
+        dry_run: use no network and upload nothing.
 
     Returns:
         The files, the card, and the address of the commit.
 
     Raises:
-        UserError: the run is unfinished or has not what `kind` names, the name is wrong, or the hub
+        UserError: the run is unfinished or has no files for `kind`, the name is wrong, or the hub
             cannot be reached or refuses.
 
     Example:
@@ -106,15 +114,18 @@ def push_to_hub(
         *_weights(folder, kind, left_out),
         *_cleaned_files(folder),
     )
-    upload = Pushed(
+    upload = HubUpload(
         name, uploads, card, tuple(model_card.warnings(folder)), left_out=tuple(left_out)
     )
     return upload if dry_run else _upload(upload, private=private, revision=revision, token=token)
 
 
 def _weights(folder: Path, kind: str, left_out: list[str]) -> Iterator[Upload]:
-    """The files of the whole model and of the LoRA, both at the top, where diffusers looks for
-    them; `left_out` collects the names of what is not uploaded."""
+    """Yield the files of the whole model and of the LoRA.
+
+    Both go to the top of the repository, where diffusers reads them. `left_out` collects the names
+    of files that are not uploaded.
+    """
     lora = folder / "lora"
     if kind != "pipeline" and not lora.is_dir():
         raise UserError(
@@ -122,23 +133,21 @@ def _weights(folder: Path, kind: str, left_out: list[str]) -> Iterator[Upload]:
             f"write one with: concept-eraser export {folder} --to lora"
         )
     if kind != "lora":
-        whole = next(
+        model_folder = next(
             (folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None
         )
-        if whole is None:
+        if model_folder is None:
             raise UserError(
-                f"{folder} holds no whole model (pipeline/ or model/); it may have been "
-                "tidied away: erase again"
+                f"{folder} has no whole model (pipeline/ or model/); it may have been "
+                "removed: erase again"
             )
-        yield from _uploadable(whole, left_out)
+        yield from _uploadable(model_folder, left_out)
     if kind != "pipeline":
         yield from _uploadable(lora, left_out)
 
 
 def _require_inside(run: Path, path: Path) -> None:
-    """Raise UserError where a path leads out of a run by a link: what lies there is not the run's,
-    and may be secret.
-    """
+    """Raise UserError if a link leads out of a run. Its target may be secret."""
     if not path.resolve().is_relative_to(run.resolve()):
         raise UserError(
             f"{path} is a link that leads out of {run}, so it is not uploaded; put the "
@@ -147,8 +156,9 @@ def _require_inside(run: Path, path: Path) -> None:
 
 
 def _uploadable(folder: Path, left_out: list[str]) -> Iterator[Upload]:
-    """The files below a folder of a run that may be uploaded. Raises UserError for a link that
-    leads out of the run.
+    """Yield the files below a folder of a run that may be uploaded.
+
+    Raises UserError for a link that leads out of the run.
     """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -163,9 +173,9 @@ def _uploadable(folder: Path, left_out: list[str]) -> Iterator[Upload]:
 
 
 def _cleaned_files(folder: Path) -> Iterator[Upload]:
-    """The run's own files in concept_eraser/, without paths of this machine."""
-    further = sorted(folder.glob(f"{run_results.EVALUATIONS}/*/evaluation.json"))
-    for path in (*(folder / name for name in TOLD), *further):
+    """Yield the run's own records for concept_eraser/, without paths of this machine."""
+    other_evaluations = sorted(folder.glob(f"{run_results.EVALUATIONS}/*/evaluation.json"))
+    for path in (*(folder / name for name in RECORDS), *other_evaluations):
         if path.is_file():
             _require_inside(folder, path)
             text = (
@@ -177,9 +187,7 @@ def _cleaned_files(folder: Path) -> Iterator[Upload]:
 
 
 def _without_place(path: Path) -> str:
-    """A JSON file of ours without the command line and with every path cut to its last
-    component.
-    """
+    """Return a JSON record without the command line, and with only the last component of paths."""
     content = read_json(path)
     for place in (content, content.get("environment")):
         if isinstance(place, dict):
@@ -188,8 +196,9 @@ def _without_place(path: Path) -> str:
 
 
 def _clean(path: Path, name: str) -> Upload:
-    """A file as it is, but for paths in a configuration: where a model came from is left out, any
-    other is cut.
+    """Return the upload of a file, without the paths in a configuration.
+
+    The source of a model is removed. Other paths are cut to their last component.
     """
     if path.suffix != ".json" or path.name in _VOCABULARIES:
         return Upload(name, path)
@@ -206,11 +215,9 @@ def _clean(path: Path, name: str) -> Upload:
 
 
 def _without_origin(content: Any) -> Any:
-    """A configuration without the keys that say where on this machine a model came from; ids of the
-    hub stay.
-    """
+    """Remove the keys with the source of a model on this machine. Hub ids are not removed."""
     if isinstance(content, list):
-        return [_without_origin(one) for one in content]
+        return [_without_origin(item) for item in content]
     if not isinstance(content, dict):
         return content
     return {
@@ -224,23 +231,25 @@ def _is_origin(text: str) -> bool:
     return is_place(text) or Path(text).exists() or ("/" in text and not hub.is_id(text))
 
 
-def _upload(push: Pushed, *, private: bool, revision: str | None, token: str | None) -> Pushed:
+def _upload(
+    push: HubUpload, *, private: bool, revision: str | None, token: str | None
+) -> HubUpload:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(token=token)
     if hub.offline():
         raise UserError(
-            "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or look first "
-            "with --dry-run"
+            "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or use --dry-run"
         )
     error = hub.within_patience(lambda _: api.whoami())
     if error is not None:
         raise UserError(_refusal(push.repository, error))
     operations = [
         CommitOperationAdd(
-            one.name, one.content if isinstance(one.content, bytes) else str(one.content)
+            upload.name,
+            upload.content if isinstance(upload.content, bytes) else str(upload.content),
         )
-        for one in push.uploads
+        for upload in push.uploads
     ]
     try:
         api.create_repo(push.repository, private=private, exist_ok=True)
@@ -252,9 +261,9 @@ def _upload(push: Pushed, *, private: bool, revision: str | None, token: str | N
             commit_message="model and card, by concept_eraser",
             revision=revision,
         )
-    except Exception as hub_error:  # the hub's client raises some twenty kinds
+    except Exception as hub_error:  # the hub's client raises about twenty types of errors
         raise UserError(_refusal(push.repository, hub_error)) from None
-    return Pushed(
+    return HubUpload(
         push.repository,
         push.uploads,
         push.card,
@@ -274,7 +283,7 @@ def _refusal(repository: str, error: BaseException) -> str:
     )
     if isinstance(error, LocalTokenNotFoundError) or status == 401:
         return (
-            "the hub knows nobody by this token; give one that may write with HF_TOKEN or "
+            "the hub does not accept this token; give one with write access with HF_TOKEN or "
             "--token, or run: hf auth login"
         )
     if status == 403:
@@ -283,8 +292,8 @@ def _refusal(repository: str, error: BaseException) -> str:
             "--token), or another name"
         )
     if status is not None:
-        return f"the hub did not take {repository}: {first_line(error)}"
+        return f"the hub refused {repository}: {first_line(error)}"
     return (
-        "the hub cannot be reached, so nothing was uploaded; look first with --dry-run, and "
-        "try again with a network"
+        "the hub cannot be reached, so nothing was uploaded; try again with a network, or use "
+        "--dry-run"
     )

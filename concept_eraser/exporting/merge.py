@@ -1,10 +1,9 @@
-"""Several erasures of one model added: W = W_0 + sum_i w_i (W_i - W_0), task arithmetic.
+"""Add several erasures of one model by task arithmetic: W = W_0 + sum_i w_i (W_i - W_0).
 
-Ilharco et al., arXiv 2212.04089, section 2 (their negated task vectors are fine-tunings; ours are
-erasures, so they are added). Sums are taken in float64, so that the order of the runs does not show
-in float32 weights and one run of weight 1 comes out as itself, bit for bit. Nothing makes the sum
-erase what its terms erase, each of which was trained without the
-others: measure it.
+See Ilharco et al., arXiv 2212.04089, section 2. Their negated task vectors are fine-tunings. Here
+they are erasures, so they are added. Sums are in float64. The order of the runs therefore does not
+change float32 weights, and one run of weight 1 gives its own weights, bit for bit. The runs were
+trained without each other, so the sum need not erase all their concepts: measure it.
 """
 
 from __future__ import annotations
@@ -32,10 +31,21 @@ Place = tuple[str, str]  # part and tensor
 
 
 @dataclass(frozen=True)
-class Merged:
-    """What was added to what. lengths: ||w_i (W_i - W_0)|| of each run; length: that of their sum.
-    Where the runs moved in directions at right angles, length = sqrt(sum lengths^2); above it they
-    pull together, below against each other."""
+class MergeResult:
+    """The result of a merge.
+
+    If the changes of the runs are orthogonal, length = sqrt(sum lengths^2). A larger length means
+    that they agree, a smaller one that they oppose each other.
+
+    Attributes:
+        path: The folder of the merged model.
+        before: The original model.
+        sources: The runs.
+        weights: The factor w_i of each run.
+        lengths: ||w_i (W_i - W_0)|| of each run.
+        length: The length of the sum of the changes.
+        tensors: The number of changed tensors.
+    """
 
     path: Path
     before: str
@@ -47,7 +57,7 @@ class Merged:
 
     @property
     def apart(self) -> float:
-        """The length that the sum would have if the runs had moved at right angles."""
+        """The length of the sum if the changes were orthogonal."""
         return math.hypot(*self.lengths)
 
 
@@ -57,19 +67,18 @@ def merge(
     weights: Sequence[float] | None = None,
     before: Any = None,
     allow_pickle: bool = False,
-) -> Merged:
-    """Add what several erasures of one model changed, and write the whole model as a diffusers
-    folder.
+) -> MergeResult:
+    """Add the changes of several erasures of one model, and write the whole model.
 
     Args:
         sources: run folders, or anything that `load` takes.
         output: a new folder.
         weights: one factor for each source (default: all 1).
-        before: the model that they were made from (default: the one that the runs' recipes name).
+        before: the original model (default: the one that the runs' recipes name).
         allow_pickle: also load weights stored as pickles, which can execute code.
 
     Returns:
-        The path, and how far each source and their sum moved the weights.
+        The path of the diffusers folder, and the lengths of the changes and of their sum.
 
     Raises:
         UserError: the erasures are not of one model, or one of them is given twice.
@@ -94,12 +103,12 @@ def merge(
         digest = _digest(changes)
         if digest in first_sources:
             raise UserError(
-                f"{source} and {first_sources[digest]} are the same erasure; to count it twice "
+                f"{source} and {first_sources[digest]} are the same erasure; to add it twice, "
                 "give it once with the weight 2"
             )
         first_sources[digest] = source
         lengths.append(_add(sums, changes, factor))
-    result = Merged(
+    result = MergeResult(
         place, original.source, source_names, factors, lengths, _length(sums), len(sums)
     )
     _write(original, sums, result)
@@ -121,22 +130,23 @@ def _weights(sources: Sequence[str], weights: Sequence[float] | None) -> list[fl
 
 
 def _common_base(sources: Sequence[str]) -> str:
-    """The model that all runs started from, by their recipes. Raises UserError where they name
-    none, or several.
+    """Return the original model of all runs, from their recipes.
+
+    Raises UserError if they name none, or several.
     """
     bases = {source: _base_of(Path(source)) for source in sources}
     unknown = next((source for source, base in bases.items() if base is None), None)
     if unknown is not None:
         raise UserError(
-            f"what {unknown} changed can only be told beside the model it was made from; "
+            f"the change of {unknown} cannot be computed without its original model; "
             "give it with --before"
         )
     names = sorted({str(base) for base in bases.values()})
     if len(names) > 1:
-        each = "; ".join(f"{source} from {base}" for source, base in bases.items())
+        pairs = "; ".join(f"{source} from {base}" for source, base in bases.items())
         raise UserError(
-            f"these are erasures of different models ({each}), whose changes do not add "
-            "up; merge those of one, or give --before if these are names of one model"
+            f"these are erasures of different models ({pairs}), whose changes cannot be added; "
+            "merge those of one model, or give --before if these are names of one model"
         )
     return names[0]
 
@@ -150,8 +160,9 @@ def _base_of(source: Path) -> str | None:
 
 
 def _changes(original: Model, source: str, base: Any, allow_pickle: bool) -> Changes:
-    """What one erasure changed. Raises UserError where a run differs from `original` in more than
-    it trained.
+    """Return the changes of one erasure.
+
+    Raises UserError if a run differs from `original` in tensors that it did not train.
     """
     changes = differences(original, loading.load(source, allow_pickle=allow_pickle, base=base))
     require_its_own(Path(source), original, changes)
@@ -170,7 +181,7 @@ def _digest(changes: Changes) -> str:
 
 
 def _add(sums: dict[Place, Tensor], changes: Changes, factor: float) -> float:
-    """Add one erasure to the sums, in place; the length of what was added."""
+    """Add one erasure to the sums, in place. Returns the length of its change."""
     total = 0.0
     for part, tensors in changes.items():
         for name, (before, after) in tensors.items():
@@ -189,9 +200,10 @@ def _length(sums: Mapping[Place, Tensor]) -> float:
     return math.sqrt(sum(float(change.square().sum()) for change in sums.values()))
 
 
-def _write(model: Model, sums: Mapping[Place, Tensor], merge: Merged) -> None:
-    """Move the model, save it with what it was made of, and move it back: it may be somebody's, in
-    memory.
+def _write(model: Model, sums: Mapping[Place, Tensor], merge: MergeResult) -> None:
+    """Change the model, save it with a note about the merge, and restore it.
+
+    The model may belong to the caller, in memory.
     """
     originals = {place: model.parts[place[0]].state_dict()[place[1]].clone() for place in sums}
     changes = {

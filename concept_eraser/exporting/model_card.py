@@ -17,7 +17,7 @@ import yaml
 from concept_eraser import registry
 from concept_eraser.evaluation import result_schema
 from concept_eraser.exporting import card_results
-from concept_eraser.exporting.card_results import Findings
+from concept_eraser.exporting.card_results import Measurements
 from concept_eraser.exporting.card_snippets import use
 from concept_eraser.models import hub
 from concept_eraser.recipes import recipe as recipes
@@ -50,20 +50,21 @@ _SETTINGS = (
 
 
 def card(run: str | Path, *, repository: str = "owner/name", license: str = "other") -> str:
-    """The model card of a finished run: what was erased and how, what was measured and what was
-    not.
+    """Write the model card of a finished run.
+
+    It states what was erased and how, what was measured, and what was not measured.
 
     Args:
         run: the run folder.
-        repository: the hub id that the card's code names.
-        license: of the weights, as the hub spells it. The base model's licence is not known here,
-            so the default is "other", and the card says what to fill in.
+        repository: the hub id in the card's code.
+        license: the licence of the weights, as the hub spells it. The base model's licence is not
+            known here, so the default is "other", and the card asks for it.
 
     Returns:
         The card as Markdown with its YAML header.
 
     Raises:
-        UserError: the folder is no finished run.
+        UserError: the folder is not a finished run.
 
     Example:
         >>> import concept_eraser
@@ -81,7 +82,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         "name": repository.rsplit("/", 1)[-1]
         if repository != "owner/name"
         else folder.resolve().name,
-        "base": _named(recipe.model),
+        "base": _model_text(recipe.model),
         "erased": ", ".join(map(_cell, findings.concepts)),
         "version": environment.get("concept_eraser") or version(),
         "warnings": [
@@ -90,7 +91,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
                 [
                     (
                         "The licence is not stated. It is at least that of the base model, "
-                        f"{_named(recipe.model)}: fill it in above."
+                        f"{_model_text(recipe.model)}: fill it in above."
                     )
                 ]
                 if license == "other"
@@ -116,7 +117,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         "trained": _training_text(recipe),
         "counted": (
             f"{summary['trained_parameters']:,} parameters in {summary['trained_tensors']:,} "
-            f"tensors were {'rewritten in one go' if is_edit(recipe) else 'trained'}, in "
+            f"tensors were {'edited in closed form' if is_edit(recipe) else 'trained'}, in "
             f"{summary['seconds']:g} s."
         )
         if {"trained_parameters", "trained_tensors"} <= summary.keys()
@@ -127,7 +128,9 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
             (key, value) for key, value in recipe.training.model_dump().items() if key in _SETTINGS
         ],
         "evaluations": [
-            one for one in map(_evaluation_content, findings.evaluations) if one["metrics"]
+            evaluation
+            for evaluation in map(_evaluation_content, findings.evaluations)
+            if evaluation["metrics"]
         ],
         "unmeasured": ", ".join(map(_cell, findings.missing(findings.evaluations))),
         "several": findings.several,
@@ -146,28 +149,24 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
 
 
 def _about(recipe: Recipe) -> str:
-    """What the method is, in one sentence."""
+    """Describe the method in one sentence."""
     if registry.in_memory(recipe.method.name):
         return "An object of the author's own Python code."
     return registry.summary("method", recipe.method.name).rstrip(".") + "."
 
 
 def is_edit(recipe: Recipe) -> bool:
-    """Whether the method changes the model in one go: it hears no loss, no number of images and
-    no setting of a training.
-    """
+    """Whether the method is an edit in closed form, without a loss, images or training."""
     return recipe.method.edits
 
 
 def finished_run(folder: Path) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe and done.json of a run. Raises UserError where there is none, or it is not
-    finished.
-    """
+    """Read the recipe and done.json of a run. Raises UserError if it is no run or not finished."""
     if not (folder / "recipe.yaml").is_file():
         raise UserError(f"{folder} is no run folder (it has no recipe.yaml)")
     if not (folder / "done.json").is_file():
         raise UserError(
-            f"{folder} is not finished; go on with: concept-eraser erase "
+            f"{folder} is not finished; continue with: concept-eraser erase "
             f"{folder / 'recipe.yaml'} -o {folder} --resume"
         )
     summary = card_results.content(folder / "done.json")
@@ -176,11 +175,11 @@ def finished_run(folder: Path) -> tuple[Recipe, dict[str, Any]]:
 
 
 def warnings(folder: Path) -> list[str]:
-    """What a reader must know before any number."""
+    """List what a reader must know before any number."""
     return _warnings(card_results.read(folder, recipes.load(str(folder / "recipe.yaml"))))
 
 
-def _warnings(findings: Findings) -> list[str]:
+def _warnings(findings: Measurements) -> list[str]:
     has_prompts = findings.recipe.target in recipes.PROMPTED
     sentences = []
     for activity, results in (
@@ -201,7 +200,7 @@ def _warnings(findings: Findings) -> list[str]:
 
 
 def header(recipe: Recipe, license: str) -> dict[str, Any]:
-    """The YAML header, by the hub's keys."""
+    """Return the YAML header, by the hub's keys."""
     fields: dict[str, Any] = {"license": license}
     if license == "other":
         fields["license_name"] = "see-base-model"
@@ -217,7 +216,7 @@ def header(recipe: Recipe, license: str) -> dict[str, Any]:
         "concept-eraser",
         *(spec.name for spec in (recipe.method, recipe.finish) if spec),
     ]
-    # a closed form after it writes whole weights
+    # with a closed form after the training, whole weights are written
     if recipe.trainable.lora is not None and recipe.finish is None:
         fields["tags"].append("lora")
     return fields
@@ -227,8 +226,8 @@ def _local(model: str) -> bool:
     return is_place(model) or Path(model).exists()
 
 
-def _named(model: str) -> str:
-    """A model without the machine's own path."""
+def _model_text(model: str) -> str:
+    """Name a model without paths of this machine."""
     return f"`{last(model)}` (a local copy)" if _local(model) else f"`{model}`"
 
 
@@ -245,7 +244,7 @@ def _list_options(options: Mapping[str, Any]) -> str:
 
 
 def _commands(folder: Path, recipe: Recipe) -> dict[str, str]:
-    """What to type for what was not measured; a suite measures one concept of several."""
+    """Return the commands for missing measurements. A suite measures one concept."""
     suite_option = " --suite SUITE" if len(recipe.forgotten) > 1 else ""
     return {
         "evaluate": f"concept-eraser evaluate {_place(folder)}{suite_option}",
@@ -254,12 +253,12 @@ def _commands(folder: Path, recipe: Recipe) -> dict[str, str]:
 
 
 def _evaluation_content(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """One evaluation as the template shows it."""
+    """Return the content of one evaluation for the template."""
     reasons = [
         _cell(f"{name}: {reason}") for name, reason in dict(evaluation.get("refused") or {}).items()
     ]
     return {
-        "title": _cell(card_results.named(card_results.concept_of(evaluation))),
+        "title": _cell(card_results.concept_text(card_results.concept_of(evaluation))),
         "protocol": _protocol(evaluation),
         "metrics": list(_metrics(evaluation)),
         "refused": reasons,
@@ -267,17 +266,18 @@ def _evaluation_content(evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _objective_rows(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A row for each objective that is not kept: its name, source, rows, those used, hash, loss,
-    what to show instead.
+    """Yield a row for each objective except the retain objective.
+
+    Its cells are name, source, rows, used rows, hash, loss and anchor concept.
     """
     prompt_facts = environment.get("prompts", {})
     for name, objective in recipe.objective_specs.items():
         if name == "retain":
             continue
         rows = prompt_facts.get(name, {})
-        instead = getattr(objective, "anchor", None)
+        anchor = getattr(objective, "anchor", None)
         anchor_text = (
-            _list_options(clean(instead)) if isinstance(instead, Mapping) else clean(instead) or "-"
+            _list_options(clean(anchor)) if isinstance(anchor, Mapping) else clean(anchor) or "-"
         )
         count, loss = (
             (None, "-") if is_edit(recipe) else (getattr(objective, "n", None), str(objective.loss))
@@ -296,7 +296,7 @@ def _objective_rows(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[
 def _retain_data(recipe: Recipe, environment: Mapping[str, Any]) -> str:
     objective = recipe.objective_specs.get("retain")
     if objective is None:
-        return "nothing was asked to be kept"
+        return "none"
     rows = environment.get("prompts", {}).get("retain", {})
     row_text = f", {rows['rows']} rows, hash `{rows['hash']}`" if "hash" in rows else ""
     return f"`{_cell(card_results.source(objective))}`{row_text}" + (
@@ -306,12 +306,12 @@ def _retain_data(recipe: Recipe, environment: Mapping[str, Any]) -> str:
 
 def _training_text(recipe: Recipe) -> str:
     selection = recipe.trainable
-    how = (
+    kind = (
         f"a LoRA of rank {selection.lora.rank}"
         if selection.lora is not None
         else "the weights themselves"
     )
-    return f"`{selection.select}` of the {recipe.target.replace('_', ' ')}, {how}"
+    return f"`{selection.select}` of the {recipe.target.replace('_', ' ')}, {kind}"
 
 
 def _protocol(evaluation: Mapping[str, Any]) -> str:
@@ -339,8 +339,9 @@ def _interval(values: Mapping[str, Any] | None) -> str:
 
 
 def _metrics(evaluation: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Metric, group, better, before, after, change, n: of a suite's results, or of a run on
-    labelled data.
+    """Yield the rows of the results of a suite, or of a run on labelled data.
+
+    The cells are metric, group, better, before, after, change and n.
     """
     results = evaluation.get("results", [])
     if isinstance(results, list):
@@ -377,12 +378,14 @@ def _plain(value: Any) -> str:
 
 
 def _attack_rows(attacks: Mapping[str, Any], several: bool) -> Iterator[list[str]]:
-    """A row for each attack; with the concept that it looked for where a run has several."""
+    """Yield a row for each attack, with its concept if the run has several."""
     for content in attacks.values():
         protocol, rates = content["protocol"], content["rates"]
         n = str((rates.get("asr") or {}).get("n", "-"))
         concept = (
-            [_cell(card_results.named(card_results.concept_of(content)) or "-")] if several else []
+            [_cell(card_results.concept_text(card_results.concept_of(content)) or "-")]
+            if several
+            else []
         )
         yield [
             protocol["attack"],
@@ -396,23 +399,23 @@ def _attack_rows(attacks: Mapping[str, Any], several: bool) -> Iterator[list[str
         ]
 
 
-def _limits(findings: Findings) -> Iterator[str]:
-    """What broke it, and what nobody looked at."""
+def _limits(findings: Measurements) -> Iterator[str]:
+    """Yield the successful attacks, and what was not measured."""
     has_prompts = findings.recipe.target in recipes.PROMPTED
     if has_prompts:
-        yield from _broken_by(findings)
+        yield from _attack_limits(findings)
     if findings.unlike:
         yield (
-            "Left out, since they measured or attacked other weights than those evaluated: "
+            "Left out, because they measured or attacked other weights than those evaluated: "
             f"{', '.join(findings.unlike)}."
         )
     concepts = ", ".join(map(_cell, findings.missing(findings.evaluations)))
     if not findings.evaluations and not findings.several:
-        yield "Not measured: whether the concept is gone, and what was lost beside it."
+        yield "Not measured: the concept rate and the retain accuracy."
     elif concepts:
-        yield f"Not measured: whether these are gone, and what was lost beside them: {concepts}."
+        yield f"Not measured: the concept rate and the retain accuracy of {concepts}."
     for evaluation in findings.evaluations if has_prompts else ():
-        yield from _unseen(evaluation, findings.several)
+        yield from _evaluation_limits(evaluation, findings.several)
     if has_prompts:
         yield (
             "Prompts in other languages, other samplers, image-to-image and fine-tuned "
@@ -420,22 +423,24 @@ def _limits(findings: Findings) -> Iterator[str]:
         )
 
 
-def _broken_by(findings: Findings) -> Iterator[str]:
-    """What attacks brought back, concept by concept."""
+def _attack_limits(findings: Measurements) -> Iterator[str]:
+    """Yield the results of attacks, by concept."""
 
-    def what(content: Mapping[str, Any]) -> str:
+    def concept_text(content: Mapping[str, Any]) -> str:
         return (
-            _cell(card_results.named(card_results.concept_of(content)) or "its concept")
+            _cell(card_results.concept_text(card_results.concept_of(content)) or "its concept")
             if findings.several
             else "the concept"
         )
 
-    broke = {
+    successful_attacks = {
         name: content
         for name, content in findings.attacks.items()
         if (content["rates"].get("asr") or {}).get("value")
     }
-    for name, content in sorted(broke.items(), key=lambda item: -item[1]["rates"]["asr"]["value"]):
+    for name, content in sorted(
+        successful_attacks.items(), key=lambda item: -item[1]["rates"]["asr"]["value"]
+    ):
         rates = content["rates"]
         without = (
             f" ({rates['pre']['value']:.0%} without it)"
@@ -443,50 +448,51 @@ def _broken_by(findings: Findings) -> Iterator[str]:
             else ""
         )
         yield (
-            f"Under the attack {name} {what(content)} shows for {rates['asr']['value']:.0%} "
-            f"of the prompts{without}."
+            f"Under the attack {name}, {concept_text(content)} returns for "
+            f"{rates['asr']['value']:.0%} of the prompts{without}."
         )
-    fell = {what(content) for content in broke.values()}
-    for concept in dict.fromkeys(what(content) for content in findings.attacks.values()):
+    returned_concepts = {concept_text(content) for content in successful_attacks.values()}
+    for concept in dict.fromkeys(concept_text(content) for content in findings.attacks.values()):
         attack_names = [
-            name for name, content in findings.attacks.items() if what(content) == concept
+            name for name, content in findings.attacks.items() if concept_text(content) == concept
         ]
-        if concept not in fell:
+        if concept not in returned_concepts:
             yield (
-                f"None of the attacks tried ({', '.join(attack_names)}) brought {concept} back; "
-                "others may."
+                f"None of the attacks ({', '.join(attack_names)}) recovered {concept}; others may."
             )
     missing_concepts = ", ".join(map(_cell, findings.missing(list(findings.attacks.values()))))
     if missing_concepts:
         suffix = f" on {missing_concepts}" if findings.several else ""
         yield (
-            f"No attack was tried{suffix}. Erased concepts commonly come back under "
-            "adversarial prompts or a few steps of training."
+            f"No attack was run{suffix}. Erased concepts commonly return under adversarial "
+            "prompts or a few steps of training."
         )
 
 
-def _unseen(evaluation: Mapping[str, Any], several: bool) -> Iterator[str]:
-    """What one evaluation did not look at, or saw too few images of."""
-    beside = (
-        f" (beside {_cell(card_results.named(card_results.concept_of(evaluation)))})"
+def _evaluation_limits(evaluation: Mapping[str, Any], several: bool) -> Iterator[str]:
+    """Yield what one evaluation did not measure, or measured on few images."""
+    concept_note = (
+        f" (for {_cell(card_results.concept_text(card_results.concept_of(evaluation)))})"
         if several
         else ""
     )
     roles = {group["role"] for group in evaluation.get("protocol", {}).get("groups", {}).values()}
     for role, description in (
         ("neighbour", "neighbouring concepts"),
-        ("retain", "what was to be kept"),
+        ("retain", "the retain accuracy"),
     ):
         if role not in roles:
-            yield f"Not measured: {description}{beside}."
+            yield f"Not measured: {description}{concept_note}."
     few = min((row["after"]["n"] for row in evaluation["results"] if row.get("after")), default=0)
     if 0 < few < 100:
-        yield f"Some numbers rest on {few} images only{beside}; read their intervals."
+        yield f"Some numbers are from only {few} images{concept_note}; read their intervals."
 
 
 def recipe_text(folder: Path) -> str:
-    """The recipe as YAML without the command that opens it and with every path of this machine cut
-    to its last component, which a comment tells."""
+    """Return the recipe as YAML without its comment with the command.
+
+    Paths of this machine are cut to their last component, and a comment lists them.
+    """
     content = read_yaml(folder / "recipe.yaml")
     places: list[str] = []
     text = yaml.safe_dump(

@@ -88,7 +88,7 @@ def requires(loss: str | Plugin, trait: str) -> bool:
     plugin = registry.read("loss", loss)
     if is_built_in(plugin.name):
         return plugin.name in _TRAITS[trait]
-    return not plugin.recorded and bool(getattr(plugin.build(), trait))
+    return not plugin.is_record and bool(getattr(plugin.build(), trait))
 
 
 def fits(loss: str | Plugin, target: str) -> bool:
@@ -96,7 +96,7 @@ def fits(loss: str | Plugin, target: str) -> bool:
     plugin = registry.read("loss", loss)
     if is_built_in(plugin.name):
         return plugin.name in LOSS_NAMES[target]
-    return plugin.recorded or target in plugin.build().targets
+    return plugin.is_record or target in plugin.build().targets
 
 
 class ElasticSpec(Strict):
@@ -262,7 +262,7 @@ class ObjectiveSpec(Strict):
                 f"the loss {plugin.name!r} has no options of its own; its settings stand "
                 "beside it, e.g. eta"
             )
-        if plugin.value is not None or plugin.recorded or is_built_in(plugin.name):
+        if plugin.value is not None or plugin.is_record or is_built_in(plugin.name):
             return value
         if plugin.name in registry.builtin("loss"):  # histogram, which has a section of its own
             raise ValueError(unknown_message("loss", plugin.name, _LOSSES))

@@ -1,6 +1,4 @@
-"""The sheet of images of an attack: the original, the erased model, and the erased model under
-attack.
-"""
+"""The sheet of images of an attack: original, erased model, and erased model under attack."""
 
 from __future__ import annotations
 
@@ -13,11 +11,16 @@ from concept_eraser.reporting import html, plots
 
 
 def sheet(campaign: Campaign, victim: Model, original: Model, *, limit: int = 8) -> bytes | None:
-    """Of the first prompts that fell to a text: the attacked prompt by the original and by the
-    victim, and the adversarial one by the victim, one above the other, as PNG, blurred where the
-    suite is sensitive; None where there is none."""
-    fell = [a for a in campaign.attempts if a.text is not None][:limit]
-    if not fell:
+    """Make the sheet of the first prompts for which an adversarial text was successful.
+
+    Each column has three images: the original on the prompt, the victim on the prompt, and the
+    victim on the adversarial text. They are blurred if the suite is sensitive.
+
+    Returns:
+        The sheet as PNG, or None if there is no such prompt.
+    """
+    successes = [a for a in campaign.attempts if a.text is not None][:limit]
+    if not successes:
         return None
     sampling = generate.Sampling(**campaign.protocol["suite"]["sampling"])
 
@@ -30,12 +33,12 @@ def sheet(campaign: Campaign, victim: Model, original: Model, *, limit: int = 8)
             autocast=sampling.autocast,
         )
 
-    prompts, seeds = [a.prompt for a in fell], [a.seed for a in fell]
+    prompts, seeds = [a.prompt for a in successes], [a.seed for a in successes]
     attacked_images = draw(
         victim,
-        [str(a.text) for a in fell],
-        [a.by_seed if a.by_seed is not None else a.seed for a in fell],
+        [str(a.text) for a in successes],
+        [a.by_seed if a.by_seed is not None else a.seed for a in successes],
     )
     rows = (draw(original, prompts, seeds), draw(victim, prompts, seeds), attacked_images)
     hide = html.is_sensitive(campaign.as_dict())
-    return plots.stack([html.all_blurred(row) for row in rows] if hide else rows, len(fell))
+    return plots.stack([html.all_blurred(row) for row in rows] if hide else rows, len(successes))

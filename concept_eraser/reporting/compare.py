@@ -17,8 +17,9 @@ FILES = ("evaluation.json", "attack.json", "distance.json")
 
 
 def read(path: Path) -> tuple[Path, dict[str, Any]]:
-    """An evaluation or an attack, from its file or the folder that holds it. Raises UserError where
-    it is neither.
+    """Read an evaluation or an attack, from its file or its folder.
+
+    Raises UserError if it is neither.
     """
     files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
     if not files:
@@ -43,15 +44,16 @@ def read(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def require_alike(contents: Mapping[str, dict[str, Any]]) -> None:
-    """Raise UserError, naming what differs, where two contents were not measured by one
-    protocol.
+    """Raise UserError if the contents were measured by different protocols.
+
+    The message names the differences.
     """
-    (first, one), *others = contents.items()
+    (first, content), *others = contents.items()
     for name, other in others:
-        if one.get("protocol_hash") and one["protocol_hash"] == other.get("protocol_hash"):
+        if content.get("protocol_hash") and content["protocol_hash"] == other.get("protocol_hash"):
             continue
         groups = [
-            {k: c.get(k) for k in ("protocol", "prompt_hashes", "judge")} for c in (one, other)
+            {k: c.get(k) for k in ("protocol", "prompt_hashes", "judge")} for c in (content, other)
         ]
         differ = differences(*groups) or ["the protocol's hash"]
         raise UserError(
@@ -61,22 +63,23 @@ def require_alike(contents: Mapping[str, dict[str, Any]]) -> None:
 
 
 def require_alike_settings(contents: Mapping[str, dict[str, Any]], metric: str, group: str) -> None:
-    """Raise UserError where one metric was measured with unlike settings, naming the metric and
-    what differs.
+    """Raise UserError if one metric was measured with different settings.
+
+    The message names the metric and the differences.
     """
     settings = {
         name: result.get("settings") or {}
         for name, c in contents.items()
         if (result := _find(c, metric, group))
     }
-    (first, one), *others = settings.items()
+    (first, values), *others = settings.items()
     for name, other in others:
-        if differ := differences(one, other):
+        if differ := differences(values, other):
             differing_text = "; ".join(
-                f"{key}: {one.get(key)!r} and {other.get(key)!r}" for key in differ
+                f"{key}: {values.get(key)!r} and {other.get(key)!r}" for key in differ
             )
             raise UserError(
-                f"{metric} ({group}) of {first} and of {name} are not compared, for they "
+                f"{metric} ({group}) of {first} and of {name} are not compared, because they "
                 f"were measured with unlike settings: {differing_text}. Measure both with the same "
                 "settings and version"
             )
@@ -89,8 +92,9 @@ def _find(content: Mapping[str, Any], metric: str, group: str) -> dict[str, Any]
 
 
 def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
-    """Rows of text: what was measured, and each model's value with its interval. Raises UserError
-    for unlike protocols or settings.
+    """Return the rows of the table: metric and group, then each model's value with its interval.
+
+    Raises UserError for different protocols or settings.
     """
     require_alike(contents)
     if any("rates" in content for content in contents.values()):
@@ -106,19 +110,18 @@ def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
     for metric, group in rows:
         require_alike_settings(contents, metric, group)
         factor = 100 if is_share(metric) else 1
-        each = [_find(content, metric, group) for content in contents.values()]
-        table_rows.append(
-            [f"{metric}, {group}", *(_show(result and result["after"], factor) for result in each)]
-        )
+        results = [_find(content, metric, group) for content in contents.values()]
+        cells = [_show(result and result["after"], factor) for result in results]
+        table_rows.append([f"{metric}, {group}", *cells])
     return table_rows
 
 
 def _show(value: Mapping[str, Any] | None, factor: int) -> str:
     if value is None or value.get("value") is None:
         return "-"
-    ends = (
+    bounds = (
         ""
         if None in (value.get("low"), value.get("high"))
         else f" [{factor * value['low']:.3g}, {factor * value['high']:.3g}]"
     )
-    return f"{factor * value['value']:.3g}{ends}"
+    return f"{factor * value['value']:.3g}{bounds}"

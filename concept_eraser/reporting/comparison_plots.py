@@ -1,4 +1,4 @@
-"""Figures of a page about several runs, narrow enough to be read on a telephone."""
+"""Figures of a page about several runs, narrow enough for a telephone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from concept_eraser.reporting.run_results import Entry, interval
 MARKS, _GREY = "osD^vPX*", "#808a93"
 
 
-def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour and mark of each run, the same in all figures. Marks differ too, for those who do not
-    tell colours apart.
+def run_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the colour and the mark of each run, the same in all figures.
+
+    Runs also differ by their marks, for readers with a colour vision deficiency.
     """
     return {
         name: {"color": plots.SERIES[i % len(plots.SERIES)], "marker": MARKS[i % len(MARKS)]}
@@ -24,7 +25,7 @@ def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _bounds(interval: Interval) -> list[list[float]]:
-    """Lengths of the error bar in percent, [2, 1]; none for an interval that is not there."""
+    """Return the lengths of an error bar in percent, [2, 1]. They are 0 for missing bounds."""
     return [
         [100 * max(0.0, length if length == length else 0.0)]
         for length in (interval.value - interval.low, interval.high - interval.value)
@@ -32,7 +33,7 @@ def _bounds(interval: Interval) -> list[list[float]]:
 
 
 def _legend(figure: Any, axes: Any) -> None:
-    """Below the panel, where it hides nothing."""
+    """Put the legend below the panel, where it hides nothing."""
     figure.legend(
         *axes.get_legend_handles_labels(),
         fontsize=9,
@@ -43,34 +44,39 @@ def _legend(figure: Any, axes: Any) -> None:
 
 
 def pareto(points: Sequence[Point], before: Point | None = None) -> bytes:
-    """Erasure against preservation in percent with 95 % intervals, dominated runs hollow, the
-    original grey, as PNG. The first marks are the largest, so that equal runs do not hide each
-    other."""
+    """Plot erasure against preservation in percent, with 95 % intervals.
+
+    Dominated runs are hollow and the original is grey. The first marks are the largest, so that
+    equal runs do not hide each other.
+
+    Returns:
+        The figure as PNG.
+    """
     figure, (axes,) = plots.new_figure(1, width=4.8, height=4.0)
-    beaten = dominated_points(points)
-    style = looks([one.name for one in points])
-    for i, one in enumerate(points):
-        name, look = one.name, style[one.name]
-        inside = "white" if name in beaten else look["color"]
+    dominated = dominated_points(points)
+    styles = run_styles([point.name for point in points])
+    for i, point in enumerate(points):
+        name, style = point.name, styles[point.name]
+        fill = "white" if name in dominated else style["color"]
         axes.errorbar(
-            100 * one.kept.value,
-            100 * one.erased.value,
-            _bounds(one.erased),
-            _bounds(one.kept),
-            fmt=look["marker"],
-            color=look["color"],
-            mfc=inside,
+            100 * point.preservation.value,
+            100 * point.erasure.value,
+            _bounds(point.erasure),
+            _bounds(point.preservation),
+            fmt=style["marker"],
+            color=style["color"],
+            mfc=fill,
             ms=max(7, 13 - 2 * i),
             alpha=0.8,
             mew=1.6,
             lw=1,
             capsize=2,
-            label=name + (" (dominated)" if name in beaten else ""),
+            label=name + (" (dominated)" if name in dominated else ""),
         )
     if before is not None:
         axes.plot(
-            100 * before.kept.value,
-            100 * before.erased.value,
+            100 * before.preservation.value,
+            100 * before.erasure.value,
             "+",
             color=_GREY,
             ms=10,
@@ -79,46 +85,48 @@ def pareto(points: Sequence[Point], before: Point | None = None) -> bytes:
         )
     axes.margins(0.12)
     axes.set(
-        title="Up: forgets more. Right: keeps more",
-        xlabel="retained accuracy, %",
-        ylabel="100 - share of the concept, %",
+        title="Erasure and preservation, higher is better",
+        xlabel="retain accuracy, %",
+        ylabel="100 - concept rate, %",
     )
     axes.grid(color="#e3e8ec", lw=0.6)
     _legend(figure, axes)
     return plots.png(figure)
 
 
-def fallen(attack: Mapping[str, Any]) -> list[float]:
-    """Share of all prompts that have shown the concept after each round. Round 0 holds clean
-    images.
-    """
+def success_rates(attack: Mapping[str, Any]) -> list[float]:
+    """Return the attack success rate of all prompts after each round. Round 0 has no attack."""
     attempts, curves = attack["attempts"], attack["curves"]
     last = max((row["round"] for curve in curves for row in curve), default=0)
     clean = sum(attempt["pre"] for attempt in attempts)
-    shares = [
+    successes = [
         sum(max((row["fell"] for row in curve if row["round"] <= n), default=0) for curve in curves)
         for n in range(last + 1)
     ]
-    return [(clean + fell) / max(1, len(attempts)) for fell in shares]
+    return [(clean + count) / max(1, len(attempts)) for count in successes]
 
 
 def attack_curves(entries: Sequence[Entry], label: str) -> bytes:
-    """One panel: share of prompts that fell against the rounds of an attack, one line a run, as
-    PNG.
+    """Plot the success rate of an attack against its rounds, one line per run.
+
+    Returns:
+        The figure with one panel as PNG.
     """
     figure, (axes,) = plots.new_figure(1, width=4.6, height=3.2)
-    style = looks([entry.name for entry in entries])
+    styles = run_styles([entry.name for entry in entries])
     lines = {
-        entry.name: fallen(entry.attacks[label]) for entry in entries if label in entry.attacks
+        entry.name: success_rates(entry.attacks[label])
+        for entry in entries
+        if label in entry.attacks
     }
     rounds = max(len(line) for line in lines.values())
     for i, (name, line) in enumerate(lines.items()):
-        # ended early: nobody was left
-        whole = [100 * v for v in line] + [100 * line[-1]] * (rounds - len(line))
+        # extend the line of an attack that ended early because every prompt succeeded
+        values = [100 * v for v in line] + [100 * line[-1]] * (rounds - len(line))
         axes.plot(
             range(rounds),
-            whole,
-            **style[name],
+            values,
+            **styles[name],
             ms=4,
             lw=1.4,
             markevery=(i, max(3, len(lines))),
@@ -126,7 +134,10 @@ def attack_curves(entries: Sequence[Entry], label: str) -> bytes:
             clip_on=False,
         )
     axes.set(
-        title=label.replace("_", " "), xlabel="round", ylabel="prompts that fell, %", ylim=(-3, 103)
+        title=label.replace("_", " "),
+        xlabel="round",
+        ylabel="attack success rate, %",
+        ylim=(-3, 103),
     )
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(color="#e3e8ec", lw=0.6)
@@ -135,11 +146,10 @@ def attack_curves(entries: Sequence[Entry], label: str) -> bytes:
 
 
 def nudenet_counts(entries: Sequence[Entry], group: str) -> dict[str, dict[str, int]]:
-    """NudeNet's counts of a group by class: of the original ("before") and of each run. {} where
-    nothing was counted.
+    """Return NudeNet's counts of a group by class, of the original ("before") and of each run.
 
-    Recorded are means an image, which are counts again when multiplied by n; a class that is not
-    recorded was not seen.
+    The record has means per image. Multiplied by n they are counts. A class without a record was
+    not detected. Returns {} without counts.
     """
     prefix = _preset(entries)
     rows = {
@@ -160,8 +170,8 @@ def nudenet_counts(entries: Sequence[Entry], group: str) -> dict[str, dict[str, 
         value = interval(counts[label].get(when)) if label in counts else None
         return round(value.value * value.n) if value is not None else 0
 
-    # a run in which a class was seen neither before nor after does not record it, so any run may
-    # know the original's
+    # a run does not record a class that was detected neither before nor after, so look for the
+    # original's counts in all runs
     original = {
         label: max(count(counts, label, "before") for counts in rows.values()) for label in classes
     }
@@ -173,9 +183,7 @@ def nudenet_counts(entries: Sequence[Entry], group: str) -> dict[str, dict[str, 
 
 
 def _preset(entries: Sequence[Entry]) -> str:
-    """How NudeNet's metrics begin, of the first preset that was asked for: "nudenet_",
-    "nudenet-strict_".
-    """
+    """Return the prefix of the metrics of the first NudeNet preset, e.g. "nudenet-strict_"."""
     metric_names = (
         r["metric"]
         for e in entries
@@ -186,7 +194,7 @@ def _preset(entries: Sequence[Entry]) -> str:
 
 
 def nudenet(entries: Sequence[Entry], group: str) -> bytes | None:
-    """The counts as bars, as PNG; None where nothing was counted."""
+    """Plot the counts as bars. Returns the figure as PNG, or None without counts."""
     values = nudenet_counts(entries, group)
     if not values:
         return None

@@ -1,6 +1,4 @@
-"""Images before, after and under attack, generated again from prompts and seeds or from the
-cache.
-"""
+"""Images before, after and under attack, from the cache or generated again from their seeds."""
 
 from __future__ import annotations
 
@@ -20,13 +18,19 @@ from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
-EXAMPLES = 3  # shown of each attack, and of each group
+EXAMPLES = 3  # number of examples of each attack, and of each group
 
 
 @dataclass
-class Shot:
-    """One image: which model draws it, from what (a Prompt may have its own guidance); seen: what
-    the judge names in it; uri: the image as data.
+class ExampleImage:
+    """One image of an example.
+
+    Attributes:
+        when: The model: "before", "after" or "attacked".
+        prompt: The prompt. A Prompt may have its own guidance.
+        seed: The seed.
+        judgement: The label from the judge.
+        uri: The image as a data URI.
     """
 
     when: str
@@ -38,7 +42,7 @@ class Shot:
     @property
     def alt(self) -> str:
         return (
-            f"{self.when}: the judge sees {self.judgement}"
+            f"{self.when}: the judge's label is {self.judgement}"
             if self.judgement
             else f"image {self.when}"
         )
@@ -46,19 +50,17 @@ class Shot:
 
 @dataclass
 class Example:
-    """A prompt with its images. attack: the adversarial text, None where there is none; note:
-    what else is to be said.
-    """
+    """A prompt with its images, the adversarial text (or None), and a note."""
 
     prompt: str
-    shots: list[Shot]
+    shots: list[ExampleImage]
     attack: str | None = None
     note: str = ""
 
 
 @dataclass
 class Gallery:
-    """Examples under one heading, drawn and judged as a suite says (its JSON)."""
+    """Examples under one heading, with the sampler and judge of a suite (its JSON)."""
 
     title: str
     examples: list[Example]
@@ -67,22 +69,23 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Album:
-    """All images of one run. missing: why some or all could not be made."""
+    """All images of one run. `missing` is the reason why images could not be generated, or ""."""
 
     galleries: list[Gallery]
     missing: str = ""
 
 
 def of_attack(label: str, content: dict[str, Any], limit: int = EXAMPLES) -> Gallery:
-    """The first prompts that fell to a text; where there is none, one that fell otherwise, or that
-    held.
+    """Collect the first prompts for which an adversarial text was successful.
+
+    Without such a prompt, take one with another success, or else one without success.
     """
     attempts = [a for a in content["attempts"] if not a["pre"]]
-    fell = [a for a in attempts if a["success"]]
-    examples = [a for a in fell if a["text"] is not None][:limit] or (
-        fell or attempts or content["attempts"]
+    successes = [a for a in attempts if a["success"]]
+    examples = [a for a in successes if a["text"] is not None][:limit] or (
+        successes or attempts or content["attempts"]
     )[:1]
-    title = f"{label.replace('_', ' ')}: {len(fell)} of {len(attempts)} prompts fell"
+    title = f"{label.replace('_', ' ')}: {len(successes)} of {len(attempts)} prompts succeeded"
     clean = len(content["attempts"]) - len(attempts)
     title += f", {clean} more show the concept without an attack" if clean else ""
     return Gallery(
@@ -93,27 +96,32 @@ def of_attack(label: str, content: dict[str, Any], limit: int = EXAMPLES) -> Gal
 
 
 def _example(attempt: dict[str, Any], attack: str) -> Example:
-    shots = [Shot(when, attempt["prompt"], attempt["seed"]) for when in ("before", "after")]
+    shots = [ExampleImage(when, attempt["prompt"], attempt["seed"]) for when in ("before", "after")]
     if not attempt["success"] or attempt["pre"]:
         return Example(
             attempt["prompt"],
             shots,
-            note="shows it without an attack" if attempt["pre"] else "held",
+            note="success without an attack" if attempt["pre"] else "no success",
         )
-    note = f"fell in round {attempt['round']}"
+    note = f"success in round {attempt['round']}"
     if attempt["text"] is None:
         return Example(
-            attempt["prompt"], shots, note=f"{note} to {_means(attack)}: there is no text to show"
+            attempt["prompt"],
+            shots,
+            note=f"{note} by {_means_text(attack)}: there is no text to show",
         )
     seed = attempt["seed"] if attempt["by_seed"] is None else attempt["by_seed"]
     note += f", with another seed ({seed})" if seed != attempt["seed"] else ""
     return Example(
-        attempt["prompt"], [*shots, Shot("attacked", attempt["text"], seed)], attempt["text"], note
+        attempt["prompt"],
+        [*shots, ExampleImage("attacked", attempt["text"], seed)],
+        attempt["text"],
+        note,
     )
 
 
-def _means(attack: str) -> str:
-    """What an attack without a text won by."""
+def _means_text(attack: str) -> str:
+    """Describe the means of a successful attack without a text."""
     try:
         access = registry.load("attack", attack).access
     except UserError:  # of another version
@@ -122,29 +130,30 @@ def _means(attack: str) -> str:
 
 
 def of_group(content: dict[str, Any], name: str, limit: int = EXAMPLES) -> Gallery:
-    """The first prompts of a group, by the seeds of the evaluation. Raises UserError where they are
-    others by now.
+    """Collect the first prompts of a group, with the seeds of the evaluation.
+
+    Raises UserError if the prompt set has changed since.
     """
     protocol = content["protocol"]
     group = protocol["groups"][name]
     rows = prompts.load(group["prompts"]).take(group["n"], protocol["seed"])
     if rows.hash != content["prompt_hashes"][name]:
         raise UserError(
-            f"the prompts of {name!r} ({group['prompts']}) are not those that were "
+            f"the prompts of {name!r} ({group['prompts']}) have changed since they were "
             "measured; evaluate it again"
         )
     seeds = generate.seeds_for(rows.prompts, provenance.derive_seed(protocol["seed"], name))
     pairs = list(zip(rows.prompts, seeds, strict=True))[:limit]
     examples = [
-        Example(one.text, [Shot(when, one, seed) for when in ("before", "after")])
-        for one, seed in pairs
+        Example(prompt.text, [ExampleImage(when, prompt, seed) for when in ("before", "after")])
+        for prompt, seed in pairs
     ]
     return Gallery(f"{name} ({group['role']})", examples, protocol)
 
 
 @dataclass
-class Studio:
-    """Draws the images of several runs; an original that they share is loaded once."""
+class ImageRenderer:
+    """The generator of the images of several runs. An original that they share is loaded once."""
 
     show_sensitive: bool = False
     cache: Path | None = None
@@ -152,9 +161,12 @@ class Studio:
     originals: dict[str, Model] = field(default_factory=dict)
 
     def album(self, entry: Entry, *, groups: bool = True) -> Album:
-        """The images of a run: its attacks; with `groups` also what it retains, and what it
-        forgot unless it was attacked. Where models or prompts are not at hand as they were, the
-        reason stands in the images' place."""
+        """Generate the images of a run.
+
+        They are those of its attacks. With `groups` they also include the retain groups, and the
+        forget groups if there is no attack. If a model or prompt set is missing or has changed, the
+        album has the reason instead of images.
+        """
         galleries = [of_attack(label, content) for label, content in entry.attacks.items()]
         roles = ("retain",) if galleries else ("forget", "retain")
         try:
@@ -162,13 +174,13 @@ class Studio:
                 galleries += [
                     of_group(entry.content, name) for role in roles for name in entry.groups(role)
                 ]
-            self._draw(entry, galleries)
+            self._fill(entry, galleries)
         except UserError as error:
             return Album(galleries, str(error))
         return Album(galleries)
 
-    def _draw(self, entry: Entry, galleries: Sequence[Gallery]) -> None:
-        """Fill in the images of the galleries, all of one suite at once."""
+    def _fill(self, entry: Entry, galleries: Sequence[Gallery]) -> None:
+        """Fill in the images of the galleries, together for all galleries of one suite."""
         suites: dict[str, list[Gallery]] = {}
         for gallery in galleries:
             key = provenance.fingerprint(
@@ -176,19 +188,19 @@ class Studio:
             )
             suites.setdefault(key, []).append(gallery)
         models = self._models(entry) if suites else ()
-        for some in suites.values():
+        for suite_galleries in suites.values():
             for model, whens in zip(models, (("before",), ("after", "attacked")), strict=True):
                 shots = [
                     s
-                    for g in some
+                    for g in suite_galleries
                     for example in g.examples
                     for s in example.shots
                     if s.when in whens
                 ]
-                self._shoot(entry, model, shots, some[0].suite)
+                self._render(entry, model, shots, suite_galleries[0].suite)
 
-    def _shoot(
-        self, entry: Entry, model: Model, shots: Sequence[Shot], suite: dict[str, Any]
+    def _render(
+        self, entry: Entry, model: Model, shots: Sequence[ExampleImage], suite: dict[str, Any]
     ) -> None:
         shot_prompts, seeds = [shot.prompt for shot in shots], [shot.seed for shot in shots]
         images = generate.generate(
@@ -209,8 +221,9 @@ class Studio:
             )
 
     def _models(self, entry: Entry) -> tuple[Model, Model]:
-        """The original and the erased model. Raises UserError where they are not at hand, or have
-        other weights by now.
+        """Load the original and the erased model.
+
+        Raises UserError if one is missing or has other weights by now.
         """
         model_names = entry.content["models"]
         before, after = (model_names[when].rsplit(" (", 1)[0] for when in ("before", "after"))
@@ -221,7 +234,7 @@ class Studio:
         inside = (entry.folder / "pipeline").is_dir() or (
             entry.folder / "model_index.json"
         ).is_file()
-        # a part of a pipeline is called by its file, and by what it was put on
+        # the name of a part of a pipeline has its file, and the model that it was loaded on
         source, _, base = (
             (after, "", "") if inside or Path(after).exists() else after.partition(" on ")
         )

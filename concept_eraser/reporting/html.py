@@ -1,4 +1,4 @@
-"""What the HTML pages share: images as data, blurred where sensitive, and the file of a page."""
+"""Functions for all HTML pages: images as data URIs, blurred if sensitive, and the page's file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from concept_eraser.storage.writers import write_text
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import version
 
-CELLS = 8  # a blurred image keeps so many colours across and down, nothing else
+CELLS = 8  # number of colours of a blurred image in each direction
 LONGEST = 256  # pixels of a thumbnail's longer side
 _MARK = 'name="generator" content="concept_eraser'
-_BLURRED = (
+_BLUR_NOTE = (
     f"images are blurred in the file itself ({CELLS} x {CELLS} colours each); "
     "--show-sensitive shows them"
 )
@@ -30,40 +30,40 @@ _BLURRED = (
 def is_sensitive(content: Mapping[str, Any]) -> bool:
     """Whether the images of an evaluation or an attack are blurred, by its JSON.
 
-    They are where its attribute, judge or a metric is about nudity, or its suite is sensitive.
+    They are blurred if its attribute, judge or a metric is about nudity, or its suite is sensitive.
     """
     protocol = content["protocol"]
     suite = protocol.get("suite", protocol)  # an attack's protocol holds the suite
     plugins = [suite["judge"], *suite.get("metrics", ())]
-    names = [one if isinstance(one, str) else one.get("name") for one in plugins]
+    names = [plugin if isinstance(plugin, str) else plugin.get("name") for plugin in plugins]
     nude = "nudity" in suite["concept"] or "nudenet" in names
     return nude or bool(content.get("sensitive"))
 
 
-def hiding(sensitive: bool, is_shown: bool) -> str:
-    """What a page says of its blurred images; empty where none is."""
-    return _BLURRED if sensitive and not is_shown else ""
+def blur_note(sensitive: bool, show_sensitive: bool) -> str:
+    """Return the note about blurred images, or "" if there are none."""
+    return _BLUR_NOTE if sensitive and not show_sensitive else ""
 
 
 def blur_image(image: Image.Image) -> Image.Image:
-    """The mean colours of CELLS x CELLS fields, smoothly joined, at the size of the image."""
+    """Blur an image: the mean colours of CELLS x CELLS fields, interpolated, at the same size."""
     small = image.resize((CELLS, CELLS), Image.Resampling.BOX)
     return small.resize(image.size, Image.Resampling.BICUBIC)
 
 
 def all_blurred(images: Tensor) -> Tensor:
-    """The same of [n, h, w, 3] uint8."""
+    """Blur images [n, h, w, 3] uint8."""
     small = [blur_image(Image.fromarray(pixels)) for pixels in images.numpy()]
     return torch.stack([torch.from_numpy(np.array(image)) for image in small])
 
 
 def embed(content: bytes, kind: str = "png") -> str:
-    """An image file as a data URI."""
+    """Encode an image file as a data URI."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def image_tag(pixels: Tensor, *, blur: bool, longest: int | None = None) -> str:
-    """An image [h, w, 3] uint8 as a data URI: PNG, or JPEG where it is larger than `longest`."""
+    """Encode an image [h, w, 3] uint8 as a data URI: PNG, or JPEG if larger than `longest`."""
     image = Image.fromarray(pixels.numpy())
     kind = "png" if longest is None or max(image.size) <= longest else "jpeg"
     if longest is not None:
@@ -79,8 +79,8 @@ class Figure:
 
     Attributes:
         uri: the image as a data URI.
-        alt: what it shows, for readers who do not see it.
-        wide: it has several panels.
+        alt: the text alternative.
+        wide: whether it has several panels.
     """
 
     uri: str
@@ -89,29 +89,29 @@ class Figure:
 
 
 def figures(content: bytes | None, alt: str, *, wide: bool = False) -> list[Figure]:
-    """A PNG as a list of one figure, to be joined with others; the empty list for None."""
+    """Return a PNG as a list of one figure, or an empty list for None."""
     return [] if content is None else [Figure(embed(content), alt, wide)]
 
 
 def generator() -> str:
-    """The line in a page's head that says whose it is."""
+    """Return the line in a page's head that names this package."""
     return f'<meta {_MARK} {version()}">'
 
 
 def require_ours(path: Path) -> None:
-    """Raise UserError where a page would replace a file that is none of our pages, or a folder."""
+    """Raise UserError if a page would replace a folder, or a file that is not a page of ours."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the name of a file with --output")
     if path.exists():
         head = path.read_bytes()[:4096].decode(errors="replace")
-        if _MARK not in head and "<title>Erasing " not in head:  # reports of before the mark
+        if _MARK not in head and "<title>Erasing " not in head:  # old reports without the mark
             raise UserError(
                 f"{path} exists and is no report of ours; give another name with --output"
             )
 
 
 def write(text: str, path: Path) -> Path:
-    """The page as a file. Raises UserError where the place is taken by something else."""
+    """Write a page. Raises UserError if the path holds another file."""
     require_ours(path)
     write_text(path, text, overwrite=True)  # a page of ours, see require_ours
     return path

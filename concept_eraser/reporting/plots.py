@@ -1,4 +1,4 @@
-"""Figures, drawn without a display: conflict histogram, training curves, before/after grids."""
+"""Figures without a display: conflict histograms, training curves, grids before and after."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from concept_eraser.storage.writers import write_bytes
 
 _INK, _ACCENT, _SECOND = "#22303c", "#b3402f", "#2f6f9f"
-# more than two, in order
+# colours of several series, in order
 SERIES = (_SECOND, _ACCENT, "#4b8b3b", "#8a5aa5", "#c98a1b", "#3aa6a0", "#7a6650", "#d0678c")
 
 
 def new_figure(columns: int, width: float = 4.6, height: float = 2.9) -> Any:
-    """A figure without a display, and its axes in one row; sizes in inches, of one column."""
+    """Make a figure without a display, with its axes in one row. Sizes are inches per column."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -36,22 +36,27 @@ def png(figure: Any) -> bytes:
 def counts(
     counts_by_time: Mapping[str, Mapping[str, int]], title: str, colors: Sequence[str] = SERIES
 ) -> bytes:
-    """Counts by name, before and after (MUNBa's Fig. 3), as horizontal bars; names that never count
-    are left out.
+    """Plot counts by name before and after, as horizontal bars (MUNBa's Fig. 3).
+
+    Names without any count are left out.
     """
     names = [
         name
         for name in next(iter(counts_by_time.values()))
-        if any(some[name] for some in counts_by_time.values())
+        if any(name_counts[name] for name_counts in counts_by_time.values())
     ]
     figure, axes = new_figure(
         1, width=6.4, height=1.4 + 0.2 * max(2, len(counts_by_time)) * max(1, len(names))
     )
     width = 0.8 / len(counts_by_time)
-    for i, (when, some) in enumerate(counts_by_time.items()):
+    for i, (when, name_counts) in enumerate(counts_by_time.items()):
         places = [j + (i - (len(counts_by_time) - 1) / 2) * width for j in range(len(names))]
         bars = axes[0].barh(
-            places, [some[name] for name in names], width, color=colors[i % len(colors)], label=when
+            places,
+            [name_counts[name] for name in names],
+            width,
+            color=colors[i % len(colors)],
+            label=when,
         )
         axes[0].bar_label(bars, padding=2)
     axes[0].set(
@@ -62,33 +67,33 @@ def counts(
     )
     axes[0].invert_yaxis()
     axes[0].xaxis.get_major_locator().set_params(integer=True)
-    # on the bars it would hide some
+    # outside of the axes, because it would hide bars
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return png(figure)
 
 
 def conflict(rows: Sequence[dict[str, Any]]) -> bytes | None:
-    """Histograms of cos(g_r, g_f), of the norm ratio, and of the weighted norms' ratio (MUNBa's
-    Fig. 1), as PNG.
+    """Plot histograms of cos(g_r, g_f), the norm ratio, and the weighted norm ratio as PNG.
+
+    The histograms are those of MUNBa's Fig. 1. Returns None for a log without two gradients.
     """
-    both = [
+    two_gradient_rows = [
         r
         for r in rows
         if r.get("cosine") is not None and {"retain", "forget"} <= r.get("norms", {}).keys()
     ]
-    if len(both) < 2:
+    if len(two_gradient_rows) < 2:
         return None
     figure, axes = new_figure(3)
-    cosines = [r["cosine"] for r in both]
+    cosines = [r["cosine"] for r in two_gradient_rows]
     axes[0].hist(cosines, bins=30, color=_SECOND)
     axes[0].axvline(0, color=_INK, lw=0.8)
-    axes[0].set(
-        title="Do the gradients conflict?", xlabel="cos(g_retain, g_forget)", ylabel="steps"
-    )
-    _ratio(axes[1], [r["norms"] for r in both], "Gradient norms", "|g_forget| / |g_retain|")
+    axes[0].set(title="Cosine of the gradients", xlabel="cos(g_retain, g_forget)", ylabel="steps")
+    norms = [r["norms"] for r in two_gradient_rows]
+    _ratio(axes[1], norms, "Gradient norms", "|g_forget| / |g_retain|")
     weighted_norms = [
         {k: abs(r["norms"][k] * r["weights"][k]) for k in ("retain", "forget")}
-        for r in both
+        for r in two_gradient_rows
         if r.get("weights")
     ]
     _ratio(axes[2], weighted_norms, "Contribution to the step", "weighted |g_forget| / |g_retain|")
@@ -111,13 +116,14 @@ def _ratio(axis: Any, norms: Sequence[dict[str, float]], title: str, label: str)
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
-    """Losses against steps, and the cosine where there are two gradients, as PNG; None without a
-    log.
+    """Plot the losses against the steps, and the cosine if there are two gradients, as PNG.
+
+    Returns None without a log.
     """
     if not rows:
         return None
-    two = any(r.get("cosine") is not None for r in rows)
-    figure, axes = new_figure(2 if two else 1)
+    has_cosine = any(r.get("cosine") is not None for r in rows)
+    figure, axes = new_figure(2 if has_cosine else 1)
     steps = [r["step"] for r in rows]
     for objective, color in (("retain", _SECOND), ("forget", _ACCENT)):
         values = [(r.get("losses") or {}).get(objective) for r in rows]
@@ -131,7 +137,7 @@ def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
             )
     axes[0].set(title="Losses", xlabel="step")
     axes[0].legend(frameon=False)
-    if two:
+    if has_cosine:
         axes[1].plot(
             steps,
             [np.nan if r.get("cosine") is None else r["cosine"] for r in rows],
@@ -144,12 +150,12 @@ def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
 
 
 def grid(before: Tensor, after: Tensor, columns: int, zoom: int = 2, gap: int = 2) -> bytes:
-    """Pairs of rows, before above after, of [n, h, w, 3] uint8 images, as PNG."""
+    """Arrange images [n, h, w, 3] uint8 in pairs of rows, before above after, as PNG."""
     return stack((before, after), columns, zoom, gap)
 
 
 def stack(rows: Sequence[Tensor], columns: int, zoom: int = 2, gap: int = 2) -> bytes:
-    """Sets of as many images each, [n, h, w, 3] uint8, one above the other, as PNG."""
+    """Arrange equally large sets of images [n, h, w, 3] uint8 one above the other, as PNG."""
     from PIL import Image
 
     n, height, width, _ = rows[0].shape
@@ -161,14 +167,14 @@ def stack(rows: Sequence[Tensor], columns: int, zoom: int = 2, gap: int = 2) -> 
                 line[:height, i * (width + gap) : i * (width + gap) + width] = image
             lines.append(line)
         lines.append(np.full((3 * gap, columns * (width + gap), 3), 255, np.uint8))
-    whole = Image.fromarray(np.concatenate(lines[:-1]))
-    whole = whole.resize((whole.width * zoom, whole.height * zoom), Image.Resampling.NEAREST)
+    sheet = Image.fromarray(np.concatenate(lines[:-1]))
+    sheet = sheet.resize((sheet.width * zoom, sheet.height * zoom), Image.Resampling.NEAREST)
     buffer = io.BytesIO()
-    whole.save(buffer, format="png", optimize=True)
+    sheet.save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 
 
 def save(content: bytes | None, path: Path) -> None:
-    """Write a figure, if there is one. Raises UserError as `writers.write_file`."""
+    """Write a figure, if there is one. Raises the UserErrors of `writers.write_bytes`."""
     if content is not None:
         write_bytes(path, content)

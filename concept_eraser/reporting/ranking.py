@@ -1,6 +1,6 @@
 """Comparison of several runs: the table's columns, the dominated runs, and a summary in words.
 
-A difference is stated only where the 95 % intervals of two shares do not overlap. That is stricter
+A difference is stated only if the 95 % intervals of two shares do not overlap. That is stricter
 than a test at 5 %.
 """
 
@@ -17,8 +17,10 @@ _DISTANCES = {"fid": ("FID", "lower"), "kid": ("KID", "lower"), "score": ("CLIP 
 
 @dataclass(frozen=True)
 class MeasureColumn:
-    """One number of each run: a metric of a group; an attack's success rate (metric asr, group its
-    label); or seconds.
+    """One number of each run.
+
+    It is a metric of a group, the success rate of an attack (the metric is asr and the group is its
+    label), or the seconds of the training.
     """
 
     title: str
@@ -40,7 +42,7 @@ class MeasureColumn:
         return entry.value(self.metric, self.group, when)
 
     def text(self, interval: Interval | None) -> tuple[str, str]:
-        """The value, and its interval (empty where it has none)."""
+        """Format the value and its interval. The interval is "" if there is none."""
         if interval is not None and self.metric == "seconds":
             return f"{interval.value:.0f}", ""
         value, _, bounds = interval_text(interval, self.percent).partition(" ")
@@ -48,7 +50,7 @@ class MeasureColumn:
 
 
 def columns(entries: Sequence[Entry]) -> list[MeasureColumn]:
-    """The numbers that at least one run has, in order: forgotten, retained, attacked, cost."""
+    """List the numbers that at least one run has, in this order: forget, retain, attacks, cost."""
     first = entries[0]
     attribute, value = first.concept
     metrics = dict.fromkeys(r["metric"] for entry in entries for r in entry.content["results"])
@@ -85,18 +87,23 @@ def columns(entries: Sequence[Entry]) -> list[MeasureColumn]:
 
 @dataclass(frozen=True)
 class Point:
-    """A run in the plane of both aims, each a share, more being better."""
+    """A run's erasure and preservation, each a share. Larger is better."""
 
     name: str
-    erased: Interval
-    kept: Interval
+    erasure: Interval
+    preservation: Interval
 
 
 def point(entry: Entry, when: str = "after") -> Point | None:
-    """erased: one minus the worst forget group's share; kept: the retained accuracy. None where one
-    was not measured.
+    """Return the point of a run, or None if one of its numbers was not measured.
+
+    The erasure is one minus the largest concept rate of the forget groups. The preservation is the
+    lowest retain accuracy.
     """
-    concept_rate, retain_accuracy = entry.shown(when), entry.kept(when)
+    concept_rate, retain_accuracy = (
+        entry.worst_concept_rate(when),
+        entry.worst_retain_accuracy(when),
+    )
     if concept_rate is None or retain_accuracy is None:
         return None
     return Point(
@@ -109,19 +116,24 @@ def point(entry: Entry, when: str = "after") -> Point | None:
 
 
 def dominated_points(points: Sequence[Point]) -> set[str]:
-    """The points that another one beats: at least as good in both, better in one. By the values,
-    whatever the intervals.
+    """Return the points that another point dominates, which is at least as good in both numbers
+    and better in one.
+
+    Only the values count, not the intervals.
     """
 
-    def beats(one: Point, other: Point) -> bool:
-        gains = (one.erased.value - other.erased.value, one.kept.value - other.kept.value)
+    def beats(first: Point, second: Point) -> bool:
+        gains = (
+            first.erasure.value - second.erasure.value,
+            first.preservation.value - second.preservation.value,
+        )
         return min(gains) >= 0 and max(gains) > 0
 
-    return {other.name for other in points if any(beats(one, other) for one in points)}
+    return {point.name for point in points if any(beats(other, point) for other in points)}
 
 
 def leaders(intervals: Mapping[str, Interval], better: str) -> list[str]:
-    """The best run, and the runs whose intervals overlap with its own, best first."""
+    """List the best run and the runs whose intervals overlap with its own, the best first."""
     sign = 1 if better == "higher" else -1
     names = sorted(intervals, key=lambda name: -sign * intervals[name].value)
     best = intervals[names[0]]
@@ -132,72 +144,70 @@ def leaders(intervals: Mapping[str, Interval], better: str) -> list[str]:
 
 
 def summary(entries: Sequence[Entry]) -> list[str]:
-    """Sentences about erasure, retention and attacks, as far as the intervals allow."""
+    """Write sentences about erasure, preservation and attacks, as far as the intervals allow."""
     attribute, value = entries[0].concept
-    before = max((v.value for e in entries if (v := e.shown("before"))), default=None)
+    before = max((v.value for e in entries if (v := e.worst_concept_rate("before"))), default=None)
     sentences = []
     if before is not None and before < 0.5:
         sentences.append(
-            f"The original hardly shows {value!r} itself ({before:.0%}), so nothing can "
-            "be said about erasing it."
+            f"The original itself rarely generates {value!r} ({before:.0%}), so its erasure "
+            "cannot be measured."
         )
     elif before is not None:
-        sentences.append(
-            f"The original shows {value!r} in {before:.0%} of the images that ask for it."
-        )
+        sentences.append(f"The concept rate of {value!r} is {before:.0%} for the original.")
         sentences.append(
             _rank(
                 "erases most",
-                {e.name: v for e in entries if (v := e.shown())},
+                {e.name: v for e in entries if (v := e.worst_concept_rate())},
                 "lower",
-                f"share of {value!r} in its worst group",
+                f"concept rate of {value!r} in its worst group",
             )
         )
-    sentences += [_smear_warning(entry) for entry in entries]
+    sentences += [_no_object_warning(entry) for entry in entries]
     sentences.append(
         _rank(
-            "keeps most",
-            {e.name: v for e in entries if (v := e.kept())},
+            "preserves most",
+            {e.name: v for e in entries if (v := e.worst_retain_accuracy())},
             "higher",
-            f"{attribute} as asked in retained prompts",
+            f"retain accuracy of the {attribute}",
         )
     )
     sentences.append(_attack_sentence(entries, value))
     return [text for text in sentences if text]
 
 
-def _rank(verb: str, intervals: Mapping[str, Interval], better: str, what: str) -> str:
+def _rank(verb: str, intervals: Mapping[str, Interval], better: str, measure: str) -> str:
     if not intervals:
         return ""
     first, *ties = leaders(intervals, better)
     if len(intervals) == 1:
-        return f"{first}: {what} {interval_text(intervals[first], True)} %."
+        return f"{first}: {measure} {interval_text(intervals[first], True)} %."
     if ties:
         names_text = ", ".join(
             f"{name} {interval_text(intervals[name], True)}" for name in (first, *ties)
         )
         return (
             f"No run {verb}: {'all' if len(ties) + 1 == len(intervals) else 'the best'} "
-            f"intervals overlap ({what}, %: {names_text})."
+            f"intervals overlap ({measure}, %: {names_text})."
         )
     names = sorted(intervals, key=lambda name: intervals[name].value, reverse=better == "higher")
     return (
-        f"{first} {verb}: {what} {interval_text(intervals[first], True)} %, next {names[1]} "
+        f"{first} {verb}: {measure} {interval_text(intervals[first], True)} %, next {names[1]} "
         f"with {interval_text(intervals[names[1]], True)} %."
     )
 
 
-def _smear_warning(entry: Entry) -> str:
-    """A concept that is gone because nothing can be made out any more. A judge of nudity says none
-    of what is not nude.
+def _no_object_warning(entry: Entry) -> str:
+    """Warn if a low concept rate comes from images without a recognisable object.
+
+    There is no warning for nudity, because its judge has no other objects.
     """
     rates = {g: v for g in entry.groups("forget") if (v := entry.value("no_object_rate", g))}
     worst = max(rates, key=lambda group: rates[group].value, default=None)
     if worst is None or rates[worst].value <= 0.1 or entry.concept[0] == "nudity":
         return ""
     return (
-        f"{entry.name} shows nothing clear in {interval_text(rates[worst], True)} % of the "
-        f"images of {worst!r}."
+        f"The no-object rate of {entry.name} is {interval_text(rates[worst], True)} % in {worst!r}."
     )
 
 
@@ -215,11 +225,4 @@ def _attack_sentence(entries: Sequence[Entry], value: str) -> str:
                 f"{interval_text(rates[worst], True)} % for {entry.name} "
                 f"({worst.replace('_', ' ')}, worst of {len(rates)})"
             )
-    return (
-        (
-            f"Attacked, {value!r} shows in this share of the prompts that were attacked: "
-            f"{'; '.join(sentences)}."
-        )
-        if sentences
-        else ""
-    )
+    return (f"Attack success rates for {value!r}: {'; '.join(sentences)}.") if sentences else ""

@@ -1,6 +1,4 @@
-"""The runs of one page: their measurements, read from folders, ordered and checked for one
-protocol.
-"""
+"""The results of the runs of one page, read from their folders and checked for one protocol."""
 
 from __future__ import annotations
 
@@ -20,15 +18,13 @@ from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.migration import migrate_results
 from concept_eraser.utils.provenance import fingerprint
 
-# in a run folder, of further suites: <suite>/evaluation.json and report.html
+# the folder in a run folder for further suites: <suite>/evaluation.json and report.html
 EVALUATIONS = "evaluations"
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run folder tells about the making of a model; all empty for somebody else's
-    checkpoint.
-    """
+    """The facts about the training in a run folder. They are empty for other checkpoints."""
 
     recipe: str = ""
     command: str = ""
@@ -38,8 +34,17 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Entry:
-    """One run. content: its evaluation.json; attacks: attack.json by what to call it; unlike:
-    attacks in its folder on other weights than those that were evaluated, which are left out."""
+    """One run.
+
+    Attributes:
+        name: The name on the page.
+        folder: The run folder.
+        content: Its evaluation.json.
+        facts: The facts about its training.
+        attacks: The contents of attack.json, by label.
+        unlike: The attacks in its folder that are left out. They attacked other weights than those
+            of the evaluation, or searched for another concept.
+    """
 
     name: str
     folder: Path
@@ -66,20 +71,20 @@ class Entry:
         ]
 
     def value(self, metric: str, group: str, when: str = "after") -> Interval | None:
-        """A measured number; None where it was not measured."""
+        """Return a measured number, or None."""
         row = next(
             (r for r in self.content["results"] if (r["metric"], r["group"]) == (metric, group)),
             None,
         )
         return None if row is None else interval(row.get(when))
 
-    def shown(self, when: str = "after") -> Interval | None:
-        """The concept's share in the forget group in which it is largest."""
+    def worst_concept_rate(self, when: str = "after") -> Interval | None:
+        """Return the largest concept rate of the forget groups."""
         rates = [v for g in self.groups("forget") if (v := self.value("concept_rate", g, when))]
         return max(rates, key=lambda v: v.value, default=None)
 
-    def kept(self, when: str = "after") -> Interval | None:
-        """Accuracy of the concept's attribute in the retain group in which it is least."""
+    def worst_retain_accuracy(self, when: str = "after") -> Interval | None:
+        """Return the lowest accuracy of the concept's attribute of the retain groups."""
         accuracies = [
             v
             for g in self.groups("retain")
@@ -89,7 +94,7 @@ class Entry:
 
 
 def interval(values: Mapping[str, Any] | None) -> Interval | None:
-    """An interval from JSON, which knows no nan: bounds that are null are nan."""
+    """Read an interval from JSON. JSON has no nan, so a bound that is null becomes nan."""
     if values is None or values.get("value") is None:
         return None
     low, high = (math.nan if values.get(k) is None else values[k] for k in ("low", "high"))
@@ -97,7 +102,7 @@ def interval(values: Mapping[str, Any] | None) -> Interval | None:
 
 
 def weights_of(model: str) -> str:
-    """The fingerprint in "source (fingerprint)"."""
+    """Return the fingerprint in "source (fingerprint)"."""
     return model.rsplit(" (", 1)[-1].rstrip(")")
 
 
@@ -106,8 +111,9 @@ def _attacked_model(attack: Mapping[str, Any]) -> str:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """What to call folders: the shortest ends of their paths that differ. Raises UserError for one
-    given twice.
+    """Name folders by the shortest distinct endings of their paths.
+
+    Raises UserError if a folder is given twice.
     """
     paths = [folder.resolve() for folder in folders]
     twice = next((path for path, n in Counter(paths).items() if n > 1), None)
@@ -121,8 +127,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
-    """The evaluation.json of a folder. Raises UserError where there is none, or one of labelled
-    data.
+    """Read the evaluation.json of a folder.
+
+    Raises UserError if there is none, or if it is about labelled data.
     """
     if not (folder / "evaluation.json").is_file():
         raise UserError(
@@ -139,27 +146,32 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 
 
 def place_for(run: Path, suite: Suite, name: str) -> Path:
-    """Where an evaluation of a run goes: its folder; where that holds another suite's,
-    evaluations/<name> in it. The number of images makes no other suite."""
-    protocol = _sort_of(suite.model_dump(mode="json"))
-    tries = [
+    """Return the folder for an evaluation of a run.
+
+    It is the run folder. If that holds the evaluation of another suite, it is evaluations/<name>
+    inside. Suites that differ only in the number of images count as one.
+    """
+    protocol = _comparable_protocol(suite.model_dump(mode="json"))
+    candidates = [
         run,
         run / EVALUATIONS / name,
         run / EVALUATIONS / f"{name}-{fingerprint(protocol)[:6]}",
     ]
     return next(
-        (place for place in tries[:-1] if _protocol_in(place) in (None, protocol)), tries[-1]
+        (place for place in candidates[:-1] if _protocol_in(place) in (None, protocol)),
+        candidates[-1],
     )
 
 
 def _protocol_in(folder: Path) -> Any:
-    """The protocol of the evaluation in a folder, as `_sort_of` gives it; None where there is none
-    that could be read.
+    """Return the protocol of the evaluation in a folder, without what `_sort_of` removes.
+
+    Returns None if there is no evaluation, and {} if it cannot be read.
     """
     try:
         content = read_record(folder, "evaluation.json")
         return (
-            _sort_of(Suite.model_validate(content["protocol"]).model_dump(mode="json"))
+            _comparable_protocol(Suite.model_validate(content["protocol"]).model_dump(mode="json"))
             if "protocol" in content
             else None
         )
@@ -167,7 +179,8 @@ def _protocol_in(folder: Path) -> Any:
         return {}
 
 
-def _sort_of(protocol: dict[str, Any]) -> dict[str, Any]:
+def _comparable_protocol(protocol: dict[str, Any]) -> dict[str, Any]:
+    """Remove the description and the numbers of images from a protocol."""
     groups = {
         name: {k: v for k, v in group.items() if k != "n"}
         for name, group in protocol["groups"].items()
@@ -176,7 +189,7 @@ def _sort_of(protocol: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_attacks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every attack.json below a folder, with the folder it lies in."""
+    """Yield every attack.json below a folder, with its own folder."""
     for path in sorted(folder.rglob("attack.json")):
         _, content = compare.read(path)
         result_schema.require(content, result_schema.ATTACK, path)
@@ -184,9 +197,7 @@ def read_attacks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def concept_of(results: Mapping[str, Any]) -> dict[str, str]:
-    """The attribute and value that an evaluation or attack is about; empty where it does not
-    say.
-    """
+    """Return the attribute and value of an evaluation's or attack's concept, or {}."""
     protocol = results.get("protocol") or {}
     return dict((protocol.get("suite") or protocol).get("concept") or {})
 
@@ -194,17 +205,24 @@ def concept_of(results: Mapping[str, Any]) -> dict[str, str]:
 def attacks_of(
     folder: Path, victim: str, files: Sequence[Path], concept: Mapping[str, str] | None = None
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Attacks on a model by what to call them, and the names of those that lie in its run but
-    attacked other weights.
+    """Collect the attacks on a model.
 
-    victim: its fingerprint; given: more folders, from which those on this victim are taken.
-    concept: only attacks that looked for it; those that looked for another are named among the
-    others. An attack goes by its own name; where there are several of a name, by that of its
-    folder.
+    An attack is labelled by its own name. Several attacks of one name are labelled by the names of
+    their folders.
+
+    Args:
+        folder: The run folder, whose attacks/ is read.
+        victim: The fingerprint of the model.
+        files: More folders, from which the attacks on this model are taken.
+        concept: Leave out attacks on other concepts.
+
+    Returns:
+        The attacks by label, and the names of those left out: attacks in the run folder on other
+        weights, and attacks on another concept.
     """
     inside = list(read_attacks(folder / "attacks"))
     places = {path.resolve(): content for path, content in inside}
-    places |= {path.resolve(): content for one in files for path, content in read_attacks(one)}
+    places |= {path.resolve(): content for more in files for path, content in read_attacks(more)}
     ours = {path: content for path, content in places.items() if _attacked_model(content) == victim}
     other_concepts = {
         path: attack_concept
@@ -218,13 +236,13 @@ def attacks_of(
         name = content["protocol"]["attack"]
         name = name if times[name] == 1 else path.name
         attacks[name if name not in attacks else str(path)] = content
-    strange = [
+    other_weights = [
         path.name
         for path, _ in inside
         if path.resolve() not in ours and path.resolve() not in other_concepts
     ]
-    return attacks, strange + [
-        f"{path.name} (which looked for {', '.join(attack_concept.values())})"
+    return attacks, other_weights + [
+        f"{path.name} (for the concept {', '.join(attack_concept.values())})"
         for path, attack_concept in other_concepts.items()
     ]
 
@@ -232,13 +250,17 @@ def attacks_of(
 def read(
     folders: Sequence[Path], facts: Mapping[Path, RunFacts], attacks: Sequence[Path] = ()
 ) -> list[Entry]:
-    """The runs, each with its evaluation and attacks.
+    """Read several runs, each with its evaluation and attacks.
 
-    attacks: folders with more attack.json files; each is matched to the run whose weights it
-    attacked.
+    Args:
+        folders: The run folders.
+        facts: The facts about the training, by folder.
+        attacks: Folders with more attack.json files. Each is matched to the run whose weights it
+            attacked.
 
-    Raises UserError for a run without evaluation or given twice, for runs or attacks of one name
-    that were not measured alike, and for a folder of attacks that holds none on these runs.
+    Raises:
+        UserError: A run has no evaluation or is given twice, runs or attacks of one name have
+            different protocols, or a folder of attacks has none on these runs.
     """
     names, entries = names_of(folders), []
     for name, folder in zip(names, folders, strict=True):
@@ -264,7 +286,7 @@ def read(
 
 
 def require_useful(attacks: Sequence[Path], victims: Sequence[str]) -> None:
-    """Raise UserError for a folder of attacks in which no run was attacked."""
+    """Raise UserError for a folder without an attack on one of the victims."""
     fingerprints = set(map(weights_of, victims))
     for folder in attacks:
         attacked_models = {_attacked_model(content) for _, content in read_attacks(folder)}
@@ -280,12 +302,12 @@ def require_useful(attacks: Sequence[Path], victims: Sequence[str]) -> None:
 
 
 def labels(entries: Sequence[Entry]) -> list[str]:
-    """The attacks of all runs, in the order in which they are met."""
+    """List the labels of the attacks of all runs, in the order of their first appearance."""
     return list(dict.fromkeys(label for entry in entries for label in entry.attacks))
 
 
 def read_record(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a run, {} where it is missing. Raises UserError where it holds no mapping."""
+    """Read a JSON file of a run, or {} if it is missing. Raises UserError if it is no mapping."""
     path = folder / name
     content: dict[str, Any] = migrate_results(read_json(path)) if path.is_file() else {}
     return content

@@ -1,4 +1,4 @@
-"""One page about several runs: what they forget and retain, the attacks, how to repeat it."""
+"""The page about several runs: erasure, preservation, attacks, and the commands to repeat them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from concept_eraser.evaluation.suite import dumps
 from concept_eraser.reporting import comparison_plots, html, plots
-from concept_eraser.reporting.galleries import Album, Studio
+from concept_eraser.reporting.galleries import Album, ImageRenderer
 from concept_eraser.reporting.html import Figure, figures
 from concept_eraser.reporting.ranking import (
     MeasureColumn,
@@ -23,13 +23,13 @@ from concept_eraser.utils import rendering
 
 @dataclass(frozen=True)
 class AttackSection:
-    """What a page says of attacks.
+    """The section of a page about attacks.
 
     Attributes:
         curves: one figure for each attack.
         costs: (attack, run, cost in words).
-        unlike: the attacks that are left out: on other weights, or for another concept.
-        albums: the images of the attacks, where the page shows them in this section.
+        unlike: the attacks that are left out, on other weights or for another concept.
+        albums: the images of the attacks, if the page shows them in this section.
     """
 
     curves: list[Figure]
@@ -41,7 +41,10 @@ class AttackSection:
 def table(
     entries: Sequence[Entry],
 ) -> tuple[list[MeasureColumn], list[tuple[str, list[tuple[str, str]]]]]:
-    """Columns, and rows of (name, [(value, interval), ...]): first each original, then the runs."""
+    """Return the columns, and the rows of (name, [(value, interval), ...]).
+
+    The originals come first, then the runs.
+    """
     measures = columns(entries)
     originals = {entry.content["models"]["before"]: entry for entry in entries}
     rows = [
@@ -52,34 +55,36 @@ def table(
 
 
 def pareto(entries: Sequence[Entry]) -> tuple[list[Figure], set[str]]:
-    """The plane of both aims, and which runs are dominated.
+    """Plot erasure against preservation, and name the dominated runs.
 
-    There is no figure where a run was not measured in both.
+    There is no figure if one of the numbers is missing for a run.
     """
     points = [p for entry in entries if (p := point(entry))]
     if len(points) < len(entries):
         return [], set()
-    values = [f"{p.name} {100 * p.erased.value:.1f} and {100 * p.kept.value:.1f}" for p in points]
-    alt = f"Erasure and retained accuracy of each run in percent: {'; '.join(values)}"
-    plane = comparison_plots.pareto(points, point(entries[0], "before"))
-    return figures(plane, alt), dominated_points(points)
+    values = [
+        f"{p.name} {100 * p.erasure.value:.1f} and {100 * p.preservation.value:.1f}" for p in points
+    ]
+    alt = f"Erasure and retain accuracy of each run in percent: {'; '.join(values)}"
+    figure = comparison_plots.pareto(points, point(entries[0], "before"))
+    return figures(figure, alt), dominated_points(points)
 
 
 def curves(entries: Sequence[Entry]) -> list[Figure]:
-    """One panel an attack."""
+    """Plot one panel per attack."""
     panels = []
     for label in labels(entries):
         ends = []
         for entry in (entry for entry in entries if label in entry.attacks):
             if rate := interval(entry.attacks[label]["rates"].get("asr")):
                 ends.append(f"{entry.name} {100 * rate.value:.0f} % at the end")
-        alt = f"Prompts that fell to {label} round by round: {'; '.join(ends)}"
+        alt = f"Attack success rate of {label} round by round: {'; '.join(ends)}"
         panels += figures(comparison_plots.attack_curves(entries, label), alt)
     return panels
 
 
 def costs(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
-    """(attack, run, its cost in words) of each attack on each run."""
+    """List (attack, run, its cost in words) of each attack on each run."""
     rows = []
     for label in labels(entries):
         for entry in (entry for entry in entries if label in entry.attacks):
@@ -90,7 +95,7 @@ def costs(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
 
 
 def nudenet(entries: Sequence[Entry]) -> list[Figure]:
-    """Bars for each forget group, where NudeNet was asked."""
+    """Plot NudeNet's counts of each forget group, if they were measured."""
     plots_of_groups = []
     for group in entries[0].groups("forget"):
         plots_of_groups += figures(
@@ -101,7 +106,7 @@ def nudenet(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def training(entry: Entry) -> list[Figure]:
-    """Conflict histograms and loss curves of a run with a log."""
+    """Plot the conflict histograms and loss curves of a run with a log."""
     conflict = figures(
         plots.conflict(entry.facts.log),
         f"Histograms of cosine and norm ratio of the two gradients, {entry.name}",
@@ -115,7 +120,7 @@ def training(entry: Entry) -> list[Figure]:
 
 
 def repeat(entry: Entry) -> dict[str, Any]:
-    """The commands that made and measured a run, its recipe and environments."""
+    """Collect the commands that made and measured a run, its recipe and environments."""
     measure_environment = entry.content["environment"]
     commands = [
         entry.facts.command,
@@ -135,30 +140,32 @@ def repeat(entry: Entry) -> dict[str, Any]:
 
 
 def _machines(entries: Sequence[Entry]) -> bool:
-    """Whether the runs were trained on machines that differ, so that their seconds say little."""
+    """Whether the runs were trained on different machines, whose seconds cannot be compared."""
     keys = ("device", "cpu_count", "threads", "platform")
     environments = [read_record(entry.folder, "environment.json") for entry in entries]
-    return len({tuple(one.get(k) for k in keys) for one in environments if one}) > 1
+    return len({tuple(machine.get(k) for k in keys) for machine in environments if machine}) > 1
 
 
-def attack_section(entries: Sequence[Entry], studio: Studio | None = None) -> AttackSection | None:
-    """The attacks on some runs; None where no run was attacked.
+def attack_section(
+    entries: Sequence[Entry], renderer: ImageRenderer | None = None
+) -> AttackSection | None:
+    """Make the section about attacks, or None if no run was attacked.
 
-    studio: generate the images of the attacks for this section.
+    renderer: generate the images of the attacks for this section.
     """
     if not any(entry.attacks or entry.unlike for entry in entries):
         return None
     unlike = [f"{name} in {entry.folder}" for entry in entries for name in entry.unlike]
-    albums = [studio.album(entry, groups=False) for entry in entries] if studio else []
+    albums = [renderer.album(entry, groups=False) for entry in entries] if renderer else []
     return AttackSection(curves(entries), costs(entries), unlike, albums)
 
 
-def render(entries: Sequence[Entry], studio: Studio) -> str:
-    """The whole page."""
+def render(entries: Sequence[Entry], renderer: ImageRenderer) -> str:
+    """Render the whole page."""
     attribute, value = entries[0].concept
     measures, rows = table(entries)
-    plane, beaten = pareto(entries)
-    albums: list[Album] = [studio.album(entry) for entry in entries]
+    pareto_figures, dominated = pareto(entries)
+    albums: list[Album] = [renderer.album(entry) for entry in entries]
     content = entries[0].content
     reasons = {
         name: reason
@@ -170,14 +177,14 @@ def render(entries: Sequence[Entry], studio: Studio) -> str:
         generator=html.generator(),
         title=f"Erasing {value}: {len(entries)} run{'s' if len(entries) > 1 else ''}",
         attribute=attribute,
-        hiding=html.hiding(any(entry.sensitive for entry in entries), studio.show_sensitive),
+        hiding=html.blur_note(any(entry.sensitive for entry in entries), renderer.show_sensitive),
         summary=summary(entries),
         columns=measures,
         rows=rows,
         refused=reasons,
         machines=_machines(entries),
-        pareto=plane,
-        dominated=[entry.name for entry in entries if entry.name in beaten],
+        pareto=pareto_figures,
+        dominated=[entry.name for entry in entries if entry.name in dominated],
         entries=entries,
         albums=albums,
         attacks=attack_section(entries),

@@ -1,4 +1,4 @@
-"""The pages about one run and about several, from run folders. `api.report` writes them."""
+"""Write the pages about one run and about several from run folders, for `api.report`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concept_eraser.recipes import recipe as recipes
 from concept_eraser.reporting import html, run_results
 from concept_eraser.reporting import several_runs as overviews
 from concept_eraser.reporting import single_run as reports
-from concept_eraser.reporting.galleries import Studio
+from concept_eraser.reporting.galleries import ImageRenderer
 from concept_eraser.reporting.run_results import RunFacts
 from concept_eraser.storage.readers import read_text
 from concept_eraser.storage.writers import probe
@@ -22,7 +22,7 @@ from concept_eraser.utils.progress import Progress, silent
 
 
 def _facts(run: Path) -> RunFacts:
-    """What a folder tells about the making of its model; nothing where it is no run."""
+    """Read the facts about the training from a run folder. They are empty for other folders."""
     path = run / "recipe.yaml"
     if not path.is_file():
         return RunFacts()
@@ -35,7 +35,7 @@ def _facts(run: Path) -> RunFacts:
 
 
 def _plain_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a log that can be drawn: rows with a step, of which the numbers."""
+    """Return the rows of a log for plotting: rows with a step, and only their numbers."""
     plain: list[dict[str, Any]] = []
     for row in rows:
         if _is_number(row.get("step")):
@@ -52,7 +52,7 @@ def _numbers(value: Any) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number that can be drawn."""
+    """Whether a value is a number that can be plotted."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -68,13 +68,13 @@ def require_prompted(run: Path) -> None:
     """Raise UserError for a run on labelled data."""
     if is_labelled(run):
         raise UserError(
-            f"{run} erased from labelled data, which has no report of images; "
+            f"{run} is a run on labelled data, which has no report of images; "
             f"its numbers: concept-eraser evaluate {run}"
         )
 
 
 def has_numbers_only(folder: Path) -> bool:
-    """Whether a folder holds an evaluation without a model, as of somebody else's checkpoint."""
+    """Whether a folder holds an evaluation without a model, as for another checkpoint."""
     model = any((folder / name).is_file() for name in ("recipe.yaml", "model_index.json"))
     return not model and (folder / "evaluation.json").is_file()
 
@@ -112,7 +112,7 @@ def report_evaluation(
             attacks=attacks_on_it,
             unlike=unlike,
         )
-        section = overviews.attack_section([entry], Studio(show_sensitive, cache, progress))
+        section = overviews.attack_section([entry], ImageRenderer(show_sensitive, cache, progress))
     text = reports.render(evaluation, facts, section, show_sensitive=show_sensitive)
     return html.write(text, path)
 
@@ -133,6 +133,6 @@ def report_runs(
     for folder in folders:
         require_prompted(folder)
     facts = {folder: _facts(folder) for folder in folders}
-    measured_runs = run_results.read(folders, facts, [Path(one) for one in attacks])
-    text = overviews.render(measured_runs, Studio(show_sensitive, cache, progress))
+    measured_runs = run_results.read(folders, facts, [Path(folder) for folder in attacks])
+    text = overviews.render(measured_runs, ImageRenderer(show_sensitive, cache, progress))
     return html.write(text, path)

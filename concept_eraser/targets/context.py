@@ -150,7 +150,7 @@ def read_prompt_sets(
 def describe_prompts(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Id, number of rows and hash of the prompt set of each objective, for the run folder."""
     return {
-        name: prompts.load(spec.prompts).described()
+        name: prompts.load(spec.prompts).describe()
         for name, spec in recipe.objective_specs.items()
         if spec.prompts is not None
     }

@@ -3,7 +3,7 @@ object from Python.
 
 A name without options stays a `str`. Anything else becomes a `registry.Plugin`. In Python it is
 dumped as it is, so that a recipe can be dumped, changed and validated again. In JSON and YAML it is
-what `Plugin.described` says.
+what `Plugin.describe` says.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _read_metric(value: Any) -> str | dict[str, Any] | Plugin:
 
 
 def _describe(value: Any) -> Any:
-    return value.described() if isinstance(value, Plugin) else value
+    return value.describe() if isinstance(value, Plugin) else value
 
 
 _JSON = PlainSerializer(_describe, when_used="json")

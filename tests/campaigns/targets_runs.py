@@ -526,7 +526,7 @@ def _readers_for_page(run: Path) -> list[Callable[[], Any]]:
         for entry in found:
             for label, content in entry.attacks.items():
                 galleries.of_attack(label, content)
-                comparison_plots.fallen(content)
+                comparison_plots.success_rates(content)
         several_runs._machines(found)
         if len((run / "evaluation.json").read_bytes()) % 16 == 0:  # figures take a while
             several_runs.curves(found)

@@ -295,7 +295,7 @@ def test_an_attack_of_a_few_rounds_and_the_other_tabs(desktop: Any) -> None:
     quiet(page)
     page.wait_for_selector("#attack-live p[role]")
     text = page.locator("#attack-live").inner_text()
-    assert "3 rounds" in text or "prompts broken" in text or "nothing to attack" in text
+    assert "3 rounds" in text or "prompts succeeded" in text or "nothing to attack" in text
     keep(page, "attack")
     open_tab(page, "Results")
     page.wait_for_selector("#plot svg")
@@ -349,7 +349,7 @@ def test_a_sensitive_image_is_blurred_until_it_is_clicked(browser: Any) -> None:
     from concept_eraser.demo import image_html
     from concept_eraser.demo import page as demo
 
-    seen = image_html.Seen("a nude", True, None, [("breast", 0.9, (2, 2, 4, 4))])
+    seen = image_html.Judgement("a nude", True, None, [("breast", 0.9, (2, 2, 4, 4))])
     column = image_html.ImageColumn(
         "after", np.zeros((1, 16, 16, 3), np.uint8), [seen], [{"seed": 0}]
     )

@@ -30,14 +30,14 @@ from concept_eraser.demo import (
     results,
     safety,
 )
-from concept_eraser.demo.context import Desk, strip
-from concept_eraser.demo.state import Library, Look
+from concept_eraser.demo.context import Desk, job_list
+from concept_eraser.demo.state import ImageRequest, Library
 from concept_eraser.evaluation.nudity import Detection
 from concept_eraser.recipes import recipe
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests.conftest import short
 
-LOOKS = [Look("a red star", seed, 2, 5.0) for seed in (0, 1)]
+LOOKS = [ImageRequest("a red star", seed, 2, 5.0) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_drawing_can_be_stopped(desk: Desk) -> None:
         desk.library.stop()
 
     with pytest.raises(Interrupted):
-        desk.library.draw(None, [Look("a tree", 5, 4, 5.0)], tell=stop)
-    assert desk.library.draw(None, [Look("a tree", 5, 2, 5.0)]).shape == (1, 64, 64, 3)
+        desk.library.draw(None, [ImageRequest("a tree", 5, 4, 5.0)], tell=stop)
+    assert desk.library.draw(None, [ImageRequest("a tree", 5, 2, 5.0)]).shape == (1, 64, 64, 3)
 
 
 @pytest.mark.parametrize(
@@ -228,20 +228,20 @@ def test_a_image_carries_its_settings() -> None:
     read = Image.open(io.BytesIO(file))
     assert json.loads(read.text["concept_eraser"]) == {"prompt": "ein grüner Stern", "seed": 3}  # type: ignore[attr-defined]
     column = image_html.ImageColumn(
-        "a/b", np.zeros((1, 4, 4, 3), np.uint8), [image_html.Seen()], [{"seed": 3}]
+        "a/b", np.zeros((1, 4, 4, 3), np.uint8), [image_html.Judgement()], [{"seed": 3}]
     )
     assert zipfile.ZipFile(io.BytesIO(image_html._zip([column]))).namelist() == ["0-a-b/3.png"]
 
 
 def test_what_nudenet_calls_nude_is_veiled_and_boxed() -> None:
-    seen = image_html.nude(
+    seen = image_html.nudity_judgement(
         [
             Detection("FEMALE_BREAST_EXPOSED", 0.8, (1, 2, 3, 4)),
             Detection("FACE_FEMALE", 0.9, (0, 0, 2, 2)),
         ]
     )
     assert seen.sensitive
-    assert not image_html.nude([Detection("FACE_FEMALE", 0.9, (0, 0, 2, 2))]).sensitive
+    assert not image_html.nudity_judgement([Detection("FACE_FEMALE", 0.9, (0, 0, 2, 2))]).sensitive
     column = image_html.ImageColumn("x", np.zeros((1, 8, 8, 3), np.uint8), [seen], [{"seed": 0}])
     html = image_html.comparison([column], ["0"])
     assert "ce-veiled" in html
@@ -249,7 +249,7 @@ def test_what_nudenet_calls_nude_is_veiled_and_boxed() -> None:
 
 
 def test_nudenet_looks_at_images_of_any_size() -> None:
-    (seen,) = image_html.look(torch.zeros(1, 96, 80, 3, dtype=torch.uint8), "NudeNet")
+    (seen,) = image_html.judge_images(torch.zeros(1, 96, 80, 3, dtype=torch.uint8), "NudeNet")
     assert not seen.sensitive
 
 
@@ -315,7 +315,7 @@ def test_an_erasure_is_queued_cancelled_resumed_and_compared(empty: Desk) -> Non
         erase.Form(**{**form, "name": "third", "forget": "a cat\nthe cat", "retain": "a dog"}),
     )
     assert [empty.jobs.position(j) for j in (job, second, third)] == [0, 1, 2]
-    assert "position 2" in strip(empty)
+    assert "position 2" in job_list(empty)
     empty.jobs.cancel(second.number)
     assert second.state == "cancelled"
     assert not (empty.runs / "other").exists()  # never begun, nothing left
@@ -326,16 +326,16 @@ def test_an_erasure_is_queued_cancelled_resumed_and_compared(empty: Desk) -> Non
         assert job.state in ("waiting", "running"), job
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert "<svg" in erase.live(empty, job)
-    assert "erasing heart" in strip(empty)
+    assert "<svg" in erase.progress_html(empty, job)
+    assert "erasing heart" in job_list(empty)
     empty.jobs.cancel(job.number)
     wait(empty, job, "cancelled")
     done = len(log.read_text().splitlines())
     assert empty.library.unfinished_runs() == ["heart"]
     assert (empty.runs / "heart" / "state.ckpt").is_file()
-    assert "--resume" in erase.live(empty, job)
+    assert "--resume" in erase.progress_html(empty, job)
     again = erase.resume(empty, "heart")
-    with pytest.raises(UserError, match="in work already"):
+    with pytest.raises(UserError, match="exists already"):
         erase.resume(empty, "heart")
     while again.state != "running" or not again.done or again.what != "erasing":
         assert again.state in ("waiting", "running"), again
@@ -352,7 +352,7 @@ def test_an_attack_is_watched(desk: Desk) -> None:
     assert job.state == "done", job.error
     rows = [json.loads(line) for line in (job.folder / "rounds.jsonl").read_text().splitlines()]
     assert 1 <= len(rows) <= 2
-    assert "best so far" in attack.live(desk, job)
+    assert "best so far" in attack.progress_html(desk, job)
 
 
 def test_a_job_that_fails_says_why_and_the_queue_goes_on(desk: Desk) -> None:
@@ -365,7 +365,7 @@ def test_a_job_that_fails_says_why_and_the_queue_goes_on(desk: Desk) -> None:
     worse = desk.jobs.add("erase", "worse", {"kind": "nothing"}, desk.runs / "worse")
     wait(desk, worse, "failed")
     assert "forget: required" in bad.error
-    assert "forget: required" in erase.live(desk, bad)
+    assert "forget: required" in erase.progress_html(desk, bad)
     assert "KeyError" in worse.error
     assert not (desk.runs / "bad").exists()
 
@@ -401,7 +401,7 @@ def test_curves_say_themselves_aloud() -> None:
 def test_images_before_and_after_of_a_clip_and_a_vae(tmp_path: Path) -> None:
     runs, image = tmp_path / "runs", tmp_path / "p.png"
     Image.fromarray(np.full((30, 40, 3), 200, np.uint8)).save(image)
-    for name, content in labelled.MADE.items():
+    for name, content in labelled.OFFERED_RUNS.items():
         small = {
             **content,
             "forget": {**content["forget"], "options": {"n": 40}},
@@ -410,10 +410,11 @@ def test_images_before_and_after_of_a_clip_and_a_vae(tmp_path: Path) -> None:
         api.erase(small, output=runs / name)
     made = Desk(Library(runs))
     try:
-        assert set(made.library.finished_runs(labelled.TARGETS)) == set(labelled.MADE)
+        assert set(made.library.finished_runs(labelled.TARGETS)) == set(labelled.OFFERED_RUNS)
         assert made.library.finished_runs() == []
-        clip, vae = (labelled.show(made, name, []) for name in labelled.MADE)
-        assert clip.count("(forgotten)") == 4 * 2 and clip.count("ce-prob") == 8 * 2 * labelled.TOLD  # noqa: PT018
+        clip, vae = (labelled.show(made, name, []) for name in labelled.OFFERED_RUNS)
+        assert clip.count("(forgotten)") == 4 * 2
+        assert clip.count("ce-prob") == 8 * 2 * labelled.SHOWN_CLASSES
         assert vae.count("dB</td>") == 8 * 2
         assert "your image" in labelled.show(made, "star-vae", [str(image)])
         with pytest.raises(UserError, match="no image"):
@@ -438,7 +439,7 @@ def test_a_family_is_drawn_as_the_run_says(runs: Path, tmp_path: Path) -> None:
 
     base = families.build("sdxl", tmp_path / "sdxl")
     library = Library(tmp_path / "none")
-    look = [Look("a", 0, 1, 1.0)]
+    look = [ImageRequest("a", 0, 1, 1.0)]
     small, plain = (
         library.draw(None, look, base=str(base), options=options)
         for options in ((("size", 8.0),), ())

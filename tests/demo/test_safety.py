@@ -41,7 +41,7 @@ from concept_eraser.demo.context import Desk
 from concept_eraser.demo.guard import RequestGuard
 from concept_eraser.demo.login import ALL, EACH, WINDOW, Account, Attempts
 from concept_eraser.demo.page import middleware
-from concept_eraser.demo.state import Library, Look
+from concept_eraser.demo.state import ImageRequest, Library
 from concept_eraser.demo.uploads import Uploads
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
@@ -405,13 +405,13 @@ def test_uploads_have_a_quota_and_old_ones_are_removed(quota: tuple[Any, Uploads
     client, uploads, now = quota
     answers = [upload(client, 3000) for _ in range(6)]
     assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 3
-    assert "take all the room" in answers[-1].text
+    assert "quota of uploaded images" in answers[-1].text
     assert 0 < int(answers[-1].headers["retry-after"]) <= uploads.age
     assert used(uploads.folder) <= uploads.total
     now.seconds = time.time() + uploads.age + 1
     assert upload(client, 3000).status_code == 200
     assert used(uploads.folder) == 3000
-    assert (uploads.under_way, uploads.requests) == (0, 0)
+    assert (uploads.pending_bytes, uploads.requests) == (0, 0)
 
 
 def test_one_upload_has_a_size(quota: tuple[Any, Uploads, Now]) -> None:
@@ -431,7 +431,7 @@ def test_one_upload_has_a_size(quota: tuple[Any, Uploads, Now]) -> None:
         "/gradio_api/upload", files=[("files", (f"{i}", b"")) for i in range(guard.IMAGES + 5)]
     )
     assert many.status_code == 413
-    assert (uploads.under_way, uploads.requests) == (0, 0)
+    assert (uploads.pending_bytes, uploads.requests) == (0, 0)
 
 
 def test_the_number_of_uploads_is_bounded(tmp_path: Path) -> None:
@@ -660,7 +660,7 @@ def test_an_import_that_swallows_ctrl_c_ends_in_one_sentence_too(
 def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on a VAE."""
     folder = tmp_path_factory.mktemp("vae") / "run"
-    content = {**labelled.MADE["star-vae"], "training": {"steps": 1, "batch_size": 2}}
+    content = {**labelled.OFFERED_RUNS["star-vae"], "training": {"steps": 1, "batch_size": 2}}
     content["forget"] = {**content["forget"], "options": {"n": 40}}
     api.erase(content, output=folder)
     return folder
@@ -706,7 +706,7 @@ def test_no_tab_runs_code_that_a_recipe_names(stranger: Desk) -> None:
             stranger, compare.ComparisonSettings(runs=("drawn",), steps=1, seeds=1)
         ),
         lambda: library.load_change("drawn"),
-        lambda: library.draw("drawn", [Look("a", 0, 1, 1.0)]),
+        lambda: library.draw("drawn", [ImageRequest("a", 0, 1, 1.0)]),
         lambda: library.model("runs.stranger.payload:go"),
         lambda: erase.start(stranger, erase.Form(model="runs.stranger.payload:go")),
         lambda: erase.resume(stranger, "left"),
@@ -719,7 +719,7 @@ def test_no_tab_runs_code_that_a_recipe_names(stranger: Desk) -> None:
     assert not stranger.jobs.all()
     assert "runs.stranger.payload:go" not in erase.models(stranger)
     polling.texts(stranger)
-    polling.lists(stranger)
+    polling.menu_choices(stranger)
 
 
 def wait(desk: Desk, job: Any) -> None:
@@ -732,7 +732,7 @@ def wait(desk: Desk, job: Any) -> None:
 def test_no_worker_runs_code_that_a_recipe_names(stranger: Desk) -> None:
     """The second wall: the same jobs, put into the queue past the checks of the tabs."""
     drawn, left, images = (stranger.runs / name for name in ("drawn", "left", "images"))
-    recipe = {**labelled.MADE["star-vae"], "model": "runs.stranger.payload:go"}
+    recipe = {**labelled.OFFERED_RUNS["star-vae"], "model": "runs.stranger.payload:go"}
     suite = {"suite": "tiny_star", "n": 2}
     hunt = {"attack": "seed_search", "options": {}, "seed": 0, "rounds": 1, "seconds": 5}
     jobs = [
@@ -895,7 +895,7 @@ def test_a_page_of_damaged_runs_opens_without_a_traceback_or_a_hang(
     before = signal.signal(signal.SIGALRM, hang)
     signal.alarm(60)
     try:
-        texts, lists = polling.texts(desk), polling.lists(desk)
+        texts, lists = polling.texts(desk), polling.menu_choices(desk)
         orjson.dumps([texts, lists])  # can be sent
         names = list(desk.library.folders())
         assert "<img src=x onerror=alert(1)>" in names
@@ -917,12 +917,12 @@ def test_a_page_of_damaged_runs_opens_without_a_traceback_or_a_hang(
             ):
                 with suppress(UserError):
                     use(name)
-        results.pareto(desk, results.HERE)
+        results.pareto(desk, results.LOCAL_RUNS)
         erase.models(desk)
         for name in ("list-done", "pipes"):
             job = state_of(desk, desk.runs / name)
-            assert "<figure" in erase.live(desk, job)
-            assert "<figure" in attack.live(desk, job)
+            assert "<figure" in erase.progress_html(desk, job)
+            assert "<figure" in attack.progress_html(desk, job)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -1000,8 +1000,8 @@ def test_memory_holds_few_models_and_few_changed_tensors(
     for i in range(4):
         shutil.copytree(drawn_run, tmp_path / "runs" / f"run{i}")
     library = Library(tmp_path / "runs")
-    monkeypatch.setattr(state, "CHANGED", state._size(library.load_change("run0")) * 2)
-    look = [Look("a", 0, 1, 1.0)]
+    monkeypatch.setattr(state, "CHANGE_CACHE_BYTES", state._size(library.load_change("run0")) * 2)
+    look = [ImageRequest("a", 0, 1, 1.0)]
     for i in range(4):
         library.draw(f"run{i}", look)
     assert library.memory_use()["runs"] == 2
@@ -1029,7 +1029,7 @@ def test_nothing_is_begun_on_a_full_disk(
             lambda: erase.start(desk, erase.Form()),
             lambda: erase.resume(desk, "left"),
         ):
-            with pytest.raises(UserError, match="make room"):
+            with pytest.raises(UserError, match="free some space"):
                 refused()
         assert os.listdir(tmp_path / "runs") == ["left"]
     finally:
@@ -1138,7 +1138,7 @@ def test_metrics_that_were_refused_are_shown_with_their_reason(
         worker.measure(spec)
     job = state_of(None, tmp_path)  # type: ignore[arg-type]
     job.kind, job.state, job.note = "measure", "done", note
-    shown = results.live(None, job)  # type: ignore[arg-type]
+    shown = results.progress_html(None, job)  # type: ignore[arg-type]
     assert 'role="alert">not measured: fid: 2 images' in shown
 
 

@@ -185,8 +185,8 @@ def test_images_come_from_the_cache_only_for_the_same_weights(
 @pytest.mark.parametrize(
     ("hits", "n", "message"),
     [
-        (0, 500, "'star' is gone"),
-        (0, 24, "seems gone: it shows in 0.0% .* up to 14% cannot be ruled out"),
+        (0, 500, "'star' is erased: its concept rate is 0.0%"),
+        (0, 24, "seems erased: its concept rate is 0.0% .* up to 14% cannot be ruled out"),
         (60, 500, "only partly erased"),
         (400, 500, "was not erased"),
     ],

@@ -85,7 +85,7 @@ def test_a_second_suite_is_kept_beside_the_first(
             "shape": concept
         }
         assert (folder / "report.html").is_file()
-    assert "is of another suite and stays" in said
+    assert "is of another suite and was not replaced" in said
     assert "evaluations/tiny_five_moon/evaluation.json" in said.replace("\n", "")
     numbers = (run / "evaluation.json").read_text()
     told("evaluate", str(run), "--suite", "tiny_five_moon", "-n", "3")
@@ -111,7 +111,7 @@ def test_a_report_shows_the_attacks_on_its_own_concept(measured: tuple[Path, str
         .rstrip(")")
     )
     for concept, mine, other in (
-        ("star", "seed_search", "of_the_moon (which looked for moon)"),
+        ("star", "seed_search", "of_the_moon (for the concept moon)"),
         ("moon", "seed_search", "seed_search (which looked for star)"),
     ):
         found, unlike = run_results.attacks_of(run, victim, [], {"shape": concept})
@@ -120,7 +120,7 @@ def test_a_report_shows_the_attacks_on_its_own_concept(measured: tuple[Path, str
     page = (run / "report.html").read_text()
     told("report", str(run))
     page = (run / "report.html").read_text()
-    assert "which looked for moon" in page
+    assert "for the concept moon" in page
 
 
 def test_the_card_names_every_concept_and_what_was_not_looked_at(
@@ -140,12 +140,12 @@ def test_the_card_names_every_concept_and_what_was_not_looked_at(
     for concept in ("star", "moon"):
         assert f"| seed_search | {concept} (shape) |" in text
     limits = text[text.index("## Limits") : text.index("## Intended use")]
-    assert "the concept shows" not in limits
+    assert "the concept returns" not in limits
     for said in (
         r"(Under the attack|None of the attacks).*seed_search.*star \(shape\)",
         r"(Under the attack|None of the attacks).*of_the_moon.*moon \(shape\)",
-        r"No attack was tried on tiny_fish\.",
-        r"Not measured: whether these are gone, and what was lost beside them: tiny_fish\.",
+        r"No attack was run on tiny_fish\.",
+        r"Not measured: the concept rate and the retain accuracy of tiny_fish\.",
     ):
         assert re.search(said, limits), said
     assert "> **Of what it forgot was not evaluated: tiny_fish.**" in text
@@ -158,8 +158,8 @@ def test_without_any_measurement_every_concept_is_named(run: Path, tmp_path: Pat
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("evaluation*", "attacks", "pipeline"))
     text = concept_eraser.card(bare)
     assert "**tiny_star, tiny_moon, tiny_fish**" in text
-    assert "what was lost beside them: tiny_star, tiny_moon, tiny_fish." in text
-    assert "No attack was tried on tiny_star, tiny_moon, tiny_fish." in text
+    assert "the retain accuracy of tiny_star, tiny_moon, tiny_fish." in text
+    assert "No attack was run on tiny_star, tiny_moon, tiny_fish." in text
     assert "evaluate runs/bare --suite SUITE" in text
 
 

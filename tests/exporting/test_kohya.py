@@ -278,7 +278,7 @@ def test_fluxs_single_file_holds_no_change_of_a_text_encoder(opened, tmp_path: P
     folder, model = opened("flux")
     lora_files.save(model, CASES["CLIP"][1](model), tmp_path / "a.safetensors")
     with pytest.raises(
-        UserError, match="holds the denoiser alone, and this erasure changed text_encoder"
+        UserError, match="holds only the denoiser, and this erasure changed text_encoder"
     ):
         formats.export(
             tmp_path / "a.safetensors",

@@ -70,13 +70,13 @@ def test_every_number_of_the_evaluation_stands_there(measured: Path) -> None:
     ) in text
     if rate["value"]:
         assert (
-            f"Under the attack seed_search the concept shows for {rate['value']:.0%} of the prompts"
-            in text
+            f"Under the attack seed_search, the concept returns for {rate['value']:.0%} of the "
+            "prompts" in text
         )
     assert "fid: fid_judge, retained: FID needs more images" in text, (
         "what was refused, with the reason"
     )
-    assert "Some numbers rest on" in text
+    assert "Some numbers are from only" in text
     hashes = json.loads((measured / "environment.json").read_text())["prompts"]
     assert (
         f"| forget | `tiny_star` | {hashes['forget']['rows']} | 8 | "
@@ -95,7 +95,7 @@ def test_what_was_not_measured_is_said(bare: Path) -> None:
         "> **This erasure was not attacked.**",
         "concept-eraser evaluate runs/bare",
         "concept-eraser attack runs/bare",
-        "Not measured: whether the concept is gone",
+        "Not measured: the concept rate and the retain accuracy",
     ):
         assert said in text
     assert text.count("**Not measured.**") == 2
@@ -258,7 +258,7 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
 def test_a_closed_form_is_not_told_as_a_training(tmp_path: Path) -> None:
     run = concept_eraser.erase("tiny_star_uce", output=tmp_path / "run").folder
     text = concept_eraser.card(run)
-    assert "rewritten in one go" in text
+    assert "edited in closed form" in text
     assert not any(word in text for word in ("| lr |", "(loss", "| 400 |", "Trained:"))
 
 
@@ -279,7 +279,7 @@ def test_the_command(measured: Path, tmp_path: Path) -> None:
     )
     os.truncate(place, 0)
     (tmp_path / "recipe.yaml").write_text((measured / "recipe.yaml").read_text())
-    with pytest.raises(UserError, match="is not finished; go on with"):
+    with pytest.raises(UserError, match="is not finished; continue with"):
         concept_eraser.card(tmp_path)
     with pytest.raises(UserError, match="is no run folder"):
         concept_eraser.card(tmp_path / "nowhere")

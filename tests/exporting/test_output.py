@@ -138,7 +138,7 @@ def test_the_wheel_holds_data_and_licence_and_is_small(wheel: Path) -> None:
 def test_the_wheel_has_the_results_of_the_demo(installed: Path, tmp_path: Path) -> None:
     code = (
         "from concept_eraser.demo import results; names = results.studies(); "
-        "print(names, results.plotted(), [results.table(name) for name in names])"
+        "print(names, results.studies_in_plot(), [results.table(name) for name in names])"
     )
     checkout = {**os.environ, "PYTHONPATH": str(ROOT)}
     printed = []

@@ -25,7 +25,7 @@ def test_weighted_is_the_sum_it_says() -> None:
 def test_a_weight_of_zero_costs_no_backward_pass(options: dict, asked: list[str]) -> None:
     given = closure(*pair(0.1, 1.0, 1.0))
     found = Weighted(**options).direction(given)
-    assert given.asked == asked
+    assert given.requests == asked
     assert torch.isnan(found.gram).any()
 
 
@@ -83,7 +83,7 @@ def test_a_d_takes_turns_and_asks_one_objective_a_step() -> None:
         given = closure(*pair(0.1, 1.0, 2.0))
         given.step = step
         found = method.direction(given)
-        assert given.asked == [objective]
+        assert given.requests == [objective]
         torch.testing.assert_close(flat(found.vec), flat(given.gradients[objective]))
 
 
@@ -223,4 +223,4 @@ def test_the_settings_with_names_do_what_their_names_say() -> None:
             given = closure(*pair(0.1, 1.0, 2.0))
             given.step = step
             Weighted(**weighted.NAMED[name]).direction(given)
-            assert given.asked == objectives, name
+            assert given.requests == objectives, name

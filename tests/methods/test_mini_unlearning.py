@@ -200,7 +200,7 @@ def test_m5_one_iteration_and_no_iteration_touched() -> None:
     training.run(history=history)
     outcome = MiniUnlearning(k=1).apply(history, training.mean_loss, untouched)
     assert torch.equal(training.w.detach(), final)
-    assert outcome.touched == 0
+    assert outcome.touched_share == 0
 
 
 def test_m6_a_batch_that_is_wholly_forgotten() -> None:
@@ -372,7 +372,7 @@ def test_the_forget_set_may_be_any_collection_of_indices(kind) -> None:
     history = History(training.params, 5)
     training.run(history=history)
     outcome = MiniUnlearning(k=5).apply(history, training.mean_loss, kind(list(GONE)))
-    assert outcome.touched > 0
+    assert outcome.touched_share > 0
 
 
 def test_bad_input_is_refused() -> None:
@@ -479,13 +479,13 @@ def test_the_figures_of_an_outcome() -> None:
     gone = training.batches[-2][:2]
     outcome = MiniUnlearning(k=5).apply(history, training.mean_loss, gone)
     share = sum(bool(set(gone) & set(batch)) for batch in training.batches[-5:]) / 5
-    assert outcome.touched == pytest.approx(share)
+    assert outcome.touched_share == pytest.approx(share)
     assert len(outcome.lengths) == 5
     assert outcome.lengths[-1] == pytest.approx(float((training.w.detach() - final).norm()))
     with torch.no_grad():
         training.w.copy_(final)
     again = rewind(history, training.mean_loss, gone, 5)
-    assert again.touched == pytest.approx(share)
+    assert again.touched_share == pytest.approx(share)
     assert again.lengths == pytest.approx((float((training.w.detach() - final).norm()),))
     assert again.contraction == ()
 
@@ -611,7 +611,7 @@ def test_the_edit_of_a_recipe_reads_the_history_from_its_folder(
         )
     for p, q in zip(request.params, reference.params, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-    expected = {"step": outcome.lengths[-1], "touched": outcome.touched}
+    expected = {"step": outcome.lengths[-1], "touched": outcome.touched_share}
     if "estimate" in options:
         expected["truncation"] = outcome.truncation
     assert figures == pytest.approx(expected)

@@ -17,7 +17,7 @@ def test_one_objective_a_step_in_turn() -> None:
         given = closure(*pair(0.2, 1.0, 1.0))
         given.step = step
         method.direction(given)
-        asked += given.asked
+        asked += given.requests
     assert asked == ["forget", "forget", "retain", "retain", "retain", "forget", "forget"]
 
 
@@ -103,7 +103,7 @@ def test_every_objective_reaches_the_running_fisher() -> None:
         if any(
             not torch.equal(before[k], v) for k, v in method.state_dict().items() if k in before
         ):
-            updated.add(given.asked[0])
+            updated.add(given.requests[0])
     assert updated == {"retain", "forget"}
 
 

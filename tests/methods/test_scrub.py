@@ -73,10 +73,10 @@ def test_rounds_of_max_and_min_steps_then_min_steps_alone() -> None:
         given = closure(*pair(0.2, 1.0, 2.0))
         given.step = step
         direction = method.direction(given)
-        asked += given.asked
-        assert direction.vec is given.gradients[given.asked[0]]  # one gradient, as it is
+        asked += given.requests
+        assert direction.vec is given.gradients[given.requests[0]]  # one gradient, as it is
         assert direction.weights.tolist() == (
-            [1.0, 0.0] if given.asked == ["retain"] else [0.0, 1.0]
+            [1.0, 0.0] if given.requests == ["retain"] else [0.0, 1.0]
         )
     f, r = "forget", "retain"
     assert asked == [f, r, r, f, r, r, r, r, r]

@@ -275,7 +275,7 @@ def test_relative_paths_and_what_is_no_part_of_a_model_stay_here(run: Path, tmp_
     ]
     done = CliRunner().invoke(app, ["push", str(copied), "me/no-star", "--dry-run"])
     assert (
-        "left out, for they are hidden or of no kind that models are saved as: pipeline/.env"
+        "left out, because they are hidden or not of a file type of models: pipeline/.env"
         in done.output
     )
 
@@ -401,7 +401,7 @@ def test_what_is_not_pushed(run: Path, tmp_path: Path) -> None:
         ((tmp_path, "me/x"), "is no run folder"),
         ((run, "no-star"), "is no hub id; expected owner/name"),
         ((run, "me/x@old"), "give the branch with --revision old"),
-        ((whole, "me/x"), "holds no whole model"),
+        ((whole, "me/x"), "has no whole model"),
     ):
         with pytest.raises(UserError, match=said):
             concept_eraser.push_to_hub(*asked, dry_run=True)
@@ -446,7 +446,7 @@ def test_an_upload_arrives_and_draws_the_runs_image(run: Path, tmp_path: Path, w
 def test_what_the_hub_refuses_is_said_in_a_sentence(run: Path, world) -> None:
     server = Hub()
     world(server.url)
-    with pytest.raises(UserError, match="the hub knows nobody by this token") as caught:
+    with pytest.raises(UserError, match="the hub does not accept this token") as caught:
         concept_eraser.push_to_hub(run, "me/no-star", token="hf_wrong")
     assert "hf_wrong" not in str(caught.value)
     server.refuse["/commit/"] = 403

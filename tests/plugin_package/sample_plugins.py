@@ -68,7 +68,7 @@ class CautiousJudge(TinyJudge):
     @torch.no_grad()
     def look(self, images: Tensor) -> dict[str, np.ndarray]:
         names = super().look(images)
-        sure = self.net(self._scaled(images))["shape"].softmax(1).max(1).values.numpy()
+        sure = self.net(self._scale(images))["shape"].softmax(1).max(1).values.numpy()
         return {**names, "shape": np.where(sure >= self.threshold, names["shape"], "none")}
 
 

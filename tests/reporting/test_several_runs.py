@@ -192,7 +192,7 @@ def test_the_page_is_one_self_contained_file(page: Page) -> None:
     for image in page.images:
         assert image["alt"]
         assert str(image["src"]).startswith("data:image/")
-    assert "Forgetting against keeping" in page.words
+    assert "Erasure and preservation" in page.words
     assert sum("class" in image for image in page.images) == 1 + 1 + 2 * 2, (
         "plane, curve, conflict and losses of both"
     )
@@ -218,8 +218,8 @@ def test_the_attacked_image_stands_beside_its_prompt(runs: list[Path], page: Pag
     content = json.loads((runs[0] / "attacks" / "paraphrase" / "attack.json").read_text())
     fell = next(a for a in content["attempts"] if a["success"] and not a["pre"])
     assert f"attacked: {fell['text']}" in page.words
-    assert f"asked: {fell['prompt']}" in page.words
-    assert any(str(image["alt"]) == "attacked: the judge sees star" for image in page.images)
+    assert f"prompt: {fell['prompt']}" in page.words
+    assert any(str(image["alt"]) == "attacked: the judge's label is star" for image in page.images)
 
 
 def test_adversarial_prompts_are_escaped(runs: list[Path], tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_what_fell_without_a_text_says_so(runs: list[Path], tmp_path: Path) -> N
         album = galleries.Album([galleries.of_attack(name, found.attacks[name])])
         section = several_runs.AttackSection(curves=[], costs=[], unlike=[], albums=[album])
         text = rendering.render("attacks.html", attacks=section)
-        assert f"to {meaning}: there is no text to show" in Page(text).words
+        assert f"by {meaning}: there is no text to show" in Page(text).words
 
 
 def test_a_page_without_models_says_why_and_keeps_its_numbers(
@@ -364,14 +364,14 @@ def test_nobody_wins_where_intervals_overlap() -> None:
     assert ranking._rank("erases most", found, "lower", "share").startswith(
         "No run erases most: the best intervals"
     )
-    assert ranking._rank("keeps most", found, "higher", "share").startswith(
-        "c keeps most: share 60.0 ["
+    assert ranking._rank("preserves most", found, "higher", "share").startswith(
+        "c preserves most: share 60.0 ["
     )
 
 
 def test_a_curve_ends_in_the_success_rate(runs: list[Path]) -> None:
     content = json.loads((runs[0] / "attacks" / "paraphrase" / "attack.json").read_text())
-    curve = comparison_plots.fallen(content)
+    curve = comparison_plots.success_rates(content)
     assert curve[-1] == pytest.approx(content["rates"]["asr"]["value"])
     assert curve[0] == pytest.approx(content["rates"]["pre"]["value"])
     rows = [
@@ -379,7 +379,7 @@ def test_a_curve_ends_in_the_success_rate(runs: list[Path]) -> None:
         [{"round": 1, "fell": 0}, {"round": 3, "fell": 1}],
     ]
     by_hand = {"attempts": [{"pre": True}] + [{"pre": False}] * 4, "curves": rows}
-    assert comparison_plots.fallen(by_hand) == [0.2, 0.4, 0.6, 0.8], (
+    assert comparison_plots.success_rates(by_hand) == [0.2, 0.4, 0.6, 0.8], (
         "a batch that ended stays where it was"
     )
 
@@ -450,7 +450,7 @@ def test_attacks_on_other_weights_are_left_out_and_said(runs: list[Path], tmp_pa
     (found,) = run_results.read([folder], {})
     assert not found.attacks
     assert found.unlike == ["paraphrase"]
-    section = several_runs.attack_section([found], galleries.Studio())
+    section = several_runs.attack_section([found], galleries.ImageRenderer())
     assert section.unlike == [f"paraphrase in {folder}"]
     assert (
         f"paraphrase in {folder}" in Page(rendering.render("attacks.html", attacks=section)).words
@@ -479,8 +479,8 @@ def test_bad_input_is_a_clear_error(runs: list[Path], tmp_path: Path) -> None:
     notes.write_text("mine")
     for arguments, message in (
         ([runs[0], tmp_path / "bare"], "was not evaluated yet"),
-        ([runs[0], labelled], "erased from labelled data"),
-        ([labelled], "erased from labelled data"),
+        ([runs[0], labelled], "is a run on labelled data"),
+        ([labelled], "is a run on labelled data"),
         ([runs[0], runs[0]], "given twice"),
         ([*runs, "-o", notes], "is no report of ours"),
         ([*runs, "-o", tmp_path], "is a folder"),

@@ -273,7 +273,7 @@ def test_stand_ins_are_deterministic_and_as_the_set_says() -> None:
     """
     for name in registry.names("dataset"):
         plugin = registry.build("dataset", name, {})
-        assert hasattr(plugin, "known") == hasattr(plugin, "root"), name
+        assert hasattr(plugin, "known_facts") == hasattr(plugin, "root"), name
     pets = registry.build("dataset", "oxford_pets", {"size": 32}).known_facts()
     data = pets.examples("pets")
     assert (len(data), len(set(data.names)), data.names[0], data.names[-1]) == (

@@ -411,5 +411,5 @@ def test_the_page_offers_prompts_of_every_concept() -> None:
     )
     assert presets.concept_of(found) is None
     assert presets.forgotten_text(found) == "2 concepts"
-    with pytest.raises(UserError, match="one suite a concept"):
+    with pytest.raises(UserError, match="one suite per concept"):
         presets.suite_of(found)

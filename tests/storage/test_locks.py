@@ -23,7 +23,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from concept_eraser.storage import locks
-with locks.locked(Path(sys.argv[1]), "erase"):
+with locks.hold_lock(Path(sys.argv[1]), "erase"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -146,7 +146,7 @@ from concept_eraser.storage import locks
 folder, done = Path(sys.argv[1]), 0
 while done < 5:
     try:
-        with locks.locked(folder, "count"):
+        with locks.hold_lock(folder, "count"):
             n = int((folder / "n").read_text()) if (folder / "n").exists() else 0
             time.sleep(0.003)
             (folder / "n").write_text(str(n + 1))

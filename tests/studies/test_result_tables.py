@@ -107,13 +107,13 @@ from studies import result_tables, runs, study
 
 folder, kill_at = Path(sys.argv[1]), sys.argv[2]
 result_tables.TABLES, result_tables.NEW_RESULTS = folder / "tables", folder / "new_results"
-study.chosen = lambda *arguments: []
+study.choose_grid = lambda *arguments: []
 
 def run_one(entry, point, seed, suite, n, work, watch):
     if str(seed) == kill_at:
         os.kill(os.getpid(), signal.SIGKILL)
     print(seed, flush=True)
-    recipe = runs.asked(entry, point, seed, watch).resolved()
+    recipe = runs.recipe_of(entry, point, seed, watch).resolved()
     return {"recipe": recipe, "point": point, "seed": seed, "evaluation": {"judge": judge}}, None
 
 study.run_one = run_one

@@ -30,7 +30,7 @@ def test_painting_is_reproducible_and_captions_describe_it() -> None:
     for scene in one[0]:
         words = painter.caption(scene, rng, full=True)
         assert any(noun in words.text for noun in (scene.shape, *painter.SYNONYMS[scene.shape]))
-        assert words.stated == scene.labels()
+        assert words.stated_attributes == scene.labels()
     assert "an orange" in painter.article("orange star") + ""
 
 

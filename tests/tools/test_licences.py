@@ -109,7 +109,7 @@ def test_the_demo_loads_nudenet_only_for_images_that_are_not_of_the_bundled_mode
     from concept_eraser.demo import image_html
     told = ["nudenet" in sys.modules]
     for size, judge in ((64, "auto"), (96, "none"), (64, "bundled judge"), (96, "auto")):
-        image_html.look(torch.zeros(1, size, size, 3, dtype=torch.uint8), judge)
+        image_html.judge_images(torch.zeros(1, size, size, 3, dtype=torch.uint8), judge)
         told.append("nudenet" in sys.modules)
     print(told)
     """
