@@ -42,7 +42,11 @@ def table(name: str) -> str:
     Images and links to files are removed, because the files are in eval/results. Raises UserError
     for an unknown name.
     """
-    path = resources.folder("eval") / "results" / f"{safety.require_choice('result', name, studies())}.md"
+    path = (
+        resources.folder("eval")
+        / "results"
+        / f"{safety.require_choice('result', name, studies())}.md"
+    )
     text = path.read_text(encoding="utf-8").split("\n## Contact sheets")[0]
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", text)
     return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)

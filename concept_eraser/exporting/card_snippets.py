@@ -82,12 +82,16 @@ def _of_module(recipe: Recipe, model_folder: Path | None, repository: str) -> st
     return _by_its_own_code(recipe, model_folder, config, repository)
 
 
-def _by_its_own_code(recipe: Recipe, model_folder: Path, config: dict[str, Any], repository: str) -> str:
+def _by_its_own_code(
+    recipe: Recipe, model_folder: Path, config: dict[str, Any], repository: str
+) -> str:
     """Return the code for a folder with weights only.
 
     The network is made by the function that the recipe names, else by the reader.
     """
-    file = next((path.name for path in sorted(model_folder.glob("*.safetensors"))), "model.safetensors")
+    file = next(
+        (path.name for path in sorted(model_folder.glob("*.safetensors"))), "model.safetensors"
+    )
     package, colon, function = recipe.model.partition(":")
     is_function_name = colon and package.replace(".", "").isidentifier() and function.isidentifier()
     constructor = (

@@ -417,7 +417,7 @@ def test_images_before_and_after_of_a_clip_and_a_vae(tmp_path: Path) -> None:
         assert clip.count("ce-prob") == 8 * 2 * labelled.SHOWN_CLASSES
         assert vae.count("dB</td>") == 8 * 2
         assert "your image" in labelled.show(made, "star-vae", [str(image)])
-        with pytest.raises(UserError, match="no image"):
+        with pytest.raises(UserError, match="cannot be read as an image"):
             labelled.show(made, "star-vae", [str(runs / "star-vae" / "recipe.yaml")])
         with pytest.raises(UserError, match="at most 8"):
             labelled.show(made, "star-vae", [str(image)] * 9)

@@ -1047,9 +1047,9 @@ def test_an_uploaded_image_is_of_a_usual_kind_and_size(tmp_path: Path) -> None:
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
     (tmp_path / "text.png").write_text("no image")
     for name, said in (
-        ("eps", "no image"),
+        ("eps", "cannot be read as an image"),
         ("large.png", "6000 x 6000"),
-        ("text.png", "no image"),
+        ("text.png", "cannot be read as an image"),
     ):
         with pytest.raises(UserError, match=said) as refused:
             labelled.as_inputs([str(tmp_path / name)], like)

@@ -112,7 +112,7 @@ def test_a_report_shows_the_attacks_on_its_own_concept(measured: tuple[Path, str
     )
     for concept, mine, other in (
         ("star", "seed_search", "of_the_moon (for the concept moon)"),
-        ("moon", "seed_search", "seed_search (which looked for star)"),
+        ("moon", "seed_search", "seed_search (for the concept star)"),
     ):
         found, unlike = run_results.attacks_of(run, victim, [], {"shape": concept})
         assert [one["protocol"]["suite"]["concept"]["shape"] for one in found.values()] == [concept]
