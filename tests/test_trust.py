@@ -262,7 +262,7 @@ def test_an_overwrite_that_is_stopped_leaves_the_earlier_run_whole(
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "lies in runs/star/.replaced-1" in process.stderr
+    assert "is in runs/star/.replaced-1" in process.stderr
     aside = tree(run / ".replaced-1")
     before.pop(manifest.MARK), aside.pop(manifest.MARK)
     assert aside == before

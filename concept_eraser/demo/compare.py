@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from concept_eraser.demo import image_html, presets, safety
 from concept_eraser.demo.context import Desk, alert, error_text
-from concept_eraser.demo.state import BUNDLED, ImageRequest, Options
+from concept_eraser.demo.state import BUNDLED, ImageSettings, Options
 from concept_eraser.utils.errors import UserError
 
 START = "a red star"
@@ -135,8 +135,8 @@ def draw(
     settings = settings.check()
     requests = column_requests(desk, settings, ladder)
     seeds = range(settings.first, settings.first + settings.seeds)
-    image_requests = [
-        ImageRequest(settings.prompt, seed, settings.steps, settings.guidance) for seed in seeds
+    image_settings = [
+        ImageSettings(settings.prompt, seed, settings.steps, settings.guidance) for seed in seeds
     ]
     concepts = [
         c
@@ -154,7 +154,7 @@ def draw(
                 )
 
         images = desk.library.draw(
-            column.run, image_requests, column.strength, tell, column.base, column.options
+            column.run, image_settings, column.strength, tell, column.base, column.options
         )
         facts = {
             "model": column.run or column.base,

@@ -102,7 +102,7 @@ def _tiny(images: Any, concepts: Sequence[tuple[str, str]]) -> list[Judgement]:
 
 def _words(row: Mapping[str, str]) -> str:
     if row["shape"] == "none":
-        return "no clear shape"
+        return "no recognisable object"
     return f"{row['style']} {row['color']} {row['shape']}, {row['background']}"
 
 

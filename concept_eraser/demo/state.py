@@ -42,7 +42,7 @@ class WeightChange:
 
 
 @dataclass(frozen=True)
-class ImageRequest:
+class ImageSettings:
     """The settings of one image without its model: prompt, seed, sampler."""
 
     prompt: str
@@ -241,7 +241,7 @@ class Library:
     def draw(
         self,
         name: str | None,
-        image_requests: Sequence[ImageRequest],
+        image_settings: Sequence[ImageSettings],
         strength: float = 1.0,
         tell: StepProgress | None = None,
         base: str | None = None,
@@ -251,7 +251,7 @@ class Library:
 
         Args:
             name: The run. None for the base.
-            image_requests: The settings of the images.
+            image_settings: The settings of the images.
             strength: The strength of the erasure. 0 is the base.
             tell: Called with the finished and the total sampler steps.
             base: The base (default: the original model of the run).
@@ -269,8 +269,8 @@ class Library:
         source = self.base_of(name) if base is None else base
         options = self.options_of(name) if options is None else options
         keys: list[tuple] = [
-            (source, name if changes else None, strength if changes else 0.0, options, look)
-            for look in image_requests
+            (source, name if changes else None, strength if changes else 0.0, options, image)
+            for image in image_settings
         ]
         stamp = (
             self._cached_runs[changes.name][0]
@@ -285,7 +285,7 @@ class Library:
                 model.configure({**self._base_options[source], **dict(options)})
                 with _apply_change(model, changes, strength):
                     new_images = self._sample(
-                        model, [image_requests[i] for i in missing_rows], tell
+                        model, [image_settings[i] for i in missing_rows], tell
                     )
                 for i, image in zip(missing_rows, new_images, strict=True):
                     self._images[keys[i]] = image
@@ -300,7 +300,7 @@ class Library:
         return images
 
     def _sample(
-        self, model: Any, image_requests: Sequence[ImageRequest], tell: StepProgress | None
+        self, model: Any, image_settings: Sequence[ImageSettings], tell: StepProgress | None
     ) -> Any:
         """Generate images with the same sampler settings in one batch."""
 
@@ -308,14 +308,14 @@ class Library:
             if self._stop.is_set():
                 raise Interrupted("stopped; the settings are as they were")
             if tell:
-                tell(steps_done, image_requests[0].steps)
+                tell(steps_done, image_settings[0].steps)
 
         self._stop.clear()
         return model.sample(
-            [look.prompt for look in image_requests],
-            seeds=[look.seed for look in image_requests],
-            steps=image_requests[0].steps,
-            guidance=image_requests[0].guidance,
+            [image.prompt for image in image_settings],
+            seeds=[image.seed for image in image_settings],
+            steps=image_settings[0].steps,
+            guidance=image_settings[0].guidance,
             progress=report,
         )
 

@@ -31,13 +31,13 @@ from concept_eraser.demo import (
     safety,
 )
 from concept_eraser.demo.context import Desk, job_list
-from concept_eraser.demo.state import ImageRequest, Library
+from concept_eraser.demo.state import ImageSettings, Library
 from concept_eraser.evaluation.nudity import Detection
 from concept_eraser.recipes import recipe
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests.conftest import short
 
-LOOKS = [ImageRequest("a red star", seed, 2, 5.0) for seed in (0, 1)]
+LOOKS = [ImageSettings("a red star", seed, 2, 5.0) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_drawing_can_be_stopped(desk: Desk) -> None:
         desk.library.stop()
 
     with pytest.raises(Interrupted):
-        desk.library.draw(None, [ImageRequest("a tree", 5, 4, 5.0)], tell=stop)
-    assert desk.library.draw(None, [ImageRequest("a tree", 5, 2, 5.0)]).shape == (1, 64, 64, 3)
+        desk.library.draw(None, [ImageSettings("a tree", 5, 4, 5.0)], tell=stop)
+    assert desk.library.draw(None, [ImageSettings("a tree", 5, 2, 5.0)]).shape == (1, 64, 64, 3)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_a_family_is_drawn_as_the_run_says(runs: Path, tmp_path: Path) -> None:
 
     base = families.build("sdxl", tmp_path / "sdxl")
     library = Library(tmp_path / "none")
-    look = [ImageRequest("a", 0, 1, 1.0)]
+    look = [ImageSettings("a", 0, 1, 1.0)]
     small, plain = (
         library.draw(None, look, base=str(base), options=options)
         for options in ((("size", 8.0),), ())

@@ -41,7 +41,7 @@ from concept_eraser.demo.context import Desk
 from concept_eraser.demo.guard import RequestGuard
 from concept_eraser.demo.login import ALL, EACH, WINDOW, Account, Attempts
 from concept_eraser.demo.page import middleware
-from concept_eraser.demo.state import ImageRequest, Library
+from concept_eraser.demo.state import ImageSettings, Library
 from concept_eraser.demo.uploads import Uploads
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
@@ -706,7 +706,7 @@ def test_no_tab_runs_code_that_a_recipe_names(stranger: Desk) -> None:
             stranger, compare.ComparisonSettings(runs=("drawn",), steps=1, seeds=1)
         ),
         lambda: library.load_change("drawn"),
-        lambda: library.draw("drawn", [ImageRequest("a", 0, 1, 1.0)]),
+        lambda: library.draw("drawn", [ImageSettings("a", 0, 1, 1.0)]),
         lambda: library.model("runs.stranger.payload:go"),
         lambda: erase.start(stranger, erase.Form(model="runs.stranger.payload:go")),
         lambda: erase.resume(stranger, "left"),
@@ -1001,7 +1001,7 @@ def test_memory_holds_few_models_and_few_changed_tensors(
         shutil.copytree(drawn_run, tmp_path / "runs" / f"run{i}")
     library = Library(tmp_path / "runs")
     monkeypatch.setattr(state, "CHANGE_CACHE_BYTES", state._size(library.load_change("run0")) * 2)
-    look = [ImageRequest("a", 0, 1, 1.0)]
+    look = [ImageSettings("a", 0, 1, 1.0)]
     for i in range(4):
         library.draw(f"run{i}", look)
     assert library.memory_use()["runs"] == 2

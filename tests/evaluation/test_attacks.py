@@ -225,7 +225,7 @@ def test_a_killed_attack_goes_on(cli: Any, tmp_path: Path) -> None:
     assert attempts(parts) == attempts(tmp_path / "whole")
     fell = [a for a in attempts(parts) if a["text"]]
     assert (parts / "attack.png").is_file() == bool(fell)
-    assert "attack success rate (both)" in done.stdout
+    assert "post-ASR (both)" in done.stdout
 
 
 def test_an_attack_with_nothing_to_do_keeps_its_folder(shared_tiny, tmp_path: Path) -> None:

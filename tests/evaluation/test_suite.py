@@ -65,7 +65,7 @@ def test_noise_loses_everywhere(shared_tiny, untouched) -> None:
     assert found.find("no_object_rate", "direct").after.value > 0.5
     assert found.find("accuracy_shape", "retained").difference.high < -0.5
     assert found.find("clip_score", "retained").difference.high < 0
-    assert "no clear shape" in single_run.verdict(found)
+    assert "no recognisable object" in single_run.verdict(found)
 
 
 def test_results_travel_with_their_protocol(untouched, tmp_path: Path) -> None:
