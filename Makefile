@@ -13,7 +13,7 @@ STAMP  := $(VENV)/.installed
 TESTS ?=
 PIP    := -m pip install -q --disable-pip-version-check
 
-.PHONY: quickstart test test-lowest test-newest fuzz faults mutants check results licences clean help
+.PHONY: quickstart test test-lowest test-newest fuzz faults mutants check results licences docs clean help
 
 help:
 	@echo "make quickstart   install into $(VENV), erase a concept from the bundled model, measure, report"
@@ -27,6 +27,7 @@ help:
 	@echo "make check        ruff and mypy"
 	@echo "make results      render the pages of eval/results from the tables of the studies"
 	@echo "make licences     render docs/licences.md from what is installed"
+	@echo "make docs         build the documentation site into docs/_build/html"
 
 # torch first and then held, so that a CPU build which is at hand is not replaced by one with gigabytes of CUDA.
 $(STAMP): pyproject.toml tools/mend_torchvision.py
@@ -93,5 +94,10 @@ results: $(STAMP)
 licences: $(STAMP)
 	$(BIN)/python -m tools.licences
 
+# -W: a warning is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	@echo "the documentation is in docs/_build/html/index.html"
+
 clean:
-	rm -rf runs .pytest_cache .mypy_cache .ruff_cache dist
+	rm -rf docs/_build docs/reference/generated runs .pytest_cache .mypy_cache .ruff_cache dist

@@ -1,7 +1,7 @@
-"""What the presets of memory take for the published architectures: python -m benchmarks.estimates
+"""Estimate the memory of the presets for published architectures: python -m benchmarks.estimates
 
-Writes estimates.json and the table of docs/memory.md. Nothing is measured and no weights are
-needed; a quarter of an hour on one core.
+It writes estimates.json and the table of docs/memory.md. Nothing is measured and no weights are
+needed. It takes a quarter of an hour on one core.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ TRAINED = {
     "full": {"select": "all"},
     "cross-attention": {"select": "cross_attention"},
     "LoRA, rank 16": {"select": "all", "lora": 16},
+    "LoRA, rank 64, all layers": {"select": "all", "lora": {"rank": 64, "conv": True}},
 }
 WITHOUT = {("sd35", "full"), ("flux", "full")}  # far beyond any of these cards
 
 
 def recipe(name: str, weights: str, preset: str) -> recipes.Recipe:
-    """The erasure that is counted: two objectives, anchor and data, as MUNBa's recipes have them, a
-    batch of 4, Adam.
+    """Return the recipe: two objectives, anchor and data, as in MUNBa's recipes.
+
+    It has a batch of 4 and Adam.
     """
     content: dict[str, Any] = {
         "forget": {"prompts": ["a person without clothes"], "loss": "anchor", "anchor": "a person"},
@@ -51,11 +53,11 @@ def recipe(name: str, weights: str, preset: str) -> recipes.Recipe:
     return recipes.load(content)
 
 
-def rows(names: list[str]) -> list[dict[str, Any]]:
+def rows(names: list[str], choices: list[str]) -> list[dict[str, Any]]:
     table_rows, hollow_models = [], {}
     for name in names:
         model = published.hollow(name)
-        for choice in TRAINED:
+        for choice in choices:
             for preset in PRESETS:
                 if (name, choice) in WITHOUT:
                     continue
@@ -92,8 +94,9 @@ def row(name: str, weights: str, preset: str, estimate: memory_estimate.Estimate
 
 
 def table(content: dict[str, Any]) -> str:
-    """Rows: model and what is trained; columns: presets; training / making the examples, in GB,
-    bold where both fit.
+    """Return the table: one row for each model and selection, one column for each preset.
+
+    The cells are training / making the examples, in GB, bold if both fit.
     """
     lines = [
         "| Model | Trained | " + " | ".join(PRESETS) + " |",
@@ -128,18 +131,30 @@ def render(page: str, content: dict[str, Any]) -> str:
     return before + BEGIN + "\n" + table(content) + "\n" + END + remainder.partition(END)[2]
 
 
+def _recorded_rows() -> list[dict[str, Any]]:
+    return list(json.loads(FILE.read_text())["rows"]) if FILE.exists() else []
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["model"], row["trained"], row["memory"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--trained", nargs="*", default=list(TRAINED), choices=list(TRAINED))
     parser.add_argument("--render", action="store_true", help="only the table, from estimates.json")
     arguments = parser.parse_args()
     if not arguments.render:
         import torch
 
+        new_rows = rows(arguments.models, arguments.trained)
+        keys = {_key(row) for row in new_rows}
+        other_rows = [row for row in _recorded_rows() if _key(row) not in keys]
         content = {
             "label": LABEL,
             "torch": torch.__version__.partition("+")[0],
-            "rows": rows(arguments.models),
+            "rows": [*other_rows, *new_rows],
         }
         FILE.write_text(json.dumps(content, indent=1) + "\n")
     content = json.loads(FILE.read_text())

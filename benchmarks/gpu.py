@@ -44,11 +44,11 @@ from concept_eraser.utils.errors import UserError
 
 PIXELS = {"sd14": 512, "sdxl": 512, "tiny": 64}  # SDXL is made for 1024
 OUTPUT = Path(__file__).parent / "gpu.json"
-LEFT_OUT = 2  # steps: the first ones allocate and choose kernels
+LEFT_OUT = 2  # first steps, which allocate memory and choose kernels
 _TWO_SIDES = {"forget.loss": "anchor", "forget.anchor": "a person"}
 _NO_RETAIN = {"method": {"name": "weighted", "retain": 0.0}}
 _SURGERY = {"method": {"name": "uno", "hvp": "difference"}, "training.precision": "fp32"}
-JOBS: dict[str, dict[str, Any]] = {  # name -> what differs from plain fine-tuning of all weights
+JOBS: dict[str, dict[str, Any]] = {  # name -> differences from plain fine-tuning of all weights
     "fine-tuning": {"method": "finetune"},
     "munba": {**_TWO_SIDES},
     "munba, cross-attention": {**_TWO_SIDES, "trainable.select": "cross_attention"},
@@ -64,13 +64,15 @@ JOBS: dict[str, dict[str, Any]] = {  # name -> what differs from plain fine-tuni
 
 
 def build(family: str) -> Any:
-    """A pipeline with random weights; tiny: the bundled one."""
+    """Return a pipeline with random weights. The family tiny is the bundled pipeline."""
     torch.manual_seed(0)
-    return load("tiny-sd").pipeline if family == "tiny" else published.MADE[family][1]()  # type: ignore[attr-defined]
+    if family == "tiny":
+        return load("tiny-sd").pipeline  # type: ignore[attr-defined]
+    return published.MADE[family][1]()
 
 
 def recipe(family: str, job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
-    """The settings of a run as `erase` takes them."""
+    """Return the settings of a run for `erase`."""
     content: dict[str, Any] = {
         "forget": {"prompts": ["a church"], "loss": "data", "n": batch},
         "retain": {"prompts": ["a golf ball"], "n": batch},
@@ -106,7 +108,7 @@ def recipe(family: str, job: str, batch: int, steps: int, device: str) -> dict[s
 def step(
     pipeline: Any, family: str, job: str, batch: int, steps: int, device: str
 ) -> dict[str, Any]:
-    """Train for a few steps: seconds a step and peak memory, or that it does not fit."""
+    """Train for a few steps. Returns seconds per step and peak memory, or that it does not fit."""
     _tidy()
     log.reset_peak_memory()
     with tempfile.TemporaryDirectory() as scratch:
@@ -137,7 +139,7 @@ def step(
 
 
 class _Reader:
-    """Called between steps: takes the log's rows before the folder goes."""
+    """Called between steps. It reads the log's rows before the folder is removed."""
 
     def __init__(self, folder: Path, rows: list[dict[str, Any]]) -> None:
         self.folder, self.rows = folder, rows
@@ -149,7 +151,7 @@ class _Reader:
 
 
 def generation(pipeline: Any, family: str, batch: int, device: str) -> dict[str, Any]:
-    """Images a second: 50 steps with guidance, bf16, after one batch to warm up."""
+    """Return images per second: 50 steps with guidance, bf16, after one batch to warm up."""
     _tidy()
     log.reset_peak_memory()
     try:

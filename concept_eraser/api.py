@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from concept_eraser.concepts.known import KindName
+from concept_eraser.concepts.plan import BUNDLED, ErasurePlan, is_concept, make_plan
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
@@ -27,8 +31,8 @@ from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.registry import memory_name
 from concept_eraser.reporting import attack_sheet, html, plots, run_results, write
+from concept_eraser.runs import concept_job, labelled_measurement, suite_matching
 from concept_eraser.runs import job as jobs
-from concept_eraser.runs import labelled_measurement, suite_matching
 from concept_eraser.runs.labelled_measurement import LabelledEvaluation as LabelledEvaluation
 from concept_eraser.storage import locks, output_folder
 from concept_eraser.storage.readers import read_yaml
@@ -37,6 +41,8 @@ from concept_eraser.training import log as logs
 from concept_eraser.utils import distributed
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ class Run:
         recipe: the resolved recipe.
         seconds: how long the training took.
         model: the erased model; None where the run had been finished before.
+
+    Example:
+        >>> import concept_eraser
+        >>> run = concept_eraser.erase("tiny_star_munba", output="runs/star")
+        >>> model = run.load()
     """
 
     folder: Path
@@ -99,8 +110,10 @@ def load(
 
 
 def erase(
-    recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
+    recipe: str | Path | Sequence[str] | Mapping[str, Any] | Recipe | None = None,
     *,
+    kind: KindName | None = None,
+    anchor: str | Sequence[str] | None = None,
     model: ModelSource | None = None,
     base: str | Path | None = None,
     model_options: Mapping[str, float] | None = None,
@@ -129,11 +142,17 @@ def erase(
     progress: Progress = silent,
     cache: Path | None = None,
     look: Callable[[int, float], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Run:
     """Erase a concept and write a run folder.
 
-    The job is a recipe, or the keys of a recipe as keywords. `concept-eraser show RECIPE` prints
-    every key.
+    The job is the name of a concept, a recipe, or the keys of a recipe as keywords.
+    `concept-eraser show RECIPE` prints every key.
+
+    For a concept the prompts, the anchor concept, the retain set and the evaluation suite are
+    chosen from the shipped lists. The run folder has them in `recipe.yaml` and `suite.yaml`, which
+    can be edited and used again. Before the training, the concept is counted in images of the
+    original, if a judge is available and the device is fast enough.
 
     A model in memory is changed in place. It is left in eval mode, in fp32, on the device of the
     training (the CPU with training.offload or frozen: bf16). Only its trained parameters require a
@@ -141,7 +160,11 @@ def erase(
     be resumed with the same object.
 
     Args:
-        recipe: a recipe by name or path, or a mapping. Leave it out if its keys are keywords.
+        recipe: a concept, such as "Van Gogh", or a list of concepts. Or a recipe: its name, its
+            path or a mapping. Leave it out if its keys are keywords.
+        kind: with concepts: object, style, person, character or content (default: guessed).
+        anchor: with concepts: what is generated instead, one for all or one for each (default: from
+            the shipped list, else of the kind).
         model: the model to erase from, in place of the recipe's: a name, a folder, a hub id, or an
             object in memory (a pipeline, a torch module, a CLIP model with its tokenizer).
         base: for a single-file checkpoint or a part of a pipeline, the folder or hub id of the
@@ -168,7 +191,7 @@ def erase(
         generation: the sampler of the training images.
         memory: a preset for the memory of a GPU, such as "24gb". Other keywords take precedence.
         overrides: overrides of the recipe, such as "training.lr=1e-4".
-        output: the run folder; default: runs/<fingerprint of the recipe>.
+        output: the run folder; default: runs/<concept>, or runs/<fingerprint of the recipe>.
         resume: continue an unfinished run.
         overwrite: replace the run that the folder holds. Its files are set aside, and removed when
             the new run is finished. Files that this package did not write stay.
@@ -181,6 +204,8 @@ def erase(
         look: called before the first step and after each step, with the number of steps and the
             seconds of training. Its own time is not counted. The model in memory is the one in
             training, so it must not change the weights.
+        notify: with concepts: called before the training with each line about the plan, and with
+            how often the original generates the concept.
 
     Returns:
         The run, with the erased model.
@@ -191,6 +216,7 @@ def erase(
 
     Example:
         >>> import concept_eraser
+        >>> run = concept_eraser.erase("Van Gogh", kind="style", model="./sd15")
         >>> run = concept_eraser.erase(
         ...     model="tiny-sd",
         ...     forget={"prompts": "tiny_star", "loss": "anchor", "anchor": "a {color} circle"},
@@ -224,12 +250,29 @@ def erase(
         "generation": generation,
         "memory": memory,
     }
-    content, objects = _without_objects(_content(recipe, keys))
     name = model if source is None else _name_of(source)
+    names = _concept_names(recipe, kind, anchor)
+    suite_texts = concept_job.suites_beside(recipe)
+    plan_concepts = partial(
+        make_plan,
+        names,
+        model=BUNDLED if name is None else str(name),
+        kind=kind,
+        anchors=[anchor] if isinstance(anchor, str) else list(anchor or ()),
+    )
+    plan = plan_concepts() if names else None
+    objects: dict[str, Any] = {}
+    if plan is not None:
+        settings = {key: _plain(value) for key, value in keys.items() if value is not None}
+        content = concept_job.recipe_content(plan, settings, overrides)
+        overrides = ()
+    else:
+        content, objects = _without_objects(_content(recipe, keys))
     if name is not None:
         overrides = [*overrides, f"model={json.dumps(str(name))}"]
     job = recipes.load(content, list(overrides))
-    folder = Path(output) if output else Path("runs") / job.fingerprint
+    folder_name = plan.folder_name if plan else job.fingerprint
+    folder = Path(output) if output else Path("runs") / folder_name
     jobs.join(job)
     in_memory = source is not None or bool(objects) or job.has_objects
     with ExitStack() as lock:
@@ -249,6 +292,10 @@ def erase(
             allow_code=allow_code,
         )
         loaded_model.configure(job.model_options)
+        if plan is not None and isinstance(loaded_model, Model):
+            plan = plan_concepts(text_encoder=loaded_model)
+            suite_texts = concept_job.suite_texts(plan, folder)
+            _announce(plan, job, loaded_model, folder, notify or _log_line, progress, cache)
         command = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
         work = jobs.Job(
             recipe=job,
@@ -258,7 +305,9 @@ def erase(
             cache=cache,
             objects=objects,
             look=look,
-            claim=lambda: jobs.claim_folder(folder, job, overwrite=overwrite, command=command),
+            claim=lambda: jobs.claim_folder(
+                folder, job, overwrite=overwrite, command=command, suites=suite_texts
+            ),
         )
         summary = work.write(work.run(resume=resume))
         if distributed.is_first():
@@ -266,6 +315,59 @@ def erase(
             output_folder.seal(folder)
             output_folder.remove_set_aside(folder)
         return Run(folder, job, summary["seconds"], loaded_model)
+
+
+def _concept_names(recipe: Any, kind: Any, anchor: Any) -> list[str]:
+    """Return the concepts that were given in place of a recipe.
+
+    Raises UserError for `kind` or `anchor` without concepts.
+    """
+    if isinstance(recipe, str) and is_concept(recipe):
+        return [recipe]
+    if isinstance(recipe, list | tuple) and recipe and all(isinstance(one, str) for one in recipe):
+        return list(recipe)
+    if kind is not None or anchor is not None:
+        raise UserError("kind and anchor go with concepts; in a recipe the anchor is forget.anchor")
+    return []
+
+
+def _announce(
+    plan: ErasurePlan,
+    job: Recipe,
+    model: Model,
+    folder: Path,
+    notify: Callable[[str], None],
+    progress: Progress,
+    cache: Path | None,
+) -> None:
+    """Give the lines of a plan, and count each concept in images of the original."""
+    if not distributed.is_first():
+        notify = _ignore_line
+    for line in plan.lines():
+        notify(line)
+    files = ", ".join(str(folder / name) for name in ("recipe.yaml", *plan.suites))
+    again = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}_again"
+    notify(f"files:    {files}; repeat with: {again}")
+    if job.training.offload or job.training.shard != "none" or not concept_job.can_sample(model):
+        notify("not checked whether the model generates it: this takes long here")
+        return
+    for concept in plan.concepts:
+        try:
+            count, n = concept_job.count_concept(
+                model, suites.load(concept.suite), cache=cache, progress=progress
+            )
+        except UserError as error:
+            notify(f"not checked whether the model generates {concept.name!r}: {error}")
+        else:
+            notify(concept_job.describe_count(concept.name, count, n))
+
+
+def _ignore_line(text: str) -> None:
+    """Ignore a line."""
+
+
+def _log_line(text: str) -> None:
+    _LOG.info("%s", text)
 
 
 def _content(recipe: Any, keys: Mapping[str, Any]) -> Any:

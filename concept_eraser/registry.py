@@ -297,7 +297,15 @@ def summary(kind: str, name: str) -> str:
 
 
 def formulas(loss: str) -> dict[str, str]:
-    """Return the formulas of a built-in loss from the docstrings of its modules, by module."""
+    """Return the formulas of a built-in loss by module, those of one module on one line."""
+    return {module: " / ".join(items) for module, items in formula_items(loss).items()}
+
+
+def formula_items(loss: str) -> dict[str, list[str]]:
+    """Return the formulas of a built-in loss from the docstrings of its modules, by module.
+
+    A module of several targets has one for each target.
+    """
     lines = {
         module: (ast.get_docstring(tree) or "").splitlines()
         for module, tree in _modules("loss").items()
@@ -307,7 +315,7 @@ def formulas(loss: str) -> dict[str, str]:
     for module, text in lines.items():
         starts = [i for i, line in enumerate(text) if line.startswith(start)]
         if starts:
-            texts[module] = " / ".join(_item(text, i).removeprefix(start).strip() for i in starts)
+            texts[module] = [_item(text, i).removeprefix(start).strip() for i in starts]
     return texts
 
 

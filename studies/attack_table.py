@@ -1,11 +1,11 @@
-"""Several erasures of one concept under several attacks, one protocol for all.
+"""Run several attacks on several models without one concept, under one protocol.
 
     python -m studies.attack_table studies/configs/tiny_attacks.yaml [--victims munba,esd]
     [--attacks p4d-k] [--seeds 0] [--work runs/attacks]
 
-Each victim is trained from its recipe (once: a finished run is taken again) and attacked; attacks
-that were interrupted go on where they stopped. Each victim, attack and training seed is a result of
-the study (studies/result_tables.py); `python -m studies.render_results` makes the page.
+Each model is trained once from its recipe and attacked. Interrupted attacks continue where they
+stopped. Each model, attack and training seed is a result of the study (studies/result_tables.py).
+`python -m studies.render_results` renders the page.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from studies.tasks import parse_names
 
 
 def victim(spec: dict[str, Any], seed: int, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The erased model, trained if it is not there yet, and what is to be told of it."""
-    changes = {**spec.get("set", {}), "training.seed": seed}
-    recipe = recipes.load(spec["recipe"], [f"{k}={json.dumps(v)}" for k, v in changes.items()])
+    """Return the erased model, trained if necessary, and its description for the result."""
+    overrides = {**spec.get("set", {}), "training.seed": seed}
+    recipe = recipes.load(spec["recipe"], [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
     run = api.erase(recipe, output=folder, resume=True)
     model = run.model or erased_model(run)
     return model, {
@@ -44,7 +44,7 @@ def victim(spec: dict[str, Any], seed: int, folder: Path) -> tuple[Any, dict[str
 
 
 def protocol_of(study: dict[str, Any], attack: str) -> dict[str, Any]:
-    """The protocol that a result of this study must have been made by."""
+    """Return the protocol that a result of this study must have."""
     protocol = Protocol(
         suites.load(study["suite"]),
         attack,
@@ -53,12 +53,12 @@ def protocol_of(study: dict[str, Any], attack: str) -> dict[str, Any]:
         study["n"],
         seed=study["seed"],
     )
-    # n is what was left of the asked
+    # a result has fewer prompts where the original does not show the concept
     return {k: v for k, v in protocol.as_dict().items() if k not in ("n", "batch")}
 
 
 def require_asked(results: Results, key: str, protocol: dict[str, Any]) -> None:
-    """Stop where a result was made by another protocol: the table must not mix them."""
+    """Raise SystemExit if a result has another protocol. A table has one protocol."""
     stored_protocol = results[key]["protocol"]
     differ = [
         name
@@ -67,9 +67,8 @@ def require_asked(results: Results, key: str, protocol: dict[str, Any]) -> None:
     ]
     if differ:
         raise SystemExit(
-            f"{results.name}/{key} was made by another protocol ({', '.join(differ)}); "
-            "to have it made again, call "
-            f"python -m studies.result_tables {results.name} --remove {key}"
+            f"{results.name}/{key} has another protocol ({', '.join(differ)}); to make it again, "
+            f"call python -m studies.result_tables {results.name} --remove {key}"
         )
 
 
@@ -106,9 +105,7 @@ def under_attack(
     keys: dict[str, str],
     results: MutableMapping[str, Content],
 ) -> None:
-    """Train a victim, or find it again, and write what each attack does to it, under the attack's
-    key.
-    """
+    """Train or load a model, and write the result of each attack under its key."""
     model, facts = victim(study["victims"][name], seed, work / "run")
     for attack, key in keys.items():
         result = api.attack(
@@ -127,7 +124,7 @@ def under_attack(
         print(
             f"{name} (seed {seed}) under {attack}: {rates} % ({result.seconds:.0f} s)", flush=True
         )
-    # weights.safetensors is enough to make it again
+    # weights.safetensors is enough to load it again
     shutil.rmtree(work / "run" / "pipeline", ignore_errors=True)
 
 

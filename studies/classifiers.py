@@ -1,14 +1,15 @@
-"""Forgetting from a classifier: every method at the best setting of a stated grid, beside
-retraining, over several seeds.
+"""Forget examples of a classifier: every method at the best setting of a grid, and retraining, over
+several seeds.
 
     python -m studies.classifiers studies/configs/classification.yaml [--tasks class] [--methods
     munba,finetune]
 
-For each seed a model is trained on all examples ("original") and one without the forgotten ones
-("Retrain", same start); every method starts from the original through `concept_eraser.erase`. The
-grid is searched on the selection seeds and one half of the test set, by the average gap to their
-own Retrain; the other half is reported. Each task is a result of the study
-(studies/result_tables.py); methods that are not asked for keep the rows they have there.
+For each seed, one model is trained on all examples ("original") and one without the forget set
+("Retrain", from the same initial weights). Every method starts from the original through
+`concept_eraser.erase`. The setting is chosen on the selection seeds and one half of the test set,
+by the mean gap to Retrain of the same seed. The other half is reported. Each task is a result of
+the study (studies/result_tables.py). A call for some methods leaves the rows of the others as they
+are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from torch import nn
 
 from concept_eraser import api, registry
 from concept_eraser.data.labelled import Labelled, choose, rest_of
-from concept_eraser.evaluation.labelled.classification import Table, likelihood_ratio, look, measure
+from concept_eraser.evaluation.labelled.classification import (
+    Table,
+    likelihood_ratio,
+    measure,
+    predict,
+)
 from concept_eraser.methods.history import History
 from concept_eraser.models.module import build
 from concept_eraser.training.fit import Plan, fit
@@ -37,16 +43,18 @@ from studies import tasks
 
 @dataclass
 class World:
-    """One seed's models, from which every method starts and to which it is compared."""
+    """The models of one seed: the start of every method, and the reference."""
 
     seed: int
     original: nn.Module
     retrained: nn.Module
-    seconds: dict[str, float]  # of training each
+    seconds: dict[str, float]  # of the training of each
 
 
 @dataclass
 class Bench:
+    """One task of a study: its data, and the functions that train and measure."""
+
     study: dict
     task: dict
     work: Path
@@ -71,6 +79,7 @@ class Bench:
         }
 
     def world(self, seed: int) -> World:
+        """Train the original and Retrain of a seed."""
         plan = Plan(seed=seed, **{"decay": False, **self.study["training"]})
         models, seconds = {}, {}
         for name, rows in (("original", torch.arange(len(self.train))), ("retrained", self.retain)):
@@ -79,7 +88,7 @@ class Bench:
                 self.study["model"]["architecture"], "classifier", **self.study["model"]["options"]
             ).module
             history = None
-            # frozen batch norm: for models without
+            # a history is for models without batch norm
             if name == "original" and self.study.get("history"):
                 history = History(
                     tuple(module.parameters()), self.study["history"], self.work / f"history_{seed}"
@@ -91,11 +100,13 @@ class Bench:
         return World(seed, models["original"], models["retrained"], seconds)
 
     def loss(self, module: nn.Module) -> Any:
+        """Return the cross-entropy of a model as a function of rows."""
         return lambda rows: F.cross_entropy(
             module(self.train.inputs(rows)), self.train.labels[list(rows)]
         )
 
     def table(self, module: nn.Module, seed: int, use: str = "report") -> Table:
+        """Return the accuracies and membership attacks of a model."""
         return measure(
             module,
             self.train,
@@ -107,7 +118,7 @@ class Bench:
         )
 
     def erase(self, spec: dict, point: dict, world: World) -> tuple[nn.Module, float]:
-        """The original after a method at a point of its grid, and the seconds that took."""
+        """Return the original after a method at one setting, and the seconds of the method."""
         module = copy.deepcopy(world.original)
         training = {
             "steps": spec.get("steps", 1),
@@ -145,9 +156,7 @@ class Bench:
 
 
 def choose_setting(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, list[dict]]:
-    """The point with the least mean gap over the selection worlds, and all of them with their
-    gaps.
-    """
+    """Return the setting with the least mean gap on the selection seeds, and all settings."""
     points = spec.get("grid", [{}])
     if len(points) == 1:
         return points[0], []
@@ -160,17 +169,18 @@ def choose_setting(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict,
                 )
                 for w in worlds
             ]
-        except UserError as error:  # the loss ran away: a setting not to choose
+        except UserError as error:  # the loss diverged at this setting
             grid.append({"point": point, "gap": None, "failed": str(error).split(";")[0]})
             continue
         grid.append({"point": point, "gap": sum(gaps) / len(gaps)})
     finite = [s for s in grid if s["gap"] is not None]
     if not finite:
-        raise UserError(f"no setting ended: {grid[-1]['failed']}")
+        raise UserError(f"every setting failed: {grid[-1]['failed']}")
     return min(finite, key=lambda s: s["gap"])["point"], grid
 
 
 def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
+    """Return the result of a task."""
     bench = Bench(study, study["tasks"][name], work)
     worlds = {seed: bench.world(seed) for seed in (*study["select"]["seeds"], *study["seeds"])}
     selection, seeds = (
@@ -178,15 +188,15 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
         [worlds[s] for s in study["seeds"]],
     )
     shadows = {
-        k: [look(getattr(w, k), bench.train, bench.forget) for w in worlds.values()]
+        k: [predict(getattr(w, k), bench.train, bench.forget) for w in worlds.values()]
         for k in ("original", "retrained")
     }
 
     def row(module: nn.Module, world: World, seconds: float) -> dict[str, Any]:
-        own_index = list(worlds).index(world.seed)  # a model is no shadow of itself
+        own_index = list(worlds).index(world.seed)  # a model is not its own shadow model
         outside = [s for i, s in enumerate(shadows["retrained"]) if i != own_index]
         inside = [s for i, s in enumerate(shadows["original"]) if i != own_index]
-        ratio = likelihood_ratio(look(module, bench.train, bench.forget), inside, outside)
+        ratio = likelihood_ratio(predict(module, bench.train, bench.forget), inside, outside)
         table = bench.table(module, world.seed)
         return {
             "seed": world.seed,
@@ -253,7 +263,7 @@ def _part(data: Labelled, rows: torch.Tensor) -> Labelled:
     return Labelled(
         data.labels[rows],
         data.names,
-        lambda wanted: data.inputs(rows[list(wanted)].tolist()),
+        lambda indices: data.inputs(rows[list(indices)].tolist()),
         data.about,
     )
 

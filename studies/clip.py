@@ -1,12 +1,11 @@
-"""Scrub shapes from the small CLIP: zero-shot accuracies, and what the pipeline draws with the
-scrubbed text tower.
+"""Erase shapes from the small CLIP, and generate images with its text tower.
 
     python -m studies.clip studies/configs/clip.yaml [--tasks one] [--methods munba]
 
-Accuracy on forgotten, retained and test images, and on labels that the training never used
-(colour, style): what the field measures with ImageNet. For methods with `plug: true` the text tower
-goes into tiny-sd, which draws `images` of each shape. Each task is a result of the study
-(studies/result_tables.py).
+The accuracies are zero-shot: on images of the forget set, the retain set and the test set, and for
+labels that the training never used (colour, style). Papers use ImageNet labels for the latter. For
+methods with `plug: true` the text tower goes into tiny-sd, which generates `images` of each shape.
+Each task is a result of the study (studies/result_tables.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from concept_eraser import api, registry
 from concept_eraser.data import generate
 from concept_eraser.data.labelled import Labelled, choose, rest_of
-from concept_eraser.evaluation.labelled.classification import look
+from concept_eraser.evaluation.labelled.classification import predict
 from concept_eraser.evaluation.statistics import frechet_of_features
 from concept_eraser.models.families.clip import Clip
 from concept_eraser.models.loading import load_part
@@ -46,10 +45,14 @@ def _painted_data(n: int, split: str, label: str, seed: int) -> Labelled:
 def accuracies(
     clip: Clip, study: dict, classes: list[str], seed: int = 0
 ) -> dict[str, dict[str, float]]:
-    """Share correct and n on forgotten, retained and test images (of the other classes), and on
-    other labels.
+    """Return accuracy and n on the forget, retain and test images, and for other labels.
 
-    seed: of the test images; settings are chosen on others than those that are reported."""
+    Args:
+        clip: The model.
+        study: The configuration.
+        classes: The classes to forget. The test images are of the other classes.
+        seed: The seed of the test images. Selection uses another seed than the report.
+    """
     train, test = painted_data(study, "train"), painted_data(study, "test", seed=seed)
     forget = choose(train, classes=classes)
     net = clip.zero_shot(train.names, study["templates"])
@@ -58,11 +61,11 @@ def accuracies(
         "retain": (train, rest_of(train, forget)),
         "test": (test, rest_of(test, choose(test, classes=classes))),
     }
-    correct_by_set = {name: look(net, data, rows).correct for name, (data, rows) in sets.items()}
-    # of the same images as test, so that no forgotten shape is in them; nor in the templates
+    correct_by_set = {name: predict(net, data, rows).correct for name, (data, rows) in sets.items()}
+    # the test images, which have no forgotten shape, with templates that have none either
     for label in OTHER:
         data = painted_data(study, "test", label, seed)
-        correct_by_set[label] = look(
+        correct_by_set[label] = predict(
             clip.zero_shot(data.names, study["other_templates"]), data, sets["test"][1]
         ).correct
     return {
@@ -71,31 +74,34 @@ def accuracies(
     }
 
 
-def generated_shares(clip_run: Any, study: dict, base: int = 9000) -> dict[str, Any]:
-    """What tiny-sd draws with a CLIP's text tower: for each shape the share that shows it, and
-    features [shapes, n, d].
+def generated_rates(clip_run: Any, study: dict, base: int = 9000) -> dict[str, Any]:
+    """Generate images with tiny-sd and the text tower of a CLIP.
+
+    Returns:
+        The rate of each shape with its no-object rate, and features [shapes, n, d].
     """
     model = api.plug("tiny-sd", clip_run)
     judge = registry.load("judge", "tiny")()
-    shares, features = {}, []
+    rates, features = {}, []
     for i, shape in enumerate(SHAPES):
         prompts = [f"a picture of a {shape}"] * study["images"]
         images = generate.generate(model, prompts, generate.seeds_for(prompts, base + i), SAMPLING)
-        labels = judge.look(images)["shape"]
-        shares[shape] = {
+        labels = judge.classify(images)["shape"]
+        rates[shape] = {
             "shown": float((labels == shape).mean()),
             "none": float((labels == "none").mean()),
             "n": len(labels),
         }
         features.append(torch.from_numpy(judge.features(images)))
-    return {"shares": shares, "features": torch.stack(features)}
+    return {"rates": rates, "features": torch.stack(features)}
 
 
-def scrub(
+def erase(
     spec: dict, study: dict, classes: list[str], point: float | dict, seed: int, folder: Path
 ) -> api.Run:
-    """The CLIP after a method at a point of its grid: a learning rate, or options as in
-    `method.alpha: 5`.
+    """Erase classes from the CLIP with a method at one setting.
+
+    The setting is a learning rate, or options as in `method.alpha: 5`.
     """
     settings: dict[str, Any] = {
         "method": spec["method"],
@@ -142,10 +148,11 @@ def _named(point: float | dict) -> dict[str, Any]:
 
 
 def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
+    """Return the result of a task."""
     classes = study["tasks"][name]["classes"]
     original = load_part("tiny-sd", "clip")
     assert isinstance(original, Clip)
-    before = generated_shares(original, study)
+    before = generated_rates(original, study)
     retained_rows = [i for i, shape in enumerate(SHAPES) if shape not in classes]
 
     def distance(after: dict[str, Any]) -> float:
@@ -161,12 +168,12 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
             "accuracy": accuracies(run.model, study, classes),
         }  # type: ignore[arg-type]
         if plug:
-            after = generated_shares(run.model, study)
-            result |= {"drawn": after["shares"], "fid_to_original": distance(after)}
+            after = generated_rates(run.model, study)
+            result |= {"drawn": after["rates"], "fid_to_original": distance(after)}
         return result
 
-    # the original against itself from other seeds
-    floor = distance(generated_shares(original, study, base=9500))
+    # the original against itself with other seeds
+    floor = distance(generated_rates(original, study, base=9500))
     rows: list[dict[str, Any]] = [
         {
             "method": "original",
@@ -174,7 +181,7 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
             "runs": [
                 {
                     "accuracy": accuracies(original, study, classes),
-                    "drawn": before["shares"],
+                    "drawn": before["rates"],
                     "fid_to_original": floor,
                 }
             ],
@@ -187,13 +194,13 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
             best, grid = choose_setting(study, spec, classes, work / method)
             runs = [
                 row(
-                    scrub(spec, study, classes, best, seed, work / f"{method}_report_{seed}"),
+                    erase(spec, study, classes, best, seed, work / f"{method}_report_{seed}"),
                     seed,
                     spec.get("plug", False),
                 )
                 for seed in study["seeds"]
             ]
-        except UserError as error:  # one method that runs away must not cost the others
+        except UserError as error:  # the other methods still run
             failures[spec["label"]] = str(error)
             continue
         rows.append(
@@ -239,13 +246,15 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
 def choose_setting(
     study: dict, spec: dict, classes: list[str], work: Path
 ) -> tuple[dict, list[dict[str, Any]]]:
-    """The point of the grid with the highest test accuracy minus accuracy on the forgotten, on
-    other training seeds and test images.
+    """Return the best setting of the grid, and all with their scores.
+
+    The score is the test accuracy minus the accuracy on the forget set, on the training seed and
+    test images of selection.
     """
     grid: list[dict[str, Any]] = []
     for i, point in enumerate(spec["grid"]):
         try:
-            run = scrub(
+            run = erase(
                 spec,
                 study,
                 classes,
@@ -253,16 +262,16 @@ def choose_setting(
                 study["select"]["seeds"][0],
                 work.with_name(f"{work.name}_{i}"),
             )
-        except UserError as error:  # a setting not to choose
+        except UserError as error:  # the loss diverged at this setting
             grid.append({"point": _named(point), "score": None, "failed": str(error).split(";")[0]})
             continue
-        shares = accuracies(run.model, study, classes, seed=1)  # type: ignore[arg-type]
+        values = accuracies(run.model, study, classes, seed=1)  # type: ignore[arg-type]
         grid.append(
-            {"point": _named(point), "score": shares["test"]["value"] - shares["forget"]["value"]}
+            {"point": _named(point), "score": values["test"]["value"] - values["forget"]["value"]}
         )
     finite = [s for s in grid if s["score"] is not None]
     if not finite:
-        raise UserError(f"no setting ended: {grid[-1]['failed']}")
+        raise UserError(f"every setting failed: {grid[-1]['failed']}")
     return max(finite, key=lambda s: s["score"])["point"], grid
 
 

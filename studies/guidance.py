@@ -38,9 +38,9 @@ from studies.tasks import parse_names
 STUDY = "guidance"
 
 
-def along(change: Tensor, way: Tensor) -> float:
-    """How much of a way was gone: the projection, as a share of the way."""
-    return float((change * way).sum() / way.square().sum())
+def along(change: Tensor, direction: Tensor) -> float:
+    """Return the projection of a change on a direction, relative to its length."""
+    return float((change * direction).sum() / direction.square().sum())
 
 
 @torch.no_grad()
@@ -51,8 +51,8 @@ def rows(
     anchors: list[str],
     how: dict[str, Any],
 ) -> list[dict[str, float]]:
-    """One a step of the sampler: its time step, and what was learned, what followed and what is
-    left of guidance there.
+    """Return the time step and the three measures of the module's docstring, for each step of the
+    sampler.
     """
     concept_output, anchor_output, empty_output = (
         original.encode(texts) for texts in (concept, anchors, [""] * len(concept))
@@ -89,9 +89,9 @@ def rows(
 
 
 def case(study: dict[str, Any], task: str, name: str) -> dict[str, Any]:
-    """A case on a task, in the words of studies/study.py."""
+    """Return a case on a task as an entry of studies/study.py."""
     where, how = study["tasks"][task], study["cases"][name]
-    of = {
+    data = {
         "forget.prompts": where["forget"],
         "forget.anchor": where["anchor"],
         "retain.prompts": where["retain"],
@@ -100,11 +100,12 @@ def case(study: dict[str, Any], task: str, name: str) -> dict[str, Any]:
         "recipe": study["recipe"],
         "suite": where["suite"],
         "label": how["label"],
-        "set": {**study["set"], **of, **how["set"]},
+        "set": {**study["set"], **data, **how["set"]},
     }
 
 
 def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
+    """Train and measure a case, and write its result."""
     entry, seed = case(study, task, name), study["seed"]
     recipe, results, key = recipe_of(entry, {}, seed), Results(STUDY), f"{task}_{name}"
     sizes = {"n": study["n"], "images": study["images"]}

@@ -1,16 +1,21 @@
-"""All methods on all tasks under one protocol, attacks included.
+"""Run all methods on all tasks under one protocol, attacks included.
 
     python -m studies.leaderboard studies/configs/tiny_leaderboard.yaml [--tasks star] [--methods
     munba,esd] [--seeds 0] [--stage train|implicit|memory|time|attack]
 
-Every method has a grid of the same size, chosen on one task with training seeds and images that
-are not reported (studies/study.py does that); the other tasks take its setting. Then each victim is
-asked by prompts without the concept's names, trained again with as many seconds as one of the
-methods takes (`time`, attacked there, too), its memory is measured (`memory`), and it is attacked.
-A safeguard at inference (`guard`) has a grid of texts and nothing to train. Each run is a result of
-the study (studies/result_tables.py); others stand in its folders implicit/, memory/, time/ and
-attacks/. A result that is there is not made again, so the command continues where it was stopped.
-`python -m studies.render_results` makes the page.
+Every method has a grid of the same size. Its setting is chosen on one task, on training seeds and
+images that are not reported (studies/study.py). The other tasks use the same setting. The stages
+then measure each model:
+
+    implicit   prompts that do not name the concept
+    memory     memory of the training steps
+    time       a training with the seconds of one method, and attacks on its model
+    attack     all attacks
+
+A safeguard at inference (`guard`) has a grid of texts and no training. Each run is a result of the
+study (studies/result_tables.py). Other results lie in its folders implicit/, memory/, time/ and
+attacks/. Existing results are not made again, so an interrupted command continues where it stopped.
+`python -m studies.render_results` renders the page.
 """
 
 from __future__ import annotations
@@ -39,8 +44,9 @@ ORIGINAL = "tiny-sd"
 
 
 def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]:
-    """A method on a task, in the words of studies/study.py. Keys that a recipe does not have are
-    not set in it.
+    """Return a method on a task as an entry of studies/study.py.
+
+    Only keys that the recipe has are set in it.
     """
     where, how = leaderboard["tasks"][task], leaderboard["methods"][method]
     if "guard" in how:
@@ -60,7 +66,7 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
     recipe = recipes.load(
         how["recipe"], [f"{k}={json.dumps(v)}" for k, v in how.get("set", {}).items()]
     )
-    changes = dict(how.get("set", {}))
+    overrides = dict(how.get("set", {}))
     for objective, prompts in (
         ("forget", where["forget"]),
         ("replace", where["forget"]),
@@ -69,11 +75,11 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
         spec = getattr(recipe, objective)
         if spec is None:
             continue
-        # some retain what stands in for the concept, or the concept
+        # some retain sets hold the anchor or the concept
         concept = spec.prompts == recipe.forget.prompts
-        changes[f"{objective}.prompts"] = where["forget"] if concept else prompts
+        overrides[f"{objective}.prompts"] = where["forget"] if concept else prompts
         if isinstance(spec.anchor, dict):
-            changes[f"{objective}.anchor"] = where["anchor"]
+            overrides[f"{objective}.anchor"] = where["anchor"]
     home = leaderboard["select"]["task"]
     choice = {"grid": how.get("grid")} if task == home else {"like": f"{home}_{method}"}
     grid = choice if "grid" in how else {"like": how["like"]} if "like" in how else {}
@@ -83,14 +89,14 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
         "label": label,
         "task": task,
         "suite": where["suite"],
-        "set": changes,
+        "set": overrides,
         "watch": how.get("watch", True),
         **grid,
     }
 
 
 def expand(leaderboard: dict[str, Any]) -> dict[str, Any]:
-    """The leaderboard as a study of studies/study.py: one entry a task and method."""
+    """Return the leaderboard as a study of studies/study.py: an entry for each task and method."""
     sizes = {name: len(points) for name, points in leaderboard["grids"].items()}
     if len(set(sizes.values())) > 1:
         raise SystemExit(f"the grids must be of one size, found {sizes}")
@@ -107,9 +113,7 @@ def expand(leaderboard: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_guarded(study: dict[str, Any], name: str, work: Path, results: Results) -> None:
-    """Measure the original under a safeguard, at the setting that `guard_of` chooses, and write its
-    result.
-    """
+    """Measure the original under a safeguard at the setting of `guard_of`. Write the result."""
     key, about = f"{name}_seed0", study["entries"][name]
     judge = registry.load("judge", runs.suite_of(study, about, None).judge)().fingerprint
     previous = results.get(key)
@@ -147,14 +151,17 @@ def measure_guarded(study: dict[str, Any], name: str, work: Path, results: Resul
 def guard_of(
     study: dict[str, Any], name: str, judge: str, work: Path, results: Mapping[str, Content]
 ) -> tuple[list[dict[str, Any]], str]:
-    """The scored settings of a safeguard and which is the best: as seen on other images and under
-    the selection's attack, or, as other methods' settings are, what another task chose (`like`)."""
+    """Return the scored settings of a safeguard, and the best one.
+
+    The scores are from images and an attack of the selection. An entry with `like` has the setting
+    of another task.
+    """
     about = study["entries"][name]
     if "like" in about:
         other = f"{about['like']}_seed0"
         if other not in results:
             raise SystemExit(
-                f"{other} is not there yet, and chooses the setting; run its task first"
+                f"there is no result {other} yet, which chooses the setting; run its task first"
             )
         other_result = results[other]
         kind = other_result["point"]["guard"].partition(":")[0]
@@ -173,20 +180,20 @@ def guard_of(
             ).as_dict()
         }
         victim = (ORIGINAL, {"before": ORIGINAL, "guard": guard})
-        fell = selection.attack_success(
+        success_rate = selection.attack_success(
             study, about, judge, work / name / f"select_{guard.partition(':')[0]}", victim
         )
         grid.append(
-            selection.row({"guard": guard}, [scores], [fell], selection.scorer(study, judge))
+            selection.row(
+                {"guard": guard}, [scores], [success_rate], selection.scorer(study, judge)
+            )
         )
     best = max(grid, key=lambda row: row["score"])["point"]["guard"] if grid else about["guard"][0]
     return grid, best
 
 
 def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The model of a reported run, and what else measuring it takes: the original of a run, or a
-    safeguard.
-    """
+    """Return the model of a reported run, and its options: the original, a safeguard."""
     if "guard" in report["point"]:
         return ORIGINAL, {"before": ORIGINAL, "guard": report["point"]["guard"]}
     recipe = recipes.validate(report["recipe"], report["entry"])
@@ -198,9 +205,7 @@ def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
 def implicit(
     leaderboard: dict[str, Any], name: str, seed: int, work: Path, results: Results
 ) -> None:
-    """Measure one victim by prompts that show the concept without any of its names; a task may have
-    none.
-    """
+    """Measure a model on prompts that do not name the concept. A task may have none."""
     key, folder_results = f"{name}_seed{seed}", results.folder("implicit")
     report = results[key]
     suite_name = leaderboard["tasks"][report["task"]].get("implicit")
@@ -214,8 +219,9 @@ def implicit(
 
 
 def is_of(result: Content | None, report: Content) -> bool:
-    """Whether there is a result and it is of the victim that is reported: an entry's setting may
-    have been chosen anew.
+    """Return whether a result exists and belongs to the reported model.
+
+    The setting of an entry may have changed since the result.
     """
     content = result or {}
     return (
@@ -225,24 +231,27 @@ def is_of(result: Content | None, report: Content) -> bool:
 
 
 def victims_result(name: str, report: Content, measurement: Content) -> Content:
-    """What was measured of a victim, with the setting by which `is_of` recognises it."""
+    """Return a measurement of a model with its setting, by which `is_of` recognises it."""
     return {"victim": name, "recipe": report["recipe"], "point": report["point"], **measurement}
 
 
 def of(report: dict[str, Any]) -> str:
-    """A few letters for a victim, for the names of its folders."""
+    """Return a short fingerprint of a reported run, for the names of its folders."""
     return provenance.fingerprint({"recipe": report["recipe"], "point": report["point"]})[:8]
 
 
 def memory(name: str, seed: int, work: Path, results: Results) -> None:
-    """Measure the memory of a reported run's steps, in a process of its own; a closed form and a
-    safeguard have no steps.
+    """Measure the memory of the steps of a reported run, in a process of its own.
+
+    A closed form and a safeguard have no steps.
     """
     key, folder_results = f"{name}_seed{seed}", results.folder("memory")
     report = results[key]
     if not report["run"].get("steps") or is_of(folder_results.get(key), report):
         return
-    recipe_file, output_file = (work / name / f"memory_{kind}.json" for kind in ("asked", "told"))
+    recipe_file, output_file = (
+        work / name / f"memory_{kind}.json" for kind in ("recipe", "footprint")
+    )
     recipe_file.parent.mkdir(parents=True, exist_ok=True)
     recipe_file.write_text(json.dumps(report["recipe"]))
     subprocess.run(
@@ -253,8 +262,14 @@ def memory(name: str, seed: int, work: Path, results: Results) -> None:
 
 
 def same_time(steps: int, seconds: float, budget: float) -> int | None:
-    """How many steps take the budget where so many take these seconds; None where that is within a
-    tenth anyway.
+    """Return the number of steps that take the seconds of the budget.
+
+    The result is None if the run already took these seconds, within a tenth.
+
+    Args:
+        steps: The steps of the run.
+        seconds: The seconds of the run.
+        budget: The seconds to reach.
     """
     return None if abs(seconds / budget - 1) < 0.1 else max(1, round(steps * budget / seconds))
 
@@ -267,9 +282,12 @@ def equal_time(
     work: Path,
     results: Results,
 ) -> Path | None:
-    """Train once more, at the method's setting, for as many seconds of its process as the method
-    `like` took for its steps. The run's folder; None where there is no such run, or its steps took
-    those seconds anyway."""
+    """Train once more at the method's setting, for the process seconds of the method `like`.
+
+    Returns:
+        The folder of the run. None if there is no such run, or if the reported run took these
+        seconds.
+    """
     key, folder_results, how = f"{name}_seed{seed}", results.folder("time"), leaderboard.get("time")
     report = results[key]
     if (
@@ -282,7 +300,7 @@ def equal_time(
     other = f"{report['task']}_{how['like']}_seed{seed}"
     if other not in results:
         raise SystemExit(
-            f"{other} is not there yet, and its seconds are the budget; run --methods "
+            f"there is no result {other} yet, whose seconds are the budget; run --methods "
             f"{how['like']} first"
         )
     steps = same_time(
@@ -291,7 +309,7 @@ def equal_time(
         results[other]["run"]["cpu_seconds"],
     )
     if steps is None:
-        folder_results.pop(key, None)  # of a setting that took another time
+        folder_results.pop(key, None)  # of an earlier setting
         return None
     entry, point, folder = (
         study["entries"][name],
@@ -312,8 +330,9 @@ def equal_time(
 
 
 def attacked_suite(study: dict[str, Any], entry: dict[str, Any]) -> Any:
-    """The suite whose prompts and noise are attacked: a leaderboard that has images of its own is
-    attacked at those.
+    """Return the suite with the prompts and seeds of the attacks.
+
+    A leaderboard with an image seed of its own uses it.
     """
     return (
         runs.suite_of(study, entry, study["image_seed"])
@@ -332,8 +351,18 @@ def attack(
     attack_names: list[str],
     folder: Path | None = None,
 ) -> None:
-    """Attack one victim with the attacks that have no result yet. Its run must have been trained
-    and reported; `folder` is where that was done, unless it is a row's own."""
+    """Run the attacks on a model that have no result yet. Its run must be reported.
+
+    Args:
+        leaderboard: The configuration.
+        study: The expanded configuration.
+        name: The entry.
+        seed: The training seed.
+        work: The work folder.
+        results: The results of the study, or of its folder time/.
+        attack_names: The attacks.
+        folder: The folder of the run, if it is not that of the reported run.
+    """
     report, folder_results = results[f"{name}_seed{seed}"], results.folder("attacks")
     suite = attacked_suite(study, study["entries"][name])
     protocol = {**leaderboard["attack"], "suite": suite, "attacks": leaderboard["attacks"]}
@@ -383,7 +412,7 @@ def main() -> None:
     for task in parse_names(parser, "tasks", args.tasks, leaderboard["tasks"]):
         for method in parse_names(parser, "methods", args.methods, leaderboard["methods"]):
             name = f"{task}_{method}"
-            # a closed form draws nothing
+            # a closed form has no random draws
             method_seeds = leaderboard["methods"][method].get("seeds", leaderboard["seeds"])
             seeds = [seed for seed in reported_seeds if seed in method_seeds]
             if args.stage in ("train", "all"):
@@ -395,13 +424,13 @@ def main() -> None:
                     )
             for seed in seeds if args.stage in ("implicit", "all") else []:
                 implicit(leaderboard, name, seed, args.work, results)
-            # the same whatever the seed
+            # the memory does not depend on the seed
             for seed in seeds[:1] if args.stage in ("memory", "all") else []:
                 memory(name, seed, args.work, results)
             for seed in seeds if args.stage in ("time", "all") else []:
                 folder = equal_time(leaderboard, study, name, seed, args.work, results)
                 if folder is not None:
-                    under = [
+                    chosen_attacks = [
                         one for one in leaderboard["time"].get("attacks", []) if one in attacks
                     ]
                     attack(
@@ -411,7 +440,7 @@ def main() -> None:
                         seed,
                         args.work,
                         results.folder("time"),
-                        under,
+                        chosen_attacks,
                         folder,
                     )
             for seed in seeds if args.stage in ("attack", "all") else []:

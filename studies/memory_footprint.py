@@ -1,4 +1,4 @@
-"""The memory of a training's steps, measured in a new process of its own.
+"""Measure the memory of training steps, in a process of its own.
 
     python -m studies.memory_footprint RECIPE.json OUT.json
 
@@ -29,9 +29,7 @@ EXAMPLES = 16
 
 
 def shorten(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe with as few steps and images as show its memory; batches, weights and method are
-    its own.
-    """
+    """Return the recipe with few steps and images. Batches, parameters and method are unchanged."""
     short = json.loads(json.dumps(recipe))
     objectives = [short[key] for key in ("forget", "retain", "replace", "attack") if key in short]
     for objective in (
@@ -47,7 +45,7 @@ def shorten(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(recipe: dict[str, Any], folder: Path) -> dict[str, float]:
-    """In MB: what was held before the first step, and the most above that until the last."""
+    """Return in MB the memory before the first step, and the peak of the steps above it."""
     readings: list[float] = []
 
     def look(step: int, seconds: float) -> None:
@@ -60,9 +58,7 @@ def measure(recipe: dict[str, Any], folder: Path) -> dict[str, float]:
 
 
 def give_back() -> None:
-    """Freed memory to the system, which malloc else keeps; a C library other than glibc is left as
-    it is.
-    """
+    """Return freed memory to the system. This does nothing with a C library other than glibc."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

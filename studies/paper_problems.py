@@ -1,10 +1,10 @@
-"""Run the papers' own small problems and write what came out, as results of the study `papers`
+"""Run small problems that the papers used, as results of the study `papers`
 (studies/result_tables.py).
 
     python -m studies.paper_problems [--only eq24,mini_unlearning] [--seeds 0,1,2]
 
-`python -m studies.render_results` makes eval/results/papers.md and its figure of them. About five
-minutes on one core in all.
+`python -m studies.render_results` renders eval/results/papers.md and its figure. All problems take
+about five minutes on one core.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""Render eval/results/<study>.md with its figures, and the tables inside README.md, from the tables
-of the studies.
+"""Render the pages and figures of eval/results, and the tables inside README.md, from the tables of
+the studies.
 
     python -m studies.render_results [--check]
 
 New results of studies (studies/result_tables.py) are moved into their tables first. `--check`
-writes nothing and fails where a file differs from what it would write.
+writes nothing. It fails if a file differs from what the command would write.
+
+A table stands in README.md between `<!-- NAME -->` and `<!-- /NAME -->`. Only the tables with such
+marks are rendered.
 """
 
 from __future__ import annotations
 
-import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +25,67 @@ from studies.rendering import (
     guidance,
     labelled,
     leaderboard,
+    one_line,
     others,
+    quickstart,
     several_concepts,
     studies,
 )
-from studies.rendering.common import load
+from studies.rendering.common import current_label, load
 from studies.result_tables import NEW_RESULTS, ROOT, TABLES, Results
+
+README = ROOT / "README.md"
+# The tables of README.md by the name of their marks.
+BLOCKS: dict[str, Callable[[], str]] = {
+    "quickstart": quickstart.block,
+    "results": leaderboard.results_block,
+    "world": others.world_table,
+    "methods": others.methods_table,
+    "attacks": others.attacks_table,
+}
+# The studies of studies/study.py: the title and the table of each page.
+STUDIES: dict[str, tuple[str, Any]] = {
+    "tiny_star": ("Erasing star from tiny-sd", studies.star_table),
+    "tiny_hard": ("MUNBa and the plain sum at one learning rate", studies.hard_table),
+    "tiny_rules": (
+        "The rules of the papers on a shape, a colour and a style",
+        studies.rules_table,
+    ),
+    "tiny_methods": ("FORUM and adversarial training on the star", studies.star_table),
+    "tiny_star_recipe": (
+        "Candidates for MUNBa's recipe, on seeds that no other page reports",
+        studies.star_table,
+    ),
+}
+
+
+def fill_blocks(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
+    """Return a text with the content of every block whose marks it has.
+
+    Raises:
+        SystemExit: A block is opened and not closed, or has its marks twice.
+    """
+    for name, render in blocks.items():
+        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        if first not in text and last not in text:
+            continue
+        before, opening, rest = text.partition(first)
+        _, closing, after = rest.partition(last)
+        if not (opening and closing) or last in before or first in after or last in after:
+            raise SystemExit(
+                f"the text needs one line <!-- {name} --> and below it one line <!-- /{name} -->"
+            )
+        text = f"{before}{first}{render()}\n{last}{after}"
+    return text
 
 
 def pages() -> dict[Path, str]:
-    """What every rendered file should contain."""
+    """Return what every rendered text file should contain."""
     contents: dict[Path, str] = {}
-    blocks = {
-        "world": others.world_table(),
-        "quickstart": others.quickstart_block(),
-        "methods": others.methods_table(),
-        "attacks": others.attacks_table(),
-        "default": leaderboard.default_block(),
-        "together": leaderboard.together_block(),
-    }
-    titles: dict[str, Any] = {
-        "tiny_star": ("Erasing star from tiny-sd", studies.star_table),
-        "tiny_hard": ("Tasks on which the bargain should matter", studies.hard_table),
-        "tiny_rules": (
-            "The rules of the papers on a shape, a colour and a style",
-            studies.rules_table,
-        ),
-        "tiny_methods": ("FORUM and adversarial training on the star", studies.star_table),
-        "tiny_star_recipe": (
-            "Which recipe for MUNBa? Candidates on seeds that are reported nowhere else",
-            studies.star_table,
-        ),
-    }
-    for study, (title, render) in titles.items():
+    for study, (title, render) in STUDIES.items():
         runs = load(study)
         if runs:
-            body = render(runs)
-            contents[TABLES / f"{study}.md"] = studies.study_page(study, title, body, runs)
-            if study in ("tiny_star", "tiny_hard"):
-                blocks[study] = body
+            contents[TABLES / f"{study}.md"] = studies.study_page(study, title, render(runs), runs)
     contents[TABLES / "papers.md"] = others.paper_problems()
     if Results("robustness"):
         contents[TABLES / "robustness.md"] = others.robustness()
@@ -70,25 +95,19 @@ def pages() -> dict[Path, str]:
         **several_concepts.PAGES,
         **leaderboard.PAGES,
         **guidance.PAGES,
+        **one_line.PAGES,
     }.items():
         if Results(name):
             contents[TABLES / f"{name}.md"] = render()
+    contents = {path: current_label(text) for path, text in contents.items()}
+    contents |= leaderboard.hover_pages()
     contents |= benchmarks.pages()
-    readme = (ROOT / "README.md").read_text()
-    for name, block in blocks.items():
-        readme, places = re.subn(
-            rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)",
-            lambda m, b=block: m[1] + b + m[2],
-            readme,
-            flags=re.S,
-        )
-        if places != 1:
-            raise SystemExit(f"README.md has {places} places for the table {name!r}; it needs one")
-    contents[ROOT / "README.md"] = readme
+    contents[README] = fill_blocks(README.read_text(), BLOCKS)
     return contents
 
 
 def main() -> int:
+    """Render everything, or with --check compare it with the files."""
     if "--check" not in sys.argv:
         for folder in sorted(NEW_RESULTS.glob("*/")):
             result_tables.pack(folder.name)
@@ -97,7 +116,12 @@ def main() -> int:
         for path, text in pages().items()
         if not path.exists() or path.read_text() != text
     }
-    all_figures = {**leaderboard.figures(), **labelled.figures(), **others.figures()}
+    all_figures = {
+        **leaderboard.figures(),
+        **labelled.figures(),
+        **others.figures(),
+        **quickstart.figures(),
+    }
     stale = {
         path: figure for path, figure in all_figures.items() if not figures.is_current(path, figure)
     }

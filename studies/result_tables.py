@@ -1,4 +1,4 @@
-"""The results of a study as a mapping from a key to what was measured.
+"""The results of a study, as a mapping from a key to a measurement.
 
     python -m studies.result_tables tiny_star [--remove munba_seed0,munba_seed1]
 

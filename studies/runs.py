@@ -1,6 +1,4 @@
-"""One run of a study: a recipe at one point of a grid and one training seed, trained and evaluated,
-and kept.
-"""
+"""One run of a study: a recipe at one setting and one training seed, trained and evaluated."""
 
 from __future__ import annotations
 
@@ -22,8 +20,10 @@ from concept_eraser.utils.errors import UserError
 def run_one(
     entry: dict, point: dict, seed: int, suite: Any, n: int, folder: Path, watch: dict | None = None
 ) -> tuple[dict, PromptEvaluation | None]:
-    """Train one recipe at one point and seed, evaluate it; (its JSON, the evaluation with images
-    if just made).
+    """Train a recipe at one setting and seed, and evaluate it.
+
+    Returns:
+        The result, and the evaluation with images. The evaluation is None for an earlier result.
     """
     recipe = recipe_of(entry, point, seed, watch)
     clear(folder, recipe)
@@ -31,7 +31,7 @@ def run_one(
     if result_file.exists():
         content = json.loads(result_file.read_text())
         if content["evaluation"].get("judge") == registry.load("judge", suite.judge)().fingerprint:
-            # a run seen by another judge is looked at again; its images are cached
+            # with another judge the run is evaluated again; its images are cached
             return content, None
     start = time.monotonic()
     run = api.erase(recipe, output=folder, resume=True)
@@ -45,7 +45,7 @@ def run_one(
         "evaluation": evaluation.as_dict(),
     }
     result_file.write_text(dumps(result))
-    # weights.safetensors is enough to make it again
+    # weights.safetensors is enough to load it again
     shutil.rmtree(folder / "pipeline", ignore_errors=True)
     print(
         (
@@ -58,16 +58,21 @@ def run_one(
 
 
 def recipe_of(entry: dict, point: dict, seed: int, watch: dict | None = None) -> recipes.Recipe:
-    """An entry's recipe at one point of its grid and one training seed."""
-    changes = {**entry.get("set", {}), **point, "training.seed": seed} | (
+    """Return the recipe of an entry at one setting and one training seed."""
+    overrides = {**entry.get("set", {}), **point, "training.seed": seed} | (
         {"watch": watch} if watch else {}
     )
-    return recipes.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in changes.items()])
+    return recipes.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
 
 
 def same(older: dict, recipe: recipes.Recipe, *, with_watch: bool = True) -> bool:
-    """Whether a result is of this recipe, also where it was written before the recipe's words had
-    others beside them; watched: and was looked at in the same way meanwhile."""
+    """Return whether a result has this recipe. Older results may lack fields with defaults.
+
+    Args:
+        older: The result.
+        recipe: The recipe.
+        with_watch: Whether the evaluations during the training must be the same too.
+    """
     content = {key: value for key, value in older["recipe"].items() if with_watch or key != "watch"}
     try:
         return recipes.validate(content, older["entry"]).fingerprint == recipe.fingerprint
@@ -76,26 +81,27 @@ def same(older: dict, recipe: recipes.Recipe, *, with_watch: bool = True) -> boo
 
 
 def clear(folder: Path, recipe: recipes.Recipe) -> None:
-    """Take away a run of another setting, chosen before or on another machine, or of a version
-    whose recipes differ.
-    """
-    of = folder / "recipe.yaml"
+    """Remove the folder of a run with another recipe."""
+    recipe_file = folder / "recipe.yaml"
     try:
-        other = of.exists() and recipes.load(str(of)).fingerprint != recipe.fingerprint
+        is_other = (
+            recipe_file.exists()
+            and recipes.load(str(recipe_file)).fingerprint != recipe.fingerprint
+        )
     except UserError:
-        other = True
-    if other:
+        is_other = True
+    if is_other:
         shutil.rmtree(folder)
 
 
 def size(folder: Path) -> int:
-    """Bytes of a run's result: a LoRA's factors where there are some, else the changed tensors."""
-    factors = list((folder / "lora").glob("*.safetensors"))
-    return sum(path.stat().st_size for path in factors or [folder / "weights.safetensors"])
+    """Return the bytes of a run's result: of its LoRA, or of the changed tensors."""
+    lora_files = list((folder / "lora").glob("*.safetensors"))
+    return sum(path.stat().st_size for path in lora_files or [folder / "weights.safetensors"])
 
 
 def erased_model(run: api.Run) -> Any:
-    """The erased model, from the changed tensors of a finished run."""
+    """Return the erased model, from the changed tensors of a finished run."""
     model = api.load(run.recipe.model)
     tensors = load_file(run.folder / "weights.safetensors")
     keys = model.parts[run.recipe.target].load_state_dict(tensors, strict=False)
@@ -108,6 +114,7 @@ def erased_model(run: api.Run) -> Any:
 
 
 def after(result: dict, metric: str, group: str) -> float:
+    """Return the value of a metric on a group after the erasure."""
     return next(
         r["after"]["value"]
         for r in result["evaluation"]["results"]
@@ -116,6 +123,7 @@ def after(result: dict, metric: str, group: str) -> float:
 
 
 def score(result: dict) -> float:
+    """Return the retain accuracy minus the concept rate."""
     attribute = next(iter(result["evaluation"]["protocol"]["concept"]))
     return after(result, f"accuracy_{attribute}", "retained") - after(
         result, "concept_rate", "direct"
@@ -123,12 +131,14 @@ def score(result: dict) -> float:
 
 
 def suite_name(study: dict, entry: dict) -> str:
+    """Return the suite of an entry, by default that of the study."""
     return entry["suite"] if "suite" in entry else study["suite"]
 
 
 def suite_of(study: dict, entry: dict, image_seed: int | None) -> Any:
-    """The entry's suite, with the study's numbers of images, drawing others where a seed is
-    given.
+    """Return the suite of an entry with the numbers of images of the study.
+
+    `image_seed` selects other images.
     """
     suite = suites.load(suite_name(study, entry))
     image_counts = study.get("images", {})

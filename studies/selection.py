@@ -27,8 +27,8 @@ from studies.runs import after, erased_model, recipe_of, run_one, same, score, s
 def choose_grid(
     study: dict, name: str, entry: dict, work: Path, results: Mapping[str, Content], judge: str
 ) -> list[dict]:
-    """The scored grid of an entry: as a result of it holds it, as that of the entry has that this
-    one is `like`, or found now.
+    """Return the scored grid of an entry: from its results, from the entry it is `like`, or a new
+    one.
     """
     if "like" in entry:
         return _elsewhere(study, entry, work, results, judge)
@@ -38,15 +38,16 @@ def choose_grid(
 def _elsewhere(
     study: dict, entry: dict, work: Path, results: Mapping[str, Content], judge: str
 ) -> list[dict]:
-    """The grid of the entry that this one takes its setting from: `like: entry`, or `like:
-    study/entry`.
+    """Return the grid of the entry whose setting this one uses.
+
+    It is given as `like: entry` or `like: study/entry`.
     """
     *other, name = entry["like"].split("/")
     if other:
         scores = known_results(_study(other[0]), Results(other[0]), name, judge)
         if not scores:
             raise SystemExit(
-                f"like: {entry['like']}: eval/results holds no grid of it as it is now; "
+                f"like: {entry['like']}: eval/results has no grid of its current recipe; "
                 "run that study first"
             )
         return scores
@@ -56,23 +57,20 @@ def _elsewhere(
 
 
 def _study(name: str) -> dict:
-    from studies.leaderboard import expand  # which chooses by what is here
+    from studies.leaderboard import expand  # imports this module
 
     content: dict = yaml.safe_load((STUDIES / f"{name}.yaml").read_text())
     return expand(content) if "methods" in content else content
 
 
 def select(study: dict, name: str, entry: dict, work: Path, judge: str) -> list[dict]:
-    """The score of every point of the entry's grid on the selection seeds; [] where there is
-    nothing to choose.
+    """Return the scores of all settings of the entry's grid, or [] for an entry without a grid.
 
-    Selection has training seeds and image seeds of its own, so that nothing reported was chosen
-    by its own images.
+    Selection has training seeds and image seeds of its own. So no setting is chosen on the reported
+    images.
     """
     suite = suite_of(study, entry, study["select"]["image_seed"])
-    groups = {
-        name: group for name, group in suite.groups.items() if name in ("direct", "retained")
-    }  # what a score needs
+    groups = {name: group for name, group in suite.groups.items() if name in ("direct", "retained")}
     suite = suite.model_copy(update={"groups": groups})
     points = study["grids"][entry["grid"]] if entry.get("grid") else []
     scores = []
@@ -82,35 +80,42 @@ def select(study: dict, name: str, entry: dict, work: Path, judge: str) -> list[
             run_one(entry, point, s, suite, study["select"]["n"], Path(f"{folder}_{s}"))[0]
             for s in study["select"]["seeds"]
         ]
-        fell = [
+        success_rates = [
             attack_success(study, entry, judge, Path(f"{folder}_{s}"))
             for s in study["select"]["seeds"]
         ]
-        scores.append(row(point, runs, fell, scorer(study, judge)))
+        scores.append(row(point, runs, success_rates, scorer(study, judge)))
     return scores
 
 
-def row(point: dict, runs: list[dict], fell: list[float | None], by: str | None) -> dict:
-    """A scored point: of each run the share of direct prompts that still show the concept, and of
-    those that an attack made.
-    """
-    share = [after(run, "concept_rate", "direct") for run in runs]
-    total = sum(score(run) - (back or 0.0) for run, back in zip(runs, fell, strict=True)) / len(
-        runs
-    )
+def row(point: dict, runs: list[dict], success_rates: list[float | None], by: str | None) -> dict:
+    """Return a scored setting, with the concept rate and the attack success rate of each run."""
+    concept_rates = [after(run, "concept_rate", "direct") for run in runs]
+    scores = [
+        score(run) - (success or 0.0) for run, success in zip(runs, success_rates, strict=True)
+    ]
     return {
         "point": point,
-        "score": total,
-        "share": share,
-        **({"attacked": fell, "by": by} if by else {}),
+        "score": sum(scores) / len(runs),
+        "share": concept_rates,
+        **({"attacked": success_rates, "by": by} if by else {}),
     }
 
 
 def attack_success(
     study: dict, entry: dict, judge: str, folder: Path, victim: tuple[Any, dict] | None = None
 ) -> float | None:
-    """The success of the selection's attack on a finished run (or on what is given), with the
-    selection's own prompts and noise; None where the study has none."""
+    """Return the success rate of the selection's attack, or None if the study has no such attack.
+
+    The prompts and seeds are those of the selection.
+
+    Args:
+        study: The configuration.
+        entry: The entry.
+        judge: The fingerprint of the judge.
+        folder: The folder of a finished run, for the result.
+        victim: The model and its options. The model of the run by default.
+    """
     if "attack" not in study["select"]:
         return None
     result_file, by = folder / "attacked.json", scorer(study, judge)
@@ -140,9 +145,7 @@ def attack_success(
 
 
 def scorer(study: dict, judge: str) -> str | None:
-    """A few letters for what scores a study's points beside their images: the attack, its prompts
-    and noise, the judge.
-    """
+    """Return a short fingerprint of the selection's attack, prompts, seeds and judge."""
     select = study.get("select", {})
     return (
         provenance.fingerprint(
@@ -154,12 +157,15 @@ def scorer(study: dict, judge: str) -> str | None:
 
 
 def is_current(result: Content | None, judge: str) -> bool:
+    """Return whether a result exists and has this judge."""
     return result is not None and result["evaluation"].get("judge") == judge
 
 
 def known_results(study: dict, results: Mapping[str, Content], name: str, judge: str) -> list[dict]:
-    """The grid of a result written earlier, perhaps on another machine; [] where it is another, was
-    scored in another way, or is of a recipe that has changed since."""
+    """Return the grid of an earlier result, or [].
+
+    The grid must have the settings of the study, the scorer of today and the recipe of today.
+    """
     entry = study.get("entries", {}).get(name, {})
     rows = [
         result
@@ -176,9 +182,7 @@ def known_results(study: dict, results: Mapping[str, Content], name: str, judge:
 
 
 def is_scored(study: dict, name: str, grid: list[dict], judge: str) -> bool:
-    """Whether a grid is the one that the study asks for (where it says), and scored by its attack
-    if it has one.
-    """
+    """Return whether a grid has the settings of the study, and the scores of its attack."""
     grids = study.get("entries", {}).get(name, {}).get("grid")
     points = study["grids"][grids] if grids else [row["point"] for row in grid]
     by = scorer(study, judge)

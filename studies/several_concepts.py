@@ -1,16 +1,19 @@
-"""Several concepts erased at once, by turns, one by one, or one by one and added: what is left of
-each, and of the rest.
+"""Erase several concepts: at once, in turn, one at a time, or one at a time and added.
 
     python -m studies.several_concepts studies/configs/tiny_five.yaml [--entries objectives,merged]
     [--seeds 0] [--work runs/studies] [--steps 2] [--n 4]
 
-Every entry is a model: of a recipe (`set`: changes to it), of its concepts erased one at a time
-(`alone`: one model a concept), or of those added (`merge: alone`, with `weights`). Every model is
-measured by every suite of the study: one a concept, all with the same retained prompts. A `grid` is
-scored on the selection seeds: retained accuracy minus the mean share of the concepts. A study that
-was stopped continues where it was. Each entry and seed is a result of the study
-(studies/result_tables.py); `python -m studies.render_results` makes the page. --steps and --n: a
-trial, written to --work only and, with --steps, without the grids.
+An entry is one of these:
+
+    a recipe with overrides (`set`)
+    a model for each concept of the recipe (`alone`)
+    the sum of these models' changes (`merge: alone`, with `weight`)
+
+Every model is measured with every suite of the study. There is a suite for each concept, and all
+have the same retain prompts. The score of a setting is the retain accuracy minus the concept rate,
+as a mean over the concepts. An interrupted study continues where it stopped. Each entry and seed is
+a result of the study (studies/result_tables.py). `python -m studies.render_results` renders the
+page. --steps and --n make a short run. It writes to --work only. With --steps it has no grids.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ from concept_eraser.recipes import recipe as recipes
 from studies.result_tables import Content, Results
 from studies.runs import erased_model
 
-Model = tuple[Any, dict[str, Any]]  # what is measured, and what it took
+Model = tuple[Any, dict[str, Any]]  # the model, and its costs
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One study, its work folder, and what a trial makes smaller."""
+    """One study, its work folder, and the sizes of a short run."""
 
     study: dict[str, Any]
     work: Path
@@ -47,6 +50,7 @@ class Bench:
     n: int | None = None
 
     def recipe(self, entry: dict, point: dict, seed: int) -> recipes.Recipe:
+        """Return the recipe of an entry at one setting and one training seed."""
         overrides = {**entry.get("set", {}), **point, "training.seed": seed}
         if self.steps is not None:
             overrides |= {"training.steps": self.steps, "forget.n": 8, "retain.n": 8}
@@ -56,7 +60,7 @@ class Bench:
         )
 
     def suite(self, name: str, *, choosing: bool = False) -> suites.Suite:
-        """With the study's number of images a group; other images where a setting is chosen."""
+        """Return a suite with the images per group of the study; other images for selection."""
         suite = suites.load(name).with_at_most(
             self.n or self.study["select" if choosing else "images"]["n"]
         )
@@ -67,9 +71,10 @@ class Bench:
         )
 
     def train(self, recipe: recipes.Recipe, folder: Path) -> Model:
+        """Return the model of a recipe."""
         run = api.erase(recipe, output=folder, resume=True)
         summary = json.loads((folder / "done.json").read_text())
-        # weights.safetensors is enough to make it again
+        # weights.safetensors is enough to load it again
         shutil.rmtree(folder / "pipeline", ignore_errors=True)
         gradients = (
             0
@@ -79,7 +84,7 @@ class Bench:
         return erased_model(run), {"seconds": summary["seconds"], "gradients": gradients, "runs": 1}
 
     def alone(self, entry: dict, point: dict, seed: int, folder: Path) -> list[Model]:
-        """A model for each concept of the recipe, erased without the others."""
+        """Return a model for each concept of the recipe, erased without the others."""
         whole = self.recipe(entry, point, seed)
         models = []
         for number, objective in enumerate(whole.forgotten, 1):
@@ -89,7 +94,7 @@ class Bench:
         return models
 
     def models(self, entry: dict, point: dict, seed: int, folder: Path) -> list[Model]:
-        """One model, or of an entry that erases its concepts alone one a suite."""
+        """Return one model, or one for each suite if the entry erases its concepts alone."""
         if "merge" not in entry:
             if entry.get("alone"):
                 return self.alone(entry, point, seed, folder)
@@ -114,15 +119,18 @@ class Bench:
             shutil.rmtree(run / "pipeline")
         loaded_model = api.load(target)
         shutil.rmtree(target)
-        took = {
+        costs = {
             key: sum(part[key] for _, part in parts) for key in ("seconds", "gradients", "runs")
         }
         return [
-            (loaded_model, {**took, "lengths": merged_model.lengths, "length": merged_model.length})
+            (
+                loaded_model,
+                {**costs, "lengths": merged_model.lengths, "length": merged_model.length},
+            )
         ]
 
     def measure(self, models: list[Model], base: str, *, choosing: bool = False) -> dict[str, Any]:
-        """By each suite; a model of its own for each, or one for all."""
+        """Return the evaluations by suite, of one model for all or of one model for each."""
         names = self.study["suites"]
         each = models if len(models) == len(names) else models * len(names)
         evaluations = {
@@ -140,6 +148,7 @@ class Bench:
     def one(
         self, entry: dict, point: dict, seed: int, folder: Path, *, choosing: bool = False
     ) -> dict[str, Any]:
+        """Return the result of an entry at one setting and one training seed."""
         result_file = folder / ("chosen.json" if choosing else "result.json")
         if result_file.exists():
             return json.loads(result_file.read_text())
@@ -154,9 +163,7 @@ class Bench:
         return result
 
     def grid(self, name: str) -> list[dict]:
-        """The score of each point of an entry's grid, on seeds and images that are reported
-        nowhere.
-        """
+        """Return the score of each setting of an entry's grid, on the selection's images."""
         entry, rows = self.study["entries"][name], []
         if self.steps is not None:
             return []
@@ -172,6 +179,7 @@ class Bench:
         return rows
 
     def run(self, name: str, seeds: list[int]) -> None:
+        """Choose the setting of an entry, and write the results of the training seeds."""
         entry = self.study["entries"][name]
         missing_seeds = [seed for seed in seeds if f"{name}_seed{seed}" not in self.results]
         if not missing_seeds:
@@ -189,6 +197,7 @@ class Bench:
 
 
 def value(evaluation: dict, metric: str, group: str, when: str = "after") -> float:
+    """Return the value of a metric on a group."""
     return next(
         r[when]["value"]
         for r in evaluation["results"]
@@ -197,7 +206,7 @@ def value(evaluation: dict, metric: str, group: str, when: str = "after") -> flo
 
 
 def score(measurement: dict) -> float:
-    """Mean over the concepts of retained accuracy minus the concept's share."""
+    """Return the retain accuracy minus the concept rate, as a mean over the concepts."""
     each = [
         value(e, "accuracy_shape", "retained") - value(e, "concept_rate", "direct")
         for e in measurement["evaluations"].values()
@@ -214,14 +223,14 @@ def main() -> None:
     parser.add_argument("--seeds", default="", help="only these of the reported seeds")
     parser.add_argument("--work", type=Path, default=Path("runs/studies"))
     parser.add_argument(
-        "--steps", type=int, help="a trial: so many training steps, 8 images a side"
+        "--steps", type=int, help="short run: training steps, with 8 images for each objective"
     )
-    parser.add_argument("--n", type=int, help="a trial: so many images a group")
+    parser.add_argument("--n", type=int, help="short run: images of each group")
     args = parser.parse_args()
     study = yaml.safe_load(args.study.read_text())
-    is_trial_run = args.steps is not None or args.n is not None
-    work = args.work / (args.study.stem + ("_trial" if is_trial_run else ""))
-    bench = Bench(study, work, {} if is_trial_run else Results(args.study.stem), args.steps, args.n)
+    is_short_run = args.steps is not None or args.n is not None
+    work = args.work / (args.study.stem + ("_short" if is_short_run else ""))
+    bench = Bench(study, work, {} if is_short_run else Results(args.study.stem), args.steps, args.n)
     for name in args.entries.split(",") if args.entries else study["entries"]:
         entry_seeds = study["entries"][name].get("seeds", study["seeds"])
         bench.run(

@@ -1,13 +1,13 @@
-"""Attack erased weights with an offset of the prompt's embedding, at several radii, and count the
-images that show the concept.
+"""Attack erased models with an offset of the prompt's embedding at several radii.
 
     python -m studies.soft_prompt NAME=weights.safetensors ... [--seed 0] [--n 100] [--name more]
 
-For each model one offset delta [1, tokens, width] is trained on the original model's images of the
-concept (the training loss under e + delta, Adam, ||delta|| <= radius x mean ||e||, Frobenius
-norms), then added to held-out prompts of the concept. The original model and a random offset of the
-same length are the controls. Writes the result [<name>_]seed<seed> of the study `robustness`
-(studies/result_tables.py); `python -m studies.render_results` makes the page.
+For each model one offset delta [1, tokens, width] is trained on images of the concept by the
+original model. The loss is the training loss under e + delta, the optimiser is Adam, and
+||delta|| <= radius x mean ||e|| in Frobenius norms. The offset is then added to other prompts of
+the concept. The controls are the original model and a random offset of the same length. The result
+is [<name>_]seed<seed> of the study `robustness` (studies/result_tables.py).
+`python -m studies.render_results` renders the page.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ CONCEPT = ("shape", "star")
 
 
 def project(delta: Tensor, longest: float) -> None:
+    """Shorten an offset in place to at most a length."""
     with torch.no_grad():
         length = float(delta.norm())
         if length > longest:
@@ -41,7 +42,7 @@ def project(delta: Tensor, longest: float) -> None:
 
 
 def train(model, texts: list[str], latents: Tensor, radius: float, seed: int) -> Tensor:
-    """The offset that makes the concept's images most likely, within the radius."""
+    """Return the offset with the least training loss on the concept's images, within the radius."""
     states = model.encode(texts).tensors["states"]
     longest = radius * float(states.flatten(1).norm(dim=1).mean())
     delta = torch.zeros_like(states[:1], requires_grad=True)
@@ -68,17 +69,17 @@ def train(model, texts: list[str], latents: Tensor, radius: float, seed: int) ->
 
 @torch.no_grad()
 def draw(model, texts: list[str], seeds: list[int], delta: Tensor) -> Tensor:
-    """Images [n, h, w, 3] of prompts whose embedding is shifted."""
+    """Return images [n, h, w, 3] of prompts with an offset of their embedding."""
     image_batches = []
     for start in range(0, len(texts), SAMPLING.batch_size):
         part = slice(start, start + SAMPLING.batch_size)
         states = model.encode(texts[part]).tensors["states"] + delta
-        free = model.encode([""]).tensors["states"].expand_as(states)
+        empty = model.encode([""]).tensors["states"].expand_as(states)
         generators = [torch.Generator().manual_seed(s) for s in seeds[part]]
         with model.precision(SAMPLING.autocast):
             images = model.pipeline(
                 prompt_embeds=states,
-                negative_prompt_embeds=free,
+                negative_prompt_embeds=empty,
                 generator=generators,
                 num_inference_steps=SAMPLING.steps,
                 guidance_scale=SAMPLING.guidance,
@@ -90,8 +91,9 @@ def draw(model, texts: list[str], seeds: list[int], delta: Tensor) -> Tensor:
     return torch.cat(image_batches)
 
 
-def share(judge, images: Tensor, value: str) -> dict[str, float]:
-    labels = judge.look(images)[CONCEPT[0]]
+def rate(judge, images: Tensor, value: str) -> dict[str, float]:
+    """Return the share of images that the judge gives a label, with its Wilson interval."""
+    labels = judge.classify(images)[CONCEPT[0]]
     interval = wilson(int((labels == value).sum()), len(labels))
     return {"value": interval.value, "low": interval.low, "high": interval.high, "n": len(labels)}
 
@@ -106,10 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--name",
         default="",
-        help=(
-            "of the result, for further models beside those measured before: the original "
-            "model is then not measured again"
-        ),
+        help=("of the result, for further models; the original model is then not measured again"),
     )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -145,8 +144,8 @@ def main() -> None:
                         "model": name,
                         "radius": radius,
                         "offset": kind,
-                        "concept": share(judge, images, CONCEPT[1]),
-                        "none": share(judge, images, "none"),
+                        "concept": rate(judge, images, CONCEPT[1]),
+                        "none": rate(judge, images, "none"),
                         "length": float(delta.norm()),
                     }
                 )

@@ -1,16 +1,17 @@
-"""Run a study: several recipes under one protocol, each at its best setting of a stated grid, over
-several seeds.
+"""Run a study: several recipes under one protocol, each at its best setting of a grid, over several
+training seeds.
 
     python -m studies.study studies/configs/tiny_star.yaml [--entries munba,sum] [--seeds 0] [--work
     runs/studies]
 
-For each entry every point of its grid is trained on the selection seeds and scored on a small
-evaluation; the best one is trained on the reported seeds and evaluated in full;
-studies/selection.py says how. A study that was stopped continues where it was. Each reported run is
-a result of the study (studies/result_tables.py); `python -m studies.render_results` makes the page.
-A run also writes a contact sheet of its first seed: to the page's figures where the study's
-`figures` name the entry, else to <work>/<study>/<entry>/sheet.webp. `--sheets` writes only the
-sheets, of results that are there.
+For each entry, every setting of its grid is trained on the selection seeds and scored on a small
+evaluation (studies/selection.py). The best one is trained on the reported seeds and evaluated in
+full. An interrupted study continues where it stopped. Each reported run is a result of the study
+(studies/result_tables.py). `python -m studies.render_results` renders the page.
+
+A run also writes a contact sheet of its first seed. It is a figure of the page if the study's
+`figures` name the entry. Otherwise it goes to <work>/<study>/<entry>/sheet.webp. `--sheets` writes
+only the sheets, of existing results.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from studies.selection import choose_grid, is_current
 
 
 def watch_of(study: dict, entry: dict) -> dict | None:
-    """How reported runs of an entry are looked at while they train; None where they are not."""
+    """Return how reported runs of an entry are evaluated while they train, or None."""
     is_watched = "watch" in study and entry.get("watch", True)
     return {"suite": suite_name(study, entry), **study["watch"]} if is_watched else None
 
@@ -43,8 +44,9 @@ def watch_of(study: dict, entry: dict) -> dict | None:
 def run_entry(
     study: dict, name: str, entry: dict, work: Path, results: Results, seeds: list[int]
 ) -> None:
-    """Choose the entry's point, then train, evaluate and write the reported seeds that are not
-    there yet, or at another.
+    """Choose the setting of an entry, then train and evaluate the reported seeds.
+
+    Seeds with a result at this setting are left as they are.
     """
     suite = suite_of(study, entry, study.get("image_seed"))
     judge = registry.load("judge", suite.judge)().fingerprint
@@ -79,8 +81,9 @@ def run_entry(
 
 
 def draw_sheet(study: dict, name: str, work: Path, results: Results, seed: int) -> None:
-    """Write the contact sheet of a result that is there. Its model is trained again where the work
-    folder lacks it.
+    """Write the contact sheet of an existing result.
+
+    The model is trained again if the work folder does not have it.
     """
     entry, report, folder = (
         study["entries"][name],
@@ -89,8 +92,7 @@ def draw_sheet(study: dict, name: str, work: Path, results: Results, seed: int) 
     )
     if report is None:
         raise SystemExit(
-            f"{results.name}: there is no result {name}_seed{seed} to draw; run the "
-            "entry without --sheets"
+            f"{results.name}: there is no result {name}_seed{seed}; run the entry without --sheets"
         )
     recipe = recipe_of(entry, report["point"], seed, watch_of(study, entry))
     clear(folder, recipe)
@@ -99,14 +101,12 @@ def draw_sheet(study: dict, name: str, work: Path, results: Results, seed: int) 
     model = run.model or erased_model(run)
     evaluation = api.evaluate(model, suite, before=recipe.model, n=entry.get("n", study["n"]))
     write_sheet(evaluation, sheet_path(study, name, work, results))
-    # weights.safetensors is enough to make it again
+    # weights.safetensors is enough to load it again
     shutil.rmtree(folder / "pipeline", ignore_errors=True)
 
 
 def sheet_path(study: dict, name: str, work: Path, results: Results) -> Path:
-    """Where the contact sheet of an entry goes: to the figures of the page, or to the work
-    folder.
-    """
+    """Return the path of an entry's contact sheet: a figure of the page, or in the work folder."""
     on_page = name in study.get("figures", [])
     return figure_path(results.study, f"{name}.webp") if on_page else work / name / "sheet.webp"
 
@@ -120,7 +120,7 @@ def write_sheet(evaluation: Evaluation, path: Path) -> None:
 
 
 def conflict(path: Path) -> dict:
-    """How the two gradients got on over a run, from its log; an edit in closed form has none."""
+    """Return the cosines of the two gradients over a run, from its log. A closed form has none."""
     if not path.exists():
         return {"steps": 0}
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -135,9 +135,7 @@ def conflict(path: Path) -> dict:
 
 
 def cpu_seconds(path: Path) -> list[float]:
-    """What a run had taken after each of its steps, in seconds of its own process: other work
-    beside it does not count.
-    """
+    """Return the process seconds of a run after each of its steps."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [round(total, 2) for total in itertools.accumulate(row["cpu_seconds"] for row in rows)]
 
@@ -155,9 +153,7 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--entries", default="", help="only these, by name, in this order")
     parser.add_argument("--work", type=Path, default=Path("runs/studies"))
-    parser.add_argument(
-        "--seeds", default="", help="only these of the reported seeds, e.g. 0 for a first look"
-    )
+    parser.add_argument("--seeds", default="", help="only these of the reported seeds, e.g. 0")
     parser.add_argument(
         "--sheets", action="store_true", help="write only the contact sheets, of the first seed"
     )

@@ -1,5 +1,6 @@
-"""The command line of a study with tasks and methods: one result a task; rows of methods that are
-not asked for are kept.
+"""The command line of a study with tasks and methods, and one result for each task.
+
+A call for some methods leaves the rows of the others as they are.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ RunTask = Callable[[dict, str, list[str], Path], dict[str, Any]]
 
 
 def main(doc: str | None, run_task: RunTask) -> None:
-    """Read the command line and run the tasks. The rows of a task come in the study's order, those
-    without a method first.
+    """Read the command line and run the tasks.
+
+    The rows of a task have the order of the study. Rows without a method come first.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -48,22 +50,21 @@ def main(doc: str | None, run_task: RunTask) -> None:
 
 
 def rows_with_environment(content: dict[str, Any]) -> list[dict]:
-    """A task's rows, each with the environment that it was measured in: rows are not all made by
-    one call.
-    """
+    """Return the rows of a task, each with the environment of its call."""
     return [{"environment": content["environment"], **row} for row in content["rows"]]
 
 
 def merge_rows(old: list[dict], new: list[dict], methods: list[str]) -> list[dict]:
-    """New rows in place of old ones of the same method, in the order of the study."""
+    """Return new rows in place of old ones of the same method, in the order of the study."""
     rows = {row["method"]: row for row in [*old, *new]}
     first = [name for name in rows if name not in methods]  # original, retrain
     return [rows[name] for name in [*first, *methods] if name in rows]
 
 
-def parse_names(parser: argparse.ArgumentParser, key: str, asked: str, choices: dict) -> list[str]:
-    names = asked.split(",") if asked else list(choices)
-    strange = [name for name in names if name not in choices]
-    if strange:
-        parser.error(f"--{key}: the study has no {strange[0]!r}; it has {', '.join(choices)}")
+def parse_names(parser: argparse.ArgumentParser, key: str, text: str, choices: dict) -> list[str]:
+    """Return the names of an option, separated by commas; all choices if it is empty."""
+    names = text.split(",") if text else list(choices)
+    unknown_names = [name for name in names if name not in choices]
+    if unknown_names:
+        parser.error(f"--{key}: the study has no {unknown_names[0]!r}; it has {', '.join(choices)}")
     return names

@@ -1,13 +1,14 @@
-"""Train a classifier of models/architectures/ on a data set of data/datasets/: the original models
-of the recipes for CIFAR-10, SVHN, ...
+"""Train a classifier of models/architectures/ on a data set of data/datasets/.
+
+These are the original models of the recipes for CIFAR-10, SVHN and others.
 
     python -m studies.train_classifier cifar10 --architecture resnet18 --output runs/cifar10 --set
     root=data python -m studies.train_classifier digits --architecture mlp --options inputs=64
     --output runs/digits
 
 SGD with momentum 0.9, weight decay 5e-4 and a learning rate that falls along a cosine (MUNBa,
-section 4.2: 182 epochs at 0.1 for CIFAR-10), without augmentation. Prints the accuracy on the test
-split. The folder is what `model=` of a recipe takes.
+section 4.2: 182 epochs at 0.1 for CIFAR-10), without augmentation. The command prints the accuracy
+on the test split. A recipe takes the folder as `model`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import yaml
 
 from concept_eraser import registry
 from concept_eraser.cli.progress_bars import bars
-from concept_eraser.evaluation.labelled.classification import look
+from concept_eraser.evaluation.labelled.classification import predict
 from concept_eraser.models.module import build
 from concept_eraser.training.fit import Plan, fit
 from concept_eraser.utils.errors import UserError
 
 
 def options(pairs: list[str]) -> dict[str, Any]:
-    """key=value pairs, the values as YAML reads them."""
+    """Return key=value pairs as a dictionary. YAML reads the values."""
     values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -72,6 +73,7 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace) -> None:
+    """Train the model and save it."""
     plugin = registry.build("dataset", args.data, options(args.set))
     data, test = plugin.load("train"), plugin.load("test")
     torch.manual_seed(args.seed)
@@ -90,9 +92,9 @@ def train(args: argparse.Namespace) -> None:
     with bars() as progress:
         seconds = fit(net, loss, torch.arange(len(data)), plan, progress=progress)
     model.save(args.output)
-    correct = look(net, test, torch.arange(len(test))).correct
+    correct = predict(net, test, torch.arange(len(test))).correct
     print(
-        f"{100 * correct.mean():.2f} % of {len(test)} test examples right after "
+        f"{100 * correct.mean():.2f} % of {len(test)} test examples are right after "
         f"{seconds:.0f} s; saved in {args.output}"
     )
 

@@ -1,18 +1,22 @@
-"""UNO's benchmark (arXiv 2506.04712, Tables 1 and 2): how long until a VAE makes no more of a
-class, by nine algorithms and a control that only trains on what is retained.
+"""UNO's benchmark (arXiv 2506.04712, Tables 1 and 2): the time until a VAE generates no more of a
+class, for nine algorithms and a control that trains on the retain set only.
 
     python -m studies.vae [--data fonts|digits] [--runs 10] [--algorithms UNO,S] [--batchnorm
     frozen]
 
-A VAE and a classifier are trained on all classes; each algorithm then unlearns the class that the
-VAE draws most `runs` times through `concept_eraser.erase`, every run with another seed, at the
-paper's settings (Adam 1e-3, batch 128, sum-reduced losses, beta_o = beta_h = 1e3, alpha = 1e-8).
-Time to unlearn: training time until the class's share among prior samples is first below 2 %,
-interpolated, looks not counted; by a second classifier that no algorithm trains against. With
-`--batchnorm frozen` the running statistics stay as they are (the paper's move); that goes to the
-result <data>_frozen. Each algorithm runs in a process of its own; its peak memory is that over its
-start, with the data and the world, and includes the looks. Writes the result <data> of the study
-`vae` (studies/result_tables.py) after each algorithm.
+A VAE and a classifier are trained on all classes. Each algorithm then unlearns the most frequent
+class of the VAE's samples `runs` times through `concept_eraser.erase`, each run with another seed.
+The settings are the paper's: Adam 1e-3, batch 128, sum-reduced losses, beta_o = beta_h = 1e3,
+alpha = 1e-8.
+
+Time to unlearn: the training time until the rate of the class among prior samples is first below
+2 %. It is interpolated and excludes the evaluations. A second classifier counts, which no algorithm
+trains against. With `--batchnorm frozen` the running statistics are constant (in the paper they
+move), and the result is <data>_frozen.
+
+Each algorithm runs in a process of its own. Its peak memory is measured above the memory at its
+start, with data and models loaded, and includes the evaluations. The result <data> of the study
+`vae` (studies/result_tables.py) is written after each algorithm.
 """
 
 from __future__ import annotations
@@ -46,8 +50,12 @@ from studies.result_tables import Results
 
 STUDY = "vae"
 BELOW, SAMPLES, FID_SAMPLES = 0.02, 1000, 5000
-LOOKS = (*range(21), *range(25, 101, 5), *range(120, 1001, 20))  # steps at which the share is asked
-DEAR = (0, 1, 2, 5, 10, 20, 50, 100, 200, 300, 400, 530)  # ... and the FID
+EVALUATION_STEPS = (
+    *range(21),
+    *range(25, 101, 5),
+    *range(120, 1001, 20),
+)  # steps with an evaluation of the rate
+FID_STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 300, 400, 530)  # ... and of the FID
 DATA: dict[str, dict[str, Any]] = {
     "fonts": {
         "options": {},
@@ -101,42 +109,54 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class World:
-    """The data, the trained VAE and the classifier. gone: the class to forget, of all the one that
-    the VAE draws most;
-    reference: features of real images of the other classes."""
+    """The data, the trained VAE and the classifiers.
+
+    Args:
+        name: The name of the data.
+        forgotten_class: The class to forget, the most frequent one of the VAE's samples.
+        data: The training data.
+        vae: The VAE.
+        judge: The classifier that the algorithms with a hat train against.
+        witness: The classifier that counts the samples, and computes features for FID.
+        reference: Features of real images of the other classes.
+        accuracy: The accuracy of the witness on test images.
+    """
 
     name: str
     forgotten_class: int
     data: Labelled
     vae: nn.Module
-    judge: nn.Module  # the hat versions train against it
-    witness: nn.Module  # says how much is left, and makes the features
+    judge: nn.Module
+    witness: nn.Module
     reference: np.ndarray
     accuracy: float
 
     @torch.no_grad()
     def samples(self, module: nn.Module, n: int, seed: int) -> Tensor:
+        """Return n prior samples of a VAE."""
         z = torch.randn(n, *module.latent_shape, generator=torch.Generator().manual_seed(seed))  # type: ignore[misc, arg-type]
         return module.eval().decode(z)  # type: ignore[operator]
 
     @torch.no_grad()
-    def shares(self, module: nn.Module) -> Tensor:
-        """The share of each class among prior samples: [classes]."""
+    def rates(self, module: nn.Module) -> Tensor:
+        """Return the rate of each class among prior samples, [classes]."""
         classes = self.witness(self.samples(module, SAMPLES, 1)).argmax(1)
         return torch.bincount(classes, minlength=10) / SAMPLES
 
-    def share(self, module: nn.Module) -> float:
-        return float(self.shares(module)[self.forgotten_class])
+    def rate(self, module: nn.Module) -> float:
+        """Return the rate of the class to forget among prior samples."""
+        return float(self.rates(module)[self.forgotten_class])
 
     @torch.no_grad()
     def fid(self, module: nn.Module) -> float:
+        """Return the FID of prior samples to real images of the other classes."""
         witness: Any = self.witness
         features = witness.features(self.samples(module, FID_SAMPLES, 2)).double().numpy()
         return frechet_of_features(features, self.reference)
 
 
 def make_judge(data: Labelled, settings: dict[str, Any], seed: int) -> nn.Module:
-    """UNO's classifier, trained on all classes."""
+    """Return UNO's classifier, trained on all classes."""
     torch.manual_seed(seed)
     net = build("mlp", "classifier", inputs=settings["inputs"]).module
     fit(
@@ -149,6 +169,7 @@ def make_judge(data: Labelled, settings: dict[str, Any], seed: int) -> nn.Module
 
 
 def make_world(name: str, seed: int = 0) -> World:
+    """Train the VAE and the classifiers on a data set."""
     settings = DATA[name]
     plugin = registry.build("dataset", name, settings["options"])
     data, test = plugin.load("train"), plugin.load("test")
@@ -180,7 +201,7 @@ def make_world(name: str, seed: int = 0) -> World:
 
     fit(vae, loss, everything, Plan(settings["vae_epochs"], 128, 1e-3, "adam"), what="VAE")
     world = World(name, -1, data, vae, judge, witness, np.zeros(0), accuracy)
-    world.forgotten_class = int(world.shares(vae).argmax())
+    world.forgotten_class = int(world.rates(vae).argmax())
     others = (data.labels != world.forgotten_class).nonzero()[:, 0][:FID_SAMPLES]
     with torch.no_grad():
         world.reference = witness.features(data.inputs(others.tolist())).double().numpy()  # type: ignore[operator]
@@ -188,18 +209,19 @@ def make_world(name: str, seed: int = 0) -> World:
 
 
 def unlearn(
-    world: World, algorithm: str, seed: int, steps: int, dear: bool, batchnorm: str = "train"
+    world: World, algorithm: str, seed: int, steps: int, with_fid: bool, batchnorm: str = "train"
 ) -> dict[str, Any]:
-    """One run: the looks, when the share crossed the bound, and the FID there and at the end."""
-    spec, module, looks = ALGORITHMS[algorithm], copy.deepcopy(world.vae), []
+    """Return one run: its evaluations, the time until the bound, and the FIDs."""
+    spec, module = ALGORITHMS[algorithm], copy.deepcopy(world.vae)
+    rows: list[dict[str, Any]] = []
 
     def look(step: int, seconds: float) -> None:
-        if step in LOOKS or step == steps:
-            row = {"step": step, "seconds": seconds, "share": world.share(module)}
-            is_below = row["share"] < BELOW and all(r["share"] >= BELOW for r in looks)
-            if is_below or step == steps or (dear and step in DEAR):
+        if step in EVALUATION_STEPS or step == steps:
+            row = {"step": step, "seconds": seconds, "share": world.rate(module)}
+            is_below = row["share"] < BELOW and all(r["share"] >= BELOW for r in rows)
+            if is_below or step == steps or (with_fid and step in FID_STEPS):
                 row["fid"] = world.fid(module)
-            looks.append(row)
+            rows.append(row)
 
     x = world.data.inputs(range(len(world.data)))
     settings: dict[str, Any] = {
@@ -229,24 +251,24 @@ def unlearn(
         run = api.erase(
             model=module, target="vae", output=Path(folder) / "run", look=look, **settings
         )
-    end = crossing(looks, BELOW)
-    at = next((row["fid"] for row in looks if row["share"] < BELOW), None)
+    end = crossing(rows, BELOW)
+    at = next((row["fid"] for row in rows if row["share"] < BELOW), None)
     return {
         "seed": seed,
         "steps": end["steps"],
         "seconds": end["seconds"],
         "fid_there": at,
-        "fid": looks[-1]["fid"],
-        "share": looks[-1]["share"],
+        "fid": rows[-1]["fid"],
+        "share": rows[-1]["share"],
         "per_step": run.seconds / steps,
-        "looks": looks if dear else [],
+        "looks": rows if with_fid else [],
     }
 
 
 def _work(path: str, algorithm: str, runs: int, steps: int, batchnorm: str, queue: Any) -> None:
-    """In a process of its own: all runs of one algorithm, and the process's peak memory."""
+    """Put all runs of one algorithm and the peak memory into the queue, in a process of its own."""
     try:
-        world = torch.load(path, weights_only=False)  # written by this program a moment ago
+        world = torch.load(path, weights_only=False)  # a file of this program
         world.data = registry.build("dataset", world.name, DATA[world.name]["options"]).load(
             "train"
         )
@@ -255,14 +277,12 @@ def _work(path: str, algorithm: str, runs: int, steps: int, batchnorm: str, queu
             unlearn(world, algorithm, seed, steps, seed == 0, batchnorm) for seed in range(runs)
         ]
         queue.put({"runs": results, "memory_mb": peak_memory(), "memory_before_mb": before})
-    except Exception as error:  # else the parent would wait for ever
+    except Exception as error:  # without a message the parent would wait
         queue.put({"error": f"{type(error).__name__}: {error}"})
 
 
 def _answer(process: Any, queue: Any) -> dict[str, Any]:
-    """What a process puts into the queue, or an error where it ends without a word (killed for
-    memory, say).
-    """
+    """Return the message of a process, or an error if the process ends without one."""
     while True:
         alive = process.is_alive()
         try:
@@ -270,7 +290,7 @@ def _answer(process: Any, queue: Any) -> dict[str, Any]:
         except Empty:
             if alive:
                 continue
-            return {"error": f"its process ended with {process.exitcode} and said nothing"}
+            return {"error": f"its process ended with {process.exitcode} without a message"}
         process.join()
         return message
 
@@ -284,18 +304,20 @@ def main() -> None:
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--batchnorm", choices=("train", "frozen"), default="train")
     args = parser.parse_args()
-    strange = set(args.algorithms.split(",")) - set(ALGORITHMS)
-    if strange:
-        parser.error(f"unknown algorithm {strange.pop()!r}; available: {', '.join(ALGORITHMS)}")
+    unknown_names = set(args.algorithms.split(",")) - set(ALGORITHMS)
+    if unknown_names:
+        parser.error(
+            f"unknown algorithm {unknown_names.pop()!r}; available: {', '.join(ALGORITHMS)}"
+        )
     settings, start = DATA[args.data], time.monotonic()
     world = make_world(args.data)
-    share, fid, train_seconds = (
-        world.share(world.vae),
+    rate, fid, train_seconds = (
+        world.rate(world.vae),
         world.fid(world.vae),
         time.monotonic() - start,
     )
     print(
-        f"world in {train_seconds:.0f} s: judge {world.accuracy:.3f}, share {share:.3f}, "
+        f"world in {train_seconds:.0f} s: judge {world.accuracy:.3f}, rate {rate:.3f}, "
         f"FID {fid:.1f}",
         flush=True,
     )
@@ -325,17 +347,18 @@ def main() -> None:
                 ),
                 flush=True,
             )
-            write(args, world, share, fid, train_seconds, results)
+            write(args, world, rate, fid, train_seconds, results)
 
 
 def write(
     args: argparse.Namespace,
     world: World,
-    share: float,
+    rate: float,
     fid: float,
     seconds: float,
     results: dict[str, Any],
 ) -> None:
+    """Write the result of the algorithms so far."""
     settings = DATA[args.data]
     name = args.data + ("" if args.batchnorm == "train" else "_frozen")
     Results(STUDY)[name] = {
@@ -350,7 +373,7 @@ def write(
             "fid_samples": FID_SAMPLES,
         },
         "original": {
-            "share": share,
+            "share": rate,
             "fid": fid,
             "judge_accuracy": world.accuracy,
             "seconds": seconds,

@@ -1,6 +1,4 @@
-"""Fixtures shared by all tests: the bundled pipeline, a short recipe, a cache of this session's
-own.
-"""
+"""Fixtures that all tests share: the bundled pipeline, a short recipe, a cache for the session."""
 
 from __future__ import annotations
 
@@ -16,14 +14,49 @@ from concept_eraser.utils.collector import collect_less_often
 from tests import processes
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may depend on a download
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # workers share the cores; threads of theirs would spin on each other's barriers
+# the workers share the cores: with more threads each they would wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).parent.parent
 HANG = processes.HANG
 collect_less_often()
+# The files that take longest, by `pytest --durations=0`. They are run first, so that no worker
+# waits for another one that has just begun a long file.
+LONG = (
+    "cli/test_cli.py",
+    "campaigns/test_campaigns.py",
+    "demo/test_browser.py",
+    "evaluation/test_attacks.py",
+    "training/test_offload.py",
+    "docs/test_docs.py",
+    "docs/test_tutorials.py",
+    "training/test_resume.py",
+    "exporting/test_output.py",
+    "exporting/test_merge.py",
+    "training/test_two_processes.py",
+    "exporting/test_card_concepts.py",
+    "cli/test_erase_concept.py",
+    "examples/test_examples.py",
+    "training/test_closure.py",
+    "runs/test_dry_run.py",
+    "training/test_memory.py",
+    "training/test_trackers.py",
+    "studies/test_labelled_studies.py",
+    "studies/test_leaderboard.py",
+    "docs/test_site.py",
+    "test_trust.py",
+    "training/test_fsdp.py",
+    "training/test_engine.py",
+    "runs/test_several_concepts.py",
+    "runs/test_baselines.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of long files first, in the order of LONG; the others keep their order."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -65,7 +98,7 @@ def short(**changes: Any) -> dict[str, Any]:
 
 
 def with_values(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping with other values at some places, in place: `a__b` is the key b in a."""
+    """Set values of a nested mapping, in place: `a__b` is the key b in a."""
     for path, value in changes.items():
         place = content
         *parents, last = path.split("__")
@@ -77,9 +110,7 @@ def with_values(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 @pytest.fixture
 def no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the studies have no results yet, and keep new ones in a scratch folder: its tables are in
-    `tables`.
-    """
+    """Give the studies an empty scratch folder for their results: the tables go to `tables`."""
     from studies import result_tables
 
     monkeypatch.setattr(result_tables, "TABLES", tmp_path / "tables")

@@ -1,5 +1,5 @@
-"""A hub of one's own for tests: who am I, make a repository or branch, take a commit of small
-files; over HTTP on this machine.
+"""A local HTTP server that answers as the hub does: user name, new repositories and branches, and
+commits of small files.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ TOKEN = "hf_" + "t" * 34
 
 
 class Hub:
-    """What it was asked (method and path) and the files it was given; `refuse` maps a part of a
-    path to a status.
+    """Records the requests (method and path), the tokens, and the files of the commits. `refuse`
+    maps a part of a path to the status of the response.
     """
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.tokens: set[str | None] = set()
         self.files: dict[str, bytes] = {}
-        self.created: list[dict[str, Any]] = []
+        self.new_repositories: list[dict[str, Any]] = []
         self.refuse: dict[str, int] = {}
         hub = self
 
@@ -40,15 +40,15 @@ class Hub:
                 )
 
             def chunks(self) -> bytes:
-                found = b""
+                content = b""
                 while size := int(self.rfile.readline(), 16):
-                    found += self.rfile.read(size)
+                    content += self.rfile.read(size)
                     self.rfile.readline()
                 self.rfile.readline()
-                return found
+                return content
 
             def answer(self, body: bytes) -> None:
-                hub.asked.append(f"{self.command} {self.path}")
+                hub.requests.append(f"{self.command} {self.path}")
                 hub.tokens.add(self.headers.get("Authorization"))
                 status = next((code for part, code in hub.refuse.items() if part in self.path), 200)
                 if status == 200 and self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -87,7 +87,7 @@ class Hub:
                 "pullRequestUrl": None,
             }
         if path.endswith("/repos/create"):
-            self.created.append(json.loads(body))
+            self.new_repositories.append(json.loads(body))
             return {"url": f"{self.url}/me/no-star", "name": "me/no-star"}
         return {
             "name": "me",

@@ -1,5 +1,5 @@
-"""Tiny pipelines of every family (concept_eraser/tiny/families.py), and what plain diffusers makes
-of them.
+"""Tiny pipelines of every family (concept_eraser/tiny/families.py), and the images that plain
+diffusers generates with them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = [
     "_t5",
     "build",
     "by_hand",
-    "drawn",
     "options",
     "plain",
+    "sample_images",
     "texts",
 ]
 
@@ -53,10 +53,10 @@ def plain(name: str, folder: Path) -> Any:
 def by_hand(name: str, pipe: Any, *, guidance: float = 3.0) -> np.ndarray:
     """Both images by diffusers' own pipeline, seeds 5 and 6."""
     size = {"height": SIZE[name], "width": SIZE[name]} if name in SIZE else {}
-    asked = {"class_labels": [207, 281]} if name == "dit" else {"prompt": texts(name), **size}
+    inputs = {"class_labels": [207, 281]} if name == "dit" else {"prompt": texts(name), **size}
     generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
     images = pipe(
-        **asked,
+        **inputs,
         generator=generators,
         num_inference_steps=3,
         guidance_scale=guidance,
@@ -65,5 +65,5 @@ def by_hand(name: str, pipe: Any, *, guidance: float = 3.0) -> np.ndarray:
     return (images * 255).round().astype("uint8")
 
 
-def drawn(name: str, model: Any, *, guidance: float = 3.0) -> np.ndarray:
+def sample_images(name: str, model: Any, *, guidance: float = 3.0) -> np.ndarray:
     return model.sample(texts(name), seeds=[5, 6], steps=3, guidance=guidance).numpy()

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# seconds: several times what the longest process of these takes on two busy cores; only one that
-# hangs takes more
+# seconds: several times the duration of the longest process on two busy cores, so that only a
+# process that hangs exceeds it
 HANG = 1200
 LIBRARIES = [
     "torch",
@@ -40,7 +40,7 @@ _context.set_forkserver_preload(LIBRARIES)
 
 
 class Command:
-    """A command that runs: `concept-eraser` with some arguments, in some folder.
+    """A running command: `concept-eraser` with arguments, in a folder.
 
     environment: variables beside those of this process. The libraries are imported already, so
     that a variable which one of them reads at its import has no effect.
@@ -72,7 +72,7 @@ class Command:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; minus the signal where one ended it; None while it runs."""
+        """The exit code, or minus the signal that ended the command; None while it runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -83,8 +83,9 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float = HANG) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired, and kills the command, after some
-        seconds.
+        """Wait, and return the exit code.
+
+        After the timeout it kills the command and raises subprocess.TimeoutExpired.
         """
         self._process.join(timeout)
         if self.returncode is None:
@@ -94,7 +95,7 @@ class Command:
 
     @property
     def stdout(self) -> str:
-        """What it has written so far."""
+        """The output so far."""
         return self._stdout.read_text()
 
     @property
@@ -137,8 +138,8 @@ def run_cold_command(*arguments: str, folder: Path) -> subprocess.CompletedProce
 def _run(
     arguments: list[str], folder: str, stdout: str, stderr: str, environment: dict[str, str]
 ) -> None:
-    """In the forked process: what `python -m concept_eraser.cli.main` does."""
-    gc.freeze()  # the libraries' objects are no garbage; collections need not look at them
+    """Do in the forked process what `python -m concept_eraser.cli.main` does."""
+    gc.freeze()  # the libraries' objects are no garbage, and collections can skip them
     os.environ.update(environment)
     os.chdir(folder)
     for number, file in ((1, stdout), (2, stderr)):

@@ -1,4 +1,4 @@
-"""The Python interface as an editor and a type checker see it: keywords, types, documentation."""
+"""The Python interface for editors and type checkers: keywords, types, documentation."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ concept_eraser.report("runs/star", show_sensitve=True)
 concept_eraser.report(3)
 concept_eraser.overview(["runs/star"])
 """
-# Foreign packages are not followed: this takes seconds instead of a minute, and says as much about
-# these lines.
+# mypy does not follow foreign packages: this takes seconds instead of a minute, and the messages
+# for these lines are the same.
 CONFIGURATION = """
 [mypy]
 ignore_missing_imports = true
@@ -136,7 +136,7 @@ follow_imports = skip
 
 
 def check_types(folder: Path, **files: str) -> dict[str, list[tuple[int, str]]]:
-    """What mypy says of some files: (line, message) by name of the file."""
+    """The messages of mypy for some files: (line, message) by name of the file."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
     (folder / "mypy.ini").write_text(CONFIGURATION)
@@ -149,28 +149,28 @@ def check_types(folder: Path, **files: str) -> dict[str, list[tuple[int, str]]]:
         *(f"{name}.py" for name in files),
     ]
     environment = {"MYPYPATH": str(ROOT), "PATH": ""}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert not done.stderr, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert not process.stderr, process.stderr
     messages = defaultdict(list)
-    for line in done.stdout.splitlines():
+    for line in process.stdout.splitlines():
         if place := re.match(r"(\w+)\.py:(\d+): (?:error|note): (.*)", line):
             messages[place[1]].append((int(place[2]), place[3]))
     return messages
 
 
-def test_a_type_checker_sees_a_misspelt_keyword(tmp_path: Path) -> None:
+def test_a_type_checker_reports_a_misspelt_keyword(tmp_path: Path) -> None:
     """Also the examples of the docstrings are checked."""
     examples = "\n".join(example(name) for name in FUNCTIONS)
     messages = check_types(tmp_path, correct=CORRECT, wrong=WRONG, examples=examples)
-    revealed = [text for _, text in messages["correct"]]
-    assert len(revealed) == 2, revealed
-    assert re.search(r"\.PromptEvaluation\"$", revealed[0])
-    assert re.search(r"PromptEvaluation.*LabelledEvaluation", revealed[1])
+    types = [text for _, text in messages["correct"]]
+    assert len(types) == 2, types
+    assert re.search(r"\.PromptEvaluation\"$", types[0])
+    assert re.search(r"PromptEvaluation.*LabelledEvaluation", types[1])
     assert not messages["examples"]
     lines = {line for line, _ in messages["wrong"]}
     assert lines == set(range(3, len(WRONG.splitlines()) + 1)), messages["wrong"]
-    said = " ".join(text for _, text in messages["wrong"])
-    assert 'Unexpected keyword argument "forgett" for "erase"; did you mean "forget"?' in said
+    errors = " ".join(text for _, text in messages["wrong"])
+    assert 'Unexpected keyword argument "forgett" for "erase"; did you mean "forget"?' in errors
 
 
 def example(name: str) -> str:
@@ -193,8 +193,8 @@ def test_the_documentation_names_every_argument(name: str) -> None:
 
 
 def test_the_keywords_of_erase_are_the_keys_of_a_recipe() -> None:
-    given = set(inspect.signature(api.erase).parameters)
-    assert set(recipe.Recipe.model_fields) | {"memory"} <= given
+    parameters = set(inspect.signature(api.erase).parameters)
+    assert set(recipe.Recipe.model_fields) | {"memory"} <= parameters
 
 
 def literals(annotation: Any) -> set[Any]:
@@ -208,8 +208,12 @@ def literals(annotation: Any) -> set[Any]:
 def test_the_types_of_settings_are_those_of_the_recipe(settings: Any, section: Any) -> None:
     hints = typing.get_type_hints(settings, localns=NAMES, include_extras=True)
     assert hints.keys() == section.model_fields.keys()
-    required = {name for name, hint in hints.items() if typing.get_origin(hint) is typing.Required}
-    assert required == {name for name, field in section.model_fields.items() if field.is_required()}
+    required_keys = {
+        name for name, hint in hints.items() if typing.get_origin(hint) is typing.Required
+    }
+    assert required_keys == {
+        name for name, field in section.model_fields.items() if field.is_required()
+    }
     for name, field in section.model_fields.items():
         assert literals(field.annotation) <= literals(hints[name]), name
 

@@ -1,5 +1,5 @@
-"""Who may import whom. Two rules carry the design: methods never see a model, evaluation never sees
-training.
+"""Which part may import which. Two rules carry the design: methods never see a model, evaluation
+never sees training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "concept_eraser"
 BASE = {"utils", "storage", "registry"}
-ALLOWED = {
+IMPORT_RULES = {
     "__main__": {"cli"},
     "utils": {"utils"},
     "storage": {"utils", "storage"},
@@ -21,6 +21,7 @@ ALLOWED = {
     "models": {*BASE, "models"},
     "losses": {"models.base", "registry", "losses"},
     "data": {"utils", "storage", "models.base", "models.hub", "data"},
+    "concepts": {*BASE, "models.base", "data", "tiny.painter", "concepts"},
     "erasers": {"utils", "registry", "losses", "data", "models.base", "models.lora", "erasers"},
     "training": {"utils", "storage", "methods", "erasers.base", "training"},
     "tiny": {"utils", "models", "tiny"},
@@ -39,6 +40,7 @@ ALLOWED = {
     "evaluation": {*BASE, "models", "data", "tiny", "evaluation"},
     "runs": {
         *BASE,
+        "concepts.plan",
         "recipes",
         "targets",
         "erasers",
@@ -62,6 +64,7 @@ ALLOWED = {
     },
     "api": {
         *BASE,
+        "concepts",
         "recipes",
         "runs",
         "models",
@@ -73,6 +76,7 @@ ALLOWED = {
     "cli": {
         *BASE,
         "api",
+        "concepts.plan",
         "recipes",
         "runs",
         "targets",
@@ -98,14 +102,15 @@ ALLOWED = {
         "demo",
     },
 }
-ALLOWED_ONE = {
-    "methods.history": {"storage.writers"},  # what a training records may lie in a folder
+SINGLE_RULES = {
+    "methods.history": {"storage.writers"},  # a recorded history may be in a folder
     "utils.plugin_fields": {"registry"},  # fields of recipes and suites that name a plug-in
     "methods.fisher": {"utils.extras"},
     "methods.torchjd": {"utils.extras"},
-    "data.datasets.painted": {"tiny.painter"},  # the set is painted by the bundled world
+    "data.datasets.painted": {"tiny.painter"},  # the painter of the bundled data set
+    "cli.doctor": {"models.base"},  # whether this CPU emulates bfloat16
     "recipes.defaults": {"models", "tiny.published"},  # the default depends on the model
-    # their types only
+    # only for their types
     "recipes.keywords": {"data.labelled", "evaluation", "losses", "methods.base", "models.base"},
 }
 FOREIGN = {  # only these may import the heavy libraries
@@ -114,7 +119,7 @@ FOREIGN = {  # only these may import the heavy libraries
     "peft": {"models"},
     "accelerate": {"training", "runs.job", "utils.distributed"},
     "typer": {"cli"},
-    "gradio": {"demo.page"},  # the tabs are given it, so that what they show is tested without it
+    "gradio": {"demo.page"},  # the tabs get it as an argument, so that tests run without it
     "matplotlib": {"reporting", "data.datasets"},
     "pydantic": {"utils.plugin_fields", "recipes", "evaluation"},
 }
@@ -125,21 +130,21 @@ def imports(path: Path) -> set[str]:
     """Every module a file imports, anywhere in it, as dotted names (also `from x import y` as
     x.y).
     """
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def covered(name: str, allowed: set[str]) -> bool:
-    return any(name == rule or name.startswith(rule + ".") for rule in allowed)
+def is_covered(name: str, rules: set[str]) -> bool:
+    return any(name == rule or name.startswith(rule + ".") for rule in rules)
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
@@ -147,12 +152,12 @@ def test_imports_within_the_package(path: Path) -> None:
     name = module(path)
     if name == "__init__":
         return
-    allowed = ALLOWED[name.split(".")[0]] | ALLOWED_ONE.get(name, set())
-    ours = {
+    rules = IMPORT_RULES[name.split(".")[0]] | SINGLE_RULES.get(name, set())
+    own = {
         i.removeprefix("concept_eraser.") for i in imports(path) if i.startswith("concept_eraser.")
     }
-    wrong = {i for i in ours if not covered(i, allowed)}
-    assert not wrong, f"{name} imports {wrong}; allowed: {allowed}"
+    wrong = {i for i in own if not is_covered(i, rules)}
+    assert not wrong, f"{name} imports {wrong}; allowed: {rules}"
 
 
 def imported_files(path: Path) -> set[Path]:
@@ -189,8 +194,8 @@ def test_class_names_occur_once() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module(path))
-    repeated = {name: modules for name, modules in places.items() if len(modules) > 1}
-    assert not repeated, f"give each of these classes a name of its own: {repeated}"
+    duplicates = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert not duplicates, f"give each of these classes a name of its own: {duplicates}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
@@ -198,7 +203,7 @@ def test_heavy_libraries_stay_where_they_belong(path: Path) -> None:
     for name in imports(path):
         library = name.split(".")[0]
         if library in FOREIGN:
-            assert covered(module(path), FOREIGN[library]), f"{module(path)} imports {library}"
+            assert is_covered(module(path), FOREIGN[library]), f"{module(path)} imports {library}"
 
 
 def test_methods_know_torch_and_vectors_only() -> None:
@@ -208,7 +213,7 @@ def test_methods_know_torch_and_vectors_only() -> None:
             "torch",
             "__future__",
         }
-        adapted = {
+        extra = {
             "torchjd": {"torchjd"},
             "fisher": {"curvlinops", "scipy", "numpy"},
             "gaussian_mechanism": {"scipy"},
@@ -224,7 +229,7 @@ def test_methods_know_torch_and_vectors_only() -> None:
             "pathlib",
             "typing",
         }
-        assert outside <= plain | adapted, f"{path.name}: {outside}"
+        assert outside <= plain | extra, f"{path.name}: {outside}"
 
 
 def test_the_package_itself_is_light() -> None:
@@ -252,8 +257,7 @@ def test_no_print_and_no_notebook_of_asserts_in_the_library() -> None:
             )
 
 
-# Who may write to a disk. All else goes through storage/, which never removes what it did not
-# write.
+# Which parts may write to a disk. All others use storage/, which never removes the files of others.
 WRITERS = {
     "storage": "the writers themselves",
     "tiny": "a developer's build of the bundled weights, into a folder named on its command line",
@@ -289,9 +293,7 @@ EXCEPTIONS = {  # (module, call): why
 
 
 def _opens_to_write(node: ast.Call) -> bool:
-    """Whether a call opens a file with a mode that writes, or one that cannot be read from the
-    source.
-    """
+    """Whether a call opens a file with a mode that writes."""
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if name not in ("open", "fdopen"):
         return False
@@ -319,7 +321,7 @@ def test_nothing_else_writes(path: Path) -> None:
         and (node.module or "").startswith("concept_eraser.storage")
         for alias in node.names
     }
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue
@@ -327,17 +329,17 @@ def test_nothing_else_writes(path: Path) -> None:
         name = (
             node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         )
-        ours = direct and name in writers
+        is_writer = direct and name in writers
         if _opens_to_write(node) or (
-            name in WRITING_CALLS and not ours and (module(path), name) not in EXCEPTIONS
+            name in WRITING_CALLS and not is_writer and (module(path), name) not in EXCEPTIONS
         ):
-            found.append(f"{name} in line {node.lineno}")
-    assert not found, (
-        f"{module(path)} writes by itself ({', '.join(found)}); use concept_eraser.storage.writers"
+            calls.append(f"{name} in line {node.lineno}")
+    assert not calls, (
+        f"{module(path)} writes by itself ({', '.join(calls)}); use concept_eraser.storage.writers"
     )
 
 
-# Who may parse what a file holds. Each kind of file has one guarded reader.
+# Which parts may parse files. Each kind of file has one guarded reader.
 PARSERS = {
     "json.load",
     "yaml.load",
@@ -375,9 +377,9 @@ READERS = {  # (module, call): why
 }
 
 
-def _dotted(node: ast.expr) -> str:
+def _dotted_name(node: ast.expr) -> str:
     return (
-        f"{_dotted(node.value)}.{node.attr}"
+        f"{_dotted_name(node.value)}.{node.attr}"
         if isinstance(node, ast.Attribute)
         else getattr(node, "id", "?")
     )
@@ -389,20 +391,20 @@ def _dotted(node: ast.expr) -> str:
     ids=module,
 )
 def test_nothing_else_parses_files(path: Path) -> None:
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue
-        name = _dotted(node.func)
+        name = _dotted_name(node.func)
         reads = name == "json.loads" and any(
             isinstance(n, ast.Attribute)
             and n.attr in ("read_text", "read_bytes", "read")
-            and _dotted(n) != "sys.stdin.read"
+            and _dotted_name(n) != "sys.stdin.read"
             for a in node.args
             for n in ast.walk(a)
         )
         if reads or (name in PARSERS and (module(path), name) not in READERS):
-            found.append(f"{name} in line {node.lineno}")
+            calls.append(f"{name} in line {node.lineno}")
         weights_only = [
             k
             for k in node.keywords
@@ -411,7 +413,7 @@ def test_nothing_else_parses_files(path: Path) -> None:
         assert name != "torch.load" or weights_only, (
             f"{module(path)} reads a pickle with code in it"
         )
-    assert not found, (
-        f"{module(path)} parses files by itself ({', '.join(found)}); use "
+    assert not calls, (
+        f"{module(path)} parses files by itself ({', '.join(calls)}); use "
         "concept_eraser.storage.readers"
     )

@@ -15,7 +15,7 @@ from concept_eraser.utils.errors import UserError
 def test_every_plugin_loads_and_has_a_summary(kind: str) -> None:
     for name in registry.names(kind):
         assert len(registry.summary(kind, name)) > 20
-        if kind != "loss":  # a table of losses is no module
+        if kind != "loss":  # losses come from a table, not from modules
             assert registry.load(kind, name).__module__.endswith(name)
     assert registry.names(kind)
 
@@ -51,9 +51,9 @@ def test_methods_tell_title_source_and_options() -> None:
     ],
 )
 def test_coercion(value, annotation, expected) -> None:
-    found = registry.coerce(value, annotation)
-    assert found == expected
-    assert type(found) is type(expected)
+    result = registry.coerce(value, annotation)
+    assert result == expected
+    assert type(result) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_derived_seeds_are_stable_and_distinct() -> None:
 
 def test_a_recorded_command_names_no_folder_of_the_machine(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [
+    arguments = [
         "/somewhere/bin/study.py",
         "eval/x.yaml",
         "--work",
         str(tmp_path / "runs" / "a"),
         "plain=/elsewhere/w.safetensors",
     ]
-    assert provenance.command(given) == "study.py eval/x.yaml --work runs/a plain=w.safetensors"
+    assert provenance.command(arguments) == "study.py eval/x.yaml --work runs/a plain=w.safetensors"
 
 
 def test_resources_name_what_is_missing(tmp_path) -> None:
@@ -107,7 +107,7 @@ def test_resources_name_what_is_missing(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "words"),
+    ("name", "options", "words"),
     [
         ("munba", {"formula": "prnted"}, "formula must be 'exact' or 'printed', found 'prnted'"),
         (
@@ -126,6 +126,6 @@ def test_resources_name_what_is_missing(tmp_path) -> None:
         ("uno", {"ratio": float("inf")}, "ratio must be a finite number"),
     ],
 )
-def test_options_are_checked_in_python_too(name: str, given: dict, words: str) -> None:
+def test_options_are_checked_in_python_too(name: str, options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        registry.load("method", name)(**given)
+        registry.load("method", name)(**options)

@@ -1,5 +1,5 @@
-"""What an audit found, end to end: nothing of a user's is lost, nothing of a stranger's is run,
-nothing damaged is used.
+"""End-to-end tests of trust: no file of a user is lost, no code of a stranger runs, and no damaged
+file is used.
 
 The writers, manifests and locks behind it have tests of their own in tests/storage.
 """
@@ -38,7 +38,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run; tests copy it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     concept_eraser.erase(short(), output=folder)
@@ -46,9 +46,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
+def run(finished_run: Path, tmp_path: Path) -> Path:
     """A copy of the finished run."""
-    return Path(shutil.copytree(finished, tmp_path / "runs" / "star"))
+    return Path(shutil.copytree(finished_run, tmp_path / "runs" / "star"))
 
 
 # 1: a file writer deletes folders
@@ -56,9 +56,9 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def test_a_card_never_replaces_the_folder_of_all_runs(cli: Cli, run: Path, tmp_path: Path) -> None:
     before = tree(run.parent)
-    done = cli("card", "runs/star", "-o", "runs", "--overwrite")
-    assert done.returncode == 2
-    assert "is a folder" in done.stderr
+    result = cli("card", "runs/star", "-o", "runs", "--overwrite")
+    assert result.returncode == 2
+    assert "is a folder" in result.stderr
     assert tree(run.parent) == before
 
 
@@ -99,9 +99,7 @@ def go():
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> Path:
-    """A stranger's run folder below the working directory, whose recipe names code that lies in
-    it.
-    """
+    """A stranger's run folder below the working directory. Its recipe names code in that folder."""
     folder = tmp_path / "runs" / "stranger"
     folder.mkdir(parents=True)
     (folder / "payload.py").write_text(PAYLOAD)
@@ -133,24 +131,24 @@ def stranger(tmp_path: Path) -> Path:
 def test_a_recipe_of_a_stranger_runs_no_code(
     cli: Cli, stranger: Path, arguments: tuple[str, ...]
 ) -> None:
-    done = cli(*arguments)
+    result = cli(*arguments)
     assert not (stranger / "CANARY").exists()
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
     if arguments[0] in ("evaluate", "erase"):
-        assert done.returncode == 2
-        assert "--allow-code" in done.stderr
+        assert result.returncode == 2
+        assert "--allow-code" in result.stderr
 
 
 def test_code_that_the_user_names_is_called(cli: Cli, stranger: Path) -> None:
-    done = cli("erase", "runs/stranger/recipe.yaml", "--allow-code", "-o", "mine", "-q")
-    assert done.returncode == 0, done.stderr
+    result = cli("erase", "runs/stranger/recipe.yaml", "--allow-code", "-o", "mine", "-q")
+    assert result.returncode == 0, result.stderr
     assert (stranger / "CANARY").read_text() == "called"
     (stranger / "CANARY").unlink()
     assert cli("evaluate", "mine").returncode == 2
     assert not (stranger / "CANARY").exists()
     assert cli("evaluate", "mine", "--allow-code").returncode == 0
     (stranger / "CANARY").unlink()
-    done = cli(
+    result = cli(
         "erase",
         "runs/stranger/recipe.yaml",
         "--model",
@@ -160,7 +158,7 @@ def test_code_that_the_user_names_is_called(cli: Cli, stranger: Path) -> None:
         "-q",
         "--overwrite",
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert (stranger / "CANARY").read_text() == "called"
 
 
@@ -185,7 +183,7 @@ def test_from_python_a_recipe_runs_no_code_either(
 
 @pytest.fixture
 def project(tmp_path: Path) -> dict[str, bytes]:
-    """A user's project: what a run would write has names that are taken."""
+    """A user's project, in which the names of a run's files are in use."""
     for name in (
         "recipe.yaml",
         "README.md",
@@ -210,9 +208,9 @@ def project(tmp_path: Path) -> dict[str, bytes]:
 def test_a_run_never_goes_into_a_users_project(
     cli: Cli, tmp_path: Path, project: dict[str, bytes], flags: tuple[str, ...]
 ) -> None:
-    done = cli("erase", "recipe.yaml", "-o", ".", "-q", *flags)
-    assert done.returncode == 2
-    assert "concept_eraser did not make it" in done.stderr
+    result = cli("erase", "recipe.yaml", "-o", ".", "-q", *flags)
+    assert result.returncode == 2
+    assert "concept_eraser did not make it" in result.stderr
     assert tree(tmp_path) == project
 
 
@@ -223,10 +221,10 @@ def test_overwrite_leaves_what_the_user_added_or_changed(
     (run / "exports").mkdir()
     (run / "exports" / "mine.safetensors").write_text("mine")
     (run / "report.html").write_text("mine")
-    (run / "conflict.png").write_text("mine")  # in place of ours
+    (run / "conflict.png").write_text("mine")  # in place of the run's file
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__seed=3)))
-    done = cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q")
-    assert done.returncode == 0, done.stderr
+    result = cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q")
+    assert result.returncode == 0, result.stderr
     assert [
         (run / n).read_text() for n in ("notes.txt", "exports/mine.safetensors", "report.html")
     ] == ["mine"] * 3
@@ -235,15 +233,15 @@ def test_overwrite_leaves_what_the_user_added_or_changed(
     assert yaml.safe_load((run / "recipe.yaml").read_text())["training"]["seed"] == 3
 
 
-def test_a_file_of_the_user_inside_the_model_is_said_before_any_work(
+def test_a_file_of_the_user_inside_the_model_is_an_error_before_any_work(
     cli: Cli, run: Path, tmp_path: Path
 ) -> None:
     (run / "pipeline" / "mine.txt").write_text("mine")
     before = tree(run)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__seed=5)))
-    done = cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q")
-    assert done.returncode == 2
-    assert "mine.txt was not written by concept_eraser" in done.stderr
+    result = cli("erase", "recipe.yaml", "-o", "runs/star", "--overwrite", "-q")
+    assert result.returncode == 2
+    assert "mine.txt was not written by concept_eraser" in result.stderr
     assert tree(run) == before
 
 
@@ -289,7 +287,7 @@ def test_a_run_whose_steps_were_all_skipped_is_not_finished(
 
 
 def test_weights_that_are_not_finite_are_no_run(tmp_path: Path, tiny: Any) -> None:
-    """Every loss and step was finite, and a weight is not: it is put in between two steps."""
+    """Every loss and step is finite, and a weight is not: the test sets it between two steps."""
     before = {name: value.clone() for name, value in tiny.parts["denoiser"].state_dict().items()}
 
     def spoil(step: int, seconds: float) -> None:
@@ -331,8 +329,8 @@ def test_two_processes_in_one_folder(cli: Cli, tmp_path: Path) -> None:
         first.wait_until(lambda: has_text(tmp_path / "run" / "log.jsonl"))
         second = cli(*arguments, "--resume")
         third = cli(*arguments, "--overwrite")
-        measured = cli("evaluate", "tiny-sd", "--suite", "tiny_star", "-n", "2", "-o", "run")
-        for other in (second, third, measured):
+        fourth = cli("evaluate", "tiny-sd", "--suite", "tiny_star", "-n", "2", "-o", "run")
+        for other in (second, third, fourth):
             assert other.returncode == 2
             assert f"run is in use by process {first.pid}" in other.stderr
             assert other.stderr.count("\n") == 1
@@ -351,7 +349,7 @@ def has_text(path: Path) -> bool:
 
 
 def flip(path: Path, place: int) -> None:
-    """Another bit, but the same size and time, as a disk or a memory would."""
+    """Change one bit and keep the size and time of the file, like a fault of a disk or memory."""
     status = path.stat()
     content = bytearray(path.read_bytes())
     content[place] ^= 64
@@ -378,16 +376,16 @@ def test_a_flipped_bit_of_a_finished_run_is_noticed(
         ("export", "runs/star", "--to", "tensors"),
         ("merge", "runs/star", "-o", "both"),
     ):
-        done = cli(*arguments)
-        assert done.returncode == 2, arguments
-        assert Path(name).name in done.stderr + done.stdout
-        assert "Traceback" not in done.stderr
+        result = cli(*arguments)
+        assert result.returncode == 2, arguments
+        assert Path(name).name in result.stderr + result.stdout
+        assert "Traceback" not in result.stderr
     assert not (tmp_path / "images").exists()
     assert "1 of" in cli("verify", "runs/star", "--accept").stdout
     assert cli("verify", "runs/star").returncode == 0
 
 
-def test_damaged_images_of_the_cache_are_made_again(tmp_path: Path) -> None:
+def test_damaged_images_of_the_cache_are_generated_again(tmp_path: Path) -> None:
     runs = [concept_eraser.erase(short(), output=tmp_path / "a", cache=tmp_path / "cache")]
     chunks = sorted((tmp_path / "cache" / "images").rglob("*.safetensors"))
     assert chunks
@@ -414,8 +412,8 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(cli: Cli, tmp_path
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 9
     state = tmp_path / "run" / "state.ckpt"
     flip(state, state.stat().st_size // 2)
-    done = cli("erase", "recipe.yaml", "-o", "run", "--resume", "-q")
-    assert done.returncode == 0, done.stderr
+    result = cli("erase", "recipe.yaml", "-o", "run", "--resume", "-q")
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "weights.safetensors").read_bytes() == (
         whole.folder / "weights.safetensors"
     ).read_bytes()
@@ -430,20 +428,22 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(cli: Cli, tmp_path
 # links in a stranger's run folder
 
 
-def test_a_strangers_run_folder_leads_nowhere_else(cli: Cli, run: Path, tmp_path: Path) -> None:
+def test_links_in_a_strangers_run_folder_are_not_followed(
+    cli: Cli, run: Path, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret.safetensors"
     secret.write_bytes((run / "weights.safetensors").read_bytes())
     weights = run / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors"
     weights.unlink()
     weights.symlink_to(secret)
-    done = cli("generate", "runs/star", "-p", "a star")
-    assert done.returncode == 2
-    assert "link" in done.stderr
+    result = cli("generate", "runs/star", "-p", "a star")
+    assert result.returncode == 2
+    assert "link" in result.stderr
     (tmp_path / "elsewhere").mkdir()
     (run / "attacks").symlink_to(tmp_path / "elsewhere")
-    done = cli("attack", "runs/star", "-n", "2")
-    assert done.returncode == 2
-    assert "leads out of" in done.stderr
+    result = cli("attack", "runs/star", "-n", "2")
+    assert result.returncode == 2
+    assert "leads out of" in result.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 

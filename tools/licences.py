@@ -24,12 +24,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "licences.md"
-# the only one of the default install: the project needs it
+# the only copyleft package of the default install; the project needs it
 NEEDED_COPYLEFT = frozenset({"nudenet"})
-NOT_INSTALLED = {"bitsandbytes": "MIT"}  # of an extra that no test environment has; by its own page
+NOT_INSTALLED = {"bitsandbytes": "MIT"}  # no test environment has this extra; by its own page
 
-# What the licence files of a package say beyond its metadata. Looked at by a person; the version
-# that was looked at.
+# What the licence files of a package say beyond its metadata, with the version that a person
+# reviewed.
 REVIEWED = {
     "nudenet": (
         "AGPL-3.0",
@@ -60,6 +60,13 @@ REVIEWED = {
         (
             "84.2.1: holds a copy of autocommand (LGPL-3.0), used by its own command line; "
             "torch asks for it"
+        ),
+    ),
+    "docutils": (
+        "BSD-2-Clause",
+        (
+            "0.22.4: most files are in the public domain, some under the BSD-2-Clause; the "
+            "GPL-3.0 is of an editor mode (rst.el) that is not in the wheel"
         ),
     ),
     "torch": (
@@ -99,19 +106,19 @@ class Package:
     name: str
     version: str
     licence: str
-    texts: frozenset[str]  # of GPL, AGPL, LGPL in its licence files
+    texts: frozenset[str]  # names of copyleft texts in its licence files
     note: str = ""
 
     @property
     def copyleft(self) -> str:
-        """ "strong" (GPL, AGPL), "library" (LGPL), "file" (MPL), or "" where it is permissive."""
+        """ "strong" (GPL, AGPL), "library" (LGPL), "file" (MPL), or "" if it is permissive."""
         if re.search(r"(?<!L)GPL", self.licence):
             return "strong"
         return "library" if "LGPL" in self.licence else "file" if "MPL" in self.licence else ""
 
     @property
     def unreviewed(self) -> bool:
-        """Whether its files hold a copyleft text that nobody has looked at."""
+        """Whether its files hold a copyleft text that no person has reviewed."""
         return (
             bool(self.texts)
             and self.copyleft not in ("strong", "library")
@@ -120,13 +127,14 @@ class Package:
 
 
 def plain(name: str) -> str:
-    """A package's name as the index spells it."""
+    """Return a package's name as the index spells it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def groups() -> dict[str, list[str]]:
-    """The requirements of pyproject.toml: "default", then each extra, as written; `all` only joins
-    other extras.
+    """Return the requirements of pyproject.toml: "default", then each extra, as written.
+
+    `all` only joins other extras.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {
@@ -136,14 +144,15 @@ def groups() -> dict[str, list[str]]:
 
 
 def names(requirements: Iterable[str]) -> list[str]:
-    """The packages that some requirements name, sorted."""
+    """Return the packages that some requirements name, sorted."""
     matches = (_REQUIREMENT.match(one) for one in requirements)
     return sorted({plain(match[0]) for match in matches if match})
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
-    """The installed packages that some requirements bring, their own and what these need; those not
-    installed too.
+    """Return the packages that some requirements bring: their own and what these need.
+
+    Packages that are not installed are included.
     """
     from packaging.requirements import Requirement
 
@@ -166,8 +175,9 @@ def closure(requirements: Iterable[str]) -> set[str]:
 
 
 def package(name: str) -> Package:
-    """What is known of one package. Raises KeyError where it is neither installed nor in
-    NOT_INSTALLED.
+    """Return the facts about one package.
+
+    Raises KeyError if it is neither installed nor in NOT_INSTALLED.
     """
     try:
         distribution = metadata.distribution(name)
@@ -200,8 +210,9 @@ def _licence_texts(distribution: metadata.Distribution) -> Iterator[str]:
 
 
 def _declared_licence(distribution: metadata.Distribution, texts: list[str]) -> str:
-    """The SPDX name of what the metadata declares: an expression, a classifier, a text; BSD's kind
-    by its text.
+    """Return the SPDX name of the declared licence: an expression, a classifier or a text.
+
+    The kind of BSD follows from its text.
     """
     expression = distribution.metadata.get("License-Expression")
     if expression:
@@ -229,8 +240,9 @@ def _spdx(text: str) -> str:
 
 
 def problems() -> list[str]:
-    """What the default install must not have: GPL, AGPL or LGPL but nudenet's, unknown licences,
-    texts not looked at.
+    """List what the default install must not have.
+
+    That is GPL, AGPL or LGPL except nudenet's, unknown licences, and texts without a review.
     """
     packages = [package(name) for name in sorted(closure(groups()["default"]))]
     bad = [
@@ -239,15 +251,15 @@ def problems() -> list[str]:
         if p.copyleft in ("strong", "library") and p.name not in NEEDED_COPYLEFT
     ]
     bad += [
-        f"{p.name}: {', '.join(sorted(p.texts))} in its files; look at it and add it to REVIEWED"
+        f"{p.name}: {', '.join(sorted(p.texts))} in its files; review it and add it to REVIEWED"
         for p in packages
         if p.unreviewed
     ]
     return bad + [f"{p.name}: no licence found" for p in packages if p.licence == "unknown"]
 
 
-# Data files of this repository: (pattern, what it is, where it is from, licence). The first pattern
-# that fits counts.
+# Data files of this repository: (pattern, what it is, where it is from, licence). The first
+# matching pattern counts.
 MADE = "made by this project"
 DATA = [
     (
@@ -268,6 +280,12 @@ DATA = [
     ("concept_eraser/*.css", "styles of the pages", MADE, "Apache-2.0"),
     ("concept_eraser/*.html", "templates of the reports", MADE, "Apache-2.0"),
     ("concept_eraser/*.md", "template of the model card", MADE, "Apache-2.0"),
+    (
+        "concept_eraser/concepts/*.yaml",
+        "kinds of concepts with their templates, known concepts",
+        "written for concept_eraser",
+        "Apache-2.0",
+    ),
     ("concept_eraser/py.typed", "an empty mark for type checkers", MADE, "Apache-2.0"),
     (
         "prompts/i2p_*.yaml",
@@ -300,6 +318,10 @@ DATA = [
     ("studies/configs/*", "configurations and notes of the studies", MADE, "Apache-2.0"),
     ("docs/*.png", "images of the bundled model, screenshots of the demo", MADE, "Apache-2.0"),
     ("docs/*.md", "documents", MADE, "Apache-2.0"),
+    ("docs/*.svg", "figures of measured numbers", MADE, "Apache-2.0"),
+    ("examples/*.ipynb", "notebooks", MADE, "Apache-2.0"),
+    ("examples/*.md", "documents", MADE, "Apache-2.0"),
+    ("docs/_static/*.css", "style of the documentation site", MADE, "Apache-2.0"),
     ("benchmarks/*", "measured times and memory", MADE, "Apache-2.0"),
 ]
 _FOLDERS = (
@@ -313,6 +335,7 @@ _FOLDERS = (
     "examples",
     "studies",
 )
+_BUILT = ("_build", "generated")  # folders of docs/ that `make docs` writes and git ignores
 # read while a command or a test runs, and not part of this repository: (what, by what, from where,
 # licence)
 USED = [
@@ -382,9 +405,7 @@ USED = [
 
 
 def data_files() -> list[str]:
-    """The data files of this repository, relative to its root: everything in its folders that is no
-    Python.
-    """
+    """List the data files of this repository, relative to its root: all files except Python."""
     paths = (path for folder in _FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file())
     relative_paths = (
         path.relative_to(ROOT) for path in paths if path.suffix not in (".py", ".pyc")
@@ -392,12 +413,12 @@ def data_files() -> list[str]:
     return sorted(
         path.as_posix()
         for path in relative_paths
-        if not any(part.startswith(".") for part in path.parts)
+        if not any(part.startswith(".") or part in _BUILT for part in path.parts)
     )
 
 
 def line_of(file: str) -> tuple[str, str, str, str] | None:
-    """The line of DATA that covers a data file; None where none does."""
+    """Return the line of DATA that covers a data file, or None."""
     return next((line for line in DATA if fnmatch(file, line[0])), None)
 
 
@@ -408,8 +429,9 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def direct_rows(group: str) -> list[list[str]]:
-    """Name and licence of each direct dependency of a group; nothing here changes with a version of
-    no consequence.
+    """Return name and licence of each direct dependency of a group.
+
+    The rows do not depend on versions.
     """
     return [[f"`{name}`", package(name).licence] for name in names(groups()[group])]
 
@@ -432,13 +454,18 @@ def _installed_packages(packages: Iterable[str]) -> list[str]:
 
 
 def render() -> str:
-    """The page."""
+    """Render the page."""
     every = groups()
     default = closure(every["default"])
     weak = [
         p.name for p in map(package, _installed_packages(sorted(default))) if p.copyleft == "file"
     ]
-    parts = [_INTRODUCTION.format(weak=", ".join(f"`{name}`" for name in weak))]
+    parts = [
+        _INTRODUCTION.format(
+            weak=", ".join(f"`{name}`" for name in weak),
+            agpl="\n".join(f"| {who} | {what} |" for who, what in _AGPL),
+        )
+    ]
     parts += [
         "## Direct dependencies\n",
         "What `pip install concept-eraser` asks for by name.\n",
@@ -490,56 +517,101 @@ _EXTRAS = {
         "(GPL) and `qpsolvers` (LGPL) are copyleft."
     ),
     "trackers": "`pip install 'concept-eraser[trackers]'`: TensorBoard and W&B.",
+    "docs": "`pip install 'concept-eraser[docs]'`: the documentation site (`make docs`).",
     "dev": (
         "`make test`, `make check`: tools of development, on no user's machine. `ecos`, "
         "which TorchJD's NashMTL needs, is under the GPL."
     ),
 }
+# who, and what the AGPL-3.0 asks of them
+_AGPL = (
+    (
+        "runs it on their own machine",
+        (
+            "Nothing. Running a program needs no permission, and what stays with you need not be "
+            "published. What nudenet says of an image is not covered."
+        ),
+    ),
+    (
+        "passes on an environment (a container, an image, a zip with packages)",
+        (
+            "You pass on nudenet. Pass on its licence and its source (the wheel is source; the "
+            "model is part of it), and do not restrict it further. Whether an environment in "
+            "which other code imports nudenet is one work with it is disputed; ask a lawyer. "
+            "Without nudenet in it, the question does not arise."
+        ),
+    ),
+    (
+        "serves the demo on a network",
+        (
+            "Section 13 is for who runs a *changed* version for others over a network: these "
+            "users must be offered its source. Unchanged, as pip installs it, it asks for no "
+            "offer. Whether the demo around it counts as a changed version is disputed too; "
+            "concept_eraser's own source is public under the Apache-2.0, and changes of yours to "
+            "it may be asked for. Ultralytics, whose licence the model names, sells another "
+            "licence and reads the AGPL widely."
+        ),
+    ),
+)
 _INTRODUCTION = """# Licences
 
-*Written by `python -m tools.licences` (`make licences`) from the packages installed where it ran. A test renders the
-direct dependencies again, and fails where the default install has a copyleft licence but nudenet's, or where a data file
+*Written by `python -m tools.licences` (`make licences`) from the packages installed where it \
+ran. A test renders the
+direct dependencies again, and fails where the default install has a copyleft licence but \
+nudenet's, or where a data file
 has no line here. This page is no legal advice: ask a lawyer.*
 
-concept_eraser is under the [Apache-2.0](../LICENSE). What `pip install concept-eraser` brings is under permissive licences,
+concept_eraser is under the [Apache-2.0](../LICENSE). What `pip install concept-eraser` brings is \
+under permissive licences,
 with these exceptions:
 
 * `nudenet` is under the AGPL-3.0; see below.
-* {weak} are under the MPL-2.0, in whole or in part. It covers their own files: who changes these files and passes them on
-  gives the changed files under the MPL too. Other code is not touched by it. They come with the clients of HTTP and of the
+* {weak} are under the MPL-2.0, in whole or in part. It covers their own files: who changes these \
+files and passes them on
+  gives the changed files under the MPL too. Other code is not touched by it. They come with the \
+clients of HTTP and of the
   hub and with Gradio, and cannot be left out.
-* Wheels of `numpy`, `scipy` and `opencv-python-headless` hold compiled libraries of others, some under the LGPL or under
-  the GPL with an exception for programs that use them; the table names them. Who passes such wheels on passes their
+* Wheels of `numpy`, `scipy` and `opencv-python-headless` hold compiled libraries of others, some \
+under the LGPL or under
+  the GPL with an exception for programs that use them; the table names them. Who passes such \
+wheels on passes their
   licence files on.
 
 ## nudenet and the AGPL-3.0
 
-The metadata of the nudenet wheel says MIT. The wheel itself holds the text of the AGPL-3.0 twice (LICENSE, LICENSE.md), and
-its model `320n.onnx` names "AGPL-3.0 License (https://ultralytics.com/license)" in its own metadata. We take the stricter
+The metadata of the nudenet wheel says MIT. The wheel itself holds the text of the AGPL-3.0 twice \
+(LICENSE, LICENSE.md), and
+its model `320n.onnx` names "AGPL-3.0 License (https://ultralytics.com/license)" in its own \
+metadata. We take the stricter
 of the two to hold for both.
 
-concept_eraser holds no code and no weights of nudenet. pip fetches it from its own authors. It is imported when a detector
-is first used, by: the judge and the metric `nudenet` (suites `nudity` and `i2p_nudity`, or a suite of yours), the command
+concept_eraser holds no code and no weights of nudenet. pip fetches it from its own authors. It \
+is imported when a detector
+is first used, by: the judge and the metric `nudenet` (suites `nudity` and `i2p_nudity`, or a \
+suite of yours), the command
 `detect`, and the demo.
 
-**Does the demo load it?** Not when it starts, and not for the images of the bundled model. It loads nudenet in its own
-process in two places. In Compare: when "Captions by" is NudeNet, or is auto (the default) and the images are not 64 x 64.
-In Attack: for the images of an attack that are not 64 x 64. Evaluations that the demo starts load it in a process of their own where the
-suite asks for it. With "Captions by" set to none or to the bundled judge, Compare does not load it; Attack has no such
+**Does the demo load it?** Not when it starts, and not for the images of the bundled model. It \
+loads nudenet in its own
+process in two places. In Compare: when "Captions by" is NudeNet, or is auto (the default) and \
+the images are not 64 x 64.
+In Attack: for the images of an attack that are not 64 x 64. Evaluations that the demo starts \
+load it in a process of their own where the
+suite asks for it. With "Captions by" set to none or to the bundled judge, Compare does not load \
+it; Attack has no such
 choice.
 
 | who | what the AGPL-3.0 asks, as we read it |
 |---|---|
-| runs it on their own machine | Nothing. Running a program needs no permission, and what stays with you need not be published. What nudenet says of an image is not covered. |
-| passes on an environment (a container, an image, a zip with packages) | You pass on nudenet. Pass on its licence and its source (the wheel is source; the model is part of it), and do not restrict it further. Whether an environment in which other code imports nudenet is one work with it is disputed; ask a lawyer. Without nudenet in it, the question does not arise. |
-| serves the demo on a network | Section 13 is for who runs a *changed* version for others over a network: these users must be offered its source. Unchanged, as pip installs it, it asks for no offer. Whether the demo around it counts as a changed version is disputed too; concept_eraser's own source is public under the Apache-2.0, and changes of yours to it may be asked for. Ultralytics, whose licence the model names, sells another licence and reads the AGPL widely. |
+{agpl}
 
-Without nudenet (`pip uninstall nudenet`) everything works but the places named above, which then end with an error.
-"""  # noqa: E501
+Without nudenet (`pip uninstall nudenet`) everything works but the places named above, which then \
+end with an error.
+"""
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or check. The exit status."""
+    """Write the page, or check. Returns the exit status."""
     if "--check" in arguments:
         mistakes = problems()
         print("\n".join(mistakes) or "no copyleft licence in the default install but nudenet's")

@@ -3,9 +3,9 @@
     python -m tools.lowest > constraints.txt
     pip install -c constraints.txt -e ".[dev]"
 
-The bounds of the extras are among them. torch and torchvision are left out: the Makefile's TORCH
-decides, since older builds of torch that fit a machine without a GPU are not on every package
-index. Needs the standard library only.
+The bounds of the extras are among them. torch and torchvision are left out. The Makefile's TORCH
+sets their versions, since not every package index has older builds of torch for a machine without a
+GPU. The script needs the standard library only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ _REQUIREMENT = re.compile(
 
 
 def constraints(pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
-    """The lines of a constraints file: `name==lowest` of each requirement that has a lower bound,
-    each name once.
+    """Return the lines of a constraints file: `name==lowest` of requirements with a lower bound.
 
-    Raises ValueError where one package has two different bounds, or a requirement has more than a
-    lower bound.
+    Each name occurs once. Raises ValueError if one package has two different bounds, or a
+    requirement has more than a lower bound.
     """
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     lowest: dict[str, str] = {}

@@ -185,7 +185,6 @@ def summarise(results: Any) -> None:
         + f"; {results.seconds:.0f} s"
     )
     for attempt in [a for a in results.attempts if a.success and not a.pre][:5]:
-        typer.echo(
-            f"  success in round {attempt.round}: "
-            f"{attempt.text if attempt.text is not None else '(no text: an embedding or other weights)'}"  # noqa: E501
-        )
+        has_text = attempt.text is not None
+        text = attempt.text if has_text else "(no text: an embedding or other weights)"
+        typer.echo(f"  success in round {attempt.round}: {text}")

@@ -38,9 +38,7 @@ def demo(
     ] = "127.0.0.1",
     auth: Annotated[
         Optional[str],
-        typer.Option(
-            help="user:password that the page asks for", envvar="CONCEPT_ERASER_DEMO_AUTH"
-        ),
+        typer.Option(help="user:password of the page", envvar="CONCEPT_ERASER_DEMO_AUTH"),
     ] = None,
     allow_host: Annotated[
         Optional[list[str]],

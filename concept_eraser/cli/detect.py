@@ -88,7 +88,7 @@ def _detect(folder: Path, nudity: Any, progress: Any) -> tuple[dict[str, list], 
 
     detector, skipped = nudity.Detector(), list[str]()
     detections = {
-        name: detector.look(image)
+        name: detector.detect(image)
         for name, image in read_images(folder, skipped, progress=progress)
     }
     return detections, skipped

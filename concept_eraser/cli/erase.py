@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -14,10 +17,17 @@ from concept_eraser.utils.errors import Interrupted, Told, UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
 
-RECIPE is a name from `concept-eraser list recipes` or a YAML file. Without it, use the flags.
-Any setting can be changed by key.path=value.
+Give the concept itself: prompts, anchor concept and retain set are chosen and written down. Several
+concepts are erased together. Or give a RECIPE: a name from `concept-eraser list recipes`, or a YAML
+file. Or describe the job by flags. Any setting can be changed by key.path=value.
 
 [bold]Examples[/bold]
+
+  concept-eraser erase star      (from the bundled model)
+
+  concept-eraser erase "Van Gogh" --kind style --model ./my-sd15
+
+  concept-eraser erase "English Springer" church --model ./my-sd15 --dry-run
 
   concept-eraser erase tiny_star_munba
 
@@ -51,7 +61,16 @@ _FLAGS = {
 def erase(
     items: Annotated[
         Optional[list[str]],
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="a recipe, then its overrides"),
+        typer.Argument(
+            metavar="[CONCEPT]...|[RECIPE] [KEY=VALUE]...",
+            help="concepts or one recipe, then overrides",
+        ),
+    ] = None,
+    kind: Annotated[
+        Optional[str],
+        typer.Option(
+            help=("with concepts: object, style, person, character or content (default: guessed)")
+        ),
     ] = None,
     model: Annotated[
         Optional[str],
@@ -174,6 +193,13 @@ def erase(
             ),
         ),
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--evaluate/--no-evaluate",
+            help="with concepts: evaluate the run afterwards, and write a report",
+        ),
+    ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
     flags: dict[str, Any] = {
@@ -188,20 +214,41 @@ def erase(
         "memory": memory,
     }
     names = [item for item in items or [] if "=" not in item or Path(item).is_file()]
-    overrides = [f"model={_quote(_on_base(model, base))}"] if model or base else []
-    overrides += _concepts(forget or [], [_anchor(text) for text in anchor or []], bool(names))
-    overrides += [
+    settings = [
         f"{_FLAGS[key]}={_quote(value)}" for key, value in flags.items() if value is not None
     ]
-    overrides += [item for item in items or [] if item not in names]
+    settings += [item for item in items or [] if item not in names]
+    if concepts := _concepts_among(names):
+        if forget:
+            raise UserError(
+                f"give concepts ({', '.join(concepts)}) or --forget with a prompt set, not both"
+            )
+        request = ConceptRequest(
+            names=concepts,
+            model=_on_base(model, base) if model or base else None,
+            kind=kind,
+            anchors=[_anchor_word(text) for text in anchor or []],
+            overrides=settings,
+        )
+        options = {"allow_pickle": allow_pickle, "resume": resume, "overwrite": overwrite}
+        if dry_run:
+            _dry_run_of_concepts(request, output, allow_pickle, two_steps)
+        else:
+            run_concepts(request, output, measure=measure, quiet=quiet, **options)
+        return
+    if kind is not None:
+        raise UserError("--kind goes with concepts, e.g. concept-eraser erase 'Van Gogh'")
+    overrides = [f"model={_quote(_on_base(model, base))}"] if model or base else []
+    overrides += _objectives(forget or [], [_anchor(text) for text in anchor or []], bool(names))
+    overrides += settings
     if len(names) > 1:
         raise UserError(
             f"one recipe at a time, found {', '.join(names)}; overrides are written key.path=value"
         )
     if not names and not forget:
         raise UserError(
-            "nothing to erase: give a recipe (see `concept-eraser list recipes`) or "
-            "--forget with a prompt set"
+            "nothing to erase: give a concept (concept-eraser erase star), a recipe (see "
+            "`concept-eraser list recipes`) or --forget with a prompt set"
         )
     if not names:
         from concept_eraser.recipes import defaults
@@ -244,7 +291,31 @@ def _anchor(text: str) -> str | dict[str, str]:
     return {match[1]: match[2]} if match else text
 
 
-def _concepts(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[str]:
+def _anchor_word(text: str) -> str:
+    """Read the anchor of a concept: `shape=circle` is its value, all else is the text itself."""
+    anchor = _anchor(text)
+    return anchor if isinstance(anchor, str) else next(iter(anchor.values()))
+
+
+def _concepts_among(names: list[str]) -> list[str]:
+    """Return the names if they are concepts, or [] if they are recipes.
+
+    Raises UserError for a mixture.
+    """
+    if not names:
+        return []
+    from concept_eraser.concepts.plan import is_concept
+
+    concepts = [name for name in names if is_concept(name)]
+    if concepts and len(concepts) < len(names):
+        recipes = [name for name in names if name not in concepts]
+        raise UserError(
+            f"give concepts ({', '.join(concepts)}) or a recipe ({', '.join(recipes)}), not both"
+        )
+    return concepts
+
+
+def _objectives(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[str]:
     """Return the overrides for --forget and --anchor. Raises UserError if the numbers differ."""
     if len(forget) < 2:
         if len(anchors) > 1:
@@ -282,6 +353,98 @@ def _quote(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str | dict | list) else str(value)
 
 
+@dataclass(frozen=True)
+class ConceptRequest:
+    """Concepts to erase, with what the user chose about them."""
+
+    names: list[str]
+    model: str | None
+    kind: str | None
+    anchors: list[str]
+    overrides: list[str]
+
+
+def run_concepts(
+    request: ConceptRequest, output: Path | None, *, measure: bool, quiet: bool, **options: Any
+) -> None:
+    """Erase concepts, evaluate the run, and print where everything is."""
+    from concept_eraser import api
+    from concept_eraser.cli import concept_result
+    from concept_eraser.cli.progress_bars import bars
+    from concept_eraser.concepts.plan import BUNDLED, make_plan
+    from concept_eraser.utils import distributed
+
+    kind: Any = request.kind  # checked by the plan
+    plan = make_plan(
+        request.names, kind=kind, anchors=request.anchors, model=request.model or BUNDLED
+    )
+    folder = output or Path("runs") / plan.folder_name
+    with bars(quiet) as progress, _with_next_step(folder):
+        finished_run = api.erase(
+            request.names,
+            model=request.model,
+            kind=kind,
+            anchor=request.anchors or None,
+            overrides=request.overrides,
+            output=folder,
+            command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
+            progress=progress,
+            notify=typer.echo,
+            **options,
+        )
+    if not distributed.is_first():
+        return
+    note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
+    typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}")
+    concept_result.show(finished_run, measure=measure, quiet=quiet)
+
+
+def _dry_run_of_concepts(
+    request: ConceptRequest, output: Path | None, allow_pickle: bool, two_steps: bool | None
+) -> None:
+    """Print the plan, then what `--dry-run` prints of its recipe."""
+    from concept_eraser.concepts.plan import BUNDLED, make_plan
+    from concept_eraser.recipes import recipe as recipes
+    from concept_eraser.runs import concept_job
+
+    plan = make_plan(
+        request.names, kind=request.kind, anchors=request.anchors, model=request.model or BUNDLED
+    )
+    folder = output or Path("runs") / plan.folder_name
+    typer.echo("\n".join(plan.lines()))
+    typer.echo("more neighbours are chosen by the model's text encoder when the run starts")
+    for name, text in concept_job.suite_texts(plan, folder).items():
+        typer.echo(f"\n# {folder / name}\n{text}")
+    content = concept_job.recipe_content(plan, {}, request.overrides)
+    _dry_run(recipes.load(content), folder, allow_pickle, two_steps, request.model is not None)
+
+
+@contextmanager
+def _with_next_step(folder: Path) -> Iterator[None]:
+    """Add to an interruption how to continue, and to an error where a previous run is."""
+    from concept_eraser.utils import distributed
+
+    resume_command = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
+    try:
+        yield
+    except Interrupted as interruption:
+        launch = (
+            ""
+            if distributed.alone()
+            else (
+                " (under the same launch: accelerate launch ... -m "
+                f"{resume_command.replace('-', '_', 1)})"
+            )
+        )
+        raise Interrupted(
+            f"{interruption}\ncontinue with: {resume_command}{launch}{_set_aside(folder)}"
+        ) from None
+    except Told:
+        raise
+    except UserError as error:
+        raise UserError(f"{error}{_set_aside(folder)}") from None
+
+
 def run(
     recipe: Any,
     overrides: list[str],
@@ -302,7 +465,6 @@ def run(
 
     recipe_content = recipes.load(recipe, overrides)
     folder = output or Path("runs") / _default_name(recipe, overrides, recipe_content)
-    resume_command = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
     if dry_run and not distributed.alone():
         raise UserError("a dry run is made by one process; run it without `accelerate launch`")
     if dry_run:
@@ -310,34 +472,18 @@ def run(
         return
     from concept_eraser import api
 
-    with bars(quiet) as progress:
-        try:
-            finished_run = api.erase(
-                recipe_content,
-                output=folder,
-                resume=resume,
-                overwrite=overwrite,
-                allow_pickle=allow_pickle,
-                allow_code=allow_code,
-                command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
-                progress=progress,
-            )
-        except Interrupted as interruption:
-            launch = (
-                ""
-                if distributed.alone()
-                else (
-                    " (under the same launch: accelerate launch ... -m "
-                    f"{resume_command.replace('-', '_', 1)})"
-                )
-            )
-            raise Interrupted(
-                f"{interruption}\ncontinue with: {resume_command}{launch}{_set_aside(folder)}"
-            ) from None
-        except Told:
-            raise
-        except UserError as error:
-            raise UserError(f"{error}{_set_aside(folder)}") from None
+    with bars(quiet) as progress, _with_next_step(folder):
+        finished_run = api.erase(
+            recipe if isinstance(recipe, str) else recipe_content,
+            overrides=overrides if isinstance(recipe, str) else (),
+            output=folder,
+            resume=resume,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            allow_code=allow_code,
+            command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
+            progress=progress,
+        )
     if not distributed.is_first():
         return
     note = "" if finished_run.model else " (finished before; --overwrite repeats it)"

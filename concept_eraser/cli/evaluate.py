@@ -89,12 +89,7 @@ def evaluate(
       concept-eraser evaluate somebodys_lora.safetensors --before tiny-sd --suite tiny_star
     """
     from concept_eraser import api
-    from concept_eraser.cli.progress_bars import bars
-    from concept_eraser.evaluation import suite as suites
-    from concept_eraser.reporting import run_results
     from concept_eraser.reporting.write import is_labelled
-    from concept_eraser.runs import suite_matching
-    from concept_eraser.storage import output_folder
 
     if is_labelled(model):
         folder = output or Path(model)
@@ -105,6 +100,60 @@ def evaluate(
             _show_labelled(numbers)
             typer.echo(f"numbers: {folder / 'evaluation.json'}")
         return
+    evaluation, folder = evaluate_run(
+        model,
+        suite,
+        before=before,
+        n=n,
+        guard=guard,
+        output=output,
+        allow_pickle=allow_pickle,
+        quiet=quiet,
+    )
+    if not distributed.is_first():
+        return
+    summarise(evaluation)
+    if output is None and not guard and folder not in (Path(model), Path("evaluation")):
+        other = Path(model) / "evaluation.json"
+        typer.echo(f"{other} is of another suite and was not replaced")
+    typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {folder / 'report.html'}")
+
+
+def evaluate_run(
+    model: str | Path,
+    suite: str | Path | None = None,
+    *,
+    before: str | None = None,
+    n: int | None = None,
+    guard: str | None = None,
+    output: Path | None = None,
+    allow_pickle: bool = False,
+    quiet: bool = False,
+) -> tuple[Any, Path]:
+    """Evaluate a model, and write evaluation.json and report.html.
+
+    Only the first of several processes writes.
+
+    Args:
+        model: As in `evaluate`, like the other arguments.
+        suite: The suite; None for the run's own.
+        before: The original model.
+        n: The largest number of images of a group.
+        guard: A safeguard while sampling.
+        output: The folder of the results. None for the run folder, or a folder in it.
+        allow_pickle: Also load pickled weights.
+        quiet: Show no progress bars.
+
+    Returns:
+        The evaluation, and the folder of its files.
+    """
+    from concept_eraser import api
+    from concept_eraser.cli.progress_bars import bars
+    from concept_eraser.evaluation import suite as suites
+    from concept_eraser.reporting import run_results
+    from concept_eraser.runs import suite_matching
+    from concept_eraser.storage import output_folder
+
     # an evaluation under a safeguard does not belong to the run
     is_run = (Path(model) / "recipe.yaml").is_file() and not guard
     run = Path(model) if is_run else None
@@ -114,7 +163,7 @@ def evaluate(
         protocol = suites.load(suite or suite_matching.suite_of(model))
         name = Path(suite).stem if suite else "_".join(protocol.concept.values())
         folder, inside = run_results.place_for(run, protocol, name), run
-    first = distributed.is_first()  # only the first of several processes writes
+    first = distributed.is_first()
     names = ("evaluation.json", "report.html")
     lock = output_folder.results(folder, "evaluation", names, inside=inside)
     with lock if first else nullcontext():
@@ -128,16 +177,11 @@ def evaluate(
                 allow_pickle=allow_pickle,
                 progress=progress,
             )
-        if not first:
-            return
-        output_folder.claim(folder, "evaluation", inside=inside)
-        evaluation.save(folder / "evaluation.json")
-        page = api.report(evaluation, folder / "report.html", run=run)
-    summarise(evaluation)
-    if inside is not None and folder != run:
-        other = inside / "evaluation.json"
-        typer.echo(f"{other} is of another suite and was not replaced")
-    typer.echo(f"numbers: {folder / 'evaluation.json'}\nreport:  {page}")
+        if first:
+            output_folder.claim(folder, "evaluation", inside=inside)
+            evaluation.save(folder / "evaluation.json")
+            api.report(evaluation, folder / "report.html", run=run)
+    return evaluation, folder
 
 
 def _show_labelled(evaluation: Any) -> None:

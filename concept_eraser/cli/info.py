@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -172,47 +172,25 @@ def _show_loss(name: str) -> None:
 
 
 def _show_plugin(kind: str, name: str) -> None:
-    import inspect
-    import sys
+    from concept_eraser.cli.descriptions import describe, settings_text
 
-    method: Any = registry.load(kind, name)
-    plugin, fixed = registry.resolve(kind, name, {})
-    if plugin != name:
-        typer.echo(
-            f"{name} is the {kind} {plugin} with "
-            f"{', '.join(f'{k}: {v}' for k, v in fixed.items()) or 'its defaults'}\n"
-        )
-    source = getattr(method, "source", "")
-    typer.echo(
-        f"the {kind} {getattr(method, 'title', '') or name}"
-        + (f"\nsource: {source}\n" if source else "\n")
-    )
+    plugin = describe(kind, name)
+    if plugin.plugin != name:
+        typer.echo(f"{name} is the {kind} {plugin.plugin} with {settings_text(plugin.fixed)}\n")
+    source = f"source: {plugin.source}\n" if plugin.source else ""
+    typer.echo(f"the {kind} {plugin.title}\n{source}")
     typer.echo("options:")
-    for option, (hint, default) in registry.options(method).items():
-        type_name = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        origin = "the name" if option in fixed else getattr(method, "defaults", {}).get(option, "")
+    for option in plugin.options:
         typer.echo(
-            f"  {option} = {fixed.get(option, default)!r}    ({type_name})"
-            + (f"    from: {origin}" if origin else "")
+            f"  {option.name} = {option.value!r}    ({option.type_name})"
+            + (f"    from: {option.origin}" if option.origin else "")
         )
-    typer.echo(f"\n{inspect.getdoc(method)}\n")
-    others = [
-        alias
-        for alias, (owner, _) in registry.named(kind).items()
-        if owner == plugin and alias != name
-    ]
-    if others:
-        typer.echo(f"settings with a name of their own: {', '.join(others)}")
-    if kind == "method":
-        typer.echo(
-            "theorems tested: "
-            f"{', '.join(sorted(registry.build(kind, name, {}).laws())) or 'none'}\n"
-        )
-    elif kind == "attack":
-        typer.echo(f"needs of the victim: {method.access}\n")
-    elif kind == "loss":
-        typer.echo(f"targets: {', '.join(method.targets)}\n")
-    typer.echo(inspect.getdoc(sys.modules[method.__module__]) or "")
+    typer.echo(f"\n{plugin.documentation}\n")
+    if plugin.settings:
+        typer.echo(f"settings with a name of their own: {', '.join(plugin.settings)}")
+    for label, text in plugin.facts:
+        typer.echo(f"{label}: {text}\n")
+    typer.echo(plugin.module_documentation)
 
 
 def check(files: Annotated[list[Path], typer.Argument(help="recipe files")]) -> None:

@@ -46,12 +46,12 @@ def bars(quiet: bool = False) -> Iterator[Progress]:
     with Bars(*columns, console=console) as display:
         tasks: dict[str, Any] = {}
 
-        def report(what: str, done: int, total: int, note: str = "") -> None:
+        def report(what: str, count: int, total: int, note: str = "") -> None:
             if what not in tasks:
                 tasks[what] = display.add_task(what, total=total, note="", rate="")
             task = display.tasks[display.task_ids.index(tasks[what])]
             rate = f"{task.speed:.1f}/s" if task.speed else ""
-            display.update(tasks[what], completed=done, total=total, note=note, rate=rate)
+            display.update(tasks[what], completed=count, total=total, note=note, rate=rate)
 
         yield report
 
@@ -63,19 +63,19 @@ def _lines(console: Any) -> Progress:
     last: dict[str, float] = {}
     start_times: dict[str, float] = {}
 
-    def report(what: str, done: int, total: int, note: str = "") -> None:
+    def report(what: str, count: int, total: int, note: str = "") -> None:
         now = time.monotonic()
-        if what not in last or done == total or now - last[what] > 10:
+        if what not in last or count == total or now - last[what] > 10:
             start_times.setdefault(what, now)
-            rate = done / (now - start_times[what]) if now > start_times[what] and done else 0.0
+            rate = count / (now - start_times[what]) if now > start_times[what] and count else 0.0
             speed = (
-                f"  {rate:.1f}/s  {(total - done) / rate:.0f} s left"
-                if rate and done < total
+                f"  {rate:.1f}/s  {(total - count) / rate:.0f} s left"
+                if rate and count < total
                 else ""
             )
             last[what] = now
             console.print(
-                f"{what}: {done}/{total}{speed}  {note}".rstrip(), highlight=False, soft_wrap=True
+                f"{what}: {count}/{total}{speed}  {note}".rstrip(), highlight=False, soft_wrap=True
             )
 
     return report

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
 from concept_eraser.utils import limits
 
 RECIPE = "tiny_star_munba_lora"
-PAIRS = 12  # images of a row of before_after.png
 
 
 def quickstart(
+    overrides: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="overrides of its recipe, e.g. training.steps=20 for less time",
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="run folder")] = Path(
         "runs/quickstart"
     ),
@@ -32,23 +38,23 @@ def quickstart(
     import os
     import time
 
-    from torch import cat
-
     from concept_eraser import api
     from concept_eraser.cli.evaluate import summarise
     from concept_eraser.cli.progress_bars import bars
     from concept_eraser.evaluation.suite import dumps
-    from concept_eraser.reporting import plots
+    from concept_eraser.reporting import write
     from concept_eraser.reporting.single_run import verdict
     from concept_eraser.storage.writers import write_text
 
+    words = [RECIPE, *(overrides or ())]
     start = time.monotonic()
     with bars(quiet) as progress:
         run = api.erase(
             RECIPE,
+            overrides=words[1:],
             output=output,
             resume=True,
-            command=f"concept-eraser erase {RECIPE} --output {output}",
+            command=" ".join(["concept-eraser erase", *words, f"--output {output}"]),
             progress=progress,
         )
         erase_end = time.monotonic()
@@ -56,11 +62,7 @@ def quickstart(
     measure_end = time.monotonic()
     evaluation.save(output / "evaluation.json")
     path = api.report(evaluation, output / "report.html", run=output)
-    groups = [evaluation.groups[name] for name in ("direct", "retained")]
-    before, after = (
-        [group.images[when][:PAIRS] for group in groups] for when in ("before", "after")
-    )
-    plots.save(plots.grid(cat(before), cat(after), PAIRS), output / "before_after.png")
+    write.save_before_after(evaluation, output / "before_after.png")
     seconds = {
         "erasing": erase_end - start,
         "training": run.seconds,

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from concept_eraser.models.base import Condition, Model
 
-# prompts; 64 of them in a T5 of 4.7 billion weights take more memory than its weights
+# prompts at once; 64 in a T5 of 4.7 billion weights take more memory than the weights
 READ_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples: latents [b, c, h, w] (None when they are sampled on the fly) and their
-    conditions.
+    """Some examples: latents [b, c, h, w] and their conditions.
+
+    The latents are None if they are sampled during training.
     """
 
     latents: Tensor | None
@@ -34,10 +35,17 @@ class Batch:
 class Examples:
     """The examples of one objective. Each distinct prompt is encoded once.
 
-    latents: [n, c, h, w], or None for data-free training; rows, anchor_rows: [n] into `condition`,
-    `anchors`. All of it lies on the CPU (400 prompts read by a T5 are gigabytes) and moves batch by
-    batch. positions: [n, tokens] bool, which tokens of each prompt stand for the concept, where a
-    loss needs that. empty: how often an example comes without its prompt and its anchor.
+    All tensors are on the CPU (400 prompts encoded by a T5 are gigabytes) and move batch by batch.
+
+    Attributes:
+        latents: [n, c, h, w], or None for data-free training.
+        condition: The conditions of the distinct prompts.
+        rows: [n], each example's position in `condition`.
+        anchors: The conditions of the distinct anchor prompts.
+        anchor_rows: [n], each example's position in `anchors`.
+        positions: [n, tokens] bool, which tokens of each prompt stand for the concept, if a loss
+            needs that.
+        empty: The share of examples with the empty prompt in place of prompt and anchor.
     """
 
     latents: Tensor | None
@@ -53,7 +61,7 @@ class Examples:
         return len(self.rows)
 
     def draw(self, generators: Sequence[torch.Generator], device: torch.device) -> Batch:
-        """One example per generator, with replacement."""
+        """Draw one example for each generator, with replacement."""
         index = torch.cat(
             [torch.randint(len(self), (1,), generator=generator) for generator in generators]
         )
@@ -100,7 +108,7 @@ def _encode_once(model: Model, texts: Sequence[str]) -> tuple[Condition, Tensor]
 
 
 def _or_nothing(condition: Condition, null: Condition, blank: Tensor | None) -> Condition:
-    """The conditions of a batch, that of no prompt where `blank` [b] bool says so."""
+    """Replace the conditions of a batch by that of the empty prompt where `blank` [b] is true."""
     if blank is None:
         return condition
     return Condition(
@@ -114,12 +122,15 @@ def _or_nothing(condition: Condition, null: Condition, blank: Tensor | None) -> 
 
 
 def chunk_of(height: int, width: int) -> int:
-    """How many images a VAE reads at once: 32 small ones, 4 of 512 x 512, one of 1024 x 1024."""
+    """Return how many images a VAE encodes at once.
+
+    They are 32 small ones, 4 of 512 x 512, or one of 1024 x 1024.
+    """
     return max(1, min(32, 2**20 // (height * width)))
 
 
 def encode_pixels(model: Model, images: Tensor) -> Tensor:
-    """[n, h, w, 3] uint8 -> latents of the model, in chunks."""
+    """Encode images [n, h, w, 3] uint8 to latents of the model, in chunks."""
     size = chunk_of(*images.shape[1:3])
     chunks = (part.permute(0, 3, 1, 2).float().div(127.5).sub(1) for part in images.split(size))
     return torch.cat([model.encode_images(part).cpu() for part in chunks])

@@ -1,9 +1,9 @@
-"""Images made by the model itself, kept in a cache keyed by everything that determines them.
+"""Images made by the model itself, in a cache keyed by everything that determines them.
 
-The key covers the weights, the prompts, the seeds and the sampler's settings, so a second run
-starts at once, two runs that ask for the same "before" images share them, and a changed weight
-can never be answered from the cache. Images are stored in chunks as they are made; an interrupted
-generation goes on where it stopped.
+The key has the weights, the prompts, the seeds and the sampler's settings. So a second run starts
+at once, and two runs with the same "before" images share them. The cache never returns images of
+other weights. Images are stored in chunks as they are made, and an interrupted generation continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from concept_eraser.utils.progress import Progress, silent
 from concept_eraser.utils.provenance import derive_seed, fingerprint
 
 _LOG = logging.getLogger(__name__)
-_TOLD: list[str] = []  # what was said of a full cache, once a process
+_TOLD: list[str] = []  # warnings of a full cache, each once per process
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How images are sampled: denoising steps, classifier-free guidance, images at once,
-    autocast precision.
+    """How images are sampled.
+
+    Attributes:
+        steps: Denoising steps.
+        guidance: Classifier-free guidance.
+        batch_size: Images at once.
+        precision: Precision of the autocast, fp32 or bf16.
     """
 
     steps: int = 25
@@ -56,8 +61,9 @@ class Sampling:
 
 
 def model_fingerprint(model: Model) -> str:
-    """A hash of every weight of the pipeline, in name order (float values as they are in
-    memory).
+    """Return a hash of every weight of the pipeline, in name order.
+
+    Float values are hashed as they are in memory.
     """
     digest = hashlib.sha256()
     for part in sorted(model.parts):
@@ -70,8 +76,11 @@ def model_fingerprint(model: Model) -> str:
 
 
 def seeds_for(prompts: Sequence[str | Prompt], base: int) -> list[int]:
-    """One seed an image: the prompt's own where it has one (I2P), else from the base seed and its
-    position. Before and after use the same."""
+    """Return one seed for each image.
+
+    It is the prompt's own if it has one (I2P), else it is derived from the base seed and the
+    image's position. Images before and after use the same seeds.
+    """
     own = own_seeds(prompts)
     return [
         derive_seed("picture", base, i) % 2**31 if seed is None else seed
@@ -80,8 +89,9 @@ def seeds_for(prompts: Sequence[str | Prompt], base: int) -> list[int]:
 
 
 def own_seeds(prompts: Sequence[str | Prompt]) -> list[int | None]:
-    """The seed each prompt states; one that comes again counts on from it, so that no image is
-    made twice.
+    """Return the seed that each prompt states.
+
+    If a prompt occurs again, its seed is increased, so that no image is made twice.
     """
     counts: Counter[tuple[str, int]] = Counter()
     seeds: list[int | None] = []
@@ -97,29 +107,28 @@ def own_seeds(prompts: Sequence[str | Prompt]) -> list[int | None]:
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """Images requested of a model, and the folder of the cache that keeps them in chunks of
-    `sampling.batch_size`.
+    """Images requested of a model, and their folder of the cache.
+
+    The folder holds them in chunks of `sampling.batch_size`.
     """
 
     folder: Path
     texts: Sequence[str]
     seeds: Sequence[int]
-    scales: Sequence[float]  # guidance of each
+    scales: Sequence[float]  # the guidance of each image
     sampling: Sampling
 
     @property
     def starts(self) -> range:
-        """Of the chunks."""
+        """The positions of the first image of each chunk."""
         return range(0, len(self.texts), self.sampling.batch_size)
 
     def path(self, start: int) -> Path:
-        """Of a chunk's images."""
+        """Return the path of a chunk's images."""
         return self.folder / f"{start:06d}.safetensors"
 
     def calls(self, start: int) -> list[tuple[float, list[int]]]:
-        """What is sampled at once: (guidance, positions among all) of the images of a chunk with
-        one guidance.
-        """
+        """Return the calls of the sampler for a chunk: guidance, and positions of the images."""
         chunk = range(start, min(start + self.sampling.batch_size, len(self.texts)))
         scales = dict.fromkeys(self.scales[i] for i in chunk)
         return [(scale, [i for i in chunk if self.scales[i] == scale]) for scale in scales]
@@ -133,9 +142,10 @@ def request_images(
     *,
     cache: Path | None = None,
 ) -> ImageRequest:
-    """Nothing is sampled yet. A prompt that states a guidance of its own is sampled with that.
+    """Request images of a model. Nothing is sampled yet.
 
-    cache: folder of the cache; None for `resources.cache()`.
+    A prompt that states its own guidance is sampled with that. cache: the folder of the cache; None
+    for `resources.cache()`.
     """
     texts = [prompt.text if isinstance(prompt, Prompt) else prompt for prompt in prompts]
     scales = [
@@ -167,8 +177,10 @@ def generate(
     what: str = "generating",
     progress: Progress = silent,
 ) -> Tensor:
-    """[n, h, w, 3] uint8 images of the prompts, from the cache where they are known; see
-    `request_images` and `load_or_generate`."""
+    """Return images [n, h, w, 3] uint8 of the prompts, from the cache if they are there.
+
+    See `request_images` and `load_or_generate`.
+    """
     return load_or_generate(
         model,
         request_images(model, prompts, seeds, sampling, cache=cache),
@@ -180,10 +192,10 @@ def generate(
 def load_or_generate(
     model: Model, request: ImageRequest, *, what: str = "generating", progress: Progress = silent
 ) -> Tensor:
-    """[n, h, w, 3] uint8 images as requested, from the cache where they are known.
+    """Return the requested images [n, h, w, 3] uint8, from the cache if they are there.
 
     Under `accelerate launch` each process makes its share of the chunks, none twice, and reads
-    those of the others (the cache must be a folder that all see).
+    those of the others. All processes must see the folder of the cache.
     """
     progress(what, 0, len(request.texts))
     images_by_start: dict[int, Tensor] = {}
@@ -206,7 +218,7 @@ def load_or_generate(
 
 
 def _sample(model: Model, request: ImageRequest, start: int) -> Tensor:
-    """One chunk, those of one guidance together."""
+    """Sample one chunk. Images of one guidance are sampled together."""
     images: dict[int, Tensor] = {}
     for scale, rows in request.calls(start):
         new_images = model.sample(
@@ -221,10 +233,11 @@ def _sample(model: Model, request: ImageRequest, start: int) -> Tensor:
 
 
 def keep(write_it: Callable[[], None]) -> None:
-    """Write to the cache. Where it is full, a process that works alone goes on: the next run makes
-    again what is missing.
+    """Write to the cache.
 
-    Raises CacheFull under `accelerate launch`: the other processes look for it there.
+    If it is full, a single process continues, and the next run makes the images again.
+
+    Raises CacheFull under `accelerate launch`, since the other processes need the files.
     """
     try:
         write_it()
@@ -232,15 +245,18 @@ def keep(write_it: Callable[[], None]) -> None:
         if not distributed.alone():
             raise
         if not _TOLD:
-            _LOG.warning("results are not kept for the next run: %s", error)
+            _LOG.warning("results are not stored for the next run: %s", error)
             _TOLD.append(str(error))
 
 
 def read(path: Path, name: str = "images") -> Tensor | None:
-    """A chunk of the cache; None where it is not there, or damaged: then it is made again."""
+    """Read a chunk of the cache.
+
+    Returns None if it is missing or damaged; then it is made again.
+    """
     return (chunks.read_chunk(path) or {}).get(name)
 
 
 def write(path: Path, images: Tensor, name: str = "images") -> None:
-    """Put a chunk into the cache, whole or not at all. Raises CacheFull where that fails."""
+    """Write a chunk into the cache, whole or not at all. Raises CacheFull if that fails."""
     chunks.write_chunk(path, {name: images})

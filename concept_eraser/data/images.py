@@ -1,11 +1,12 @@
 """Folders of images: with captions for training, or any images for evaluation.
 
-Captions: `name.png` beside `name.txt`, or a `metadata.jsonl` as in `datasets`' imagefolder.
+Captions are in `name.txt` beside `name.png`, or in a `metadata.jsonl` as in `datasets`'
+imagefolder.
 
 A folder may come from a stranger. Only the formats below are decoded (Pillow has others that start
-programs), and an image that is too large is refused by what its header says. An image may be a
-link to one elsewhere, since people choose training images by links. Only pixels are read.
-from it. A caption must not: its text is written into the run's folder.
+programs). An image is refused if its header states too many pixels. An image may be a link to a
+file elsewhere, since people choose training images by links, and only its pixels are read. A
+caption must not be such a link, since its text is written into the run's folder.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FORMATS = (
     "BMP",
     "GIF",
     "TIFF",
-)  # of Pillow; its reader of JPEG takes MPO too, which some phones write
+)  # names in Pillow; its reader of JPEG also reads MPO, which some phones write
 CAPTION_BYTES = 100_000
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -42,11 +43,10 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 def read_folder(
     folder: Path, size: tuple[int, int], *, caption: str | None = None
 ) -> tuple[Tensor, list[str]]:
-    """All images of a folder, resized and centre-cropped to (height, width): [n, h, w, 3] uint8,
-    and their captions.
+    """Read all images of a folder, resized and centre-cropped to (height, width).
 
-    caption: for images that have none of their own. Raises UserError for an empty folder, a damaged
-    image or a missing caption.
+    caption: for images without their own caption. Returns images [n, h, w, 3] uint8 and their
+    captions. Raises UserError for an empty folder, a damaged image or a missing caption.
     """
     if not folder.is_dir():
         raise UserError(f"no such folder of images: {folder}; check the path")
@@ -73,8 +73,9 @@ def read_folder(
 
 
 def _metadata(folder: Path) -> dict[str, str]:
-    """Captions by the path of their image in the folder. Raises UserError naming the line that is
-    none.
+    """Return captions by the path of their image in the folder.
+
+    Raises UserError with the number of a line that is no caption.
     """
     path = folder / "metadata.jsonl"
     if not path.exists():
@@ -95,13 +96,11 @@ def _metadata(folder: Path) -> dict[str, str]:
 
 
 def _own_text(folder: Path, path: Path, limit: int = 2**30) -> str:
-    """A text file of the folder. Raises UserError where it is a link that leads out of the
-    folder.
-    """
+    """Read a text file of the folder. Raises UserError for a link that leads out of the folder."""
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError):  # links in a circle
-        inside = True  # the reader says what is wrong
+    except (OSError, RuntimeError):  # links that form a circle
+        inside = True  # the reader raises the error
     if not inside:
         raise UserError(
             f"{path} is a link that leads out of {folder}; copy the file into the folder"
@@ -116,10 +115,10 @@ def _caption(text: str, place: str) -> str:
 
 
 def read(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """An image file resized and centre-cropped to (height, width): [h, w, 3] uint8.
+    """Read an image file, resized and centre-cropped to (height, width): [h, w, 3] uint8.
 
-    Raises UserError for what is no image, is damaged, too small, too large, or too narrow to be
-    cropped.
+    Raises UserError for a file that is no image, is damaged, too small, too large, or too narrow to
+    be cropped.
     """
     image = _decode(path, "no readable image", lambda opened: opened.convert("RGB"))
     height, width = size
@@ -131,18 +130,19 @@ def read(path: Path, size: tuple[int, int]) -> np.ndarray:
             f"{height}; crop it first"
         )
     image = image.resize(large, Image.Resampling.LANCZOS)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return np.asarray(image.crop((left, top, left + width, top + height)))
+    x, y = (image.width - width) // 2, (image.height - height) // 2
+    return np.asarray(image.crop((x, y, x + width, y + height)))
 
 
 def _decode(path: Path, problem: str, decode: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """What `decode` makes of an open image file. Raises UserError where it cannot be read, or has
-    no or too many pixels.
+    """Return the result of `decode` for an open image file.
+
+    Raises UserError if the file cannot be read, or has no or too many pixels.
     """
     require_regular(path)
     try:
         with warnings.catch_warnings():
-            # Pillow's of large images and odd files; what cannot be used is an error
+            # Pillow's warnings of large images and unusual files; unusable files are errors
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as file:
                 if file.width * file.height > limits.PIXELS:
@@ -150,7 +150,10 @@ def _decode(path: Path, problem: str, decode: Callable[[Image.Image], Image.Imag
                         "its header states more pixels than are read"
                     )
                 image = decode(file)
-    except (Exception, MemoryError) as error:  # Pillow raises some twenty kinds for damaged files
+    except (
+        Exception,
+        MemoryError,
+    ) as error:  # Pillow raises about twenty types of errors for damaged files
         raise UserError(
             f"{path} is {problem} ({first_line(error)}); convert it to PNG, or remove it"
         ) from None
@@ -162,14 +165,15 @@ def _decode(path: Path, problem: str, decode: Callable[[Image.Image], Image.Imag
 
 
 def read_image(path: Path) -> np.ndarray:
-    """An image file as [h, w, 3] RGB, transparency on white. Raises UserError for what is no
-    image, or is too small.
+    """Read an image file as [h, w, 3] RGB, transparency on white.
+
+    Raises UserError for a file that is no image, or is too small.
     """
     return np.asarray(_decode(path, "no image that can be read", _upright))
 
 
 def _upright(source: Image.Image) -> Image.Image:
-    """In RGB, turned as its file says (as OpenCV reads it), transparency on white."""
+    """Convert to RGB, rotated as the file states (as OpenCV reads it), transparency on white."""
     image = ImageOps.exif_transpose(source)
     plain = (
         image.convert("RGBA") if image.mode in ("RGBA", "LA", "PA", "P") else image.convert("RGB")
@@ -181,15 +185,16 @@ def _upright(source: Image.Image) -> Image.Image:
 
 
 def png(image: Tensor) -> bytes:
-    """An image [h, w, 3] uint8 as a PNG file."""
+    """Encode an image [h, w, 3] uint8 as PNG."""
     buffer = io.BytesIO()
     Image.fromarray(image.cpu().numpy()).save(buffer, "png")
     return buffer.getvalue()
 
 
 def image_files(folder: Path, *, deep: bool = False) -> list[Path]:
-    """The image files of a folder, sorted; deep: of the folders in it too. Raises UserError where
-    there is none.
+    """Return the image files of a folder, sorted. deep: also those of its subfolders.
+
+    Raises UserError if there is none.
     """
     inside = (folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else ()
     if not (files := sorted(p for p in inside if p.suffix.lower() in IMAGES and p.is_file())):
@@ -200,10 +205,10 @@ def image_files(folder: Path, *, deep: bool = False) -> list[Path]:
 def read_images(
     folder: Path, left_out: list[str], *, deep: bool = False, progress: Progress = silent
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and pixels [h, w, 3] uint8 of each image of a folder, whoever made them.
+    """Read name and pixels [h, w, 3] uint8 of each image of a folder, from any source.
 
-    What cannot be read is described in `left_out` and passed over. Raises UserError where nothing
-    can be read.
+    Files that cannot be read are described in `left_out` and skipped. Raises UserError if none can
+    be read.
     """
     files = image_files(folder, deep=deep)
     for i, path in enumerate(files, 1):

@@ -1,4 +1,4 @@
-"""Examples with labels, which classifiers, VAEs and CLIP models are trained on and forget.
+"""Examples with labels, for classifiers, VAEs and CLIP models.
 
 One function reads the inputs, so that a folder of images or a torch Dataset need not fit into
 memory twice. An objective selects its examples by class, by a random share, or by a list of indices
@@ -23,13 +23,20 @@ from concept_eraser.storage.readers import require_regular, size_text
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError, first_line, names_text, quote, unknown
 
-ARRAY_BYTES = 16 * 2**30  # of one array in an .npz
-RATIO = 200  # of an array's size to its size in the file; a bomb has 1,000
+ARRAY_BYTES = 16 * 2**30  # bytes of one array in an .npz
+RATIO = 200  # an array's size divided by its size in the file; a zip bomb has 1,000
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """labels: [n] integers into `names`; fetch: positions -> inputs [k, ...] in fp32."""
+    """Labelled examples.
+
+    Attributes:
+        labels: [n] integers, positions in `names`.
+        names: The names of the classes.
+        fetch: Returns inputs [k, ...] in fp32 for positions.
+        about: A description, for errors.
+    """
 
     labels: Tensor
     names: tuple[str, ...]
@@ -40,8 +47,9 @@ class Labelled:
         return len(self.labels)
 
     def inputs(self, rows: Sequence[int]) -> Tensor:
-        """The inputs at some positions. Raises UserError, with the position's neighbourhood, where
-        reading fails.
+        """Return the inputs at some positions.
+
+        Raises UserError with these positions if reading fails.
         """
         try:
             return self.fetch(rows)
@@ -56,8 +64,9 @@ class Labelled:
             ) from error
 
     def class_index(self, name: str | int) -> int:
-        """The number of a class given by name, or by number where no class has that name. Raises
-        UserError for others.
+        """Return the number of a class, given by name or by number.
+
+        A name takes precedence. Raises UserError for an unknown class.
         """
         if str(name) in self.names:
             return self.names.index(str(name))
@@ -69,8 +78,9 @@ class Labelled:
         raise unknown(f"class of {self.about}", str(name), self.names)
 
     def with_classes(self, names: tuple[str, ...]) -> Labelled:
-        """The same examples with labels that are positions in `names`. Raises UserError where a
-        class has no place there.
+        """Return the same examples with labels that are positions in `names`.
+
+        Raises UserError if a class has no place there.
         """
         if self.names == names:
             return self
@@ -88,7 +98,7 @@ class Labelled:
 def from_arrays(
     x: Any, y: Any, names: Sequence[str] | None = None, about: str = "the arrays"
 ) -> Labelled:
-    """Arrays or tensors: x [n, ...], y [n] integers from 0."""
+    """Make labelled data of arrays or tensors: x [n, ...], y [n] integers from 0."""
     try:
         inputs = _tensor(x).float()
     except (TypeError, ValueError) as error:
@@ -109,9 +119,7 @@ def _tensor(values: Any) -> Tensor:
 
 
 def check_labels(labels: Any, n: int, names: Sequence[Any] | None, about: str) -> Tensor:
-    """Labels as integers [n] from 0 into the names. Raises UserError where they are something
-    else.
-    """
+    """Return labels as integers [n] from 0 into the names. Raises UserError for other labels."""
     try:
         values = _tensor(labels)
     except (TypeError, ValueError) as error:
@@ -121,7 +129,8 @@ def check_labels(labels: Any, n: int, names: Sequence[Any] | None, about: str) -
         ) from error
     if values.ndim != 1 or len(values) != n:
         raise UserError(
-            f"{about}: expected labels of shape [{n}], one an example, found {list(values.shape)}"
+            f"{about}: expected labels of shape [{n}], one for each example, found "
+            f"{list(values.shape)}"
         )
     integers = values.long()
     if n == 0 or bool((integers.double() != values.double()).any()) or int(integers.min()) < 0:
@@ -143,8 +152,9 @@ def check_labels(labels: Any, n: int, names: Sequence[Any] | None, about: str) -
 
 
 def from_dataset(dataset: Any, about: str = "the dataset") -> Labelled:
-    """A map-style torch Dataset of (input, label). Its labels come from `targets` or `labels` if it
-    has them.
+    """Make labelled data of a map-style torch Dataset of (input, label).
+
+    The labels come from its `targets` or `labels` if it has them.
     """
     targets = getattr(dataset, "targets", getattr(dataset, "labels", None))
     if targets is None:
@@ -169,8 +179,9 @@ def from_dataset(dataset: Any, about: str = "the dataset") -> Labelled:
 
 
 def from_folder(folder: Path, size: int = 64) -> Labelled:
-    """One subfolder a class, as torchvision's ImageFolder: images resized and centre-cropped, in
-    [-1, 1].
+    """Read a folder with one subfolder for each class, like torchvision's ImageFolder.
+
+    Images are resized and centre-cropped, in [-1, 1].
     """
     from concept_eraser.data.images import SUFFIXES, read
 
@@ -183,7 +194,8 @@ def from_folder(folder: Path, size: int = 64) -> Labelled:
     ]
     if not paths:
         raise UserError(
-            f"{folder} holds no images in subfolders, one subfolder a class ({', '.join(SUFFIXES)})"
+            f"{folder} holds no images in subfolders, one subfolder for each class "
+            f"({', '.join(SUFFIXES)})"
         )
 
     def fetch(rows: Sequence[int]) -> Tensor:
@@ -194,8 +206,10 @@ def from_folder(folder: Path, size: int = 64) -> Labelled:
 
 
 def open_data(source: Any, split: str = "train", size: int = 64) -> Labelled:
-    """A set in memory (Labelled, torch Dataset, or a pair of arrays) or on disk (.npz with x and y,
-    folder of images, resized to `size` pixels)."""
+    """Open a set in memory (Labelled, torch Dataset, or a pair of arrays) or on disk.
+
+    On disk it is an .npz with x and y, or a folder of images, resized to `size` pixels.
+    """
     if isinstance(source, Labelled):
         return source
     if isinstance(source, tuple | list) and len(source) == 2 and hasattr(source[0], "shape"):
@@ -218,10 +232,10 @@ def open_data(source: Any, split: str = "train", size: int = 64) -> Labelled:
 
 
 def _of_npz(path: Path) -> Labelled:
-    """The arrays x and y of an .npz. Raises UserError where they are none, or other than they say.
+    """Read the arrays x and y of an .npz. Raises UserError if they are invalid or damaged.
 
-    What the file states is checked before anything of it is read: an archive of some kilobytes may
-    state terabytes.
+    Their stated size is checked before any data are read: an archive of some kilobytes may state
+    terabytes.
     """
     require_regular(path)
     try:
@@ -235,7 +249,7 @@ def _of_npz(path: Path) -> Labelled:
     except UserError:
         raise
     except (Exception, MemoryError) as error:
-        # zipfile, zlib and numpy raise some twenty kinds for damaged files
+        # zipfile, zlib and numpy raise about twenty types of errors for damaged files
         raise UserError(
             f"{path} is damaged or holds no plain arrays ({first_line(error)}); write it "
             "again by numpy.savez"
@@ -251,8 +265,9 @@ def _of_npz(path: Path) -> Labelled:
 
 
 def _array(archive: ZipFile, name: str, path: Path) -> np.ndarray:
-    """An array of numbers from an .npz. Raises UserError where its header asks for more than there
-    is.
+    """Read an array of numbers from an .npz.
+
+    Raises UserError if its header states more data than there are.
     """
     entry = archive.getinfo(name)
     if entry.file_size > ARRAY_BYTES or entry.file_size > 2**26 + RATIO * entry.compress_size:
@@ -292,10 +307,10 @@ def choose(
     indices: Sequence[int] | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """The positions that a request means, sorted: all of some classes, a seeded random share, or a
-    list; else all.
+    """Return the sorted positions of a selection.
 
-    Raises UserError for a class that does not occur, an index beyond the end, or nothing at all.
+    It is all examples of some classes, a seeded random share, or a list; else all. Raises UserError
+    for a class that does not occur, an index beyond the end, or an empty selection.
     """
     rows = torch.arange(len(data))
     if classes is not None:
@@ -325,30 +340,32 @@ def choose(
     return rows
 
 
-def rest_of(data: Labelled, forgotten: Tensor) -> Tensor:
-    """The positions that are not forgotten. Raises UserError where nothing is left."""
+def rest_of(data: Labelled, forget_rows: Tensor) -> Tensor:
+    """Return the positions that are not in the forget set. Raises UserError if none remain."""
     rows = torch.arange(len(data))
-    remaining = rows[~torch.isin(rows, forgotten)]
+    remaining = rows[~torch.isin(rows, forget_rows)]
     if len(remaining) == 0:
         raise UserError(
-            f"everything in {data.about} is to be forgotten, so nothing is left to retain"
+            f"everything in {data.about} is to be forgotten, so the retain set is empty"
         )
     return remaining
 
 
 def require_apart(forget: Tensor, retain: Tensor, about: str) -> None:
-    """Raise UserError where an example is in the forget set and in the retain set."""
+    """Raise UserError if an example is in the forget set and in the retain set."""
     shared = forget[torch.isin(forget, retain)]
     if len(shared):
         raise UserError(
             f"{len(shared)} examples of {about} are both to be forgotten and to be "
-            f"retained, e.g. {int(shared[0])}; give `data: rest` to retain what is left"
+            f"retained, e.g. {int(shared[0])}; give `data: rest` to retain all others"
         )
 
 
 def same_examples(one: Labelled, other: Labelled, probes: int = 16) -> bool:
-    """Whether two sets hold the same examples in the same order, however each was named: by their
-    labels' classes, and the values of some examples spread over the set."""
+    """Whether two sets hold the same examples in the same order, even under different names.
+
+    Compares the labels' classes, and the values of some examples spread over the set.
+    """
     if one is other:
         return True
     if len(one) != len(other) or [one.names[int(i)] for i in one.labels] != [

@@ -1,11 +1,11 @@
 """Prompt sets: plain data that a user reads, copies and edits.
 
-A set is a YAML file (or a plain text file with one prompt a line):
+A set is a YAML file (or a plain text file with one prompt per line):
 
     about: what it is and where it comes from
     prompts:                      # rows: a text, or a mapping with `text` and any further fields
       - a photo of a tench
-      - {text: a photo of a cassette objective, class: cassette objective}
+      - {text: a photo of a cassette player, class: cassette player}
     expand:                       # and / or the product of templates and fields
       templates: ["a {style} {color} star", "{color} star"]
       color: [red, blue]
@@ -17,6 +17,13 @@ some of its rows:
     about: the rows of I2P that are sexual
     file: hf://AIML-TUDA/i2p/i2p_benchmark.csv      # or a path, from this file's folder
     where: {categories: sexual, nudity_percentage: "> 50"}
+
+A set may include shipped sets by name, and leave out the rows that mention a word:
+
+    include: [general]
+    without: [star, pentagram]
+
+A recipe or a suite may hold the same keys in place of a name, apart from `file` and `where`.
 
 Every field of a row can be used in an anchor: with `anchor: "a {color} square"` each prompt gets
 its own; with `anchor: {shape: circle}` it is the prompt's own template with another shape. A value
@@ -32,6 +39,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,8 +63,9 @@ from concept_eraser.utils.provenance import fingerprint
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, the values its fields stand for, and, where it came from a template, that and the
-    words in it.
+    """A prompt and the values of its fields.
+
+    A prompt of a template also has the template and its words.
     """
 
     text: str
@@ -65,12 +74,15 @@ class Prompt:
     # e.g. {"shape": "pentagram", "color": "crimson"}
     words: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
-    seed: int | None = None  # of its image, where its source states one (I2P)
+    seed: int | None = None  # the seed of its image, if its source states one (I2P)
     guidance: float | None = None
 
     def anchor_prompt(self, anchor: str | Mapping[str, str]) -> str:
-        """The anchor's prompt: a template filled with this prompt's fields, or this prompt
-        with some of its fields replaced. Raises UserError naming a field the prompt lacks."""
+        """Return the anchor's prompt.
+
+        It is a template filled with this prompt's fields, or this prompt with some of its fields
+        replaced. Raises UserError for a field that the prompt lacks.
+        """
         if isinstance(anchor, str):
             return self._fill(anchor, {**self.fields, **self.words})
         if self.template is None:
@@ -105,8 +117,9 @@ def _fields_of(template: str) -> list[str]:
 
 
 def render(template: str, words: Mapping[str, str]) -> str:
-    """Fill a template; `a(n)` becomes a or an, and runs of spaces one. Raises UserError where it is
-    no template.
+    """Fill a template. `a(n)` becomes a or an, and runs of spaces become one.
+
+    Raises UserError for an invalid template.
     """
     try:
         return templates.fill(template, words)
@@ -140,12 +153,14 @@ class PromptSet:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What travels with results: the set's id, its rows and their hash."""
+        """Return the set's id, number of rows and hash, which are stored with results."""
         return {"id": self.name, "rows": len(self), "hash": self.hash}
 
     def take(self, n: int, seed: int = 0) -> PromptSet:
-        """`n` rows in a seeded random order, going round again where the set is smaller; a row's
-        own seed counts once, or its image would be there twice."""
+        """Return `n` rows in a seeded random order, several times in turn if the set is smaller.
+
+        A row's own seed counts once, or its image would occur twice.
+        """
         rng = np.random.default_rng([seed, 0x5EED])
         rounds = -(-n // len(self))
         order = np.concatenate([rng.permutation(len(self)) for _ in range(rounds)])[:n]
@@ -156,9 +171,11 @@ class PromptSet:
         return PromptSet(self.name, tuple(drawn_prompts))
 
 
-def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
-    """A prompt set by name, by path, or from a list of texts. Raises UserError where it is empty or
-    malformed.
+def load(source: str | Path | Sequence[str] | Mapping[str, Any] | PromptSet) -> PromptSet:
+    """A prompt set by name or path, from a list of texts, or from a mapping as in a file.
+
+    Raises:
+        UserError: The set is unknown, empty or malformed.
     """
     if isinstance(source, PromptSet):
         return source
@@ -169,6 +186,8 @@ def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
             else resources.find("prompts", str(source))
         )
         rows, name = _read(path), path.stem
+    elif isinstance(source, Mapping):
+        rows, name = _rows(source, "the prompt set", INLINE_KEYS), "inline"
     else:
         mistakes, name = _Mistakes(), "given"
         rows = mistakes.all(_row, source, "prompt")
@@ -178,8 +197,9 @@ def load(source: str | Path | Sequence[str] | PromptSet) -> PromptSet:
     return PromptSet(name, tuple(rows))
 
 
-_CHARACTERS = 100_000_000  # of all prompts that an expansion gives
-KEYS = ("about", "prompts", "expand", "file", "where")
+_CHARACTERS = 100_000_000  # characters of all prompts of an expansion
+KEYS = ("about", "include", "prompts", "expand", "without", "file", "where")
+INLINE_KEYS = KEYS[:5]  # of a set that a recipe or a suite holds: it has no folder of its own
 
 
 class _Mistakes:
@@ -189,8 +209,9 @@ class _Mistakes:
         self.lines: list[str] = []
 
     def all(self, read: Callable[[Any], Any], items: Iterable[Any], what: str) -> list[Any]:
-        """What `read` makes of each item; a mistake is kept with the number of the item, counted
-        from 1.
+        """Return the result of `read` for each item.
+
+        A mistake is collected with the number of the item, counted from 1.
         """
         rows = []
         for place, item in enumerate(items, 1):
@@ -203,7 +224,7 @@ class _Mistakes:
         return rows
 
     def one(self, read: Callable[[Any], Any], item: Any, default: Any) -> Any:
-        """What `read` makes of one item, or the default where that is a mistake."""
+        """Return the result of `read` for one item, or the default after a mistake."""
         try:
             return read(item)
         except ValueError as error:
@@ -230,8 +251,26 @@ def _read(path: Path) -> list[Prompt]:
             f"{path}: expected a mapping with `prompts` or `expand`, found a "
             f"{type(content).__name__}"
         )
+    return _rows(content, str(path), KEYS, path)
+
+
+def _rows(
+    content: Mapping[str, Any], name: str, keys: Sequence[str], path: Path | None = None
+) -> list[Prompt]:
+    """The prompts of a mapping with the keys of a set.
+
+    Args:
+        content: The mapping.
+        name: What errors call the set.
+        keys: The allowed keys.
+        path: The file of the set. Its table lies beside it.
+
+    Raises:
+        UserError: With every mistake.
+    """
+    mistakes = _Mistakes()
     mistakes.lines += [
-        unknown_message("key", str(key)[:200], KEYS) for key in content if key not in KEYS
+        unknown_message("key", str(key)[:200], keys) for key in content if key not in keys
     ]
     if not isinstance(content.get("about", ""), str | None):
         mistakes.lines.append(
@@ -242,22 +281,71 @@ def _read(path: Path) -> list[Prompt]:
         mistakes.lines.append(f"prompts: expected a list of texts, found {quote(entries)}")
         entries = []
     rows = mistakes.all(_row, entries, "prompt")
+    included_sets = mistakes.one(partial(_names, "include"), content.get("include"), [])
+    included_rows = mistakes.all(_included, included_sets, "include, name")
+    words = mistakes.one(partial(_names, "without"), content.get("without"), [])
     where = mistakes.one(_conditions, content.get("where"), {})
-    table = mistakes.one(lambda file: _beside(path, file), content.get("file"), None)
+    table = None
+    if path is not None:
+        table = mistakes.one(partial(_beside, path), content.get("file"), None)
     if where and content.get("file") is None:
         mistakes.lines.append(
             "where: there is no `file` whose rows it could choose; add it, or remove `where`"
         )
     expansion = _expand(content.get("expand"), mistakes)
-    mistakes.require_none(str(path))
+    mistakes.require_none(name)
     if isinstance(table, str):
         table = tables.from_hub(table)
-    return rows + (_of_table(table, where) if table is not None else []) + expansion
+    rows = [row for prompt_set in included_rows for row in prompt_set] + rows
+    rows += (_of_table(table, where) if table is not None else []) + expansion
+    mention = mention_pattern(words)
+    return [row for row in rows if mention is None or not mention.search(row.text.casefold())]
+
+
+def _names(key: str, value: Any) -> list[str]:
+    """A list of texts, or one text. Raises ValueError for anything else."""
+    entries = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(entries, list) or len(entries) > limits.WORDS:
+        raise ValueError(
+            f"{key}: expected a list of at most {limits.WORDS} texts, found {quote(value)}"
+        )
+    for entry in entries:
+        if not isinstance(entry, str) or not entry.strip() or len(entry) > limits.TEXT:
+            raise ValueError(f"{key}: expected texts, found {quote(entry)}")
+    return entries
+
+
+def _included(name: str) -> tuple[Prompt, ...]:
+    """The prompts of a shipped set. Raises ValueError for any other name."""
+    shipped_names = resources.names("prompts")
+    if name not in shipped_names:
+        raise ValueError(unknown_message("shipped prompt set", name[:200], shipped_names))
+    return load(name).prompts
+
+
+def mentions(text: str, words: Iterable[str]) -> bool:
+    """Whether a text has one of some words or phrases as whole words.
+
+    Case does not count. A word also matches its plural in s or es.
+
+    Example:
+        >>> mentions("two Stars over a church", ["star"])
+        True
+    """
+    pattern = mention_pattern(words)
+    return pattern is not None and pattern.search(text.casefold()) is not None
+
+
+def mention_pattern(words: Iterable[str]) -> re.Pattern[str] | None:
+    """The expression that `mentions` looks for in a casefolded text; None for no words."""
+    choices = "|".join(re.escape(word.strip().casefold()) for word in words)
+    return re.compile(rf"(?<!\w)(?:{choices})(?:e?s)?(?!\w)") if choices else None
 
 
 def _conditions(where: Any) -> dict[str, Any]:
-    """What stands under `where`. Raises ValueError where it is no mapping of columns to
-    conditions.
+    """Return the conditions under `where`.
+
+    Raises ValueError if they are no mapping of columns to conditions.
     """
     if where is None:
         return {}
@@ -271,11 +359,10 @@ def _conditions(where: Any) -> dict[str, Any]:
 
 
 def _beside(path: Path, file: Any) -> Path | str | None:
-    """The table that a set's file names: on the hub, or inside the set's own folder. Raises
-    ValueError for others.
+    """Return the table that a set's file names: on the hub, or inside the set's own folder.
 
-    A set may come from a stranger, and what a table holds is written into the run's folder. So
-    neither `..` nor a link leads out of the folder.
+    A set may come from a stranger, and the content of a table is written into the run's folder. So
+    neither `..` nor a link may lead out of the folder. Raises ValueError for others.
     """
     if file is None:
         return None
@@ -300,8 +387,8 @@ def _beside(path: Path, file: Any) -> Path | str | None:
     table = path.parent / table_path
     try:
         inside = table.resolve().is_relative_to(path.parent.resolve())
-    except (OSError, RuntimeError):  # a name that is too long, links in a circle
-        inside = True  # the reader says what is wrong
+    except (OSError, RuntimeError):  # a name that is too long, links that form a circle
+        inside = True  # the reader raises the error
     if not inside:
         raise ValueError(
             f"file: {quote(file)} is a link that leads out of the set's folder; copy the "
@@ -323,7 +410,7 @@ def _of_table(path: Path, where: Mapping[str, Any]) -> list[Prompt]:
 
 
 def _row(item: Any) -> Prompt:
-    """A prompt from an entry of a list. Raises ValueError where it is none."""
+    """Make a prompt from an entry of a list. Raises ValueError if it is none."""
     if isinstance(item, Prompt):
         return item
     entry = {"text": item} if isinstance(item, str) else item
@@ -356,7 +443,7 @@ def _field(name: Any) -> str:
 
 
 def _word(field_name: str, value: Any) -> str:
-    """A value of a field as it is written. Raises ValueError where it is no text or number."""
+    """Return a value of a field as it is written. Raises ValueError if it is no text or number."""
     if not isinstance(value, str | int | float):
         raise ValueError(
             f"{field_name}: expected a text or a number, found {quote(value)}; put a date in quotes"
@@ -369,8 +456,9 @@ def _word(field_name: str, value: Any) -> str:
 
 
 def _value(name: str, value: Any) -> tuple[str, str]:
-    """The word that is written for a value of a field, and the value it stands for: the same,
-    unless it is a list of both.
+    """Return the written word for a value of a field, and the value that it stands for.
+
+    The two are equal, unless the value is a list of both.
     """
     if isinstance(value, list):
         if len(value) != 2:
@@ -383,8 +471,9 @@ def _value(name: str, value: Any) -> tuple[str, str]:
 
 
 def _expand(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
-    """All combinations of the fields in all templates, without duplicates, in a fixed order; []
-    after a mistake.
+    """Return all combinations of the fields in all templates, in a fixed order.
+
+    They have no duplicates. After a mistake the list is empty.
     """
     if rule is None or rule == {}:
         return []
@@ -435,7 +524,7 @@ def _expand(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
 
 
 def _values_of(rule: Mapping[Any, Any], mistakes: _Mistakes) -> dict[str, list[tuple[str, str]]]:
-    """The fields of an expansion, each with its words and the values they stand for."""
+    """Return the fields of an expansion, each with its words and the values that they stand for."""
     values: dict[str, list[tuple[str, str]]] = {}
     for name, some in rule.items():
         if name == "templates":
@@ -453,9 +542,7 @@ def _values_of(rule: Mapping[Any, Any], mistakes: _Mistakes) -> dict[str, list[t
 def _too_much(
     pieces: list[Any], names: list[list[str]], values: Mapping[str, list[tuple[str, str]]]
 ) -> list[str]:
-    """What is wrong with the size of an expansion, computed before it is made; [] where nothing
-    is.
-    """
+    """Return the mistakes in the size of an expansion, which is computed before it is made."""
     counts = [min(math.prod(len(values[name]) for name in some), 10**18) for some in names]
     if sum(counts) > limits.ROWS:
         return [
@@ -490,9 +577,11 @@ def _too_much(
 def slips(
     anchors: Mapping[str, str | Mapping[str, str] | None], sets: Mapping[str, PromptSet]
 ) -> list[str]:
-    """Of each objective's anchor the words that no prompt has and that are nearly one some have:
-    most likely mistyped. The one value that all of the objective's prompts have is what the anchor
-    replaces, and may well be near it (a house, a horse)."""
+    """Return warnings of anchor words that are probably misspelt.
+
+    Such a word occurs in no prompt, but is similar to one that does. If all of an objective's
+    prompts have one value, the anchor replaces it, and may be similar to it (a house, a horse).
+    """
     messages = []
     for objective, anchor in anchors.items():
         for name, value in (
@@ -515,7 +604,7 @@ def _values(name: str, sets: Iterable[PromptSet]) -> set[str]:
 
 
 def require_disjoint(forget: PromptSet, retain: PromptSet) -> None:
-    """Forgetting and preserving the same prompt contradict each other."""
+    """Raise UserError if a prompt is both in the forget set and in the retain set."""
     shared = sorted(set(forget.texts) & set(retain.texts))
     if shared:
         raise UserError(

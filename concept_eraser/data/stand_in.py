@@ -1,9 +1,9 @@
-"""Random images in the place of a named set whose files are not at hand: a dry run's examples.
+"""Random images that replace a named data set in a dry run, if its files are not available.
 
-What is known of a set without its files (`Known`) says its own file in data/datasets/. A stand-in
-has the set's true number of examples, classes and shape, so that a wrong class or position is
-found; an image is drawn when it is asked for. Nothing about the true labels' order is known:
-labels go round the classes.
+The set's own file in data/datasets/ states its facts (`Known`). The replacement has the set's true
+number of examples, classes and shape, so that a wrong class or position is an error. An image is
+drawn when it is read. The order of the true labels is unknown, so the labels cycle through the
+classes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from concept_eraser.utils.errors import UserError
 
 
 class NotHere(UserError):
-    """A named set's files are not on this machine."""
+    """The files of a named data set are not on this machine."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """shape: of one example; names: of the classes, in the order of their numbers; n: examples of
-    the training split.
+    """The facts of a named data set without its files.
 
-    own: classes are called and counted as in the user's own folders, so that other names and more
-    examples are no mistake.
+    Attributes:
+        shape: The shape of one example.
+        names: The names of the classes, in the order of their numbers.
+        n: The number of training examples.
+        own: The classes are those of the user's own folders. Then other names and more examples are
+            allowed.
     """
 
     shape: tuple[int, ...]
@@ -37,16 +40,14 @@ class Known:
     own: bool = False
 
     def reaching(self, classes: Iterable[str], last: int) -> Known:
-        """Where the set is the user's own, with these classes too, and examples up to position
-        `last`.
-        """
+        """Add these classes and examples up to position `last`, for the user's own set."""
         if not self.own:
             return self
         names = dict.fromkeys([*self.names, *classes])
         return replace(self, names=tuple(names), n=max(self.n, len(names), last + 1))
 
     def examples(self, about: str) -> Labelled:
-        """Uniform noise in [-1, 1], the same for the same position."""
+        """Return uniform noise in [-1, 1], the same for the same position."""
 
         def fetch(rows: Sequence[int]) -> Tensor:
             noise = (
@@ -59,16 +60,16 @@ class Known:
 
 
 def a_few(data: Labelled, rows: Tensor, each: int) -> list[int]:
-    """The first positions among `rows` of each class that occurs there, at most `each` of one."""
+    """Return the first positions among `rows` of each class, at most `each` for one class."""
     labels = data.labels[rows]
     return sorted(int(row) for label in labels.unique() for row in rows[labels == label][:each])
 
 
 def only(data: Labelled, rows: Sequence[int]) -> Labelled:
-    """The examples at some positions, which are counted anew from 0."""
+    """Return the examples at some positions, numbered from 0."""
     positions = torch.tensor(rows)
     return replace(
         data,
         labels=data.labels[positions],
-        fetch=lambda asked: data.fetch([rows[int(i)] for i in asked]),
+        fetch=lambda requested: data.fetch([rows[int(i)] for i in requested]),
     )

@@ -1,4 +1,4 @@
-"""Prompts from tables: CSV, TSV, JSONL or JSON, with the column names that the field's files use.
+"""Prompts from tables: CSV, TSV, JSONL or JSON, with the column names of published files.
 
 I2P (Schramowski et al., arXiv 2211.05105) circulates in two spellings: `sd_seed`,
 `sd_guidance_scale` (the original, and SPM's copy) and `evaluation_seed`, `evaluation_guidance`
@@ -45,7 +45,7 @@ _OWNER, _FILE = re.compile(r"[A-Za-z0-9][\w.-]*"), re.compile(r"[\w .()+@-]+")
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt with what its table says of it."""
+    """A prompt with the values of its row."""
 
     text: str
     fields: Mapping[str, str]
@@ -54,9 +54,9 @@ class Row:
 
 
 def from_hub(address: str) -> Path:
-    """The file `hf://owner/dataset/path/in/it.csv`, from the hub or its cache on disk.
+    """Return the file `hf://owner/dataset/path/in/it.csv`, from the hub or its cache on disk.
 
-    Raises UserError where the address is incomplete or the hub (or the cache of a machine without
+    Raises UserError if the address is incomplete or the hub (or the cache of a machine without
     network) has no such file.
     """
     parts = address.removeprefix(HUB).split("/")
@@ -83,7 +83,7 @@ def from_hub(address: str) -> Path:
             )
         )
     except Exception as error:
-        # the hub's client raises some twenty kinds, OSErrors and ValueErrors among them
+        # the hub's client raises about twenty types, OSErrors and ValueErrors among them
         raise UserError(
             f"the hub, or its cache, did not give {quote(address)}: {first_line(error)}. "
             "Download the file and give its path"
@@ -91,8 +91,9 @@ def from_hub(address: str) -> Path:
 
 
 def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
-    """The rows of a table that fulfil all conditions, in its order. Raises UserError for what is no
-    table of prompts.
+    """Return the rows of a table that meet all conditions, in its order.
+
+    Raises UserError for a file that is no table of prompts.
     """
     if not path.exists():
         raise UserError(f"no such table of prompts: {path}; check the path")
@@ -134,8 +135,9 @@ def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a table, each with its place for errors. Raises UserError where it is no
-    table.
+    """Return the rows of a table, each with its place for errors.
+
+    Raises UserError for a file that is no table.
     """
     content = read_text(path, TABLE_BYTES)
     if "\0" in content:
@@ -219,21 +221,24 @@ def _number(
 
 
 def require_condition(condition: Any) -> None:
-    """Raise UserError where a value under `where` is no condition: a word, a number, or a
-    comparison such as "> 50".
+    """Raise UserError for an invalid value under `where`.
+
+    Valid are a word, a number, or a comparison such as "> 50".
     """
     _test(condition)
 
 
 def fulfils(value: Any, condition: Any) -> bool:
-    """Whether a cell meets a condition: a comparison of numbers, or a word that it is or lists. An
-    empty cell meets none.
+    """Whether a cell meets a condition.
+
+    The condition is a comparison of numbers, or a word that the cell equals or lists. An empty cell
+    meets none.
     """
     return _test(condition)(value)
 
 
 def _test(condition: Any) -> Callable[[Any], bool]:
-    """What tells of a cell whether it meets a condition."""
+    """Return a function that tests whether a cell meets a condition."""
     if isinstance(condition, bool | int | float):
         condition = (
             str(condition) if isinstance(condition, float) or abs(condition) < 10**50 else None

@@ -1,8 +1,8 @@
 """Templates of prompts: a text with the names of fields in braces, e.g. `a {color} {shape}`.
 
-Only plain names are filled in. What else Python's formatting can do (`{a.b}`, `{a[0]}`, `{a!r}`,
-`{a:>1000000000}`) reads attributes of objects or makes texts of any length, and a prompt needs
-neither. `{{` and `}}` are braces.
+Only plain names are filled in. Python's other formatting (`{a.b}`, `{a[0]}`, `{a!r}`,
+`{a:>1000000000}`) reads attributes of objects or makes texts of any length. A prompt needs neither.
+`{{` and `}}` are braces.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _NAME = re.compile(r"[^\W\d][\w -]*")
 
 
 def parts(template: str) -> list[tuple[str, str | None]]:
-    """The pieces of a template: (text, the field that follows it or None). Raises ValueError where
-    it is no template.
+    """Split a template into pieces: (text, the field that follows it or None).
+
+    Raises ValueError for an invalid template.
     """
     if wrong := text_problem(template):
         raise ValueError(f"the template {quote(template)} {wrong}")
@@ -47,12 +48,15 @@ def parts(template: str) -> list[tuple[str, str | None]]:
 
 
 def fields(template: str) -> list[str]:
-    """The names of the fields of a template, each once, in order. Raises ValueError as `parts`."""
+    """Return the names of the fields of a template, each once, in order.
+
+    Raises ValueError as `parts`.
+    """
     return list(dict.fromkeys(name for _, name in parts(template) if name is not None))
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:
-    """The template with words for its fields; `a(n)` becomes a or an, and runs of spaces one.
+    """Fill a template with words. `a(n)` becomes a or an, and runs of spaces become one.
 
     Raises ValueError as `parts`, and KeyError for a field without a word.
     """
@@ -60,14 +64,14 @@ def fill(template: str, words: Mapping[str, str]) -> str:
 
 
 def fill_parts(pieces: list[tuple[str, str | None]], words: Mapping[str, str]) -> str:
-    """As `fill`, of a template that is taken to pieces already."""
+    """Fill a template that is already split into pieces, as `fill`."""
     text = "".join(text + (str(words[name]) if name is not None else "") for text, name in pieces)
     text = " ".join(text.split())
     return _ARTICLE.sub(lambda match: "an " if match[1].lower() in "aeiou" else "a ", text)
 
 
 def text_problem(text: str) -> str | None:
-    """What is wrong with a text that a model shall read, or None."""
+    """Return what is wrong with a text for a model, or None."""
     if len(text) > TEXT:
         return f"has {len(text):,} characters; at most {TEXT:,} are read"
     if "\0" in text:

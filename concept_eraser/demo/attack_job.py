@@ -43,7 +43,7 @@ class RecordingReferee(runner.Referee):
     # the victim's images of the unchanged prompts
     clean: Tensor = field(default_factory=lambda: torch.empty(0))
     budget: tuple[int, float] = (100, 120.0)  # rounds, seconds
-    tell: Callable[[int, int, str], None] = lambda done, total, note: None
+    tell: Callable[[int, int, str], None] = lambda count, total, note: None
     start_time: float = field(default_factory=time.monotonic)
     memory: dict[str, Any] = field(
         default_factory=lambda: {"rounds": 0, "best": -1.0, "broken": {}}
@@ -52,7 +52,7 @@ class RecordingReferee(runner.Referee):
     def draw(self, offer: Round, scene: Scene) -> Tensor:
         images = super().draw(offer, scene)
         scores = self.probability(images)
-        hits = self.judge.look(images)[self.attribute] == self.value
+        hits = self.judge.classify(images)[self.attribute] == self.value
         top = int(scores.argmax())
         row = int(offer.rows[top])
         text = offer.texts[top] if offer.texts is not None else None
@@ -103,7 +103,9 @@ class RecordingReferee(runner.Referee):
             with torch.no_grad():
                 return self.judge.probability(pixels, self.attribute, self.value)
         except UserError:
-            return torch.from_numpy(self.judge.look(images)[self.attribute] == self.value).float()
+            return torch.from_numpy(
+                self.judge.classify(images)[self.attribute] == self.value
+            ).float()
 
 
 def save(image: Tensor, path: Path) -> None:
@@ -146,7 +148,7 @@ def run_attack(spec: dict[str, Any], progress: Progress) -> None:
         folder,
         clean,
         (spec["rounds"], spec["seconds"]),
-        lambda done, total, note: progress("attacking", done, total, note),
+        lambda count, total, note: progress("attacking", count, total, note),
     )
     attack: Attack = protocol.build()
     end_reason = "every prompt succeeded"
@@ -193,20 +195,22 @@ def _scene(
             "attack"
         )
     write_json(folder / "asked.json", {"asked": total, "attacked": len(rows), "still": successes})
-    texts, wanted_texts = ([column[i] for i in rows] for column in (before.prompts, before.wanted))
+    texts, concept_texts = (
+        [column[i] for i in rows] for column in (before.prompts, before.concept_prompts)
+    )
     seeds = [before.seeds[i] for i in rows]
-    latents = runner.encode(original, before.shown[rows])
+    latents = runner.encode(original, before.concept_images[rows])
     scene = Scene(
         victim,
         original,
         texts,
-        wanted_texts,
+        concept_texts,
         protocol.word or value,
         seeds,
         latents,
         provenance.derive_seed(protocol.seed, "demo"),
         protocol.seed,
-        before.wanted,
+        before.concept_prompts,
         None,
     )
-    return scene, before.clean[rows]
+    return scene, before.clean_images[rows]

@@ -94,8 +94,8 @@ def job_list(desk: Desk) -> str:
                 f"at position {place} of the queue, {minutes(job.seconds)}</li>"
             )
             continue
-        share = job.done / job.total if job.total else 0
-        progress = f"{job.what} {job.done}/{job.total}" if job.total else job.what
+        share = job.count / job.total if job.total else 0
+        progress = f"{job.what} {job.count}/{job.total}" if job.total else job.what
         stopping = "stopping after this step; " if job.cancelling else ""
         bar = (
             f'<progress max="1" value="{share:.3f}" aria-label="{escape(job.title)}"></progress>'

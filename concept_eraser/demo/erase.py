@@ -161,7 +161,7 @@ def _describe(desk: Desk, job: DemoJob) -> str:
             f"{minutes(job.seconds)} so far"
         )
     if job.state == "running":
-        progress = f"{job.what} {job.done} of {job.total}" if job.total else job.what
+        progress = f"{job.what} {job.count} of {job.total}" if job.total else job.what
         return notice(
             f"#{job.number} {job.title}: {progress}, {minutes(job.seconds)}. "
             f"{'Stopping after this step.' if job.cancelling else ''}"
@@ -172,11 +172,13 @@ def _describe(desk: Desk, job: DemoJob) -> str:
             f"{job.folder.name} can be selected in Compare"
         )
     if job.state == "cancelled":
-        is_resumable = (job.folder / "recipe.yaml").is_file()
-        return notice(
-            f"#{job.number} {job.title}: "
-            f"cancelled{'; it can be resumed here, or with concept-eraser erase ' + str(job.folder / 'recipe.yaml') + ' --output ' + str(job.folder) + ' --resume' if is_resumable else ''}"  # noqa: E501
+        recipe = job.folder / "recipe.yaml"
+        remedy = (
+            f"; it can be resumed here, or with concept-eraser erase {recipe} --output "
+            f"{job.folder} --resume"
         )
+        is_resumable = recipe.is_file()
+        return notice(f"#{job.number} {job.title}: cancelled{remedy if is_resumable else ''}")
     return alert(f"#{job.number} {job.title}: {job.error}")
 
 
@@ -268,7 +270,13 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
 
 
 def _wire(
-    gr: Any, desk: Desk, fields: list, message: Any, left: Any, go: Any, again: Any
+    gr: Any,
+    desk: Desk,
+    fields: list,
+    message: Any,
+    unfinished_runs: Any,
+    go: Any,
+    resume_button: Any,
 ) -> list[Any]:
     """Connect the controls. Returns the events that put a job into the queue."""
 
@@ -293,5 +301,5 @@ def _wire(
     concept.change(other, concept, anchor, queue=False, api_visibility="private")
     return [
         go.click(begin, fields, message, queue=False, api_name="erase"),
-        again.click(go_on, left, message, queue=False, api_name="resume"),
+        resume_button.click(go_on, unfinished_runs, message, queue=False, api_name="resume"),
     ]

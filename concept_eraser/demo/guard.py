@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import Any
 from urllib.parse import urlsplit
 
+from concept_eraser.demo import documentation
 from concept_eraser.demo.login import Attempts, address_of
 from concept_eraser.demo.uploads import Uploads
 from concept_eraser.utils.errors import quote
@@ -60,7 +61,10 @@ CLOSED = (
     ),
 )
 # Routes that Gradio does not protect by the login, although only the page itself needs them.
-BEHIND_LOGIN = tuple(API + name for name in ("heartbeat/", "cancel", "reset", "token"))
+BEHIND_LOGIN = (
+    documentation.ROUTE,
+    *(API + name for name in ("heartbeat/", "cancel", "reset", "token")),
+)
 
 
 class Refusal(Exception):

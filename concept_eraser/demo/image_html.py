@@ -83,14 +83,14 @@ def judge_images(
     if judge == "bundled judge":
         return _tiny(images, concepts)
     return (
-        [nudity_judgement(detections) for detections in _detector().look_all(images)]
+        [nudity_judgement(detections) for detections in _detector().detect_all(images)]
         if judge == "NudeNet"
         else [Judgement() for _ in images]
     )
 
 
 def _tiny(images: Any, concepts: Sequence[tuple[str, str]]) -> list[Judgement]:
-    labels = _judge().look(images)
+    labels = _judge().classify(images)
     rows = [{name: str(labels[name][i]) for name in labels} for i in range(len(images))]
     return [
         Judgement(

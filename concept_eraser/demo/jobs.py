@@ -46,9 +46,9 @@ class DemoJob:
         spec: The input of the worker.
         folder: The folder that the job writes.
         state: The state in the queue.
-        what, done, total, note: The progress, as the worker reports it.
+        what, count, total, note: The progress, as the worker reports it.
         error: The error message of a failed job.
-        cancelling: Whether the job was told to stop.
+        cancelling: Whether the job was asked to stop.
         process: The process of a running job.
     """
 
@@ -59,7 +59,7 @@ class DemoJob:
     folder: Path
     state: State = "waiting"
     what: str = "starting"
-    done: int = 0
+    count: int = 0
     total: int = 0
     note: str = ""
     error: str = ""
@@ -245,6 +245,6 @@ def _apply_message(job: DemoJob, line: str) -> None:
     except json.JSONDecodeError:  # output of a library
         return
     if isinstance(message, dict):
-        for key in ("what", "done", "total", "note", "error"):
+        for key in ("what", "count", "total", "note", "error"):
             if key in message:
                 setattr(job, key, message[key])

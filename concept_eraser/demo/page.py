@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.demo import attack, compare, erase, labelled, polling, results, safety
+from concept_eraser.demo import (
+    attack,
+    compare,
+    documentation,
+    erase,
+    labelled,
+    polling,
+    results,
+    safety,
+)
 from concept_eraser.demo.context import Desk, alert, error_text
 from concept_eraser.demo.guard import RequestGuard
 from concept_eraser.demo.jobs import QUIET_THREADS
@@ -22,26 +31,32 @@ from concept_eraser.demo.uploads import AGE, FILE, Uploads
 TITLE = "concept_eraser"
 HEAD = """<script>
 function cePick(button, before, k, i) {
-  const root = button.closest('#shown'), slider = root.querySelector('.ce-slider'); if (!slider) return;
-  const find = (k) => root.querySelector(`.ce-grid img[data-k="${k}"][data-i="${i}"]`), heads = root.querySelectorAll('.ce-head');
-  for (const [name, n] of [['.ce-under', before], ['.ce-over', k]]) { const image = slider.querySelector(name); image.src = find(n).src; image.alt = find(n).alt; }
-  const ends = slider.querySelectorAll('.ce-ends span'); ends[0].textContent = heads[before].textContent; ends[1].textContent = heads[k].textContent;
+  const root = button.closest('#shown'), slider = root.querySelector('.ce-slider'); \
+if (!slider) return;
+  const find = (k) => root.querySelector(`.ce-grid img[data-k="${k}"][data-i="${i}"]`), heads = \
+root.querySelectorAll('.ce-head');
+  for (const [name, n] of [['.ce-under', before], ['.ce-over', k]]) { const image = \
+slider.querySelector(name); image.src = find(n).src; image.alt = find(n).alt; }
+  const ends = slider.querySelectorAll('.ce-ends span'); \
+ends[0].textContent = heads[before].textContent; ends[1].textContent = heads[k].textContent;
   slider.scrollIntoView({block: 'nearest', behavior: 'smooth'});
 }
 function ceTheme() {
-  const dark = document.body.classList.toggle('dark'); try { localStorage.setItem('ce-theme', dark ? 'dark' : 'light'); } catch (e) {}
+  const dark = document.body.classList.toggle('dark'); \
+try { localStorage.setItem('ce-theme', dark ? 'dark' : 'light'); } catch (e) {}
 }
-document.addEventListener('DOMContentLoaded', () => { let kept = null; try { kept = localStorage.getItem('ce-theme'); } catch (e) {}
+document.addEventListener('DOMContentLoaded', () => { let kept = null; \
+try { kept = localStorage.getItem('ce-theme'); } catch (e) {}
   if (kept) document.body.classList.toggle('dark', kept === 'dark'); });
-</script>"""  # noqa: E501
+</script>"""
 ADDRESS = (
     "() => { const a = document.querySelector('#link [data-query]'); if (a) "
     "history.replaceState(null, '', a.dataset.query); }"
 )
 INTRO = (
     '<div class="ce-top"><div><h1>concept_eraser</h1><p>Make a diffusion model forget a '
-    "concept, compare images before and after, and attack the erased model.</p></div><button "
-    'type="button" onclick="ceTheme()">Light / dark</button></div>'
+    "concept, compare images before and after, and attack the erased model.</p></div><div>"
+    '{link} <button type="button" onclick="ceTheme()">Light / dark</button></div></div>'
 )
 
 
@@ -82,7 +97,7 @@ def build(desk: Desk) -> Any:
     import gradio as gr
 
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(int(AGE), int(AGE))) as page:
-        gr.HTML(INTRO, elem_id="head")
+        gr.HTML(INTRO.format(link=documentation.link()), elem_id="head")
         jobs = gr.HTML(elem_id="jobs")
         with gr.Row(visible=False, elem_id="jobs-row") as row:
             menu = gr.Dropdown(
@@ -323,7 +338,7 @@ def serve(
                 max_file_size=FILE,
                 show_error=False,
                 strict_cors=True,
-                app_kwargs={"middleware": guards},
+                app_kwargs={"middleware": guards, "routes": documentation.routes()},
                 allowed_paths=[],
                 state_session_capacity=200,
             )

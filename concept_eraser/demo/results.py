@@ -250,7 +250,7 @@ def progress_html(desk: Desk, job: DemoJob | None) -> str:
             f"{title}: {desk.jobs.position(job)} before it, {minutes(job.seconds)} so far"
         )
     if job.state == "running":
-        progress = f"{job.what} {job.done} of {job.total}" if job.total else job.what
+        progress = f"{job.what} {job.count} of {job.total}" if job.total else job.what
         return notice(f"{title}: {progress}, {minutes(job.seconds)}")
     if job.state == "cancelled":
         return notice(f"{title}: cancelled; nothing was measured")

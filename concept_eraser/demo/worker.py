@@ -43,11 +43,11 @@ class Reporter:
     def __init__(self) -> None:
         self.last, self.what = 0.0, ""
 
-    def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
+    def __call__(self, what: str, count: int, total: int, note: str = "") -> None:
         now = time.monotonic()
-        if what != self.what or done == total or now - self.last > 0.3:
+        if what != self.what or count == total or now - self.last > 0.3:
             self.last, self.what = now, what
-            say(what=what, done=done, total=total, note=note)
+            say(what=what, count=count, total=total, note=note)
 
 
 def erase(spec: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def main() -> int:
     collect_less_often()
     try:
         spec = json.loads(sys.stdin.read())
-        say(what="starting", done=0, total=0)
+        say(what="starting", count=0, total=0)
         {"erase": erase, "measure": measure, "attack": attack}[spec["kind"]](spec)
     except UserError as error:
         say(error=str(error))

@@ -1,1 +1,1 @@
-"""Which part of a model is trained, and how its two losses are asked."""
+"""The erasers: which part of a model is trained, and how the losses are computed."""

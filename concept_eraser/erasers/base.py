@@ -1,4 +1,4 @@
-"""What training, runs and targets know of an eraser, and what all erasers share.
+"""The interface of erasers for training, runs and targets, and the base class of all erasers.
 
 An eraser trains the selected tensors of one module. The original values of these tensors are the
 teacher.
@@ -24,11 +24,11 @@ BatchNorm = Literal["frozen", "train"]
 
 
 class Draw(Protocol):
-    """One micro-batch with everything random already drawn. Only its eraser knows what it holds."""
+    """One micro-batch with everything random already drawn. Only its eraser reads its contents."""
 
     @property
     def terms(self) -> int:
-        """How many numbers the loss on it is the mean of."""
+        """The number of terms in the mean of a loss on this draw."""
         ...
 
 
@@ -50,7 +50,7 @@ class Eraser(Protocol):
 
     @property
     def concepts(self) -> tuple[str, ...]:
-        """The names of the objectives that forget, also of those that wait for their turn."""
+        """The names of the objectives that forget, also of those whose turn it is not."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class Eraser(Protocol):
         ...
 
     def draw(self, objective: str, seeds: Sequence[int]) -> Any:
-        """Draw one micro-batch of an objective, one seed an example. Returns a `Draw`."""
+        """Draw one micro-batch of an objective, with one seed for each example."""
         ...
 
     def loss(self, objective: str, draw: Any) -> Tensor:
@@ -72,13 +72,14 @@ class Eraser(Protocol):
         ...
 
     def turn(self, step: int | None) -> dict[str, str]:
-        """Begin a step, and choose its concept where concepts take turns. Returns entries of the
-        log.
+        """Begin a step, and choose its concept if concepts take turns.
+
+        Returns entries of the log.
         """
         ...
 
     def settle(self, objective: str, draw: Any) -> None:
-        """Move the running statistics by one micro-batch, after the step."""
+        """Update the running statistics by one micro-batch, after the step."""
         ...
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -86,23 +87,23 @@ class Eraser(Protocol):
         ...
 
     def scratch(self) -> dict[str, nn.Parameter]:
-        """Tensors that a loss trains along and that are discarded at the end."""
+        """The tensors that a loss also trains and that are discarded at the end."""
         ...
 
     def adversary(self) -> dict[str, nn.Parameter]:
-        """The variable of a lower-level problem; empty where there is none."""
+        """The variable of a lower-level problem; empty if there is none."""
         ...
 
     def buffers(self) -> dict[str, Tensor]:
-        """The running statistics that training moves."""
+        """The running statistics that training changes."""
         ...
 
     def restore(self) -> None:
-        """Put everything that training moved back to its original value."""
+        """Restore the original values of everything that training changed."""
         ...
 
     def negate(self, scale: float) -> None:
-        """Reverse the direction of what training changed."""
+        """Reverse the direction of the change that training made."""
         ...
 
     def absorb(self) -> None:
@@ -110,26 +111,28 @@ class Eraser(Protocol):
         ...
 
     def finish(self) -> dict[str, Tensor]:
-        """End the training. Returns the tensors that it moved, by the module's own names."""
+        """End the training. Returns the changed tensors, by the module's own names."""
         ...
 
 
 class Part:
     """A module of which the tensors named in `selected` are trained.
 
-    The frozen teacher is not a second model: only the selected tensors' original values are kept.
+    The frozen teacher is not a second model: only the selected tensors' original values are stored.
 
-    batchnorm: frozen keeps the running statistics of batch-norm layers, so that a loss is a sum
-    over its examples. train computes losses with the batch's statistics, and moves the running ones
-    once an objective and step, after the step (`settle`): however often a method asks, and wherever
-    it asks, a question changes nothing. No other layer is ever put into training mode.
-    rotate: of several concepts, the objectives forget, forget.2, ..., one is asked a step, as the
-    objective `forget` (`turn`).
-    adapter: where a LoRA is trained, the factors that `selected` names; they are at their start, so
-    the teacher is the module without them.
+    Attributes:
+        batchnorm: "frozen" keeps the running statistics of batch-norm layers, so that a loss is a
+            sum over its examples. "train" computes losses with the batch's statistics. It updates
+            the running statistics once for each objective and step, after the step (`settle`), so
+            the number of evaluations by a method does not matter. No other layer is ever put into
+            training mode.
+        rotate: With several concepts (the objectives forget, forget.2, ...), each step trains one
+            of them, as the objective `forget` (`turn`).
+        adapter: The LoRA whose matrices `selected` names. They have their initial values, so the
+            teacher is the module without them.
     """
 
-    delta: nn.Parameter | None = None  # the offset of an adversary, where a target has one
+    delta: nn.Parameter | None = None  # the offset of an adversary, if a target has one
 
     def __init__(
         self,
@@ -156,7 +159,7 @@ class Part:
         self.norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if batchnorm == "train" and self.norms and batch_size < 2:
             raise UserError(
-                "batchnorm: train needs at least 2 examples a batch, found "
+                "batchnorm: train needs at least 2 examples in a batch, found "
                 "training.batch_size 1; use batchnorm: frozen or larger batches"
             )
         parameters = dict(module.named_parameters())
@@ -171,13 +174,14 @@ class Part:
         }
 
     def turn(self, step: int | None) -> dict[str, str]:
-        """Begin a step: where concepts take turns, choose this one's; for the log. It goes by the
-        step alone, so a resumed run asks the same. None: between steps, where each objective is
-        itself.
+        """Begin a step, and choose its concept if concepts take turns. Returns entries of the log.
 
-        Every round of K steps asks each concept once, in an order of its own: with a fixed one, a
-        method that itself does something at every second or fourth step (ascent and descent in
-        turn, say) would only ever meet some of them.
+        The choice depends on the step alone, so a resumed run makes the same one. None stands for
+        the time between steps, in which each objective is itself.
+
+        Every round of K steps trains each concept once, in a random order. With a fixed order, a
+        method that itself alternates (ascent and descent in turn, say) would train some concepts by
+        one kind of step only.
         """
         if not self.rotate or step is None:
             self.now = "forget"
@@ -188,8 +192,9 @@ class Part:
         return {"concept": self.now}
 
     def objective_of(self, objective: str) -> str:
-        """Whose examples and loss an objective stands for: of concepts in turn `forget` is this
-        step's.
+        """Return the objective whose examples and loss a name stands for.
+
+        If concepts take turns, `forget` stands for this step's concept.
         """
         return self.now if objective == "forget" and self.rotate else objective
 
@@ -206,11 +211,11 @@ class Part:
         return {name: parameters[name] for name in self.selected_names}
 
     def scratch(self) -> dict[str, nn.Parameter]:
-        """What a loss needs trained along and throws away at the end; nothing here."""
+        """The tensors that a loss also trains and that are discarded at the end; none here."""
         return {}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The running statistics that training moves; none where they are frozen."""
+        """The running statistics that training changes; none if they are frozen."""
         if self.batchnorm == "frozen":
             return {}
         ours = {id(value) for norm in self.norms for value in norm.buffers()}
@@ -229,9 +234,7 @@ class Part:
         return digest.hexdigest()[:16]
 
     def restore(self) -> None:
-        """Put the trained tensors and the running statistics back to what they were; take a LoRA
-        away.
-        """
+        """Restore the trained tensors and the running statistics, and remove a LoRA."""
         if self.adapter:
             self.adapter.remove()
             return
@@ -243,8 +246,9 @@ class Part:
 
     @torch.no_grad()
     def negate(self, scale: float) -> None:
-        """Turn round what training did: theta* - scale (theta - theta*) (task arithmetic, arXiv
-        2212.04089).
+        """Reverse the change by task arithmetic (arXiv 2212.04089).
+
+        The result is theta* - scale (theta - theta*).
         """
         if self.adapter:
             self.adapter.negate(scale)
@@ -253,8 +257,9 @@ class Part:
             parameter.copy_(self.originals[name] - scale * (parameter - self.originals[name]))
 
     def absorb(self) -> None:
-        """Merge a LoRA into its layers: from now on these are what was trained, also for `restore`.
-        Nothing without a LoRA.
+        """Merge a LoRA into its layers, which then count as trained, also for `restore`.
+
+        Without a LoRA this does nothing.
         """
         if self.adapter is None:
             return
@@ -267,24 +272,28 @@ class Part:
         )
         adapter.remove()
         self.adapter, self.originals, self.selected_names = None, originals, tuple(originals)
-        adapter.merge()  # last: what `restore` takes back may be a part of it
+        adapter.merge()  # last, since `restore` may have to undo it in part
 
     def finish(self) -> dict[str, Tensor]:
-        """End the training: the tensors that it moved, by the module's own names; a LoRA is merged
-        into its layers.
+        """End the training and merge a LoRA into its layers.
+
+        Returns the changed tensors, by the module's own names.
         """
         return self.adapter.merge() if self.adapter else {**self.trainable(), **self.buffers()}
 
     def adversary(self) -> dict[str, nn.Parameter]:
-        """The variable of a lower-level problem, if there is one."""
+        """The variable of a lower-level problem; empty if there is none."""
         return {} if self.delta is None else {"attack.delta": self.delta}
 
     def under_attack(
         self, objective_name: str, draw: Any, objective: Any, compute: Callable[[Any], Tensor]
     ) -> Tensor:
-        """An objective's loss on a draw, where an adversary may move the forgotten prompts: the
-        adversary's own at its offset, with c/2 ||delta||^2; the forgotten prompts' without it and
-        with it, added; all others as they are."""
+        """Return an objective's loss on a draw, where an adversary may shift the forgotten prompts.
+
+        The adversary's own loss is computed at its offset, with c/2 ||delta||^2 added. The loss of
+        forgotten prompts is the sum of the losses without and with the offset. All others do not
+        change.
+        """
         if self.delta is None or objective_name not in ("attack", "forget"):
             return objective.scale * compute(draw)
         attacked_draw = replace(draw, is_attacked=True)
@@ -293,18 +302,19 @@ class Part:
         return objective.scale * (compute(draw) + compute(attacked_draw))
 
     def settle(self, objective: str, draw: Any) -> None:
-        """Move the running statistics by one batch; nothing to do where they are frozen."""
+        """Update the running statistics by one batch. This does nothing if they are frozen."""
 
     @contextmanager
     def batch_statistics(self, *, moving: bool = False) -> Iterator[None]:
-        """Inside, batch-norm layers use the batch's statistics (`batchnorm: train`) and keep
-        theirs, unless `moving`.
+        """Use the batch's statistics in batch-norm layers inside the context (`batchnorm: train`).
+
+        The layers keep their running statistics, unless `moving`.
         """
         if self.batchnorm == "frozen":
             yield
             return
-        # a question moves copies: with momentum 0 an infinite activation would still leave nan, 0 x
-        # inf, behind
+        # a pass updates copies: even with momentum 0 an infinite activation would give 0 x inf =
+        # nan
         statistics_by_layer = (
             []
             if moving
@@ -327,8 +337,11 @@ class Part:
     def ask(
         self, method: str, *inputs: Tensor, teacher: Teacher | None = None, gradients: bool = False
     ) -> Any:
-        """Call a method of the module; by a teacher, the frozen one with the original values,
-        without gradients (unless they are asked for, with respect to the inputs)."""
+        """Call a method of the module.
+
+        By a teacher, it is the frozen module with the original values. It has no gradients, unless
+        they are requested with respect to the inputs.
+        """
         if teacher is None:
             return getattr(self.module, method)(*inputs)
         values: Mapping[str, Tensor] = (
@@ -356,8 +369,9 @@ class _Caller(nn.Module):
 
 
 def one_each(rows: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """One of some positions per generator, with replacement: the same examples however they are
-    dealt to batches.
+    """Choose one of some positions for each generator, with replacement.
+
+    The examples do not depend on how they are divided into batches.
     """
     return rows[
         torch.cat([torch.randint(len(rows), (1,), generator=generator) for generator in generators])

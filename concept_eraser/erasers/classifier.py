@@ -1,9 +1,9 @@
-"""Training a classifier, or anything with one logit a class (a CLIP model with its class names):
-[n, ...] -> [n, classes].
+"""Training a classifier, or any model with one logit per class, such as CLIP with class names.
 
-The losses are those of losses/labelled.py. Terms that an objective may add: l1 sum |weights|
-(l1-sparse, arXiv 2304.04934), and distill KL(softmax f* || softmax f), which with the loss `data`
-is the min-step of SCRUB: scale its gamma, distill its alpha.
+The model maps [n, ...] to [n, classes]. The losses are those of losses/labelled.py. An objective
+may add two terms. `l1` adds sum |weights| (l1-sparse, arXiv 2304.04934). `distill` adds KL(softmax
+f* || softmax f), which with the loss `data` is the min-step of SCRUB: scale is its gamma, distill
+its alpha.
 
 Batch norm: see erasers/base.py. Each objective's batch passes through separately.
 """
@@ -45,8 +45,9 @@ class ClassifierObjective:
 
 
 class Classifier(Part):
-    """See the module's docstring. Raises UserError where the model's outputs do not fit the
-    labels.
+    """The eraser of a classifier.
+
+    Raises UserError if the model's outputs do not fit the labels.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class Classifier(Part):
             module, selected_names, list(objectives), batchnorm=batchnorm, batch_size=batch_size
         )
         self.objective_by_name = objectives
-        # as many as the model tells apart
+        # as many as the model has outputs for
         self.classes = min(self._fits(name, objective) for name, objective in objectives.items())
         wanting = [objective for objective in objectives.values() if objective.loss == "expand"]
         self.expansion = Expansion(module, self._example(wanting[0])) if wanting else None
 
     def _example(self, objective: ClassifierObjective) -> Tensor:
-        """Two examples where there are two: some norm layers cannot take one."""
+        """Return two examples if there are two, since some norm layers need more than one."""
         return objective.data.inputs(objective.rows[:2].tolist()).to(self.device)
 
     @property
@@ -76,14 +77,15 @@ class Classifier(Part):
         return next(self.module.parameters()).device
 
     def _fits(self, name: str, objective: ClassifierObjective) -> int:
-        """The number of logits for an example of an objective. Raises UserError where they are no
-        logits of its classes.
+        """Return the number of logits for an example of an objective.
+
+        Raises UserError if they are no logits of its classes.
         """
         with torch.no_grad():
             try:
                 outputs = self.module(self._example(objective))
             except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
-                if isinstance(error, UserError):  # the data's own complaint
+                if isinstance(error, UserError):  # an error of the data themselves
                     raise
                 raise UserError(
                     f"{name}: the model cannot take an example of {objective.data.about} "
@@ -99,7 +101,7 @@ class Classifier(Part):
         if outputs.shape[1] > classes and not all(name.isdigit() for name in objective.data.names):
             raise UserError(
                 f"{name}: the model has {outputs.shape[1]} outputs, {objective.data.about} "
-                f"has {classes} named classes, so which output means which is unknown; "
+                f"has {classes} named classes, so the meaning of the outputs is unknown; "
                 f"give data with all {outputs.shape[1]} classes' names (numbers as names "
                 "may leave some out)"
             )
@@ -109,8 +111,7 @@ class Classifier(Part):
             )
         if objective.loss in ("relabel", "boundary") and outputs.shape[1] < 2:
             raise UserError(
-                f"{name}: the loss {objective.loss!r} needs another class to give, the "
-                "model has one"
+                f"{name}: the loss {objective.loss!r} needs another class, the model has only one"
             )
         return int(outputs.shape[1])
 

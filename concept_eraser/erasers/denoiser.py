@@ -1,10 +1,10 @@
 """Training the denoiser (UNet or transformer) of a text-to-image model.
 
 With an objective named `attack` there is an adversary: one offset delta of the text embedding [1,
-tokens, width], added to the forgotten prompts where the model in training (never its teacher) sees
-them. The attack's loss is the training loss on the forgotten images under e_c + delta, plus c/2
-||delta||^2 (it wants the concept back); the forget loss is then asked at delta and at 0, and added.
-Examples that come without their prompt (`empty_prompts`) have delta on the empty one.
+tokens, width]. It is added to the forgotten prompts of the model in training, never of its teacher.
+The attack's loss is the training loss on the forgotten images under e_c + delta, plus c/2
+||delta||^2. So it regenerates the concept. The forget loss is then the sum of its values at delta
+and at 0. For examples without their prompt (`empty_prompts`), delta is added to the empty one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ EMBEDDING = "states"  # the tensor of a condition that an attack may shift
 
 @dataclass(frozen=True)
 class DenoiserObjective:
-    """One objective: its examples, its loss, its batch size, and the range of time steps it is
-    asked at.
-    """
+    """One objective: its examples, its loss, its batch size, and the range of its time steps."""
 
     examples: Examples
     loss: str | Plugin
@@ -42,14 +40,19 @@ class DenoiserObjective:
     free_steps: int = 20  # data-free: steps of the partial sampler
     free_guidance: float = 3.0
     decay: float = 0.0  # of an attack: the c in c/2 ||delta||^2
-    # factor of a penalty on moving the weights that these examples depend on; see `hold`
+    # factor of a penalty on changing the weights that these examples depend on; see `hold`
     elastic: float = 0.0
 
 
 class Denoiser(Part):
-    """The denoiser of `model`, of which the tensors named in `selected` are trained. objectives: in
-    the objectives' order.
-    adapter, rotate: see Part."""
+    """The eraser of a denoiser.
+
+    Args:
+        model: The text-to-image model, whose denoiser is trained.
+        objectives: The objectives by name, in their order.
+        selected: The names of the trained tensors.
+        adapter, rotate: See `Part`.
+    """
 
     def __init__(
         self,
@@ -82,16 +85,16 @@ class Denoiser(Part):
                 )
             if objective.loss == "resteer" and not model.attention_layers():
                 raise UserError(
-                    f"{name}: the loss 'resteer' asks a UNet's cross-attention with the "
-                    f"text, as Stable Diffusion 1, 2 and XL have it; {model.source} "
+                    f"{name}: the loss 'resteer' needs a UNet's cross-attention with the "
+                    f"text, as in Stable Diffusion 1, 2 and XL; {model.source} "
                     f"({model.family}) has none"
                 )
 
     def draw(self, objective_name: str, seeds: Sequence[int]) -> DenoiserDraw:
-        """Choose examples, time steps and noise of one micro-batch, one seed an example.
+        """Choose examples, time steps and noise of one micro-batch, with one seed for each example.
 
-        Each example draws from a generator of its own, so that the same examples come out however
-        they are dealt to micro-batches and ranks.
+        Each example has its own generator. So the examples do not depend on how they are divided
+        into micro-batches and ranks.
         """
         objective, device = (
             self.objective_by_name[self.objective_of(objective_name)],
@@ -116,10 +119,10 @@ class Denoiser(Part):
     def _draw_free(
         self, objective: DenoiserObjective, batch: Batch, noise: Tensor, generator: torch.Generator
     ) -> DenoiserDraw:
-        """x_t by sampling from the model itself up to a random step within the objective's range
-        (as in ESD).
+        """Make x_t by sampling from the model up to a random step within the objective's range.
 
-        The whole micro-batch stands at the same time step, the one its first example draws.
+        This is the sampling of ESD. The whole micro-batch has one time step, which its first
+        example draws.
         """
         low, high = (
             int((1 - bound / self.model.timesteps) * objective.free_steps)
@@ -155,8 +158,9 @@ class Denoiser(Part):
         *,
         teacher: Teacher | None = None,
     ) -> Tensor:
-        """The prediction for a draw, by the model in training or (without gradients) by a
-        teacher.
+        """Return the prediction for a draw.
+
+        It is that of the model in training, or that of a teacher without gradients.
         """
         own_condition = draw.condition if condition is None else condition
         if teacher is None:
@@ -172,23 +176,25 @@ class Denoiser(Part):
         )
 
     def image(self, draw: DenoiserDraw) -> Tensor:
-        """The images that the prediction for a draw amounts to, decoded from one-step x_0: [b, 3,
-        h, w].
-        """
+        """Return the images of a draw, decoded from one-step x_0: [b, 3, h, w]."""
         return self.model.decode(self.model.clean(draw.noisy, draw.t, self.predict(draw)))
 
     def attention(self, draw: DenoiserDraw) -> Sequence[Tensor]:
-        """Of each layer, the probabilities with which the image's places look at the prompt's
-        tokens: [b, heads, places, tokens]."""
+        """Return the attention of each layer from image positions to the prompt's tokens.
+
+        The shape is [b, heads, positions, tokens] for each layer.
+        """
         model_condition = (
             self._attack_condition(draw.condition) if draw.is_attacked else draw.condition
         )
         return self.model.attention(draw.noisy, draw.t, model_condition)
 
     def hold(self, seeds: Mapping[str, Sequence[int]]) -> None:
-        """Measure how much the training loss on an objective's examples depends on each trained
-        weight, one draw a seed: called once, at the original values, and alike for a resumed run.
-        Such an objective's loss then has the penalty of elastic.py."""
+        """Measure how much the training loss depends on each trained weight.
+
+        It is called once, at the original values and with one draw for each seed, also for a
+        resumed run. The objectives' losses then have the penalty of elastic.py.
+        """
         params = list(self.trainable().values())
         for name, some in seeds.items():
             draws = (self.draw(name, [seed]) for seed in some)

@@ -1,7 +1,7 @@
-"""One more class for a classifier while it trains: boundary expanding (arXiv 2303.11570).
+"""One more class for a classifier during its training: boundary expanding (arXiv 2303.11570).
 
-The module itself stays as it is: the new output reads what the last linear layer reads, and goes
-with the training.
+The module itself does not change. The new output has the same inputs as the last linear layer, and
+is discarded after the training.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from concept_eraser.utils.errors import UserError
 
 
 class Expansion:
-    """The layer of a module that makes its logits, and one more output beside it.
+    """One more output beside the layer of a module that computes its logits.
 
-    Raises UserError where the logits of an example are not what a linear layer gives.
+    Raises UserError if the logits of an example do not come from a linear layer.
     """
 
     def __init__(self, module: nn.Module, example: Tensor) -> None:
@@ -52,9 +52,7 @@ class Expansion:
         return {f"expand.{name}": value for name, value in self.extra.named_parameters()}
 
     def logits(self, ask: Callable[[], Tensor]) -> Tensor:
-        """What `ask` gets from the module, [b, classes], with the logit of the new class behind:
-        [b, classes + 1].
-        """
+        """Return the module's logits with the logit of the new class appended: [b, classes + 1]."""
         head_inputs: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
         try:

@@ -1,14 +1,16 @@
-"""Training the text encoder of a text-to-image model; the denoiser stays as it is.
+"""Training the text encoder of a text-to-image model. The denoiser does not change.
 
 Its losses are those of losses/text_encoder.py.
 
 With an objective named `attack` there is an adversary: one offset delta of the embeddings of the
-tokens [1, tokens, width], added to the forgotten prompts where the encoder in training (never its
-teacher) reads them. Its loss is `data` on the forgotten images under E(c + delta), plus c/2
-||delta||^2; the forget loss is then asked at delta and at 0, and added. An offset of what the
-encoder says, as the denoiser's adversary has, could not be answered by an encoder. AdvUnlearn's
-adversary is a prefix of one token or a few, and its forget loss is asked under attack alone; this
-one moves all tokens of the prompt, start, end and padding included.
+tokens [1, tokens, width]. It is added to the forgotten prompts that the encoder in training reads,
+never to those of its teacher. Its loss is `data` on the forgotten images under E(c + delta), plus
+c/2 ||delta||^2. The forget loss is then the sum of its values at delta and at 0.
+
+The denoiser's adversary shifts the output of the text encoder. No training of the encoder could
+counter such an offset, so here the offset is at its input. AdvUnlearn's adversary is a prefix of
+one token or a few, and its forget loss is computed under attack alone. Here the offset shifts all
+tokens of the prompt, start, end and padding included.
 
 The result is a drop-in `text_encoder/` folder for every pipeline with the same encoder.
 """
@@ -32,8 +34,10 @@ from concept_eraser.utils.errors import UserError
 
 @dataclass(frozen=True)
 class TextEncoderObjective:
-    """One objective. tokens, anchors: one row an example; latents [n, c, h, w] where the loss goes
-    through the denoiser.
+    """One objective.
+
+    tokens and anchors have one row for each example. Losses through the denoiser also need latents
+    [n, c, h, w].
     """
 
     tokens: Condition
@@ -53,7 +57,7 @@ class TextEncoderObjective:
 
 
 class TextEncoder(Part):
-    """See the module's docstring."""
+    """The eraser of a text encoder."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
-"""Training a VAE: any module with encode and decode, ours or diffusers' AutoencoderKL.
+"""Training a VAE: any module with encode and decode, such as diffusers' AutoencoderKL.
 
-The losses are those of losses/labelled.py.
-
-Batch norm: see erasers/base.py.
+The losses are those of losses/labelled.py. For batch norm see erasers/base.py.
 """
 
 from __future__ import annotations
@@ -29,7 +27,10 @@ Likelihood = Literal["bernoulli", "gaussian"]
 
 @dataclass(frozen=True)
 class VaeObjective:
-    """One objective: which examples of which data, and its loss. kl: weight of the KL term."""
+    """One objective: which examples of which data, and its loss.
+
+    kl is the weight of the KL term.
+    """
 
     data: Labelled
     rows: Tensor
@@ -47,8 +48,9 @@ class VaeObjective:
 
 
 class Vae(Part):
-    """See the module's docstring. Raises UserError where encode and decode do not fit each other
-    and the data.
+    """The eraser of a VAE.
+
+    Raises UserError if encode and decode do not fit each other and the data.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Vae(Part):
     def reconstruct(
         self, draw: VaeDraw, *, teacher: Teacher | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What comes out for what goes in, and KL(q(z|x) || N(0, I)) of each example [b]."""
+        """Return the reconstructions of a draw, and KL(q(z|x) || N(0, I)) of each example [b]."""
         with self.batch_statistics() if teacher is None else nullcontext():
             mean, log_variance = moments(self.ask("encode", draw.inputs, teacher=teacher))
             kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
@@ -102,16 +104,16 @@ class Vae(Part):
             ), kl
 
     def settle(self, objective_name: str, draw: VaeDraw) -> None:
-        # prior samples are no data
+        # samples of the prior need no data
         if self.batchnorm == "train" and self.objective_by_name[objective_name].loss != "histogram":
             with torch.no_grad(), self.batch_statistics(moving=True):
                 mean, log_variance = moments(self.ask("encode", draw.inputs))
                 self.ask("decode", mean + (0.5 * log_variance).exp() * draw.noise)
 
     def fidelity(self, reconstruction: Tensor, target: Tensor) -> Tensor:
-        """-log p(wanted | shown) of each example, up to a constant: [b]."""
+        """Return -log p(target | reconstruction) of each example, up to a constant: [b]."""
         if self.likelihood == "bernoulli":
-            # the loss would raise; a step that is not finite is skipped
+            # the loss would raise an error; a step that is not finite is skipped
             if not bool(torch.isfinite(reconstruction).all()):
                 return reconstruction.flatten(1).sum(1) * float("nan")
             with torch.autocast(
@@ -137,9 +139,7 @@ class Vae(Part):
 
 
 def require_range(inputs: Tensor, likelihood: Likelihood, about: str) -> None:
-    """Raise UserError where a Bernoulli is asked for the probability of something outside [0,
-    1].
-    """
+    """Raise UserError if data for a Bernoulli likelihood lie outside [0, 1]."""
     if likelihood == "bernoulli" and not 0 <= float(inputs.min()) <= float(inputs.max()) <= 1:
         raise UserError(
             f"a VAE with Bernoulli outputs needs data in [0, 1]; {about} has values from "
@@ -148,8 +148,10 @@ def require_range(inputs: Tensor, likelihood: Likelihood, about: str) -> None:
 
 
 def code_shape(module: nn.Module, data: Labelled, likelihood: Likelihood) -> tuple[int, ...]:
-    """The shape of one code, found by encoding an example. Raises UserError where the way back or
-    the values do not fit.
+    """Return the shape of one code, from encoding an example.
+
+    Raises UserError if decoding the code does not give the example's shape, or if the values do not
+    fit.
     """
     example = data.inputs(range(min(2, len(data)))).to(next(module.parameters()).device)
     require_range(example, likelihood, data.about)

@@ -1,4 +1,4 @@
-"""Evidence in, results out: what judges and metrics are."""
+"""The base classes of judges and metrics, and their results."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from concept_eraser.utils.errors import UserError
 
 
 class Judge(ABC):
-    """Names what an image shows. A file of judges/ holds one, named PLUGIN."""
+    """Labels what an image shows. A file of judges/ holds one judge, named PLUGIN."""
 
     # attribute -> names, e.g. {"shape": ("star", ..., "none")}
     classes: Mapping[str, Sequence[str]]
-    fingerprint: str  # of its weights: numbers of two judges are not compared
-    reads_captions: ClassVar[bool] = True  # whether clip_scores can be asked
+    fingerprint: str  # of its weights, since the numbers of two judges are not comparable
+    reads_captions: ClassVar[bool] = True  # whether it has clip_scores
 
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
-        """[n, 3, h, w] in [-1, 1] -> [n] probabilities that they show a value, differentiable. Not
-        every judge can.
+        """Return the probabilities [n] that images show a value, differentiable.
+
+        images: [n, 3, h, w] in [-1, 1]. A judge without probabilities raises UserError.
         """
         raise UserError(
             f"the judge {type(self).__name__} is not differentiable, so no loss can be built on it"
         )
 
     @abstractmethod
-    def look(self, images: Tensor) -> dict[str, np.ndarray]:
-        """[n, h, w, 3] uint8 -> the name seen for each attribute, [n] strings."""
+    def classify(self, images: Tensor) -> dict[str, np.ndarray]:
+        """Return the label of each attribute, [n] strings, for images [n, h, w, 3] uint8."""
 
     @abstractmethod
     def features(self, images: Tensor) -> np.ndarray:
-        """[n, h, w, 3] uint8 -> [n, d] features for a Frechet distance."""
+        """Return features [n, d] for a Frechet distance, of images [n, h, w, 3] uint8."""
 
     @abstractmethod
     def clip_scores(self, images: Tensor, captions: Sequence[str]) -> np.ndarray:
-        """Agreement of each image with its caption, [n] cosines."""
+        """Return the agreement of each image with its caption, [n] cosines."""
 
     @abstractmethod
     def reference_features(self, rows: Sequence[Prompt], seed: int) -> np.ndarray:
-        """Features of real images of the same prompts, [n, d]."""
+        """Return features of real images of the same prompts, [n, d]."""
 
     def reference_images(self, rows: Sequence[Prompt], seed: int) -> Tensor:
-        """Those real images, [n, h, w, 3] uint8, for features that are not the judge's. Not every
-        judge has them.
+        """Return those real images, [n, h, w, 3] uint8, for features that are not the judge's.
+
+        A judge without them raises UserError.
         """
         raise UserError(
             f"the judge {type(self).__name__} has no real images of the prompts; give "
@@ -66,11 +68,13 @@ class Group:
     role: Literal["forget", "neighbour", "retain"]
     prompts: Sequence[Prompt]
     images: Mapping[str, Tensor]  # "before", "after" -> [n, h, w, 3] uint8
-    seen: Mapping[str, Mapping[str, np.ndarray]]  # "before", "after" -> attribute -> [n] names
+    labels: Mapping[str, Mapping[str, np.ndarray]]  # "before", "after" -> attribute -> [n] names
 
 
 @dataclass(frozen=True)
 class Evidence:
+    """Everything that a metric reads: the images of all groups, the concept and the judge."""
+
     groups: Mapping[str, Group]
     concept: tuple[str, str]  # attribute and value, e.g. ("shape", "star")
     judge: Judge
@@ -79,9 +83,11 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Result:
-    """One number with its interval, its counterpart before, and the paired difference. p: of the
-    paired test that nothing changed (McNemar for shares, signed ranks for means), None where there
-    are no pairs."""
+    """One number with its interval, its counterpart before, and the paired difference.
+
+    p: the p-value of the paired test of no change (McNemar for shares, signed ranks for means);
+    None without pairs.
+    """
 
     metric: str
     group: str
@@ -100,23 +106,26 @@ class Evaluation(ABC):
     """The numbers of one evaluation, with everything needed to repeat it.
 
     Attributes:
-        results: every number with its interval, after the erasure and (where it was measured)
-        before.
+        results: every number with its interval after the erasure, and before it if it was measured.
         environment: versions, commit, device and command line.
+
+    Example:
+        >>> import concept_eraser
+        >>> evaluation = concept_eraser.evaluate("runs/tiny_star_munba", "tiny_star", n=100)
+        >>> for result in evaluation.results:
+        ...     print(result.metric, result.group, result.after.value)
     """
 
     results: list[Result]
     environment: dict[str, Any]
 
     def find(self, metric: str, group: str) -> Result | None:
-        """The number of a metric on a group of prompts or a set of examples; None where there is
-        none.
-        """
+        """Return the number of a metric on a group of prompts or a set of examples, or None."""
         return next((r for r in self.results if r.metric == metric and r.group == group), None)
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """The content of evaluation.json."""
+        """Return the content of evaluation.json."""
 
     @abstractmethod
     def save(self, path: Path, *, overwrite: bool = False) -> None:
@@ -132,7 +141,7 @@ class Evaluation(ABC):
 
 
 class Refused(UserError):
-    """Some of a metric's numbers cannot be had; `results` are the others."""
+    """Some of a metric's numbers cannot be computed. `results` are the others."""
 
     def __init__(self, message: str, results: Sequence[Result]) -> None:
         super().__init__(message)
@@ -150,13 +159,17 @@ def is_share(metric: str) -> bool:
 
 
 class Metric(ABC):
-    """A plug-in of metrics/, named PLUGIN."""
+    """A metric, which makes numbers with intervals from the images of an evaluation.
+
+    A file of metrics/ holds one metric, named PLUGIN. A metric with options is a dataclass.
+    """
 
     title: ClassVar[str]
 
     def result_prefix(self) -> str:
-        """How its numbers begin, so that a suite does not ask for two of one name."""
+        """Return the prefix of its numbers, so that a suite can refuse two metrics of one name."""
         return type(self).__name__
 
     @abstractmethod
-    def measure(self, evidence: Evidence) -> Sequence[Result]: ...
+    def measure(self, evidence: Evidence) -> Sequence[Result]:
+        """Return the numbers."""

@@ -14,8 +14,9 @@ score, box) are therefore stored, and every published count is derived from them
 
 The detector is nudenet 3.x with its bundled 320n model. Its metadata says MIT, but its wheel
 carries the text of AGPL-3.0, and the model names AGPL-3.0 as its own licence; see docs/licences.md.
-nudenet is imported when a detector is built, not before. It reads files through OpenCV, as BGR. Our
-RGB images are converted to BGR first, so that a file and its array give equal counts.
+nudenet is imported when a detector is built, not before. It reads files through OpenCV, as BGR. The
+RGB images of this package are converted to BGR first, so that a file and its array give equal
+counts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from concept_eraser.storage.cache import append_row, read_rows
 from concept_eraser.utils import distributed, resources
 from concept_eraser.utils.errors import UserError, unknown
 
-FLOOR = 0.25  # nudenet's own floor: 0.2 in its loop, then 0.25 in its suppression of overlaps
+FLOOR = 0.25  # nudenet's own least score: 0.2 in its loop, then 0.25 in its suppression of overlaps
 _BODY = (
     "ARMPITS_EXPOSED",
     "BELLY_EXPOSED",
@@ -158,7 +159,7 @@ class Detector:
             row["image"]: [Detection(d[0], d[1], tuple(d[2])) for d in row["found"]] for row in rows
         }
 
-    def look(self, image: np.ndarray) -> list[Detection]:
+    def detect(self, image: np.ndarray) -> list[Detection]:
         """All detections in one image [h, w, 3] uint8, RGB.
 
         Raises:
@@ -171,7 +172,7 @@ class Detector:
             or min(image.shape[:2]) < 2
         ):
             raise UserError(
-                "NudeNet looks at RGB images [h, w, 3] of bytes, at least 2x2; found "
+                "NudeNet needs RGB images [h, w, 3] of bytes, at least 2x2; found "
                 f"{image.shape} of {image.dtype}"
             )
         key = hashlib.sha256(
@@ -188,14 +189,14 @@ class Detector:
             self._read_detections[key] = detections
         return self._read_detections[key]
 
-    def look_all(self, images: Any) -> list[list[Detection]]:
+    def detect_all(self, images: Any) -> list[list[Detection]]:
         """Detections in many images [n, h, w, 3], a tensor or an array.
 
         Under `accelerate launch` each process handles its share.
         """
         if not distributed.alone():
             for image in distributed.mine(images):
-                self.look(np.asarray(image))
+                self.detect(np.asarray(image))
             distributed.wait()
             self._read_detections.update(self._read())
-        return [self.look(np.asarray(image)) for image in images]
+        return [self.detect(np.asarray(image)) for image in images]

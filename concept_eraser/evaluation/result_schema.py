@@ -16,7 +16,7 @@ from typing import Any
 
 from concept_eraser.utils.errors import UserError, quote
 
-LARGEST = 1e15  # of any number in these files; no count, seed or metric comes near it
+LARGEST = 1e15  # of any number in these files; counts, seeds and metrics are far below it
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ ROW = {
     "settings?~": dict,
 }
 MEASURED = {"command?": str, "commit?~": str, "concept_eraser?": str}
-# of any file with metrics: an evaluation, or a distance of two folders of images
+# keys of any file with metrics: an evaluation, or a distance of two folders of images
 METRICS = {
     "protocol": {"groups?": Each(dict)},
     "protocol_hash?": str,

@@ -34,7 +34,7 @@ def interval_text(interval: Interval | None, percent: bool) -> str:
 def wilson(hits: int, n: int) -> Interval:
     """A share with its Wilson score interval (Wilson 1927), 95 %. Raises UserError for n < 2."""
     if n < 2:
-        raise UserError(f"a share of {n} images says nothing; at least 2 are needed")
+        raise UserError(f"a share of {n} images has no interval; at least 2 are needed")
     from scipy.stats import binomtest
 
     bounds = binomtest(hits, n).proportion_ci(confidence_level=0.95, method="wilson")
@@ -55,11 +55,11 @@ def paired_difference(before: np.ndarray, after: np.ndarray) -> Interval:
         )
     n = len(before)
     if n < 2:
-        raise UserError(f"a difference over {n} pairs says nothing; at least 2 are needed")
+        raise UserError(f"a difference over {n} pairs has no interval; at least 2 are needed")
     gains, losses = int((after & ~before).sum()), int((before & ~after).sum())
     m, b, c = n + 2, gains + 0.5, losses + 0.5
     centre = (b - c) / m
-    half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / m) / m  # at least 1 stands under the root
+    half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / m) / m  # the root's argument is at least 1
     return Interval((gains - losses) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
 
 
@@ -177,7 +177,7 @@ def kernel_distance(
         raise UserError(f"KID needs at least 4 images in each set, found {len(a)} and {len(b)}")
     if a.shape[1] != b.shape[1]:
         raise UserError(
-            f"the two sets have {a.shape[1]} and {b.shape[1]} features an image, so "
+            f"the two sets have {a.shape[1]} and {b.shape[1]} features per image, so "
             "they are not compared"
         )
     a, b = a.astype(np.float64), b.astype(np.float64)

@@ -1,6 +1,4 @@
-"""Evaluation suites: which prompt groups, how sampled, judged by whom, measured by which
-metrics.
-"""
+"""Evaluation suites: prompt groups, sampler, judge and metrics."""
 
 from __future__ import annotations
 
@@ -33,28 +31,38 @@ class _Strict(BaseModel):
 
 
 class SuiteGroup(_Strict):
-    prompts: str | list[str]
-    role: Literal["forget", "neighbour", "retain"]
-    n: int = Field(100, ge=2, le=limits.IMAGES)
+    """Prompts that are measured together."""
+
+    prompts: str | list[str] | dict[str, Any] = Field(
+        description="a prompt set by name or path, a list of prompts, or the content of a set"
+    )
+    role: Literal["forget", "neighbour", "retain"] = Field(
+        description="forget: the concept is to be gone; neighbour, retain: to be preserved"
+    )
+    n: int = Field(100, ge=2, le=limits.IMAGES, description="images, one for each prompt and seed")
 
 
 class SuiteSampling(_Strict):
-    steps: int = Field(25, ge=1, le=limits.SAMPLER_STEPS)
-    guidance: float = Field(5.0, ge=0, le=limits.GUIDANCE)
-    batch_size: int = Field(64, ge=1, le=limits.BATCH)
-    precision: Literal["fp32", "bf16"] = "fp32"
+    """The sampler of the measured images."""
+
+    steps: int = Field(25, ge=1, le=limits.SAMPLER_STEPS, description="steps of the sampler")
+    guidance: float = Field(
+        5.0, ge=0, le=limits.GUIDANCE, description="classifier-free guidance scale"
+    )
+    batch_size: int = Field(64, ge=1, le=limits.BATCH, description="images generated at once")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast")
 
 
 class Suite(_Strict):
-    """One evaluation protocol; its fingerprint travels with every number."""
+    """One evaluation protocol. Its fingerprint is stored with every number."""
 
-    about: str = ""
+    about: str = Field("", description="one line for `concept-eraser list suites`")
     concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
     judge: JudgeField = Field("tiny", description="a name, or {name: NAME, OPTION: VALUE}")
-    seed: int = Field(0, ge=0, le=limits.SEED)
-    sampling: SuiteSampling = SuiteSampling()
+    seed: int = Field(0, ge=0, le=limits.SEED, description="seed of the prompts and the images")
+    sampling: SuiteSampling = Field(SuiteSampling(), description="the sampler of the images")
     groups: dict[Annotated[str, Field(max_length=limits.FIELD)], SuiteGroup] = Field(
-        min_length=1, max_length=limits.GROUPS
+        min_length=1, max_length=limits.GROUPS, description="groups of prompts, by name"
     )
     metrics: list[MetricField] = Field(
         ["concept_rate", "accuracy", "fid", "clip_score"],
@@ -66,13 +74,14 @@ class Suite(_Strict):
     )
 
     def build_judge(self) -> Judge:
-        """The judge. Raises UserError where it is unknown."""
+        """Return the judge. Raises UserError if it is unknown."""
         judge: Judge = registry.read("judge", self.judge).build()
         return judge
 
     def using(self, judge: Any = None, metrics: Sequence[Any] | None = None) -> Suite:
-        """The same suite with another judge or other metrics, by name or as objects. Raises
-        UserError as `load`.
+        """Return the suite with another judge or other metrics, by name or as objects.
+
+        Raises UserError as `load`.
         """
         changes = {"judge": judge, "metrics": None if metrics is None else list(metrics)}
         changes = {key: value for key, value in changes.items() if value is not None}
@@ -81,7 +90,7 @@ class Suite(_Strict):
         )
 
     def with_at_most(self, n: int | None) -> Suite:
-        """The same suite with at most `n` images a group, for a quick look."""
+        """Return the suite with at most `n` images in each group."""
         if n is None:
             return self
         groups = {
@@ -114,8 +123,8 @@ def load(source: str | Path | Mapping[str, Any] | Suite) -> Suite:
             f"{where}: concept names one attribute and its value, e.g. {{shape: star}}; "
             f"found {quote(suite.concept)}"
         )
-    named = [metric(entry).result_prefix() for entry in suite.metrics]
-    twice = [name for i, name in enumerate(named) if name in named[:i]]
+    prefixes = [metric(entry).result_prefix() for entry in suite.metrics]
+    twice = [prefix for i, prefix in enumerate(prefixes) if prefix in prefixes[:i]]
     if twice:
         raise UserError(
             f"{where}: two of its metrics give numbers of one name ({twice[0]}); measure "
@@ -125,7 +134,7 @@ def load(source: str | Path | Mapping[str, Any] | Suite) -> Suite:
 
 
 def _mistake(item: Any) -> str:
-    """One line for one of pydantic's errors: the key, what is wrong, what stands there."""
+    """Return one line for one of pydantic's errors: the key, what is wrong, the value there."""
     key, value = ".".join(str(part)[:60] for part in item["loc"]), item["input"]
     finding = (
         ""
@@ -136,10 +145,10 @@ def _mistake(item: Any) -> str:
 
 
 def metric(entry: str | Mapping[str, Any] | Plugin) -> Metric:
-    """A metric from what a suite says of it.
+    """Build a metric from an entry of a suite.
 
     Args:
-        asked: Its name, a mapping with `name` and its options, or an object.
+        entry: Its name, a mapping with `name` and its options, or an object.
 
     Raises:
         UserError: It is none of these, or the name or an option is unknown.
@@ -166,6 +175,11 @@ class PromptEvaluation(Evaluation):
         judge: the fingerprint of the judge's weights.
         refused: the metrics that could not be measured, with the reason.
         options: the options of the models' family.
+
+    Example:
+        >>> import concept_eraser
+        >>> evaluation = concept_eraser.evaluate("runs/tiny_star_munba", "tiny_star", n=100)
+        >>> images = evaluation.groups["direct"].images["after"]
     """
 
     suite: Suite
@@ -198,7 +212,7 @@ class PromptEvaluation(Evaluation):
 
 
 def dumps(content: Any) -> str:
-    """JSON with nan as null."""
+    """Return JSON with nan as null."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, float) and not np.isfinite(value):
@@ -211,9 +225,34 @@ def dumps(content: Any) -> str:
 
 
 def group_prompts(suite: Suite, name: str) -> prompts.PromptSet:
-    """The prompts of a group: a seeded draw from its set."""
+    """Return the prompts of a group: a seeded draw from its set."""
     group = suite.groups[name]
     return prompts.load(group.prompts).take(group.n, suite.seed)
+
+
+def generate_group(
+    model: Model,
+    suite: Suite,
+    name: str,
+    when: str,
+    *,
+    cache: Path | None = None,
+    progress: Progress = silent,
+) -> Tensor:
+    """Generate the images of a group by a model, [n, h, w, 3] uint8, or read them from the cache.
+
+    when: "before" or "after", for the progress only.
+    """
+    rows = group_prompts(suite, name)
+    return generate.generate(
+        model,
+        rows.prompts,
+        generate.seeds_for(rows.prompts, environment.derive_seed(suite.seed, name)),
+        generate.Sampling(**suite.sampling.model_dump()),
+        cache=cache,
+        what=f"{name}, {when}",
+        progress=progress,
+    )
 
 
 def evaluate(
@@ -224,42 +263,33 @@ def evaluate(
     cache: Path | None = None,
     progress: Progress = silent,
 ) -> PromptEvaluation:
-    """Generate every group's images with both models from the same prompts and seeds, judge and
-    measure them.
+    """Generate every group's images with both models, then judge and measure them.
+
+    Both models use the same prompts and seeds.
     """
     judge = suite.build_judge()
     attribute, value = next(iter(suite.concept.items()))
     if value not in judge.classes.get(attribute, ()):
         classes = "; ".join(f"{k}: {', '.join(v)}" for k, v in judge.classes.items())
         raise UserError(
-            f"the judge {suite.judge!r} cannot see {attribute} {value!r}; it knows {classes}"
+            f"the judge {suite.judge!r} cannot detect {attribute} {value!r}; it knows {classes}"
         )
     onto_gpu(before, after)
-    sampling = generate.Sampling(**suite.sampling.model_dump())
     groups = {}
     for name in suite.groups:
-        rows = group_prompts(suite, name)
-        seeds = generate.seeds_for(rows.prompts, environment.derive_seed(suite.seed, name))
-        images: dict[str, Tensor] = {}
-        for when, model in (("before", before), ("after", after)):
-            images[when] = generate.generate(
-                model,
-                rows.prompts,
-                seeds,
-                sampling,
-                cache=cache,
-                what=f"{name}, {when}",
-                progress=progress,
-            )
-        groups[name] = _look(judge, name, suite, rows, images)
+        images = {
+            when: generate_group(model, suite, name, when, cache=cache, progress=progress)
+            for when, model in (("before", before), ("after", after))
+        }
+        groups[name] = _judge_images(judge, name, suite, group_prompts(suite, name), images)
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
     results: list[Result] = []
     reasons: dict[str, str] = {}
     for entry in suite.metrics:
         try:
             results += metric(entry).measure(evidence)
-        except UserError as error:  # too few images for one number must not cost the others
-            results += getattr(error, "results", ())  # those of a metric that is refused in part
+        except UserError as error:  # too few images for one number must not prevent the others
+            results += getattr(error, "results", ())  # a metric may be refused in part
             reasons[
                 " ".join(map(str, entry.values())) if isinstance(entry, dict) else str(entry)
             ] = str(error)
@@ -279,8 +309,8 @@ def evaluate(
     )
 
 
-def _look(
+def _judge_images(
     judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, images: dict[str, Tensor]
 ) -> Group:
-    labels = {when: judge.look(some) for when, some in images.items()}
+    labels = {when: judge.classify(some) for when, some in images.items()}
     return Group(name, suite.groups[name].role, rows.prompts, images, labels)

@@ -95,7 +95,7 @@ def share_of(
                 guidance=sampling.guidance,
                 autocast=sampling.autocast,
             )
-            count += int((judge.look(images)[attribute] == value).sum())
+            count += int((judge.classify(images)[attribute] == value).sum())
             progress("watching", min(start + sampling.batch_size, len(seeds)), len(seeds))
         return count / len(seeds)
 

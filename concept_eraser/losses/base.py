@@ -27,7 +27,8 @@ class LossSettings:
         shows: For `histogram`, a judge's probability that images [batch, 3, height, width] show the
             concept.
         alpha: For `histogram`, the share of images that may show the concept.
-        neutral: What `esd` pushes away to: the prediction for the empty prompt or for the anchor.
+        neutral: The prediction from which `esd` extrapolates: for the empty prompt or for the
+        anchor.
         beta: Of `npo`.
         anchor: Of a classifier, the class to predict instead.
         kl: Of a VAE, the weight of the KL term.
@@ -57,7 +58,7 @@ class Loss(ABC):
         images: Whose images are noised, those of the prompt or of its anchor.
         needs_anchor: Whether the objective must have an anchor.
         needs_images: Whether it needs noised images, so that `images: free` is not possible.
-        holds_empty: Whether it may be asked without the prompt (`empty_prompts`).
+        holds_empty: Whether it may be computed for the empty prompt (`empty_prompts`).
 
     Example:
         >>> @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Loss(ABC):
 
     @abstractmethod
     def compute(self, model: Any, draw: Any, settings: LossSettings) -> Tensor:
-        """The loss on one micro-batch, a scalar.
+        """Return the loss on one micro-batch, a scalar.
 
         Args:
             model: The model in training with its teacher; see the protocol of the target's module
@@ -108,7 +109,7 @@ class Formula(Loss):
 
 
 def find(formulas: Mapping[str, Loss], loss: str | Loss | registry.Plugin) -> Loss:
-    """The loss that an objective asks for.
+    """Return the loss that an objective names.
 
     Args:
         formulas: The built-in losses of a target, e.g. `losses.denoiser.LOSSES`.
@@ -132,23 +133,24 @@ def _outside(loss: str | registry.Plugin) -> Loss:
 
 
 def each(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error of every example: [batch]."""
+    """Return the mean squared error of every example: [batch]."""
     return (prediction.float() - target.float()).square().flatten(1).mean(1)
 
 
 def preference(losses: Tensor, before: Tensor, beta: float) -> Tensor:
-    """-(2 / beta) mean log sigmoid(beta (losses - before)): falls as the losses rise above what
-    they were, and levels off.
+    """Return -(2 / beta) mean log sigmoid(beta (losses - before)).
 
-    Its slope in a loss is -2 sigmoid(-beta (loss - before)): -1 at the start, which is gradient
-    ascent, as for beta -> 0.
+    It falls as the losses rise above their values before, and levels off. Its slope in a loss is -2
+    sigmoid(-beta (loss - before)). At the start the slope is -1, which is gradient ascent, as for
+    beta -> 0.
     """
     return 2 / beta * torch.nn.functional.softplus(-beta * (losses - before)).mean()
 
 
 def bernoulli_divergence(p: Tensor, alpha: float) -> Tensor:
-    """p log(p / (1 - alpha)) + (1 - p) log((1 - p) / alpha): how far a share p of retained samples
-    is from 1 - alpha.
+    """Return p log(p / (1 - alpha)) + (1 - p) log((1 - p) / alpha).
+
+    This is the distance of a share p of retained samples from 1 - alpha.
     """
     # inside the logarithms only: at p = 0, where every sample shows the class, the slope must not
     # vanish

@@ -8,7 +8,7 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
 * anchor ||eps(x_t, c) - eps*(x_t, a)||^2: MUNBa section 4.1; concept ablation (arXiv 2303.13516)
 * esd ||eps(x_t, c) - (eps*(x_t, "") - eta (eps*(x_t, c) - eps*(x_t, "")))||^2: ESD (arXiv
   2303.07345, Eq. 6)
-* distill ||eps(x_t, c) - eps*(x_t, c)||^2: keep what the model predicts
+* distill ||eps(x_t, c) - eps*(x_t, c)||^2: preserve the model's predictions
 * relabel ||eps(x_t^a, c) - target||^2, x_t^a from images of the anchor: UNO's L_1, SalUn
 * histogram d_KL(p || 1 - alpha), p the mean probability, by a judge, that x_0 decoded from
   eps(x_t, c) does not show the concept: UNO's hat versions (arXiv 2506.04712)
@@ -17,19 +17,23 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
 * resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591)
 
 Settings of `esd`: `neutral: anchor` puts the anchor in the place of the empty prompt (SPM, arXiv
-2312.16145, Eq. 4). For a v- or flow-prediction model "eps" is whatever it predicts. Differences
-from the papers: ESD noises x_t from the model by partial sampling, which is what data-free training
-does here too; with images, x_t is a noised image. NPO is of likelihoods: log p_theta(x | c) - log
-p*(x | c) becomes -(L_i - L*_i), the bound on it that a denoiser has, without the bound's weights
-and as a mean over the example's numbers, so beta is in units of 1 / loss. Forget-Me-Not's code
-takes the norm of all the maps, which has the same minimum; the mean does not grow with images or
-layers.
+2312.16145, Eq. 4). For a model that predicts v or a flow, "eps" is that prediction.
 
-What is sampled is eps(x_t, "") + s (eps(x_t, c) - eps(x_t, "")), and these losses ask for eps(x_t,
-c) only. At noised images of the concept the prediction without a prompt can learn the same, and
-the difference, s times of which is shown, does not: eval/results/guidance.md. `empty_prompts` asks
-some examples without their prompt, where anchor, distill and esd say what the teacher says without
-one: as in the training for guidance (arXiv 2207.12598), and for the same reason.
+Differences from the papers:
+* ESD makes x_t by partial sampling of the model. Data-free training does so here too. With images,
+  x_t is a noised image.
+* NPO is about likelihoods. log p_theta(x | c) - log p*(x | c) becomes -(L_i - L*_i), a denoiser's
+  bound on it. The bound's weights are left out and the mean is over the example's numbers, so beta
+  is in units of 1 / loss.
+* Forget-Me-Not's code takes the norm of all the maps, which has the same minimum. The mean does not
+  grow with images or layers.
+
+Sampling uses eps(x_t, "") + s (eps(x_t, c) - eps(x_t, "")), but these losses train eps(x_t, c)
+only. On noised images of the concept the unconditional prediction can learn the same change. The
+difference of the two, which is multiplied by s, then does not change: eval/results/guidance.md.
+`empty_prompts` replaces the prompts of some examples by the empty prompt. There anchor, distill and
+esd have the teacher's unconditional prediction as their target. The training for guidance (arXiv
+2207.12598) drops prompts for the same reason.
 """
 
 from __future__ import annotations
@@ -55,8 +59,9 @@ from concept_eraser.models.base import Condition
 
 @dataclass(frozen=True)
 class DenoiserDraw:
-    """One micro-batch with everything random already drawn; every question of a step sees the same
-    draw.
+    """One micro-batch with everything random already drawn.
+
+    All gradients of a step use the same draw.
     """
 
     noisy: Tensor  # [b, c, h, w]
@@ -68,12 +73,12 @@ class DenoiserDraw:
     positions: Tensor | None = (
         None  # [b, tokens] bool: the tokens of the prompt that stand for the concept
     )
-    # whether the model in training (not its teacher) sees the prompt with an adversary's offset
+    # whether an adversary's offset is added to the prompt, for the model in training only
     is_attacked: bool = False
 
     @property
     def terms(self) -> int:
-        """How many numbers a loss on it is the mean of."""
+        """The number of terms in the mean of a loss on this draw."""
         return self.noisy.numel()
 
 
@@ -155,6 +160,6 @@ LOSSES: dict[str, Loss] = {
 
 
 def no_grad_prediction(predict: Callable[[], Tensor]) -> Tensor:
-    """A teacher's prediction is a constant of the loss."""
+    """Wrap a prediction so that it is a constant of the loss, as a teacher's must be."""
     with torch.no_grad():
         return predict()

@@ -1,7 +1,7 @@
 """Losses on labelled examples, of classifiers and of VAEs, all to be minimised.
 
-Of a classifier, or anything with one logit a class, with f the model in training, f* its teacher,
-(x, y) the examples:
+For a classifier, or any model with one logit per class, with f the model in training, f* its
+teacher and (x, y) the examples:
 
 * data cross-entropy of f(x) to y
 * ascent the negative of `data`
@@ -11,26 +11,25 @@ Of a classifier, or anything with one logit a class, with f the model in trainin
 * boundary cross-entropy to the nearest other class: the one that the teacher predicts after one
   FGSM step of 0.1 away from y (boundary shrink, arXiv 2303.11570); where the step does not cross
   a boundary, the likeliest other class
-* expand cross-entropy to one more class, whose output is trained along and thrown away at the end
+* expand cross-entropy to one more class, whose output is also trained and is discarded at the end
   (boundary expanding, arXiv 2303.11570); for models whose last layer is linear
-* distill KL(softmax f*(x) || softmax f(x)): keep what the model predicts
-* diverge the negative of `distill`: predict something else than the teacher, whatever the label
-  (SCRUB's max-steps, arXiv 2302.09880); at the teacher its gradient is 0, so the first step is
-  that of the other losses
+* distill KL(softmax f*(x) || softmax f(x)): preserve the model's predictions
+* diverge the negative of `distill`: predict something else than the teacher (SCRUB's max-steps,
+  arXiv 2302.09880). At the teacher its gradient is 0, so the first step is that of the other losses
 * npo -(2/beta) log sigmoid(-beta log(p(y | x) / p*(y | x))): negative preference optimisation
-  (arXiv 2404.05868), y the label instead of an answer. Its gradient is that of `ascent`, example
-  by example times 2 p^beta / (p^beta + p*^beta), which is 1 at the teacher (and anywhere for beta
-  -> 0) and falls to 0 as the example is forgotten. The paper's NPO is this alone, its NPO+RT has
-  a retain set with the loss `data`
+  (arXiv 2404.05868), with the label y in place of an answer. Its gradient is that of `ascent` times
+  2 p^beta / (p^beta + p*^beta) for each example. This factor is 1 at the teacher (and anywhere for
+  beta -> 0) and goes to 0 as the example is forgotten. The paper's NPO is this alone; its NPO+RT
+  has a retain set with the loss `data`
 
-Of a VAE, with q(z|x) = N(mu, sigma^2) the encoder and z = mu + sigma eps, a mean over examples:
+For a VAE, with q(z|x) = N(mu, sigma^2) the encoder and z = mu + sigma eps, as means over examples:
 
 * data -log p(x|z) + kl KL(q(z|x) || N(0, I)), p a Bernoulli or a unit Gaussian, up to a constant
-  (nats an example)
+  (nats per example)
 * ascent the negative of `data`
-* anchor `data`, with each image's own mean colour as what is to be reconstructed: the image comes
-  out blank
-* distill ||decode(z) - decode*(z*)||^2 / 2 with the teacher's own code: keep what the model
+* anchor `data`, with each image's own mean colour as the target of its reconstruction: the image
+  becomes blank
+* distill ||decode(z) - decode*(z*)||^2 / 2 with the teacher's own code: preserve what the model
   generates
 * histogram d_KL(p || 1 - alpha), p the mean probability by a judge that prior samples do not show
   the class: UNO's hat versions (arXiv 2506.04712), on freshly decoded z ~ N(0, I)
@@ -68,7 +67,7 @@ class ClassifierDraw:
 
     @property
     def terms(self) -> int:
-        """How many numbers the loss is the mean of."""
+        """The number of terms in the mean of a loss on this draw."""
         return len(self.labels)
 
 
@@ -85,13 +84,13 @@ class VaeDraw:
 
 
 class ExtraClass(Protocol):
-    """One more class, whose output is trained along (erasers/expansion.py)."""
+    """One more class, whose output is also trained (erasers/expansion.py)."""
 
     def logits(self, compute: Callable[[], Tensor], /) -> Tensor: ...
 
 
 class Labeller(Protocol):
-    """The classifier in training with its teacher. `ask` calls a method of the module."""
+    """The classifier in training with its teacher. `ask` calls a method of the classifier."""
 
     @property
     def expansion(self) -> ExtraClass | None: ...
@@ -102,7 +101,7 @@ class Labeller(Protocol):
 
 
 class Autoencoder(Protocol):
-    """The VAE in training with its teacher. `ask` calls a method of the module."""
+    """The VAE in training with its teacher. `ask` calls a method of the VAE."""
 
     def reconstruct(
         self, draw: VaeDraw, *, teacher: Teacher | None = None
@@ -125,7 +124,7 @@ def relabel(model: Labeller, draw: ClassifierDraw, settings: LossSettings) -> Te
 
 
 def anchor(model: Labeller, draw: ClassifierDraw, settings: LossSettings) -> Tensor:
-    assert settings.anchor is not None  # the recipe asks for it
+    assert settings.anchor is not None  # the recipe requires it
     return F.cross_entropy(model.logits(draw), torch.full_like(draw.labels, settings.anchor))
 
 
@@ -141,7 +140,7 @@ def boundary(model: Labeller, draw: ClassifierDraw, settings: LossSettings) -> T
 
 
 def expand(model: Labeller, draw: ClassifierDraw, settings: LossSettings) -> Tensor:
-    assert model.expansion is not None  # made where an objective asks for this loss
+    assert model.expansion is not None  # it exists if an objective has this loss
     logits = model.expansion.logits(lambda: model.logits(draw))
     return F.cross_entropy(logits, torch.full_like(draw.labels, logits.shape[1] - 1))
 

@@ -1,7 +1,7 @@
-"""Losses of a text encoder's states, all to be minimised; the denoiser stays as it is.
+"""Losses of a text encoder's states, all to be minimised. The denoiser does not change.
 
-With E(c) what the denoiser is conditioned on for a prompt c [tokens, width], E* that of the
-teacher, a the anchor prompt:
+E(c) [tokens, width] is the condition of the denoiser for a prompt c, E* that of the teacher, and a
+the anchor prompt:
 
 * anchor ||E(c) - E*(a)||^2: no images and no denoiser needed, seconds instead of minutes
 * distill ||E(c) - E*(c)||^2
@@ -28,8 +28,9 @@ from concept_eraser.models.base import Condition, Model
 
 @dataclass(frozen=True)
 class TextEncoderDraw:
-    """One micro-batch: tokens, anchors, and for the losses through the denoiser x_t, t and the
-    target.
+    """One micro-batch: tokens and anchors.
+
+    Losses through the denoiser also have x_t, t and the target.
     """
 
     tokens: Condition
@@ -43,8 +44,9 @@ class TextEncoderDraw:
 
 
 class TextReader(Protocol):
-    """The encoder in training with its teacher. `model` is the whole pipeline, `null` the empty
-    prompt's tokens.
+    """The encoder in training with its teacher.
+
+    `model` is the whole pipeline, `null` the tokens of the empty prompt.
     """
 
     @property
@@ -57,7 +59,7 @@ class TextReader(Protocol):
 
 
 def _apart(a: Condition, b: Condition) -> Tensor:
-    """Mean squared difference of two conditions' embeddings."""
+    """Return the mean squared difference of the embeddings of two conditions."""
     parts = [
         (a.tensors[name].float() - b.tensors[name].float()).square().mean() for name in a.tensors
     ]
@@ -104,8 +106,9 @@ def esd(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Ten
 
 
 def _through(model: TextReader, draw: TextEncoderDraw, teacher: Teacher | None) -> Tensor:
-    """What the denoiser predicts for a draw's tokens, as the encoder in training or a teacher reads
-    them.
+    """Return the denoiser's prediction for a draw's tokens.
+
+    The encoder in training or a teacher encodes the tokens.
     """
     assert draw.noisy is not None
     assert draw.t is not None

@@ -1,15 +1,17 @@
-"""Alternating adversarial training: attack, then take one step under the attack. The baseline of
-FORUM.
+"""Alternating adversarial training: one attack, then one step under it. The baseline of FORUM.
 
     omega <- omega - eta grad_omega f, T times;
     theta <- theta - mu sum_i w_i grad_theta F_i(theta, omega)
 
-(Madry et al., arXiv 1706.06083, with f and F as in FORUM; for concept erasing, AdvUnlearn, arXiv
-2405.15234, is of this kind: ESD's loss, the text encoder trained, `tiny_star_advunlearn`.)
-Deliberate differences: the attack is an offset of the embedding, as in FORUM. It starts from its
-last value and takes plain gradient steps. So only the treatment of the two levels differs. The
-attack is not projected on a ball: its loss carries c/2 ||omega||^2 instead. `inner_steps: 0` is
-training without an attack.
+The method is Madry et al., arXiv 1706.06083, with f and F as in FORUM. For concept erasing,
+AdvUnlearn (arXiv 2405.15234) is of this kind: it trains the text encoder with ESD's loss
+(`tiny_star_advunlearn`).
+
+Deliberate differences:
+* The attack is an offset of the embedding, as in FORUM. It starts from its last value and takes
+  plain gradient steps. So only the treatment of the two levels differs from FORUM.
+* The attack is not projected on a ball: its loss has the term c/2 ||omega||^2 instead.
+* `inner_steps: 0` is training without an attack.
 """
 
 from __future__ import annotations
@@ -27,8 +29,13 @@ from concept_eraser.methods.vectors import combine, gramian
 
 @dataclass(frozen=True)
 class Adversarial(Method):
-    """inner_steps, inner_lr: T and eta. retain, forget: the weights of the two losses (others count
-    like forget).
+    """An attack on the embedding, then a weighted sum of the gradients under the attack.
+
+    Args:
+        inner_steps: T, the attack's gradient steps.
+        inner_lr: eta, the attack's step size.
+        retain: The weight of the retain loss.
+        forget: The weight of the forget loss and of all other losses.
     """
 
     title: ClassVar[str] = "Alternating adversarial training"

@@ -1,8 +1,7 @@
-"""What a method is: a rule that turns the gradients of the forget and the retain loss into one
-step.
+"""The base classes of methods. A method turns the gradients of several losses into one step.
 
-Methods see tensors only, never a model. Objectives and their order are the closure's: "retain",
-"forget", perhaps others.
+Methods see tensors only, never a model. The closure names the objectives and gives their order:
+"retain", "forget" and possibly others.
 """
 
 from __future__ import annotations
@@ -27,50 +26,61 @@ class Closure(Protocol):
     """The losses of one step as functions of the trainable parameters.
 
     All gradients of a step are of the same examples, time steps and noise. They are averaged over
-    micro-batches and ranks. All losses are to be minimised: an ascent is a loss with a minus sign,
-    not a flag.
+    micro-batches and ranks. All losses are to be minimised: gradient ascent is a loss with a minus
+    sign.
     """
 
-    step: int  # counted from 0; what alternates goes by it, so that a resumed run alternates alike
+    step: int  # counted from 0; rules that alternate use it, so a resumed run alternates alike
     params: Vec
     # positions in params of the variable of a lower-level problem; () where there is none
     inner: tuple[int, ...]
-    last_loss: float  # the loss that was last asked for a gradient
+    last_loss: float  # the value of the loss whose gradient was computed last
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """The names of the objectives of this step."""
+        """Return the names of the objectives of this step."""
         ...
 
     def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:
-        """The gradient of an objective's loss, or its parts for the parameters at the positions
-        `of`.
+        """Return the gradient of an objective's loss.
+
+        Args:
+            objective: The name of the objective.
+            of: Positions in `params`; None for all parameters.
         """
         ...
 
     def terms(self, objective: str) -> int:
-        """How many numbers the mean in the objective's loss is taken over: loss * terms is its
-        sum-reduced form.
+        """Return the number of terms in the mean of an objective's loss.
+
+        The loss times this number is its sum-reduced form.
         """
         ...
 
     def at(self, offset: Vec) -> AbstractContextManager[None]:
-        """Inside, gradients are taken at params + offset. Afterwards the parameters have their
-        earlier values, bit by bit.
+        """Take gradients at params + offset inside the context.
+
+        Afterwards the parameters have their earlier values, bit for bit.
         """
         ...
 
     def hvp(
         self, objective: str, v: Vec, how: HessianProduct = "difference", size: float = 0.01
     ) -> Vec:
-        """The Hessian of an objective's loss times v: exactly by double backward, or by central
-        differences of `grad` at params +- size v / ||v||."""
+        """Return the Hessian of an objective's loss times v.
+
+        Args:
+            objective: The name of the objective.
+            v: The vector.
+            how: "exact" for double backward; "difference" for central differences of `grad`.
+            size: The step of the differences: params +- size v / ||v||.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Direction:
-    """What the optimiser receives as gradient and subtracts, with its description for the log."""
+    """The vector that the optimiser subtracts as a gradient, with notes for the log."""
 
     vec: Vec
     gram: Tensor | None = None  # [m, m] float64, nan for gradients that were not computed
@@ -79,24 +89,23 @@ class Direction:
 
 
 class Options:
-    """Options that are checked however a plug-in is made: from a recipe, or by hand in Python."""
+    """The options of a plug-in. They are checked in recipes and in Python alike."""
 
     theorems: ClassVar[frozenset[str]] = frozenset()  # properties that one shared test proves
     # where each option's default comes from: the paper, its code, or us
     defaults: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a value that is none of a Literal's, and for a number that is not
-        finite.
-        """
+        """Raise ValueError for a value outside its Literal, or for a number that is not finite."""
         hints = typing.get_type_hints(type(self))
         for option in fields(self):  # type: ignore[arg-type]  # every plug-in is a dataclass
             if option.init:
                 _require_allowed(option.name, getattr(self, option.name), hints[option.name])
 
     def laws(self) -> frozenset[str]:
-        """The theorems that hold with these options: all of the class's, unless a method says
-        otherwise.
+        """Return the theorems that hold with these options.
+
+        By default they are all of the class's.
         """
         return self.theorems
 
@@ -116,29 +125,33 @@ def _require_allowed(name: str, value: Any, hint: Any) -> None:
 
 
 class Method(Options, ABC):
-    """A plug-in: a frozen dataclass whose fields are its options. A file of methods/ holds one,
-    named PLUGIN.
+    """A combination rule: a frozen dataclass whose fields are its options.
+
+    A file of methods/ holds one method, named PLUGIN.
     """
 
     title: ClassVar[str]
     source: ClassVar[str]  # arXiv id or other reference
-    needs_fp32: ClassVar[bool] = False  # differences of gradients drown in the rounding of bf16
+    needs_fp32: ClassVar[bool] = False  # bf16 is too coarse for differences of gradients
     needs_attack: ClassVar[bool] = False  # it solves a lower-level problem, the objective `attack`
-    # what it can train; None for everything with two losses
+    # the targets that it can train; None for every target with two losses
     targets: ClassVar[tuple[str, ...] | None] = None
 
     @abstractmethod
-    def direction(self, closure: Closure) -> Direction: ...
+    def direction(self, closure: Closure) -> Direction:
+        """Return the step, which the optimiser subtracts as a gradient."""
 
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
-        """Raise ValueError, with the reason and the remedy, where the method cannot combine these
-        objectives.
+        """Raise ValueError if the method cannot combine these objectives.
+
+        The message states the reason and the remedy.
         """
         return
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state between steps. Its tensors are replaced, never changed in place, so a
-        reference is a copy.
+        """Return the state between steps.
+
+        Its tensors are replaced, never changed in place, so a reference is a copy.
         """
         return dict(getattr(self, "_state", {}))
 
@@ -155,13 +168,14 @@ class Method(Options, ABC):
 
 
 class GramMethod(Method):
-    """A method whose step is a weighted sum of the gradients, the weights depending on inner
-    products only.
+    """A method whose step is a weighted sum of the gradients.
+
+    The weights depend on the inner products of the gradients only.
     """
 
     @abstractmethod
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
-        """[m, m] float64 Gram matrix -> ([m] weights, notes for the log)."""
+        """Map a Gram matrix [m, m] float64 to m weights and notes for the log."""
 
     def weights(self, gram: Tensor) -> Tensor:
         return self.solve(gram)[0]
@@ -174,21 +188,24 @@ class GramMethod(Method):
 
 
 def usable(gram: Tensor) -> Tensor:
-    """Which objectives have a gradient one can divide by: finite and not zero. [m] bool."""
+    """Return which objectives have a finite gradient other than zero, as [m] bool."""
     squares = gram.diagonal()
     return torch.isfinite(squares) & (squares > 0) & torch.isfinite(gram).any(1)
 
 
 @contextmanager
 def all_or_nothing(params: Vec, remedy: str) -> Iterator[Vec]:
-    """Inside, the parameters may move; the values they had are given. An error puts them back, and
-    so do weights that are not finite at the end: ValueError, with the remedy."""
+    """Restore the parameters after an error, or if they are not finite at the end.
+
+    Yields the values that the parameters had before. Raises ValueError with the remedy if the
+    parameters are not finite at the end.
+    """
     before = tuple(p.detach().clone() for p in params)
     try:
         yield before
         if not is_finite(params):
             raise ValueError(
-                f"the edit ran away (weights that are not finite), so nothing was changed; {remedy}"
+                f"the edit gave weights that are not finite, so nothing was changed; {remedy}"
             )
     except BaseException:
         with torch.no_grad():
@@ -198,8 +215,9 @@ def all_or_nothing(params: Vec, remedy: str) -> Iterator[Vec]:
 
 
 class Edit(Options, ABC):
-    """A plug-in that changes a model in one go, without a loop of gradient steps: a frozen
-    dataclass of its options.
+    """A plug-in that changes a model in one step, without a training loop.
+
+    It is a frozen dataclass whose fields are its options.
     """
 
     title: ClassVar[str]
@@ -207,7 +225,7 @@ class Edit(Options, ABC):
     needs_fp32: ClassVar[bool] = True
     needs_attack: ClassVar[bool] = False
     targets: ClassVar[tuple[str, ...] | None] = ("classifier",)
-    why: ClassVar[str] = "it needs a likelihood of labels"  # no other target will do
+    why: ClassVar[str] = "it needs a likelihood of labels"  # the reason for `targets`, for errors
     needs_retain: ClassVar[bool] = True
 
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
@@ -236,9 +254,16 @@ class Edit(Options, ABC):
 class EditRequest:
     """A classifier and its data, in the form that edits need.
 
-    model: logits [n, classes]; trained parameters require gradients. loss: mean cross-entropy of
-    some samples by position, plus ridge/2 ||theta||^2. batches: (inputs, labels) of some positions,
-    in the order given.
+    Attributes:
+        model: The classifier, which returns logits [n, classes]. Its trained parameters require
+            gradients.
+        forget: The positions of the samples to forget.
+        retain: The positions of the samples to preserve.
+        ridge: The factor of 1/2 ||theta||^2 in the loss.
+        batches: Returns (inputs, labels) of the samples at some positions, in that order.
+        loss: Returns the mean cross-entropy of the samples at some positions, plus ridge/2
+            ||theta||^2.
+        params: The trained parameters.
     """
 
     model: nn.Module
@@ -254,13 +279,13 @@ Tokens = Literal["all", "context", "from_last", "last"]
 
 
 class ProjectionEdit(Edit):
-    """An edit of the linear layers that read the states of a text: the keys and values of
-    cross-attention.
+    """An edit of the keys and values of cross-attention, which are linear in the states of a text.
 
-    Where a least-squares problem in W has targets W_old a, its solution is W_old times one matrix
-    that does not depend on W_old. So an edit is found once, for all layers: W_new = W_old (I + D).
-    Options that every such edit has: `tokens`, which tokens of a concept's prompt and of its
-    anchor's it is given, paired (see targets/cross_attention_edit.py).
+    Take a least-squares problem in W with the targets W_old a. Its solution is W_old times one
+    matrix that does not depend on W_old. So one edit serves all layers: W_new = W_old (I + D).
+
+    Every such edit has the option `tokens`. It selects the tokens of a concept's prompt and of its
+    anchor's prompt, which are paired (see targets/cross_attention_edit.py).
     """
 
     targets: ClassVar[tuple[str, ...] | None] = ("denoiser",)
@@ -269,7 +294,10 @@ class ProjectionEdit(Edit):
     tokens: Tokens
 
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
-        """Several concepts, forget, forget.2, ..., are erased at once."""
+        """Raise ValueError for objectives other than forget, forget.2, ... and retain.
+
+        Several concepts are erased at once.
+        """
         if (
             not {"forget"}
             <= {objective.split(".")[0] for objective in objectives}
@@ -282,19 +310,19 @@ class ProjectionEdit(Edit):
 
     @abstractmethod
     def change(self, request: ProjectionRequest) -> tuple[Tensor, Mapping[str, float]]:
-        """D [width, width] float64, and further results for `edit` to return.
+        """Return D [width, width] float64, and further results for `edit` to return.
 
-        Raises ValueError where there is no D.
+        Raises ValueError if there is no D.
         """
 
     def edit(self, request: ProjectionRequest) -> Mapping[str, float]:
         """Add W_old D to each layer, in place.
 
-        With G = sum of W_old^T W_old over the layers, |x|^2 = x^T G x and T = I + D:
+        Let G be the sum of W_old^T W_old over the layers, |x|^2 = x^T G x and T = I + D.
 
         Returns:
             moved: the change of the weights, ||W_old D|| / ||W_old||.
-            left: what is left of the concepts, sqrt(sum |T c - a|^2 / sum |c - a|^2).
+            left: the remainder of the concepts, sqrt(sum |T c - a|^2 / sum |c - a|^2).
             drift: the change of the preserved prompts, sqrt(sum |D p|^2 / sum |p|^2).
         """
         change, details = self.change(request)
@@ -317,8 +345,9 @@ class ProjectionEdit(Edit):
 
 
 def _share(gram: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """sqrt(sum |x|^2 / sum |y|^2) over the rows of all pairs, |x|^2 = x^T gram x; 0 where there is
-    nothing to compare.
+    """Return sqrt(sum |x|^2 / sum |y|^2) over the rows of all pairs, with |x|^2 = x^T gram x.
+
+    Returns 0 if the sum of |y|^2 is 0.
     """
     above, below = (
         (
@@ -333,11 +362,15 @@ def _share(gram: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 @dataclass(frozen=True)
 class ProjectionRequest:
-    """What an edit of projections is given, all on one device that knows float64.
+    """The states and the layers for an edit of projections.
 
-    layers: weights [out, width] by name, all reading the same states. forget, anchor: for each
-    concept the states of some tokens [tokens, width] and, row by row, those they are to be read as.
-    retain: states [tokens, width] whose reading stays.
+    All tensors are on one device with float64.
+
+    Attributes:
+        layers: Weights [out, width] by name. All layers read the same states.
+        forget: For each concept, the states of some tokens [tokens, width].
+        anchor: For each concept, the states [tokens, width] that replace them, row by row.
+        retain: States [tokens, width] whose projections are preserved.
     """
 
     layers: Mapping[str, Tensor]
@@ -346,8 +379,9 @@ class ProjectionRequest:
     retain: Sequence[Tensor] = ()
 
     def gram(self) -> Tensor:
-        """sum of W^T W over the layers, [width, width] float64: two states differ for the model by
-        (c - a)^T G (c - a).
+        """Return G, the sum of W^T W over the layers, [width, width] float64.
+
+        The layers distinguish two states c and a by (c - a)^T G (c - a).
         """
         return sum(
             (w.detach().double().T @ w.detach().double() for w in self.layers.values()),

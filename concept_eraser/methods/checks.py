@@ -1,13 +1,12 @@
-"""The laws that methods declare, each as one check that any method can be put to, also one of
-another package.
+"""The laws that methods declare. Each is one check for any method, also of another package.
 
     from concept_eraser.methods.checks import check_laws
 
     def test_my_method() -> None:
         check_laws(MyMethod())
 
-A law is tried on pairs of gradients of many sizes and cosines, on vectors of a dozen numbers. A
-method declares its laws in `theorems`, or by `laws()` where they depend on its options.
+A law is checked on pairs of gradients of many lengths and cosines, on vectors of a dozen numbers. A
+method declares its laws in `theorems`, or in `laws()` if they depend on its options.
 """
 
 from __future__ import annotations
@@ -49,8 +48,9 @@ PAIRS = [pair(c, a, b) for c, a, b in itertools.product(COSINES, SCALES, SCALES)
 
 @dataclass
 class Fixed:
-    """A closure that answers with fixed gradients (so its Hessians are zero) and counts what it was
-    asked.
+    """A closure with fixed gradients, whose Hessians are therefore zero.
+
+    It counts the calls of `grad`.
     """
 
     gradients: dict[str, Vec]
@@ -89,8 +89,9 @@ class Fixed:
 
 
 def closure(retain: Vec, forget: Vec, method: Method | None = None) -> Fixed:
-    """Two objectives; for a method with a lower-level problem also an attack that is solved
-    already.
+    """Return a closure with two objectives.
+
+    For a method with a lower-level problem it also has an attack that is solved already.
     """
     gradients = {"retain": retain, "forget": forget}
     if method is not None and method.needs_attack:
@@ -103,7 +104,7 @@ def flat(v: Vec) -> Tensor:
 
 
 class LawError(AssertionError):
-    """A method does not do what it declares; the message has the law and the numbers."""
+    """A method does not satisfy a law that it declares. The message has the law and the numbers."""
 
 
 def check_laws(method: Method) -> tuple[str, ...]:
@@ -116,8 +117,9 @@ def check_laws(method: Method) -> tuple[str, ...]:
         The names of the laws that were checked.
 
     Raises:
-        TypeError: It is no `Method`. An edit's laws need a model; see tests/methods/test_laws.py.
-        LawError: It declares an unknown law, or a law does not hold.
+        TypeError: The argument is no `Method`. An edit's laws need a model; see
+        tests/methods/test_laws.py.
+        LawError: The method declares an unknown law, or a law does not hold.
     """
     if not isinstance(method, Method):
         raise TypeError(f"expected a Method, found {type(method).__name__}")
@@ -134,8 +136,9 @@ def check_laws(method: Method) -> tuple[str, ...]:
 
 
 def check_law(law: str, method: Method) -> None:
-    """Check one law, on a copy of the method without the state of earlier steps. Raises LawError
-    where it does not hold.
+    """Check one law, on a copy of the method without the state of earlier steps.
+
+    Raises LawError if the law does not hold.
     """
     try:
         (LAWS | ALWAYS)[law](replace(method))  # type: ignore[type-var]  # every method is a dataclass
@@ -179,7 +182,7 @@ def permutation(method: Method) -> None:
 
 
 def equal_contribution(method: Method) -> None:
-    """a_r ||g_r|| = a_f ||g_f||, the weights being those of the direction."""
+    """a_r ||g_r|| = a_f ||g_f|| for the weights of the direction."""
     for retain, forget in PAIRS:
         weights = _weights(method, retain, forget)
         ratio = float(weights[0] * norm(retain) / (weights[1] * norm(forget)))
@@ -187,9 +190,7 @@ def equal_contribution(method: Method) -> None:
 
 
 def stationarity(method: Method) -> None:
-    """Where the gradients are opposed no step serves both, and none is made: ||g|| is nothing
-    beside the objectives' parts.
-    """
+    """The step is zero if the gradients are opposed, because no step serves both objectives."""
     for ratio in (1e-3, 1.0, 1e3):
         retain, _ = pair(0.3, 1.0, 1.0)
         forget = tuple(-ratio * p for p in retain)
@@ -200,13 +201,14 @@ def stationarity(method: Method) -> None:
 
 
 def orthogonality(method: Method) -> None:
-    """The direction is orthogonal to the gradient that was projected away, which the attribute
-    `removed` names.
+    """The direction is orthogonal to the gradient that was projected away.
+
+    The attribute `removed_objective` of the method names this gradient.
     """
     removed_objective = getattr(method, "removed_objective", None)
     _require(
         removed_objective in ("retain", "forget"),
-        "a method that declares this has an attribute `removed`: 'retain' or 'forget'",
+        "the method needs the attribute `removed_objective`: 'retain' or 'forget'",
     )
     for cosine in COSINES[1:-1]:
         for seed in range(5):
@@ -218,7 +220,7 @@ def orthogonality(method: Method) -> None:
 
 
 def forget_sign(method: Method) -> None:
-    """The direction does not depend on whether the forget loss is to rise or to fall."""
+    """The direction is the same for the forget loss and for its negative."""
     for retain, forget in PAIRS[::5]:
         one = flat(method.direction(closure(retain, forget, method)).vec)
         other = flat(method.direction(closure(retain, tuple(-p for p in forget), method)).vec)
@@ -243,7 +245,7 @@ def shapes(method: Method) -> None:
 def _weights(method: Method, retain: Vec, forget: Vec) -> Tensor:
     weights = method.direction(closure(retain, forget, method)).weights
     if weights is None:
-        raise LawError("the direction has no weights, which this law is about")
+        raise LawError("the direction has no weights, which this law needs")
     return weights
 
 

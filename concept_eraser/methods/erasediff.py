@@ -1,16 +1,15 @@
-"""EraseDiff: Erasing Undesirable Influence in Diffusion Models (Wu et al., arXiv 2401.05779),
-Algorithm 1.
+"""EraseDiff: Erasing Undesirable Influence in Diffusion Models (Wu et al., arXiv 2401.05779).
 
-Keep what is retained, subject to what is forgotten being forgotten: min F(theta) subject to theta
-in argmin f, with F the retain and f the forget loss. By its value function the constraint reads
-q(theta) = f(theta) - min f <= 0, and the step is the one closest to F's own that lowers q fast
+This is Algorithm 1. It minimises the retain loss F under the condition that the forget loss f is at
+its minimum: min F(theta) subject to theta in argmin f. By its value function the constraint reads
+q(theta) = f(theta) - min f <= 0. The step is the one closest to F's own gradient that lowers q fast
 enough (the dynamic barrier of BOME, arXiv 2209.08709):
 
     d = argmin 1/2 ||d - g_r||^2  subject to  <d, g_q> >= a
       = g_r + lambda g_q,      lambda = max(0, (a - <g_r, g_q>) / ||g_q||^2),
 
-g_r the gradient of F and g_q that of q. The minimum of f is taken as a constant of the step, as in
-the public code, so g_q is the gradient of f. The barrier a says how fast q is to fall:
+with g_r the gradient of F and g_q that of q. The minimum of f is taken as a constant of the step,
+as in the public code, so g_q is the gradient of f. The barrier a says how fast q is to fall:
 
 * norm      a = eta ||g_q||^2: BOME's choice, hence
             lambda = max(0, eta - <g_r, g_q> / ||g_q||^2)
@@ -18,14 +17,17 @@ the public code, so g_q is the gradient of f. The barrier a says how fast q is t
             the barrier is 0 where f can fall no further
 * constant  a = eta
 
-Consequences (each a test): <d, g_q> = max(a, <g_r, g_q>); d = g_r where that falls fast enough; d
-serves f even where the two losses are opposed, unlike a bargain.
+Consequences (each a test): <d, g_q> = max(a, <g_r, g_q>). Where g_r lowers q fast enough, d = g_r.
+The step d lowers f even where the two losses are opposed, unlike Nash bargaining.
 
-Differences: the public code runs the K steps on the forget set with Adam and puts theta back, but
-the value that it gets is detached and enters neither g_q nor lambda: its K changes no step, so
-`norm` and `constant` do not take them. Its lambda is a constant (0.1 for nudity, which is
-`weighted`) or max(0, eta - cos(g_r, g_q)). The steps here are taken on the step's own batch.
-Objectives other than retain and forget are refused.
+Deliberate differences from the public code:
+* The code runs the K steps on the forget set with Adam and puts theta back. The value that it gets
+  is detached and enters neither g_q nor lambda, so its K changes no step. So `norm` and `constant`
+  do not take these steps.
+* The code's lambda is a constant (0.1 for nudity, which is the method `weighted`) or max(0, eta -
+  cos(g_r, g_q)).
+* The K steps here are taken on the step's own batch.
+* Objectives other than retain and forget are refused.
 """
 
 from __future__ import annotations
@@ -42,8 +44,13 @@ from concept_eraser.methods.vectors import Vec, combine, gramian
 
 @dataclass(frozen=True)
 class EraseDiff(Method):
-    """eta, barrier: how fast the forget loss has to fall. inner_steps, inner_lr: K and the step
-    size, of `gap` only.
+    """The step closest to the retain gradient that lowers the forget loss fast enough.
+
+    Args:
+        eta: How fast the forget loss has to fall.
+        barrier: How eta enters the barrier: "norm", "gap" or "constant".
+        inner_steps: K, for the barrier "gap" only.
+        inner_lr: The size of these steps, for the barrier "gap" only.
     """
 
     title: ClassVar[str] = "EraseDiff: erasing undesirable influence in diffusion models"
@@ -72,7 +79,8 @@ class EraseDiff(Method):
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
         if set(objectives) != {"retain", "forget"}:
             raise ValueError(
-                f"erasediff knows two objectives, retain and forget; found {', '.join(objectives)}"
+                "erasediff needs the two objectives retain and forget; found "
+                f"{', '.join(objectives)}"
             )
 
     def direction(self, closure: Closure) -> Direction:
@@ -96,7 +104,7 @@ class EraseDiff(Method):
         return Direction(combine(weights, grads), gram, weights, notes)
 
     def _gap(self, closure: Closure, first: Vec, loss: float) -> float:
-        """f(theta) - f(theta^K), not below 0."""
+        """Return f(theta) - f(theta^K), at least 0."""
         offset = tuple(-self.inner_lr * part for part in first)
         for step in range(self.inner_steps):
             with closure.at(offset):

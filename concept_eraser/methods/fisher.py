@@ -1,9 +1,8 @@
-"""The Fisher matrix of a model with an exponential-family output, and solving linear systems with
-it.
+"""The Fisher matrix of a model with an exponential-family output, and linear systems with it.
 
-F = mean over the samples of J^T Sigma J with J = df/dtheta and Sigma = diag(p) - p p^T (softmax) or
-I (Gaussian): labels come from the model, not from the data. Products and K-FAC are curvlinops',
-conjugate gradients scipy's. Used by natural_gradient.py.
+F is the mean over the samples of J^T Sigma J, with J = df/dtheta. Sigma is diag(p) - p p^T
+(softmax) or I (Gaussian): labels come from the model, not from the data. Products and K-FAC are
+those of curvlinops, conjugate gradients those of scipy. natural_gradient.py uses this module.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from concept_eraser.utils.extras import import_from_extra
 # inputs [b, ...], labels [b] (softmax) or targets [b, d] (gaussian)
 Batches = Sequence[tuple[Tensor, Tensor]]
 Solver = Literal["cg", "exact", "diagonal", "kfac", "lissa"]
-EXACT_LIMIT = 5000  # parameters; beyond, a dense matrix is the wrong tool
+EXACT_LIMIT = 5000  # parameters; a dense matrix of more is too large
 
 
 @dataclass(frozen=True)
 class Risk:
-    """L(S, theta) = 1/n sum_z -log P(y | f(x; theta)) + ridge/2 ||theta||^2 over the parameters of
-    a model.
+    """L(S, theta) = 1/n sum_z -log P(y | f(x; theta)) + ridge/2 ||theta||^2 of a model.
 
-    likelihood: softmax (f are logits, cross-entropy) or gaussian (1/2 ||y - f||^2).
+    likelihood: "softmax" (f are logits, cross-entropy) or "gaussian" (1/2 ||y - f||^2).
     """
 
     model: nn.Module
@@ -47,7 +45,7 @@ class Risk:
         return 0.5 * (output - target).square().flatten(1).sum(1).mean()
 
     def sum_gradient(self, batches: Batches) -> Vec:
-        """sum_z grad l(z, theta), without the ridge."""
+        """Return sum_z grad l(z, theta), without the ridge."""
         total = tuple(torch.zeros_like(p) for p in self.params)
         for x, y in batches:
             loss = self.mean_loss(self.model(x), y) * len(x)
@@ -58,7 +56,7 @@ class Risk:
         return total
 
     def gradient(self, batches: Batches) -> Vec:
-        """grad L(S, theta), with the ridge."""
+        """Return grad L(S, theta), with the ridge."""
         n = count(batches)
         return tuple(
             g / n + self.ridge * p.detach()
@@ -66,8 +64,10 @@ class Risk:
         )
 
     def certificate(self, batches: Batches, convexity: float) -> float:
-        """||theta - argmin L(S)|| <= ||grad L(S, theta)|| / mu for a mu-strongly convex L: no
-        constant but mu.
+        """Bound the distance from the minimum by ||grad L(S, theta)|| / mu.
+
+        The bound of ||theta - argmin L(S)|| holds for a mu-strongly convex L. It needs no other
+        constant.
         """
         if convexity <= 0:
             raise ValueError(
@@ -92,7 +92,7 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Vec:
 
 @dataclass(frozen=True)
 class Fisher:
-    """F(S, theta) + shift I, the Fisher being the mean over the samples of J^T Sigma J."""
+    """F(S, theta) + shift I, with F the mean over the samples of J^T Sigma J."""
 
     risk: Risk
     batches: Batches
@@ -104,7 +104,7 @@ class Fisher:
             from curvlinops import GGNLinearOperator
 
         class MeanLoss(nn.Module):
-            reduction = "mean"  # curvlinops asks
+            reduction = "mean"  # curvlinops needs it
 
             def forward(_self, output: Tensor, target: Tensor) -> Tensor:  # noqa: N805
                 return self.risk.mean_loss(output, target)
@@ -118,12 +118,12 @@ class Fisher:
         )
 
     def product(self, v: Vec) -> Vec:
-        """(F + shift I) v by one jvp and one vjp a batch."""
+        """Return (F + shift I) v by one jvp and one vjp for each batch."""
         products = self._operator @ list(v)
         return tuple(f.detach() + self.shift * part for f, part in zip(products, v, strict=True))
 
     def dense(self) -> Tensor:
-        """[p, p]; refused beyond EXACT_LIMIT parameters."""
+        """Return the matrix [p, p]. Raises ValueError for more than EXACT_LIMIT parameters."""
         size = sum(p.numel() for p in self.risk.params)
         if size > EXACT_LIMIT:
             raise ValueError(
@@ -135,7 +135,10 @@ class Fisher:
         return matrix + self.shift * eye
 
     def diagonal(self) -> Tensor:
-        """[p], exactly: sum over outputs of the squares of sqrt(Sigma) J, sample by sample."""
+        """Return the exact diagonal [p].
+
+        It is the sum over the outputs of the squares of sqrt(Sigma) J, sample by sample.
+        """
         params = self.risk.params
         total = torch.zeros(
             sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device
@@ -156,7 +159,7 @@ class Fisher:
 
 
 def _root(output: Tensor, likelihood: str) -> Tensor:
-    """Rows r_k with sum_k r_k r_k^T = Sigma. Softmax: r_k = sqrt(p_k) (e_k - p)."""
+    """Return rows r_k with sum_k r_k r_k^T = Sigma. Softmax: r_k = sqrt(p_k) (e_k - p)."""
     eye = torch.eye(len(output), dtype=output.dtype, device=output.device)
     if likelihood == "gaussian":
         return eye
@@ -173,8 +176,10 @@ def solve(
     tolerance: float = 1e-10,
     sigma: float = 0.0,
 ) -> Vec:
-    """(F + shift I)^-1 v. Raises ValueError where the matrix is singular. sigma of lissa: 0 for 1.1
-    lambda_max.
+    """Return (F + shift I)^-1 v.
+
+    sigma: for the solver lissa; 0 stands for 1.1 lambda_max. Raises ValueError if the matrix is
+    singular.
     """
     if solver == "exact":
         try:
@@ -219,8 +224,9 @@ def _cg(fisher: Fisher, v: Vec, iterations: int, tolerance: float) -> Vec:
 
 
 def _kfac(fisher: Fisher, v: Vec) -> Vec:
-    """One Kronecker product a layer; exact for one linear layer without weight sharing and squared
-    error.
+    """Return (F + shift I)^-1 v by one Kronecker product for each layer.
+
+    It is exact for one linear layer without weight sharing and squared error.
     """
     with import_from_extra("curvature", "solver: kfac"):
         from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
@@ -251,11 +257,10 @@ def _kfac(fisher: Fisher, v: Vec) -> Vec:
 
 
 def lissa(multiply: Callable[[Vec], Vec], x: Vec, sigma: float, iterations: int) -> Vec:
-    """A^-1 x by v_t = x + v_{t-1} - A v_{t-1} / sigma, v_0 = x; returns v_T / sigma = (1 - (1 -
-    A/sigma)^(T+1)) / A x.
+    """Return A^-1 x approximately, by v_t = x + v_{t-1} - A v_{t-1} / sigma with v_0 = x.
 
-    Needs sigma > lambda_max(A) / 2 to converge; directions with eigenvalue a << sigma / T stay
-    damped.
+    The result is v_T / sigma = (1 - (1 - A/sigma)^(T+1)) / A x. The recursion converges for sigma >
+    lambda_max(A) / 2. Directions with an eigenvalue a << sigma / T stay damped.
     """
     v = x
     for _ in range(iterations):

@@ -1,13 +1,15 @@
-"""FORUM: a first-order multi-gradient algorithm for multi-objective bi-level optimisation (Ye et
-al., arXiv 2401.09257).
+"""FORUM: first-order multi-gradient multi-objective bi-level optimisation (arXiv 2401.09257).
+
+The paper is Ye et al., "A first-order multi-gradient algorithm for multi-objective bi-level
+optimization". The problem is
 
     min_z (F_1, ..., F_m)(alpha, omega) subject to omega = argmin_w f(alpha, w), z = (alpha, omega),
 
 as one level with the value-function constraint q(z) = f(z) - f*(alpha) <= 0. For erasing, alpha are
-the weights, omega an attack on the prompt's embedding, f what the attack minimises, F = (retain,
-forget under attack).
+the weights, omega is an attack on the prompt's embedding, f is what the attack minimises, and F =
+(retain, forget under attack).
 
-One step at z, with all gradients on one draw:
+One step at z uses the same examples, time steps and noise for all gradients:
 1. T gradient steps on f from omega (warm start) give w~; q~ = f(z) - f(alpha, w~) and
    grad q~ = (grad_alpha f(z) - grad_alpha f(alpha, w~); grad_omega f(z))   (w~ is a constant)
 2. g_i = grad_z F_i; the direction d minimises max_i <g_i, d> + 1/2 ||d||^2 with <grad q~, d> <=
@@ -16,26 +18,26 @@ One step at z, with all gradients on one draw:
 
        1/2 ||G lam + nu grad q~||^2 - nu rho_e ||grad q~||^2    over the simplex and nu >= 0.
 3. lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k with beta_k = (k + 1)^(-3/4); nu for lam~_k; z
-moves along d.
+   moves along d.
 
 Deliberate differences from the paper and its code (Baijiong-Lin/FORUM):
-* rho. The text's constraint has phi = rho/2 ||grad q~||^2, its Eqs. 9 and 17 (and the code) use
-  twice the multiplier that follows from it. `rho_e` is the number in the constraint above: rho/2 in
-  the text, rho in Eq. 9.
-* The code adds a constraint on nu that is redundant if its multiplier were right and spoils lam as
-  it is. Here the quadratic program is solved exactly: in closed form for two objectives, by trying
-  all supports for more.
-* beta_0 = 1 (the paper's constant beta with lam~_{-1} = 0 leaves the simplex), and beta counts
-steps, not epochs.
+* rho. The constraint in the text has phi = rho/2 ||grad q~||^2. Its Eqs. 9 and 17 (and the code)
+  use twice the multiplier that follows from it. `rho_e` is the number in the constraint above:
+  rho/2 in the text, rho in Eq. 9.
+* The code adds a constraint on nu. With the right multiplier it would be redundant; as it is, it
+  gives a wrong lam. Here the quadratic program is solved exactly: in closed form for two
+  objectives, by trying all supports for more.
+* beta_0 = 1, because the paper's constant beta with lam~_{-1} = 0 leaves the simplex. beta counts
+  steps, not epochs.
 * With u = grad q~ / ||grad q~|| the unknown is c = nu ||grad q~||, which stays bounded as grad q~
   -> 0. At grad q~ = 0 the constraint is dropped, which leaves MGDA.
-* `normalize`: every g_i is divided by its length. The code does so without saying; at a pretrained
-  model, where grad F_retain is nearly 0, the printed version gives all weight to it and stands
-  still. The default is true, and an objective whose gradient is exactly 0 is left out.
-* The warm start is the default: from a fixed omega_0 the iterates stop at a bias (the theory needs
-the warm start).
+* `normalize`: every g_i is divided by its length. The code does so, the paper does not mention it.
+  At a pretrained model grad F_retain is nearly 0, so the printed version gives it all the weight
+  and hardly moves. The default is true. An objective whose gradient is exactly 0 is left out.
+* The warm start is the default: from a fixed omega_0 the iterates stop at a bias, and the theory
+  needs the warm start.
 * FORUM is the optimistic bi-level problem: omega also descends F. `move_inner: false` leaves that
-part out.
+  part out.
 """
 
 from __future__ import annotations
@@ -56,10 +58,12 @@ ATTACK = "attack"  # the objective whose loss is f
 
 
 def multipliers(gram: Tensor, rho_e: float, floor: float = 0.0) -> tuple[Tensor, float]:
-    """(lam [m], nu) of the direction problem from the Gram matrix [m + 1, m + 1] of g_1..g_m, grad
-    q~.
+    """Solve the direction problem for (lam [m], nu).
 
-    floor: the least lam_i (at most 1/m), which a preference for no objective at all would ask for.
+    Args:
+        gram: The Gram matrix [m + 1, m + 1] of g_1..g_m and grad q~.
+        rho_e: The number in the constraint.
+        floor: The least lam_i, at most 1/m. At 1/m all objectives have equal weights.
     """
     m = len(gram) - 1
     square = float(gram[m, m])
@@ -80,18 +84,22 @@ def multipliers(gram: Tensor, rho_e: float, floor: float = 0.0) -> tuple[Tensor,
 
 
 def slack_multiplier(lam: Tensor, inner: Tensor, tau: float) -> float:
-    """c = max(tau - <u, G lam>, 0)."""
+    """Return c = max(tau - <u, G lam>, 0)."""
     return max(tau - float(inner @ lam), 0.0)
 
 
 def dual_value(lam: Tensor, gram: Tensor, inner: Tensor, tau: float) -> float:
-    """psi(lam) = 1/2 ||G lam||^2 - 1/2 max(tau - <u, G lam>, 0)^2, the dual with c at its best."""
+    """Return psi(lam), the dual with the best c.
+
+    psi(lam) = 1/2 ||G lam||^2 - 1/2 max(tau - <u, G lam>, 0)^2.
+    """
     return 0.5 * float(lam @ gram @ lam) - 0.5 * slack_multiplier(lam, inner, tau) ** 2
 
 
 def two_objectives(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
-    """The minimiser of psi for m = 2, lam = (l, 1 - l): the best of the ends, the kink and both
-    branches' minima.
+    """Return the minimiser of psi for m = 2, with lam = (l, 1 - l).
+
+    It is the best of the ends, the kink and the minima of both branches.
     """
     candidates = [0.0, 1.0]
     across = float(gram[0, 0] - 2 * gram[0, 1] + gram[1, 1])  # ||g_1 - g_2||^2
@@ -113,17 +121,20 @@ def two_objectives(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
 
 
 def any_objectives(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
-    """The minimiser of psi for any small m: the best feasible point among the stationary ones of
-    every support, with the constraint on q active or not. 2^(m+1) linear systems; refused beyond 10
-    objectives."""
+    """Return the minimiser of psi for any m up to 10.
+
+    It is the best feasible point among the stationary points of all supports, with the constraint
+    on q active or not. That takes 2^(m+1) linear systems. Raises ValueError for more than 10
+    objectives.
+    """
     m = len(gram)
     if m > 10:
         raise ValueError(
             "FORUM solves its quadratic program by trying all supports, for at most 10 "
             f"objectives; found {m}"
         )
-    # The minimiser does not depend on the gradients' common length, but the linear systems' rank
-    # decisions would.
+    # The minimiser does not depend on the gradients' common length, but the rank that a solver
+    # finds would.
     size = float(gram.diagonal().max())
     if size > 0:
         gram, inner, tau = gram / size, inner / size**0.5, tau / size**0.5
@@ -142,10 +153,11 @@ def any_objectives(gram: Tensor, inner: Tensor, tau: float) -> Tensor:
 
 
 def _stationary(bowl: Tensor, slope: Tensor, support: list[int]) -> Tensor | None:
-    """The stationary point of 1/2 x^T bowl x + slope^T x on sum x = 1 within a support; None where
-    x < 0.
+    """Return the stationary point of 1/2 x^T bowl x + slope^T x on sum x = 1 within a support.
 
-    Solved for y_i = x_i sqrt(bowl_ii), the objectives' own lengths taken out."""
+    Returns None if x < 0. The system is solved for y_i = x_i sqrt(bowl_ii), so that the lengths of
+    the objectives cancel.
+    """
     n = len(support)
     inside = bowl[support][:, support]
     lengths = inside.diagonal().abs().sqrt()
@@ -166,18 +178,18 @@ def _stationary(bowl: Tensor, slope: Tensor, support: list[int]) -> Tensor | Non
 
 @dataclass(frozen=True)
 class Forum(Method):
-    """Retain and forget under the best attack: the attack is a lower-level problem, not a fixed
-    recipe.
+    """Retain and forget under the best attack, which is the solution of a lower-level problem.
 
-    rho_e: how strongly a step must lower q~: <grad q~, d> <= -rho_e ||grad q~||^2.
-    inner_steps, inner_lr: T and eta of the lower level. Where they diverge the step is skipped and
-    counted.
-    outer_lr: what the attack's variable moves by along d (the weights move by the optimiser).
-    normalize: divide every g_i by its length.
-    floor: least weight of an objective, 0 to 1/m.
-    warm: start the lower level where the attack stands, else where it was at the first step.
-    momentum: exponent of beta_k = (k + 1)^-momentum; 0 for none.
-    move_inner: whether the attack's variable also descends F.
+    Args:
+        rho_e: How strongly a step must lower q~: <grad q~, d> <= -rho_e ||grad q~||^2.
+        inner_steps: T of the lower level.
+        inner_lr: eta of the lower level. If its steps diverge, the step is skipped and counted.
+        outer_lr: The step size of the attack's variable along d. The weights move by the optimiser.
+        normalize: Divide every g_i by its length.
+        floor: The least weight of an objective, 0 to 1/m.
+        warm: Start the lower level at the present attack, else at the attack of the first step.
+        momentum: The exponent of beta_k = (k + 1)^-momentum; 0 for none.
+        move_inner: Whether the attack's variable also descends F.
     """
 
     title: ClassVar[str] = (
@@ -241,7 +253,7 @@ class Forum(Method):
         slope, gap = self._constraint(closure)
         if not (
             is_finite(slope) and math.isfinite(gap)
-        ):  # T steps of eta were too long: no step rather than no constraint
+        ):  # T steps of eta were too long: the step is skipped, because the constraint is unknown
             return Direction(
                 tuple(torch.full_like(p, float("nan")) for p in slope), notes={"inner_diverged": 1}
             )
@@ -273,8 +285,9 @@ class Forum(Method):
         )
 
     def _weigh(self, gram: Tensor) -> Tensor:
-        """lam over the objectives that have a gradient; one whose loss is at its minimum asks for
-        nothing.
+        """Return lam over the objectives that have a gradient.
+
+        An objective at the minimum of its loss gets no weight.
         """
         usable_objectives = usable(gram[:-1, :-1]).nonzero().flatten()
         lam = torch.zeros(len(gram) - 1, dtype=gram.dtype)
@@ -286,14 +299,14 @@ class Forum(Method):
         return lam
 
     def _upper(self, closure: Closure, objective: str) -> Vec:
-        """grad_z F_i, without its lower-level part if that is not to move."""
+        """Return grad_z F_i, without its lower-level part if move_inner is false."""
         grad = closure.grad(objective)
         if self.move_inner:
             return grad
         return tuple(torch.zeros_like(p) if i in closure.inner else p for i, p in enumerate(grad))
 
     def _constraint(self, closure: Closure) -> tuple[Vec, float]:
-        """grad q~ and q~."""
+        """Return grad q~ and q~."""
         full_gradient = closure.grad(ATTACK)
         value = closure.last_loss
         offset = descend_inner(closure, self._start(closure), self.inner_steps, self.inner_lr)
@@ -307,7 +320,7 @@ class Forum(Method):
         return slope, value - closure.last_loss
 
     def _start(self, closure: Closure) -> list[Tensor]:
-        """Where the lower level starts, relative to where omega stands."""
+        """Return where the lower level starts, relative to omega."""
         values = [closure.params[i].detach() for i in closure.inner]
         if self.warm:
             return [torch.zeros_like(v) for v in values]
@@ -319,7 +332,7 @@ class Forum(Method):
         ]
 
     def _smooth(self, step: int, lam: Tensor) -> Tensor:
-        """lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k."""
+        """Return lam~_k = (1 - beta_k) lam~_{k-1} + beta_k lam_k."""
         beta = (step + 1) ** -self.momentum
         previous = self._state.get("lam", lam)
         average: Tensor = (1 - beta) * previous + beta * lam
@@ -328,8 +341,9 @@ class Forum(Method):
 
 
 def descend_inner(closure: Closure, offset: list[Tensor], steps: int, lr: float) -> list[Tensor]:
-    """Where `steps` gradient steps on f lead the lower-level variable from omega + offset, as an
-    offset from omega.
+    """Take `steps` gradient steps on f from omega + offset.
+
+    Returns the end as an offset from omega.
     """
     for _ in range(steps):
         with closure.at(only(closure.params, closure.inner, offset)):
@@ -339,7 +353,7 @@ def descend_inner(closure: Closure, offset: list[Tensor], steps: int, lr: float)
 
 
 def only(params: Vec, positions: Sequence[int], values: Sequence[Tensor]) -> Vec:
-    """A Vec that is zero but at some positions."""
+    """Return a Vec that is zero except at some positions."""
     value_at = dict(zip(positions, values, strict=True))
     return tuple(
         value_at[i] if i in value_at else torch.zeros_like(p) for i, p in enumerate(params)

@@ -1,22 +1,22 @@
 """Noise that makes a one-shot deletion (epsilon, delta)-indistinguishable from training again.
 
-If the parameters after deletion lie within gamma of the retrained ones, publishing them with N(0,
-sigma^2 I) added to both hides the difference. gamma for the natural-gradient step on a generalised
-linear model with ridge (Lev & Wilson, arXiv 2407.08169, with its factor of 2 and its Fisher made
-precise):
+Suppose the parameters after deletion lie within gamma of the retrained ones. Adding N(0, sigma^2 I)
+to both before they are published hides the difference. For the natural-gradient step on a
+generalised linear model with ridge, gamma is (Lev & Wilson, arXiv 2407.08169, with the factor of 2
+and the Fisher made precise):
 
     F(R):  M m^2 C^2 / (2 mu^3 n^2)           F(S):  the same + m^2 C Q K / (mu^2 n (n - m))
 
-M: Lipschitz constant of the Hessian, C: of the loss with its ridge, mu: strong convexity, Q: bound
-of Sigma (1/2 softmax, 1/4 binary, 1 squared error), K: bound of ||grad f||^2, n samples, m the most
-that will ever be deleted.
+M is the Lipschitz constant of the Hessian, C that of the loss with its ridge, mu the strong
+convexity. Q bounds Sigma (1/2 softmax, 1/4 binary, 1 squared error), K bounds ||grad f||^2. There
+are n samples, of which at most m will ever be deleted.
 
 Deliberate differences from the paper:
-* m is a fixed capacity, never the size of the request at hand: else deleting nothing gets no noise
-  and the two cases can be told apart.
-* The classical sigma = gamma / epsilon sqrt(2 ln(1.25 / delta)) is only right for epsilon <= 1, and
-  refused beyond. The default is the analytic mechanism (Balle & Wang, arXiv 1805.06530), right
-  everywhere and with less noise.
+* m is a fixed capacity, never the size of the present request. Else deleting nothing gets no noise,
+  and an observer can distinguish the two cases.
+* The classical sigma = gamma / epsilon sqrt(2 ln(1.25 / delta)) is valid for epsilon <= 1 only, and
+  refused above it. The default is the analytic mechanism (Balle & Wang, arXiv 1805.06530), which is
+  valid everywhere and needs less noise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sensitivity(
     jacobian_square_bound: float = 1.0,
     fisher_on: Literal["retain", "all"] = "retain",
 ) -> float:
-    """gamma, the most by which the corrected step can miss the retrained parameters."""
+    """Return gamma, the largest distance of the corrected step from the retrained parameters."""
     if not 0 < m < n or min(convexity, lipschitz, hessian_lipschitz) <= 0:
         raise ValueError(
             f"expected 0 < m < n and constants > 0, found n={n}, m={m}, "
@@ -56,7 +56,7 @@ def sensitivity(
 
 
 def delta_of(sigma: float, gamma: float, epsilon: float) -> float:
-    """The exact delta of the Gaussian mechanism: Phi(g/2s - e s/g) - exp(e) Phi(-g/2s - e s/g)."""
+    """Return the exact delta of the mechanism, Phi(g/2s - e s/g) - exp(e) Phi(-g/2s - e s/g)."""
     from scipy.stats import norm
 
     half, shift = gamma / (2 * sigma), epsilon * sigma / gamma
@@ -66,8 +66,9 @@ def delta_of(sigma: float, gamma: float, epsilon: float) -> float:
 def noise_scale(
     gamma: float, epsilon: float, delta: float, how: Literal["analytic", "classical"] = "analytic"
 ) -> float:
-    """The standard deviation to add to every parameter. Raises ValueError outside the mechanism's
-    range.
+    """Return the standard deviation of the noise of every parameter.
+
+    Raises ValueError outside the mechanism's range.
     """
     if gamma <= 0 or epsilon <= 0 or not 0 < delta < 1:
         raise ValueError(
@@ -92,9 +93,9 @@ def noise_scale(
         if low < high
         else low
     )
-    return float(gamma * multiple) * (1 + 1e-9)  # rounded to the safe side
+    return float(gamma * multiple) * (1 + 1e-9)  # rounded up, so that the noise suffices
 
 
 def expected_length(sigma: float, d: int) -> float:
-    """E||v|| for v ~ N(0, sigma^2 I_d): sigma sqrt(2) Gamma((d + 1)/2) / Gamma(d/2)."""
+    """Return E||v|| for v ~ N(0, sigma^2 I_d): sigma sqrt(2) Gamma((d + 1)/2) / Gamma(d/2)."""
     return sigma * math.sqrt(2) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))

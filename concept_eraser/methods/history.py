@@ -1,5 +1,6 @@
-"""What Mini-Unlearning (arXiv 2406.16986) and rewind need of a training: its last iterations,
-recorded while it runs.
+"""The record of the last iterations of a training.
+
+Mini-Unlearning (arXiv 2406.16986) and rewind need it. It is written while the model is trained.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from concept_eraser.storage.writers import write_file, write_text
 
 @dataclass(frozen=True)
 class Iteration:
-    """One SGD step as it was taken: the weights before it, its samples, its learning rate and
-    momentum buffer.
-    """
+    """One SGD step: the weights before it, its samples, learning rate and momentum buffer."""
 
     weights: Vec
     indices: tuple[int, ...]
@@ -29,10 +28,10 @@ class Iteration:
 
 @dataclass
 class History:
-    """The last `k` iterations of a training by SGD (with or without heavy ball), in memory or in a
-    folder.
+    """The last `k` iterations of a training by SGD (with or without heavy ball).
 
-    Call `record` before each optimiser step. Nothing about the forget set is needed then.
+    They are held in memory or in a folder. Call `record` before each optimiser step. The forget set
+    need not be known then.
     """
 
     params: Vec
@@ -48,8 +47,13 @@ class History:
     def record(
         self, indices: Sequence[int], lr: float, momentum: float = 0.0, velocity: Vec | None = None
     ) -> None:
-        """Remember an iteration: its sample indices, learning rate, momentum and the momentum
-        buffer before it.
+        """Record an iteration.
+
+        Args:
+            indices: The indices of its samples.
+            lr: Its learning rate.
+            momentum: Its momentum.
+            velocity: The momentum buffer before it.
         """
         weights = tuple(p.detach().clone() for p in self.params)
         before = tuple(v.detach().clone() for v in velocity) if velocity is not None else None
@@ -69,8 +73,9 @@ class History:
 
     @classmethod
     def open(cls, params: Vec, folder: Path) -> History:
-        """The history that an earlier process left in a folder. Raises ValueError where there is
-        none.
+        """Return the history that an earlier process recorded in a folder.
+
+        Raises ValueError if there is none.
         """
         counter = folder / "seen.txt"
         if not counter.exists():
@@ -81,11 +86,11 @@ class History:
         return cls(params, k, folder, count)
 
     def last(self, k: int) -> list[Iteration]:
-        """The last `k` iterations, oldest first. Raises ValueError where fewer are recorded."""
+        """Return the last `k` iterations, oldest first. Raises ValueError if fewer are recorded."""
         available = min(self.recorded_count, self.k)
         if k > available:
             raise ValueError(
-                f"{k} iterations were asked for, {available} are recorded; record more "
+                f"{k} iterations were requested, {available} are recorded; record more "
                 "while training (History(k=...)), or ask for fewer"
             )
         if self.folder is None:

@@ -1,9 +1,9 @@
-"""Influence unlearning: one step of the influence function with the empirical Fisher (Koh & Liang,
-arXiv 1703.04730).
+"""Influence unlearning: one step of the influence function with the empirical Fisher.
 
-The baseline "IU" of the field's tables (Izzo et al., AISTATS 2021; SalUn). For a model trained to
-theta^ on n samples of which m are deleted, with l the cross-entropy and g_i = grad l(z_i, theta^)
-of N of the retained samples,
+The influence function is Koh & Liang's (arXiv 1703.04730). The method is the baseline "IU" of
+published tables (Izzo et al., AISTATS 2021; SalUn). The model was trained to theta^ on n samples,
+of which m are deleted. l is the cross-entropy, and g_i = grad l(z_i, theta^) for N of the retained
+samples. Then
 
     theta~ = theta^ + strength (1/N sum_i g_i g_i^T + damping I)^-1  1/(n - m) sum_{z in U} grad
     l(z, theta^).
@@ -12,10 +12,11 @@ With G [p, N] of the sampled gradients the inverse is Woodbury's, an N x N syste
 
     (damping I + G G^T / N)^-1 v = (v - G (N damping I + G^T G)^-1 G^T v) / damping.
 
-Deliberate differences from the public code (SalUn's `wfisher`): it updates two vectors a sample,
-which is Woodbury's recursion only for the first sample; here the system is solved. Labels of the
-empirical Fisher are the data's: it is no approximation of the Hessian where the model fits its
-data, which is why `natural_gradient` draws them from the model.
+Deliberate differences from the public code (SalUn's `wfisher`):
+* The code updates two vectors for each sample, which is Woodbury's recursion for the first sample
+  only. Here the system is solved.
+* The labels of the empirical Fisher are those of the data. It does not approximate the Hessian
+  where the model fits its data. So `natural_gradient` draws the labels from the model.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from concept_eraser.methods.vectors import Vec, norm
 
 
 def woodbury(gradients: Tensor, v: Tensor, damping: float) -> Tensor:
-    """(damping I + G G^T / N)^-1 v for G [p, N] and v [p]."""
+    """Return (damping I + G G^T / N)^-1 v for G [p, N] and v [p]."""
     n = gradients.shape[1]
     small = gradients.T @ gradients + n * damping * torch.eye(
         n, dtype=gradients.dtype, device=gradients.device
@@ -45,10 +46,14 @@ def woodbury(gradients: Tensor, v: Tensor, damping: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Influence(Edit):
-    """Add what the forgotten samples had taken away, to first order.
+    """Add to the parameters what the forgotten samples had subtracted, to first order.
 
-    strength: factor of the step (SalUn's alpha, 1 to 20). damping: added to the Fisher. samples: N,
-    the retained samples whose gradients make it (N x parameters numbers are kept). seed: which.
+    Args:
+        strength: The factor of the step (SalUn's alpha, 1 to 20).
+        damping: Added to the diagonal of the Fisher.
+        samples: N, the number of retained samples whose gradients make the Fisher. N x parameters
+            numbers are stored.
+        seed: Selects these samples.
     """
 
     title: ClassVar[str] = (
@@ -61,7 +66,7 @@ class Influence(Edit):
         "samples": "ours",
         "seed": "ours",
     }
-    # both say how probable a label is
+    # both give a likelihood of labels
     targets: ClassVar[tuple[str, ...] | None] = ("classifier", "clip")
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point"})
 
@@ -94,8 +99,9 @@ class Influence(Edit):
     def _gradient(
         self, request: EditRequest, rows: tuple[int, ...] | list[int], reduction: str
     ) -> Vec:
-        """The gradient of the cross-entropy of some samples, their mean or their sum; zero for
-        none.
+        """Return the gradient of the cross-entropy of some samples, their mean or their sum.
+
+        It is zero for no samples.
         """
         total = tuple(torch.zeros_like(p) for p in request.params)
         for x, y in request.batches(rows) if len(rows) else ():

@@ -1,32 +1,32 @@
-"""Machine Unlearning with Minimal Gradient Dependence for High Unlearning Ratios (Huang et al.,
-arXiv 2406.16986).
+"""Mini-Unlearning: Machine Unlearning with Minimal Gradient Dependence (arXiv 2406.16986).
 
-A model was trained by mini-batch SGD, w_i = w_{i-1} - eta mean_{B_i} grad F_j(w_{i-1}), i = 1..T.
-Training again without the forget set, with the same start and order, would have given w*_T. To
-first order in D_i = w*_i - w_i,
+The paper is Huang et al., "Machine Unlearning with Minimal Gradient Dependence for High Unlearning
+Ratios". A model was trained by mini-batch SGD, w_i = w_{i-1} - eta mean_{B_i} grad F_j(w_{i-1}), i
+= 1..T. Training again without the forget set, with the same start and order, would have given w*_T.
+To first order in D_i = w*_i - w_i,
 
     D_i = (I - eta H_{R_i}) D_{i-1} + eta (g_{B_i} - g_{R_i}),   R_i = B_i without the forget set,
 
 with g the mean gradient and H the mean Hessian at w_{i-1}. Mini-Unlearning starts from D = 0 at i =
-T - k and returns w_T + D: what came before the last k iterations is dropped, at the price of a
-factor ||prod (I - eta H)||, which is small only where the iteration contracts. One Hessian-vector
-product an iteration (Horner), O(p) memory.
+T - k and returns w_T + D. So it drops everything before the last k iterations. The error of this
+has the factor ||prod (I - eta H)||, which is small only where the iteration contracts. An iteration
+takes one Hessian-vector product (Horner) and O(p) memory.
 
 `rewind` is its natural baseline: load the checkpoint w_{T-k} and train the last k iterations again
-without the forgotten samples. The formula above is the linearisation of that; on quadratics they
-are equal, and rewind needs one gradient an iteration, no Hessian.
+without the forgotten samples. The formula above is the linearisation of that, and on quadratics
+they are equal. rewind needs one gradient for each iteration and no Hessian.
 
 Deliberate differences from the paper:
 * The sign of the forgotten samples' gradient: + as in Eqs. 7 and 14 (6 and 13 print -).
 * Algorithm 1 propagates all p basis vectors and pairs early Hessians with late gradients; here it
-is one vector.
-* w_{i-1} is recorded, not w_i; the forget set need not be known while training; a batch that is
-  wholly forgotten leaves the retrained path where it is (no division by zero).
+  is one vector.
+* w_{i-1} is recorded, not w_i. The forget set need not be known while training. A batch that is
+  wholly forgotten changes nothing on the retained path (no division by zero).
 * Hessian products by double backward, or Gauss-Newton products, or Algorithm 4's compact L-BFGS
   with its four errors corrected (sigma's denominator, the Cholesky factor, the signs of the blocks,
   the strictly lower L).
-* Heavy ball: v_i = beta v_{i-1} + g, w_i = w_{i-1} - eta v_i is carried along (ours; a wholly
-  forgotten batch then counts as a gradient of 0, the path coasts on). Other optimisers are not
+* Heavy ball (ours): v_i = beta v_{i-1} + g, w_i = w_{i-1} - eta v_i. A batch that is wholly
+  forgotten then counts as a gradient of 0, and the momentum goes on. Other optimisers are not
   covered: record SGD runs only.
 """
 
@@ -58,11 +58,15 @@ MeanLoss = Callable[[Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class RecursionOutcome:
-    """What unlearning did. lengths: ||D_i|| after each iteration; touched: share of iterations with
-    forgotten samples;
-    contraction: estimated ||I - eta H|| of each iteration (empty if not asked for); truncation:
-    their product, a bound of the factor by which the dropped past still weighs (nan with momentum,
-    whose map is another)."""
+    """The result of unlearning.
+
+    Attributes:
+        lengths: ||D_i|| after each iteration.
+        touched: The share of iterations with forgotten samples.
+        contraction: The estimated ||I - eta H|| of each iteration; empty without an estimate.
+        truncation: Their product, a bound of the factor of the dropped iterations. It is nan with
+            momentum, which has another map.
+    """
 
     lengths: tuple[float, ...]
     touched_share: float
@@ -80,13 +84,15 @@ class RecursionOutcome:
 class MiniUnlearning(Edit):
     """Remove samples from a model trained by SGD, from its last k iterations.
 
-    k: the number of last iterations that are used; more is closer to training again.
-    history: in a recipe, the folder that a History recorded while the model was trained.
-    rewind: the baseline instead: the last k iterations again from their checkpoint, without the
-    forgotten samples.
-    hvp: autograd (double backward), ggn (Gauss-Newton: needs the `curvature` product) or lbfgs
-        (Algorithm 4, from differences along the path; poor with few pairs, see the tests).
-    estimate: also estimate each iteration's contraction by that many power iterations (0: none).
+    Args:
+        k: The number of last iterations that are used. A larger k is closer to training again.
+        history: In a recipe, the folder that a History recorded while the model was trained.
+        rewind: Use the baseline instead: the last k iterations again from their checkpoint, without
+            the forgotten samples.
+        hvp: autograd (double backward), ggn (Gauss-Newton: needs the `curvature` product) or lbfgs
+            (Algorithm 4, from differences along the path; poor with few pairs, see the tests).
+        estimate: The number of power iterations that estimate each iteration's contraction; 0 for
+            none.
     """
 
     title: ClassVar[str] = (
@@ -121,12 +127,15 @@ class MiniUnlearning(Edit):
         *,
         curvature: Curvature | None = None,
     ) -> RecursionOutcome:
-        """Move history.params, which stand at w_T, to w_T + D.
+        """Move history.params from w_T to w_T + D.
 
-        loss: mean loss of some samples by index, their share of weight decay included. BatchNorm
-        must be frozen.
-        curvature: for hvp: ggn, the product of the mean Gauss-Newton matrix of some samples with a
-        vector.
+        Args:
+            history: The recorded iterations.
+            loss: The mean loss of some samples by index, with their share of weight decay.
+                BatchNorm must be frozen.
+            forget: The indices of the samples to forget.
+            curvature: For hvp: ggn, the product of the mean Gauss-Newton matrix of some samples
+                with a vector.
         """
         steps = _require(history).last(self.k)
         if self.hvp == "ggn" and curvature is None:
@@ -150,7 +159,7 @@ class MiniUnlearning(Edit):
         loss: MeanLoss,
         curvature: Curvature | None,
     ) -> RecursionOutcome:
-        """D over the recorded iterations, oldest first, added to the weights of the last."""
+        """Return D over the recorded iterations, oldest first, added to the weights of the last."""
         d = dv = tuple(torch.zeros_like(p) for p in params)
         lengths, rates, affected_steps = [], [], 0
         without_momentum = not any(step.momentum for step in steps)
@@ -199,11 +208,14 @@ class MiniUnlearning(Edit):
     def _product(
         self, steps: list[Iteration], params: Vec, loss: MeanLoss, curvature: Curvature | None
     ) -> Callable[[int, Sequence[int], Vec], Vec]:
-        """(i, samples, v) -> mean Hessian of the samples at w_{i-1} times v."""
+        """Return the product (i, samples, v).
+
+        It is the mean Hessian of the samples at w_{i-1} times v.
+        """
         if self.hvp == "ggn":
-            return lambda i, kept, v: curvature(kept, v)  # type: ignore[misc]
+            return lambda i, rows, v: curvature(rows, v)  # type: ignore[misc]
         if self.hvp == "autograd":
-            return lambda i, kept, v: hessian_product(loss, kept, params, v)
+            return lambda i, rows, v: hessian_product(loss, rows, params, v)
 
         def secant(i: int, rows: Sequence[int], v: Vec) -> Vec:
             near = sorted(
@@ -211,7 +223,7 @@ class MiniUnlearning(Edit):
             )
             points = [steps[j].weights for j in near]
             grads = []
-            # the same samples in every gradient, or their differences are noise
+            # every gradient needs the same samples, or the differences are noise
             for point in points:
                 _put(params, point)
                 grads.append(mean_gradient(loss, rows, params))
@@ -284,14 +296,16 @@ def _advance(
 
 
 def _contraction(product: Callable[[Vec], Vec], lr: float, like: Vec, iterations: int) -> float:
-    """||I - lr H||."""
+    """Return an estimate of ||I - lr H||."""
     return spectral_norm(lambda v: combine([1.0, -lr], [v, product(v)]), like, iterations)
 
 
 def require_same_loss(history: History, loss: MeanLoss, tolerance: float = 0.05) -> None:
-    """Raise ValueError where the last recorded step but one is not a step of this loss: another
-    weight decay, batch norm in training mode, augmentation. Everything above would then linearise
-    around the wrong path."""
+    """Raise ValueError if the last recorded step but one is not a step of this loss.
+
+    Possible reasons are another weight decay, batch norm in training mode, and augmentation. The
+    recursion would then linearise around the wrong path.
+    """
     if min(history.recorded_count, history.k) < 2:
         return
     before, after = history.last(2)
@@ -310,8 +324,8 @@ def require_same_loss(history: History, loss: MeanLoss, tolerance: float = 0.05)
     if error > tolerance * float(norm(recorded_step)) + rounding_error:
         raise ValueError(
             "the recorded training did not minimise this loss: its last step but one "
-            f"differs from ours by {error / max(float(norm(recorded_step)), 1e-30):.0%}. Give "
-            "the weight decay it was trained with (training.weight_decay), and record "
+            f"differs by {error / max(float(norm(recorded_step)), 1e-30):.0%} from a step of it. "
+            "Give the weight decay it was trained with (training.weight_decay), and record "
             "with batch norm frozen and without augmentation"
         )
 
@@ -319,9 +333,7 @@ def require_same_loss(history: History, loss: MeanLoss, tolerance: float = 0.05)
 def rewind(
     history: History | None, loss: MeanLoss, forget: Sequence[int], k: int
 ) -> RecursionOutcome:
-    """The baseline: load w_{T-k} and train the last k iterations again without the forgotten
-    samples.
-    """
+    """Load w_{T-k} and train the last k iterations again without the forgotten samples."""
     steps = _require(history).last(k)
     assert history is not None
     params, forget_rows, affected_steps = history.params, {int(j) for j in forget}, 0
@@ -347,8 +359,9 @@ def rewind(
 
 
 def lbfgs_product(s: Sequence[Vec], y: Sequence[Vec], v: Vec) -> Vec:
-    """B v for the compact L-BFGS matrix (Algorithm 4, corrected; Byrd, Nocedal & Schnabel 1994, Eq.
-    3.5):
+    """Return B v for the compact L-BFGS matrix B.
+
+    This is Algorithm 4, corrected (Byrd, Nocedal & Schnabel 1994, Eq. 3.5):
 
         B v = sigma v - [Y, sigma S] [[-D, L^T], [L, sigma S^T S]]^-1 [Y^T v; sigma S^T v]
 

@@ -1,26 +1,26 @@
-"""Min/Max natural gradient descent (Lev & Wilson, arXiv 2407.08169, Algorithm 2), for losses that
-are not convex.
+"""Min/Max natural gradient descent, for losses that are not convex (arXiv 2407.08169).
 
-In turn k_1 steps on forget batches and k_2 on retain batches, each of the form
+Algorithm 2 of Lev & Wilson takes k_1 steps on forget batches and k_2 on retain batches in turn,
+each of the form
 
     theta <- theta - alpha P^-1 (grad L_objective + 2 gamma (theta - theta_sm)),
     theta_sm <- theta_sm + beta (theta - theta_sm),
 
-with P the axis-wise online Fisher of Povey et al. (arXiv 1410.7455) that the authors' code uses:
-for every tensor and every axis of size d, F <- (1 - rho) F + rho X X^T / N over the other axes,
-smoothed to F + smoothing tr(F)/d I; each axis rescales its result to the length of the raw
-gradient, so that the learning rate keeps its meaning for SGD.
+with P the axis-wise online Fisher of Povey et al. (arXiv 1410.7455) that the authors' code uses.
+For every tensor and every axis of size d, F <- (1 - rho) F + rho X X^T / N over the other axes,
+smoothed to F + smoothing tr(F)/d I. Each axis rescales its result to the length of the raw
+gradient, so that learning rates of SGD keep their scale.
 
 Deliberate differences from the paper:
 * Eq. 14 has + gamma ||theta - theta_sm||^2 in the ascent, which drives the weights away from their
-  smoothed average. Here both phases are pulled towards it.
-* The forget loss is to be minimised, like every loss of this package: give it the loss `ascent` for
-  the paper's objective, or better a bounded one (`anchor`); raw ascent diverges in long runs.
-* k_1, k_2 and gamma are not given in the paper. The defaults: 1, 4 (its batches of 32 and 128) and
-0.
-* Dense factors for axes of up to 512 entries; longer axes are left as they are (the code keeps
-low-rank factors).
-* `release` of theta_sm instead of theta is not offered; use the trained weights.
+  smoothed average. Here both phases pull the weights towards it.
+* The forget loss is minimised, like every loss of this package. The loss `ascent` gives the paper's
+  objective. A bounded loss (`anchor`) is better, because raw ascent diverges in long runs.
+* k_1, k_2 and gamma are not given in the paper. The defaults are 1, 4 (its batches of 32 and 128)
+  and 0.
+* Axes of up to 512 entries have dense factors. Longer axes are not preconditioned (the code keeps
+  low-rank factors).
+* The result is theta. The paper's option to release theta_sm instead is not offered.
 """
 
 from __future__ import annotations
@@ -42,10 +42,14 @@ LONGEST = 512  # entries of an axis with a dense factor
 class MinMaxNGD(Method):
     """Steps on one objective at a time, preconditioned axis by axis.
 
-    forget_steps, retain_steps: k_1 and k_2. pull: gamma, towards the smoothed weights. average:
-    beta.
-    memory: rho of the running Fisher. smoothing: multiple of its mean eigenvalue that is added.
-    period: steps between updates of the Fisher.
+    Args:
+        forget_steps: k_1.
+        retain_steps: k_2.
+        pull: gamma, the pull towards the smoothed weights.
+        average: beta, the rate at which the smoothed weights follow.
+        memory: rho of the running Fisher.
+        smoothing: The multiple of the Fisher's mean eigenvalue that is added.
+        period: The number of steps between updates of the Fisher.
     """
 
     title: ClassVar[str] = (
@@ -109,7 +113,7 @@ class MinMaxNGD(Method):
         return Direction(vec, gram, None, {"forget_turn": float(objective == "forget")})
 
     def _pull(self, grad: Vec, params: Vec) -> Vec:
-        """grad + 2 gamma (theta - theta_sm); moves theta_sm to where the weights have come."""
+        """Return grad + 2 gamma (theta - theta_sm), and move theta_sm towards theta."""
         if self.pull == 0:
             return grad
         gradients = []
@@ -129,8 +133,11 @@ class MinMaxNGD(Method):
         return result
 
     def _factor(self, name: str, grad: Tensor, axis: int, step: int) -> Tensor:
-        """The running Fisher of one axis [d, d], updated every `period` steps, at another phase in
-        every round: a period that divides the round would see one objective only."""
+        """Return the running Fisher of one axis [d, d].
+
+        It is updated every `period` steps, at another phase in every round. With a fixed phase, a
+        period that divides the round would use the gradients of one objective only.
+        """
         key = f"fisher_{name}"
         turns = step // (self.forget_steps + self.retain_steps)
         if key not in self._state:
@@ -143,13 +150,13 @@ class MinMaxNGD(Method):
 
 
 def axis_covariance(grad: Tensor, axis: int) -> Tensor:
-    """X X^T / N for the unfolding X [d, N] of a tensor along an axis."""
+    """Return X X^T / N for the unfolding X [d, N] of a tensor along an axis."""
     rows = grad.movedim(axis, 0).reshape(grad.shape[axis], -1)
     return rows @ rows.T / rows.shape[1]
 
 
 def precondition_axis(grad: Tensor, factor: Tensor, axis: int, smoothing: float) -> Tensor:
-    """(F + smoothing tr(F)/d I)^-1 along one axis, rescaled to the length of `grad`."""
+    """Apply (F + smoothing tr(F)/d I)^-1 along one axis, and rescale to the length of `grad`."""
     level = factor.diagonal().mean()
     if not bool(level > 0):
         return grad

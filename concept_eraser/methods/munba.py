@@ -1,7 +1,8 @@
 """MUNBa: Machine Unlearning via Nash Bargaining (Wu & Harandi, arXiv 2411.15537), Eqs. 6-8.
 
 Two objectives, retain and forget, offer the gradients g_r, g_f of losses that are both to be
-minimised, and bargain for a common direction g = a_r g_r + a_f g_f. The Nash solution has a > 0 and
+minimised. They bargain for a common direction g = a_r g_r + a_f g_f. The Nash solution has a > 0
+and
 
     G^T G a = 1 / a   (elementwise),   G = [g_r g_f].                                   (Eq. 6)
 
@@ -10,8 +11,8 @@ Closed form. With c = cos(g_r, g_f) and u_i = a_i ||g_i|| the two equations read
 
     a_i = 1 / (||g_i|| sqrt(1 + c)).
 
-Consequences (each a test): ||g|| = sqrt(2); <g, g_i> = 1 / a_i > 0, so both losses fall to first
-order; rescaling either loss changes nothing; both objectives contribute equally; the direction is
+Consequences (each a test): ||g|| = sqrt(2). <g, g_i> = 1 / a_i > 0, so both losses fall to first
+order. Rescaling either loss changes nothing. Both objectives contribute equally. The direction is
 parallel to NGDiff's.
 
 Deliberate differences from the paper and its code:
@@ -19,14 +20,14 @@ Deliberate differences from the paper and its code:
   division by sin^2(phi). Its residual a_i (G^T G a)_i is (0.98, 0.85) at c = 0.3 instead of (1, 1).
   `formula="printed"` reproduces it for comparison; the default is exact. The fourth version on
   arXiv has, by a public transcription of it, a_i = sqrt((1 - c) / (sin^2(phi) + xi)) / ||g_i||:
-  corrected, and at xi = 0 what stands above. With xi > 0 that goes to 0 where the gradients agree
-  (c -> 1); here xi acts at c -> -1 only, where there is no bargain.
-* The public code falls back to a fixed weighted sum where its formula cancels. Here nothing falls
-  back silently: 1 + c is clamped at `xi` when the gradients are opposed, an objective without a
-  usable gradient is left out, and both are counted in the log.
-* `every=k` bargains at every k-th step only and keeps the weights in between, as the paper offers;
-  both gradients are still needed at every step, so here it saves nothing but the solution of two
-  equations.
+  corrected, and at xi = 0 equal to the closed form above. With xi > 0 it goes to 0 where the
+  gradients agree (c -> 1). Here xi acts at c -> -1 only, where the bargaining has no solution.
+* The public code falls back to a fixed weighted sum where its formula cancels. Here 1 + c is
+  clamped at `xi` when the gradients are opposed, and an objective without a usable gradient is left
+  out. The log counts both.
+* `every=k` computes the weights at every k-th step only and keeps them in between, as the paper
+  offers. Both gradients are still needed at every step, so it saves the solution of two equations
+  only.
 * More than two objectives (several concepts and retain) are solved by Newton's method on the
   strictly convex 1/2 u^T C u - sum_i log u_i, whose stationarity condition is Eq. 6 for unit
   gradients.
@@ -46,8 +47,9 @@ from concept_eraser.methods.vectors import combine, gramian
 
 
 def exact_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
-    """a_i = 1 / (||g_i|| sqrt(max(1 + c, xi))) for two objectives; also whether the clamp was
-    active.
+    """Return the weights for two objectives, and whether xi was used.
+
+    a_i = 1 / (||g_i|| sqrt(max(1 + c, xi))).
     """
     norms = gram.diagonal().sqrt()
     slack = 1 + gram[0, 1] / norms[0] / norms[1]
@@ -55,8 +57,9 @@ def exact_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
 
 
 def printed_weights(gram: Tensor) -> Tensor:
-    """Eq. 8 as first printed (wrong for the forget objective), for two objectives ordered (retain,
-    forget).
+    """Return the weights of Eq. 8 as first printed, which is wrong for the forget objective.
+
+    There are two objectives, in the order (retain, forget).
     """
     norms = gram.diagonal().sqrt()
     c = (gram[0, 1] / norms[0] / norms[1]).clamp(-1, 1)
@@ -67,13 +70,13 @@ def printed_weights(gram: Tensor) -> Tensor:
 
 
 def nash_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
-    """Solve a_i (G^T G a)_i = 1 for any number m of objectives; also whether the cosines had to be
-    regularised.
+    """Solve a_i (G^T G a)_i = 1 for any number m of objectives.
 
-    With u_i = a_i ||g_i|| and C the matrix of cosines, u minimises 1/2 u^T C u - sum log u. At the
-    solution u^T C u = m, so w = u / sum(u) has w^T C w = m / sum(u)^2: where 0 lies in the convex
-    hull of the unit gradients there is no common descent and u diverges. Beyond sum(u) = m /
-    sqrt(xi), which for two objectives is 1 + c = xi, C + xi I is solved instead.
+    Returns the weights, and whether the cosines had to be regularised. With u_i = a_i ||g_i|| and C
+    the matrix of cosines, u minimises 1/2 u^T C u - sum log u. At the solution u^T C u = m, so w =
+    u / sum(u) has w^T C w = m / sum(u)^2. Where 0 lies in the convex hull of the unit gradients
+    there is no common descent, and u diverges. Beyond sum(u) = m / sqrt(xi), C + xi I is solved
+    instead. For two objectives this bound is 1 + c = xi.
     """
     norms = gram.diagonal().sqrt()
     cosines = gram / norms[:, None] / norms[None, :]
@@ -86,10 +89,11 @@ def nash_weights(gram: Tensor, xi: float) -> tuple[Tensor, bool]:
 
 
 def _newton(cosines: Tensor, limit: float) -> Tensor:
-    """Minimise 1/2 u^T C u - sum log u; gives up where sum(u) exceeds the limit.
+    """Minimise 1/2 u^T C u - sum log u. Gives up where sum(u) exceeds the limit.
 
-    The function is self-concordant: the step -(C + diag(1/u^2))^-1 (C u - 1/u), divided by 1 + its
-    Newton decrement while that is large, never leaves u > 0 and converges from anywhere.
+    The function is self-concordant. The step is -(C + diag(1/u^2))^-1 (C u - 1/u), divided by 1 +
+    its Newton decrement while that is large. Such steps never leave u > 0 and converge from any
+    start.
     """
     u = torch.ones(len(cosines), dtype=cosines.dtype)
     for _ in range(200):
@@ -109,11 +113,12 @@ def _newton(cosines: Tensor, limit: float) -> Tensor:
 class Munba(GramMethod):
     """Nash bargaining between forgetting and preserving.
 
-    formula: "exact" (the solution of Eq. 6) or "printed" (Eq. 8 as first printed, two objectives
-    only).
-    xi: smallest value of 1 + cos that is used; below it the gradients are opposed and the weights
-    would diverge.
-    every: bargain at every `every`-th step and keep the weights in between.
+    Args:
+        formula: "exact" (the solution of Eq. 6) or "printed" (Eq. 8 as first printed, two
+            objectives only).
+        xi: The smallest value of 1 + cos that is used. Below it the gradients are opposed and the
+            weights would diverge.
+        every: Compute the weights at every `every`-th step, and keep them in between.
     """
 
     title: ClassVar[str] = "MUNBa: Machine Unlearning via Nash Bargaining"
@@ -121,7 +126,7 @@ class Munba(GramMethod):
     defaults: ClassVar[Mapping[str, str]] = {
         "formula": "ours (the paper first printed the other)",
         "xi": "ours",
-        "every": "the paper bargains at every step",
+        "every": "the paper computes the weights at every step",
     }
     theorems: ClassVar[frozenset[str]] = frozenset(
         {"pareto_descent", "scale_invariance", "permutation", "equal_contribution", "stationarity"}

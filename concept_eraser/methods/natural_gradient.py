@@ -1,28 +1,27 @@
-"""Faster Machine Unlearning via Natural Gradient Descent (Lev & Wilson, arXiv 2407.08169): one
-Fisher step.
+"""Faster Machine Unlearning via Natural Gradient Descent (Lev & Wilson, arXiv 2407.08169).
 
-For the risk L(S, theta) = 1/n sum_{z in S} l(z, theta) + ridge/2 ||theta||^2 with l a negative
-log-likelihood, theta^ its minimiser on S (n samples), U the m samples to delete, F(R) the Fisher
-matrix of the retained samples R = S \\ U:
+The method is one Fisher step. The risk is L(S, theta) = 1/n sum_{z in S} l(z, theta) + ridge/2
+||theta||^2 with l a negative log-likelihood. theta^ is its minimiser on S (n samples), U are the m
+samples to delete, and F(R) is the Fisher matrix of the retained samples R = S \ U:
 
     theta~ = theta^ + (F(R) + ridge I)^-1  1/(n - m) sum_{z in U} (grad l(z, theta^) + ridge theta^)
 
-This is one Newton step of L(R) from theta^, with the Fisher in place of the Hessian (equal for
-every model that is linear in theta), since grad L(R, theta^) = -1/(n - m) sum_U (grad l + ridge
-theta^). Labels of the Fisher come from the model, not from the data: F = mean J^T Sigma J with
-Sigma = diag(p) - p p^T (softmax) or I (Gaussian).
+This is one Newton step of L(R) from theta^, with the Fisher in place of the Hessian. The two are
+equal for every model that is linear in theta. It follows from grad L(R, theta^) = -1/(n - m) sum_U
+(grad l + ridge theta^). Labels of the Fisher come from the model, not from the data: F = mean J^T
+Sigma J with Sigma = diag(p) - p p^T (softmax) or I (Gaussian).
 
 Deliberate differences from the paper:
-* Its normalisation. With L(U) a mean the factor is m/(n - m), not n/(n - m) (Alg. 1); the ridge
+* Its normalisation. With L(U) a mean the factor is m/(n - m), not n/(n - m) (Alg. 1). The ridge
   term does not drop out unless the target is the one with 1/n kept (`objective: fixed_n`). On ridge
-  regression ours is exact; the printed step is 8.8 times as far off as doing nothing.
+  regression this formula is exact; the printed step is 8.8 times as far off as doing nothing.
 * The proximal form (Eq. 11) lacks F^-1 grad L(S, theta^, 0), so that deleting nothing moves the
   model. `proximal_step` has it.
-* LiSSA's recursion lacks its "x +" (Eqs. 73, 76). What is left returns nearly 0. Even corrected it
-  is a spectral filter (1 - (1 - a/sigma)^(T+1)) / a with an implicit damping of about sigma / (T +
-  1).
+* LiSSA's recursion lacks its "x +" (Eqs. 73, 76). The printed recursion returns nearly 0. Even
+  corrected it is a spectral filter (1 - (1 - a/sigma)^(T+1)) / a with an implicit damping of about
+  sigma / (T + 1).
 * The (epsilon, delta) noise is in gaussian_mechanism.py.
-* Fisher products and solvers are in fisher.py (curvlinops', scipy's).
+* Fisher products and solvers are in fisher.py, from curvlinops and scipy.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ from concept_eraser.methods.vectors import Vec, dot, is_finite, norm
 
 
 def proximal(center: Tensor, metric: Tensor, penalty: float, iterations: int = 20000) -> Tensor:
-    """argmin_theta (center - theta)^T metric (center - theta) + 2 penalty ||theta||_1, by FISTA.
-    Shapes [p], [p, p].
+    """Minimise (center - theta)^T metric (center - theta) + 2 penalty ||theta||_1 by FISTA.
+
+    Shapes: center [p], metric [p, p]; returns [p].
     """
     step = 1 / float(torch.linalg.eigvalsh(metric).max())
     theta = momentum = center.clone()
@@ -60,7 +60,7 @@ def proximal(center: Tensor, metric: Tensor, penalty: float, iterations: int = 2
 def proximal_step(
     theta: Tensor, metric: Tensor, retained_gradient: Tensor, penalty: float
 ) -> Tensor:
-    """The corrected Eq. 11 for an L1 penalty: prox(theta - F(R)^-1 grad L(R, theta, 0)), [p].
+    """Apply the corrected Eq. 11 for an L1 penalty: prox(theta - F(R)^-1 grad L(R, theta, 0)), [p].
 
     retained_gradient: that of the smooth part on the retained samples, n/(n - m) grad L(S) - 1/(n -
     m) sum_U grad l. Deleting nothing is a fixed point, since theta minimises the penalised risk.
@@ -74,9 +74,12 @@ DIVERGED = 10.0
 
 @dataclass(frozen=True)
 class NaturalStep:
-    """What a step did: its direction and length, ||grad L(R)|| before and after (of the retain_mean
-    target), how far the linear system was solved (||A x - b|| / ||b||), and the trust region's
-    factor."""
+    """The result of a step.
+
+    Its direction and length, and ||grad L(R)|| before and after (of the retain_mean target). Also
+    the relative residual of the linear system, ||A x - b|| / ||b||, and the factor of the trust
+    region.
+    """
 
     step: Vec
     before: float
@@ -93,15 +96,18 @@ class NaturalStep:
 class NaturalGradient(Edit):
     """Delete samples by one Fisher step.
 
-    objective: retain_mean (retrain on R with 1/(n - m); ours and the paper's definition) or fixed_n
-    (1/n is kept).
-    fisher_on: retain, or all: the cheaper F(S), cached while training, at the price of an
-    O((m/n)^2) error.
-    solver: cg, exact (dense), diagonal, kfac or lissa; iterations, tolerance for cg; sigma for
-    lissa (0: chosen).
-    damping: added to the ridge in the matrix; needed for deep networks.
-    kl: the step is shortened so that the retained outputs move by at most this KL divergence (nats
-        a sample, second order); 0 for no limit.
+    Args:
+        objective: retain_mean (retrain on R with 1/(n - m), the paper's definition) or fixed_n (1/n
+            is kept).
+        fisher_on: retain, or all for F(S). F(S) can be computed before the forget set is known, and
+            has an O((m/n)^2) error.
+        solver: cg, exact (dense), diagonal, kfac or lissa.
+        iterations: The largest number of iterations of cg, or the number of iterations of lissa.
+        tolerance: The relative tolerance of cg.
+        sigma: The scale of lissa; 0 chooses it from the matrix.
+        damping: Added to the ridge in the matrix. Deep networks need it.
+        kl: The step is shortened so that the retained outputs move by at most this KL divergence
+            (nats per sample, second order); 0 for no limit.
     """
 
     title: ClassVar[str] = "Faster Machine Unlearning via Natural Gradient Descent"
@@ -143,13 +149,14 @@ class NaturalGradient(Edit):
             )
 
     def apply(self, risk: Risk, forget: Batches, retain: Batches) -> NaturalStep:
-        """Move the model of `risk` in place. forget, retain: batches (inputs, targets) that
-        together are its data.
+        """Move the model of `risk` in place.
+
+        forget, retain: batches (inputs, targets), which together are all its data.
         """
         forget_count, retain_count = count(forget), count(retain)
         if retain_count == 0:
             raise ValueError(
-                "nothing is retained, so there is nothing to step towards; give the "
+                "there are no retained samples, so the step has no target; give the "
                 "retained samples"
             )
         n = forget_count + retain_count
@@ -183,7 +190,7 @@ class NaturalGradient(Edit):
         residual = float(norm(errors) / norm(right_side)) if float(norm(right_side)) > 0 else 0.0
         if not residual <= DIVERGED:
             raise ValueError(
-                f"solver {self.solver!r} ran away (residual {residual:.2g} of the "
+                f"solver {self.solver!r} diverged (residual {residual:.2g} of the "
                 "right-hand side's length), so nothing was changed; give damping > 0 "
                 "(lissa: a larger sigma, or 0 to choose it)"
             )
@@ -207,8 +214,9 @@ class NaturalGradient(Edit):
         }
 
     def _shrink(self, fisher: Fisher, step: Vec) -> float:
-        """s = min(1, sqrt(2 kl / d^T F(R) d)), since KL(theta, theta + s d) = s^2/2 d^T F d to
-        second order.
+        """Return s = min(1, sqrt(2 kl / d^T F(R) d)).
+
+        To second order, KL(theta, theta + s d) = s^2/2 d^T F d.
         """
         if self.kl == 0:
             return 1.0

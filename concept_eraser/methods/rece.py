@@ -1,29 +1,29 @@
-"""Reliable and Efficient Concept Erasure of Text-to-Image Diffusion Models (Gong, Chen, Wei, Chen &
-Jiang, arXiv 2407.12383).
+"""RECE: Reliable and Efficient Concept Erasure (arXiv 2407.12383).
 
-Other states often still produce a concept that UCE erased. RECE finds them in closed form and
-erases them too, in rounds. W are the original keys and values, W_k those after k rounds (W_0: after
-UCE). c is a concept's state and a its anchor's:
+The paper is Gong, Chen, Wei, Chen & Jiang, "Reliable and Efficient Concept Erasure of Text-to-Image
+Diffusion Models". Other states often still produce a concept that UCE erased. RECE finds them in
+closed form and erases them too, in rounds. W are the original keys and values, W_k those after k
+rounds (W_0: after UCE). c is a concept's state and a its anchor's:
 
     c' = argmin_x sum_layers ||W_k x - W c||^2 + reg ||x||^2                                (Eq. 8)
        = (sum W_k^T W_k + reg I)^-1 (sum W_k^T W) c
     W_{k+1} = the minimiser of Eq. 3 for c' with anchor a, from W_k:
               sum ||W' c' - W_k a||^2 + preserve sum ||W' p - W_k p||^2 + lamb ||W' - W_k||^2
 
-All W_k are W times a matrix T_k of the states' width (see uce.py), so with G = sum W^T W the rounds
+All W_k are W times a matrix T_k of the states' width (see uce.py). So with G = sum W^T W the rounds
 need G only: c' = (T^T G T + reg I)^-1 T^T G c.
 
-The term reg ||x||^2 keeps c' short, and with it the damage that erasing it does: without one the
-best x brings W c back exactly wherever the layers have more outputs than the states are wide and T
-is invertible.
+The term reg ||x||^2 keeps c' short, and limits the damage of erasing it. Without this term the best
+x gives W c exactly wherever T is invertible and the layers have more outputs than the states are
+wide.
 
 Deliberate differences from the paper and its public code:
-* One set of weights for the first edit and the rounds. The paper starts from UCE's own checkpoints.
-* The code cuts off nothing (all 77 tokens, paired by place); see `tokens` in uce.py for what is
-paired here.
-* The code's other regularisations (towards an earlier target, surrogate) are left out; the paper's
-is this one.
-* Solved in float64; UCE's differences.
+* The first edit and the rounds use the same weights of the sums. The paper starts from UCE's own
+  checkpoints.
+* The code edits all 77 tokens, paired by position. See `tokens` in uce.py for the pairs here.
+* The code's other regularisations (towards an earlier target, surrogate) are left out. The paper
+  has only the one above.
+* The equations are solved in float64. The differences of uce.py apply too.
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ from concept_eraser.methods.uce import replacement, require_weights, second_mome
 
 @dataclass(frozen=True)
 class ReliableEfficientErasure(ProjectionEdit):
-    """UCE, then rounds that find and erase what would bring the concept back.
+    """UCE, then rounds that find the states that regenerate the concept, and erase these too.
 
-    epochs: rounds after UCE. reg: keeps the states that bring it back short. erase_scale,
-    preserve_scale, lamb, tokens: as of uce, in every round.
+    Args:
+        epochs: The number of rounds after UCE.
+        reg: Keeps the regenerating states short.
+        erase_scale: As in uce, in every round.
+        preserve_scale: As in uce, in every round.
+        lamb: As in uce, in every round.
+        tokens: As in uce, in every round.
     """
 
     title: ClassVar[str] = (
@@ -110,8 +115,9 @@ class ReliableEfficientErasure(ProjectionEdit):
 
 
 def regenerating(gram: Tensor, total: Tensor, reg: float) -> Tensor:
-    """B [width, width] with c' = B c = (T^T G T + reg I)^-1 T^T G c. Raises ValueError where they
-    are not finite.
+    """Return B [width, width] with c' = B c = (T^T G T + reg I)^-1 T^T G c.
+
+    Raises ValueError if it is not finite.
     """
     right = total.T @ gram
     return solve(

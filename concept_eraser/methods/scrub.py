@@ -1,33 +1,33 @@
-"""SCRUB: a student that disobeys its teacher on the forgotten examples and obeys it elsewhere
-(Kurmanji et al., arXiv 2302.09880).
+"""SCRUB: distillation away from a teacher on forgotten examples, towards it on retained ones.
 
-With w^o the trained model (the teacher), w^u the student, which starts from it, and d(x; w) =
-KL(p(x; w^o) || p(x; w)):
+The paper is Kurmanji et al., arXiv 2302.09880. w^o is the trained model (the teacher). w^u is the
+student, which starts from it. With d(x; w) = KL(p(x; w^o) || p(x; w)):
 
     min over w^u of   alpha/N_r sum_r d(x_r; w^u) + gamma/N_r sum_r l(f(x_r; w^u), y_r)
                       - 1/N_f sum_f d(x_f; w^u)
 
-which the paper optimises in turns (Algorithm 1): in each of `rounds` rounds first some max-steps on
-the last term, then some min-steps on the first two, and after that min-steps alone. In this frame:
+The paper optimises it in turns (Algorithm 1). Each of `rounds` rounds has first some max-steps on
+the last term, then some min-steps on the first two. After that there are min-steps alone. In a
+recipe:
 
     forget: {loss: diverge}                                -KL: minimising it is the max-step
     retain: {loss: data, scale: gamma, distill: alpha}     the min-step
 
-and this method deals the turns by the step's number alone, so a resumed run goes on in the right
-one. An objective whose turn it is not costs no backward pass. Any other pair of losses can take
-turns as well. At the teacher the KL has its minimum, so the max-steps of the first round hardly
-move anything (the paper's begin there too); they bite from the second on.
+The step's number alone decides whose turn it is, so a resumed run continues in the right turn. An
+objective whose turn it is not needs no backward pass. Any other pair of losses can take turns as
+well. At the teacher the KL has its minimum, so the max-steps of the first round hardly change the
+model. They take effect from the second round on; the paper begins there too.
 
 Deliberate differences from the paper and its code (github.com/meghdadk/SCRUB):
-* A turn is a number of steps, not a pass over the examples: for passes give N_f / batch and N_r /
-batch, rounded up.
-* No temperature: the code divides the logits by 4 and multiplies the KL by 16; the paper's
-equations have neither.
-* The learning rate does not fall by steps (training.decay: linear is there), and no average of the
-weights is kept.
-* No rewinding (SCRUB+R, for privacy): it goes back to the epoch whose error on the forgotten is
-  that of validation data of the same distribution. A training loop with a forget set and a retain
-  set has no such data.
+* A turn is a number of steps, not a pass over the examples. For passes give N_f / batch and N_r /
+  batch, rounded up.
+* No temperature: the code divides the logits by 4 and multiplies the KL by 16. The paper's
+  equations have neither.
+* The learning rate does not fall in stages (training.decay: linear is available), and no average of
+  the weights is kept.
+* No rewinding (SCRUB+R, for privacy). It returns to the epoch whose error on the forgotten examples
+  equals that of validation data of the same distribution. A training loop with a forget set and a
+  retain set has no such data.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ from concept_eraser.methods.vectors import gramian
 
 @dataclass(frozen=True)
 class Scrub(Method):
-    """forget_steps max-steps and retain_steps min-steps a round, for some rounds; then min-steps to
-    the end.
+    """Rounds of max-steps on the forget loss and min-steps on the retain loss, then min-steps only.
+
+    Args:
+        forget_steps: The max-steps of a round.
+        retain_steps: The min-steps of a round.
+        rounds: The number of rounds.
     """
 
     title: ClassVar[str] = "SCRUB (Towards Unbounded Machine Unlearning)"
@@ -77,7 +81,7 @@ class Scrub(Method):
             )
 
     def turn(self, step: int) -> str:
-        """Whose turn it is at a step, counted from 0."""
+        """Return the objective whose turn it is at a step, counted from 0."""
         past, place = divmod(step, self.forget_steps + self.retain_steps)
         return "forget" if past < self.rounds and place < self.forget_steps else "retain"
 

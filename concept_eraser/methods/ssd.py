@@ -1,9 +1,9 @@
-"""Selective synaptic dampening: shrink the weights that matter more to the forgotten than to all
-(arXiv 2308.07707).
+"""Selective synaptic dampening: shrink the weights that matter most to the forgotten examples.
 
-Importance of a weight is the diagonal of the empirical Fisher matrix, with l the cross-entropy:
+The paper is arXiv 2308.07707. The importance of a weight is the diagonal of the empirical Fisher
+matrix, with l the cross-entropy, for all examples D and for the forgotten examples D_f:
 
-    F_S = 1/|S| sum_{(x, y) in S} (grad l(f(x), y))^2   for all examples D and the forgotten D_f.
+    F_S = 1/|S| sum_{(x, y) in S} (grad l(f(x), y))^2
 
 Selection and dampening, weight by weight, without training:
 
@@ -12,14 +12,15 @@ Selection and dampening, weight by weight, without training:
 The factor is at most 1, and below lambda/alpha: where alpha >= lambda all selected weights shrink.
 Multiplying the loss by a constant changes nothing.
 
-What follows from the equations. D contains D_f, so F_D >= |D_f|/|D| F_{D_f} for every weight, and
-**alpha >= |D|/|D_f| selects nothing**: the paper's alpha of 10 is the bound for one class of ten.
-Such an alpha is refused. The authors' code (github.com/if-loops/selective-synaptic-dampening) does
-not meet the bound, since it squares the mean gradient of a batch of 64 examples, in which the
-gradients of one class add up and those of many cancel. Both are here: `batch: 1`, the default, is
-the equation, `batch: 64` the code, with two differences: the last, smaller batch counts by its
-share of the examples, where the code counts it like a full one; and the forgotten examples come in
-the order of the data, all of them in one random order.
+D contains D_f, so F_D >= |D_f|/|D| F_{D_f} for every weight. So **alpha >= |D|/|D_f| selects
+nothing**: the paper's alpha of 10 is the bound for one class of ten. Such an alpha is refused.
+
+The authors' code (github.com/if-loops/selective-synaptic-dampening) does not have this bound. It
+squares the mean gradient of a batch of 64 examples, in which the gradients of one class add up and
+those of many cancel. Both are available: `batch: 1`, the default, is the equation, and `batch: 64`
+the code. Deliberate differences from the code:
+* The last, smaller batch counts by its number of examples. The code counts it like a full one.
+* The forgotten examples come in the order of the data, all examples in one random order.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from concept_eraser.methods.vectors import Vec
 
 
 def factors(everything: Tensor, forget: Tensor, alpha: float, lamb: float) -> Tensor:
-    """What each weight is multiplied by, from its importances for all and for the forgotten
-    examples; 1 if not selected.
+    """Return the factor of each weight from its importances for all and for the forgotten examples.
+
+    It is 1 for a weight that is not selected.
     """
     is_selected = forget > alpha * everything
     return torch.where(
@@ -48,11 +50,14 @@ def factors(everything: Tensor, forget: Tensor, alpha: float, lamb: float) -> Te
 
 @dataclass(frozen=True)
 class SelectiveDampening(Edit):
-    """alpha: how much more a weight must matter to the forgotten to be selected. lamb: lambda, the
-    strength (small is strong).
+    """Shrink the weights that matter more to the forgotten examples than to all.
 
-    batch: examples whose mean gradient is squared; 1 is the Fisher matrix, 64 the authors' code.
-    seed: the order of all examples, where there are batches of them.
+    Args:
+        alpha: How much more a weight must matter to the forgotten examples to be selected.
+        lamb: lambda, the strength. A smaller value shrinks more.
+        batch: The number of examples whose mean gradient is squared. 1 is the Fisher matrix, 64 the
+            authors' code.
+        seed: The order of all examples, for a batch above 1.
     """
 
     title: ClassVar[str] = (
@@ -65,7 +70,7 @@ class SelectiveDampening(Edit):
         "batch": "the paper (the authors' code: 64)",
         "seed": "ours",
     }
-    # both say how probable a label is
+    # both give a likelihood of labels
     targets: ClassVar[tuple[str, ...] | None] = ("classifier", "clip")
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point"})
 
@@ -83,15 +88,13 @@ class SelectiveDampening(Edit):
             )
 
     def edit(self, request: EditRequest) -> Mapping[str, float]:
-        """See `Edit.edit`. Returns the share of the weights that was selected, and their mean
-        factor.
-        """
+        """See `Edit.edit`. Returns the share of selected weights, and their mean factor."""
         rows = [*request.forget, *request.retain]
         alpha_limit = len(rows) / max(1, len(request.forget))
         if self.batch == 1 and request.forget and self.alpha >= alpha_limit:
             raise ValueError(
                 f"alpha {self.alpha:g} selects no weight: with {len(request.forget)} of "
-                f"{len(rows)} examples to be forgotten none can matter to them more "
+                f"{len(rows)} examples to be forgotten no weight can matter to them more "
                 f"than {alpha_limit:.3g} times as much as to all; use a smaller alpha (half of "
                 "that, say), or batch: 64 like the authors' code"
             )
@@ -121,8 +124,10 @@ class SelectiveDampening(Edit):
         }
 
     def importance(self, request: EditRequest, rows: Sequence[int]) -> Vec:
-        """F_S of some examples: the mean over batches of `batch`, weighed by their sizes, of the
-        squared mean gradient.
+        """Return F_S of some examples.
+
+        It is the mean of the squared mean gradients of batches of `batch` examples, weighted by
+        their sizes.
         """
         total = tuple(torch.zeros_like(p) for p in request.params)
         for start in range(0, len(rows), self.batch):

@@ -7,10 +7,10 @@ With g_r, g_f the gradients of the retain and the forget loss:
 * pcgrad  (Yu et al., arXiv 2001.06782): the sum of both projections on conflict (<g_r, g_f> < 0),
   else g_r + g_f
 
-S and SA always project, PCGrad only on conflict. A difference of sign: the papers write S and SA
-with g_f the gradient of the training loss on forget data and step *up* along it in SA. Our forget
-loss is minimised, so both are to be used with the loss `ascent`, whose gradient is -g_f: S does not
-notice the sign, and SA's step up becomes our step down.
+S and SA always project, PCGrad only on conflict. There is a difference of sign. The papers write S
+and SA with g_f the gradient of the training loss on forget data, and SA steps *up* along it. Here
+the forget loss is minimised, so both need the loss `ascent`, whose gradient is -g_f. S does not
+depend on the sign, and SA's step up becomes a step down.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from concept_eraser.methods.base import GramMethod, usable
 
 @dataclass(frozen=True)
 class Surgery(GramMethod):
-    """rule: "descent" (S), "ascent" (SA) or "pcgrad". A gradient that is zero or not finite is left
-    out.
+    """One gradient, projected off the other.
+
+    A gradient that is zero or not finite is left out.
+
+    Args:
+        rule: "descent" (S), "ascent" (SA) or "pcgrad".
     """
 
     title: ClassVar[str] = "Gradient surgery: S and SA of the UNO paper, PCGrad"
@@ -45,15 +49,13 @@ class Surgery(GramMethod):
 
     @property
     def removed_objective(self) -> str | None:
-        """The objective whose gradient is projected away; None where that depends on the
-        gradients.
-        """
+        """The objective whose gradient is projected away; None if that depends on the gradients."""
         return {"descent": "forget", "ascent": "retain"}.get(self.rule)
 
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
         if len(objectives) != 2:
             raise ValueError(
-                "surgery knows two objectives, retain and forget; found "
+                "surgery needs the two objectives retain and forget; found "
                 f"{', '.join(objectives)}. For more use torchjd with rule: PCGrad"
             )
 

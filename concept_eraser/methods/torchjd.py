@@ -1,13 +1,12 @@
-"""Any combination rule of TorchJD by name: UPGrad, MGDA, CAGrad, IMTL-G, PCGrad, DualProj, Nash-MTL
-and others.
+"""Any combination rule of TorchJD by name, such as UPGrad, MGDA, CAGrad, IMTL-G or Nash-MTL.
 
-TorchJD (Quinton & Rey, arXiv 2406.16232, https://torchjd.org) keeps these rules well, so they are
-not written again here. A rule is asked for weights on the Gram matrix. Where TorchJD has only the
-form that takes the Jacobian, it is given the factor L of G G^T = L L^T, whose rows have the same
-inner products. That is right for rules that do not use single coordinates. The others (GradDrop,
-TrimmedMean) are refused.
+TorchJD (Quinton & Rey, arXiv 2406.16232, https://torchjd.org) maintains these rules, so they are
+not written again here. A rule returns weights for the Gram matrix. Some rules of TorchJD accept the
+Jacobian only. These get the factor L of G G^T = L L^T, whose rows have the same inner products.
+That is right for rules that do not use single coordinates. The others (GradDrop, TrimmedMean) are
+refused.
 
-TorchJD (MIT) is not installed with concept_eraser: its solvers quadprog (GPL), qpsolvers (LGPL) and
+TorchJD (MIT) is not installed with concept_eraser. Its solvers quadprog (GPL), qpsolvers (LGPL) and
 ecos (GPL) are copyleft, so they come with `concept-eraser[torchjd]` only.
 """
 
@@ -53,8 +52,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TorchJD(GramMethod):
-    """rule: a rule of torchjd.aggregation. An objective whose gradient is zero or not finite is
-    left out.
+    """A rule of torchjd.aggregation. A gradient that is zero or not finite is left out.
+
+    Args:
+        rule: The name of the rule.
     """
 
     title: ClassVar[str] = "TorchJD: Jacobian descent for multi-objective optimization"
@@ -86,7 +87,7 @@ class TorchJD(GramMethod):
         return weights, {"degenerate": int(len(positions) < len(gram))}
 
     def _ask(self, gram: Tensor) -> Tensor:
-        # the rules' own tolerances suppose gradients of ordinary length
+        # the tolerances of the rules assume gradients of moderate length
         scale = gram.diagonal().max()
         rule = self._rule(len(gram))
         if type(rule).__name__ == self.rule:
@@ -99,8 +100,9 @@ class TorchJD(GramMethod):
         return weights
 
     def _rule(self, objectives: int) -> Any:
-        """TorchJD's weighting, which asks for the Gram matrix, or else its aggregator, which asks
-        for the Jacobian.
+        """Return TorchJD's weighting, which takes the Gram matrix.
+
+        If there is none, return its aggregator, which takes the Jacobian.
         """
         import torchjd.aggregation as rules
 
@@ -111,7 +113,7 @@ class TorchJD(GramMethod):
 
 
 def _factor(gram: Tensor) -> Tensor:
-    """L [m, m] with L L^T = G G^T, also where that is singular."""
+    """Return L [m, m] with L L^T = G G^T, also where that is singular."""
     values: Tensor
     vectors: Tensor
     values, vectors = torch.linalg.eigh(gram)

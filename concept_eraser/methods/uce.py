@@ -1,14 +1,13 @@
-"""Unified Concept Editing in Diffusion Models (Gandikota, Orgad, Belinkov, Materzynska & Bau, arXiv
-2308.14761).
+"""UCE: Unified Concept Editing in Diffusion Models (arXiv 2308.14761).
 
-Keys and values of cross-attention are linear in the text's states. For concepts c_i with anchors
-a_i ("" where nothing is to be shown instead) and preserved states p_j, each such matrix W becomes
-the minimiser over W' of
+The paper is Gandikota, Orgad, Belinkov, Materzynska & Bau. Keys and values of cross-attention are
+linear in the text's states. Take concepts c_i with anchors a_i (the empty prompt if there is no
+anchor concept), and preserved states p_j. Each such matrix W becomes the minimiser over W' of
 
     erase sum_i ||W' c_i - W a_i||^2 + preserve sum_j ||W' p_j - W p_j||^2 + lamb ||W' - W||^2
 
-which is, with R = erase sum_i (a_i - c_i) c_i^T and M = erase sum_i c_i c_i^T + preserve sum_j p_j
-p_j^T + lamb I,
+With R = erase sum_i (a_i - c_i) c_i^T and M = erase sum_i c_i c_i^T + preserve sum_j p_j p_j^T +
+lamb I it is
 
     W' = W (I + R M^-1)                                                                    (Eq. 7)
 
@@ -16,23 +15,24 @@ R and M do not depend on W, so one matrix of the states' width serves all layers
 generated or trained.
 
 MACE's closed-form refinement (Mass Concept Erasure, arXiv 2403.06135) is the same problem with
-other tokens: those beside the concept, which have taken it in through the text encoder's attention,
-are read as the same tokens of the anchor's prompt. It is here as the setting `mace-cfr` (tokens:
-context). MACE then trains a LoRA on the concept's own tokens, with masks of Grounded-SAM, and fuses
-the LoRAs of many concepts; that is not here, so `mace-cfr` alone is a stage of MACE and not MACE.
+other tokens. It edits the tokens beside the concept, into which the text encoder's attention has
+mixed the concept. They are mapped to the same tokens of the anchor's prompt. It is the setting
+`mace-cfr` (tokens: context). MACE then trains a LoRA on the concept's own tokens, with masks of
+Grounded-SAM, and fuses the LoRAs of many concepts. That is not included, so `mace-cfr` alone is one
+stage of MACE.
 
 Deliberate differences from the papers and their public code:
-* tokens: which tokens of a prompt are c_i. The first code takes the last word's and all behind it
-  (`from_last`), the present code the last word's only (`last`); both expect a prompt that is the
-  concept's name. Here prompts are sentences with the name anywhere, so the default is `all`.
-  `context` is MACE's.
-* The equation is solved for the difference, in float64, by Cholesky: with c_i = a_i not a bit
-  moves. The code inverts M in single precision.
+* tokens: which tokens of a prompt are c_i. The first code takes the token of the last word and all
+  behind it (`from_last`). The present code takes the last word's token only (`last`). Both expect a
+  prompt that is the concept's name. Here prompts are sentences with the name anywhere, so the
+  default is `all`. `context` is MACE's.
+* The equation is solved for the difference, in float64, by Cholesky. With c_i = a_i not a bit
+  changes. The code inverts M in single precision.
 * A concept counts for each of its prompts and tokens, as in the code: the scales multiply sums, not
-means.
-* What is preserved is preserved with all its tokens, as in the first code (`last`: with its last
-  word's), and the empty prompt always is. The first code's `tensor` (the anchor without its part
-  along the concept) and debiasing are left out.
+  means.
+* Preserved prompts are preserved with all their tokens, as in the first code (`last`: with the last
+  word's token). The empty prompt always is preserved. The first code's `tensor` (the anchor without
+  its part along the concept) and debiasing are left out.
 """
 
 from __future__ import annotations
@@ -52,11 +52,14 @@ SINGULAR = 1e-13  # smallest over largest eigenvalue of M at which float64 has n
 
 @dataclass(frozen=True)
 class UnifiedConceptEditing(ProjectionEdit):
-    """Keys and values of the concept become those of its anchor, by least squares.
+    """Map the keys and values of the concept to those of its anchor, by least squares.
 
-    erase_scale, preserve_scale, lamb: the weights of the three sums. tokens: all, context (all but
-    the words in which concept and anchor differ), from_last (the last word's token and those behind
-    it) or last.
+    Args:
+        erase_scale: The weight of the sum over the concepts.
+        preserve_scale: The weight of the sum over the preserved states.
+        lamb: The weight of the change of W.
+        tokens: all, context (all but the words in which concept and anchor differ), from_last (the
+            last word's token and those behind it) or last.
     """
 
     title: ClassVar[str] = "Unified Concept Editing in Diffusion Models"
@@ -86,7 +89,7 @@ class UnifiedConceptEditing(ProjectionEdit):
 
 
 def require_weights(erase: float, preserve: float, lamb: float) -> None:
-    """Raise ValueError for weights that make no least-squares problem."""
+    """Raise ValueError for weights that define no least-squares problem."""
     if erase <= 0 or preserve < 0 or lamb < 0:
         raise ValueError(
             f"erase_scale must be > 0, preserve_scale and lamb >= 0; found {erase}, "
@@ -95,7 +98,7 @@ def require_weights(erase: float, preserve: float, lamb: float) -> None:
 
 
 def width_of(request: ProjectionRequest) -> int:
-    """The width of the states. Raises ValueError where layers and states do not fit together."""
+    """Return the width of the states. Raises ValueError if it differs between layers and states."""
     widths = {w.shape[1] for w in request.layers.values()} | {
         s.shape[1] for s in (*request.forget, *request.anchor, *request.retain)
     }
@@ -107,7 +110,7 @@ def width_of(request: ProjectionRequest) -> int:
 
 
 def second_moment(states: Sequence[Tensor], width: int) -> Tensor:
-    """sum of s s^T over all rows s: [width, width] float64."""
+    """Return the sum of s s^T over all rows s: [width, width] float64."""
     total = torch.zeros(
         width, width, dtype=torch.float64, device=states[0].device if states else None
     )
@@ -123,10 +126,10 @@ def replacement(
     erase: float,
     lamb: float,
 ) -> Tensor:
-    """D = R M^-1 [width, width] float64, so that W (I + D) is the minimiser; see above.
+    """Return D = R M^-1 [width, width] float64, so that W (I + D) is the minimiser.
 
-    kept: preserve sum_j p_j p_j^T. Raises ValueError where M is singular (lamb is 0, and the states
-    do not span) or the states are not finite.
+    retain_moment: preserve sum_j p_j p_j^T. Raises ValueError if M is singular (lamb is 0, and the
+    states do not span the space), or if the states are not finite.
     """
     retain_moment = retain_moment.to(forget[0].device) if forget else retain_moment
     pull, moment = (
@@ -143,13 +146,14 @@ def replacement(
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """matrix^-1 right, for a symmetric positive definite matrix [width, width]. Raises ValueError
-    for any other.
+    """Return matrix^-1 right for a symmetric positive definite matrix [width, width].
+
+    Raises ValueError for any other matrix.
     """
     if not (torch.isfinite(matrix).all() and torch.isfinite(right).all()):
         raise ValueError(
             "the states of the prompts are not finite, so there is nothing to solve; "
-            "look at the text encoder's weights"
+            "check the text encoder's weights"
         )
     spectrum = torch.linalg.eigvalsh(matrix)
     if not float(spectrum[0]) > SINGULAR * float(spectrum[-1]):

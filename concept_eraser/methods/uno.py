@@ -5,31 +5,32 @@ cos(g_r, g_f),
 
     L_UNO = L_r + beta c^2,            theta <- theta - eta grad L_UNO.
 
-Descending c^2 turns the model to where a step on the retain batch no longer helps the forget batch.
+Descending c^2 moves the model to where a step on the retain batch no longer helps the forget batch.
 UNO-S takes a UNO step and a surgery step S in turn. The gradient of c^2 needs two Hessian-vector
 products only:
 
     a = g_f / (|g_f||g_r|) - c g_r / |g_r|^2,   b = g_r / (|g_f||g_r|) - c g_f / |g_f|^2,
     grad c^2 = 2 c (H_r a + H_f b),
 
-since dc/dg_r = a and dc/dg_f = b. So the graphs of both losses never live together, and with
-central differences (`hvp: difference`) neither does a graph of a gradient: that is what lets UNO
-run on a UNet with fused attention.
+since dc/dg_r = a and dc/dg_f = b. So the graphs of the two losses are never in memory together.
+With central differences (`hvp: difference`) there is no graph of a gradient either. So UNO runs on
+a UNet with fused attention.
 
-The hat versions add a loss that tells retained from forgotten samples with a classifier: the
+The hat versions add a loss that uses a classifier to separate retained from forgotten samples: the
 objective `histogram`, with gradient h. g_r and g_f become g_r + beta_h h and g_f + beta_h h
-everywhere above (and in S), which gives UNO^, UNO^-S^ and S^; H is L_r + beta_h d_KL alone.
+everywhere above (and in S). This gives UNO^, UNO^-S^ and S^; H is L_r + beta_h d_KL alone.
 
 Deliberate differences from the paper and its code:
-* beta. The paper writes mean losses, its MNIST code sums over 128 x 784 terms with beta = 1e3; a
-  beta without its reduction means nothing, so both are options (`reduction: sum` multiplies every
-  mean loss by its number of terms). Published values span 0.02 to 1e5; `strength: auto` sets ||beta
-  grad c^2|| = ratio ||g_r|| anew at every step.
-* The forget loss enters through c^2 only, which does not notice its sign: give it the loss `data`.
-* An unconditional model that forgets is done; a prompted one must draw something else instead. The
-  authors' extension to class labels adds the training loss of retained images under the forgotten
-  label. Here that is the objective `replace` (say, the loss `relabel`), whose gradient is added to
-  g_r's step and takes no part in c^2.
+* beta. The paper writes mean losses, its MNIST code sums over 128 x 784 terms with beta = 1e3. A
+  beta means nothing without its reduction, so both are options. `reduction: sum` multiplies every
+  mean loss by its number of terms. Published values range from 0.02 to 1e5. `strength: auto` sets
+  ||beta grad c^2|| = ratio ||g_r|| anew at every step.
+* The forget loss enters through c^2 only, which does not depend on its sign: give it the loss
+  `data`.
+* An unconditional model only has to forget. A prompted model must generate something else instead.
+  The authors' extension to class labels adds the training loss of retained images under the
+  forgotten label. Here that is the objective `replace` (for example with the loss `relabel`). Its
+  gradient is added to g_r's step and takes no part in c^2.
 * Surgery in UNO-S always projects, as in the paper (PCGrad only on conflict).
 * Steps are counted from 0: step 0 is UNO, step 1 is S.
 """
@@ -59,13 +60,16 @@ NAMED = {
 class Uno(Method):
     """Orthogonalise the retain and the forget gradient by descending their squared cosine.
 
-    rule: uno; surgery (S at every step, for S^); none (no c^2 term, for H).
-    alternate: UNO at even steps, S at odd ones (UNO-S).
-    strength: beta, or auto: ||beta grad c^2|| = ratio ||g_r||.
-    reduction: mean or sum, what the number beta refers to.
-    hvp: difference (central, any attention kernel) or exact (double backward, one loss at a time).
-    size: step of the difference along the unit vector, in units of the parameters.
-    histogram: beta_h, the weight of the objective `histogram`; 0 for none.
+    Args:
+        rule: uno; surgery (S at every step, for S^); none (no c^2 term, for H).
+        alternate: UNO at even steps, S at odd ones (UNO-S).
+        strength: beta, or auto: ||beta grad c^2|| = ratio ||g_r||.
+        ratio: The ratio of strength: auto.
+        reduction: mean or sum, the reduction of the losses to which beta refers.
+        hvp: difference (central, any attention kernel) or exact (double backward, one loss at a
+            time).
+        size: The step of the difference along the unit vector, in units of the parameters.
+        histogram: beta_h, the weight of the objective `histogram`; 0 for none.
     """
 
     title: ClassVar[str] = "UNO: Unlearning via Orthogonalisation in generative models"
@@ -107,7 +111,7 @@ class Uno(Method):
             )
 
     def laws(self) -> frozenset[str]:
-        # a judge knows which way is up
+        # the histogram loss depends on its sign; the rule none has no term c^2
         return frozenset() if self.histogram or self.rule == "none" else self.theorems
 
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
@@ -120,7 +124,7 @@ class Uno(Method):
         missing = sorted(names - {"replace"} - set(objectives))
         if missing:
             hint = (
-                "the hat versions need the recipe's section `histogram`, which asks a judge"
+                "the hat versions need the recipe's section `histogram`, which has a judge"
                 if "histogram" in missing
                 else "give the recipe these objectives"
             )
@@ -130,7 +134,7 @@ class Uno(Method):
             )
         if set(objectives) - names:
             raise ValueError(
-                f"UNO does not know what to do with {', '.join(sorted(set(objectives) - names))}"
+                f"UNO has no use for {', '.join(sorted(set(objectives) - names))}"
                 + ("; set histogram > 0 to use it" if "histogram" in objectives else "")
             )
 
@@ -160,8 +164,9 @@ class Uno(Method):
         return Direction(step, gram, None, notes)
 
     def _gradients(self, closure: Closure, objective: str) -> Vec:
-        """The objective's gradient; for the hat versions with beta_h times that of the histogram
-        loss.
+        """Return the objective's gradient.
+
+        For the hat versions, add beta_h times the histogram's gradient.
         """
         parts, weights = [closure.grad(objective)], [self._scale(closure, objective)]
         if self.histogram:
@@ -170,13 +175,14 @@ class Uno(Method):
         return combine(weights, parts)
 
     def _scale(self, closure: Closure, objective: str) -> float:
-        """What makes a mean-reduced loss the sum it is the mean of; d_KL is no mean and stays as it
-        is.
+        """Return the factor that turns a mean-reduced loss into a sum.
+
+        d_KL is no mean, so its factor is 1.
         """
         return float(closure.terms(objective)) if self.reduction == "sum" else 1.0
 
     def _slope(self, closure: Closure, retain: Vec, forget: Vec, gram: torch.Tensor) -> Vec:
-        """grad c^2 = 2 c (H_r a + H_f b)."""
+        """Return grad c^2 = 2 c (H_r a + H_f b)."""
         norms = gram.diagonal().sqrt()
         c = float(gram[0, 1] / norms[0] / norms[1])
         scale = 1 / float(norms[0] * norms[1])
@@ -187,7 +193,7 @@ class Uno(Method):
             closure.hvp("forget", b, self.hvp, self.size),
         ]
         weights = [2 * c * self._scale(closure, "retain"), 2 * c * self._scale(closure, "forget")]
-        if self.histogram:  # its Hessian stands in both
+        if self.histogram:  # its Hessian is in both
             parts.append(closure.hvp("histogram", combine([1.0, 1.0], [a, b]), self.hvp, self.size))
             weights.append(2 * c * self.histogram)
         return combine(weights, parts)

@@ -1,8 +1,8 @@
-"""Arithmetic on a tuple of tensors, one per trainable parameter, without ever concatenating them.
+"""Arithmetic on a tuple of tensors, one for each trainable parameter, without concatenating them.
 
 A `Vec` is a point in parameter space: `tuple[Tensor, ...]` in a fixed order. Inner products are
-accumulated tensor by tensor in float64 (float32 on devices that have no float64), because the
-cosine of two gradients with 10^9 entries is meaningless in half precision.
+accumulated tensor by tensor in float64 (float32 on devices without float64). The cosine of two
+gradients with 10^9 entries would be meaningless in half precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def dot(u: Vec, v: Vec) -> Tensor:
-    """<u, v> as a float64 scalar on the CPU."""
+    """Return <u, v> as a float64 scalar on the CPU."""
     total = torch.zeros((), dtype=torch.float64)
     for a, b in zip(u, v, strict=True):
         total += torch.dot(_wide(a), _wide(b)).cpu()
@@ -28,12 +28,15 @@ def dot(u: Vec, v: Vec) -> Tensor:
 
 
 def norm(u: Vec) -> Tensor:
-    """||u|| as a float64 scalar on the CPU."""
+    """Return ||u|| as a float64 scalar on the CPU."""
     return dot(u, u).sqrt()
 
 
 def gramian(vectors: Sequence[Vec]) -> Tensor:
-    """All inner products of `m` vectors: [m, m] float64 on the CPU; each tensor is widened once."""
+    """Return all inner products of `m` vectors: [m, m] float64 on the CPU.
+
+    Each tensor is converted to float64 once.
+    """
     m = len(vectors)
     gram = torch.zeros(m, m, dtype=torch.float64)
     for parts in zip(*vectors, strict=True):
@@ -45,8 +48,9 @@ def gramian(vectors: Sequence[Vec]) -> Tensor:
 
 
 def combine(weights: Tensor | Sequence[float], vectors: Sequence[Vec]) -> Vec:
-    """sum_i weights[i] * vectors[i]. A weight of exactly 0 leaves its vector out, even where the
-    vector is not finite.
+    """Return sum_i weights[i] * vectors[i].
+
+    A vector with a weight of exactly 0 is left out, even if it is not finite.
     """
     terms = [(float(w), v) for w, v in zip(weights, vectors, strict=True) if float(w) != 0.0]
     if not terms:
@@ -65,8 +69,9 @@ def is_finite(u: Vec) -> bool:
 
 
 def spectral_norm(multiply: Callable[[Vec], Vec], like: Vec, iterations: int) -> float:
-    """||A|| of a symmetric matrix given by its products, by power iteration from a fixed start; 0
-    for A = 0.
+    """Return ||A|| of a symmetric matrix that is given by its products; 0 for A = 0.
+
+    It uses power iteration from a fixed start.
     """
     generator = torch.Generator().manual_seed(0)
     v = tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in like)
@@ -80,6 +85,6 @@ def spectral_norm(multiply: Callable[[Vec], Vec], like: Vec, iterations: int) ->
 
 
 def cosine(gram: Tensor, i: int = 0, j: int = 1) -> float:
-    """cos of vectors i and j from their Gram matrix; nan where one of them is zero."""
+    """Return the cosine of vectors i and j from their Gram matrix; nan if one of them is zero."""
     scale = float(gram[i, i].sqrt() * gram[j, j].sqrt())
     return float(gram[i, j]) / scale if scale > 0 else float("nan")

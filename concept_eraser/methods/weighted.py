@@ -2,12 +2,16 @@
 
     g = retain * g_r + forget * g_f
 
-Settings with a name of their own: fine-tuning on the retain set only (forget=0); gradient ascent,
-GA, called A in UNO's paper (retain=0 with the loss `ascent`); gradient difference, GDiff (both 1
-with the loss `ascent`, Liu et al., arXiv 2203.12817); A-D of UNO's paper (arXiv 2506.04712):
-`alternate`, ascent and descent in turn, one gradient a step; ESD (retain=0 with the loss `esd`). An
-objective of weight 0 costs no backward pass. Objectives other than retain and forget are weighed
-like forget.
+Settings that have their own name:
+* Fine-tuning on the retain set only: forget=0.
+* Gradient ascent (GA, called A in UNO's paper): retain=0 with the loss `ascent`.
+* Gradient difference (GDiff, Liu et al., arXiv 2203.12817): both 1 with the loss `ascent`.
+* A-D of UNO's paper (arXiv 2506.04712): `alternate`, ascent and descent in turn, one gradient for
+  each step.
+* ESD: retain=0 with the loss `esd`.
+
+An objective of weight 0 needs no backward pass. Objectives other than retain and forget have the
+weight of forget.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from concept_eraser.methods.vectors import combine, gramian
 
 @dataclass(frozen=True)
 class Weighted(Method):
-    """retain, forget: the weights of the two gradients; both losses are minimised, so both are >=
-    0.
+    """A weighted sum of the two gradients. Both losses are minimised, so both weights are >= 0.
 
-    alternate: forget alone at even steps (counted from 0), retain alone at odd ones.
+    Args:
+        retain: The weight of the retain gradient.
+        forget: The weight of the forget gradient.
+        alternate: Forget alone at even steps (counted from 0), retain alone at odd ones.
     """
 
     title: ClassVar[str] = "Weighted sum (fine-tune, GA, GDiff, ESD's objective)"
@@ -64,7 +70,7 @@ class Weighted(Method):
             )
 
     def direction(self, closure: Closure) -> Direction:
-        is_retain_turn = closure.step % 2 == 1  # whose turn it is: retain's?
+        is_retain_turn = closure.step % 2 == 1  # whether it is the turn of retain
         weights = [
             self.retain if objective == "retain" else self.forget
             for objective in closure.objectives

@@ -1,3 +1,4 @@
-"""One file a model family, all behind the face of `base.Model`; the only importers of diffusers and
-transformers.
+"""The model families behind the interface `base.Model`, one file each.
+
+Only this package imports diffusers and transformers.
 """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What a model is loaded from: a name, a folder, a hub id, or an object in memory; for CLIP also
+# The source of a model: a name, a folder, a hub id, or an object in memory; for CLIP also
 # (model, tokenizer).
 ModelSource: TypeAlias = (
     "str | Path | Loaded | nn.Module | DiffusionPipeline | tuple[nn.Module, Any]"
@@ -32,8 +32,9 @@ ModelSource: TypeAlias = (
 
 @dataclass(frozen=True)
 class Condition:
-    """What a prompt becomes: named tensors whose first axis is the batch, e.g. {"states": [b,
-    tokens, width]}.
+    """An encoded prompt: named tensors whose first axis is the batch.
+
+    Example: {"states": [b, tokens, width]}.
     """
 
     tensors: Mapping[str, Tensor]
@@ -48,27 +49,29 @@ class Condition:
         return Condition({name: value.to(device) for name, value in self.tensors.items()})
 
     def repeat(self, n: int) -> Condition:
-        """One row, n times."""
+        """Repeat one row n times."""
         return Condition({k: v.expand(n, *v.shape[1:]) for k, v in self.tensors.items()})
 
 
-Weights = Mapping[str, Tensor]  # values that stand in for some parameters of the denoiser, by name
+Weights = Mapping[str, Tensor]  # values that replace some parameters of the denoiser, by name
 
 
 class Loaded(ABC):
-    """Anything that can be trained and saved: named parts, of which a job trains one."""
+    """A model that can be trained and saved: named parts, of which a job trains one."""
 
     family: ClassVar[str]
     source: str  # name, folder or hub id it came from
     parts: Mapping[str, nn.Module]
-    # where it computes while its parts lie apart (training/placement.py)
+    # the device that computes while parts are on several devices (training/placement.py)
     working: torch.device | None = None
-    # of the family, attributes of the same names: what each one is
+    # options of the family, attributes of the same names, with their descriptions
     options: ClassVar[Mapping[str, str]] = {}
 
     def configure(self, options: Mapping[str, Any]) -> None:
-        """Set options of the family, before anything is encoded. Raises UserError for one that it
-        does not have, and for a value that is out of range; then none was set."""
+        """Set options of the family, before anything is encoded.
+
+        Raises UserError for an unknown option and for a value out of range. Then none is set.
+        """
         for name, value in options.items():
             if name not in self.options:
                 raise unknown(f"option of the model family {self.family!r}", name, self.options)
@@ -77,11 +80,11 @@ class Loaded(ABC):
             setattr(self, name, type(getattr(self, name))(value))
 
     def configured(self) -> dict[str, Any]:
-        """The family's options as they stand."""
+        """Return the present values of the family's options."""
         return {name: getattr(self, name) for name in self.options}
 
     def check_option(self, name: str, value: float) -> None:
-        """Raise UserError where the family cannot do with that value."""
+        """Raise UserError if the family does not support that value."""
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
@@ -90,7 +93,7 @@ class Loaded(ABC):
             raise UserError(f"{name}: expected a number that is not negative, found {value!r}")
 
     def part(self, name: str) -> nn.Module:
-        """A part by name. Raises UserError where the model has none of that name."""
+        """Return a part by name. Raises UserError if the model has none of that name."""
         if name not in self.parts:
             raise UserError(f"{self.source} has no part {name!r}; it has {', '.join(self.parts)}")
         return self.parts[name]
@@ -104,21 +107,23 @@ class Loaded(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the whole model, safetensors only, so that the library it comes from can load
-        it.
-        """
+        """Write the whole model, safetensors only, so that its library can load it."""
 
 
 class Model(Loaded):
-    """A text-to-image pipeline of one family: parts "denoiser", "vae" and its text encoders: one
-    ("text_encoder"), several ("text_encoder_2", ...) or none (class-conditional: prompts are
-    classes). Latents are those the denoiser sees (scaled)."""
+    """A text-to-image pipeline of one family.
 
-    timesteps: int  # of the training schedule
+    Its parts are "denoiser", "vae" and its text encoders: one ("text_encoder"), several
+    ("text_encoder_2", ...) or none (class-conditional: prompts are classes). Latents are the scaled
+    inputs of the denoiser.
+    """
+
+    timesteps: int  # time steps of the training schedule
 
     def drawing(self) -> dict[str, Any]:
-        """What decides an image beside weights, prompt, seed and sampling settings, for the
-        cache's key.
+        """What determines an image beside weights, prompt, seed and sampling settings.
+
+        It is part of the cache's key.
         """
         return {"latents": list(self.latent_shape())}
 
@@ -128,25 +133,26 @@ class Model(Loaded):
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """The parts that read prompts."""
+        """The parts that encode prompts."""
         return tuple(name for name in self.parts if name.startswith("text_encoder"))
 
     def protect(self, guard: Any) -> None:
-        """Sample under a safeguard (models/guards.py) from now on. Raises UserError where the
-        family cannot.
+        """Sample under a safeguard (models/safeguards.py) from now on.
+
+        Raises UserError if the family does not support it.
         """
         raise self.lacks(f"the safeguard {guard.kind!r}")
 
     def lacks(self, what: str) -> UserError:
-        """The error of a family that has several text encoders, or none, where one is needed."""
+        """Return the error for a family with several text encoders or none, where one is needed."""
         description = (
             f"has {' and '.join(self.readers)}"
             if self.readers
             else "is conditioned on classes, not on texts"
         )
         return UserError(
-            f"{what} needs a model with one CLIP text encoder, as Stable Diffusion 1 and "
-            f"2 are; {self.source} ({self.family}) {description}"
+            f"{what} needs a model with one CLIP text encoder, as in Stable Diffusion 1 and "
+            f"2; {self.source} ({self.family}) {description}"
         )
 
     @abstractmethod
@@ -154,84 +160,103 @@ class Model(Loaded):
 
     @abstractmethod
     def tokenize(self, prompts: Sequence[str]) -> Condition:
-        """Prompts to token ids (and masks): integer tensors [n, length], "ids" and for further
-        encoders "ids_2", ...
+        """Convert prompts to token ids (and masks): integer tensors [n, length].
+
+        Their names are "ids" and, for further encoders, "ids_2", ...
         """
 
     @abstractmethod
     def embed(
         self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None
     ) -> Condition:
-        """Tokens to what the denoiser is conditioned on, differentiable in the text encoder's
-        parameters, of which some are replaced if `weights` is given, and in `rows`, the tokens'
-        embeddings [n, length, width] if given."""
+        """Convert tokens to the condition of the denoiser.
+
+        The result is differentiable in the text encoder's parameters.
+
+        Args:
+            tokens: The token ids.
+            weights: Replacements of some of the text encoder's parameters.
+            rows: Replacements of the tokens' embeddings, [n, length, width], which are also
+                differentiable.
+        """
 
     @property
     @abstractmethod
     def words(self) -> Words:
-        """The vocabulary that prompts are written in."""
+        """The vocabulary of prompts."""
 
     @property
     @abstractmethod
     def table(self) -> Tensor:
-        """The text encoder's embedding of each token, [vocabulary, width]."""
+        """Return the text encoder's embedding of each token, [vocabulary, width]."""
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
-        """Prompts to a condition, without gradients."""
+        """Encode prompts to a condition, without gradients."""
         return self.embed(self.tokenize(prompts))
 
     def null(self) -> Condition:
-        """What the family's own sampler guides away from when it is given no negative prompt: one
-        row.
+        """Return the condition of the sampler's unconditional prediction: one row.
+
+        It is that without a negative prompt.
         """
         return self.encode([""])
 
     @abstractmethod
     def encode_images(self, images: Tensor) -> Tensor:
-        """[n, 3, h, w] in [-1, 1] -> latents (mean of the posterior), without gradients."""
+        """Encode images to latents (mean of the posterior), without gradients.
+
+        images: [n, 3, h, w] in [-1, 1].
+        """
 
     @abstractmethod
     def latent_shape(self) -> tuple[int, int, int]: ...
 
     @abstractmethod
     def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """x_t from clean latents, noise and integer time steps [b]."""
+        """Return x_t from clean latents, noise and integer time steps [b]."""
 
     @abstractmethod
     def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What a perfect denoiser predicts for that x_t: epsilon, v or velocity."""
+        """Return the training target for that x_t: epsilon, v or velocity."""
 
     @abstractmethod
     def clean(self, noisy: Tensor, t: Tensor, prediction: Tensor) -> Tensor:
-        """The clean latents that a prediction for x_t amounts to (one-step x_0), differentiable."""
+        """Return the clean latents of a prediction for x_t (one-step x_0), differentiable."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents -> images [n, 3, h, w], about [-1, 1] and not clipped, differentiable."""
+        """Decode latents to images [n, 3, h, w], about [-1, 1] and not clipped, differentiable."""
 
     @abstractmethod
     def denoise(
         self, noisy: Tensor, t: Tensor, condition: Condition, weights: Weights | None = None
     ) -> Tensor:
-        """The denoiser's prediction, with some of its parameters replaced if `weights` is given."""
+        """Return the denoiser's prediction.
+
+        weights: Replacements of some of its parameters.
+        """
 
     def attention_layers(self) -> list[nn.Module]:
-        """The denoiser's cross-attention with the prompt, layer by layer; none where image and
-        text attend jointly.
+        """Return the denoiser's cross-attention layers with the prompt.
+
+        There are none if image and text attend jointly.
         """
         return []
 
     def attention(self, noisy: Tensor, t: Tensor, condition: Condition) -> list[Tensor]:
-        """The attention probabilities of each such layer, from places of the image to tokens of
-        the prompt: [b, heads, places, tokens], differentiable."""
+        """Return the attention probabilities of each such layer, differentiable.
+
+        They are from positions of the image to tokens of the prompt: [b, heads, positions, tokens].
+        """
         raise NotImplementedError(f"{self.family} has no cross-attention")
 
     def concept_tokens(
         self, prompts: Sequence[str], anchors: Sequence[str] | None, *, end: bool
     ) -> Tensor:
-        """Which tokens of each prompt stand for its concept: [n, tokens] bool. See
-        models/cross_attention.py.
+        """Return which tokens of each prompt stand for its concept: [n, tokens] bool.
+
+        See models/cross_attention.py.
         """
         raise NotImplementedError(f"{self.family} has no cross-attention")
 
@@ -247,9 +272,7 @@ class Model(Loaded):
         guidance: float,
         weights: Weights | None = None,
     ) -> tuple[Tensor, int]:
-        """Sample from unit noise for `stop` of `steps` steps: (x_t, the time step t it stands
-        at).
-        """
+        """Sample from unit noise for `stop` of `steps` steps. Returns x_t and its time step t."""
 
     @abstractmethod
     def sample(
@@ -262,20 +285,22 @@ class Model(Loaded):
         autocast: torch.dtype | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Images of some prompts (or of what they were encoded to), one seed each: [n, h, w, 3]
-        uint8 on the CPU.
+        """Generate images of some prompts, with one seed each: [n, h, w, 3] uint8 on the CPU.
+
+        The prompts may be encoded already.
         """
 
     @abstractmethod
     def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the text encoder's weights by a CLIP text tower's, in place. Raises UserError
-        where they do not fit.
+        """Replace the text encoder's weights by those of a CLIP text tower, in place.
+
+        Raises UserError if they do not fit.
         """
 
     def precision(self, autocast: torch.dtype | None) -> AbstractContextManager:
         """Autocast to a precision, or fp32 on a CPU that would emulate it.
 
-        Weights that are held in half precision need the autocast on any device.
+        Weights in half precision need the autocast on any device.
         """
         frozen_dtype = getattr(self, "frozen_dtype", None) or getattr(self, "reader_dtype", None)
         if autocast is None or (frozen_dtype is None and emulates_bf16(self.device)):
@@ -300,28 +325,27 @@ def _cpu_has_bf16() -> bool:
 
 
 def onto_gpu(*models: Model) -> None:
-    """Move models to the GPU, where there is one."""
+    """Move models to the GPU, if there is one."""
     if torch.cuda.is_available():
         for model in models:
             model.to(torch.device("cuda"))
 
 
 def moments(code: Any) -> tuple[Tensor, Tensor]:
-    """Mean and log variance of a code, from what a VAE's encode gives: a pair, or diffusers'
-    output.
-    """
+    """Return mean and log variance of a code from a VAE's encode: a pair, or diffusers' output."""
     latent = getattr(code, "latent_dist", None)
     return (latent.mean, latent.logvar) if latent is not None else tuple(code)
 
 
 def to_pixels(output: Any) -> Tensor:
-    """What a VAE's decode gives, a tensor or diffusers' output."""
+    """Return the images of a VAE's decode: a tensor, or diffusers' output."""
     return getattr(output, "sample", output)
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str, advice: str) -> None:
-    """Raise UserError where a tensor holds a value that is not finite: such weights are no
-    result.
+    """Raise UserError if a tensor holds a value that is not finite.
+
+    Such weights are no valid result.
     """
     for name, value in tensors.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):

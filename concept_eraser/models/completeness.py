@@ -1,7 +1,7 @@
-"""Whether a model that was loaded has all its weights from the files.
+"""Check that a loaded model has all its weights from the files.
 
-diffusers and transformers draw a weight at random where no file holds it, and say so in their log
-only. A checkpoint that lost a tensor, or whose names a library no longer knows, would then be
+diffusers and transformers draw a missing weight at random, and only log it. A checkpoint may lack a
+tensor, or have names that a library no longer supports. Without this check such a model would be
 erased, measured and published as if it were whole.
 """
 
@@ -24,8 +24,7 @@ _OLDER = {
 
 
 def require_all_weights(module: nn.Module, folder: Path) -> None:
-    """Raise UserError where a parameter of a module is in none of the safetensors files of its
-    folder.
+    """Raise UserError if a parameter of a module is in none of the safetensors files of its folder.
 
     A parameter with several names (tied weights) needs one of them. A folder of pickles is not
     checked.
@@ -51,7 +50,7 @@ def require_all_weights(module: nn.Module, folder: Path) -> None:
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """A parameter's name as older versions of the libraries wrote it."""
+    """Return a parameter's name as older versions of the libraries wrote it."""
     older = name
     for new, old in _OLDER.items():
         older = older.replace(new, old)

@@ -18,12 +18,12 @@ from concept_eraser.utils.errors import UserError
 
 
 def layers(network: nn.Module) -> list[nn.Module]:
-    """The layers in which a UNet's image attends to the text and to nothing else."""
+    """Return the layers in which a UNet's image attends to the text only."""
     from diffusers.models.attention_processor import Attention
 
     candidates = [m for m in network.modules() if isinstance(m, Attention) and m.is_cross_attention]
-    # the kinds whose keys or queries are not plain projections belong to other architectures than
-    # Stable Diffusion's
+    # other architectures than Stable Diffusion's have processors whose keys or queries are no plain
+    # projections
     return [
         m
         for m in candidates
@@ -35,14 +35,19 @@ def layers(network: nn.Module) -> list[nn.Module]:
 
 
 def maps(attentions: Sequence[nn.Module], run: Callable[[], Any]) -> list[Tensor]:
-    """Run the network; the attention map of each layer, softmax(Q K^T / sqrt(d)): [b, heads,
-    places, tokens].
+    """Run the network, and return the attention map of each layer.
+
+    A map is softmax(Q K^T / sqrt(d)): [b, heads, positions, tokens].
     """
     calls: list[tuple[Any, Tensor, Tensor]] = []
 
-    def note(layer: nn.Module, inputs: tuple, named: dict) -> None:
+    def note(layer: nn.Module, inputs: tuple, keywords: dict) -> None:
         calls.append(
-            (layer, inputs[0] if inputs else named["hidden_states"], named["encoder_hidden_states"])
+            (
+                layer,
+                inputs[0] if inputs else keywords["hidden_states"],
+                keywords["encoder_hidden_states"],
+            )
         )
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in attentions]
@@ -62,12 +67,12 @@ def _probabilities(layer: Any, image: Tensor, text: Tensor) -> Tensor:
 
 
 def concept_tokens(ids: Tensor, anchors: Tensor | None, words: Words, *, end: bool) -> Tensor:
-    """Which of the tokens [n, length] stand for the concept: [n, length] bool.
+    """Return which of the tokens [n, length] stand for the concept: [n, length] bool.
 
-    Those between start and end that the anchor's prompt does not have (by the longest common parts
-    of the two), all of them where there is no anchor; with `end` also every end token, which
-    gathers what was read before it (Forget-Me-Not's `use_pooler`; Stable Diffusion 1 pads with it).
-    Raises UserError for a prompt of which nothing is left.
+    They are the tokens between start and end that the anchor's prompt does not have, by the longest
+    common parts of the two. Without an anchor they are all. With `end` every end token is included,
+    since it gathers the tokens before it (Forget-Me-Not's `use_pooler`; Stable Diffusion 1 pads
+    with it). Raises UserError if no token of a prompt remains.
     """
     is_concept = torch.zeros_like(ids, dtype=torch.bool)
     for row, own in enumerate(ids.tolist()):

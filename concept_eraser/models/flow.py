@@ -1,11 +1,12 @@
-"""Flow matching (rectified flow) as SD 3 and Flux are trained: x_t = (1 - sigma) x_0 + sigma noise,
-and the denoiser predicts the velocity noise - x_0.
+"""Flow matching (rectified flow), by which SD 3 and Flux are trained.
 
-The integer time step t of our face counts the scheduler's training schedule from the clean end:
-sigma ascends with t, as it does in diffusion, and the last t is pure noise. The schedule's shift
-towards noise is applied, the constant one or, where the scheduler goes by the image's size, that
-of the size drawn. Training draws t uniformly, so sigma by that shifted schedule; SD 3's own
-training drew it from a logit-normal.
+x_t = (1 - sigma) x_0 + sigma noise, and the denoiser predicts the velocity noise - x_0.
+
+The integer time step t of the interface counts the scheduler's training schedule from the clean
+end. So sigma ascends with t, as in diffusion, and the last t is pure noise. The schedule's shift
+towards noise is applied: the constant one, or that of the image's size if the scheduler depends on
+it. Training draws t uniformly, so sigma by that shifted schedule. SD 3's own training drew it from
+a logit-normal.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ class Flow(Sized):
 
     def configure(self, options: Mapping[str, Any]) -> None:
         super().configure(options)
-        self._sigmas = self._schedule()  # which may go by the size
+        self._sigmas = self._schedule()  # which may depend on the size
 
     def _schedule(self) -> Tensor:
-        """Sigma of each time step of the training schedule, ascending, [timesteps]."""
+        """Return sigma of each time step of the training schedule, ascending, [timesteps]."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        # made anew: sampling overwrites the sigmas of the pipeline's own
+        # a new one: sampling overwrites the sigmas of the pipeline's own
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.pipeline.scheduler.config)
         sigmas = scheduler.sigmas
-        # not applied by the scheduler before it is told the image's size
+        # the scheduler applies it only when it has the image's size
         if scheduler.config.use_dynamic_shifting:
             sigmas = scheduler.time_shift(self._mu(scheduler.config), 1.0, sigmas)
         return sigmas.flip(0)
 
     def _mu(self, config: Any) -> float:
-        """The shift for an image of our size: linear in its tokens, from the scheduler's base to
-        its maximum.
+        """Return the shift for an image of this size.
+
+        It is linear in the number of tokens, from the scheduler's base to its maximum.
         """
         tokens = (self.latent_shape()[1] // self.patch) ** 2
         slope = (config.max_shift - config.base_shift) / (
@@ -68,7 +70,7 @@ class Flow(Sized):
         return float(config.base_shift + slope * (tokens - config.base_image_seq_len))
 
     def sigma(self, t: Tensor) -> Tensor:
-        """Of integer time steps, in their shape."""
+        """Return sigma of integer time steps, in their shape."""
         return self._sigmas.to(t.device)[t]
 
     def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -93,8 +95,9 @@ class Flow(Sized):
         guidance: float,
         weights: Weights | None = None,
     ) -> tuple[Tensor, int]:
-        """Euler's method along `steps` of the training schedule's own time steps, evenly spaced, so
-        that x_t stands at one.
+        """Sample by Euler's method along `steps` time steps of the training schedule.
+
+        They are evenly spaced, so that x_t is at one of them.
         """
         places = (
             torch.linspace(self.timesteps - 1, 0, steps + 1, device=noise.device).round().long()

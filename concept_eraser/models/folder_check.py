@@ -1,18 +1,18 @@
-"""What a model folder is checked for before diffusers or transformers is given it.
+"""Check a model folder before diffusers or transformers opens it.
 
 A folder that a stranger made is data. It may name weights and settings of classes that are listed
 here. It may name nothing that makes a library import a module, run a file, or use a network:
 
 * model_index.json names models and schedulers of diffusers, and classes in `TRANSFORMERS`, only
-* no file of code lies beside the weights (`CODE`)
+* no file of code is beside the weights (`CODE`)
 * no configuration has a key that names code, kernels, quantizers or another model (`_REFUSED`)
 * no path in a configuration leaves the folder
 * no symbolic link leads out of the folder; a snapshot in the hub's cache may lead to the blobs of
   the same repository
 
 The libraries refuse much of this themselves, but not in all versions. Every problem is a UserError
-of one sentence. The check reads configurations only, no weights. Pickles are refused where the
-weights are checked (`loading`).
+of one sentence. The check reads configurations only, no weights. `loading` checks the weights, and
+refuses pickles.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _CONFIGURATIONS = (
     "tokenizer_config.json",
 )
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-_REFUSED = {  # keys of configurations, and what a library does where it meets them
+_REFUSED = {  # keys of configurations, and what a library does with them
     "auto_map": "names Python code",
     "custom_pipeline": "names Python code",
     "custom_pipelines": "names Python code",
@@ -98,7 +98,7 @@ _REFUSED = {  # keys of configurations, and what a library does where it meets t
     "use_pretrained_backbone": "fetches another model",
     "use_timm_backbone": "fetches another model",
 }
-_ATTENTION = ("eager", "sdpa")  # the others are, or fall back to, kernels of the hub
+_ATTENTION = ("eager", "sdpa")  # others are kernels of the hub, or fall back to them
 _ATTENTION_KEYS = (
     "_attn_implementation",
     "_attn_implementation_internal",
@@ -114,14 +114,14 @@ _PATHS = (
     "tokenizer_config_file",
     "added_tokens_file",
 )
-_WEIGHTS = (".safetensors", ".bin")  # of shards; loading says whether a pickle may be opened
+_WEIGHTS = (".safetensors", ".bin")  # of shards; loading decides about pickles
 
 
 def check_pipeline(folder: Path) -> dict[str, Any]:
-    """The content of a pipeline folder's model_index.json, after all checks of the folder.
+    """Return the content of a pipeline folder's model_index.json, after all checks of the folder.
 
     Raises:
-        UserError: where something in it could make a library run or fetch code, or is damaged.
+        UserError: a file in it is damaged, or could make a library run or fetch code.
     """
     index = check_index(folder / INDEX)
     root = _root_of(folder)
@@ -142,10 +142,12 @@ def check_part(folder: Path) -> None:
 
 
 def check_index(file: Path) -> dict[str, Any]:
-    """The content of a model_index.json that names classes of diffusers and transformers only.
+    """Return the content of a checked model_index.json.
+
+    It names classes of diffusers and transformers only.
 
     Raises:
-        UserError: where it is damaged, or names something else.
+        UserError: it is damaged, or names something else.
     """
     index = read_json(file)
     entry = index.get("_class_name")
@@ -169,26 +171,31 @@ def check_index(file: Path) -> dict[str, Any]:
 
 
 def components(index: Mapping[str, Any]) -> list[str]:
-    """The names of the parts that a checked index says are there."""
+    """Return the names of the parts in a checked index."""
     lists = {name: entry for name, entry in index.items() if isinstance(entry, list)}
     return [name for name, entry in lists.items() if not name.startswith("_") and all(entry)]
 
 
-def _check_component(name: str, named: list[Any], file: Path) -> None:
-    """One entry of the index: [library, class], or [null, null] for a part that is left out."""
+def _check_component(name: str, component: list[Any], file: Path) -> None:
+    """Check one entry of the index.
+
+    It is [library, class], or [null, null] for a part that is left out.
+    """
     if not name.isidentifier():
         raise UserError(
             f"{file}: {quote(name)} cannot be the name of a part; expected a plain name such as "
             "'unet', so copy the checkpoint again"
         )
-    if named == [None, None]:
+    if component == [None, None]:
         return
-    if len(named) != 2 or not all(isinstance(one, str) and one.isidentifier() for one in named):
+    if len(component) != 2 or not all(
+        isinstance(one, str) and one.isidentifier() for one in component
+    ):
         raise UserError(
-            f"{file}: the part {name!r} is {quote(named)}; expected [library, class], both plain "
-            "names, or [null, null]. Do not load it unless you know its author"
+            f"{file}: the part {name!r} is {quote(component)}; expected [library, class], both "
+            "plain names, or [null, null]. Do not load it unless you know its author"
         )
-    library, class_name = named
+    library, class_name = component
     if (name, library, class_name) == _SAFETY_CHECKER:
         return
     if library not in ("diffusers", "transformers"):
@@ -216,21 +223,22 @@ def _is_part_of_diffusers(class_name: str) -> bool:
 
 
 def _root_of(folder: Path) -> Path:
-    """The folder that a model's links may not leave: its own, or its repository's in the hub
-    cache.
+    """Return the folder that a model's links may not leave.
+
+    It is the model's own folder, or its repository's in the hub cache.
     """
     try:
         own = folder.resolve(strict=True)
     except (OSError, RuntimeError) as error:
         raise UserError(cannot("read", folder, error)) from None
-    for place in (own, own.parent):  # of a part: the folder of the pipeline above it
+    for place in (own, own.parent):  # for a part, the folder of the pipeline above it
         if place.parent.name == "snapshots" and place.parents[1].name.startswith("models--"):
             return place.parents[1]
     return own
 
 
 def _check_files(folder: Path, root: Path, *, deep: bool) -> None:
-    """Check every file of a folder, of its subfolders too where `deep`."""
+    """Check every file of a folder. deep: also those of its subfolders."""
     for number, path in enumerate(_walk(folder, deep)):
         if number >= FILES:
             raise UserError(
@@ -261,7 +269,7 @@ def _check_files(folder: Path, root: Path, *, deep: bool) -> None:
 
 
 def _walk(folder: Path, deep: bool) -> Iterator[Path]:
-    """A folder and what is in it. Folders behind links are not entered."""
+    """Yield a folder and its content. Folders behind links are not entered."""
     yield folder
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -278,7 +286,7 @@ def _walk(folder: Path, deep: bool) -> Iterator[Path]:
 def _check_link(path: Path, root: Path) -> None:
     try:
         inside = path.resolve(strict=True).is_relative_to(root)
-    except (OSError, RuntimeError) as error:  # it leads nowhere, or in a circle
+    except (OSError, RuntimeError) as error:  # it leads nowhere, or is part of a circle
         raise UserError(cannot("read", path, error)) from None
     if not inside:
         raise UserError(
@@ -299,7 +307,7 @@ def _check_json(path: Path, size: int) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    """The index of weights in several files: it names files of its own folder only."""
+    """Check the index of weights in several files. It may name files of its own folder only."""
     shards = read_json(path).get("weight_map")
     if not isinstance(shards, dict):
         raise UserError(
@@ -316,7 +324,7 @@ def _check_shards(path: Path) -> None:
 
 
 def _check_keys(content: Mapping[str, Any], file: Path) -> None:
-    """Refuse what names code, another model, or a path out of the folder, at any depth."""
+    """Refuse keys for code, another model, or a path out of the folder, at any depth."""
     level: list[Any] = [content]
     while level:
         value_at_hand = level.pop()
@@ -335,7 +343,7 @@ def _check_entry(key: str, value: Any, file: Path) -> None:
             "entry, or use a model without it"
         )
     if key in _ATTENTION_KEYS:
-        kinds = list(value.values()) if isinstance(value, dict) else [value]  # of parts by name
+        kinds = list(value.values()) if isinstance(value, dict) else [value]  # a mapping is by part
         names = [one for one in kinds if one is not None and one not in _ATTENTION]
         if names:
             raise UserError(

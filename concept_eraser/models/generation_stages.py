@@ -1,9 +1,9 @@
 """Image generation in three stages: encode the prompt, sample the latents, decode the image.
 
-Each stage needs other parts of the model, so that the others may lie elsewhere
-(training/placement.py). The stages are those of the pipeline's own call, cut before the denoiser's
-first step and before the VAE. Together they give the same bits as the whole call. What passes from
-one stage to the next lies on the CPU.
+Each stage needs other parts of the model, so that the others may be on another device
+(training/placement.py). The stages are those of the pipeline's own call, which is interrupted
+before the denoiser's first step and before the VAE. Together they give the same bits as the whole
+call. The results of a stage for the next are on the CPU.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ CPU = torch.device("cpu")
 
 
 class _CutError(Exception):
-    """Ends the pipeline's call; nothing went wrong."""
+    """Ends the pipeline's call. It is no failure."""
 
 
 @torch.no_grad()
 def read(
     model: Any, prompts: Sequence[str], *, guidance: float, autocast: torch.dtype | None
 ) -> Any:
-    """What the pipeline encodes the prompts of one call to, by the text encoders alone; None for
-    one that reads no texts.
+    """Encode the prompts of one call as the pipeline does, by the text encoders alone.
 
-    Raises UserError for a guidance that the pipeline does not know, and for a model under a
-    safeguard, which reads while it draws.
+    Returns None for a pipeline that reads no texts. Raises UserError for a guidance that the
+    pipeline does not support, and for a model under a safeguard, which encodes texts during
+    sampling.
     """
     model.allow(guidance)
     if model.guard is not None:
         raise UserError(
-            f"{model.source}: a safeguard asks text encoder and denoiser by turns; leave "
+            f"{model.source}: a safeguard needs text encoder and denoiser in turn; leave "
             "out training.offload, or the safeguard"
         )
     if not model.readers:
@@ -46,8 +46,8 @@ def read(
     pipeline, outputs = model.pipeline, []
     encode = pipeline.encode_prompt
 
-    def cut(*given: Any, **told: Any) -> Any:
-        outputs.append(encode(*given, **told))
+    def cut(*inputs: Any, **options: Any) -> Any:
+        outputs.append(encode(*inputs, **options))
         raise _CutError
 
     with (
@@ -74,18 +74,20 @@ def draw(
     guidance: float,
     autocast: torch.dtype | None,
 ) -> Tensor:
-    """What the pipeline would give its VAE to decode [n, c, h, w], by the denoiser alone; known: of
-    these prompts, from `read`."""
+    """Sample the latents [n, c, h, w] that the pipeline would decode, by the denoiser alone.
+
+    encoding_on_cpu: of these prompts, from `read`.
+    """
     pipeline, outputs = model.pipeline, []
 
-    def cut(codes: Tensor, *given: Any, **told: Any) -> Any:
+    def cut(codes: Tensor, *inputs: Any, **options: Any) -> Any:
         outputs.append(codes)
         raise _CutError
 
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     encoding = _move_to(encoding_on_cpu, model.device)
     with (
-        _instead(pipeline, "encode_prompt", lambda *given, **told: encoding),
+        _instead(pipeline, "encode_prompt", lambda *inputs, **options: encoding),
         _instead(pipeline.vae, "decode", cut),
         _at(pipeline, model.device),
         model.precision(autocast or model.frozen_dtype),
@@ -104,14 +106,14 @@ def draw(
 
 @torch.no_grad()
 def show(model: Any, codes: Tensor, *, autocast: torch.dtype | None) -> Tensor:
-    """The images [n, h, w, 3] uint8 of what was drawn, by the VAE alone."""
+    """Decode latents to images [n, h, w, 3] uint8, by the VAE alone."""
     with model.precision(autocast or model.frozen_dtype):
         pixels = model.pipeline.vae.decode(codes.to(model.device)).sample
-        return to_bytes((pixels * 0.5 + 0.5).clamp(0, 1))  # as diffusers' VaeImageProcessor
+        return to_bytes((pixels * 0.5 + 0.5).clamp(0, 1))  # like diffusers' VaeImageProcessor
 
 
 def to_bytes(images: Tensor) -> Tensor:
-    """[n, 3, h, w] in [0, 1] -> [n, h, w, 3] uint8 on the CPU."""
+    """Convert images [n, 3, h, w] in [0, 1] to [n, h, w, 3] uint8 on the CPU."""
     return images.float().mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
 
@@ -121,7 +123,7 @@ def _until_cut(call: Callable[[], Any]) -> None:
     except _CutError:
         return
     raise RuntimeError(
-        "the pipeline drew an image without reading its prompt or asking its VAE; this "
+        "the pipeline drew an image without its text encoder or its VAE; this "
         "version of diffusers is not known"
     )
 
@@ -132,8 +134,9 @@ def _move_to(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def _instead(thing: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a method of one object is this function (of a pipeline without that method, nothing
-    asks for it).
+    """Replace a method of one object by this function inside the context.
+
+    A pipeline without that method does not need it.
     """
     thing.__dict__[name] = function
     try:
@@ -144,8 +147,11 @@ def _instead(thing: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 @contextmanager
 def _at(pipeline: Any, device: torch.device) -> Iterator[None]:
-    """Inside, the pipeline computes on this device. By itself it goes by the parts it has, and
-    which of them tells differs by diffusers' version; it has no setting for it."""
+    """Make the pipeline compute on this device inside the context.
+
+    By default it uses the device of one of its parts, which depends on the version of diffusers. It
+    has no setting for it.
+    """
     own = type(pipeline)
     pipeline.__class__ = type(
         own.__name__, (own,), {"_execution_device": property(lambda self: device)}

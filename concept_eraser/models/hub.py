@@ -1,10 +1,9 @@
-"""Pipelines by hub id, `owner/name` or `owner/name@revision` (a branch, tag or commit): from the
-hub, else from its cache.
+"""Pipelines by hub id, `owner/name` or `owner/name@revision` (a branch, tag or commit).
 
-One short question decides whether the hub answers, so that a machine without network says so at
-once instead of trying each file again and again. Where it does not answer, the cache on disk
-serves. A token comes from the caller, from $HF_TOKEN or from `hf auth login`; it is passed on and
-kept nowhere.
+They come from the hub, else from its cache. One short request decides whether the hub answers, so
+that a machine without network reports it at once instead of trying each file. If the hub does not
+answer, the cache on disk is used. A token comes from the caller, from $HF_TOKEN or from `hf auth
+login`. It is passed on and never stored.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from concept_eraser.models.folder_check import INDEX, check_index
 from concept_eraser.utils.errors import UserError, first_line, quote
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-PATIENCE = 2.5  # seconds; $HF_HUB_ETAG_TIMEOUT where it is set
+PATIENCE = 2.5  # seconds; $HF_HUB_ETAG_TIMEOUT if it is set
 ADVICE = "give a local folder, or set HF_HOME to a cache that holds it"
 
 
@@ -30,7 +29,7 @@ def is_id(name: str) -> bool:
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """`owner/name@revision` -> (owner/name, revision or None)."""
+    """Split `owner/name@revision` into (owner/name, revision or None)."""
     match = _ID.fullmatch(name)
     if match is None:
         raise UserError(f"{quote(name)} is no hub id; expected owner/name or owner/name@revision")
@@ -44,11 +43,10 @@ def offline() -> bool:
 
 
 def why_not(name: str, token: str | None = None) -> str | None:
-    """None where the hub answers and shows the repository; "" where it cannot be reached (or must
-    not be asked).
+    """Return None if the hub answers and shows the repository, else "".
 
-    Raises UserError where it answers that there is no such repository or revision, or that this
-    token may not see it.
+    It is "" if the hub cannot be reached, or must not be asked. Raises UserError if the hub answers
+    that there is no such repository or revision, or that this token has no access.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
@@ -90,8 +88,9 @@ def why_not(name: str, token: str | None = None) -> str | None:
 
 
 def is_silent_about_dataset(repository: str) -> bool:
-    """Whether the hub does not answer a question about a data set, or must not be asked. One that
-    answers no is not silent.
+    """Whether the hub does not answer a question about a data set, or must not be asked.
+
+    An answer that there is none is an answer.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -103,7 +102,7 @@ def is_silent_about_dataset(repository: str) -> bool:
 
 
 def within_patience(ask: Callable[[float], Any]) -> BaseException | None:
-    """Make a request to the hub: None where it answers in time, else the error.
+    """Make a request to the hub. Returns None if it answers in time, else the error.
 
     ask: the request; its argument is the time limit in seconds.
     """
@@ -117,7 +116,7 @@ def within_patience(ask: Callable[[float], Any]) -> BaseException | None:
         except Exception as error:
             errors.append(error)
 
-    # a name server's silence has no timeout of its own
+    # a name server that does not answer has no timeout
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(patience)
@@ -132,11 +131,10 @@ def folder_of(
     weights: bool = True,
     left_out: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The folder in the hub's cache that holds a pipeline, after fetching what is missing.
+    """Return the folder in the hub's cache that holds a pipeline, after downloading missing files.
 
-    weights: also those, not the configuration alone; left_out: components that are not needed.
-
-    Raises UserError where neither the hub nor the cache has it.
+    weights: also those, not the configuration alone. left_out: components that are not needed.
+    Raises UserError if neither the hub nor the cache has it.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
 
@@ -152,7 +150,7 @@ def folder_of(
             )
         if silent:
             return Path(snapshot_download(repository, **options))
-        # before diffusers reads it: the index decides what diffusers would download and import
+        # before diffusers reads it: the index determines what diffusers downloads and imports
         check_index(Path(hf_hub_download(repository, INDEX, revision=revision, token=token)))
         # imported late: it takes seconds, and a missing hub is reported at once
         from diffusers import DiffusionPipeline
@@ -167,13 +165,14 @@ def folder_of(
         )
     except UserError:
         raise
-    except Exception as error:  # the hub's client and diffusers raise some twenty kinds
+    except Exception as error:  # the hub's client and diffusers raise about twenty types of errors
         raise UserError(f"cannot load {name}: {_reason(silent, revision, error)}") from None
 
 
 def half_filled(name: str, folder: Path, problem: str) -> str:
-    """What to say of a pipeline in the cache that lacks files. folder: its snapshot; problem: what
-    was found there.
+    """Return the error for a pipeline in the cache that lacks files.
+
+    folder: its snapshot. problem: the problem there.
     """
     short_problem = problem.replace(f"{folder}/", "").replace(str(folder), "it")
     repository = folder.parents[1] if folder.parent.name == "snapshots" else folder

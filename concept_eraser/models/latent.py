@@ -1,8 +1,7 @@
-"""Base classes of the families that denoise the latents of a VAE by a pipeline of diffusers, and
-epsilon- and v-prediction.
+"""Base classes of the families that denoise the latents of a VAE by a pipeline of diffusers.
 
-Sampling is diffusers' own pipeline. Training always uses the schedule's alphas: the forward process
-is the same for every sampler.
+Also epsilon- and v-prediction. Sampling is diffusers' own pipeline. Training always uses the
+schedule's alphas: the forward process is the same for every sampler.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ READERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 def quiet_libraries() -> None:
-    """diffusers and transformers draw a bar for every shard they read or write; ours report the
+    """Suppress the progress bars of diffusers and transformers inside the context.
+
+    They draw one for every shard that they read or write. The package reports the progress of the
     whole.
     """
     import diffusers
@@ -39,8 +40,9 @@ def quiet_libraries() -> None:
 
 
 def tokens_of(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
-    """Ids and mask of some prompts, padded to `length`; longer ones are cut and named in a
-    warning.
+    """Return ids and mask of some prompts, padded to `length`.
+
+    Longer prompts are cut off and named in a warning.
     """
     tokens = tokenizer(
         list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -61,29 +63,33 @@ def tokens_of(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
 
 
 def penultimate(encoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """A CLIP text encoder's last but one hidden states [n, length, width], and its first output:
-    [n, width], what is projected from the end token, of one with a projection."""
+    """Return a CLIP text encoder's last but one hidden states, and its first output.
+
+    The states are [n, length, width]. For an encoder with a projection the first output is [n,
+    width], projected from the end token.
+    """
     output = encoder(ids, output_hidden_states=True)
     return output.hidden_states[-2], output[0]
 
 
 class Latent(Model):
-    """A pipeline with an AutoencoderKL, with the interface of `Model`. A family defines the inputs
-    of its denoiser (`_inputs`) and the arguments of its pipeline (`_asked`)."""
+    """A pipeline with an AutoencoderKL, with the interface of `Model`.
+
+    A family defines the inputs of its denoiser (`_inputs`) and the arguments of its pipeline
+    (`_sampling_arguments`).
+    """
 
     pipeline_class: ClassVar[str]
-    network: ClassVar[str] = "unet"  # what the pipeline calls its denoiser
-    left_out: ClassVar[Mapping[str, Any]] = {}  # what the pipeline is loaded without
-    # of frozen weights while they are not fp32 (training/placement.py): the denoiser's, the text
-    # encoders'
+    network: ClassVar[str] = "unet"  # the pipeline's name of its denoiser
+    left_out: ClassVar[Mapping[str, Any]] = {}  # components that the pipeline is loaded without
+    # precision of frozen weights if it is not fp32 (training/placement.py): the denoiser's, the
+    # text encoders'
     frozen_dtype: torch.dtype | None = None
     reader_dtype: torch.dtype | None = None
-    guard: Guard | None = None  # a safeguard while sampling
+    guard: Guard | None = None  # a safeguard during sampling
 
     def drawing(self) -> dict[str, Any]:
-        """The latents' shape, the sampler with its configuration, and how tokenizers write down a
-        sentence.
-        """
+        """The latents' shape, the sampler's configuration, and a sentence's tokens."""
         scheduler = self.pipeline.scheduler
         tokenizers = [
             getattr(self.pipeline, name, None)
@@ -110,7 +116,7 @@ class Latent(Model):
         names = {"denoiser": self.network, **{name: name for name in readers}, "vae": "vae"}
         self.parts = {part: getattr(pipeline, name) for part, name in names.items()}
         for part in self.parts.values():
-            # stored in half precision or not, weights are trained in fp32
+            # weights are trained in fp32, even if they are stored in half precision
             part.float().eval().requires_grad_(False)
         self.timesteps = int(pipeline.scheduler.config.num_train_timesteps)
         pipeline.set_progress_bar_config(disable=True)
@@ -122,7 +128,7 @@ class Latent(Model):
         quiet_libraries()
         family: Any = getattr(diffusers, cls.pipeline_class)
         # a part saved as absent ([null, null], SD 3 without T5) must be passed as None, or
-        # diffusers asks for it
+        # diffusers requires it
         absent = {
             name: None
             for name, entry in family.load_config(folder).items()
@@ -149,24 +155,23 @@ class Latent(Model):
         raise self.lacks("putting in a CLIP text tower")
 
     def protect(self, guard: Guard) -> None:
-        """Sample under a safeguard from now on. Raises UserError where the family has no single
-        text to steer by.
+        """Sample under a safeguard from now on.
+
+        Raises UserError if the family has no single text encoder for it.
         """
         if self.readers != ("text_encoder",):
             raise self.lacks(f"the safeguard {guard.kind!r}")
         self.guard, self.source = guard, f"{self.source} under {guard}"
 
     def _only_read(self, weights: Weights | None, rows: Tensor | None) -> None:
-        """Raise UserError where an encoder's weights or its tokens' embeddings are to be
-        replaced.
-        """
+        """Raise UserError if an encoder's weights or its tokens' embeddings are to be replaced."""
         if weights is not None:
             raise self.lacks("training the text encoder")
         if rows is not None:
             raise self.lacks("an attack on token embeddings")
 
     def _vae_scale(self) -> tuple[float, float]:
-        """Of the VAE's codes: (factor, shift), latents = (code - shift) x factor."""
+        """Return (factor, shift) of the VAE's codes: latents = (code - shift) x factor."""
         config = self.pipeline.vae.config
         return float(config.scaling_factor), float(getattr(config, "shift_factor", None) or 0.0)
 
@@ -190,7 +195,7 @@ class Latent(Model):
         return self.pipeline.vae.decode(latents / factor + shift).sample
 
     def _inputs(self, noisy: Tensor, t: Tensor, condition: Condition) -> dict[str, Any]:
-        """The inputs of the denoiser, by its own names."""
+        """Return the inputs of the denoiser, by its own names."""
         raise NotImplementedError
 
     def denoise(
@@ -225,13 +230,13 @@ class Latent(Model):
         )
 
     def checkpoint(self, on: bool) -> None:
-        """Keep the denoiser's activations between its blocks only, and compute those inside again
-        in the backward pass.
+        """Store the denoiser's activations between its blocks only, and recompute the others.
 
-        diffusers' is non-reentrant, so that `torch.autograd.grad` and second derivatives work; it
-        asks whether gradients are wanted, not whether the module is in training mode, so that
-        teachers are not slowed down. Blocks are computed again with the module's own weights: never
-        differentiate through `denoise` with `weights` while it is on.
+        They are recomputed in the backward pass. diffusers' checkpointing is non-reentrant, so that
+        `torch.autograd.grad` and second derivatives work. It depends on whether gradients are
+        needed, not on the training mode, so that teachers are not slowed down. Blocks are
+        recomputed with the module's own weights: never differentiate through `denoise` with
+        `weights` while it is on.
         """
         network: Any = self.denoiser
         network.enable_gradient_checkpointing() if on else network.disable_gradient_checkpointing()
@@ -245,7 +250,7 @@ class Latent(Model):
         guidance: float,
         weights: Weights | None,
     ) -> Tensor:
-        """The prediction with classifier-free guidance at one time step t [1]."""
+        """Return the prediction with classifier-free guidance at one time step t [1]."""
         n = len(condition)
         conditions = Condition(
             {k: torch.cat([null.tensors[k], v]) for k, v in condition.tensors.items()}
@@ -256,11 +261,11 @@ class Latent(Model):
         return unconditional + guidance * (conditional - unconditional)
 
     def _sampling_arguments(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
-        """The arguments of the pipeline that generate images of some prompts."""
+        """Return the arguments of the pipeline for images of some prompts."""
         raise NotImplementedError
 
     def _reporting(self, progress: Callable[[int], None] | None) -> dict[str, Any]:
-        """The arguments of the pipeline that make it report its steps."""
+        """Return the arguments of the pipeline that report its steps."""
 
         def report(pipe: Any, step: int, t: Any, values: dict) -> dict:
             if progress:
@@ -270,7 +275,7 @@ class Latent(Model):
         return {"callback_on_step_end": report}
 
     def allow(self, guidance: float) -> None:
-        """Raise UserError where the pipeline cannot sample with that guidance."""
+        """Raise UserError if the pipeline cannot sample with that guidance."""
 
     @torch.no_grad()
     def sample(
@@ -288,8 +293,8 @@ class Latent(Model):
                 f"one seed per prompt is needed, found {len(prompts)} prompts and "
                 f"{len(seeds)} seeds"
             )
-        # noise is drawn on the CPU, one generator an image: an image depends on its own seed, not
-        # on its batch
+        # noise is drawn on the CPU, with one generator for each image, so that an image depends on
+        # its own seed and not on its batch
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         safeguard = self.guard.around(self, len(prompts)) if self.guard else nullcontext()
         with self.precision(autocast or self.frozen_dtype), safeguard:
@@ -305,14 +310,15 @@ class Latent(Model):
 
 
 class Sized(Latent):
-    """Families that draw images of any size: the option `size`, in pixels, by default the
-    pipeline's own.
+    """Families for images of any size.
+
+    They have the option `size` in pixels, by default the pipeline's own.
     """
 
     options: ClassVar[Mapping[str, str]] = {
-        "size": "side of the images in pixels (default: the pipeline's)"
+        "size": "width and height of the images in pixels (default: the pipeline's)"
     }
-    patch: ClassVar[int] = 1  # latents along a side of what the denoiser sees as one
+    patch: ClassVar[int] = 1  # latents in width and height that are one token of the denoiser
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
@@ -323,7 +329,7 @@ class Sized(Latent):
         step = self.pipeline.vae_scale_factor * self.patch
         if name == "size" and (value < step or value % step):
             raise UserError(
-                f"size: {self.source} draws images whose side is a multiple of {step}, "
+                f"size: {self.source} draws images whose width is a multiple of {step}, "
                 f"found {value:g}"
             )
 
@@ -347,9 +353,11 @@ class Sized(Latent):
 
 
 class Variance(Latent):
-    """Variance-preserving diffusion: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise; the prediction is
-    the noise (epsilon) or v = sqrt(a_t) noise - sqrt(1 - a_t) x_0. The scheduler's configuration
-    says which."""
+    """Variance-preserving diffusion: x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise.
+
+    The prediction is the noise (epsilon) or v = sqrt(a_t) noise - sqrt(1 - a_t) x_0, by the
+    scheduler's configuration.
+    """
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
@@ -401,8 +409,8 @@ class Variance(Latent):
         from diffusers import DDIMScheduler
 
         config = self.pipeline.scheduler.config
-        # DDIM's default clips x_0 to [-1, 1], which latents exceed; other schedulers'
-        # configurations do not say otherwise
+        # DDIM's default clips x_0 to [-1, 1], which latents exceed, and the configurations of other
+        # schedulers do not change it
         scheduler = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False))
         scheduler.set_timesteps(steps, device=self.device)
         x = noise * scheduler.init_noise_sigma
@@ -414,7 +422,7 @@ class Variance(Latent):
 
 
 class Guided(Sized):
-    """Families whose pipeline takes the condition to guide away from as an argument."""
+    """Families whose pipeline takes the condition of the empty prompt as an argument."""
 
     def _sampling_arguments(self, prompts: Sequence[str] | Condition) -> dict[str, Any]:
         arguments = super()._sampling_arguments(prompts)

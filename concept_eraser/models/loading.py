@@ -1,6 +1,4 @@
-"""From a name, folder, hub id or object in memory to a `Model`, refusing what cannot be loaded
-safely.
-"""
+"""Load a `Model` from a name, folder, hub id or object in memory. Unsafe files are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from concept_eraser.utils.errors import UserError, first_line, quote, unknown
 from concept_eraser.utils.path_redaction import FILE_ON
 
 BUNDLED = {
-    "tiny-sd": "the bundled world of ten shapes, 64x64, trained from scratch for this package"
+    "tiny-sd": "the bundled model of ten shapes, 64x64, trained from scratch for this package"
 }
 FAMILIES = {
     "StableDiffusionPipeline": "sd",
@@ -35,15 +33,14 @@ FAMILIES = {
     "DiTPipeline": "dit",
 }
 _CODE = re.compile(r"[^\d\W]\w*(\.[^\d\W]\w*)*:[^\d\W]\w*")  # package.module:function
-# how the parts of a pipeline begin that have weights we load
+# the first letters of the parts of a pipeline whose weights are loaded
 _WEIGHED = ("unet", "transformer", "vae", "text_encoder")
 
 
 def on_base(file: Any, base: Any) -> str:
-    """The one name of a single-file checkpoint, or of a part of a pipeline, and of what it is read
-    beside: FILE@BASE.
+    """Return the name FILE@BASE of a checkpoint or part of a pipeline, and of its base.
 
-    Raises UserError where there is no such file, or the base has no name.
+    Raises UserError if there is no such file, or the base has no name.
     """
     if not isinstance(file, str | Path) or Path(file).suffix != ".safetensors":
         raise UserError(
@@ -68,17 +65,17 @@ class Incomplete(UserError):
 def load_part(
     source: Any, target: str, *, allow_pickle: bool = False, allow_code: bool = False
 ) -> Loaded:
-    """Load what a job with some target trains.
+    """Load the model for a job with some target.
 
     A denoiser or text encoder: see `load`. A classifier, VAE or CLIP model: a torch module in
     memory (for CLIP also the pair of a transformers CLIPModel and its tokenizer), the folder of a
     saved one, a run folder, "tiny-sd" (its VAE or its small CLIP), or "package.module:function",
-    called without arguments to make the module.
+    which is called without arguments and makes the module.
 
-    allow_code: also import and call "package.module:function". It runs code, so it is for names
-    that the user has given himself, never for what a recipe or a run folder says.
+    allow_code: also import and call "package.module:function". It runs code, so it is only for
+    names that the user has given, never for those of a recipe or a run folder.
 
-    Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
+    Raises UserError if the source is unknown, incomplete, damaged or of an unsupported kind.
     """
     if isinstance(source, Loaded):
         return source
@@ -87,7 +84,7 @@ def load_part(
     if target == "clip":
         return _clip(source)
     if type(source).__name__ in FAMILIES:
-        return load(source)  # a pipeline, of which the VAE is a part
+        return load(source)  # a pipeline, which has the VAE as a part
     if isinstance(source, nn.Module):
         return Module(source, target, f"a {type(source).__name__} in memory")
     if names_code(source):
@@ -122,7 +119,7 @@ def load_part(
 
 
 def names_code(source: Any) -> bool:
-    """Whether a model is named as "package.module:function", which is code to be run."""
+    """Whether a model is named as "package.module:function", which is code."""
     return (
         isinstance(source, str)
         and _CODE.fullmatch(source) is not None
@@ -131,13 +128,13 @@ def names_code(source: Any) -> bool:
 
 
 def _made_by(source: str) -> nn.Module:
-    """The module that a function named on the command line makes."""
+    """Return the module that a named function makes."""
     name, _, attribute = source.rpartition(":")
-    if str(Path.cwd()) not in sys.path:  # as `python -m` does; the console script does not
+    if str(Path.cwd()) not in sys.path:  # `python -m` does this, the console script does not
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = getattr(importlib.import_module(name), attribute)()
-    except Exception as error:  # whatever the code raises
+    except Exception as error:  # the code may raise anything
         raise UserError(f"cannot call {source} without arguments: {first_line(error)}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"{source} returned a {type(module).__name__}, not a torch module")
@@ -145,13 +142,13 @@ def _made_by(source: str) -> nn.Module:
 
 
 def _autoencoder(folder: Path) -> Module:
-    """A folder of diffusers' AutoencoderKL."""
+    """Load a folder of diffusers' AutoencoderKL."""
     folder_check.check_part(folder)
     from diffusers import AutoencoderKL
 
     try:
         module = AutoencoderKL.from_pretrained(folder, use_safetensors=True)
-    except Exception as error:  # a configuration of wrong types makes the library raise any kind
+    except Exception as error:  # wrong types in a configuration cause any type of error
         raise UserError(f"cannot load the VAE {folder}: {first_line(error)}") from error
     require_all_weights(module, folder)
     return Module(module, "vae", str(folder))
@@ -183,7 +180,7 @@ def _clip(source: Any) -> Loaded:
 
 
 def _bundled_clip(family: Any, name: str) -> Loaded:
-    """The small CLIP of the bundled world, whose text tower is the pipeline's text encoder."""
+    """Return the small bundled CLIP, whose text tower is the pipeline's text encoder."""
     from transformers import CLIPTokenizer
 
     from concept_eraser.models.families.clip import load_bundled_clip
@@ -202,18 +199,20 @@ def load(
 ) -> Model:
     """Load a text-to-image model.
 
-    source: "tiny-sd", a diffusers folder, a run folder of ours, a hub id ("owner/name",
-        "owner/name@revision"), a diffusers pipeline object, or a Model (returned as it is); or a
-        part of a pipeline that another eraser made: a LoRA, a state dict or folder of the denoiser
-        or the text encoder (see overlay.py); or FILE.safetensors@BASE, one of these or a
-        single-file checkpoint with its base.
-    allow_pickle: also load weights stored as pickles, which can execute code; off by default.
-    base: for a part, the model it was made for (which stays as it is); for a single-file checkpoint
-        (.safetensors in the original layout), the diffusers folder of its architecture; not asked
-        for otherwise.
-    token: for the hub; default $HF_TOKEN or what `hf auth login` kept.
+    Args:
+        source: "tiny-sd", a diffusers folder, a run folder, a hub id ("owner/name",
+            "owner/name@revision"), a diffusers pipeline object, or a Model (returned as it is). It
+            can also be a part of a pipeline that another eraser made: a LoRA, a state dict or
+            folder of the denoiser or the text encoder (see overlay.py). FILE.safetensors@BASE is
+            one of these or a single-file checkpoint with its base.
+        allow_pickle: also load weights stored as pickles, which can execute code; off by default.
+        base: for a part, the model it was made for, which does not change. For a single-file
+            checkpoint (.safetensors in the original layout), the diffusers folder of its
+            architecture. Not used otherwise.
+        token: for the hub; default $HF_TOKEN or the token of `hf auth login`.
 
-    Raises UserError where the source is unknown, incomplete, damaged or of an unsupported kind.
+    Raises:
+        UserError: the source is unknown, incomplete, damaged or of an unsupported kind.
     """
     if isinstance(source, Model):
         return source
@@ -225,7 +224,7 @@ def load(
     path = Path(name)
     try:
         (path / "pipeline").exists()
-    except OSError as error:  # a name that the system does not take
+    except OSError as error:  # a name that the system does not allow
         raise UserError(
             f"cannot load {quote(name)}: {str(error.strerror).lower()}; check the name"
         ) from None
@@ -273,7 +272,7 @@ def _from_object(pipeline: Any) -> Model:
 
 
 def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model:
-    """A part of a pipeline on the base it was made for, or a checkpoint in the original layout."""
+    """Load a part of a pipeline on its base, or a checkpoint in the original layout."""
     file_parts = overlay.parts_in(path) if path.is_file() else set()
     if base is None and file_parts:
         raise UserError(
@@ -301,14 +300,15 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
             model_of_file.source = str(path)
             return model_of_file
     model = load(base, allow_pickle=allow_pickle, token=token)
-    model = copy.deepcopy(model) if in_memory else model  # the caller's own stays as it is
+    model = copy.deepcopy(model) if in_memory else model  # the caller's own does not change
     overlay.put_on(model, path, allow_pickle=allow_pickle)
     return model
 
 
 def _configuration(name: str, token: str | None) -> str:
-    """The diffusers folder that a model's name stands for; who reads it checks it. Raises UserError
-    where it is none.
+    """Return the diffusers folder of a model's name. Its reader checks it.
+
+    Raises UserError if it is no diffusers folder.
     """
     if name in BUNDLED:
         return str(resources.tiny_weights() / name)
@@ -346,8 +346,9 @@ def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
 
 
 def _check_weights(folder: Path, allow_pickle: bool) -> None:
-    """Every part must have whole safetensors files; a pickle is refused before anything opens
-    it.
+    """Check that every part has whole safetensors files.
+
+    A pickle is refused before anything opens it.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -374,7 +375,10 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
 
 
 def _from_hub(name: str, allow_pickle: bool, token: str | None) -> Model:
-    """A pipeline of the hub: its folder in the cache, filled where the hub answers."""
+    """Load a pipeline of the hub from its folder in the cache.
+
+    Missing files are downloaded first if the hub answers.
+    """
     folder = hub.folder_of(
         name,
         token=token,
@@ -388,12 +392,12 @@ def _from_hub(name: str, allow_pickle: bool, token: str | None) -> Model:
 
 
 def _load_family(family: Any, location: str, name: str, options: dict) -> Model:
-    """The family's model from a folder."""
+    """Load the family's model from a folder."""
     try:
         return family.from_folder(location, source=name, **options)
     except UserError:
         raise
-    except Exception as error:  # a configuration of wrong types makes the libraries raise any kind
+    except Exception as error:  # wrong types in a configuration cause any type of error
         raise UserError(
             f"cannot load {name}: "
             f"{(str(error).strip().splitlines() or [type(error).__name__])[0][:300]}"

@@ -1,9 +1,8 @@
-"""LoRA (arXiv 2106.09685): W + (alpha / rank) up @ down instead of W, for some linear or
-convolutional layers of a part.
+"""LoRA (arXiv 2106.09685): W + (alpha / rank) up @ down instead of W.
 
-Training goes through peft's layers, put in place of ours and taken away again. `up` starts at 0, so
-the model with its factors at their start is, bit by bit, the model without them: that is the frozen
-teacher.
+It is for some linear or convolutional layers of a part. Training uses peft's layers, which replace
+the module's layers for that time. `up` starts at 0, so at the start the model is, bit for bit, the
+model without the LoRA. This is the frozen teacher.
 
 For a convolution with kernel k, down is one with the same kernel [rank, in, k, k] and up a 1x1
 [out, rank, 1, 1].
@@ -21,14 +20,15 @@ from torch import Tensor, nn
 
 from concept_eraser.utils.errors import UserError
 
-_NAME = "eraser"  # of the adapter inside peft's layers
+_NAME = "eraser"  # the name of the adapter inside peft's layers
 Pair = tuple[Tensor, Tensor]  # down, up
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The change of one part of a model ("denoiser", "text_encoder"): (down, up) by the layer's
-    name, one rank for all.
+    """The change of one part of a model ("denoiser", "text_encoder").
+
+    It has (down, up) by the layer's name, with one rank for all.
     """
 
     part: str
@@ -37,15 +37,16 @@ class Factors:
     alpha: float
 
     def scale_by(self, strength: float) -> Factors:
-        """The change times a number. It goes into `up`: readers divide by alpha, or take it from
-        elsewhere.
+        """Multiply the change by a number.
+
+        The number goes into `up`: readers divide by alpha, or take it from elsewhere.
         """
         return replace(
             self, layers={name: (down, up * strength) for name, (down, up) in self.layers.items()}
         )
 
     def change(self, layer: str) -> Tensor:
-        """What is added to the layer's weight, in the weight's own shape."""
+        """Return the sum that is added to the layer's weight, in the weight's own shape."""
         down, up = self.layers[layer]
         flat = (self.alpha / self.rank) * up.flatten(1) @ down.flatten(1)
         return flat.view(up.shape[0], *down.shape[1:])
@@ -58,33 +59,34 @@ def can_adapt(layer: nn.Module, *, conv: bool) -> bool:
 
 
 def layers_of(module: nn.Module, tensors: Iterable[str], *, conv: bool = False) -> list[str]:
-    """The layers that get factors: the linear (and `conv`olutional) ones whose weight is among the
-    tensors named.
+    """Return the layers that get a LoRA.
 
-    Raises UserError where there is none.
+    They are the linear ones (with `conv` also the convolutional ones) whose weight is among the
+    named tensors. Raises UserError if there is none.
     """
     names = list(tensors)
     owners = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     layers = [name for name in owners if can_adapt(module.get_submodule(name), conv=conv)]
     if not layers:
         kinds = sorted({type(module.get_submodule(name)).__name__ for name in owners})
+        convolutions = (
+            "and convolutions" if conv else "(convolutions with trainable.lora.conv: true)"
+        )
         raise UserError(
-            "a LoRA changes linear "
-            f"layers{' and convolutions' if conv else ' (convolutions with trainable.lora.conv: true)'}, "  # noqa: E501
-            f"and none is among the {len(names)} selected tensors (found weights of "
-            f"{', '.join(kinds) or 'no layer'}); select e.g. cross_attention"
+            f"a LoRA changes linear layers {convolutions}, and none is among the {len(names)} "
+            f"selected tensors (found weights of {', '.join(kinds) or 'no layer'}); select e.g. "
+            "cross_attention"
         )
     return layers
 
 
 class Adapter:
-    """Factors in training on a module's layers, from the moment it is made until `remove` or
-    `merge`.
+    """A LoRA in training on a module's layers, until `remove` or `merge`.
 
-    seed: of `down` (peft's start: uniform, +-1 / sqrt(in)); `up` starts at 0. The caller's
-    generator is not moved.
+    seed: of `down` (peft's start: uniform, +-1 / sqrt(in)); `up` starts at 0. The state of the
+    caller's generator does not change.
 
-    Raises UserError where the module carries adapters already.
+    Raises UserError if the module already has adapters.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Adapter:
         if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
             raise UserError(
                 "the model carries adapters (a LoRA) already; merge them with fuse_lora, "
-                "then take them away with unload_lora_weights"
+                "then remove them with unload_lora_weights"
             )
         self.module, self.rank, self.alpha = module, rank, alpha
         self.original = {name: module.get_submodule(name) for name in layers}
@@ -114,16 +116,16 @@ class Adapter:
             factor = module.get_parameter(name)
             factor.data = factor.data.float()
         self.layers: dict[str, Any] = {name: module.get_submodule(name) for name in self.original}
-        # peft's note on the module, which would outlive the layers
+        # peft's attribute on the module, which would remain without the layers
         module.__dict__.pop("peft_config", None)
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the factors among the module's parameters."""
+        """Return the names of the LoRA's matrices among the module's parameters."""
         return [name for name, _ in self.module.named_parameters() if f".{_NAME}." in name]
 
     def factors(self, part: str) -> Factors:
-        """As they stand, on the CPU."""
+        """Return the present matrices, on the CPU."""
         pairs = {
             name: tuple(
                 getattr(layer, key)[_NAME].weight.detach().cpu().clone()
@@ -134,27 +136,28 @@ class Adapter:
         return Factors(part, pairs, self.rank, self.alpha)
 
     def base(self) -> dict[str, Tensor]:
-        """The weights that the factors are added to."""
+        """Return the weights that the LoRA is added to."""
         return {
             f"{name}.weight": layer.get_parameter("weight") for name, layer in self.original.items()
         }
 
     def remove(self) -> None:
-        """Put the module's own layers back, as they were before."""
+        """Restore the module's own layers."""
         for name, layer in self.original.items():
             owner, _, attribute = name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, layer)
 
     @torch.no_grad()
     def negate(self, scale: float) -> None:
-        """The change times -scale. It goes into `up`, as a strength does."""
+        """Multiply the change by -scale. The number goes into `up`, like a strength."""
         for layer in self.layers.values():
             layer.lora_B[_NAME].weight.mul_(-scale)
 
     @torch.no_grad()
     def merge(self) -> dict[str, Tensor]:
-        """Put the module's own layers back with the change added to them: the changed weights by
-        name.
+        """Restore the module's own layers with the change added.
+
+        Returns the changed weights by name.
         """
         self.remove()
         change, base = self.factors(""), self.base()

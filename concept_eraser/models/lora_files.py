@@ -1,12 +1,12 @@
-"""LoRA files: written and read in diffusers' naming and in kohya's.
+"""LoRA files: written and read with diffusers' names and with kohya's.
 
 * diffusers: `unet.<layer>.lora_A.weight` (down), `.lora_B.weight` (up), rank and alpha in the
-  file's header, as `pipe.load_lora_weights` takes them
-* kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, as A1111,
-  ComfyUI, Forge (and diffusers) take them. Its names are those of the UNet that sd-scripts trains:
+  file's header, for `pipe.load_lora_weights`
+* kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, for A1111,
+  ComfyUI, Forge (and diffusers). Its names are those of the UNet that sd-scripts trains:
   diffusers' own for Stable Diffusion 1 and 2 (text encoder `lora_te_`), the original code's for
-  SDXL (`lora_te1_`, `lora_te2_`) and for Flux (its CLIP `lora_te1_`), where one projection stands
-  for q, k and v: their factors are put together, block by block.
+  SDXL (`lora_te1_`, `lora_te2_`) and for Flux (its CLIP `lora_te1_`). There one projection stands
+  for q, k and v, so their matrices are put together, block by block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from concept_eraser.models.lora import Factors, Pair
 from concept_eraser.models.single_file import ldm, transformers
 from concept_eraser.utils.errors import UserError
 
-# in a run's folder; the name that diffusers looks for
+# in a run's folder; diffusers expects this name
 FOLDER, FILE = "lora", "pytorch_lora_weights.safetensors"
 _KOHYA: dict[str, dict[str, str]] = {
     "sd": {"denoiser": "lora_unet_", "text_encoder": "lora_te_"},
@@ -47,9 +47,9 @@ def save(
     kohya: bool = False,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the factors of one or more parts of a pipeline. notes: for the file's header.
+    """Write the matrices of one or more parts of a pipeline. notes: for the file's header.
 
-    Raises UserError where kohya has no names for the model's layers that are diffusers' own.
+    Raises UserError if kohya has no names for the model's layers that are diffusers' own.
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
@@ -68,7 +68,7 @@ def save(
         for layer, (down, up) in part_factors.layers.items():
             stem = f"{prefix}.{_full(part_factors.part, layer)}"
             tensors |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
-    if kohya:  # what A1111's and ComfyUI's lists show
+    if kohya:  # the title in the lists of A1111 and ComfyUI
         header |= {
             "ss_network_module": "networks.lora",
             "ss_network_dim": str(factors[0].rank),
@@ -81,8 +81,9 @@ def save(
 
 
 def _full(part: str, layer: str) -> str:
-    """Newer transformers dropped `text_model.` from a text encoder's names; files have it, and
-    readers know both.
+    """Add `text_model.`, which newer transformers dropped from a text encoder's names.
+
+    Files have it, and readers accept both.
     """
     return (
         f"text_model.{layer}"
@@ -92,7 +93,7 @@ def _full(part: str, layer: str) -> str:
 
 
 def _kohya(model: Loaded, one: Factors) -> dict[str, Tensor]:
-    """Raises UserError where kohya has no name for a layer."""
+    """Return the tensors by kohya's names. Raises UserError if kohya has no name for a layer."""
     tensors: dict[str, Tensor] = {}
     remaining = set(one.layers)
     for stem, layers in _kohya_stems(model, one.part):
@@ -114,7 +115,7 @@ def _kohya(model: Loaded, one: Factors) -> dict[str, Tensor]:
 
 
 def _kohya_stems(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name in kohya's file, layers of the part that it stands for)."""
+    """Return pairs of a name in kohya's file and the part's layers that it stands for."""
     prefix = _KOHYA.get(model.family, {}).get(part)
     if prefix is None:
         return
@@ -135,8 +136,9 @@ def _kohya_stems(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...
 
 
 def _fuse(model: Loaded, one: Factors, layers: Sequence[str]) -> Pair:
-    """The factors of layers that the original code has as one, each in its own rows and its own
-    share of the rank.
+    """Put together the matrices of layers that are one layer in the original code.
+
+    Each has its own rows and its own share of the rank.
     """
     pairs = []
     width = next(down.shape[1] for name, (down, _) in one.layers.items() if name in layers)
@@ -151,7 +153,7 @@ def _fuse(model: Loaded, one: Factors, layers: Sequence[str]) -> Pair:
 def _split(
     model: Loaded, part: str, layers: Sequence[str], down: Tensor, up: Tensor
 ) -> dict[str, Pair]:
-    """`_fused`, undone: each layer's rows, with the part of the rank that is not zero there."""
+    """Undo `_fuse`: return each layer's rows, with the part of the rank that is not zero there."""
     heights = [len(model.parts[part].get_parameter(f"{layer}.weight")) for layer in layers]
     if sum(heights) != len(up):
         raise UserError(
@@ -167,15 +169,17 @@ def _split(
 
 
 def _config(one: Factors) -> dict[str, Any]:
-    """peft's settings. It matches layers by the endings of their names, so names without
-    `text_model.` fit both kinds.
+    """Return peft's settings.
+
+    peft matches layers by the endings of their names, so names without `text_model.` fit both
+    kinds.
     """
     targets = sorted(layer.removeprefix("text_model.") for layer in one.layers)
     return {"r": one.rank, "lora_alpha": one.alpha, "target_modules": targets}
 
 
 def _component(model: Loaded, part: str) -> str:
-    """What the pipeline calls a part of ours: unet or transformer, text_encoder."""
+    """Return the pipeline's name of a part: unet or transformer, text_encoder."""
     components: Mapping[str, Any] = getattr(getattr(model, "pipeline", None), "components", {})
     component = next(
         (name for name, value in components.items() if value is model.parts[part]), None
@@ -191,10 +195,10 @@ def _component(model: Loaded, part: str) -> str:
 def read(
     model: Loaded, tensors: Mapping[str, Tensor], header: Mapping[str, str], source: str
 ) -> list[Factors]:
-    """The factors in a file of either naming, one entry a part. Scales of their own (alphas) go
-    into `up`.
+    """Read the matrices in a file with either naming, one entry for each part.
 
-    Raises UserError for a layer that the model does not have, and for what is no plain LoRA.
+    The file's own scales (alphas) go into `up`. Raises UserError for a layer that the model does
+    not have, and for a file that is no plain LoRA.
     """
     config = json.loads(header.get("lora_adapter_metadata") or "{}")
     pairs_by_part: dict[str, dict[str, Pair]] = {}
@@ -231,14 +235,14 @@ def read(
         remaining -= {name, up}
     if remaining:
         raise UserError(
-            f"{source} is no plain LoRA: nothing is known of {min(remaining)!r}; only pairs "
+            f"{source} is no plain LoRA: the tensor {min(remaining)!r} is unknown; only pairs "
             "of down and up can be converted"
         )
     return [of_pairs(part, layers) for part, layers in pairs_by_part.items()]
 
 
 def _names_in_file(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """(name in a file, layers, prefix) for each layer of a part, in either naming."""
+    """Return (name in a file, layers, prefix) for each layer of a part, in either naming."""
     prefix = _component(model, part)
     for layer, _ in model.parts[part].named_modules():
         full = _full(part, layer)
@@ -251,8 +255,9 @@ def _names_in_file(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, .
 
 
 def of_pairs(part: str, pairs: Mapping[str, Pair]) -> Factors:
-    """Factors of any ranks, scaled by 1, as factors of the largest rank: the smaller ones are
-    filled up with zeros.
+    """Return matrices of any ranks, scaled by 1, as matrices of the largest rank.
+
+    The smaller ones are filled up with zeros.
     """
     rank = max(len(down) for down, _ in pairs.values())
     return Factors(

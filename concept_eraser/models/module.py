@@ -1,8 +1,7 @@
 """Models that are one module: a classifier, a VAE, or a CLIP model with class names.
 
-A folder of ours holds config.json ({"architecture": a file of models/architectures/, "options":
-...}) and model.safetensors. Modules of diffusers and transformers are saved by their own
-save_pretrained.
+A saved folder holds config.json ({"architecture": a file of models/architectures/, "options": ...})
+and model.safetensors. Modules of diffusers and transformers are saved by their own save_pretrained.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 class Module(Loaded):
-    """One module under the name of its part."""
+    """One module with the name of its part."""
 
     family = "module"
 
@@ -63,8 +62,9 @@ class Module(Loaded):
 
 
 def build(architecture: str, part: str, **options: Any) -> Module:
-    """A network of models/architectures/ by name with fresh weights, e.g. build("mlp",
-    "classifier", inputs=64).
+    """Build a network of models/architectures/ by name with new weights.
+
+    Example: build("mlp", "classifier", inputs=64).
     """
     module = registry.build("architecture", architecture, options).build()
     return Module(
@@ -73,13 +73,14 @@ def build(architecture: str, part: str, **options: Any) -> Module:
 
 
 def open_folder(folder: Path, part: str) -> Module:
-    """A folder that `Module.save` wrote. Raises UserError where it is incomplete or holds a class
-    of somebody else's.
+    """Load a folder that `Module.save` wrote.
+
+    Raises UserError if it is incomplete or holds a class of another package.
     """
     missing_files = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing_files:
         raise UserError(
-            f"{folder} holds no model of ours: it needs {CONFIG} and {WEIGHTS}, and has "
+            f"{folder} holds no model of concept_eraser: it needs {CONFIG} and {WEIGHTS}, and has "
             f"no {missing_files[0]}; give another folder"
         )
     check_part(folder)

@@ -1,15 +1,16 @@
-"""What another eraser publishes instead of a whole pipeline, put on the pipeline it was made for.
+"""Apply a part of a pipeline, as other erasers publish it, to the pipeline it was made for.
 
-* a LoRA file or folder (diffusers' or kohya's naming: whatever the pipeline's own
-`load_lora_weights` reads), merged
+* a LoRA file or folder (diffusers' or kohya's names: all that the pipeline's own
+  `load_lora_weights`
+  reads), merged
 * a state dict of the denoiser, whole or the changed tensors only (ESD, UCE, SalUn), or of the text
-encoder (AdvUnlearn)
+  encoder (AdvUnlearn)
 * a folder of one part: a `UNet2DConditionModel`, or a transformers text encoder
-* the changed tensors of a run of ours (weights.safetensors)
+* the changed tensors of a run of this package (weights.safetensors)
 * parts in the original layout of single files: a UNet or transformer alone, or a checkpoint that
-lacks a text encoder
+  lacks a text encoder
 
-The base is loaded anew, so the caller's own model stays as it is.
+The base is loaded anew, so the caller's own model does not change.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _DENOISERS = (
     "DiTTransformer2DModel",
 )
 _PARTS = {**dict.fromkeys(_DENOISERS, "denoiser"), "CLIPTextModel": "text_encoder"}
-# put before the names by other tools
+# prefixes of names by other tools
 _PREFIXES = ("module.", "model.", "unet.", "transformer.", "text_encoder.", "text_model.")
 
 
@@ -53,17 +54,17 @@ def is_overlay(path: Path) -> bool:
 
 
 def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
-    """Change `base` in place into what `path` makes of it.
+    """Change `base` in place into the model that `path` describes.
 
-    Raises UserError where the file is a pickle (without `allow_pickle`), damaged, or does not fit
-    the base: every tensor must have its place.
+    Raises UserError if the file is a pickle (without `allow_pickle`), damaged, or does not fit the
+    base: every tensor must have its place.
     """
     file = _weights_of(path) if path.is_dir() else path
-    assert file is not None  # is_overlay has said so
+    assert file is not None  # is_overlay has checked it
     tensors = _read(file, allow_pickle)
     if any("lora" in name.lower() for name in tensors):
-        # from the file, not from its tensors: the scale (lora_alpha) may stand in the file's header
-        # alone
+        # from the file, not from its tensors: the scale (lora_alpha) may be in the file's header
+        # only
         _merge_lora(base, tensors if file.suffix in PICKLES else file, path, idle=_idle(tensors))
         return
     if hasattr(base, "pipeline") and single_file.parts_in(tensors):
@@ -82,7 +83,7 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
 
 
 def _weights_of(folder: Path) -> Path | None:
-    """The one file of weights of a part's folder or of a run of ours."""
+    """Return the one file of weights in a part's folder or a run folder."""
     candidates = [
         folder / LORA_FILE,
         folder / "weights.safetensors",
@@ -96,7 +97,7 @@ def _weights_of(folder: Path) -> Path | None:
 
 
 def _part_of(path: Path) -> str | None:
-    """Which part a folder says it is, by its config.json; None where it does not say."""
+    """Return the part that a folder's config.json names; None without one."""
     config = path / "config.json"
     if not path.is_dir() or not config.is_file():
         return None
@@ -115,14 +116,14 @@ def _part_of(path: Path) -> str | None:
 
 
 def parts_in(path: Path) -> set[str]:
-    """The parts in a safetensors file of the original layout; none in other files."""
+    """Return the parts in a safetensors file of the original layout; none for other files."""
     if path.suffix != ".safetensors":
         return set()
     try:
         with safe_open(path, "pt") as file:
             return single_file.parts_in(file.keys())
     except (SafetensorError, OSError):
-        return set()  # said when it is read
+        return set()  # its reader reports it
 
 
 def _read(file: Path, allow_pickle: bool) -> dict[str, Tensor]:
@@ -139,7 +140,7 @@ def _read(file: Path, allow_pickle: bool) -> dict[str, Tensor]:
         )
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen kinds
+    except Exception as error:  # torch raises errors of many types
         raise UserError(f"{file} cannot be read as plain tensors: {_why(error)}") from None
     content = content.get("state_dict", content) if isinstance(content, Mapping) else content
     if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
@@ -148,8 +149,9 @@ def _read(file: Path, allow_pickle: bool) -> dict[str, Tensor]:
 
 
 def _why(error: Exception) -> str:
-    """Why torch reads no tensors from a pickle. Its own sentence tells of ways around the refusal,
-    which are not ours.
+    """Explain why torch reads no tensors from a pickle.
+
+    torch's own message describes ways around the refusal, which this package does not have.
     """
     if not isinstance(error, pickle.UnpicklingError):
         return first_line(error)
@@ -165,8 +167,9 @@ def _why(error: Exception) -> str:
 
 
 def _idle(lora: Mapping[str, Tensor]) -> bool:
-    """Whether every pair of a LoRA has a factor of zeros, as one of strength 0: that it changes
-    nothing is no mistake.
+    """Whether every pair of a LoRA has a matrix of zeros, as at strength 0.
+
+    Then it may change nothing.
     """
     ups = [
         v
@@ -179,8 +182,10 @@ def _idle(lora: Mapping[str, Tensor]) -> bool:
 
 
 def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle: bool) -> None:
-    """Add a LoRA's matrices to the weights, by diffusers' own reader, and take the adapters away
-    again. idle: it is all zeros, so that it may change nothing."""
+    """Add a LoRA's matrices to the weights by diffusers' own reader, and remove the adapters again.
+
+    idle: it is all zeros, so that it may change nothing.
+    """
     pipeline: Any = getattr(base, "pipeline", None)
     if pipeline is None or not hasattr(pipeline, "load_lora_weights"):
         raise UserError(
@@ -218,7 +223,7 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle
 
 
 def _adapted_components(pipeline: Any) -> list[str]:
-    """The components that carry adapters."""
+    """Return the components that have adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     modules = {
@@ -233,8 +238,9 @@ def _adapted_components(pipeline: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _of_one_part() -> Iterator[None]:
-    """diffusers warns of each part that a LoRA has no factors for, which is as it should be; its
-    other warnings stay.
+    """Suppress diffusers' warning of each part that a LoRA has no matrices for.
+
+    Its other warnings stay.
     """
     import diffusers  # noqa: F401  (makes its loggers' root)
 
@@ -256,8 +262,9 @@ def _of_one_part() -> Iterator[None]:
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """A tensor's name as other tools may have put it, prefixes taken off one after the other, and
-    CLIP's added.
+    """Return a tensor's names in other tools.
+
+    Prefixes are removed one after the other, and CLIP's is added.
     """
     has_prefix = True
     while has_prefix:
@@ -271,8 +278,9 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def _place(tensors: Mapping[str, Tensor], part: nn.Module) -> dict[str, Tensor] | None:
-    """The tensors under the part's own names; None where one has no place or another shape
-    there.
+    """Return the tensors under the part's own names.
+
+    Returns None if one has no place or another shape there.
     """
     own = part.state_dict()
     part_tensors: dict[str, Tensor] = {}

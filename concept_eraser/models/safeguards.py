@@ -1,22 +1,22 @@
-"""Safeguards at inference, for comparison: they leave the weights alone, and whoever has the
-weights can leave them out.
+"""Safeguards at inference, for comparison. They do not change the weights.
 
-With eps_u, eps_c, eps_s the denoiser's predictions for the empty prompt, the prompt, and the text
-to keep away from, a sampler of guidance g follows eps_u + g (eps_c - eps_u).
+So anybody with the weights can leave them out. eps_u, eps_c, eps_s are the denoiser's predictions
+for the empty prompt, the prompt, and the text to avoid. A sampler of guidance g follows eps_u + g
+(eps_c - eps_u).
 
-* negative    eps_s takes the place of eps_u: the negative prompt.
-* sld-*       Safe latent diffusion (Schramowski et al., arXiv 2211.05105): eps_c - gamma takes the
-              place of eps_c, with (element by element)
+* negative    eps_s replaces eps_u: the negative prompt.
+* sld-*       Safe latent diffusion (Schramowski et al., arXiv 2211.05105): eps_c - gamma replaces
+              eps_c, with (element by element)
 
       gamma = mu (eps_s - eps_u) + s_m nu,      nu <- b nu + (1 - b) gamma,
       mu = min(1, s_S |eps_c - eps_s|) where eps_c - eps_s < lambda, else 0
 
-  and gamma left out of the first steps while nu is gathered. The four settings are the paper's.
+  In the first steps gamma is left out, while nu is computed. The four settings are the paper's.
 
-Differences from SLD: its text prints max(1, .), its code and this one take min; its warm-up is a
-number of 50 steps, here the same share of however many there are; diffusers' configuration of
-`weak` had s_S = 20, the paper's is 200. As in the code, the prompt's gradient that an attacker
-takes through `Model.denoise` does not see a safeguard; what counts, the image, does.
+Differences from SLD: its text prints max(1, .), its code and this one have min. Its warm-up is a
+number of 50 steps; here it is the same share of any number of steps. diffusers' configuration of
+`weak` had s_S = 20, the paper's is 200. As in the code, the prompt's gradient through
+`Model.denoise`, which an attacker uses, does not include a safeguard; the image does.
 """
 
 from __future__ import annotations
@@ -31,12 +31,20 @@ from torch import Tensor
 
 from concept_eraser.utils.errors import UserError, quote, unknown
 
-STEPS = 50  # of the paper's sampler, which the warm-ups are numbers of
+STEPS = 50  # steps of the paper's sampler, to which the warm-ups refer
 
 
 @dataclass(frozen=True)
 class Strength:
-    """warmup: steps of 50; scale: s_S; threshold: lambda; momentum: s_m; keep: b."""
+    """A strength of safe latent diffusion.
+
+    Attributes:
+        warmup: steps of 50.
+        scale: s_S.
+        threshold: lambda.
+        momentum: s_m.
+        keep: b.
+    """
 
     warmup: int
     scale: float
@@ -56,14 +64,17 @@ KINDS = ("negative", *SLD)
 
 @dataclass(frozen=True)
 class Guard:
-    """A safeguard: its kind and the text it keeps away from."""
+    """A safeguard: its kind and the text to avoid."""
 
     kind: str
     text: str
 
     @classmethod
     def read(cls, spec: str) -> Guard:
-        """From `kind:text`. Raises UserError for another form or an unknown kind."""
+        """Read a safeguard from `kind:text`.
+
+        Raises UserError for another form or an unknown kind.
+        """
         kind, colon, text = spec.partition(":")
         if not colon or not text.strip():
             raise UserError(
@@ -79,8 +90,10 @@ class Guard:
 
     @contextmanager
     def around(self, model: Any, n: int) -> Iterator[None]:
-        """Inside, the sampler of `model` draws n images under this safeguard. Raises UserError
-        where it samples without guidance, which is all that a safeguard changes."""
+        """Sample n images under this safeguard inside the context.
+
+        Raises UserError if the sampler has no guidance, since a safeguard changes only that.
+        """
         states = model.encode([self.text]).repeat(n).tensors["states"]
         change = _Change(SLD.get(self.kind), states)
         handle = model.denoiser.register_forward_hook(change, with_kwargs=True)
@@ -92,15 +105,16 @@ class Guard:
 
 
 class _Change:
-    """What a safeguard does to one call of the denoiser: rows without and with the prompt, one
-    above the other.
+    """The change of one call of the denoiser by a safeguard.
+
+    Its rows are those without the prompt, then those with the prompt.
     """
 
     def __init__(self, sld: Strength | None, states: Tensor) -> None:
         self.sld, self.states = sld, states
         self.steps: Any = None
         self.nu: Tensor | float = 0.0
-        self.timesteps: list[float] = []  # time steps, in order: some samplers ask twice at one
+        self.timesteps: list[float] = []  # in order; some samplers have two calls at one
 
     def __call__(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         n = len(self.states)

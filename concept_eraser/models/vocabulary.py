@@ -1,8 +1,7 @@
-"""The vocabulary of a CLIP tokenizer for attacks: its tokens, the places of free tokens, and the
-text of token ids.
+"""The vocabulary of a CLIP tokenizer for attacks: tokens, positions of free tokens, and texts.
 
-An adversarial prompt counts as text only: tokens are decoded and tokenised again before an image
-is made of them, and `usable` leaves out tokens that do not survive that on their own.
+An adversarial prompt is used as text only: its tokens are decoded and tokenised again before an
+image is generated. `usable` leaves out single tokens that this changes.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ Where = Literal["prefix", "suffix", "middle", "insert"]
 
 @dataclass(frozen=True)
 class Slots:
-    """Prompts with free places: ids [n, length], and where the free ones are, [n, k], the same k
-    for all.
+    """Prompts with free positions.
+
+    ids: [n, length]. places: [n, k], with the same k for all.
     """
 
     ids: Tensor
     places: Tensor
 
     def fill(self, tokens: Tensor) -> Tensor:
-        """The ids with tokens [n, k] in the free places."""
+        """Return the ids with tokens [n, k] at the free positions."""
         return self.ids.scatter(1, self.places, tokens)
 
     def __getitem__(self, rows: Tensor) -> Slots:
@@ -52,12 +52,13 @@ class Words:
         self.size = len(tokenizer)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, without start and end, uncut."""
+        """Return the tokens of a text, without start and end, not cut off."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Tokens as text; start, end and padding are left out. SD 2 pads with "!", which is a word
-        before the end.
+        """Return tokens as text, without start, end and padding.
+
+        SD 2 pads with "!", which is a word before the end.
         """
         own = list(ids)
         if self.pad != self.end and self.end in own:
@@ -67,12 +68,13 @@ class Words:
         ).strip()
 
     def texts(self, ids: Tensor) -> list[str]:
-        """Rows with start, end and padding, [n, length], as texts."""
+        """Return rows with start, end and padding, [n, length], as texts."""
         return [self.text(row) for row in ids.tolist()]
 
     def pack(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Start, tokens, end, padding: [n, length]. Raises UserError for a row that does not
-        fit.
+        """Add start, end and padding to tokens: [n, length].
+
+        Raises UserError for a row that does not fit.
         """
         over = max(len(row) for row in rows) - (self.length - 2)
         if over > 0:
@@ -86,10 +88,10 @@ class Words:
         return torch.tensor(padded_rows)
 
     def slots(self, prompts: Sequence[str], k: int, where: Where = "prefix") -> Slots:
-        """Prompts with k free tokens each: before, behind, in the middle of, or spread evenly over
-        the prompt's own.
+        """Return prompts with k free tokens each.
 
-        Raises UserError where a prompt leaves too little room.
+        They are before, behind, in the middle of, or spread evenly over the prompt's own tokens.
+        Raises UserError if a prompt leaves too little space.
         """
         rows, places = [], []
         for prompt in prompts:
@@ -107,7 +109,7 @@ class Words:
         return Slots(self.pack(rows), torch.tensor(places))
 
     def free_token_every(self, prompt: str, spacing: int) -> Slots:
-        """One prompt with a free token after every `spacing` of its own (and at least one)."""
+        """Return one prompt with a free token after every `spacing` own tokens, at least one."""
         own = self.ids(prompt)
         row: list[int] = []
         places: list[int] = []
@@ -119,8 +121,9 @@ class Words:
         return Slots(self.pack([row]), torch.tensor([places]))
 
     def in_place_of(self, prompts: Sequence[str], word: str) -> Slots:
-        """The prompts with one free token in a word's place. Raises UserError for a prompt without
-        that word.
+        """Return the prompts with one free token in a word's place.
+
+        Raises UserError for a prompt without that word.
         """
         word_ids, rows, places = self.ids(word), [], []
         for prompt in prompts:
@@ -136,15 +139,16 @@ class Words:
         return Slots(self.pack(rows), torch.tensor(places))
 
     def survives(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether each row of tokens comes back from its own text."""
+        """Return whether each row of tokens is the same after decoding and tokenising again."""
         new_ids = self.tokenizer(
             self.tokenizer.batch_decode([list(row) for row in rows]), add_special_tokens=False
         ).input_ids
         return [list(one) == list(new_row) for one, new_row in zip(rows, new_ids, strict=True)]
 
     def like(self, name: str) -> Tensor:
-        """[size] bool: tokens that contain one of a name's words, or are a part of one (of three
-        letters or more).
+        """Return [size] bool: tokens that contain one of a name's words, or are a part of one.
+
+        Parts have at least three letters.
         """
         parts = name.lower().split()
         texts = [
@@ -155,7 +159,7 @@ class Words:
 
     @cached_property
     def usable(self) -> Tensor:
-        """[size] bool: tokens whose text, tokenised again, is that token alone."""
+        """Return [size] bool: tokens whose text, tokenised again, is that token alone."""
         special = set(self.tokenizer.all_special_ids)
         texts = [self.tokenizer.decode([i]) for i in range(self.size)]
         new_ids = self.tokenizer(texts, add_special_tokens=False).input_ids
@@ -165,7 +169,7 @@ class Words:
 
 
 def _cuts(length: int, k: int, where: Where) -> list[int]:
-    """Before which of the prompt's tokens the k free ones go, ascending."""
+    """Return the positions among the prompt's tokens before which the k free ones go, ascending."""
     if where == "insert":
         return [round((i + 1) * length / (k + 1)) for i in range(k)]
     return [{"prefix": 0, "suffix": length, "middle": length // 2}[where]] * k

@@ -1,15 +1,20 @@
-"""What `concept-eraser erase --forget ... --anchor ...` does where nothing else is asked: one
-recipe, chosen by measuring.
+"""The recipe of `concept-eraser erase --forget ... --anchor ...` without further settings.
 
-On the bundled model it is measured against other methods, attacks included
-(eval/results/tiny_leaderboard.md). With an
-anchor: MUNBa's bargain between showing the anchor at noised images of the concept and saying what
-the model said elsewhere, on a LoRA of all linear layers and convolutions, a quarter of the
-concept's examples without a prompt (see losses/denoiser.py). Who selects weights trains these
-themselves, and then, where the model has keys and values that are linear in the text (Stable
-Diffusion 1, 2, XL), these in closed form; behind a LoRA that does not help (tiny_ablation.md).
-Where only some concepts have an anchor all weights are trained, without the closed form; where none
-has, by ESD's loss. A method that is named is run alone, and whatever is asked wins.
+It was chosen by measurements on the bundled model, against other methods and with attacks
+(eval/results/tiny_leaderboard.md).
+
+With an anchor it is MUNBa on a LoRA of all linear layers and convolutions. The forget objective
+generates the anchor at noised images of the concept. The retain objective preserves the original
+predictions elsewhere. A quarter of the concept's examples have the empty prompt (see
+losses/denoiser.py).
+
+If the user selects weights, these are trained without a LoRA. A closed form then follows where the
+keys and values are linear in the text (Stable Diffusion 1, 2, XL). After a LoRA it does not help
+(tiny_ablation.md).
+
+If only some concepts have an anchor, all weights are trained, without the closed form. If none has
+one, the loss is ESD's. A method that the user names runs alone. Settings of the user always take
+precedence.
 """
 
 from __future__ import annotations
@@ -34,19 +39,20 @@ BUNDLED = (
     "generation.precision=bf16",
 )
 LORA = {"rank": 64, "conv": True}
-# learning rates on the bundled model: the leaderboard's choice on a LoRA and on all weights; of any
-# other recipe
+# learning rates on the bundled model: the leaderboard's choice for a LoRA and for all weights, and
+# the one for any other recipe
 LORA_RATE, RATE, CAREFUL = 2e-3, 8e-4, 1e-4
-# on other models, not measured here: MUNBa and ESD on Stable Diffusion 1.4; what LoRAs on it are
-# usually trained at
+# learning rates on other models, not measured here: that of MUNBa and ESD on Stable Diffusion 1.4,
+# and a usual one for LoRAs on it
 OTHERS, LORA_OTHERS = 1e-5, 1e-4
 EMPTY = 0.25  # the leaderboard's recipe
-ALONE = ("saliency", "reinitialise", "negate")  # what is trained so is not rewritten afterwards
+ALONE = ("saliency", "reinitialise", "negate")  # no closed form follows a training with these
 
 
 def complete(changes: Sequence[str]) -> list[str]:
-    """The user's changes to an empty recipe (`key.path=value`), with what they leave open. Raises
-    UserError for what no recipe is.
+    """Add the default settings to the user's overrides of an empty recipe (`key.path=value`).
+
+    Raises UserError for overrides that are no recipe.
     """
     settings: dict[str, Any] = {}
     for one in changes:
@@ -98,9 +104,11 @@ def complete(changes: Sequence[str]) -> list[str]:
 
 
 def _lora(settings: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The LoRA of the default recipe, as far as its settings are left open; None where other
-    weights or another recipe are asked for, where a concept has no anchor, and with elastic
-    weights, which a LoRA has none of."""
+    """Return the LoRA of the default recipe, with the user's settings of it.
+
+    Returns None if the user selects other weights or another recipe, if a concept has no anchor, or
+    if there are elastic weights, which a LoRA does not have.
+    """
     trainable = settings.get("trainable", {})
     every = all(
         "anchor" in one and one.get("loss", "anchor") == "anchor" for one in concepts.values()
@@ -134,18 +142,19 @@ def _lora(settings: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict
 
 
 def _off(lora: Any) -> bool:
-    """Whether this asks for no LoRA, as sections.TrainableSpec reads it."""
+    """Whether the value means no LoRA, as in trainable_fields.TrainableSpec."""
     return lora is None or lora is False or lora == "none"
 
 
 def _concepts(forget: Any) -> dict[str, dict[str, Any]]:
-    """What is said of each concept, by its place in a recipe: `forget`, or `forget.1`, `forget.2`,
-    ... of several.
+    """Return the user's settings of each concept.
+
+    The keys are their places in a recipe: `forget`, or `forget.1`, `forget.2`, ... for several.
     """
     try:
         objectives = overrides.concepts(forget) if isinstance(forget, list) else forget
     except ValueError:
-        objectives = None  # which loading it will tell
+        objectives = None  # loading the recipe reports the mistake
     if isinstance(objectives, list):
         return {
             f"forget.{i + 1}": objective if isinstance(objective, dict) else {}
@@ -163,8 +172,9 @@ def _says(objectives: Any, key: str) -> bool:
 
 
 def family_of(source: str) -> str | None:
-    """The family of a model by its name, without loading it: None for a hub id that is neither
-    known nor in the cache.
+    """Return the family of a model from its name, without loading the model.
+
+    Returns None for a hub id that is neither known nor in the cache.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -186,13 +196,14 @@ def family_of(source: str) -> str | None:
             try:
                 return FAMILIES.get(str(read_json(index)["_class_name"]))
             except (ValueError, KeyError, TypeError):
-                return None  # damaged, which loading it will tell
+                return None  # damaged; loading the model reports it
     return published.family_of(place)
 
 
 def holds(recipe: recipes.Recipe, family: str | None) -> list[bool]:
-    """Of each concept, whether its examples should hold what guidance subtracts: where all layers
-    learn, and it subtracts.
+    """Return for each concept whether some of its examples should have the empty prompt.
+
+    They should if all layers are trained and the sampler uses the unconditional prediction.
     """
     trainable = recipe.trainable
     learns = (
@@ -208,8 +219,9 @@ def holds(recipe: recipes.Recipe, family: str | None) -> list[bool]:
 
 
 def finishes(recipe: recipes.Recipe, family: str | None) -> bool:
-    """Whether the default closed form can follow: an anchor, trained weights that hold all keys and
-    values, and a known family.
+    """Whether the default closed form can follow the training.
+
+    It needs an anchor, trained weights that include all keys and values, and a known family.
     """
     has_suitable_weights = recipe.trainable.select in (
         "all",

@@ -12,7 +12,7 @@ from concept_eraser.utils.errors import quote, unknown_message
 
 
 def explain(root: type[BaseModel], item: Any) -> str:
-    """One line for one of pydantic's errors: path, what is wrong, what was found."""
+    """Return one line for one of pydantic's errors: path, what is wrong, what was found."""
     location = item["loc"]
     if MANY in location:  # pydantic counts from 0, the log and the overrides from 1
         location = tuple(
@@ -30,22 +30,20 @@ def explain(root: type[BaseModel], item: Any) -> str:
     value = item["input"]
     silent = isinstance(value, dict | BaseModel) or item["type"] == "value_error"
     finding = "" if silent else f", found {quote(value)}"
-    # FORUM stays FORUM
+    # a name such as FORUM keeps its capitals
     plain = message if message[:2].isupper() else message[0].lower() + message[1:]
     return f"{path + ': ' if path else ''}{plain}{finding}"
 
 
 def _is_form(part: Any) -> bool:
-    """Whether a part of pydantic's path is one of the forms that a value may have, and no key of
-    the recipe.
-    """
+    """Whether a part of pydantic's path names a form of a value, and not a key of the recipe."""
     return isinstance(part, str) and (
         part in (ONE, MANY, "str", "int") or part.startswith(("constrained-", "list[", "dict["))
     )
 
 
 def _fields(root: type[BaseModel], location: tuple) -> list[str]:
-    """The keys allowed at a path of the recipe."""
+    """Return the keys that are allowed at a path of the recipe."""
     model: Any = root
     for name in location:
         if isinstance(name, str) and name not in (ONE, MANY):
@@ -54,7 +52,7 @@ def _fields(root: type[BaseModel], location: tuple) -> list[str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The first model that an annotation speaks of."""
+    """Return the first model in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for one in typing.get_args(annotation) if (model := _model_in(one))), None)

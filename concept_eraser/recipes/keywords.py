@@ -1,6 +1,7 @@
 """The types of the keywords of `erase`, `evaluate` and `attack`, for editors and type checkers.
 
-The classes of sections.py validate these mappings and describe each key. A test compares the keys.
+The classes of the modules *_fields.py validate these mappings and describe each key. A test
+compares the keys.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ElasticSettings(TypedDict, total=False):
 class ObjectiveSettings(TypedDict, total=False):
     """One objective: its prompts or labelled data, and its loss."""
 
-    prompts: str | list[str]
+    prompts: str | list[str] | Mapping[str, Any]
     data: str | LabelledData
     options: Mapping[str, Any]
     classes: Sequence[str | int]

@@ -1,13 +1,15 @@
-"""Settings of memory for cards of some size, as data: `memory: 8gb` in a recipe, `--memory 8gb` on
-the command line.
+"""Presets for the memory of a GPU: `memory: 8gb` in a recipe, `--memory 8gb` on the command line.
 
-A preset fills in what a recipe leaves unsaid, and what the user says beside it wins. Of what a
-recipe does say it changes only how much is done at once: a batch is dealt into micro-batches of at
-most `at_once` examples (8 become 2 x 4), which is the same step, since the gradients are summed
-before they are combined (but for two losses that are functions of a whole micro-batch: data-free
-ones share a time step in it, `histogram` is one of a mean over it); and images are generated
-fewer at once, each from its own seed. Which weights are trained and by which optimiser stays the
-recipe's: that is a matter of the result, not of the card. docs/memory.md says what fits where.
+A preset sets what a recipe leaves open. Settings of the recipe and of the user take precedence. Two
+settings of the recipe change:
+* A batch is split into micro-batches of at most `at_once` examples (8 become 2 x 4). This is the
+  same step, since the gradients are summed before they are combined. Two losses are exceptions,
+  because they depend on a whole micro-batch: data-free losses share a time step in it, and
+  `histogram` is a function of its mean.
+* Fewer images are generated at once, each from its own seed.
+
+The trained weights and the optimiser remain those of the recipe, since they affect the result.
+docs/memory.md lists what fits on which card.
 """
 
 from __future__ import annotations
@@ -21,8 +23,14 @@ from concept_eraser.utils.errors import unknown_message
 
 @dataclass(frozen=True)
 class MemoryPreset:
-    """at_once: examples in one forward and backward pass; images: as many are generated at once,
-    at most; values: section -> key -> (value, why)."""
+    """The settings for one size of memory.
+
+    Attributes:
+        about: The card, in words.
+        at_once: The examples in one forward and backward pass.
+        images: The largest number of images that are generated at once.
+        values: Section -> key -> (value, reason).
+    """
 
     about: str
     at_once: int
@@ -34,24 +42,24 @@ _ALL: dict[str, dict[str, tuple[Any, str]]] = {
     "training": {
         "checkpointing": (
             True,
-            "activations of one block at a time, for about a third more time a step",
+            "activations of one block at a time, for about a third more time per step",
         ),
         "offload": (
             True,
             (
-                "text encoders, denoiser and VAE make the examples by turns, and the "
-                "training asks the denoiser alone"
+                "text encoders, denoiser and VAE make the examples one after the other, and the "
+                "training uses the denoiser alone"
             ),
         ),
         "precision": (
             "bf16",
             (
-                "activations and the weights' working copies at half the size; what is "
-                "trained stays in fp32"
+                "activations and the weights' working copies at half the size; the trained "
+                "weights stay in fp32"
             ),
         ),
     },
-    "generation": {"precision": ("bf16", "images for training need no more")},
+    "generation": {"precision": ("bf16", "sufficient for training images")},
 }
 _FROZEN: dict[str, dict[str, tuple[Any, str]]] = {
     **_ALL,
@@ -60,15 +68,15 @@ _FROZEN: dict[str, dict[str, tuple[Any, str]]] = {
         "frozen": (
             "bf16",
             (
-                "weights that do not move, those of text encoders too, at half the size: the "
-                "forward pass reads no more digits of them"
+                "frozen weights, those of text encoders too, at half the size: the forward pass "
+                "is in bf16 anyway"
             ),
         ),
     },
 }
 
-# 24 GB hold what fits them in fp32; the larger cards are for Flux, whose weights fit no smaller one
-# even in bf16
+# On 24 GB the frozen weights stay in fp32. The presets for larger cards are for Flux, whose weights
+# need such a card even in bf16.
 PRESETS: dict[str, MemoryPreset] = {
     "8gb": MemoryPreset("a card of 8 GB", 1, 1, _FROZEN),
     "12gb": MemoryPreset("a card of 12 GB", 1, 1, _FROZEN),
@@ -86,21 +94,25 @@ def expand(
     needs_fp32: bool = False,
     deal: Collection[str] = ("training", "generation"),
 ) -> dict[str, Any]:
-    """A recipe's mapping with a preset's values where it says nothing, and its batches dealt.
+    """Return a recipe's mapping with a preset's values for its open settings, and smaller batches.
 
-    needs_fp32: the method takes differences of gradients; then nothing of the training is put into
-    bf16.
-    deal: the sections whose batches may be dealt: not those of which the user has said how they
-    are.
+    Args:
+        content: The mapping of the recipe.
+        name: The name of the preset.
+        needs_fp32: The method takes differences of gradients. Then nothing of the training is in
+            bf16.
+        deal: The sections whose batches may be split. A section is not among them if the user has
+            set its batches.
 
-    Raises ValueError for a preset that is not there.
+    Raises:
+        ValueError: There is no such preset.
     """
     if name not in PRESETS:
         raise ValueError(unknown_message("memory preset", str(name), PRESETS))
     preset, expanded_content = PRESETS[name], dict(content)
     for section, values in preset.values.items():
         own = expanded_content.get(section) or {}
-        if isinstance(own, Mapping):  # else the recipe's own check says what is wrong with it
+        if isinstance(own, Mapping):  # else the recipe's own check reports the mistake
             unfit = _unfit(content, own, needs_fp32) if section == "training" else set()
             expanded_content[section] = {
                 **{key: value for key, (value, _) in values.items() if key not in unfit},
@@ -119,7 +131,7 @@ def expand(
 
 
 def _unfit(content: Mapping[str, Any], training: Mapping[str, Any], needs_fp32: bool) -> set[str]:
-    """The settings of training that a preset must leave alone in this recipe."""
+    """Return the settings of training that a preset must not change in this recipe."""
     unfit: set[str] = set()
     if needs_fp32:
         unfit |= {"precision", "frozen"}
@@ -131,13 +143,13 @@ def _unfit(content: Mapping[str, Any], training: Mapping[str, Any], needs_fp32: 
         or content.get("target", "denoiser") != "denoiser"
     ):
         unfit.add("frozen")
-    if content.get("watch") is not None:  # it draws whole images between the steps
+    if content.get("watch") is not None:  # watching generates whole images between the steps
         unfit |= {"offload", "frozen"}
     return unfit
 
 
 def dealt(training: Any, at_once: int) -> Any:
-    """The batch as micro-batches of the largest size up to `at_once` that divides it."""
+    """Split the batch into micro-batches of the largest size up to `at_once` that divides it."""
     if not isinstance(training, Mapping):
         return training
     size, micro = training.get("batch_size", 16), training.get("micro_batches", 1)
@@ -148,7 +160,7 @@ def dealt(training: Any, at_once: int) -> Any:
 
 
 def describe(name: str) -> str:
-    """One line: what a preset sets."""
+    """Describe the settings of a preset in one line."""
     preset = PRESETS[name]
     description = ", ".join(
         f"{key} {str(value).lower() if isinstance(value, bool) else value}"

@@ -1,4 +1,4 @@
-"""What a recipe says of its method."""
+"""The section `method` of a recipe."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     PrivateAttr,
     SerializationInfo,
     SerializerFunctionWrapHandler,
@@ -28,7 +29,7 @@ class MethodSpec(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow")
-    name: str = "munba"
+    name: str = Field("munba", description="see `concept-eraser list methods`")
     _plugin: Plugin | None = PrivateAttr(None)
 
     @model_validator(mode="wrap")
@@ -57,18 +58,18 @@ class MethodSpec(BaseModel):
 
     @property
     def plugin(self) -> type[Any] | None:
-        """The class of the method; None where a file records an object of another process."""
+        """The class of the method; None if a file records an object of another process."""
         if self._plugin is not None:
             return type(self._plugin.value)
         return None if registry.in_memory(self.name) else registry.load("method", self.name)
 
     @property
     def edits(self) -> bool:
-        """Whether the method changes a model in one go, without steps."""
+        """Whether the method edits the model without training steps."""
         return hasattr(self.plugin, "edit")
 
     def build(self) -> Any:
-        """The method, a `Method` or an `Edit`.
+        """Return the method, a `Method` or an `Edit`.
 
         Raises:
             UserError: A file records an object of another process.

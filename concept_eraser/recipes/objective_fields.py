@@ -1,4 +1,4 @@
-"""What a recipe says of its objectives: prompts or labelled data, loss, adversary, histogram."""
+"""The sections of the objectives: prompts or labelled data, losses, adversary, histogram."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PROMPTED = ("denoiser", "text_encoder")
 ANCHORED = ("anchor", "relabel")
 
 
-# losses that without a prompt ask for what the teacher says without one
+# losses whose target for the empty prompt is the teacher's unconditional prediction
 WITH_EMPTY = ("anchor", "distill", "esd")
 
 
@@ -70,20 +70,20 @@ _TRAITS = {"needs_anchor": ANCHORED, "holds_empty": WITH_EMPTY, "needs_images": 
 OBJECTIVES = ("retain", "forget", "replace", "histogram", "attack")
 
 
-# how pydantic calls the two forms of `forget` in its errors; no key of a recipe
+# pydantic's names of the two forms of `forget` in its errors; no keys of a recipe
 ONE, MANY = "<one>", "<many>"
 
 
 def is_built_in(loss: str) -> bool:
-    """Whether a loss is one of this package's that an objective may have."""
+    """Whether a loss is one of this package that an objective may have."""
     return loss in _LOSSES
 
 
 def requires(loss: str | Plugin, trait: str) -> bool:
-    """Whether a loss has one of the traits `needs_anchor`, `needs_images` and `holds_empty`
-    (losses/base.py).
+    """Whether a loss has a trait: `needs_anchor`, `needs_images` or `holds_empty` (losses/base.py).
 
-    Those of a built-in loss are the denoiser's. Nothing is known of an object that a file records.
+    The traits of a built-in loss are those of the denoiser's. An object that a file records has
+    none.
     """
     plugin = registry.read("loss", loss)
     if is_built_in(plugin.name):
@@ -92,7 +92,7 @@ def requires(loss: str | Plugin, trait: str) -> bool:
 
 
 def fits(loss: str | Plugin, target: str) -> bool:
-    """Whether a loss is one of a target's. An object that a file records is taken to be one."""
+    """Whether a loss fits a target. An object that a file records is assumed to fit."""
     plugin = registry.read("loss", loss)
     if is_built_in(plugin.name):
         return plugin.name in LOSS_NAMES[target]
@@ -100,27 +100,30 @@ def fits(loss: str | Plugin, target: str) -> bool:
 
 
 class ElasticSpec(Strict):
-    """weight / 2 x sum F_i (theta_i - theta*_i)^2, F the mean squared gradient of single examples'
-    training loss.
+    """The penalty weight / 2 x sum F_i (theta_i - theta*_i)^2.
+
+    F is the mean squared gradient of single examples' training loss.
     """
 
     weight: float = Field(gt=0, le=FACTOR, description="factor of the penalty (lambda)")
-    n: int = Field(200, ge=1, le=IMAGES, description="how many examples F is the mean of")
+    n: int = Field(200, ge=1, le=IMAGES, description="number of examples in the mean F")
 
 
 class ObjectiveSpec(Strict):
-    """One objective: which prompts (or which labelled data), which loss, and where the images come
-    from.
-    """
+    """One objective: its prompts or its labelled data, its loss, and the source of its images."""
 
-    prompts: str | list[str] | None = Field(
-        None, description="a prompt set by name or path, or a list of prompts"
+    prompts: str | list[str] | dict[str, Any] | None = Field(
+        None,
+        description=(
+            "a prompt set by name or path, a list of prompts, or a mapping with the keys of a "
+            "prompt file (include, prompts, expand, without)"
+        ),
     )
     data: str | None = Field(
         None,
         description=(
-            "labelled data: a set of data/datasets/ by name, a folder with one subfolder a "
-            "class, an .npz with x and y; or rest: what the forget objective leaves of its data"
+            "labelled data: a set of data/datasets/ by name, a folder with one subfolder per "
+            "class, an .npz with x and y; or rest: all data that are not in the forget set"
         ),
     )
     options: dict[str, Any] = Field({}, description="options of a named data set")
@@ -137,7 +140,7 @@ class ObjectiveSpec(Strict):
     )
     indices: list[Annotated[int, Field(ge=0, le=POSITION)]] | str | None = Field(
         None,
-        description="labelled data: these examples, by position: a list, or a file with one a line",
+        description="labelled data: these examples, by position: a list, or a file of one per line",
     )
     l1: float = Field(
         0.0,
@@ -182,15 +185,15 @@ class ObjectiveSpec(Strict):
     anchor: str | dict[str, str] | None = Field(
         None,
         description=(
-            "what to show instead: a text that may use the prompt's fields, e.g. 'a {color} "
-            "square', or the fields to replace in it, e.g. {shape: square}"
+            "anchor concept: a text that may use the prompt's fields, e.g. 'a {color} "
+            "square', or the fields to replace in the prompt, e.g. {shape: square}"
         ),
     )
     teacher: Literal["frozen", "current"] = Field(
         "frozen",
         description=(
-            "whose prediction is the target: the model before training (ours) or the current "
-            "one (MUNBa's public code)"
+            "the model whose prediction is the target: frozen, the one before training (default), "
+            "or current (MUNBa's public code)"
         ),
     )
     eta: float = Field(
@@ -199,38 +202,38 @@ class ObjectiveSpec(Strict):
     neutral: Literal["null", "anchor"] | None = Field(
         None,
         description=(
-            "what the loss 'esd' pushes away to: null, the empty prompt (default: ESD), or "
-            "the anchor (SPM)"
+            "the prediction from which the loss 'esd' extrapolates: null, for the empty prompt "
+            "(default: ESD), or anchor (SPM)"
         ),
     )
     tokens: Literal["concept", "concept_and_end"] | None = Field(
         None,
         description=(
-            "what the loss 'resteer' looks away from: the tokens that the anchor does not "
-            "have (without one: all words), alone or with the end tokens (default: "
+            "the tokens whose attention the loss 'resteer' reduces: those that the anchor does "
+            "not have (without an anchor: all words), alone or with the end tokens (default: "
             "Forget-Me-Not's own setting)"
         ),
     )
     elastic: ElasticSpec | None = Field(
         None,
         description=(
-            "target denoiser: adds a pull of the weights back to where they were, stronger "
-            "where these examples depend on them (Selective Amnesia)"
+            "target denoiser: adds a penalty on changes of the weights, larger for weights "
+            "that these examples depend on (Selective Amnesia)"
         ),
     )
     scale: float = Field(1.0, gt=0, le=FACTOR, description="factor of this objective's loss")
     images: str = Field(
         "generate",
         description=(
-            "generate (by the model itself), free (no images: latents sampled on the fly), "
+            "generate (by the model itself), free (no images: latents sampled in training), "
             "or a folder of images with captions"
         ),
     )
     noised: Literal["own", "anchor"] | None = Field(
         None,
         description=(
-            "whose images are noised to x_t: those of the prompt or of its anchor (default: "
-            "the loss's; relabel: anchor, all others: own)"
+            "which images are noised to x_t: own, those of the prompt, or anchor, those of its "
+            "anchor (default: anchor for the loss relabel, own for all others)"
         ),
     )
     empty_prompts: float = Field(
@@ -238,8 +241,8 @@ class ObjectiveSpec(Strict):
         ge=0,
         lt=1,
         description=(
-            "how often an example is asked without its prompt and anchor, so that what "
-            "guidance subtracts stays what it was (0.25: the default of `erase`; losses "
+            "share of examples with the empty prompt in place of prompt and anchor, which "
+            "preserves the unconditional prediction (0.25: the default of `erase`; losses "
             "anchor, distill and esd)"
         ),
     )
@@ -247,10 +250,10 @@ class ObjectiveSpec(Strict):
         400,
         ge=1,
         le=IMAGES,
-        description="how many images to generate (MUNBa: about 400 per objective)",
+        description="number of images to generate (MUNBa: about 400 per objective)",
     )
     timesteps: tuple[int, int] = Field(
-        (0, 1000), description="range of diffusion time steps this loss is asked at"
+        (0, 1000), description="range of diffusion time steps of this loss"
     )
 
     @field_validator("loss")
@@ -259,12 +262,12 @@ class ObjectiveSpec(Strict):
         plugin = registry.read("loss", value)
         if is_built_in(plugin.name) and plugin.options:
             raise ValueError(
-                f"the loss {plugin.name!r} has no options of its own; its settings stand "
-                "beside it, e.g. eta"
+                f"the loss {plugin.name!r} has no options of its own; its settings are keys "
+                "of the objective, e.g. eta"
             )
         if plugin.value is not None or plugin.is_record or is_built_in(plugin.name):
             return value
-        if plugin.name in registry.builtin("loss"):  # histogram, which has a section of its own
+        if plugin.name in registry.builtin("loss"):  # histogram, which is a section of the recipe
             raise ValueError(unknown_message("loss", plugin.name, _LOSSES))
         if wrong := registry.problems("loss", plugin.name, plugin.options):
             raise ValueError("; ".join(wrong))
@@ -278,7 +281,9 @@ class ObjectiveSpec(Strict):
 
     @field_validator("prompts")
     @classmethod
-    def _known_prompts(cls, value: str | list[str] | None) -> str | list[str] | None:
+    def _known_prompts(
+        cls, value: str | list[str] | dict[str, Any] | None
+    ) -> str | list[str] | dict[str, Any] | None:
         if isinstance(value, str):
             resources.find("prompts", value)
         elif value is not None and not value:
@@ -307,8 +312,8 @@ class ObjectiveSpec(Strict):
             )
         if self.data == "rest" and (self.classes or self.share or self.indices or self.options):
             raise ValueError(
-                "data: rest is all that the forget objective leaves; it takes no classes, "
-                "share, indices or options"
+                "data: rest stands for all data that are not in the forget set; it has no "
+                "classes, share, indices or options"
             )
         if self.data is not None:
             return self
@@ -329,7 +334,7 @@ class ObjectiveSpec(Strict):
             )
         if requires(self.loss, "needs_anchor") and not self.anchor:
             raise ValueError(
-                f"the loss {self.loss!r} needs an anchor: what to show instead, e.g. "
+                f"the loss {self.loss!r} needs an anchor concept, e.g. "
                 "anchor: 'a person' or anchor: {shape: circle}"
             )
         for key in ("noised", "neutral"):
@@ -342,22 +347,22 @@ class ObjectiveSpec(Strict):
                 )
         if self.empty_prompts and not requires(self.loss, "holds_empty"):
             raise ValueError(
-                "empty_prompts needs a loss that keeps what the model says without a "
-                f"prompt ({', '.join(WITH_EMPTY)}), found {self.loss!r}"
+                "empty_prompts needs a loss that preserves the unconditional prediction "
+                f"({', '.join(WITH_EMPTY)}), found {self.loss!r}"
             )
         if self.empty_prompts and (self.images == "free" or self.teacher == "current"):
             finding = (
-                "images: free, where x_t is sampled without the prompt too"
+                "images: free, where x_t is also sampled by the unconditional prediction"
                 if self.images == "free"
                 else "teacher: current, which follows the model"
             )
             raise ValueError(
-                "empty_prompts holds what the model said without a prompt at images "
-                f"of this objective, so it does not go with {finding}"
+                "empty_prompts preserves the unconditional prediction at images of this "
+                f"objective, so it cannot be used with {finding}"
             )
         if self.elastic is not None and self.images == "free":
             raise ValueError(
-                "elastic asks how the training loss on images depends on the weights, so "
+                "elastic measures how the training loss on images depends on the weights, so "
                 "images: free is not possible"
             )
         if self.images == "free" and requires(self.loss, "needs_images"):
@@ -369,19 +374,16 @@ class ObjectiveSpec(Strict):
 
 
 def concept_objective(number: int) -> str:
-    """The objective of the concept with this number, counted from 0: forget, forget.2, forget.3,
-    ...
-    """
+    """Return the objective of a concept by its number from 0: forget, forget.2, forget.3, ..."""
     return f"forget.{number + 1}" if number else "forget"
 
 
 def role(objective: str) -> str:
-    """What an objective is: that of `forget.3` is forget."""
+    """Return the role of an objective: that of `forget.3` is forget."""
     return objective.partition(".")[0]
 
 
-# one objective, or a list of them; told apart by hand, so that an error speaks of the form that was
-# meant
+# one objective, or a list of them; the discriminator makes errors refer to the form that was given
 Forget = Annotated[
     Annotated[ObjectiveSpec, Tag(ONE)]
     | Annotated[list[ObjectiveSpec], Tag(MANY), Field(max_length=CONCEPTS)],
@@ -390,8 +392,11 @@ Forget = Annotated[
 
 
 class AttackSpec(Strict):
-    """An adversary inside the training: an offset of the forgotten prompts' embedding that wants
-    the concept back; where the text encoder is trained, of their tokens' embeddings."""
+    """An adversary inside the training: an offset of the forgotten prompts' embedding.
+
+    It regenerates the concept. If the text encoder is trained, it is an offset of the embeddings of
+    the tokens.
+    """
 
     decay: float = Field(
         1e-4,
@@ -405,14 +410,12 @@ class AttackSpec(Strict):
         400,
         ge=1,
         le=IMAGES,
-        description="how many images of the forgotten prompts to generate for it",
+        description="number of images of the forgotten prompts to generate for it",
     )
 
 
 class HistogramSpec(Strict):
-    """A judge inside the training: the share of samples in which it sees the concept, as a loss
-    (UNO's hat versions).
-    """
+    """A judge inside the training, whose concept rate is a loss (UNO's hat versions)."""
 
     concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
     judge: str = Field(
@@ -423,7 +426,7 @@ class HistogramSpec(Strict):
     )
     timesteps: tuple[int, int] = Field(
         (0, 500),
-        description="range of diffusion time steps; one-step samples from pure noise show nothing",
+        description="range of diffusion time steps; one-step samples from pure noise are empty",
     )
 
     @field_validator("concept")
@@ -437,5 +440,5 @@ class HistogramSpec(Strict):
 
 
 def as_list(forget: Any) -> list[ObjectiveSpec]:
-    """The objectives of the key `forget`: of one, of a list, of None."""
+    """Return the objectives of the key `forget`, which holds one, a list, or None."""
     return forget if isinstance(forget, list) else [forget] if forget is not None else []

@@ -1,6 +1,4 @@
-"""What a recipe says in short: `key.path=value` changes to it, and lists that stand for
-mappings.
-"""
+"""Overrides of a recipe (`key.path=value`), and lists that stand for mappings."""
 
 from __future__ import annotations
 
@@ -16,9 +14,11 @@ SHORT = {"method": "name", "finish": "name", "trainable": "select"}
 
 
 def concepts(value: list[Any]) -> Any:
-    """What a list under `forget` stands for: texts are one objective's prompts; with a mapping
-    among them it is one concept an entry, and of one entry that one. Raises ValueError for names of
-    prompt sets, which may mean either.
+    """Return the objective or objectives that a list under `forget` stands for.
+
+    A list of texts is one objective's prompts. With a mapping among its entries, each entry is one
+    concept; a single entry is the objective itself. Raises ValueError for a list of names of prompt
+    sets, which may mean either.
     """
     if all(isinstance(item, str) for item in value):
         set_names = resources.names("prompts")
@@ -39,9 +39,11 @@ def concepts(value: list[Any]) -> Any:
 
 
 def apply(content: dict[str, Any], text: str) -> None:
-    """Apply one `training.lr=1e-4` to a recipe's mapping, in place; of a list of concepts
-    `forget.n=8` means every one, and `forget.2.n=8` the second. Raises UserError where there is no
-    such place."""
+    """Apply one override such as `training.lr=1e-4` to a recipe's mapping, in place.
+
+    For a list of concepts, `forget.n=8` changes all of them, and `forget.2.n=8` the second. Raises
+    UserError if there is no such place.
+    """
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path) or len(path) > DEEPEST:
@@ -82,8 +84,9 @@ def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _of_concepts(forget: list[Any], path: list[str], value: Any) -> Any:
-    """The list under `forget` with a key set in every concept, or in the one whose number the path
-    begins with.
+    """Return the list under `forget` with a key set in every concept.
+
+    If the path begins with a number, only that concept changes.
     """
     try:
         items = concepts(forget)

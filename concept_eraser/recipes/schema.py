@@ -1,4 +1,4 @@
-"""All keys of a recipe. Each section is a class of its own; recipe.py checks them together."""
+"""All keys of a recipe. Each section is a separate class; recipe.py checks them together."""
 
 from __future__ import annotations
 
@@ -42,37 +42,41 @@ class RecipeFields(Strict):
         {},
         description=(
             "options of the model's family: size of the images (sdxl, sd3, flux), guidance "
-            "told in training (flux)"
+            "input during training (flux)"
         ),
     )
     target: Literal["denoiser", "text_encoder", "clip", "vae", "classifier"] = Field(
-        "denoiser", description="which part is trained"
+        "denoiser", description="the part that is trained"
     )
     templates: list[str] = Field(
         ["a photo of a {}"],
-        description="target clip: prompts of the classes, {} stands for the name",
+        description="target clip: prompts of the classes; {} stands for the name",
     )
     forget: Forget = Field(
-        description="what is to be forgotten: one objective, or a list of them, one a concept"
+        description="what to forget: one objective, or a list with one for each concept"
     )
     concepts: Literal["together", "rotate"] = Field(
         "together",
-        description="several concepts: each an objective of its own, or one concept a step in turn",
+        description="several concepts: one objective for each, or one concept per step in turn",
     )
-    retain: ObjectiveSpec | None = None
+    retain: ObjectiveSpec | None = Field(None, description="what to preserve")
     replace: ObjectiveSpec | None = Field(
         None,
         description=(
-            "what the forgotten prompts should show instead, as an objective of its own (UNO "
-            "with its anchor term)"
+            "what the forgotten prompts generate instead, as a separate objective (UNO with its "
+            "anchor term)"
         ),
     )
     attack: AttackSpec | None = Field(
         None, description="the lower-level problem of forum and adversarial"
     )
     histogram: HistogramSpec | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
-    watch: WatchSpec | None = Field(None, description="look at the concept's share while training")
-    method: MethodSpec = MethodSpec()
+    watch: WatchSpec | None = Field(
+        None, description="measure the concept rate during the training"
+    )
+    method: MethodSpec = Field(
+        MethodSpec(), description="the rule that combines the gradients, or an edit"
+    )
     finish: MethodSpec | None = Field(
         None,
         description=(
@@ -80,13 +84,17 @@ class RecipeFields(Strict):
             "mace-cfr; a LoRA is merged before it, and whole weights are written"
         ),
     )
-    trainable: TrainableSpec = TrainableSpec()
-    training: TrainingSpec = TrainingSpec()
-    generation: GenerationSpec = GenerationSpec()
+    trainable: TrainableSpec = Field(TrainableSpec(), description="the trainable parameters")
+    training: TrainingSpec = Field(
+        TrainingSpec(), description="length, optimizer and precision of the training"
+    )
+    generation: GenerationSpec = Field(
+        GenerationSpec(), description="the sampler of the training images"
+    )
 
     @property
     def forgotten(self) -> list[ObjectiveSpec]:
-        """The concepts to forget, mostly one."""
+        """The concepts to forget, usually one."""
         return as_list(self.forget)
 
     @property
@@ -98,20 +106,19 @@ class RecipeFields(Strict):
 
     @property
     def all_objectives(self) -> tuple[str, ...]:
-        """All objectives in the order the methods expect, also the concepts that wait for their
-        turn.
-        """
+        """All objectives in the order of the methods, also the concepts whose turn it is not."""
         return self.objectives_with(len(self.forgotten))
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """The objectives of one step, in the order the methods expect: of concepts in turn there is
-        one, `forget`.
+        """The objectives of one step, in the order of the methods.
+
+        Concepts that take turns are one objective, `forget`.
         """
         return self.all_objectives if self.concepts == "together" else self.objectives_with(1)
 
     def objectives_with(self, concepts: int) -> tuple[str, ...]:
-        """The objectives in the order the methods expect, with so many concepts among them."""
+        """Return the objectives in the order of the methods, with this number of concepts."""
         present = [name for name in OBJECTIVES if getattr(self, name) is not None]
         return tuple(
             one
@@ -121,7 +128,7 @@ class RecipeFields(Strict):
 
     @property
     def unused_settings(self) -> set[str]:
-        """Settings of an objective that say nothing about this target."""
+        """The settings of an objective that this target does not use."""
         of_prompts = {
             "eta",
             "images",

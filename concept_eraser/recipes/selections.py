@@ -1,4 +1,4 @@
-"""Which weights may move: by the names the field uses, or by regular expression."""
+"""Select the trainable parameters, by the usual names of selections or by regular expression."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SECONDS = 2  # of processor time, for all names together
 
 
 def _is_text(name: str) -> bool:
-    """Of a CLIP model: transformers' names, then open_clip's."""
+    """Whether a tensor of a CLIP model belongs to the text tower.
+
+    The names are those of transformers or of open_clip.
+    """
     return (
         "visual" not in name
         and "vision" not in name
@@ -43,11 +46,10 @@ _RULES: dict[str, Callable[[str], bool]] = {
 }
 SELECTIONS = tuple(_RULES)
 
-# MMDiT and Flux have no cross-attention: image and text attend jointly. What stands for it is the
-# text's side of that, the projections of the context ("added" in diffusers' names);
-# cross_attention_kv is what the image reads of the text. Flux's single blocks have one set of
-# weights for both, which counts as self-attention, as does SD 3.5's second attention of the
-# image, which diffusers calls attn2.
+# MMDiT and Flux have no cross-attention: image and text attend jointly. Here cross_attention
+# selects the projections of the text ("added" in diffusers' names), and cross_attention_kv its keys
+# and values. Flux's single blocks have one set of weights for both, which counts as self-attention.
+# So does SD 3.5's second attention of the image, which diffusers calls attn2.
 _CONTEXT = re.compile(r"\.attn\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.")
 _JOINT_RULES: dict[str, Callable[[str], bool]] = {
     "cross_attention": lambda name: _CONTEXT.search(name) is not None,
@@ -59,33 +61,34 @@ _JOINT_RULES: dict[str, Callable[[str], bool]] = {
 }
 
 
-# Some expressions take ever longer with every character of a name, e.g. (a+)+$, and some take
-# gigabytes to compile. Python cannot stop its own matching, so another process does it: the system
-# ends that where it uses too much. The package `regex` has a time limit, but takes 30 GB to compile
-# (?:(?:(?:a{1000}){1000}){1000}).
+# The time of some expressions grows exponentially with the length of a name, e.g. (a+)+$. Some take
+# gigabytes to compile. Python cannot stop its own matching, so another process does it, and the
+# system ends that process at a limit. The package `regex` has a time limit, but takes 30 GB to
+# compile (?:(?:(?:a{1000}){1000}){1000}).
 _MATCHER = """
 import json, re, sys, warnings
-asked = json.load(sys.stdin)
+request = json.load(sys.stdin)
 try:
     import resource, signal
     resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
-    signal.setitimer(signal.ITIMER_VIRTUAL, asked["seconds"])
+    signal.setitimer(signal.ITIMER_VIRTUAL, request["seconds"])
 except ImportError:
     pass
 warnings.simplefilter("ignore")
 try:
-    search = re.compile(asked["expression"]).search
+    search = re.compile(request["expression"]).search
 except (re.error, RecursionError, OverflowError, ValueError) as error:
     print(json.dumps({"problem": str(error)[:150]}))
 else:
-    print(json.dumps({"matches": [search(name) is not None for name in asked["names"]]}))
+    print(json.dumps({"matches": [search(name) is not None for name in request["names"]]}))
 """
 
 
 @cache
 def _matches(expression: str, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """For each name whether a regular expression occurs in it. Raises ValueError where it is none,
-    or takes too long.
+    """Return for each name whether a regular expression occurs in it.
+
+    Raises ValueError if the expression is invalid or takes too long.
     """
     question = json.dumps({"expression": expression, "names": names, "seconds": SECONDS})
     try:
@@ -108,7 +111,7 @@ def _matches(expression: str, names: tuple[str, ...]) -> tuple[bool, ...]:
 
 
 def problem(selection: str) -> str | None:
-    """What is wrong with a selection, or None."""
+    """Return what is wrong with a selection, or None."""
     if selection in _RULES:
         return None
     if not selection.startswith("re:"):
@@ -128,8 +131,9 @@ def problem(selection: str) -> str | None:
 
 
 def select(names: Iterable[str], selection: str) -> list[str]:
-    """The names that a selection covers, in order. Raises UserError where it covers none, or takes
-    too long to match.
+    """Return the names that a selection covers, in order.
+
+    Raises UserError if it covers none, or takes too long to match.
     """
     wrong = problem(selection)
     if wrong:
@@ -150,7 +154,7 @@ def select(names: Iterable[str], selection: str) -> list[str]:
 
 
 def _is_covered(names: Sequence[str], selection: str) -> Iterable[bool]:
-    """For each name whether a selection covers it."""
+    """Return for each name whether a selection covers it."""
     rules = _RULES | _JOINT_RULES if any(_CONTEXT.search(name) for name in names) else _RULES
     if rule := rules.get(selection):
         return map(rule, names)

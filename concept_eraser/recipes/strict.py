@@ -13,7 +13,7 @@ from concept_eraser.utils.limits import (
 
 
 class Strict(BaseModel):
-    """No unknown keys, and no number that is infinite or none."""
+    """A section without unknown keys and without numbers that are not finite."""
 
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, allow_inf_nan=False, str_max_length=TEXT

@@ -1,4 +1,4 @@
-"""What a recipe says of the trainable parameters: selection, LoRA, mask."""
+"""The section `trainable` of a recipe: selection, LoRA, mask."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from concept_eraser.utils.limits import (
 
 
 class LoraSpec(Strict):
-    """Low-rank factors in place of the weights: W + alpha / rank x up down."""
+    """Low-rank matrices in place of the weights: W + alpha / rank x up down."""
 
-    rank: int = Field(4, ge=1, le=RANK, description="of the change to each layer")
+    rank: int = Field(4, ge=1, le=RANK, description="the rank of the change of each layer")
     alpha: float = Field(
         4,
         gt=0,
         le=FACTOR,
-        description="the change is scaled by alpha / rank; default: the rank, so by 1",
+        description="the change is scaled by alpha / rank; default: the rank, so the scale is 1",
     )
     conv: bool = Field(False, description="convolutions too, not only linear layers")
 
     @model_validator(mode="before")
     @classmethod
     def _alpha_is_the_rank(cls, value: Any) -> Any:
-        """`lora: 8` stands for a rank; spelled out, so that the default may change and a run folder
-        does not.
+        """Expand `lora: 8`, which stands for a rank.
+
+        The alpha is written out, so that a run folder does not depend on the default.
         """
         settings = value if isinstance(value, dict) else {"rank": value}
         return (
@@ -45,7 +46,7 @@ class LoraSpec(Strict):
 
 
 class TrainableSpec(Strict):
-    """Which weights may move."""
+    """The trainable parameters."""
 
     select: str = Field(
         "all", description="see `concept-eraser list selections`, or re:<regular expression>"
@@ -53,15 +54,15 @@ class TrainableSpec(Strict):
     batchnorm: Literal["frozen", "train"] = Field(
         "frozen",
         description=(
-            "classifier, vae: keep the running statistics (ours), or use and update the batch's"
+            "classifier, vae: keep the running statistics (default), or use and update the batch's"
         ),
     )
 
     lora: LoraSpec | None = Field(
         None,
         description=(
-            "denoiser, text_encoder: train low-rank factors of the selected linear layers "
-            "instead of their weights"
+            "denoiser, text_encoder: train a LoRA of the selected linear layers instead of "
+            "their weights"
         ),
     )
     saliency: float | None = Field(
@@ -69,7 +70,7 @@ class TrainableSpec(Strict):
         gt=0,
         lt=1,
         description=(
-            "only this share of the selected weights moves: those with the largest "
+            "train only this share of the selected weights: those with the largest "
             "|gradient| of the forget loss (SalUn: 0.5)"
         ),
     )
@@ -78,7 +79,7 @@ class TrainableSpec(Strict):
         gt=0,
         le=PORTION,
         description=(
-            "after training on the concept, turn round what it did: W becomes W - this x "
+            "after training on the concept, reverse the change: W becomes W - this x "
             "(trained W - W) (task arithmetic)"
         ),
     )
@@ -87,15 +88,15 @@ class TrainableSpec(Strict):
         gt=0,
         lt=1,
         description=(
-            "before training, this share of the selected weights is drawn anew: those with "
-            "the largest |gradient x weight| of the forget loss (Scissorhands: 0.1 or 0.9)"
+            "before training, reinitialise this share of the selected weights: those with the "
+            "largest |gradient x weight| of the forget loss (Scissorhands: 0.1 or 0.9)"
         ),
     )
 
     @field_validator("lora", mode="before")
     @classmethod
     def _on_or_off(cls, value: Any) -> Any:
-        """`lora: none` and `false` are none, `true` one with the usual settings."""
+        """Expand the short forms: `none` and `false` for no LoRA, `true` for the defaults."""
         return None if value is False or value == "none" else {} if value is True else value
 
     @field_validator("select")

@@ -1,4 +1,4 @@
-"""What a recipe says of training, of the images that it generates, and of watching it."""
+"""The sections `training`, `generation` and `watch` of a recipe."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from concept_eraser.utils.limits import (
 
 
 class WatchSpec(Strict):
-    """Look at the concept's share while training: after how many steps and seconds is it gone?"""
+    """Measure the concept rate during the training, until the concept is gone."""
 
     suite: str = Field(
         description="the evaluation suite whose concept, judge, sampler and prompts are used"
     )
-    group: str = "direct"
-    every: int = Field(10, ge=1, le=TRAINING_STEPS, description="steps between two looks")
-    n: int = Field(50, ge=2, le=IMAGES, description="images a look")
+    group: str = Field("direct", description="the suite's group of prompts")
+    every: int = Field(10, ge=1, le=TRAINING_STEPS, description="steps between two measurements")
+    n: int = Field(50, ge=2, le=IMAGES, description="images per measurement")
     below: float = Field(
         0.02,
         gt=0,
         lt=1,
-        description="gone means a share below this (UNO: 0.02); the looks then end",
+        description="the concept is gone at a rate below this (UNO: 0.02); measuring then ends",
     )
 
     @field_validator("suite")
@@ -46,16 +46,16 @@ class WatchSpec(Strict):
 
 
 class TrainingSpec(Strict):
-    """How long, how fast, how exact."""
+    """Length, optimizer, precision and memory of the training."""
 
-    steps: int = Field(200, ge=1, le=TRAINING_STEPS)
+    steps: int = Field(200, ge=1, le=TRAINING_STEPS, description="training steps")
     batch_size: int = Field(
         16, ge=1, le=BATCH, description="examples of each objective in a micro-batch"
     )
     micro_batches: int = Field(
         1, ge=1, le=BATCH, description="micro-batches accumulated before the gradients are combined"
     )
-    lr: float = Field(1e-4, gt=0, le=LEARNING_RATE)
+    lr: float = Field(1e-4, gt=0, le=LEARNING_RATE, description="learning rate")
     warmup: int = Field(0, ge=0, le=TRAINING_STEPS, description="steps of linear warm-up")
     decay: Literal["none", "linear"] = Field(
         "none", description="linear: the learning rate falls to 0 at the last step"
@@ -63,39 +63,46 @@ class TrainingSpec(Strict):
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adamw8bit"] = Field(
         "adam",
         description=(
-            "adafactor: its second moments are kept as rows and columns, and lr is relative "
+            "adafactor: its second moments are stored as rows and columns, and lr is relative "
             "to the weights' size; adamw8bit: moments in 8 bits, by bitsandbytes (pip "
             "install 'concept-eraser[memory]')"
         ),
     )
-    weight_decay: float = Field(0.0, ge=0, le=LEARNING_RATE)
+    weight_decay: float = Field(
+        0.0, ge=0, le=LEARNING_RATE, description="weight decay of the optimizer"
+    )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="bf16: autocast; weights stay in fp32"
     )
     checkpointing: bool = Field(
         False,
         description=(
-            "target denoiser, text_encoder: keep the denoiser's activations between blocks "
-            "only and compute the rest again: less memory, more time, the same gradients"
+            "target denoiser, text_encoder: store the denoiser's activations between blocks "
+            "only and recompute the others: less memory, more time, the same gradients"
         ),
     )
     offload: bool = Field(
         False,
         description=(
-            "text encoders, denoiser and VAE are on the device by turns while the examples "
-            "are made, then what the training needs; all others on the CPU"
+            "text encoders, denoiser and VAE are on the device one after the other while the "
+            "examples are made, then only the parts that the training needs"
         ),
     )
     frozen: Literal["fp32", "bf16"] = Field(
         "fp32",
         description=(
-            "bf16: weights of denoiser and text encoders that are not trained are held in "
-            "bf16 while it trains; the erased model has them as they were"
+            "bf16: weights of denoiser and text encoders that are not trained are in bf16 "
+            "during the training; the erased model has their original values"
         ),
     )
-    seed: int = Field(0, ge=0, le=SEED)
+    seed: int = Field(
+        0, ge=0, le=SEED, description="seed of the examples, the time steps and the noise"
+    )
     save_every: int = Field(
-        50, ge=1, le=TRAINING_STEPS, description="steps between states that --resume can go on from"
+        50,
+        ge=1,
+        le=TRAINING_STEPS,
+        description="steps between the states that --resume continues from",
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", description="auto: a GPU if there is one"
@@ -104,14 +111,14 @@ class TrainingSpec(Strict):
         "none",
         description=(
             "several processes: optimizer splits the optimizer's state among them; weights "
-            "also the denoiser's weights, which a LoRA leaves as they are (docs/scale.md)"
+            "also splits the denoiser's frozen weights under a LoRA (docs/scale.md)"
         ),
     )
     tracker: list[Literal["tensorboard", "wandb"]] = Field(
         [],
         description=(
-            "none, or where each step's numbers go beside log.jsonl: tensorboard, wandb, or "
-            "a list of both"
+            "none, or another place for the numbers of log.jsonl: tensorboard, wandb, or a list "
+            "of both"
         ),
     )
 
@@ -121,18 +128,18 @@ class TrainingSpec(Strict):
         return [] if value in (None, "none") else [value] if isinstance(value, str) else value
 
 
-ASIDE = ("shard", "tracker")  # of TrainingSpec: they change no number of the result
+ASIDE = ("shard", "tracker")  # keys of TrainingSpec that change no number of the result
 
 
-# of TrainingSpec: where and in what precision, not what is trained
+# keys of TrainingSpec for the placement and precision of the model, not for its training
 MEMORY = ("checkpointing", "offload", "frozen")
 
 
 class GenerationSpec(Strict):
     """How training images are generated from the prompts."""
 
-    steps: int = Field(25, ge=1, le=SAMPLER_STEPS)
-    guidance: float = Field(5.0, ge=0, le=GUIDANCE)
-    batch_size: int = Field(32, ge=1, le=BATCH)
-    precision: Literal["fp32", "bf16"] = "fp32"
-    seed: int = Field(0, ge=0, le=SEED)
+    steps: int = Field(25, ge=1, le=SAMPLER_STEPS, description="steps of the sampler")
+    guidance: float = Field(5.0, ge=0, le=GUIDANCE, description="classifier-free guidance scale")
+    batch_size: int = Field(32, ge=1, le=BATCH, description="images that are generated at once")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast")
+    seed: int = Field(0, ge=0, le=SEED, description="seed of the images")

@@ -1,6 +1,4 @@
-"""What a recipe's sections ask of each other, beyond what each says alone: a contradiction is an
-error with its remedy.
-"""
+"""The checks across the sections of a recipe. Each contradiction is an error with its remedy."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ from concept_eraser.utils.errors import unknown_message
 
 
 def check(recipe: RecipeFields, method: Any) -> None:
-    """Raise ValueError where the sections of a recipe do not fit each other, or the method.
+    """Raise ValueError if the sections of a recipe do not fit each other, or the method.
 
     Args:
         recipe: The recipe.
-        method: Its method; None where a file records an object of another process, of which nothing
-            is known.
+        method: Its method; None if a file records an object of another process, which cannot be
+            checked.
     """
     if method is not None:
         _use(recipe, method)
@@ -34,8 +32,8 @@ def check(recipe: RecipeFields, method: Any) -> None:
     _fits_target(recipe)
     if method is not None and recipe.attack is not None and not method.needs_attack:
         raise ValueError(
-            f"the method {recipe.method.name!r} has no lower-level problem to give "
-            "`attack` to; use forum or adversarial"
+            f"the method {recipe.method.name!r} has no lower-level problem for "
+            "`attack`; use forum or adversarial"
         )
     _lora(recipe)
     _negation(recipe)
@@ -44,15 +42,13 @@ def check(recipe: RecipeFields, method: Any) -> None:
     _split(recipe)
     if method is not None and method.needs_fp32 and recipe.training.precision != "fp32":
         raise ValueError(
-            f"the method {recipe.method.name!r} takes differences of gradients, which "
-            "drown in the rounding of bf16; set training.precision: fp32"
+            f"the method {recipe.method.name!r} takes differences of gradients, for "
+            "which bf16 is too coarse; set training.precision: fp32"
         )
 
 
 def _use(recipe: RecipeFields, method: Any) -> None:
-    """Raise ValueError where the method needs a retain set that is missing, or does not fit the
-    target.
-    """
+    """Raise ValueError if the method lacks a retain set, or does not fit the target."""
     if (
         recipe.retain is None
         and recipe.method.name != "weighted"
@@ -71,8 +67,9 @@ def _use(recipe: RecipeFields, method: Any) -> None:
 
 
 def _objectives(recipe: RecipeFields, method: Any) -> None:
-    """Raise ValueError where the method cannot combine the objectives; it may know two, and so one
-    concept a step.
+    """Raise ValueError if the method cannot combine the objectives.
+
+    A method of two objectives can train one concept in each step.
     """
     try:
         method.check_objectives(recipe.objectives)
@@ -81,8 +78,8 @@ def _objectives(recipe: RecipeFields, method: Any) -> None:
         several = len(recipe.objectives) > len(with_one_concept)
         if several and hasattr(method, "direction") and _combines(method, with_one_concept):
             raise ValueError(
-                f"{error}; or ask one concept a step with concepts: rotate, which suits "
-                "every method of two objectives"
+                f"{error}; or train one concept in each step with concepts: rotate, which "
+                "suits every method of two objectives"
             ) from None
         raise
 
@@ -96,13 +93,13 @@ def _combines(method: Any, objectives: tuple[str, ...]) -> bool:
 
 
 def _concepts(recipe: RecipeFields) -> None:
-    """Raise ValueError where a list of concepts asks for what is defined for one only."""
+    """Raise ValueError for a setting that several concepts cannot have."""
     several = len(recipe.forgotten)
     if several == 1:
         if recipe.concepts == "rotate":
             raise ValueError(
-                "concepts: rotate takes several concepts in turn; give forget as a list "
-                "of them, or leave it out"
+                "concepts: rotate trains several concepts in turn; give forget as a list of "
+                "them, or leave it out"
             )
         return
     if recipe.target not in PROMPTED:
@@ -128,20 +125,20 @@ def _concepts(recipe: RecipeFields) -> None:
             )
     if recipe.concepts == "rotate" and recipe.training.steps < several:
         raise ValueError(
-            f"concepts: rotate asks one concept a step, so {several} concepts need "
+            f"concepts: rotate trains one concept in each step, so {several} concepts need "
             f"training.steps >= {several}, found {recipe.training.steps}"
         )
     if recipe.concepts == "rotate" and recipe.method.options.get("every", 1) != 1:
         raise ValueError(
-            "method.every keeps a bargain for some steps, and concepts: rotate asks "
-            "another concept at each; leave every at 1, or use concepts: together"
+            "method.every keeps the weights for some steps, and concepts: rotate "
+            "trains another concept in each; leave every at 1, or use concepts: together"
         )
 
 
 def _fits_target(recipe: RecipeFields) -> None:
-    """Raise ValueError where an objective does not fit the target."""
+    """Raise ValueError if an objective does not fit the target."""
     loss_names = LOSS_NAMES[recipe.target]
-    # the forgotten first
+    # the objectives that forget come first
     for name, spec in sorted(recipe.objective_specs.items(), key=lambda item: item[0] == "retain"):
         has_prompts = recipe.target in PROMPTED
         if has_prompts != (spec.prompts is not None):
@@ -156,7 +153,7 @@ def _fits_target(recipe: RecipeFields) -> None:
             )
         if recipe.target == "text_encoder" and spec.images == "free" and spec.loss == "esd":
             raise ValueError(
-                f"{name}: of a text encoder the loss 'esd' needs images, so images: free "
+                f"{name}: for a text encoder the loss 'esd' needs images, so images: free "
                 "is not possible"
             )
         _settings(recipe, name, spec)
@@ -166,13 +163,11 @@ def _fits_target(recipe: RecipeFields) -> None:
             and not isinstance(spec.anchor, str)
         ):
             raise ValueError(
-                f"{name}: the loss 'anchor' needs an anchor: the class to say instead, "
+                f"{name}: the loss 'anchor' needs an anchor: the class to predict instead, "
                 "by name or number"
             )
     if recipe.forgotten[0].data == "rest":
-        raise ValueError(
-            "forget: data: rest is for the retain objective; say what is to be forgotten"
-        )
+        raise ValueError("forget: data: rest is for the retain objective; name the data to forget")
     if recipe.attack is not None and recipe.target not in PROMPTED:
         raise ValueError(
             f"attack: the target {recipe.target!r} has no prompt embedding to attack; "
@@ -180,8 +175,8 @@ def _fits_target(recipe: RecipeFields) -> None:
         )
     if recipe.histogram is not None and recipe.target not in ("denoiser", "vae"):
         raise ValueError(
-            f"histogram: the target {recipe.target!r} draws no samples that a judge "
-            "could look at; use denoiser or vae"
+            f"histogram: the target {recipe.target!r} generates no samples for a "
+            "judge; use denoiser or vae"
         )
     if recipe.watch is not None and recipe.target not in PROMPTED:
         raise ValueError(
@@ -190,7 +185,7 @@ def _fits_target(recipe: RecipeFields) -> None:
 
 
 def _settings(recipe: RecipeFields, name: str, objective: ObjectiveSpec) -> None:
-    """Raise ValueError where an objective is given a setting that says nothing about the target."""
+    """Raise ValueError for settings of an objective that the target does not use."""
     unused_settings = recipe.unused_settings & objective.model_fields_set
     if recipe.target == "vae" and objective.anchor is not None:
         unused_settings = {*unused_settings, "anchor"}
@@ -202,12 +197,12 @@ def _settings(recipe: RecipeFields, name: str, objective: ObjectiveSpec) -> None
     ]
     if changed_keys:
         raise ValueError(
-            f"{name}: {', '.join(changed_keys)} says nothing about the target {recipe.target!r}"
+            f"{name}: the target {recipe.target!r} does not use {', '.join(changed_keys)}"
         )
 
 
 def _lora(recipe: RecipeFields) -> None:
-    """Raise ValueError where low-rank factors are asked of what has none."""
+    """Raise ValueError if the recipe's target or objectives cannot have a LoRA."""
     if recipe.trainable.lora is None:
         return
     if recipe.target not in PROMPTED:
@@ -217,19 +212,17 @@ def _lora(recipe: RecipeFields) -> None:
         )
     if recipe.trainable.reinitialise is not None:
         raise ValueError(
-            "trainable: reinitialise draws weights anew, which a LoRA leaves alone; give "
-            "one of the two"
+            "trainable: reinitialise changes weights that a LoRA keeps frozen; give one of the two"
         )
     if any(objective.elastic for objective in recipe.objective_specs.values()):
         raise ValueError(
-            "elastic pulls weights back to what they were, and a LoRA's factors start "
-            "without a meaning of their own; train the weights themselves, or leave "
-            "elastic out"
+            "elastic is a penalty on changes of weights, which a LoRA keeps frozen; train the "
+            "weights themselves, or leave elastic out"
         )
 
 
 def _negation(recipe: RecipeFields) -> None:
-    """Raise ValueError where there is no vector of one task to turn round."""
+    """Raise ValueError if the training does not give a task vector to negate."""
     if recipe.trainable.negate is None:
         return
     wrong = [
@@ -244,20 +237,20 @@ def _negation(recipe: RecipeFields) -> None:
     ]
     wrong += ["batchnorm: train"] if recipe.trainable.batchnorm == "train" else []
     wrong += (
-        ["watch, which looks while the model still learns the concept"]
+        ["watch, which measures while the model still learns the concept"]
         if recipe.watch is not None
         else []
     )
     if wrong:
         raise ValueError(
-            "trainable.negate turns round what training on the concept alone did "
+            "trainable.negate reverses the change by training on the concept alone "
             "(forget.loss: data, method: {name: weighted, retain: 0}); found "
             f"{'; '.join(wrong)}"
         )
 
 
 def _finish(recipe: RecipeFields, method: Any) -> None:
-    """Raise ValueError where a closed form cannot follow the training."""
+    """Raise ValueError if a closed form cannot follow the training."""
     if recipe.finish is None:
         return
     if recipe.target != "denoiser" or hasattr(method, "edit"):
@@ -272,13 +265,14 @@ def _finish(recipe: RecipeFields, method: Any) -> None:
     if recipe.trainable.saliency is not None:
         raise ValueError(
             "finish rewrites all keys and values of the cross-attention, also those that "
-            "trainable.saliency holds; leave out one of the two"
+            "trainable.saliency keeps frozen; leave out one of the two"
         )
 
 
 def _memory(recipe: RecipeFields, method: Any) -> None:
-    """Raise ValueError where settings of memory say nothing about the target, or contradict
-    others.
+    """Raise ValueError for settings of memory that the target does not use.
+
+    Also for settings that contradict others.
     """
     memory_keys = [
         key
@@ -287,14 +281,13 @@ def _memory(recipe: RecipeFields, method: Any) -> None:
     ]
     if memory_keys and recipe.target not in PROMPTED:
         raise ValueError(
-            f"training: {', '.join(memory_keys)} says nothing about the target "
-            f"{recipe.target!r}; only pipelines have parts to move or to hold in bf16 "
-            f"({', '.join(PROMPTED)})"
+            f"training: the target {recipe.target!r} does not use {', '.join(memory_keys)}; "
+            f"only pipelines have parts to move or to hold in bf16 ({', '.join(PROMPTED)})"
         )
     if memory_keys and hasattr(method, "edit"):
         raise ValueError(
-            f"training: the method {recipe.method.name!r} edits in one go and does not "
-            f"hear {', '.join(memory_keys)}; leave it out"
+            f"training: the method {recipe.method.name!r} edits the model without training steps "
+            f"and does not use {', '.join(memory_keys)}; leave it out"
         )
     if "frozen" in memory_keys and recipe.target != "denoiser":
         raise ValueError(
@@ -304,50 +297,51 @@ def _memory(recipe: RecipeFields, method: Any) -> None:
     if "frozen" in memory_keys and recipe.training.precision != "bf16":
         raise ValueError(
             "training.frozen: bf16 needs training.precision: bf16, since the frozen "
-            "weights have no more digits to give"
+            "weights are in bf16 only"
         )
     if "frozen" in memory_keys and recipe.generation.precision != "bf16":
         raise ValueError(
             "training.frozen: bf16 needs generation.precision: bf16, since the images "
-            "are made by the model as it is held"
+            "are generated with these weights"
         )
     if recipe.watch is not None and ({"offload", "frozen"} & set(memory_keys)):
         raise ValueError(
-            f"watch draws whole images between the steps, which training.{memory_keys[-1]} "
-            "takes the parts or the digits from; leave out one of the two"
+            "watch generates whole images between the steps, and with "
+            f"training.{memory_keys[-1]} the model lacks parts or precision for it; leave out "
+            "one of the two"
         )
 
 
 def _split(recipe: RecipeFields) -> None:
-    """Raise ValueError where frozen weights cannot be split among processes (training/fsdp.py)."""
+    """Raise ValueError if the frozen weights cannot be split (training/distributed/fsdp.py)."""
     if recipe.training.shard != "weights":
         return
     if recipe.target != "denoiser" or recipe.trainable.lora is None:
         finding = f"target: {recipe.target}" if recipe.target != "denoiser" else "no trainable.lora"
         raise ValueError(
-            "training.shard: weights splits the weights of a denoiser that stay as they "
-            "are, so it needs target: denoiser and a LoRA to train, e.g. trainable: "
-            f"{{lora: 8}}; found {finding}. Weights that are trained stay whole, since "
-            "FSDP keeps the gradient of one loss, in pieces, and a method combines one "
-            "an objective; use training.shard: optimizer"
+            "training.shard: weights splits the frozen weights of a denoiser, so it needs "
+            "target: denoiser and a LoRA to train, e.g. trainable: "
+            f"{{lora: 8}}; found {finding}. Trained weights stay whole, since FSDP keeps "
+            "the gradient of one loss, in pieces, and a method combines one gradient "
+            "for each objective; use training.shard: optimizer"
         )
     if recipe.method.options.get("hvp") == "exact":
         raise ValueError(
-            "training.shard: weights lets the weights of a block go after each pass, and "
-            "hvp: exact would read them again for the second derivative; use hvp: "
-            "difference"
+            "training.shard: weights frees the weights of a block after each pass, and hvp: "
+            "exact needs them again for the second derivative; use hvp: difference"
         )
     if recipe.watch is not None:
         raise ValueError(
-            "watch draws images in one process between the steps, and training.shard: "
-            "weights has left it a piece of the weights; leave out one of the two"
+            "watch generates images in one process between the steps, and with "
+            "training.shard: weights this process has only a part of the weights; leave out "
+            "one of the two"
         )
     objective = next(
         (name for name, spec in recipe.objective_specs.items() if spec.loss == "resteer"), None
     )
     if objective is not None:
         raise ValueError(
-            f"{objective}: the loss 'resteer' asks layers of attention outside of their "
-            "blocks, where training.shard: weights has let their weights go; use "
-            "training.shard: optimizer"
+            f"{objective}: the loss 'resteer' calls attention layers outside of their blocks, "
+            "where training.shard: weights has freed their weights; use training.shard: "
+            "optimizer"
         )

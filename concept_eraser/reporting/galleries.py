@@ -213,7 +213,7 @@ class ImageRenderer:
             progress=self.progress,
         )
         judge = registry.read("judge", suite["judge"]).build()
-        labels = judge.look(images)[next(iter(suite["concept"]))]
+        labels = judge.classify(images)[next(iter(suite["concept"]))]
         for shot, pixels, name in zip(shots, images, labels, strict=True):
             shot.judgement = str(name)
             shot.uri = html.image_tag(

@@ -99,19 +99,19 @@ def generator() -> str:
 
 
 def require_ours(path: Path) -> None:
-    """Raise UserError if a page would replace a folder, or a file that is not a page of ours."""
+    """Raise UserError if a page would replace a folder, or a file of another program."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the name of a file with --output")
     if path.exists():
         head = path.read_bytes()[:4096].decode(errors="replace")
         if _MARK not in head and "<title>Erasing " not in head:  # old reports without the mark
             raise UserError(
-                f"{path} exists and is no report of ours; give another name with --output"
+                f"{path} exists and is no report of concept_eraser; give another name with --output"
             )
 
 
 def write(text: str, path: Path) -> Path:
     """Write a page. Raises UserError if the path holds another file."""
     require_ours(path)
-    write_text(path, text, overwrite=True)  # a page of ours, see require_ours
+    write_text(path, text, overwrite=True)  # see require_ours
     return path

@@ -102,7 +102,7 @@ def _gallery(group: Group, blur: bool) -> ImageGroup:
 
 def _pair(group: Group, index: int, blur: bool) -> ImagePair:
     def figure(images: Tensor, when: str) -> Figure:
-        label = " ".join(str(names[index]) for names in group.seen[when].values())
+        label = " ".join(str(names[index]) for names in group.labels[when].values())
         alt = f"{when}: the judge's label is {label}"
         return Figure(html.image_tag(images[index], blur=blur), alt)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from concept_eraser.evaluation import result_schema
 from concept_eraser.evaluation.suite import PromptEvaluation
 from concept_eraser.recipes import recipe as recipes
-from concept_eraser.reporting import html, run_results
+from concept_eraser.reporting import html, plots, run_results
 from concept_eraser.reporting import several_runs as overviews
 from concept_eraser.reporting import single_run as reports
 from concept_eraser.reporting.galleries import ImageRenderer
@@ -19,6 +19,8 @@ from concept_eraser.storage.writers import probe
 from concept_eraser.training import log as logs
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
+
+PAIRS = 12  # images in a row of before_after.png
 
 
 def _facts(run: Path) -> RunFacts:
@@ -136,3 +138,27 @@ def report_runs(
     measured_runs = run_results.read(folders, facts, [Path(folder) for folder in attacks])
     text = overviews.render(measured_runs, ImageRenderer(show_sensitive, cache, progress))
     return html.write(text, path)
+
+
+def save_before_after(evaluation: PromptEvaluation, path: Path, pairs: int = PAIRS) -> Path:
+    """Write images of the first forget group and the last retain group, before above after.
+
+    Args:
+        evaluation: The evaluation with its images.
+        path: The PNG file.
+        pairs: Images in a row.
+
+    Returns:
+        The path.
+    """
+    from torch import cat
+
+    groups = evaluation.groups.values()
+    example_groups = [next(group for group in groups if group.role == "forget")]
+    example_groups += [group for group in groups if group.role == "retain"][-1:]
+    before, after = (
+        cat([group.images[when][:pairs] for group in example_groups])
+        for when in ("before", "after")
+    )
+    plots.save(plots.grid(before, after, pairs), path)
+    return path

@@ -1,11 +1,12 @@
-"""A dry run's two steps, or its edit: does the recipe run, and how long will it take?
+"""Two steps of a recipe, or its edit, as a dry run: does the recipe run, and how long will it take?
 
-Where its model is at hand, two steps are made at the recipe's own batch size on a few quickly
-sampled images, and timed. Where it is not, a tiny pipeline of its family with random weights
-stands in: that finds what is wrong with losses, method, selection and prompts, and says nothing
-about time. Where a named data set is not at hand, random images of its shape stand in, a few of
-each class, once the recipe's classes and positions have been looked for in the set's true size. All
-of it happens in a temporary folder; nothing is downloaded.
+If the model is available, two steps run at the recipe's own batch size on a few quickly sampled
+images, and are timed. If not, a tiny random pipeline of its family replaces it. That finds mistakes
+in losses, method, selection and prompts, but gives no time.
+
+If a named data set is not available, random images of its shape replace it, a few of each class.
+The recipe's classes and positions are first checked against the set's true size. Everything happens
+in a temporary folder, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -40,18 +41,23 @@ from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import silent
 
 STEPS = 2
-SMALL = 50_000_000  # weights of a denoiser that a CPU tries in seconds
-MUCH = 10**9  # weights x examples that an edit takes minutes for
-COARSE = 8  # pixels a side of what a classifier's stand-in sees
-FEW = 2  # examples per objective of a stand-in, or a class and objective of random images
+SMALL = 50_000_000  # weights of a denoiser for which a CPU takes seconds
+MUCH = 10**9  # weights x examples for which an edit takes minutes
+COARSE = 8  # width and height in pixels of the images of a classifier's replacement
+FEW = 2  # examples per objective with a replacement, or per class and objective of random images
 
 
 @dataclass(frozen=True)
 class DryRunPlan:
-    """What a recipe is tried on. recipe: where images stand in, the same with their positions;
-    objects: the labelled data of the objectives; reasons: a sentence for each thing that stands in,
-    none where all is at hand. hollow: whether the model is one of them, and options are then those
-    of its family.
+    """The recipe, the model and the data of a dry run.
+
+    Attributes:
+        recipe: The recipe. If images are replaced, it has the positions of the replacements.
+        model: The model, or its replacement.
+        objects: The labelled data of the objectives.
+        reasons: A sentence for each replacement; none if everything is available.
+        hollow: Whether the model is a replacement.
+        options: The options of the replacement's family.
     """
 
     recipe: Recipe
@@ -64,8 +70,11 @@ class DryRunPlan:
 
 
 def load(recipe: Recipe, *, allow_pickle: bool = False, allow_code: bool = False) -> DryRunPlan:
-    """A recipe's model and data, or what stands in for them. Raises UserError where neither can be
-    had, and where the recipe names classes or positions that its data do not have."""
+    """Load a recipe's model and data, or their replacements.
+
+    Raises UserError if neither can be loaded, or if the recipe names classes or positions that its
+    data do not have.
+    """
     plan = _with_data(recipe)
     try:
         model = loading.load_part(
@@ -76,7 +85,7 @@ def load(recipe: Recipe, *, allow_pickle: bool = False, allow_code: bool = False
             Path(recipe.model).exists()
             or ":" in recipe.model
             or recipe.model.startswith((".", "/", "~"))
-        ):  # it is here, or should be
+        ):  # the name is a path, so the model should be here
             raise
         return _stand_in(plan, error)
     model.configure(recipe.model_options)
@@ -98,7 +107,7 @@ def _stand_in(plan: DryRunPlan, error: UserError) -> DryRunPlan:
     else:
         folder = tempfile.TemporaryDirectory(prefix="concept-eraser-")
         model = loading.load(families.build(family, Path(folder.name)))
-        model.source = recipe.model  # what errors speak of
+        model.source = recipe.model  # the name in error messages
         model.configure(families.options(family))
         changes |= {"model": model, "options": families.options(family), "folder": folder}
         which = f"a tiny random pipeline of the family {family}"
@@ -110,7 +119,7 @@ def _stand_in(plan: DryRunPlan, error: UserError) -> DryRunPlan:
 
 
 def _classifier(plan: DryRunPlan) -> Loaded:
-    """One linear layer of the data's shape, on a coarse view of large images."""
+    """Return one linear layer of the data's shape, on a coarse version of large images."""
     ((data, rows), *_) = labelled_data.select_rows(plan.recipe, plan.objects).values()
     shape = data.inputs([int(rows[0])]).shape[1:]
     coarse = [nn.AdaptiveAvgPool2d(COARSE)] if len(shape) == 3 and min(shape[1:]) > COARSE else []
@@ -121,7 +130,7 @@ def _classifier(plan: DryRunPlan) -> Loaded:
 
 
 def _with_data(recipe: Recipe) -> DryRunPlan:
-    """A trial with its objectives' labelled data, and no model yet."""
+    """Return a plan with its objectives' labelled data, and without a model yet."""
     nothing = loading.load_part(nn.Flatten(), "classifier")
     data, absent = {}, {}
     for name, objective in recipe.objective_specs.items():
@@ -140,30 +149,29 @@ def _with_data(recipe: Recipe) -> DryRunPlan:
 
 
 def _open(objective: ObjectiveSpec) -> tuple[Labelled, str]:
-    """An objective's data and "", or random images in their place and the reason for them.
+    """Return an objective's data and "", or random images in their place and the reason for them.
 
     Nothing is downloaded.
     """
     if objective.data not in registry.names("dataset"):
         return labelled_data.open_named(objective.data, objective.options, "train"), ""
-    named = registry.build("dataset", str(objective.data), objective.options)
-    downloads = getattr(named, "download", False)
+    dataset = registry.build("dataset", str(objective.data), objective.options)
+    downloads = getattr(dataset, "download", False)
     try:
-        return (replace(named, download=False) if downloads else named).load("train"), ""
+        return (replace(dataset, download=False) if downloads else dataset).load("train"), ""
     except NotHere:
-        facts = named.known_facts().reaching(*labelled_data.named_parts(objective))
+        facts = dataset.known_facts().reaching(*labelled_data.named_parts(objective))
         later = "; a run downloads it" if downloads else ""
         return facts.examples(
-            named.title
-        ), f"{named.title} is not on this machine (looked in {named.root}{later})"
+            dataset.title
+        ), f"{dataset.title} is not on this machine (looked in {dataset.root}{later})"
 
 
 def _choose_rows(recipe: Recipe, data: dict[str, Labelled]) -> dict[str, tuple[Labelled, Tensor]]:
-    """The objectives' positions in data of the true size. Raises UserError for classes and
-    positions that these do not have.
+    """Return the objectives' positions in data of the true size.
 
-    Which class a position is of is not known: where a recipe gives both, each is looked for alone,
-    and the class is taken.
+    Raises UserError for classes and positions that the data do not have. The class of a position is
+    unknown. So if a recipe has both, each is checked alone, and the class is used.
     """
     objectives = {name: getattr(recipe, name) for name in data}
     if not (
@@ -191,7 +199,7 @@ def _choose_rows(recipe: Recipe, data: dict[str, Labelled]) -> dict[str, tuple[L
 def _thin(
     recipe: Recipe, data_by_objective: dict[str, Labelled]
 ) -> tuple[Recipe, dict[str, Labelled]]:
-    """The recipe on a few examples of each class and objective."""
+    """Return the recipe on a few examples of each class and objective."""
     content = recipe.model_dump(exclude_none=True)
     few = {
         name: a_few(data, rows, FEW)
@@ -213,13 +221,15 @@ def _thin(
 
 
 def shorten(plan: DryRunPlan) -> Recipe:
-    """The recipe with two steps on a few quick images, at its own batch size where nothing stands
-    in; where something does, with fewer examples, and with fewer steps of an attack inside a step.
+    """Return the recipe with two steps on a few quick images.
+
+    It has its own batch size if nothing is replaced. Else it has fewer examples, and fewer steps of
+    an attack inside a step.
     """
     recipe = plan.recipe
     examples = min(FEW, recipe.training.batch_size) if plan.reasons else recipe.training.batch_size
     examples = FEW if plan.reasons and recipe.target in PROMPTED else examples
-    # so that each is asked
+    # so that each concept has its turn
     steps = max(STEPS, len(recipe.forgotten)) if recipe.concepts == "rotate" else STEPS
     content = recipe.model_dump(exclude_none=True)
     content["training"] |= {
@@ -247,26 +257,28 @@ def shorten(plan: DryRunPlan) -> Recipe:
             *(content[name] for name in ("retain", "replace", "attack") if name in content),
         ):
             objective["n"] = examples
-            if objective.get("elastic"):  # as many gradients before the first step
+            if objective.get("elastic"):  # the number of gradients before the first step
                 objective["elastic"]["n"] = min(examples, objective["elastic"]["n"])
     return recipes.validate(content, "the recipe")
 
 
 def run(plan: DryRunPlan) -> float:
-    """Seconds of one step on this machine, after the first, or of an edit; the model is then put
-    back. Where something stands in the time says nothing. Raises UserError where the recipe does
-    not run."""
-    trial_recipe = plan.recipe if edits(plan.recipe) else shorten(plan)
+    """Run two steps or the edit, and restore the model. Returns seconds.
+
+    They are the seconds of one step after the first, or of the edit. With replacements they have no
+    meaning. Raises UserError if the recipe does not run.
+    """
+    short_recipe = plan.recipe if edits(plan.recipe) else shorten(plan)
     if plan.hollow:
-        trial_recipe = recipes.validate(
-            trial_recipe.model_dump(exclude_none=True) | {"model_options": dict(plan.options)},
+        short_recipe = recipes.validate(
+            short_recipe.model_dump(exclude_none=True) | {"model_options": dict(plan.options)},
             "the recipe",
         )
     with _quiet(), tempfile.TemporaryDirectory(prefix="concept-eraser-") as folder:
         job = jobs.Job(
-            trial_recipe, plan.model, Path(folder), silent, Path(folder) / "cache", plan.objects
+            short_recipe, plan.model, Path(folder), silent, Path(folder) / "cache", plan.objects
         )
-        return _edit(job) if edits(trial_recipe) else _two_steps(job)
+        return _edit(job) if edits(short_recipe) else _two_steps(job)
 
 
 def _two_steps(job: jobs.Job) -> float:
@@ -279,8 +291,7 @@ def _two_steps(job: jobs.Job) -> float:
         value is not None for row in rows for value in row["losses"].values()
     ) or engine.skipped == len(rows):
         raise UserError(
-            "the losses of the two steps tried are not finite; lower training.lr or use "
-            "precision fp32"
+            "the losses of both steps are not finite; lower training.lr or use precision fp32"
         )
     return float(rows[-1]["seconds"])
 
@@ -298,7 +309,10 @@ def _edit(job: jobs.Job) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, no warnings: prompts that are cut are named once, by the run itself."""
+    """Suppress warnings inside the context.
+
+    The run itself warns once of prompts that are cut off.
+    """
     log = logging.getLogger("concept_eraser")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -309,7 +323,7 @@ def _quiet() -> Iterator[None]:
 
 
 def image_count(recipe: Recipe) -> int:
-    """How many images are generated for the objectives of a recipe, where none is cached."""
+    """Return how many images are generated for the objectives of a recipe, if none is cached."""
     if recipe.target not in PROMPTED or edits(recipe):
         return 0
     count = sum(
@@ -321,8 +335,9 @@ def image_count(recipe: Recipe) -> int:
 
 
 def a_image(recipe: Recipe, model: Model) -> float:
-    """Seconds of one image as the recipe generates them: two short samplings, drawn out to its
-    number of steps.
+    """Return the seconds of one image as the recipe generates it.
+
+    They are extrapolated from two short samplings to the recipe's number of steps.
     """
     settings = recipe.generation
     n = min(settings.batch_size, 8)
@@ -336,7 +351,7 @@ def a_image(recipe: Recipe, model: Model) -> float:
         "guidance": settings.guidance,
         "autocast": autocast,
     }
-    model.sample(words, steps=1, **options)  # the first one warms up
+    model.sample(words, steps=1, **options)  # the first one is slower
     took = []
     for steps in (1, 3):
         began = time.monotonic()
@@ -347,8 +362,10 @@ def a_image(recipe: Recipe, model: Model) -> float:
 
 
 def worth_trying(plan: DryRunPlan) -> bool:
-    """Whether two steps, or an edit, take seconds here: on a GPU, or with a small model; an edit of
-    a classifier reads all its data."""
+    """Whether two steps, or an edit, take seconds here.
+
+    They do on a GPU, or with a small model. An edit of a classifier uses all its data.
+    """
     weights = sum(p.numel() for part in plan.model.parts.values() for p in part.parameters())
     if plan.objects and edits(plan.recipe):
         return weights * max(map(len, plan.objects.values())) < MUCH
@@ -356,13 +373,14 @@ def worth_trying(plan: DryRunPlan) -> bool:
 
 
 def edits(recipe: Recipe) -> bool:
-    """Whether the method changes the model in one go, without steps."""
+    """Whether the method edits the model without training steps."""
     return recipe.method.edits
 
 
 def describe(plan: DryRunPlan) -> str:
-    """How long the recipe will take on this machine, from two steps and a few images; or that
-    what stands in ran.
+    """Describe how long the recipe will take on this machine, from two steps and a few images.
+
+    With replacements, the text only says that they ran.
     """
     recipe, model, edit = plan.recipe, plan.model, edits(plan.recipe)
     try:
@@ -371,13 +389,13 @@ def describe(plan: DryRunPlan) -> str:
         if not (edit and plan.reasons and isinstance(error.__cause__, ValueError)):
             raise
         return (
-            "the edit of this recipe began on what stands in, whose numbers it cannot take, "
+            "the edit of this recipe began on the replacements, but failed with their numbers, "
             f"which says little of the true ones: {error}"
         )
     if plan.reasons:
         return (
-            f"{'the edit' if edit else 'two steps'} of this recipe ran on what stands in; "
-            "nothing is said of time"
+            f"{'the edit' if edit else 'two steps'} of this recipe ran on the replacements, "
+            "which give no estimate of the time"
         )
     device = (
         torch.cuda.get_device_name()
@@ -385,7 +403,7 @@ def describe(plan: DryRunPlan) -> str:
         else f"{torch.get_num_threads()} CPU threads"
     )
     if edit:
-        return f"time (the edit was tried on {device} and taken back): about {_long(measurement)}"
+        return f"time (the edit ran on {device} and was undone): about {_long(measurement)}"
     steps, images = recipe.training.steps, image_count(recipe)
     parts = [f"{_long(measurement * recipe.training.micro_batches * steps)} for {steps} steps"]
     if images and isinstance(model, Model):

@@ -52,19 +52,19 @@ KIND = "run"  # of output folder
 def check_folder(
     folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool, in_memory: bool = False
 ) -> bool:
-    """Whether a finished run of this recipe is already there; nothing is touched.
+    """Whether a finished run of this recipe is already there. No file is changed.
 
     in_memory: the model or its data is an object that the recipe only names, so that a finished run
-    may be another's.
+    may be of another object.
 
-    Raises UserError where the folder is not ours, holds another run, or this one unfinished without
-    `resume`.
+    Raises UserError if the folder was not made by this package, holds another run, or holds this
+    run unfinished without `resume`.
     """
     ours = output_folder.require_claimable(folder, KIND, alone=True)
     for name in (
         *resources.WHOLE_MODEL,
         lora_files.FOLDER,
-    ):  # written whole at the end, so a user's file there is said now
+    ):  # written as a whole at the end, so a user's file there is an error now
         require_free_folder(folder / name)
     path = folder / "recipe.yaml"
     if not ours or overwrite or not path.exists():
@@ -99,7 +99,7 @@ def check_folder(
 
 
 def read_done(folder: Path) -> dict[str, Any]:
-    """What a finished run says of itself. Raises UserError where that is damaged."""
+    """Read done.json of a finished run. Raises UserError if it is damaged."""
     content = read_json(folder / "done.json")
     if not isinstance(content.get("seconds"), int | float):
         raise UserError(
@@ -131,22 +131,39 @@ def join(recipe: Recipe) -> bool:
     return cpu
 
 
-def claim_folder(folder: Path, recipe: Recipe, *, overwrite: bool, command: str) -> None:
-    """Mark the folder and write the recipe; what an earlier run left there is set aside first
-    (`overwrite`).
+def claim_folder(
+    folder: Path,
+    recipe: Recipe,
+    *,
+    overwrite: bool,
+    command: str,
+    suites: Mapping[str, str] | None = None,
+) -> None:
+    """Mark the folder, and write the recipe and the suites of its concepts.
 
-    Called when model and data have been found to fit. Raises UserError as `output_folder.claim`.
+    Called when model and data have been found to fit.
+
+    Args:
+        folder: The run folder.
+        recipe: The recipe.
+        overwrite: Set aside first what an earlier run left there.
+        command: The command that the recipe states.
+        suites: The suites as text by file name. One that is there already stays.
+
+    Raises:
+        UserError: As `output_folder.claim`.
     """
     output_folder.claim(folder, KIND, alone=True)
     if overwrite:
         output_folder.set_aside(folder, keep=_own_files(folder, recipe))
     write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
+    for name, text in (suites or {}).items():
+        if not (folder / name).exists():
+            write_text(folder / name, text)
 
 
 def _own_files(folder: Path, recipe: Recipe) -> set[str]:
-    """Names of files in the run folder that the recipe itself reads: prompt files that lie beside
-    it.
-    """
+    """Return the names of files in the run folder that the recipe itself reads."""
     paths = [
         Path(text)
         for objective in recipe.objective_specs.values()
@@ -163,7 +180,7 @@ def _own_files(folder: Path, recipe: Recipe) -> set[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training or editing left behind; notes go into done.json."""
+    """The result of training or editing. The notes are written into done.json."""
 
     eraser: Eraser
     seconds: float
@@ -172,8 +189,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its model loaded. objects: data sets and judges in memory that the recipe can
-    only name.
+    """A recipe with its model loaded.
+
+    objects: data sets and judges in memory, which the recipe can only name.
     """
 
     recipe: Recipe
@@ -182,23 +200,26 @@ class Job:
     progress: Progress
     cache: Path | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
-    # asked between steps, unless the recipe watches
+    # called between steps, unless the recipe has `watch`
     look: Callable[[int, float], None] | None = None
-    # called once, when nothing about the input can be wrong any more
+    # called once, when all inputs are checked
     claim: Callable[[], None] = lambda: None
 
     def eraser(self, placement: Placement | None = None) -> Eraser:
-        """placement: moves the model's parts where they are asked by turns."""
+        """Build the eraser.
+
+        placement: moves the model's parts to the device for the steps that need them.
+        """
         move_parts = placement.only if placement and placement.offload else None
         return build_eraser(replace(self.context, move_parts=move_parts))
 
     @property
     def context(self) -> Context:
-        """What the targets read to build an eraser."""
+        """The inputs for building an eraser."""
         return Context(self.recipe, self.model, self.progress, self.cache, self.objects)
 
     def run(self, *, resume: bool) -> Outcome:
-        """Train to the end, or edit (or raise); the model then holds the erased weights."""
+        """Train to the end, or edit. The model then holds the erased weights."""
         method: Any = self.recipe.method.build()
         if hasattr(method, "edit"):
             idle = [
@@ -208,8 +229,8 @@ class Job:
             ]
             if idle:
                 raise UserError(
-                    f"the method {self.recipe.method.name!r} edits in one go, without "
-                    f"steps or an optimizer, and does not hear {', '.join(idle)}; leave "
+                    f"the method {self.recipe.method.name!r} edits the model without training "
+                    f"steps or an optimizer, and does not use {', '.join(idle)}; leave "
                     "them out"
                 )
             accelerator = self.accelerator()
@@ -232,7 +253,7 @@ class Job:
         )
 
     def accelerator(self) -> Accelerator:
-        """Where and with how many others this runs; see `join`."""
+        """Return accelerate's object for the device and the processes of this run; see `join`."""
         cpu, tracker = join(self.recipe), self.recipe.training.tracker
         # no mixed_precision here: accelerate keeps it for the whole process, and the next run may
         # want another
@@ -241,8 +262,9 @@ class Job:
         )
 
     def claim_once(self, accelerator: Accelerator) -> None:
-        """Claim the folder by one process only: another's claim would take away the log that the
-        first has opened.
+        """Claim the folder in one process only.
+
+        A second claim would remove the log that the first process has opened.
         """
         if accelerator.is_main_process:
             self.claim()
@@ -250,7 +272,9 @@ class Job:
 
     def train(self, method: Method, *, resume: bool) -> Engine:
         training, accelerator = self.recipe.training, self.accelerator()
-        optimizer_class(training.optimizer)  # before an hour of images, not after it
+        optimizer_class(
+            training.optimizer
+        )  # before the images are generated, which may take an hour
         if self.recipe.finish:
             cross_attention_edit.require_finishable(self.context)
         if training.shard == "weights":
@@ -284,7 +308,7 @@ class Job:
                 if self.recipe.trainable.negate is not None:
                     eraser.negate(self.recipe.trainable.negate)
         except BaseException:
-            # a model in memory must not stay half trained; the state of the run is in its folder
+            # a model in memory must not stay partly trained; the state of the run is in its folder
             if eraser is not None:
                 eraser.restore()
             raise
@@ -293,9 +317,11 @@ class Job:
         return engine
 
     def finish(self, engine: Engine) -> tuple[Mapping[str, float], float]:
-        """The closed form after the training, where the recipe has one: what was done, and its
-        seconds. A LoRA is merged before it, so what is written are the weights of its layers: the
-        closed form is no LoRA of that rank."""
+        """Apply the closed form after the training, if the recipe has one.
+
+        Returns its results and its seconds. A LoRA is merged before it, so the weights of its
+        layers are written: the closed form is no LoRA of that rank.
+        """
         if self.recipe.finish is None:
             return {}, 0.0
         try:
@@ -306,31 +332,31 @@ class Job:
             raise
 
     def _split(self, eraser: Eraser, accelerator: Accelerator) -> AbstractContextManager[None]:
-        """Inside, each of several processes holds a piece of the denoiser's frozen weights, where
-        the recipe says so.
-        """
+        """Split the denoiser's frozen weights among the processes, if the recipe says so."""
         if self.recipe.training.shard != "weights" or accelerator.num_processes < 2:
             return nullcontext()
-        eraser.origin  # noqa: B018 - a fingerprint of whole weights, kept when it has been asked once
+        eraser.origin  # noqa: B018 - computes and caches the fingerprint of the whole weights
         return fsdp.split(self.model, accelerator.device)
 
     def placement(self) -> Placement:
-        """Where this run keeps the parts of its model. Raises UserError where a callback may want
-        them elsewhere.
+        """Return the placement of the model's parts.
+
+        Raises UserError if a callback may need them elsewhere.
         """
         settings = {key: getattr(self.recipe.training, key) for key in MEMORY}
         split = self.recipe.training.shard == "weights"
         if self.look is not None and (settings["offload"] or settings["frozen"] == "bf16" or split):
             raise UserError(
                 "look is called between steps, when training.offload, training.frozen: "
-                "bf16 or training.shard: weights have taken the model's parts, digits or "
-                "weights away; leave out one of the two"
+                "bf16 or training.shard: weights have moved, rounded or split the model's "
+                "weights; leave out one of the two"
             )
         return Placement(self.model, **settings)
 
     def _selected_names(self) -> list[str]:
-        """The denoiser's weights that are trained themselves; none where a LoRA is, or another
-        part.
+        """Return the denoiser's weights that are trained themselves.
+
+        There are none with a LoRA or another target.
         """
         if self.recipe.target != "denoiser" or self.recipe.trainable.lora is not None:
             return []
@@ -348,10 +374,11 @@ class Job:
         return Watch(share, self.folder / "watch.jsonl", watch.every, watch.below)
 
     def write(self, outcome: Outcome) -> dict[str, Any]:
-        """The finished run: whole model, changed tensors, a LoRA's factors, environment, and
-        done.json last of all.
+        """Write the finished run.
 
-        Of several processes the first writes; the others end their training alike, and wait.
+        It has the whole model, changed tensors, a LoRA's matrices, the environment, and done.json
+        last. With several processes the first one writes; the others end their training too, and
+        wait.
         """
         describe = {**provenance.describe(), "prompts": describe_prompts(self.recipe)}
         adapter, trained_parameters = outcome.eraser.adapter, outcome.eraser.trainable()
@@ -367,7 +394,7 @@ class Job:
                 "the erased weights",
                 (
                     f"lower training.lr (now {self.recipe.training.lr:g}) or the method's "
-                    "own factors, and start over with --overwrite"
+                    "own weights, and start over with --overwrite"
                 ),
             )
         except UserError:
@@ -413,9 +440,7 @@ class Job:
             remove_file(path)
 
     def _require_trained(self, engine: Engine) -> None:
-        """Raise UserError where every step was skipped: the model is what it was, and no run is
-        finished.
-        """
+        """Raise UserError if every step was skipped, so that the model did not change."""
         if engine.skipped and engine.skipped >= self.recipe.training.steps:
             engine.eraser.restore()
             raise UserError(

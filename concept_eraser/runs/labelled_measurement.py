@@ -40,6 +40,11 @@ class LabelledEvaluation(Evaluation):
         target: "classifier", "clip" or "vae".
         measurements: "before" and "after" -> "accuracy" or "psnr" by set, "table", "membership".
         too_few: the sets of fewer than two examples, which are left out.
+
+    Example:
+        >>> import concept_eraser
+        >>> evaluation = concept_eraser.evaluate("runs/classifier")
+        >>> accuracy = evaluation.find("accuracy", "forget")
     """
 
     results: list[Result]
@@ -70,20 +75,20 @@ def measure(
     objects: Mapping[LabelledSet, LabelledData] | None = None,
     allow_code: bool = False,
 ) -> LabelledEvaluation:
-    """Measure a run on the examples that it was to forget and to retain, and on test examples.
+    """Measure a run on the examples of its forget set and retain set, and on test examples.
 
     Args:
         run: the folder of a run on labelled data.
-        before: the model before the run, where it was in memory.
-        after: the erased model, where it was in memory.
+        before: the model before the run, if it was in memory.
+        after: the erased model, if it was in memory.
         objects: the data sets in memory by name ("forget", "retain", "test").
-        allow_code: where the run's recipe names the model as package.module:function, call it.
+        allow_code: call a model that the run's recipe names as package.module:function.
 
     Returns:
         The accuracy or the PSNR on each set, with its interval, and the membership attacks.
 
     Raises:
-        UserError: the data or a model are not at hand.
+        UserError: the data or a model are not available.
     """
     recipe = recipes.load(str(run / "recipe.yaml"))
     objects_by_name: dict[str, Any] = dict((objects or {}).items())
@@ -106,14 +111,16 @@ def measure(
     test_rows = None
     objective = recipe.forgotten[0]
     whole = objective.classes and objective.share is None and objective.indices is None
-    if test is not None and whole:  # a forgotten class is to be missed in the test set too
+    if test is not None and whole:
+        # the accuracy on a forgotten class should be low in the test set too
         is_forgotten = torch.isin(test.labels, data.labels[forget])
         test_rows = (~is_forgotten).nonzero()[:, 0]
         sets |= {
             "test": (test, test_rows),
             "test, forgotten classes": (test, is_forgotten.nonzero()[:, 0]),
         }
-    few = sorted(name for name, (_, rows) in sets.items() if len(rows) < 2)  # they have no interval
+    # a set of fewer than two examples has no interval
+    few = sorted(name for name, (_, rows) in sets.items() if len(rows) < 2)
     sets = {name: value for name, value in sets.items() if name not in few}
     measurements: dict[str, dict[str, Any]] = {}
     for when, model in (("before", _before(recipe, before, allow_code)), ("after", erased_model)):
@@ -129,11 +136,11 @@ def measure(
                 classification.measure(module, data, forget, retain, test, test_rows=test_rows)
             )
             rows = torch.arange(len(test)) if test_rows is None else test_rows
-            members = classification.look(module, data, retain)
-            others = classification.look(module, test, rows)
-            forgotten = classification.look(module, data, forget)
+            members = classification.predict(module, data, retain)
+            others = classification.predict(module, test, rows)
+            targets = classification.predict(module, data, forget)
             measurements[when]["membership"] = classification.every_membership(
-                members, others, forgotten
+                members, others, targets
             )
     return LabelledEvaluation(
         results=_results(measurements),
@@ -146,7 +153,7 @@ def measure(
 
 
 def _results(measurements: Mapping[str, Mapping[str, Any]]) -> list[Result]:
-    """The accuracies or PSNRs of all sets, in the form that prompts have too."""
+    """Return the accuracies or PSNRs of all sets, in the form of results on prompts."""
     metric = "psnr" if "psnr" in measurements["after"] else "accuracy"
     before = measurements.get("before", {}).get(metric, {})
     return [
@@ -162,14 +169,17 @@ def _results(measurements: Mapping[str, Mapping[str, Any]]) -> list[Result]:
 
 
 def _better(name: str) -> Literal["lower", "higher"]:
-    """Whether an accuracy or a PSNR on a set of examples is to fall or to stay high."""
+    """Return whether an accuracy or a PSNR on a set of examples should be "lower" or "higher"."""
     return "lower" if name == "forget" or name.endswith("forgotten classes") else "higher"
 
 
 def _before(recipe: recipes.Recipe, model: ModelSource | None, allow_code: bool) -> Loaded | None:
-    """The original; None where the recipe names an object that was in memory and none is given."""
+    """Return the original model.
+
+    Returns None if the recipe names an object that was in memory and the caller passes none.
+    """
     if model is not None:
-        return load_part(model, recipe.target, allow_code=True)  # named by the caller
+        return load_part(model, recipe.target, allow_code=True)  # the caller has named it
     if recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "):
         return None
     return load_part(recipe.model, recipe.target, allow_code=allow_code)
@@ -178,7 +188,7 @@ def _before(recipe: recipes.Recipe, model: ModelSource | None, allow_code: bool)
 def _after(
     run: Path, recipe: recipes.Recipe, model: ModelSource | None, allow_code: bool
 ) -> Loaded:
-    """The erased model: the given one, the saved one, or the one of the recipe's function."""
+    """Return the erased model: the caller's, the saved one, or the one of the recipe's function."""
     if model is not None:
         return load_part(model, recipe.target, allow_code=True)
     if names_code(recipe.model):
@@ -200,14 +210,17 @@ def _rest(rows: dict[str, tuple[Labelled, torch.Tensor]]) -> tuple[Labelled, tor
 
 
 def _test(recipe: recipes.Recipe, names: tuple[str, ...]) -> Labelled | None:
-    """The test split of the data to forget: of a named set, or the subfolder `test`; else None."""
+    """Return the test split of the data to forget.
+
+    It is that of a named set, or the subfolder `test`; else None.
+    """
     objective = recipe.forgotten[0]
     try:
-        named = open_named(objective.data, objective.options, "test")
+        test_data = open_named(objective.data, objective.options, "test")
     except UserError:
         return None
     own = Path(str(objective.data))
-    return None if own.exists() and not (own / "test").is_dir() else named.with_classes(names)
+    return None if own.exists() and not (own / "test").is_dir() else test_data.with_classes(names)
 
 
 def _module(model: Loaded, data: Labelled, recipe: recipes.Recipe) -> nn.Module:

@@ -1,7 +1,8 @@
-"""What a recipe will take of memory, before anything starts: `estimate`. It never computes; see
-training/memory.py.
+"""Estimate the memory of a recipe before the run starts.
 
-The model may be at hand, or be an architecture without weights (tiny/published.py).
+Nothing is computed; see training/memory.py.
+
+The model may be loaded, or be an architecture without weights (tiny/published.py).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from concept_eraser.training.placement import narrowable_of, needed
 
 
 def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
-    """The memory of a recipe with target denoiser or text_encoder. gpu: with CUDA's own, and its
-    optimisers' copies.
+    """Estimate the memory of a recipe with target denoiser or text_encoder.
 
-    The loss `histogram` is counted without its judge. A model on the meta device may be given.
+    gpu: count CUDA's own memory, and the copies of its optimisers. The loss `histogram` is counted
+    without its judge. The model may be on the meta device.
     """
     if recipe.target not in PROMPTED:
         raise ValueError(
-            f"only {' and '.join(PROMPTED)} are counted beforehand, found target {recipe.target!r}"
+            f"only {' and '.join(PROMPTED)} have a memory estimate, found target {recipe.target!r}"
         )
     training, part = recipe.training, model.parts[recipe.target]
     context = {"CUDA itself (assumed)": memory.CONTEXT} if gpu else {}
@@ -97,16 +98,17 @@ def _as_trained(model: Any, checkpointing: bool, narrow: bool) -> Iterator[None]
 
 
 def _weights(model: Model, parts: Any) -> dict[str, int]:
-    """Bytes of some parts' weights (their precision is that of the tensors as they are)."""
+    """Return the bytes of some parts' weights, in the precision of the tensors."""
     return {f"weights of {name}": memory.weights_of(model.parts[name]) for name in parts}
 
 
-Task = tuple[Callable[[], Any], bool]  # what is run, and whether in bf16
+Task = tuple[Callable[[], Any], bool]  # the computation, and whether it is in bf16
 
 
 def _making(recipe: Recipe, model: Model) -> dict[str, int]:
-    """Bytes by their use while the examples are made; with training.offload, of the phase that
-    takes most.
+    """Return the bytes by their use while the examples are made.
+
+    With training.offload they are those of the largest phase.
     """
     phases = _phases(recipe, model)
     if not recipe.training.offload:
@@ -122,8 +124,9 @@ def _making(recipe: Recipe, model: Model) -> dict[str, int]:
 
 
 def _phases(recipe: Recipe, model: Model) -> list[tuple[tuple[str, ...], list[Task]]]:
-    """The steps of targets/ with training.offload: the parts that each needs, and what it computes
-    at once.
+    """Return the phases of targets/ with training.offload.
+
+    Each has the parts that it needs, and its computation.
     """
     most = max(
         *(spec.n for spec in recipe.objective_specs.values()),
@@ -147,7 +150,7 @@ def _phases(recipe: Recipe, model: Model) -> list[tuple[tuple[str, ...], list[Ta
 
 @torch.no_grad()
 def _sample_step(model: Model, condition: Condition, batch: int) -> None:
-    """One step with guidance, which asks for twice the batch."""
+    """Return one step with guidance, which needs twice the batch."""
     t = torch.zeros(2 * batch, dtype=torch.long)
     model.denoise(torch.empty(2 * batch, *model.latent_shape()), t, _rows(condition, 2 * batch))
 
@@ -169,7 +172,7 @@ def _pixels(model: Model) -> int:
 
 
 def _on_embeddings(recipe: Recipe) -> bool:
-    """Whether no loss asks for images."""
+    """Whether no loss needs images."""
     return (
         recipe.target == "text_encoder"
         and recipe.attack is None
@@ -184,7 +187,7 @@ def _rows(one: Condition, n: int) -> Condition:
 
 
 def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any:
-    """The eraser as the job builds it, on examples without content: as many as a batch."""
+    """Return the eraser as the job builds it, on a batch of examples without content."""
     n = recipe.training.batch_size
     objective_specs: dict[str, ObjectiveSpec] = dict(recipe.objective_specs)
     if recipe.attack is not None:
@@ -201,7 +204,7 @@ def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any
         name: _denoiser_objective(model, spec, _rows(condition, n), null)
         for name, spec in objective_specs.items()
     }
-    if recipe.histogram is not None:  # the judge is small beside what it looks at
+    if recipe.histogram is not None:  # the judge is small beside its images
         ready["histogram"] = replace(
             ready["forget"],
             loss="histogram",
@@ -216,8 +219,8 @@ def _denoiser_objective(
     model: Model, spec: ObjectiveSpec, condition: Condition, null: Condition
 ) -> denoiser.DenoiserObjective:
     n, rows = len(condition), torch.zeros(len(condition), dtype=torch.long)
-    # of data-free objectives too: sampling holds nothing for a backward pass, and where it stops
-    # cannot be drawn without content
+    # data-free objectives too: their sampling stores nothing for a backward pass, and its random
+    # length cannot be drawn without content
     latents = torch.empty(n, *model.latent_shape())
     anchor_condition = (condition, rows) if spec.anchor else (None, None)
     return denoiser_objective(
@@ -240,7 +243,7 @@ def _encoder_objective(
 
 
 def _weight(recipe: Recipe, objective: str) -> tuple[bool, ...]:
-    """Of two objectives, the one of which this is larger holds more in its pass."""
+    """Return a number that is larger for an objective whose pass needs more memory."""
     spec = recipe.objective_specs.get(objective)
     has_images = images_of(recipe.target, spec.loss if spec else "data") is not None
     teacher = spec is not None and spec.loss in ("anchor", "distill", "esd", "npo")
@@ -250,7 +253,7 @@ def _weight(recipe: Recipe, objective: str) -> tuple[bool, ...]:
 
 
 def _pass(eraser: Any, objective: str, recipe: Recipe, params: list[nn.Parameter]) -> int:
-    """The most that one objective's forward and backward pass holds."""
+    """Return the peak memory of one objective's forward and backward pass."""
     n, bf16 = recipe.training.batch_size, recipe.training.precision == "bf16"
     draw = eraser.draw(objective, range(n))
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from concept_eraser.concepts.plan import SUITE, SUITES
 from concept_eraser.data import prompts
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Suite
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.utils import resources
-from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.errors import UserError, quote
 
 
 def recipe_of(model: Any) -> Recipe | None:
@@ -70,14 +71,42 @@ def require_kept(recipe: Recipe | None, suite: Suite) -> None:
         )
 
 
-def suite_of(model: Any) -> str:
-    """The suite named like the set that a run forgot. Raises UserError where there is none: another
-    concept's would mislead.
+def own_suites(model: Any) -> list[str]:
+    """The paths of the suites in a run folder, which `erase CONCEPT` writes there."""
+    if not isinstance(model, str | Path) or recipe_of(model) is None:
+        return []
+    folder = Path(model)
+    files = [folder / SUITE, *sorted((folder / SUITES).glob("*.yaml"))]
+    return [str(file) for file in files if file.is_file()]
+
+
+def _require_own_prompts(path: str) -> None:
+    """Raise UserError where a suite of a run folder reads a file.
+
+    The folder may be a stranger's.
     """
+    for name, group in suites.load(path).groups.items():
+        if isinstance(group.prompts, str) and group.prompts not in resources.names("prompts"):
+            raise UserError(
+                f"{path}: the prompts of {name!r} are a file ({quote(group.prompts)}); give the "
+                "suite with --suite if you trust it"
+            )
+
+
+def suite_of(model: Any) -> str:
+    """The suite in the run folder, or the one named like the set that the run forgot.
+
+    Raises:
+        UserError: There is none, or there are several. Another concept's would mislead.
+    """
+    own_files = own_suites(model)
+    if len(own_files) == 1:
+        _require_own_prompts(own_files[0])
+        return own_files[0]
     recipe = recipe_of(model)
     names = [objective.prompts for objective in recipe.forgotten] if recipe else []
     if len(names) > 1:
-        suite_names = [
+        suite_names = own_files or [
             name
             for name in resources.names("eval")
             if recipe and _is_here(name) and _measures(recipe, suites.load(name))

@@ -1,8 +1,7 @@
-"""The cache's files: chunks of tensors, rows of JSON, and records of one size. Each carries its own
-SHA-256.
+"""The files of the cache: chunks of tensors, rows of JSON, and records of one size.
 
-What is in the cache can be made again, so nothing in it is ever trusted: a chunk, row or record
-that does not fit its digest is as good as missing, and is made again.
+Each has its own SHA-256. The content of the cache can be made again, so it is never trusted. A
+chunk, row or record that does not match its digest counts as missing.
 """
 
 from __future__ import annotations
@@ -22,17 +21,15 @@ from concept_eraser.storage.writers import is_full
 from concept_eraser.utils.errors import UserError
 
 _DIGEST = "sha256"
-CHECK_BYTES = 8  # of the digest of a record
+CHECK_BYTES = 8  # bytes of the digest of a record
 
 
 class CacheFull(UserError):
-    """The cache cannot take more: its disk is full, or it cannot be written to."""
+    """The cache's disk is full, or the cache cannot be written to."""
 
 
 def read_chunk(path: Path) -> dict[str, Any] | None:
-    """The tensors of a chunk by name; None where there is none, or where it is not what was
-    written.
-    """
+    """Return the tensors of a chunk by name; None if it is missing or damaged."""
     from safetensors import safe_open
 
     if not path.is_file():
@@ -41,13 +38,13 @@ def read_chunk(path: Path) -> dict[str, Any] | None:
         with safe_open(path, "pt") as file:
             digest = (file.metadata() or {}).get(_DIGEST)
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except Exception:  # safetensors has an error class of its own, and raises others too
+    except Exception:  # safetensors has its own error class, and raises others too
         return None
     return tensors if digest == value_digest(tensors) else None
 
 
 def write_chunk(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Put tensors into the cache, whole or not at all. Raises CacheFull where that fails."""
+    """Write tensors into the cache, whole or not at all. Raises CacheFull if that fails."""
     from safetensors.torch import save_file
 
     contents = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
@@ -65,13 +62,13 @@ def write_chunk(path: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def remove_chunk(path: Path) -> None:
-    """Take a chunk out of the cache, if it is there."""
+    """Remove a chunk from the cache, if it is there."""
     with suppress(OSError):
         path.unlink()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of the cache that are what was written; [] where there is no file."""
+    """Return the undamaged rows of a file of the cache; [] without a file."""
     try:
         text = (
             read_bytes(path, LOG_BYTES).decode("utf-8", errors="replace") if path.is_file() else ""
@@ -86,10 +83,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a file of the cache, behind a fragment that a kill has left. Raises CacheFull
-    where that fails.
+    """Append a row to a file of the cache, after the fragment of a killed process.
+
+    Raises CacheFull if that fails.
     """
-    content = json.loads(json.dumps(row))  # as it will be read
+    content = json.loads(json.dumps(row))  # as it is after reading
     _append(
         path,
         (json.dumps({"row": content, _DIGEST: _row_digest(content)}) + "\n").encode(),
@@ -102,12 +100,12 @@ def _row_digest(row: Mapping[str, Any]) -> str:
 
 
 def append_records(path: Path, records: bytes, size: int) -> None:
-    """Append records of one size, behind the last whole one. Raises CacheFull where that fails."""
+    """Append records of one size after the last whole one. Raises CacheFull if that fails."""
     _append(path, records, size=size)
 
 
 def check_of(record: bytes) -> bytes:
-    """What a record carries of its own digest."""
+    """Return the part of a record's digest that is stored with it."""
     return hashlib.sha256(record).digest()[:CHECK_BYTES]
 
 

@@ -8,18 +8,16 @@ from typing import Any
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file, in hex. Raises OSError where it cannot be read."""
+    """Return the SHA-256 of a file, in hex. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def value_digest(value: Any) -> str:
-    """The SHA-256 of nested mappings, lists, tensors and plain values, in hex.
+    """Return the SHA-256 of nested mappings, lists, tensors and plain values, in hex.
 
-    Two values have one digest where they are equal in type, order of keys, shapes and every bit of
-    every tensor.
-
-    Raises TypeError for a value of another type.
+    Two values have one digest if they are equal in type, order of keys, shapes and every bit of
+    every tensor. Raises TypeError for a value of another type.
     """
     digest = hashlib.sha256()
     _add(digest, value)

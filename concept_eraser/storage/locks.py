@@ -1,9 +1,9 @@
 """One process at a time in an output folder.
 
-The lock is a file in the folder that the process holds locked (flock) and that says who it is. The
-system gives the lock up when the process ends, however it ends, so a lock of a process that was
-killed is stale and is taken over. On a network folder the system's lock may not reach other
-machines; there the name of the host in the file decides.
+The lock is a file in the folder that the process locks (flock). It has the id of the process. The
+system releases the lock when the process ends, however it ends. So the lock of a killed process is
+stale, and another process takes it over. On a network folder the system's lock may not reach other
+machines. There the name of the host in the file decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from concept_eraser.utils.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # not on Windows: the process id in the file decides there
+except ImportError:  # not on Windows, where the process id in the file decides
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".concept_eraser.lock"
@@ -33,14 +33,14 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 
 @contextmanager
 def hold_lock(folder: Path, purpose: str) -> Iterator[None]:
-    """Hold the lock of an output folder; the folder is made where it is missing.
+    """Hold the lock of an output folder. A missing folder is made.
 
-    This is also the probe of the place: what cannot be written to is said here, before any work.
-    Folders that were made for the lock are removed again where nothing was written into them.
+    This also checks the place: an error in writing to it is raised before any work. Folders that
+    were made for the lock are removed again if nothing was written into them.
 
     Args:
         folder: the output folder.
-        purpose: what the process does there, for the message to another one, e.g. "erase".
+        purpose: what the process does there, for messages to other processes, e.g. "erase".
 
     Raises:
         UserError: another process works in the folder, or the folder cannot be made or written to.
@@ -61,8 +61,9 @@ def hold_lock(folder: Path, purpose: str) -> Iterator[None]:
 
 
 def holder_of(folder: Path) -> dict[str, Any] | None:
-    """Who works in a folder now: its process id, host, purpose and start; None where nobody
-    does.
+    """Return the process that works in a folder; None without one.
+
+    It has an id, a host, a purpose and a start.
     """
     path = folder / LOCK
     try:
@@ -79,9 +80,9 @@ def holder_of(folder: Path) -> dict[str, Any] | None:
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Make a folder with those above it; which were made, the outermost first.
+    """Make a folder and its parents. Returns the new folders, the outermost first.
 
-    Raises UserError where it cannot be made, or is a file.
+    Raises UserError if it cannot be made, or is a file.
     """
     new_folders = []
     place = folder
@@ -100,7 +101,7 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def _acquire(folder: Path, purpose: str) -> int:
-    """The descriptor of the lock file, held locked, with this process's name in it."""
+    """Return the descriptor of the locked lock file, which has this process's name."""
     path = folder / LOCK
     for _ in range(100):
         try:
@@ -118,21 +119,21 @@ def _acquire(folder: Path, purpose: str) -> int:
         except UserError:
             os.close(descriptor)
             raise
-        except OSError as error:  # the lock is ours, but its file cannot be written
+        except OSError as error:  # this process has the lock, but its file cannot be written
             with suppress(OSError):
                 path.unlink()
             os.close(descriptor)
             raise UserError(_no_place(folder, error)) from None
-        os.close(descriptor)  # its owner has just removed it: another try makes a new one
+        os.close(descriptor)  # its owner has just removed it, so the next attempt makes a new one
         time.sleep(0.01)
     raise UserError(
-        f"{folder} could not be locked; another process locks and frees it all the time. "
+        f"{folder} could not be locked; another process locks and releases it repeatedly. "
         "Give another --output"
     )
 
 
 def _take(descriptor: int) -> bool | None:
-    """Whether the system gave the lock; None where this file system has no locks."""
+    """Return whether the system gave the lock; None if this file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -162,7 +163,7 @@ def _write(descriptor: int, purpose: str) -> None:
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the file that is open."""
+    """Whether the path still leads to the open file."""
     try:
         path_status, file_status = os.stat(path, follow_symlinks=False), os.fstat(descriptor)
     except OSError:
@@ -171,8 +172,9 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 def _is_stale(holder: dict[str, Any], *, certain: bool) -> bool:
-    """Whether the process that a lock names has ended. certain: the system gave us the lock, so on
-    this host it has.
+    """Whether the process that a lock names has ended.
+
+    certain: the system gave the lock, so on this host the process has ended.
     """
     if holder.get("host") != socket.gethostname():
         return False
@@ -184,7 +186,7 @@ def is_alive(pid: Any) -> bool:
     if not isinstance(pid, int) or isinstance(pid, bool) or not 0 < pid < 2**31:
         return False
     if sys.platform == "win32":
-        return True  # os.kill would end it; a lock there is removed by hand
+        return True  # os.kill would end it; the user removes a lock there
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -213,7 +215,7 @@ def _refusal(folder: Path, holder: dict[str, Any] | None) -> str:
 
 
 def _plain(text: Any) -> str:
-    """A field of a lock file, which may come from a stranger, without control characters."""
+    """Return a field of a lock file, which may come from a stranger, without control characters."""
     return "".join(letter for letter in str(text)[:80] if letter.isprintable())
 
 
@@ -237,9 +239,7 @@ def _no_place(folder: Path, error: BaseException) -> str:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove folders that were made for nothing, innermost first, up to the first that holds
-    something.
-    """
+    """Remove folders that were made and not used, innermost first, up to one that is not empty."""
     for folder in reversed(folders):
         try:
             folder.rmdir()

@@ -1,8 +1,8 @@
-"""The mark of a folder of ours, with the SHA-256 of every file that we wrote there.
+"""The mark of a folder of this package, with the SHA-256 of every file that it wrote there.
 
-A folder is ours only by its mark. Only files that the mark lists are ever replaced, set aside or
-removed, and only where they still hold what we wrote. A user's own files in the same folder are
-never touched.
+Only its mark makes a folder one of this package. Only files that the mark lists are ever replaced,
+set aside or removed, and only if their content is still the same. A user's own files in the same
+folder never change.
 
 The mark is `.concept_eraser.json`:
 
@@ -10,9 +10,9 @@ The mark is `.concept_eraser.json`:
      "files": {"weights.safetensors": {"size": 123, "mtime_ns": 1, "sha256": "..."}},
      "folders": ["tracking"]}
 
-`sha256` is null while a file grows (a log). `folders` are folders whose whole content is ours
-(files of other libraries). The mark may come from a stranger, so its names are checked: none leads
-out of its folder.
+`sha256` is null while a file grows (a log). `folders` are folders of other libraries' files, whose
+whole content belongs to the result. The mark may come from a stranger, so its names are checked:
+none leads out of its folder.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError
 
 MARK = ".concept_eraser.json"
-PATIENCE = 60.0  # seconds that a process waits for another one to change a manifest
-ASIDE = ".replaced-"  # how folders begin into which earlier results are set aside
-CLOSED = ("run", "model")  # kinds of folders in which a link of a user's own is not expected
-OURS = (MARK, locks.LOCK)  # our own files beside those that a manifest lists
-SMALL = 32 * 2**20  # bytes up to which a file is hashed on every read, whatever its time says
+PATIENCE = 60.0  # seconds that a process waits while another one changes a manifest
+ASIDE = ".replaced-"  # prefix of the folders for earlier results
+CLOSED = ("run", "model")  # kinds of folders in which a user's own link is not expected
+OURS = (MARK, locks.LOCK)  # files of this package that a manifest does not list
+SMALL = 32 * 2**20  # bytes up to which a file is hashed on every read, whatever its time
 _HALF_WRITTEN = ".partial"
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file was when it was written. sha256: None while it grows."""
+    """The state of a file when it was written. sha256: None while it grows."""
 
     size: int
     mtime_ns: int
@@ -50,7 +50,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """The record of a file as it is now."""
+        """Return the record of a file in its present state."""
         digest, status = file_digest(path), path.stat()
         return cls(status.st_size, status.st_mtime_ns, digest)
 
@@ -69,16 +69,16 @@ State = Literal["intact", "growing", "changed", "missing", "link"]
 
 @dataclass(frozen=True)
 class FileState:
-    """What became of a listed file."""
+    """The state of a listed file."""
 
     name: str
     state: State
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None where the folder has no mark.
+    """Return the manifest of a folder; None without a mark.
 
-    Raises UserError where the mark is damaged, or names a file outside the folder.
+    Raises UserError if the mark is damaged, or names a file outside the folder.
     """
     path = folder / MARK
     if not os.path.lexists(path):
@@ -114,11 +114,11 @@ def _name(name: Any) -> str:
         or "\\" in name
     ):
         raise ValueError("a name in it leads out of the folder")
-    # what no text can be raises too
+    # an invalid name raises too
     if len(name) > 1000 or any(len(os.fsencode(part)) > 255 for part in path.parts):
         raise ValueError("a name in it cannot be the name of a file")
     if path.as_posix() != name or name == ".":
-        raise ValueError("a name in it is not written plainly")
+        raise ValueError("a name in it is not in its plain form")
     return name
 
 
@@ -131,7 +131,7 @@ def _record(entry: Any) -> FileRecord:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Put the mark into a folder, whole or not at all."""
+    """Write the mark into a folder, whole or not at all."""
     content = {
         "made_by": "concept_eraser",
         "format": 1,
@@ -152,7 +152,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def folder_of(path: Path) -> Path | None:
-    """The nearest marked folder at or above a path; None where there is none."""
+    """Return the nearest marked folder at or above a path, or None."""
     for folder in (path, *path.parents):
         if os.path.lexists(folder / MARK):
             return folder
@@ -160,9 +160,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def require_inside(path: Path) -> None:
-    """Raise UserError where a path lies in a marked folder and a link on the way to it leads out of
-    that folder.
-    """
+    """Raise UserError if a link on the way to a path leads out of its marked folder."""
     for folder in path.parents:
         if os.path.lexists(folder / MARK) and not path.parent.resolve().is_relative_to(
             folder.resolve()
@@ -175,8 +173,9 @@ def require_inside(path: Path) -> None:
 
 @contextmanager
 def change(folder: Path) -> Iterator[Manifest]:
-    """The manifest of a marked folder, to be changed inside; then it is written. One process
-    changes it at a time.
+    """Yield the manifest of a marked folder for changes, and write it afterwards.
+
+    One process changes it at a time.
     """
     with hold(folder):
         manifest = read(folder)
@@ -191,9 +190,9 @@ def change(folder: Path) -> Iterator[Manifest]:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Short mutual exclusion of those who change one manifest, by a lock on the folder itself.
+    """Exclude other processes that change a manifest, by a lock on the folder itself.
 
-    Raises UserError where another process does not give it up within `PATIENCE` seconds.
+    Raises UserError if another process does not release it within `PATIENCE` seconds.
     """
     if locks.fcntl is None:
         yield
@@ -215,8 +214,9 @@ def hold(folder: Path) -> Iterator[None]:
 
 
 def record(paths: Iterable[Path]) -> None:
-    """List files with their digests in the manifest of the nearest marked folder; those in none are
-    listed nowhere.
+    """List files with their digests in the manifest of the nearest marked folder.
+
+    Files outside of marked folders are not listed.
     """
     for folder, some in _by_folder(paths).items():
         records = {path.relative_to(folder).as_posix(): FileRecord.of(path) for path in some}
@@ -233,7 +233,7 @@ def expect(paths: Iterable[Path]) -> None:
 
 
 def _by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
-    """Paths by the nearest marked folder above them."""
+    """Return paths by the nearest marked folder above them."""
     paths_by_folder: dict[Path, list[Path]] = {}
     for path in paths:
         folder = folder_of(path.parent)
@@ -243,8 +243,9 @@ def _by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
 
 
 def forget(path: Path, keep: Iterable[Path] = ()) -> None:
-    """Take a file, or all files below a folder but `keep`, out of the manifest of the nearest
-    marked folder.
+    """Remove a file, or all files below a folder, from the manifest of the nearest marked folder.
+
+    keep: files that stay listed.
     """
     folder = folder_of(path.parent)
     if folder is None:
@@ -259,14 +260,14 @@ def forget(path: Path, keep: Iterable[Path] = ()) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Record the digests of files that grew and do so no longer."""
+    """Record the digests of files that no longer grow."""
     records_by_name = (read(folder) or Manifest("")).files
     names = [
         name
         for name, entry in records_by_name.items()
         if entry.sha256 is None and is_plain(folder, name) and (folder / name).is_file()
     ]
-    # hashed before the manifest is held
+    # hashed before the manifest is locked
     records = {name: FileRecord.of(folder / name) for name in names}
     with change(folder) as manifest:
         manifest.files |= {
@@ -285,10 +286,10 @@ def is_plain(folder: Path, name: str) -> bool:
 
 
 def state_of(folder: Path, name: str, entry: FileRecord, *, with_hash: bool = True) -> State:
-    """Whether a listed file is what was written.
+    """Return whether a listed file is as it was written.
 
-    hashed: compare its digest. Without it a file above SMALL bytes of the recorded size and time is
-    taken for intact, so that reading a model of gigabytes costs nothing more.
+    with_hash: compare its digest. Otherwise a file above SMALL bytes counts as intact if it has the
+    recorded size and time, so that reading a model of gigabytes takes no more time.
     """
     path = folder / name
     if not is_plain(folder, name):
@@ -309,10 +310,9 @@ def state_of(folder: Path, name: str, entry: FileRecord, *, with_hash: bool = Tr
 
 
 def verify(folder: Path) -> list[FileState]:
-    """The state of every listed file of a marked folder and of marked folders inside it, all
-    hashed.
+    """Return the state of every listed file of a marked folder and of marked folders inside it.
 
-    Raises UserError where the folder has no mark.
+    All files are hashed. Raises UserError if the folder has no mark.
     """
     manifest = read(folder)
     if manifest is None:
@@ -336,8 +336,9 @@ def verify(folder: Path) -> list[FileState]:
 
 
 def marked_inside(folder: Path) -> list[Path]:
-    """Marked folders below a marked folder, outermost first, but for results that were set aside;
-    links are not followed.
+    """Return the marked folders below a marked folder, outermost first.
+
+    Results that were set aside are left out, and links are not followed.
     """
     places = []
     for place, folders, _ in os.walk(folder):
@@ -348,8 +349,9 @@ def marked_inside(folder: Path) -> list[Path]:
 
 
 def unlisted_files(folder: Path) -> list[str]:
-    """Files below a marked folder that neither its manifest nor one further inside lists: a user's
-    own.
+    """Return a user's own files below a marked folder.
+
+    No manifest there lists them.
     """
     user_files = []
     for place, folders, files in os.walk(folder):
@@ -381,12 +383,10 @@ def _within(path: str, folders: Iterable[str]) -> bool:
 
 
 def require_intact(path: Path) -> None:
-    """Raise UserError where a file that we wrote, or one below a folder that we wrote, is no longer
-    what was written.
+    """Raise UserError if a file, or a file below a folder, is no longer as it was written.
 
-    What no manifest lists is not checked: it is somebody else's. A link inside a marked folder that
-    leads out of it is
-    refused: a run folder of a stranger must not make us read another file.
+    Files that no manifest lists are not checked, since they are the user's. A link that leads out
+    of a marked folder is refused: a run folder of a stranger must not give access to another file.
     """
     path = path.resolve() if ".." in path.parts else path
     folder = folder_of(path)
@@ -415,15 +415,13 @@ def require_intact(path: Path) -> None:
             )
         if state == "missing" and name.endswith(".safetensors"):
             raise UserError(
-                f"{folder / name} is missing, which was written with the rest; copy the "
+                f"{folder / name} is missing, which was written with the others; copy the "
                 "whole folder again"
             )
 
 
 def _require_no_way_out(folder: Path, path: Path) -> None:
-    """Raise UserError where a path, or what is below it, leads out of a marked folder by symbolic
-    links.
-    """
+    """Raise UserError if a path, or its content, leads out of a marked folder by symbolic links."""
     root = os.path.realpath(folder)
     pending, targets = [path], set()
     while pending:

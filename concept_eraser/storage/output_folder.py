@@ -1,13 +1,13 @@
-"""Output folders: a run, an evaluation, an attack, a set of images. One is ours only by its mark.
+"""Output folders: a run, an evaluation, an attack, a set of images. A mark identifies them.
 
-    with locks.locked(folder, "erase"):
+    with locks.hold_lock(folder, "erase"):
         claim(folder, "run", alone=True)
         ...                                  # writers list what they write
         seal(folder); remove_set_aside(folder)
 
-What `--overwrite` replaces is moved aside first, into `.replaced-1` of the same folder, and removed
-when the new result is complete. A file that the user has changed since, or that the manifest does
-not list, is not removed.
+With `--overwrite` earlier files are first moved aside, into `.replaced-1` of the same folder. They
+are removed when the new result is complete. A file that the user has changed, or that the manifest
+does not list, is not removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from concept_eraser.utils.errors import UserError
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder holds nothing but our lock, or is not there."""
+    """Whether a folder holds nothing but the lock, or does not exist."""
     if not folder.is_dir():
         return True
     try:
@@ -36,13 +36,13 @@ def is_empty(folder: Path) -> bool:
 def require_claimable(
     folder: Path, kind: str, *, alone: bool = False, inside: Path | None = None
 ) -> bool:
-    """Whether a folder is ours already. Nothing is changed.
+    """Whether a folder has the mark of this package already. Nothing is changed.
 
     Args:
         folder: the output folder; it may be missing.
-        kind: what is written there: "run", "evaluation", "attack", "images", ...
-        alone: the folder must be empty, or marked as of this kind. Otherwise it may hold a user's
-        files too.
+        kind: the kind of result: "run", "evaluation", "attack", "images", ...
+        alone: the folder must be empty, or marked as of this kind. Otherwise it may also hold a
+            user's files.
         inside: a run folder that the output folder belongs to: no link may lead out of it.
 
     Raises:
@@ -72,7 +72,7 @@ def require_claimable(
 
 
 def claim(folder: Path, kind: str, *, alone: bool = False, inside: Path | None = None) -> None:
-    """Mark a folder as ours, if it is not. Arguments and errors: see `require_claimable`."""
+    """Mark a folder if it has no mark. Arguments and errors: see `require_claimable`."""
     if not require_claimable(folder, kind, alone=alone, inside=inside):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -91,20 +91,19 @@ def claim(folder: Path, kind: str, *, alone: bool = False, inside: Path | None =
 def results(
     folder: Path, kind: str, names: Iterable[str] = (), *, inside: Path | None = None
 ) -> Iterator[None]:
-    """Hold the lock of a folder of results; the caller marks it with `claim` when there is
-    something to write.
+    """Hold the lock of a folder of results. The caller marks it with `claim` before writing.
 
-    Whether the results can be written is found out here, before the work: the folder can be made
-    and written to, and none of the files `names` is there that is not ours.
+    Errors in writing are raised here, before the work: the folder must be writable, and must not
+    hold other files with the names `names`.
 
     Args:
         folder: where results go; it may be a run folder, or hold a user's own files.
-        kind: what the results are, e.g. "evaluation"; also what the lock says to others.
-        names: of the files that will be written.
+        kind: the kind of the results, e.g. "evaluation"; also the lock's purpose.
+        names: the names of the files that will be written.
         inside: a run folder that the folder belongs to: no link may lead out of it.
 
     Raises:
-        UserError: see `require_claimable`, `locks.locked` and `writers.require_free`.
+        UserError: see `require_claimable`, `locks.hold_lock` and `writers.require_free`.
     """
     require_claimable(folder, kind, inside=inside)
     with locks.hold_lock(folder, f"write the {kind}"):
@@ -114,15 +113,18 @@ def results(
 
 
 def seal(folder: Path) -> None:
-    """Record the digests of the files of a marked folder that grew and do so no longer."""
+    """Record the digests of the files of a marked folder that no longer grow."""
     manifest.seal(folder)
     writers.expect_anew(folder)
 
 
 def accept(folder: Path) -> list[str]:
-    """Record the files of a marked folder as they are now; the names of those whose record changed.
+    """Record the present state of the files of a marked folder.
 
-    A file that is missing is taken out. A link is never accepted: put the file itself in its place.
+    Returns the names whose record changed.
+
+    A missing file is removed from the record. A link is never accepted: put the file itself in its
+    place.
     """
     names = []
     for place in [folder, *manifest.marked_inside(folder)]:
@@ -140,9 +142,10 @@ def accept(folder: Path) -> list[str]:
 
 
 def make(folder: Path, kind: str) -> bool:
-    """Make a new marked folder. False where the name is taken: of two who ask at once, one gets it.
+    """Make a new marked folder. Returns False if the name is taken.
 
-    Raises UserError where the folder cannot be made.
+    Of two processes that call it at once, one gets the folder. Raises UserError if it cannot be
+    made.
     """
     locks.make_folder(folder.parent)
     try:
@@ -157,10 +160,10 @@ def make(folder: Path, kind: str) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a marked folder with the files and folders that its manifest lists; of an unmarked one
-    nothing but itself.
+    """Remove a marked folder with the files and folders that its manifest lists.
 
-    A user's own files stay, and then the folder too.
+    A user's own files stay, and then the folder too. An unmarked folder is only removed if it is
+    empty.
     """
     content = manifest.read(folder) or Manifest("")
     for name in content.files:
@@ -176,10 +179,10 @@ def discard(folder: Path) -> None:
 
 
 def own_folder(folder: Path, name: str) -> Path:
-    """A folder below a marked one that another library fills, e.g. a tracker: all in it is ours, if
-    we have made it.
+    """Make a folder below a marked one for another library, e.g. a tracker.
 
-    Raises UserError where the name is taken by a file or a link.
+    If this package made it, its whole content belongs to the result. Raises UserError if the name
+    is taken by a file or a link.
     """
     place = folder / name
     if place.is_symlink() or (place.exists() and not place.is_dir()):
@@ -193,19 +196,16 @@ def own_folder(folder: Path, name: str) -> Path:
 
 
 def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
-    """Move every file that a marked folder lists, and those of marked folders inside it, into
-    `.replaced-N`.
+    """Move every listed file of a marked folder and of marked folders inside it into `.replaced-N`.
 
-    The mark goes with them, so that what was set aside is a whole result still; the folder gets a
-    new mark.
+    The mark is moved too, so that the earlier result stays complete. The folder gets a new mark.
 
     Args:
         folder: a marked folder.
-        keep: names of listed files that stay where they are, e.g. prompt files that the new recipe
-        reads.
+        keep: names of listed files that are not moved, e.g. prompt files that the new recipe reads.
 
     Returns:
-        where they lie now; None where there was nothing to move.
+        their new place; None if there was nothing to move.
 
     Raises:
         UserError: the folder has no mark, or a file cannot be moved.
@@ -213,7 +213,7 @@ def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
     content = manifest.read(folder)
     if content is None:
         raise UserError(
-            f"{folder} has no mark of ours, so nothing in it is replaced; give a new "
+            f"{folder} has no mark of concept_eraser, so nothing in it is replaced; give a new "
             "folder with --output"
         )
     aside = next(
@@ -232,13 +232,13 @@ def set_aside(folder: Path, keep: Collection[str] = ()) -> Path | None:
         writers.expect_anew(folder)
     except OSError as error:
         raise UserError(
-            f"{cannot('set aside what is in', folder, error)}. What was moved lies in {aside}"
+            f"{cannot('set aside what is in', folder, error)}. The moved files are in {aside}"
         ) from None
     return aside if any_moved else None
 
 
 def _move(folder: Path, aside: Path, content: Manifest, keep: Collection[str] = ()) -> bool:
-    """Move what a manifest lists; whether there was anything."""
+    """Move the files that a manifest lists. Returns whether there were any."""
     any_moved = False
     inside = tuple(f"{name}/" for name in content.folders)
     for name in [*content.folders, *(one for one in content.files if not one.startswith(inside))]:
@@ -260,7 +260,7 @@ def _move(folder: Path, aside: Path, content: Manifest, keep: Collection[str] = 
 
 
 def _remove_empty_folders(place: Path, root: Path) -> None:
-    """Remove a folder that has become empty, and those above it below the root."""
+    """Remove an empty folder, and its empty parents below the root."""
     while root in place.parents:
         try:
             place.rmdir()
@@ -270,19 +270,19 @@ def _remove_empty_folders(place: Path, root: Path) -> None:
 
 
 def places_set_aside(folder: Path) -> list[Path]:
-    """Where earlier results of a folder lie that were set aside and not removed yet."""
+    """Return the places of earlier results of a folder that are not removed yet."""
     return sorted(
         place for place in folder.glob(f"{ASIDE}*") if place.is_dir() and not place.is_symlink()
     )
 
 
 def remove_set_aside(folder: Path) -> list[Path]:
-    """Remove what was set aside in a folder, now that the new result is complete.
+    """Remove the earlier results of a folder, since the new result is complete.
 
-    Only files that their manifest lists and that still hold what we wrote are removed.
+    Only files that their manifest lists and whose content is unchanged are removed.
 
     Returns:
-        files that stay since somebody changed or added them.
+        files that stay, since somebody changed or added them.
     """
     for aside in places_set_aside(folder):
         for place in [*reversed(manifest.marked_inside(aside)), aside]:
@@ -312,7 +312,7 @@ def remove_set_aside(folder: Path) -> list[Path]:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder whose whole content is ours (a manifest names the folder)."""
+    """Remove a folder whose whole content belongs to a result (a manifest names the folder)."""
     for place, folders, files in os.walk(folder, topdown=False):
         for name in files:
             (Path(place) / name).unlink(missing_ok=True)

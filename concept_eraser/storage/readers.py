@@ -1,12 +1,12 @@
 """One guarded reader for each kind of file that a user, or a stranger, may give.
 
-A reader checks what it can before it reads: that the path is a regular file (a pipe would wait for
-ever, a device never ends), and that the file is not larger than its kind is in practice. It then
-parses without running code, and refuses what grows when it is used: aliases of YAML that expand to
-more than a file of that size could say, and nesting beyond DEPTH.
+A reader first checks that the path is a regular file (a pipe would wait for ever, a device never
+ends), and that the file is not larger than files of its kind are. It then parses without running
+code. It refuses files that expand: aliases of YAML with more content than such a file could hold,
+and nesting beyond DEPTH.
 
-Every reader raises UserError that names the file, what is wrong, and what to do. No other exception
-leaves a reader.
+Every reader raises UserError that names the file, what is wrong, and what to do. No reader raises
+another exception.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JSON_BYTES = 64 * MEGABYTE  # configurations, evaluations, vocabularies
 TABLE_BYTES = 1024 * MEGABYTE  # tables of prompts (the captions of COCO take 67 MB)
 LOG_BYTES = 1024 * MEGABYTE  # logs of runs and attacks
 TEXT_BYTES = 64 * MEGABYTE
-DEPTH = 50  # of nested lists and mappings
+DEPTH = 50  # levels of nested lists and mappings
 _NO_PLAIN_TYPES = tuple(f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary"))
 NODES = 200_000  # values in a YAML file, aliases expanded
 
@@ -40,16 +40,16 @@ _NEXT_STEP = {
     errno.EISDIR: "it is a folder; give a file",
     errno.ENOTDIR: "a part of its path is a file; check the path",
     errno.ENAMETOOLONG: "its name is too long for this system; check the path",
-    errno.ELOOP: "its links lead in a circle; give the file itself",
+    errno.ELOOP: "its links form a circle; give the file itself",
     errno.EIO: "the disk could not read it; copy it again from where it came from",
-    errno.ESTALE: "its network folder has gone; connect it again",
+    errno.ESTALE: "its network folder is not connected; connect it again",
 }
 
 
 def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
-    Raises UserError where there is no such file, it is a folder, pipe or device, it has more than
+    Raises UserError if there is no such file, it is a folder, pipe or device, it has more than
     `limit` bytes, or the system does not let this user read it.
     """
     try:
@@ -64,7 +64,7 @@ def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
                     "or split it"
                 )
             content = file.read(limit + 1)
-    except UserError:  # which is a ValueError
+    except UserError:  # it is a ValueError
         raise
     except OSError as error:
         raise UserError(cannot("read", path, error)) from None
@@ -79,14 +79,15 @@ def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """The opener of `open` for a file that may be a pipe: the system must not wait for who writes
-    into it.
+    """Open a file that may be a pipe, without waiting for a process that writes into it.
+
+    It is an opener of `open`.
     """
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
-    """A text in UTF-8. Raises UserError as `read_bytes`, and where the file is no UTF-8."""
+    """Read a text in UTF-8. Raises UserError as `read_bytes`, and if the file is no UTF-8."""
     content = read_bytes(path, limit)
     try:
         return content.decode("utf-8-sig")
@@ -97,25 +98,27 @@ def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
 
 
 def read_yaml(path: Path, limit: int = YAML_BYTES) -> Any:
-    """What a YAML file holds; None where it is empty. Raises UserError as `read_text` and
-    `parse_yaml`.
+    """Return the content of a YAML file; None if it is empty.
+
+    Raises UserError as `read_text` and `parse_yaml`.
     """
     return parse_yaml(read_text(path, limit), str(path))
 
 
 def read_json(path: Path, kind: type | tuple[type, ...] = dict, limit: int = JSON_BYTES) -> Any:
-    """What a JSON file holds, a mapping unless `kind` says otherwise.
+    """Return the content of a JSON file, a mapping by default.
 
-    Raises UserError as `read_text`, and where the file is no JSON, is nested deeper than DEPTH, or
+    Raises UserError as `read_text`, and if the file is no JSON, is nested deeper than DEPTH, or
     holds another kind.
     """
     return parse_json(read_text(path, limit), str(path), kind)
 
 
 def read_lines(path: Path, limit: int = LOG_BYTES) -> list[dict[str, Any]]:
-    """The mappings of a JSON Lines file; [] where there is no file.
+    """Return the mappings of a JSON Lines file; [] without a file.
 
-    A line that is no whole mapping is left out: a kill may cut the last line of a log anywhere.
+    A line that is no whole mapping is left out, since a killed process may cut the last line of a
+    log.
     """
     return (
         []
@@ -125,9 +128,9 @@ def read_lines(path: Path, limit: int = LOG_BYTES) -> list[dict[str, Any]]:
 
 
 def read_compressed_lines(path: Path, limit: int = TABLE_BYTES) -> list[dict[str, Any]]:
-    """The mappings of a JSON Lines file under xz, of at most `limit` bytes when it is decompressed.
+    """Return the mappings of a JSON Lines file under xz, of at most `limit` decompressed bytes.
 
-    Raises UserError as `read_bytes`, and where the file is no xz file, is cut, is larger, or has a
+    Raises UserError as `read_bytes`, and if the file is no xz file, is cut, is larger, or has a
     line that is no mapping.
     """
     decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ)
@@ -154,7 +157,7 @@ def read_compressed_lines(path: Path, limit: int = TABLE_BYTES) -> list[dict[str
 
 
 def whole_lines(text: str) -> list[dict[str, Any]]:
-    """The mappings in a text of one JSON object a line; other lines are left out."""
+    """Return the mappings in a text of one JSON object per line. Other lines are left out."""
     rows = []
     for line in text.split("\n"):
         try:
@@ -167,8 +170,9 @@ def whole_lines(text: str) -> list[dict[str, Any]]:
 
 
 def parse_json(text: str, where: str, kind: type | tuple[type, ...] = dict) -> Any:
-    """The value of a JSON text. `where` names its source in errors. Raises UserError as
-    `read_json`.
+    """Return the value of a JSON text.
+
+    `where` names its source in errors. Raises UserError as `read_json`.
     """
     try:
         value = json.loads(text)
@@ -176,7 +180,7 @@ def parse_json(text: str, where: str, kind: type | tuple[type, ...] = dict) -> A
         raise UserError(
             f"{where} is nested deeper than {DEPTH} levels; check that it is the right file"
         ) from None
-    except ValueError as error:  # of the syntax, or a whole number of thousands of digits
+    except ValueError as error:  # an error of the syntax, or a whole number of thousands of digits
         raise UserError(
             f"{where} is damaged: it is no JSON ({first_line(error)}); copy it again, or "
             "run the command that wrote it"
@@ -196,12 +200,15 @@ def parse_json(text: str, where: str, kind: type | tuple[type, ...] = dict) -> A
     return value
 
 
-def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text, of plain types only; None where it is empty. `where` names its
-    source in errors.
+def _too_deep(where: str) -> UserError:
+    return UserError(f"{where} is nested deeper than {DEPTH} levels; write it flatter")
 
-    Raises UserError where it is no YAML, is nested deeper than DEPTH, its aliases lead in a circle,
-    or they expand to more than NODES values.
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Return the value of a YAML text, of plain types only; None if it is empty.
+
+    `where` names its source in errors. Raises UserError if the text is no YAML, is nested deeper
+    than DEPTH, has aliases in a circle, or expands to more than NODES values.
     """
     import yaml
 
@@ -222,9 +229,12 @@ def parse_yaml(text: str, where: str) -> Any:
     except UserError:
         raise
     except yaml.YAMLError as error:
-        raise UserError(f"{where} is no valid YAML: {' '.join(str(error).split())[:300]}") from None
+        text = " ".join(str(error).split())[:300]
+        if "nesting depth" in text:  # newer versions of libyaml have a limit of their own
+            raise _too_deep(where) from None
+        raise UserError(f"{where} is no valid YAML: {text}") from None
     except RecursionError:
-        raise UserError(f"{where} is nested deeper than {DEPTH} levels; write it flatter") from None
+        raise _too_deep(where) from None
     except (ValueError, OverflowError, TypeError, AttributeError) as error:
         # a number of thousands of digits, a date that does not exist, a key that cannot be one
         raise UserError(f"{where} is no valid YAML: {first_line(error)}") from None
@@ -235,19 +245,20 @@ def parse_yaml(text: str, where: str) -> Any:
 
 @cache
 def _yaml_loader() -> Any:
-    """The loader of plain types: libyaml's where it is built in, which is ten times as fast."""
+    """Return the loader of plain types, if possible libyaml's, which is ten times as fast."""
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _require_bounded(root: Any, where: str) -> None:
-    """Raise UserError where a YAML node, its aliases expanded, is too deep or too large, or
-    contains itself.
+    """Raise UserError if a YAML node is too deep, too large, or circular.
+
+    Its aliases are expanded.
     """
     from yaml import MappingNode, SequenceNode
 
-    sizes: dict[int, tuple[int, int]] = {}  # of each node; an alias is the same node again
+    sizes: dict[int, tuple[int, int]] = {}  # results for each node; an alias is the same node again
     open_nodes: set[int] = set()
 
     def measure(node: Any, depth: int) -> tuple[int, int]:
@@ -256,7 +267,7 @@ def _require_bounded(root: Any, where: str) -> None:
         """
         if id(node) in open_nodes:
             raise UserError(
-                f"{where}: an alias (*name) stands inside what it stands for; write the value out"
+                f"{where}: an alias (*name) is inside its own value; write the value out"
             )
         total, height = sizes.get(id(node), (1, int(isinstance(node, SequenceNode | MappingNode))))
         if depth + height > DEPTH:
@@ -290,8 +301,11 @@ def _require_bounded(root: Any, where: str) -> None:
 
 
 def _require_shallow(text: str, where: str) -> None:
-    """Raise UserError where a YAML text is nested too deep, by its events: libyaml composes nodes
-    by recursion in C, which ends the process where the stack ends."""
+    """Raise UserError if a YAML text is nested too deep.
+
+    It counts events, because libyaml composes nodes by recursion in C, which ends the process at
+    the end of the stack.
+    """
     import yaml
 
     depth = 0
@@ -305,7 +319,7 @@ def _require_shallow(text: str, where: str) -> None:
 
 
 def _deeper_than(value: Any, limit: int) -> bool:
-    """Whether lists and mappings are nested in each other more than `limit` deep."""
+    """Whether lists and mappings are nested more than `limit` deep."""
     level = [value]
     for _ in range(limit):
         level = [
@@ -320,9 +334,9 @@ def _deeper_than(value: Any, limit: int) -> bool:
 
 
 def read_tensors(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file by name, on the CPU.
+    """Return the tensors of a safetensors file by name, on the CPU.
 
-    Raises UserError where it is no regular file, damaged or truncated.
+    Raises UserError if it is no regular file, damaged or truncated.
     """
     from safetensors.torch import load_file
 
@@ -336,8 +350,9 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 
 def read_tensor_header(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Metadata and names of the tensors of a safetensors file; no tensor is read. Raises UserError
-    as `read_tensors`.
+    """Return metadata and names of the tensors of a safetensors file, without reading a tensor.
+
+    Raises UserError as `read_tensors`.
     """
     from safetensors import safe_open
 
@@ -352,7 +367,7 @@ def read_tensor_header(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def require_regular(path: Path) -> None:
-    """Raise UserError where a path is no regular file that can be read."""
+    """Raise UserError if a path is no regular file that can be read."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -365,7 +380,7 @@ def require_regular(path: Path) -> None:
 
 
 def cannot(verb: str, path: Path | str, error: BaseException) -> str:
-    """What a failed access says to a user: the path, the system's reason, and what to do."""
+    """Return the message for a failed access: the path, the system's reason, and what to do."""
     code = getattr(error, "errno", None)
     reason = getattr(error, "strerror", None) or first_line(error)
     step = _NEXT_STEP.get(code or 0, "check the path and its permissions")
@@ -373,7 +388,7 @@ def cannot(verb: str, path: Path | str, error: BaseException) -> str:
 
 
 def size_text(count: int) -> str:
-    """Bytes for a reader: 12 bytes, 3.4 MB."""
+    """Format a number of bytes: 12 bytes, 3.4 MB."""
     if count < 10_000:
         return f"{count} bytes"
     unit, size = next(

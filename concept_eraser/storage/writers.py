@@ -1,13 +1,11 @@
-"""Writers of files and of folders. A kill at any moment leaves the earlier one, or the new one,
-whole.
+"""Writers of files and of folders. If the process is killed, the old or the new version is whole.
 
-Files and folders have writers of their own: a file writer never removes a folder, a folder writer
-never removes a file that it did not write. What is written into a marked folder (see `manifest`) is
-listed there with its SHA-256.
+A file writer never removes a folder, and a folder writer never removes a file that it did not
+write. Files in a marked folder (see `manifest`) are listed there with their SHA-256.
 
-A file that is there already is replaced only where the manifest of its folder lists it, or where
-the caller says that the user asked for it (`overwrite`). New content is written beside its place,
-brought to the disk (fsync), then renamed.
+An existing file is replaced only if the manifest of its folder lists it, or if the user asked for
+it (`overwrite`). New content is written beside its place, flushed to the disk (fsync), then
+renamed.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from concept_eraser.storage.readers import cannot
 from concept_eraser.utils.errors import UserError, quote
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# safetensors and torch wrap the system's error in one of their own
+# safetensors and torch wrap the system's error in their own
 _FULL_TEXTS = ("No space left", "File too large", "os error 28", "os error 27", "unexpected pos")
 _PARTIAL = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}\.partial")
 
@@ -40,14 +38,14 @@ def write_file(
     """Write a file whole or not at all.
 
     Args:
-        path: where to; folders above it are made.
-        write: puts the content into the path that it is given, in the same folder.
+        path: the file; missing folders above it are made.
+        write: writes the content to the path in its argument, in the same folder.
         overwrite: also replace a file that no manifest lists. A folder is never replaced.
-        growing: the file will change, so no digest of it is recorded before its folder is sealed.
+        growing: the file will change, so its digest is recorded when its folder is sealed.
 
     Raises:
-        UserError: `path` is a folder or a link, holds a file that is not ours, cannot be written
-        to, or the disk is full.
+        UserError: `path` is a folder or a link, holds a file of the user, cannot be written to, or
+            the disk is full.
     """
     require_free(path, overwrite=overwrite)
     locks.make_folder(path.parent)
@@ -80,13 +78,14 @@ def write_json(path: Path, content: Any, *, overwrite: bool = False) -> None:
 def write_tensors(
     path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str], *, overwrite: bool = False
 ) -> None:
-    """Write tensors by name as safetensors; equal tensors and metadata give equal bytes. Raises
-    UserError as `write_file`.
+    """Write tensors by name as safetensors. Equal tensors and metadata give equal bytes.
+
+    Raises UserError as `write_file`.
     """
     from safetensors.torch import save_file
 
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    # of no tensors and an empty mapping safetensors writes a file that nobody can read
+    # without tensors and metadata safetensors writes a file that it cannot read
     header = dict(metadata) or None
     write_file(
         path, lambda partial: save_file(contiguous, partial, metadata=header), overwrite=overwrite
@@ -94,10 +93,9 @@ def write_tensors(
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a mapping as one line of JSON, behind a fragment that a kill has left.
+    """Append a mapping as one line of JSON, after the fragment of a killed process.
 
-    Raises UserError where the file is a folder or a link, cannot be written to, or the disk is
-    full.
+    Raises UserError if the file is a folder or a link, cannot be written to, or the disk is full.
     """
     manifest.require_inside(path)
     locks.make_folder(path.parent)
@@ -116,8 +114,9 @@ _EXPECTED: set[Path] = set()  # files that this process has listed without a dig
 
 
 def _expect(paths: list[Path]) -> None:
-    """List files before they are put in place: a kill in between must not leave a file that the
-    manifest does not know.
+    """List files before they are written.
+
+    So no file is missing in the manifest if the process is killed.
     """
     new = [path for path in paths if path.absolute() not in _EXPECTED]
     manifest.expect(new)
@@ -125,16 +124,15 @@ def _expect(paths: list[Path]) -> None:
 
 
 def expect_anew(folder: Path) -> None:
-    """Forget what this process has listed in a folder: its manifest is a new one, or its files are
-    sealed.
-    """
+    """Clear the list of files of a folder, since its manifest is new or its files are sealed."""
     own = folder.absolute()
     _EXPECTED.difference_update([path for path in _EXPECTED if own in path.parents])
 
 
 def write_growing(path: Path, text: str) -> None:
-    """Write the first lines of a file that grows, whole or not at all. Raises UserError as
-    `write_file`.
+    """Write the first lines of a file that grows, whole or not at all.
+
+    Raises UserError as `write_file`.
     """
     write_file(path, lambda partial: _put(partial, text.encode()), growing=True)
 
@@ -143,15 +141,14 @@ def write_folder(path: Path, write: Callable[[Path], None], *, kind: str | None 
     """Write a folder whole or not at all, and list its files.
 
     Args:
-        path: where to. A folder that is there is replaced only where a manifest lists all of its
-        files.
-        write: fills the empty folder that it is given.
-        kind: mark the folder as one of ours, of this kind, with a manifest of its own; else its
-            files are listed in the manifest of the marked folder that it lies in.
+        path: the folder. An existing one is replaced only if a manifest lists all of its files.
+        write: fills the empty folder in its argument.
+        kind: mark the folder as one of this kind, with its own manifest. Otherwise its files are
+            listed in the manifest of the marked folder above it.
 
     Raises:
-        UserError: `path` is a file or a link, holds files that are not ours, cannot be written to,
-        or the disk is full.
+        UserError: `path` is a file or a link, holds files of the user, cannot be written to, or the
+            disk is full.
     """
     require_free_folder(path)
     locks.make_folder(path.parent)
@@ -170,17 +167,17 @@ def write_folder(path: Path, write: Callable[[Path], None], *, kind: str | None 
         if path.is_dir():
             os.rename(path, earlier)
         os.rename(partial, path)
-        shutil.rmtree(earlier, ignore_errors=True)  # listed whole, see require_free_folder
+        shutil.rmtree(earlier, ignore_errors=True)  # all of it is listed, see require_free_folder
     _sync_folder(path.parent)
     if kind is not None:
         return
     manifest.record([path / name for name in names])
-    # not before: a kill must not leave files unlisted
+    # not earlier: no file may be missing in the list if the process is killed
     manifest.forget(path, keep=[path / name for name in names])
 
 
 def give_second_name(path: Path, place: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no links."""
+    """Give a file a second name, or copy it if the file system has no links."""
     try:
         os.link(path, place)
     except OSError:
@@ -188,15 +185,16 @@ def give_second_name(path: Path, place: Path) -> None:
 
 
 def write_files(folder: Path, contents: Mapping[str, Callable[[], bytes]]) -> None:
-    """Write many files into a folder, each whole or not at all; the manifest is changed once, not
-    once a file.
+    """Write many files into a folder, each whole or not at all.
+
+    The manifest is changed once, not for each file.
 
     Args:
-        folder: a folder; it is made where it is missing.
-        contents: what makes the content of a file, by its name.
+        folder: the folder; a missing one is made.
+        contents: functions that return the content of a file, by its name.
 
     Raises:
-        UserError: as `write_file`; files that were written before the error stay, and are listed.
+        UserError: as `write_file`. Files that were written before the error stay, and are listed.
     """
     paths = [folder / name for name in contents]
     for path in paths:
@@ -217,8 +215,9 @@ def write_files(folder: Path, contents: Mapping[str, Callable[[], bytes]]) -> No
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file that a manifest lists, if it is there. Raises UserError for a file that none
-    lists.
+    """Remove a file that a manifest lists, if it is there.
+
+    Raises UserError for a file that none lists.
     """
     if not os.path.lexists(path):
         return
@@ -231,7 +230,7 @@ def remove_file(path: Path) -> None:
 
 
 def require_free(path: Path, *, overwrite: bool = False) -> None:
-    """Raise UserError where a file cannot be written to a path because of what is there."""
+    """Raise UserError if a path holds something that prevents writing a file there."""
     if "\0" in str(path):
         raise UserError(f"{quote(str(path))} cannot be the name of a file; give another one")
     manifest.require_inside(path)
@@ -254,7 +253,7 @@ def require_free(path: Path, *, overwrite: bool = False) -> None:
 
 
 def require_free_folder(path: Path) -> None:
-    """Raise UserError where a folder cannot be written to a path because of what is there."""
+    """Raise UserError if a path holds something that prevents writing a folder there."""
     manifest.require_inside(path)
     if not os.path.lexists(path):
         return
@@ -265,7 +264,7 @@ def require_free_folder(path: Path) -> None:
         )
     if (path / manifest.MARK).is_file():
         raise UserError(
-            f"{path} holds a result of ours, which is not replaced by another one; give "
+            f"{path} holds another result of concept_eraser, which is not replaced; give "
             "another --output, or remove it"
         )
     for place, _, files in os.walk(path):
@@ -278,8 +277,7 @@ def require_free_folder(path: Path) -> None:
 
 
 def probe(path: Path) -> None:
-    """Raise UserError where nothing can be written beside a path, before the work whose result goes
-    there.
+    """Raise UserError if nothing can be written beside a path. It is called before the work.
 
     Folders that are made for the probe are removed again.
     """
@@ -306,9 +304,7 @@ def is_listed(path: Path) -> bool:
 
 
 class _Staged:
-    """The path beside a target that its content is written to; nothing is left of it after an
-    error.
-    """
+    """A temporary path beside a target for its content. It is removed after an error."""
 
     def __init__(self, path: Path, *, clear: bool = True) -> None:
         self.path, self.clear = path, clear
@@ -332,7 +328,7 @@ class _Staged:
 
 
 def _remove_left_over(path: Path) -> None:
-    """Remove what a process that was killed has left half-written for the same target."""
+    """Remove the unfinished files of a killed process for the same target."""
     for other in (
         path.parent.glob(f".{_escape(path.name[:120])}.*.partial") if path.parent.is_dir() else ()
     ):
@@ -359,15 +355,16 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _finish(path: Path) -> None:
-    """Bring a file to the disk; of safetensors the header is put in one order first, so that equal
-    content has equal bytes.
+    """Flush a file to the disk.
+
+    The header of safetensors is sorted first, so that equal content has equal bytes.
     """
     if path.suffix == ".safetensors" or _is_tensors(path):
         order_header(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         permissions = os.fstat(descriptor).st_mode & 0o777
-        # safetensors sets these; others may read what the user's umask lets them
+        # safetensors sets these; the user's umask decides what others may read
         if permissions == 0o600:
             os.fchmod(descriptor, 0o666 & ~_umask())
         os.fsync(descriptor)
@@ -376,7 +373,10 @@ def _finish(path: Path) -> None:
 
 
 def _umask() -> int:
-    """The permissions that this process takes from new files. Reading it sets it for a moment."""
+    """Return the permissions that this process removes from new files.
+
+    Reading them also sets them for a moment.
+    """
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -388,8 +388,9 @@ def _is_tensors(path: Path) -> bool:
 
 
 def order_header(path: Path) -> None:
-    """Sort the metadata in the header of a safetensors file, in place: the library writes them in
-    random order.
+    """Sort the metadata in the header of a safetensors file, in place.
+
+    The library writes them in random order.
     """
     with path.open("r+b") as file:
         length = struct.unpack("<Q", file.read(8))[0]
@@ -407,7 +408,7 @@ def order_header(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a rename to the disk, where the system can."""
+    """Flush a rename to the disk, if the system can."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""The LoRA of a recipe, put into the part that is trained."""
+"""Add the LoRA of a recipe to the part that is trained."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from concept_eraser.utils.provenance import derive_seed
 
 
 def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) -> Adapter | None:
-    """Put the LoRA of a recipe into a part of its model.
+    """Add the LoRA of a recipe to a part of its model.
 
     Args:
         recipe: The erasing job.
         part: The module that is trained.
-        selected: The names of its tensors that trainable.select covers.
+        selected_names: The names of its tensors that trainable.select covers.
 
     Returns:
-        The adapter; None where the recipe trains the weights themselves.
+        The adapter; None if the recipe trains the weights themselves.
 
     Raises:
-        UserError: None of the selected tensors belongs to a layer that can have one.
+        UserError: None of the selected tensors belongs to a layer that can have a LoRA.
     """
     lora = recipe.trainable.lora
     if lora is None:
@@ -38,7 +38,7 @@ def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) 
 def new_adapter(
     recipe: Recipe, part: nn.Module, selected_names: Sequence[str]
 ) -> Iterator[Adapter | None]:
-    """`add_adapter`, and take the LoRA away again where the block raises."""
+    """Call `add_adapter`, and remove the LoRA again if the block raises."""
     adapter = add_adapter(recipe, part, selected_names)
     try:
         yield adapter

@@ -1,4 +1,4 @@
-"""The eraser of a recipe, or its edited model: the entry of this package."""
+"""Build the eraser of a recipe, or edit its model: the entry point of this package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def edit_model(method: Edit, context: Context) -> tuple[Eraser, Mapping[str, flo
     """Edit the model of a recipe in place, by a method without a training loop.
 
     Returns:
-        The eraser, what was done, and the seconds it took.
+        The eraser, the edit's results, and the seconds it took.
 
     Raises:
         UserError: The recipe, the model and the data do not fit each other, or the edit fails.

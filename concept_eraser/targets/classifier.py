@@ -1,4 +1,4 @@
-"""Targets classifier and clip: a classifier, or a CLIP model that the class names make one."""
+"""Targets classifier and clip. The class names turn a CLIP model into a classifier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from concept_eraser.utils.errors import UserError
 
 
 def build(context: Context) -> Classifier:
-    """The eraser of a recipe with target classifier or clip.
+    """Build the eraser of a recipe with target classifier or clip.
 
     Raises:
         UserError: The recipe, the model and the data do not fit each other.
@@ -60,9 +60,9 @@ def _module(context: Context, data: Labelled) -> nn.Module:
 
 
 def _anchor_class(spec: ObjectiveSpec, data: Labelled) -> int | None:
-    """The class of the anchor, by name or by number.
+    """Return the class of the anchor, which is given by name or by number.
 
-    By number it may be a class of which the data have no example.
+    A number may stand for a class of which the data have no example.
     """
     if not isinstance(spec.anchor, str):
         return None

@@ -19,15 +19,15 @@ from concept_eraser.utils.errors import UserError
 def apply(method: Edit, context: Context) -> tuple[Eraser, Mapping[str, float], float]:
     """Edit the classifier of a recipe in place.
 
-    The ridge of the risk is training.weight_decay, which should be the one that the model was
-    trained with. Positions in a recorded history are those of the forget set's data.
+    The ridge of the risk is training.weight_decay. It should be the weight decay of the model's
+    training. Positions in a recorded history refer to the data of the forget set.
 
     Returns:
-        The eraser, what was done, and the seconds it took.
+        The eraser, the edit's results, and the seconds it took.
 
     Raises:
-        UserError: The recipe sets what an edit ignores, the forget and retain sets are not of one
-            data set, or the method cannot edit the model.
+        UserError: The recipe has settings that an edit ignores, the forget and retain sets are not
+        of one data set, or the method cannot edit the model.
     """
     recipe = context.recipe
     _refuse_ignored(recipe)
@@ -67,7 +67,7 @@ def apply(method: Edit, context: Context) -> tuple[Eraser, Mapping[str, float], 
     try:
         with all_or_nothing(params, "use more damping, or a smaller strength"):
             notes = method.edit(request)
-    except UserError:  # a missing package, which says nothing about the data
+    except UserError:  # a missing package is no fault of the data
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -75,7 +75,7 @@ def apply(method: Edit, context: Context) -> tuple[Eraser, Mapping[str, float], 
 
 
 def _refuse_ignored(recipe: Recipe) -> None:
-    """Raise UserError for settings of training, which an edit would ignore."""
+    """Raise UserError for settings of training that an edit would ignore."""
     defaults = {"loss": "data", "scale": 1.0, "l1": 0.0, "distill": 0.0}
     objectives = {"forget": recipe.forgotten[0], "retain": recipe.retain}
     ignored = [
@@ -94,6 +94,6 @@ def _refuse_ignored(recipe: Recipe) -> None:
         ignored.append("training.precision")
     if ignored:
         raise UserError(
-            f"the method {recipe.method.name!r} edits in one go and does not hear "
-            f"{', '.join(ignored)}; leave them out"
+            f"the method {recipe.method.name!r} edits the model without training steps and does "
+            f"not use {', '.join(ignored)}; leave them out"
         )

@@ -1,4 +1,4 @@
-"""What building an eraser reads: the recipe and the model, and for prompts what they resolve to."""
+"""The inputs for building an eraser: the recipe, the model, and the resolved prompts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Context:
         model: The model that it names, loaded.
         progress: Receives the progress of the slow steps.
         cache: The folder of generated images; None for the default of `resources.cache`.
-        objects: What the recipe can only name because it lives in memory: the data sets of
-            objectives, by name, and a `judge`.
+        objects: Objects in memory, which the recipe can only name: the data sets of objectives, by
+        name, and a `judge`.
         move_parts: With training.offload: moves the parts of the model that the next step needs to
             the device, and all others away.
     """
@@ -59,7 +59,7 @@ class PromptContext:
         progress: See `Context`.
         cache: See `Context`.
         move_parts: See `Context`.
-        judge: The judge in memory, of the `objects` of `Context`; None where there is none.
+        judge: The judge in memory, of the `objects` of `Context`; None if there is none.
     """
 
     recipe: Recipe
@@ -75,11 +75,11 @@ class PromptContext:
 
     @property
     def offload(self) -> bool:
-        """Whether the parts of the model come to the device only for the steps that need them."""
+        """Whether the parts of the model are on the device only for the steps that need them."""
         return self.move_parts is not None
 
     def bring(self, parts: Sequence[str]) -> None:
-        """With training.offload, move these parts to the device and all others away."""
+        """Move these parts to the device and all others away, with training.offload."""
         if self.move_parts is not None:
             self.move_parts(parts)
 
@@ -88,8 +88,8 @@ def resolve(context: Context) -> PromptContext:
     """Resolve a context with target denoiser or text_encoder.
 
     Raises:
-        UserError: The model has no such part, the selection fits no tensor, a prompt set cannot be
-            read, or a prompt is both forgotten and retained.
+        UserError: The model has no such part, the selection matches no tensor, a prompt set cannot
+        be read, or a prompt is both forgotten and retained.
     """
     recipe, model = context.recipe, require_pipeline(context)
     if recipe.target == "text_encoder" and model.readers != ("text_encoder",):
@@ -97,7 +97,7 @@ def resolve(context: Context) -> PromptContext:
     part = model.parts[recipe.target]
     selected_names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
     objectives = dict(recipe.objective_specs)
-    if recipe.attack is not None:  # the adversary wants the images of the forgotten prompts back
+    if recipe.attack is not None:  # the adversary regenerates the images of the forgotten prompts
         concept = recipe.forgotten[0].prompts
         objectives["attack"] = ObjectiveSpec(prompts=concept, loss="data", n=recipe.attack.n)
     return PromptContext(
@@ -115,7 +115,7 @@ def resolve(context: Context) -> PromptContext:
 
 
 def require_pipeline(context: Context) -> Model:
-    """The model of a context as a text-to-image model. Raises UserError where it is none."""
+    """Return the model of a context as a text-to-image model. Raises UserError if it is none."""
     if not isinstance(context.model, Model):
         raise UserError(
             f"{context.model.source} is no text-to-image pipeline, "
@@ -148,7 +148,7 @@ def read_prompt_sets(
 
 
 def describe_prompts(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Id, number of rows and hash of the prompt set of each objective, for the run folder."""
+    """Return the id, number of rows and hash of each objective's prompt set, for the run folder."""
     return {
         name: prompts.load(spec.prompts).describe()
         for name, spec in recipe.objective_specs.items()

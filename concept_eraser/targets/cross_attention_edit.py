@@ -1,18 +1,19 @@
-"""Closed-form edits of the cross-attention of Stable Diffusion 1, 2 and XL: its keys and values.
+"""Closed-form edits of the keys and values of cross-attention in Stable Diffusion 1, 2 and XL.
 
-Each prompt of the forget set is a concept, with its anchor; without one, with the empty prompt. The
-prompts of the retain set and the empty one are preserved. A method says in `tokens` which tokens of
-a concept are paired with which of its anchor:
+Each prompt of the forget set is a concept with its anchor. Without an anchor it has the empty
+prompt. The prompts of the retain set and the empty prompt are preserved. The option `tokens` of a
+method selects the tokens of a concept that are paired with tokens of its anchor:
 
     all        start tokens; the words that both begin with, the words in which they differ, the
                words that both end with; end tokens and padding. Of the words that differ, the last
-               ones are paired from the end. Where the anchor has fewer, its first word is paired
-               with all that remain. Where it has none, the token that follows is paired with all.
+               ones are paired from the end. If the anchor has fewer, its first word is paired with
+               all that remain. If it has none, the token that follows is paired with all.
     context    all, without the words in which they differ
-    from_last  the last words, and what follows them
+    from_last  the last words, and the tokens after them
     last       the last words; of the empty prompt the start token
 
-The pooled embedding that also conditions SDXL's UNet does not pass through these layers. It stays.
+The pooled embedding, which also conditions SDXL's UNet, does not pass through these layers and does
+not change.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def apply(method: ProjectionEdit, context: Context) -> tuple[Eraser, Mapping[str
     """Edit the denoiser of a recipe in place.
 
     Returns:
-        The eraser, what was done, and the seconds it took.
+        The eraser, the edit's results, and the seconds it took.
 
     Raises:
-        UserError: The recipe sets what an edit ignores, the model has no such layers, or the method
-            cannot edit them.
+        UserError: The recipe has settings that an edit ignores, the model has no such layers, or
+            the method cannot edit them.
     """
     refuse_ignored(context.recipe)
     model, recipe = require_pipeline(context), context.recipe
@@ -59,14 +60,14 @@ def apply(method: ProjectionEdit, context: Context) -> tuple[Eraser, Mapping[str
 def finish(
     context: Context, trained_parameters: Mapping[str, nn.Parameter]
 ) -> tuple[Mapping[str, float], float]:
-    """Edit the trained keys and values of a denoiser, where a closed form follows the training.
+    """Edit the trained keys and values of a denoiser, if a closed form follows the training.
 
     Args:
         context: The recipe, which has the key `finish`, and the model.
-        trained: The trained tensors by name.
+        trained_parameters: The trained tensors by name.
 
     Returns:
-        What was done, and the seconds it took.
+        The edit's results, and the seconds it took.
     """
     recipe, model = context.recipe, require_pipeline(context)
     assert recipe.finish is not None  # the caller checks
@@ -76,7 +77,7 @@ def finish(
 
 
 def require_finishable(context: Context) -> None:
-    """Check before training that it moves all keys and values that the recipe's closed form edits.
+    """Check before training that it covers all keys and values that the closed form edits.
 
     Raises:
         UserError: The model has none, or trainable.select leaves some of them out.
@@ -99,7 +100,7 @@ def edit(
     """Edit these weights in place by the prompts of a recipe.
 
     Returns:
-        What was done, and the seconds it took.
+        The edit's results, and the seconds it took.
     """
     began = time.monotonic()
     request = projection_request(model, recipe, method.tokens, weights)
@@ -115,7 +116,7 @@ def edit(
 
 
 def layers(model: Model, selection: str) -> list[str]:
-    """The selected weights, all of layers that read the text's states.
+    """Return the selected weights. All of them belong to layers that read the text's states.
 
     Raises:
         UserError: The model has no such layers, or the selection covers other weights too.
@@ -128,7 +129,7 @@ def layers(model: Model, selection: str) -> list[str]:
         raise UserError(
             f"{model.source} ({model.family}) has no cross-attention whose keys and values are "
             "linear in the text's states, which this method edits; it works on Stable Diffusion 1, "
-            "2 and XL. In SD 3 and Flux text and image attend jointly, DiT reads no text"
+            "2 and XL. In SD 3 and Flux text and image attend jointly, DiT has no text input"
         )
     weights = select(names, selection)
     if not set(weights) <= readers:
@@ -143,12 +144,12 @@ def layers(model: Model, selection: str) -> list[str]:
 def projection_request(
     model: Model, recipe: Recipe, how: Tokens, weights: Mapping[str, nn.Parameter]
 ) -> ProjectionRequest:
-    """The states of the paired prompts and copies of the weights.
+    """Return the states of the paired prompts and copies of the weights.
 
-    They lie on the CPU where the device does not know float64.
+    They are on the CPU if the device has no float64.
     """
     objectives = recipe.objective_specs
-    # where the edit follows a training, the training has warned
+    # if the edit follows a training, the training has warned already
     sets = read_prompt_sets(objectives, warn=recipe.finish is None)
     retain = sets.pop("retain", None)
     pairs = dict.fromkeys(
@@ -160,7 +161,7 @@ def projection_request(
     if unchanged_text is not None:
         raise UserError(
             f"forget: the anchor of {unchanged_text!r} is that prompt itself, so nothing would "
-            "change; give an anchor that shows something else"
+            "change; give an anchor that describes something else"
         )
     preserved_texts = list(dict.fromkeys(["", *(retain.texts if retain else ())]))
     ids, states = _encode(model, [*(text for pair in pairs for text in pair), *preserved_texts])
@@ -180,14 +181,14 @@ def projection_request(
 
 
 def _encode(model: Model, texts: Iterable[str]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
-    """Each text's token ids, and its states [tokens, width] on the CPU."""
+    """Return the token ids of each text, and its states [tokens, width] on the CPU."""
     distinct = list(dict.fromkeys(texts))
     ids, states = {}, {}
     for start in range(0, len(distinct), BATCH):
         batch_texts = distinct[start : start + BATCH]
         tokens = model.tokenize(batch_texts)
         batch_states = model.encode(batch_texts).tensors["states"].cpu()
-        # SDXL's two encoders cut texts into the same tokens
+        # SDXL's two encoders split texts into the same tokens
         for text, row, row_states in zip(
             batch_texts, next(iter(tokens.tensors.values())).tolist(), batch_states, strict=True
         ):
@@ -202,9 +203,9 @@ def _end(ids: Sequence[int], end: int) -> int:
 def pair_tokens(
     ids: Sequence[int], anchor: Sequence[int], end: int, how: Tokens
 ) -> tuple[list[int], list[int]]:
-    """The places of a concept's edited tokens, and of the anchor's tokens paired with them.
+    """Return the positions of a concept's edited tokens, and of the paired tokens of its anchor.
 
-    ids, anchor: start token, words, end token, padding, of one length.
+    ids, anchor: start token, words, end token and padding, of one length.
     """
     length, text_end, anchor_end = len(ids), _end(ids, end), _end(anchor, end)
     if how in ("last", "from_last"):
@@ -233,7 +234,7 @@ def pair_tokens(
 
 
 def refuse_ignored(recipe: Recipe) -> None:
-    """Raise UserError for settings of training and generation, which an edit would ignore."""
+    """Raise UserError for settings of training and generation that an edit would ignore."""
     ignored: list[str] = []
     for name, spec in recipe.objective_specs.items():
         allowed_keys = ("prompts",) if name == "retain" else ("prompts", "anchor")
@@ -252,13 +253,13 @@ def refuse_ignored(recipe: Recipe) -> None:
         ignored.append("watch")
     if ignored:
         raise UserError(
-            f"the method {recipe.method.name!r} edits in one go and does not hear "
-            f"{', '.join(ignored)}; leave them out"
+            f"the method {recipe.method.name!r} edits the model without training steps and does "
+            f"not use {', '.join(ignored)}; leave them out"
         )
 
 
 def _changed_keys(section: Any, kind: Any) -> list[str]:
-    """The keys of a section that do not have their default value."""
+    """Return the keys of a section that do not have their default value."""
     fields = kind.model_fields
     return [
         key

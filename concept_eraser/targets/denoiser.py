@@ -15,7 +15,7 @@ from concept_eraser.utils.provenance import derive_seed
 
 
 def build(context: Context) -> Denoiser:
-    """The eraser of a recipe with target denoiser.
+    """Build the eraser of a recipe with target denoiser.
 
     Raises:
         UserError: The recipe, the model and the data do not fit each other.
@@ -27,7 +27,7 @@ def build(context: Context) -> Denoiser:
     objectives = denoiser_objectives(prompt_context, examples, latents)
     recipe, selected_names = prompt_context.recipe, prompt_context.selected_names
     prompt_context.bring(needed("denoiser", histogram=recipe.histogram is not None))
-    # last, since the images are made by the model as it came and are cached by its weights
+    # last: the original model makes the images, and the cache's key has its weights
     with new_adapter(recipe, prompt_context.part, selected_names) as adapter:
         eraser = Denoiser(
             prompt_context.model,
@@ -41,7 +41,7 @@ def build(context: Context) -> Denoiser:
 
 
 def _elastic_seeds(recipe: Recipe) -> dict[str, list[int]]:
-    """Seeds of the examples by which elastic objectives weigh each parameter.
+    """Return the seeds of the examples that determine the elastic penalty of each parameter.
 
     They are the same for a resumed run.
     """

@@ -1,7 +1,7 @@
-"""Step 2 for prompts: the text encoders read all prompts, or the tokenizer where they are trained.
+"""Step 2 for prompts: encode all prompts, or tokenize them for a text encoder in training.
 
-With training.offload the text encoders alone are on the device. They then also read the prompts of
-the images that the cache lacks, so that they come to the device once.
+With training.offload only the text encoders are on the device. They then also encode the prompts of
+images that are not in the cache, so that they are moved to the device once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CODES = (
 )
 Embeddings = dict[
     Path, list[Any]
-]  # what the pipeline encodes the prompts of a chunk to, one entry a call
+]  # the pipeline's encodings of a chunk's prompts, one entry for each call
 
 
 @dataclass(frozen=True)
 class TokenizedPrompts:
-    """The token ids of an objective's prompts and of their anchors, one row an example."""
+    """The token ids of an objective's prompts and their anchors, one row for each example."""
 
     tokens: Condition
     anchors: Condition | None
@@ -71,9 +71,9 @@ def tokenize_prompts(
 
 
 def encode_missing(model: Model, missing: Mapping[Path, Chunk]) -> Embeddings:
-    """Encode the prompts of missing images, except of those that wait to be decoded.
+    """Encode the prompts of missing images, except of those whose latents already exist.
 
-    Prompts that come again together are encoded once, since the states of a T5 are large.
+    Prompts that occur several times are encoded once, since the states of a T5 are large.
     """
     embeddings: Embeddings = {}
     cache: dict[Any, Any] = {}
@@ -93,7 +93,7 @@ def encode_missing(model: Model, missing: Mapping[Path, Chunk]) -> Embeddings:
 
 
 def codes_path(path: Path) -> Path:
-    """Where the latents of a chunk wait until the VAE decodes them."""
+    """Return the path of a chunk's latents, where they are stored until the VAE decodes them."""
     return path.with_suffix(f".{CODES}")
 
 

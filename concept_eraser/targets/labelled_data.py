@@ -1,4 +1,4 @@
-"""Which labelled examples each objective of a classifier, a CLIP model or a VAE has."""
+"""Select the labelled examples of each objective of a classifier, a CLIP model or a VAE."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from concept_eraser.storage.readers import read_text
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError, quote
 
-Rows = tuple[Labelled, Tensor]  # data, and positions in it
+Rows = tuple[Labelled, Tensor]  # the data, and positions in them
 
 
 def select_rows(recipe: Recipe, objects: Mapping[str, Any] | None = None) -> dict[str, Rows]:
-    """The data of each objective and the positions in it, in the order that the methods expect.
+    """Return the data of each objective and the positions in them, in the order of the methods.
 
     Args:
         recipe: The erasing job.
@@ -52,7 +52,7 @@ def select_rows(recipe: Recipe, objects: Mapping[str, Any] | None = None) -> dic
 
 
 def select_own(spec: ObjectiveSpec, data: Labelled, seed: int) -> Tensor:
-    """The positions that an objective selects in its own data; see `labelled.choose`."""
+    """Return the positions that an objective selects in its own data; see `labelled.choose`."""
     indices = spec.indices
     if isinstance(indices, str):
         indices = read_indices(Path(indices))
@@ -60,7 +60,7 @@ def select_own(spec: ObjectiveSpec, data: Labelled, seed: int) -> Tensor:
 
 
 def named_parts(spec: ObjectiveSpec) -> tuple[list[str], int]:
-    """The classes that an objective names, and the largest position (-1: it gives none)."""
+    """Return the classes that an objective names, and its largest position (-1 for none)."""
     indices = spec.indices or []
     if isinstance(indices, str):
         indices = read_indices(Path(indices))
@@ -76,13 +76,13 @@ def open_named(source: str | None, options: dict[str, Any], split: str) -> Label
         split: "train" or "test".
 
     Raises:
-        UserError: There is no such data set, or it does not take the options.
+        UserError: There is no such data set, or it does not have these options.
     """
     if source in registry.names("dataset"):
         return registry.build("dataset", str(source), options).load(split)
     if set(options) - {"size"}:
         raise UserError(
-            f"data {source!r} is no named set; a folder of images takes the option size only, "
+            f"data {source!r} is no named data set; a folder of images has the option size only, "
             f"found {', '.join(options)}"
         )
     try:
@@ -94,10 +94,10 @@ def open_named(source: str | None, options: dict[str, Any], split: str) -> Label
 
 
 def read_indices(path: Path) -> list[int]:
-    """Read positions from a text file, one a line.
+    """Read positions from a text file, one in each line.
 
     Raises:
-        UserError: The file is not there, lists no position, or has a line that is none.
+        UserError: The file does not exist, lists no position, or has a line that is none.
     """
     if not os.path.exists(path):
         raise UserError(f"no such file of indices: {path}; check the path")
@@ -125,10 +125,10 @@ def _open(name: str, spec: ObjectiveSpec, objects: Mapping[str, Any]) -> Labelle
 
 
 def _with_same_classes(data_by_objective: dict[str, Rows], *, always: bool) -> dict[str, Rows]:
-    """The data with labels that are positions in the longest list of names: an output is one class.
+    """Return the data with labels that are positions in the longest list of class names.
 
-    Lists without a name in common are left alone, unless `always`: they may be other words for the
-    same outputs.
+    So each output of the model is one class. Lists without a name in common do not change, unless
+    `always`: they may be other words for the same outputs.
     """
     names = max((data.names for data, _ in data_by_objective.values()), key=len)
     return {

@@ -1,9 +1,10 @@
 """Step 3 for prompts: the images of each objective, encoded by the VAE.
 
-Images come from a folder or from the model itself, by way of the cache of data/generate.py. With
-training.offload the denoiser first draws all that the cache lacks, and then the VAE decodes it, so
-that each part comes to the device once. These images have the same keys and the same bits. What is
-drawn waits in the cache until it is decoded, so that an interrupted run continues where it stopped.
+Images come from a folder or from the model itself, through the cache of data/generate.py. With
+training.offload the denoiser first makes the latents of all images that the cache lacks. Then the
+VAE decodes them, so that each part is moved to the device once. These images have the same keys and
+the same bits. The latents are stored in the cache until they are decoded, so that an interrupted
+run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from concept_eraser.utils.progress import Progress, silent
 def make_latents(
     context: PromptContext, plan: PromptPlan, embeddings: Embeddings
 ) -> dict[str, Tensor | None]:
-    """The latents of the images of each objective [n, c, h, w]; None where it has none.
+    """Return the latents of the images of each objective [n, c, h, w]; None if it has no images.
 
     Args:
         context: The resolved context.
@@ -61,7 +62,7 @@ def draw_missing(
     embeddings: Embeddings,
     progress: Progress = silent,
 ) -> None:
-    """Draw the latents of missing images by the denoiser, and drop the embeddings of each chunk."""
+    """Make the latents of missing images by the denoiser, and drop the embeddings of each chunk."""
     total = len(embeddings)
     progress("drawing images", 0, total)
     for number, path in enumerate(list(embeddings), 1):
@@ -88,13 +89,13 @@ def draw_missing(
 def decode_missing(
     model: Model, missing: Mapping[Path, Chunk], progress: Progress = silent
 ) -> None:
-    """Decode what `draw_missing` has drawn, by the VAE, and put the images into the cache."""
+    """Decode the latents of `draw_missing` by the VAE, and put the images into the cache."""
     progress("decoding images", 0, len(missing))
     for number, (path, (request, start)) in enumerate(missing.items(), 1):
         codes = generate.read(codes_path(path), CODES)
         assert codes is not None  # drawn
         images: dict[int, Tensor] = {}
-        for _, rows in request.calls(start):  # as many at once as the pipeline would decode
+        for _, rows in request.calls(start):  # as many at once as the pipeline decodes
             call_codes = codes[[i - start for i in rows]]
             chunk_images = generation_stages.show(
                 model, call_codes, autocast=request.sampling.autocast

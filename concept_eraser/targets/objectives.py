@@ -23,7 +23,7 @@ def denoiser_objectives(
     examples: Mapping[str, Examples],
     latents: Mapping[str, Tensor | None],
 ) -> dict[str, DenoiserObjective]:
-    """The objectives of a denoiser, also the adversary's and the histogram's."""
+    """Return the objectives of a denoiser, also the adversary's and the histogram's."""
     recipe = context.recipe
     ready = {
         name: denoiser_objective(spec, replace(examples[name], latents=latents[name]))
@@ -43,7 +43,7 @@ def text_encoder_objectives(
     tokens: Mapping[str, TokenizedPrompts],
     latents: Mapping[str, Tensor | None],
 ) -> dict[str, TextEncoderObjective]:
-    """The objectives of a text encoder, also the adversary's."""
+    """Return the objectives of a text encoder, also the adversary's."""
     recipe = context.recipe
     ready = {
         name: text_encoder_objective(spec, tokens[name], latents[name])
@@ -55,7 +55,7 @@ def text_encoder_objectives(
 
 
 def denoiser_objective(spec: ObjectiveSpec, examples: Examples) -> DenoiserObjective:
-    """One objective of a denoiser with its examples."""
+    """Return one objective of a denoiser with its examples."""
     return DenoiserObjective(
         examples,
         spec.loss,
@@ -69,7 +69,7 @@ def denoiser_objective(spec: ObjectiveSpec, examples: Examples) -> DenoiserObjec
 def text_encoder_objective(
     spec: ObjectiveSpec, prompts: TokenizedPrompts, latents: Tensor | None
 ) -> TextEncoderObjective:
-    """One objective of a text encoder with its prompts and latents."""
+    """Return one objective of a text encoder with its prompts and latents."""
     return TextEncoderObjective(
         prompts.tokens,
         spec.loss,
@@ -86,10 +86,10 @@ def text_encoder_objective(
 def _histogram_objective(
     spec: HistogramSpec, forget: DenoiserObjective, *, judge: Any
 ) -> DenoiserObjective:
-    """The histogram loss on the forget set's own examples, where the concept would show.
+    """Return the histogram objective on the forget set's own examples.
 
-    Each of them keeps its prompt: without one nobody asks for the concept. `judge` is the judge in
-    memory, or None for the one that the recipe names.
+    Each of them keeps its prompt, since the concept does not appear for the empty prompt. `judge`
+    is the judge in memory, or None for the one that the recipe names.
     """
     judge = registry.read("judge", spec.judge if judge is None else judge).build()
     ((attribute, value),) = spec.concept.items()

@@ -1,4 +1,4 @@
-"""Step 1 for prompts: which prompts and images each objective has. The model computes nothing."""
+"""Step 1 for prompts: plan the prompts and images of each objective. The model computes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from concept_eraser.utils import distributed, provenance
 
 Chunk = tuple[
     ImageRequest, int
-]  # the images that the cache keeps in one file: position of the first
+]  # the position of the first image of a chunk, which is one file of the cache
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ObjectivePlan:
     Attributes:
         spec: The objective in the recipe.
         rows: The prompt of each example.
-        images: The images of a folder [n, h, w, 3] uint8, or those requested of the model; None
-            where the loss needs no images or x_t is sampled during training.
+        images: The images of a folder [n, h, w, 3] uint8, or those that the model is to generate.
+        None if the loss needs no images or x_t is sampled during training.
     """
 
     spec: ObjectiveSpec
@@ -49,7 +49,7 @@ class PromptPlan:
     Attributes:
         objectives: The plan of each objective by name.
         missing: With training.offload: the chunks of requested images that the cache lacks, by
-            file. Of several processes each has its share.
+        file. Each process has its share of them.
     """
 
     objectives: Mapping[str, ObjectivePlan]
@@ -64,7 +64,10 @@ def plan_objectives(context: PromptContext) -> PromptPlan:
 
 
 def images_of(target: str, loss: str | Plugin) -> Images | None:
-    """Whose images a loss noises by default: the prompt's own, or its anchor's; None: no images."""
+    """Return which images a loss noises by default.
+
+    They are those of the prompt or of its anchor; None for a loss without images.
+    """
     if target != "text_encoder":
         return find(DENOISER_LOSSES, loss).images
     formula = find(TEXT_ENCODER_LOSSES, loss)
@@ -72,7 +75,7 @@ def images_of(target: str, loss: str | Plugin) -> Images | None:
 
 
 def missing_chunks(requests: Iterable[ImageRequest]) -> dict[Path, Chunk]:
-    """The chunks of some requests that the cache lacks; of several processes, this one's share."""
+    """Return this process's share of the requested chunks that the cache lacks."""
     chunks = {
         request.path(start): (request, start)
         for request in requests
@@ -95,7 +98,10 @@ def _plan(context: PromptContext, name: str) -> ObjectivePlan:
 
 
 def _request(context: PromptContext, name: str, texts: Sequence[str]) -> ImageRequest:
-    """Images by the model itself. A concept has the same ones alone and among several concepts."""
+    """Request images by the model itself.
+
+    A concept has the same images alone and among several concepts.
+    """
     settings = context.recipe.generation
     sampling = generate.Sampling(
         settings.steps, settings.guidance, settings.batch_size, settings.precision
@@ -107,7 +113,10 @@ def _request(context: PromptContext, name: str, texts: Sequence[str]) -> ImageRe
 def _from_folder(
     context: PromptContext, spec: ObjectiveSpec, prompt_set: PromptSet
 ) -> ObjectivePlan:
-    """A folder's images with its captions; images without one have the only prompt of the set."""
+    """Return a folder's images with its captions.
+
+    Images without one have the only prompt of the set.
+    """
     model = context.model
     _channels, height, width = model.latent_shape()
     vae: Any = model.parts["vae"]

@@ -13,7 +13,7 @@ from concept_eraser.training.placement import needed
 
 
 def build(context: Context) -> TextEncoder:
-    """The eraser of a recipe with target text_encoder.
+    """Build the eraser of a recipe with target text_encoder.
 
     Raises:
         UserError: The recipe, the model and the data do not fit each other.
@@ -25,7 +25,7 @@ def build(context: Context) -> TextEncoder:
     objectives = text_encoder_objectives(prompt_context, tokens, latents)
     recipe, selected_names = prompt_context.recipe, prompt_context.selected_names
     prompt_context.bring(needed("text_encoder", histogram=recipe.histogram is not None))
-    # last, since the images are made by the model as it came and are cached by its weights
+    # last: the original model makes the images, and the cache's key has its weights
     with new_adapter(recipe, prompt_context.part, selected_names) as adapter:
         return TextEncoder(
             prompt_context.model,

@@ -21,7 +21,7 @@ from concept_eraser.utils.errors import UserError
 
 
 def build(context: Context) -> Vae:
-    """The eraser of a recipe with target vae.
+    """Build the eraser of a recipe with target vae.
 
     Raises:
         UserError: The recipe, the model and the data do not fit each other.
@@ -65,7 +65,7 @@ def _objectives(context: Context, rows: Mapping[str, Rows]) -> dict[str, VaeObje
 def _probability(
     context: Context, histogram: HistogramSpec, data: Labelled
 ) -> Callable[[Tensor], Tensor]:
-    """A classifier's probability that images show a class of the data, differentiable."""
+    """Return a differentiable function for the probability that images show a class of the data."""
     judge = _judge(context, histogram)
     judge = judge.to(context.model.device).eval().requires_grad_(False)
     number = data.class_index(next(iter(histogram.concept.values())))

@@ -1,6 +1,4 @@
-"""From trained parts to the bundled world: a diffusers folder in half precision, scored, with its
-JSON.
-"""
+"""Assemble the trained parts into a diffusers folder in half precision, with scores and a JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ PROMPTS_A_NOUN = 48  # images for each shape's own name and for each synonym
 def assemble(
     work: Path, output: Path | None, *, seed: int, threads: int, say: Callable[[str], None]
 ) -> dict:
-    """Write the bundled weights and score what was written, not what was trained."""
+    """Write the bundled weights, and score the written weights rather than the trained ones."""
     weights = output or resources.tiny_weights()
     _write_pipeline(work, weights / "tiny-sd")
     _write_clip(work, weights / "clip")
@@ -81,9 +79,7 @@ def _write_pipeline(work: Path, folder: Path) -> None:
 
 
 def _write_clip(work: Path, folder: Path) -> None:
-    """Everything of the CLIP but its text tower, which the pipeline's text_encoder/ already
-    holds.
-    """
+    """Write the CLIP without its text tower, which the pipeline's text_encoder/ already holds."""
     tensors = load_file(work / "clip" / "model.safetensors")
     save_half(
         {k: v for k, v in tensors.items() if not k.startswith("text_model.")},
@@ -95,8 +91,9 @@ def _write_clip(work: Path, folder: Path) -> None:
 def held_out_prompts(
     rng: np.random.Generator, n: int = PROMPTS_A_NOUN
 ) -> list[tuple[str, painter.PaintedScene, str]]:
-    """(noun, scene, caption) for every shape's name and every synonym, of combinations never seen
-    in training.
+    """Return (noun, scene, caption) for every shape's name and every synonym.
+
+    Training never uses these combinations.
     """
     rows = []
     for shape in painter.SHAPES:
@@ -129,8 +126,9 @@ def score_pipeline(
     steps: int = 25,
     guidance: float = 5.0,
 ) -> dict:
-    """Share of generated images that show what was asked, by noun; and the time to sample 16 of
-    them.
+    """Return the share of generated images that show the prompt's shape, by noun.
+
+    Also returns the time to sample 16 images.
     """
     rows = held_out_prompts(np.random.default_rng(2024))
     hits: dict[str, list[bool]] = defaultdict(list)

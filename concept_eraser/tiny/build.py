@@ -1,9 +1,9 @@
-"""Retrain the whole bundled world from one seed: `python -m concept_eraser.tiny.build`.
+"""Retrain the bundled model and judge from one seed: `python -m concept_eraser.tiny.build`.
 
-Four parts are trained from scratch (judge, vae, clip, unet; see `stages`), then assembled into a
-diffusers pipeline folder in half precision, scored, and written beside a JSON that says how. The
-independent parts are trained in parallel, one core each; every part saves as it goes and an
-interrupted build continues where it was.
+Four parts are trained from scratch (judge, vae, clip, unet; see `stages`). They are assembled into
+a diffusers pipeline folder in half precision, scored, and written with a JSON of the settings and
+scores. The independent parts are trained in parallel, one core each. Every part saves its state,
+and an interrupted build continues where it stopped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import sys
 import time
 from pathlib import Path
 
-# Large activations that are mapped and unmapped at every step cost more than the arithmetic; keep
+# Mapping and unmapping large activations at every step takes more time than the arithmetic, so keep
 # them in the heap.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
-_TOGETHER = (("vae", "judge"), ("clip",))  # two chains, one core each; the unet then takes both
+_TOGETHER = (
+    ("vae", "judge"),
+    ("clip",),
+)  # two chains with one core each; the unet then has both cores
 
 
 def _parse() -> argparse.Namespace:
@@ -59,7 +62,7 @@ def _say(line: str) -> None:
 
 
 def train(names: tuple[str, ...], args: argparse.Namespace) -> None:
-    """Train some parts in this process, each only if its scores are not there yet."""
+    """Train some parts in this process, each only if its scores do not exist yet."""
     import torch
 
     from concept_eraser.tiny.stages import STAGES, Stage
@@ -79,7 +82,7 @@ def train(names: tuple[str, ...], args: argparse.Namespace) -> None:
 
 
 def _side_by_side(args: argparse.Namespace) -> None:
-    """Train independent chains of parts in one process each, the cores shared out evenly."""
+    """Train independent chains of parts in one process each. The cores are shared evenly."""
     threads = max(1, args.threads // len(_TOGETHER))
     common = [
         "--work",

@@ -1,8 +1,7 @@
-"""Tiny pipelines of every family, of the real classes with random weights, saved as diffusers saves
-them.
+"""Tiny pipelines of every family: the real classes with random weights, saved like diffusers.
 
-Nothing is downloaded: the tokenizers know letters only. They stand in for models that are not at
-hand: in a dry run, which finds what is wrong with a recipe, and in tests.
+Nothing is downloaded: the tokenizers have letters only. They replace unavailable models in a dry
+run, which finds the mistakes in a recipe, and in tests.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from transformers import (
 )
 
 NAMES = ("sdxl", "sdxl-v", "sd3", "sd3-no-t5", "flux", "flux-schnell", "dit")
-# in pixels; Flux has no size of its own but diffusers' 1024
+# in pixels; without it Flux would have diffusers' 1024
 SIZE = {"flux": 16, "flux-schnell": 16}
 LABELS = {7: "cock", 207: "golden retriever, goldie", 281: "tabby"}
 
 
 def build(name: str, folder: Path) -> Path:
-    """Save the pipeline of that name into a folder; the same one each time, and the caller's
-    generator is not moved.
+    """Save the pipeline of that name into a folder.
+
+    It is the same each time. The state of the caller's generator does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -219,5 +219,5 @@ def _dit(variant: str) -> Any:
 
 
 def options(name: str) -> dict[str, float]:
-    """The model options with which its images are tiny."""
+    """Return the model options for tiny images."""
     return {"size": SIZE[name]} if name in SIZE else {}

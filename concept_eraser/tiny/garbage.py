@@ -1,10 +1,9 @@
-"""Images that show no shape, and mild damage to images that do: what the judge must not be
-fooled by.
+"""Images that show no shape, and slightly damaged images that do, to train a robust judge.
 
 An erased model often answers a forgotten prompt with a smear, a fragment or a blend of two shapes.
-A judge that has only seen clean drawings would still name the nearest shape, and an erasure would
-look worse, or a broken model better, than it is. So a third of the judge's training images are
-garbage labelled "none".
+A judge that was trained on clean images only would still name the nearest shape. Then an erasure
+would have worse numbers than it deserves, or a broken model better ones. So a third of the judge's
+training images are garbage labelled "none".
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ KINDS = ("empty", "blend", "polygon", "strokes", "crumpled", "fragment", "noise"
 
 
 def resample(points: np.ndarray, n: int = 120) -> np.ndarray:
-    """`n` points at equal distances along a closed polygon, [n, 2]."""
+    """Return `n` points at equal distances along a closed polygon, [n, 2]."""
     outline = np.concatenate([points, points[:1]])
     length = np.concatenate([[0], np.cumsum(np.linalg.norm(np.diff(outline, axis=0), axis=1))])
     at = np.linspace(0, length[-1], n, endpoint=False)
@@ -36,8 +35,9 @@ def resample(points: np.ndarray, n: int = 120) -> np.ndarray:
 
 
 def warp(points: np.ndarray, amplitude: float, rng: np.random.Generator) -> np.ndarray:
-    """Displace points by a smooth random field of the given amplitude (the shape itself has radius
-    1).
+    """Displace points by a smooth random field of the given amplitude.
+
+    The shape itself has radius 1.
     """
     shift = np.zeros_like(points)
     for _ in range(4):
@@ -47,7 +47,7 @@ def warp(points: np.ndarray, amplitude: float, rng: np.random.Generator) -> np.n
 
 
 def blend(rng: np.random.Generator) -> np.ndarray:
-    """Half of one shape, half of another: an outline on the straight path between two of them."""
+    """Return an outline on the straight path between two shapes."""
     first, second = rng.choice(len(SHAPES), 2, replace=False)
     a, b = resample(outline(SHAPES[first])), resample(outline(SHAPES[second]))
     # start both at their topmost point, so that corresponding points lie near each other
@@ -57,8 +57,9 @@ def blend(rng: np.random.Generator) -> np.ndarray:
 
 
 def noise(rng: np.random.Generator) -> np.ndarray:
-    """Random fields of any grain, from single pixels to a few blobs: what a broken denoiser decodes
-    to.
+    """Return random fields of any grain, from single pixels to a few blobs.
+
+    A broken denoiser gives such images.
     """
     grain = int(rng.choice([1, 1, 2, 4, 4, 8, 16]))
     side = SIZE // grain
@@ -72,7 +73,7 @@ def noise(rng: np.random.Generator) -> np.ndarray:
 
 
 def texture(background: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Stripes, checks or dots over the whole image, or a background half covered by noise."""
+    """Return stripes, checks or dots over the whole image, or a half noisy background."""
     yy, xx = np.mgrid[0:SIZE, 0:SIZE]
     angle, period = rng.uniform(0, np.pi), rng.uniform(3, 24)
     wave = np.sin(
@@ -86,7 +87,7 @@ def texture(background: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def garbage(kind: str, rng: np.random.Generator) -> tuple[PaintedScene, np.ndarray]:
-    """One image that shows no shape, [64, 64, 3] uint8, and its scene with `shape=None`."""
+    """Return one image that shows no shape, [64, 64, 3] uint8, and its scene with `shape=None`."""
     base_scene = random_scene(rng)
     scene = PaintedScene(None, base_scene.color, base_scene.style, base_scene.background)
     canvas = _background(scene, rng)
@@ -135,8 +136,9 @@ def garbage(kind: str, rng: np.random.Generator) -> tuple[PaintedScene, np.ndarr
 
 
 def damage(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
-    """A drawing with the mild faults of a decoder: slightly bent, blurred or noisy, but what it
-    was.
+    """Return an image of a scene with the faults of a decoder: slightly bent, blurred or noisy.
+
+    Its labels stay valid.
     """
     canvas = _background(scene, rng)
     points = outline(scene.shape) if scene.shape else np.zeros((3, 2))
@@ -154,6 +156,6 @@ def damage(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
 
 
 def garbage_batch(n: int, rng: np.random.Generator) -> tuple[list[PaintedScene], np.ndarray]:
-    """`n` images of all kinds of garbage in turn, [n, 64, 64, 3] uint8."""
+    """Return `n` images of all kinds of garbage in turn, [n, 64, 64, 3] uint8."""
     samples = [garbage(KINDS[i % len(KINDS)], rng) for i in range(n)]
     return [scene for scene, _ in samples], np.stack([image for _, image in samples])

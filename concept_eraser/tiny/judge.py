@@ -1,9 +1,8 @@
-"""The judge of the bundled world: names shape, colour, style and background of a 64x64 image, or
-"none".
+"""The judge of the bundled data set: shape, colour, style and background of a 64x64 image.
 
-A small convolutional network with four heads. The shape head has an eleventh class, "none", for
-images that show no shape, and a temperature fitted on held-out images so that its probabilities
-can be read as such.
+It is a small convolutional network with four heads. The shape head has an eleventh class, "none",
+for images that show no shape. Its temperature was fitted on held-out images, so that its
+probabilities are calibrated.
 """
 
 from __future__ import annotations
@@ -60,15 +59,19 @@ class JudgeNet(nn.Module):
         return self.body(images)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Logits of each head; those of the shape are divided by the fitted temperature."""
+        """Return the logits of each head.
+
+        Those of the shape are divided by the fitted temperature.
+        """
         features = self.features(images)
         logits = {name: head(features) for name, head in self.heads.items()}
         return {**logits, "shape": logits["shape"] / self.temperature}
 
 
 def load_judge(folder: Path) -> JudgeNet:
-    """Load the judge from a folder with `config.json` and `model.safetensors` (stored in half
-    precision).
+    """Load the judge from a folder with `config.json` and `model.safetensors`.
+
+    They are stored in half precision.
     """
     from safetensors.torch import load_file
 

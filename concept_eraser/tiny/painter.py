@@ -1,9 +1,8 @@
-"""The bundled world: 64x64 drawings of ten shapes in eight colours, four styles and four
-backgrounds, with captions.
+"""The bundled data set: drawings of ten shapes in eight colours and four styles, with captions.
 
-A drawing is a function of a `PaintedScene` and a random generator, nothing else, so every data set
-made from this module is reproducible from a seed. Drawings are painted at three times their size
-and box-reduced, which anti-aliases them (about 0.2 ms an image on one core).
+A drawing is a function of a `PaintedScene` and a random generator only, so every data set of this
+module is reproducible from a seed. Drawings are painted at three times their size and box-reduced,
+which anti-aliases them (about 0.2 ms per image on one core).
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ _BACKGROUND_RGB = {
 
 @dataclass(frozen=True)
 class PaintedScene:
-    """What a drawing shows. `shape=None` is an empty or garbage image (the judge's "none")."""
+    """The content of a drawing. `shape=None` is an empty or garbage image (the judge's "none")."""
 
     shape: str | None
     color: str
@@ -99,16 +98,20 @@ class PaintedScene:
 
 
 def is_held_out(scene: PaintedScene) -> bool:
-    """One combination of shape, colour, style and background in ten is never painted for the
-    generative models.
+    """Whether the scene is held out: one combination of attributes in ten.
+
+    Such a combination of shape, colour, style and background is never painted for the generative
+    models.
     """
     shape, color, style, background = scene.labels()
     return (shape + 3 * color + 7 * style + 9 * background) % 10 == 0
 
 
 def random_scene(rng: np.random.Generator, *, held_out: bool | None = None) -> PaintedScene:
-    """A random scene: any (None), only combinations the pipeline never saw (True), only the others
-    (False).
+    """Return a random scene.
+
+    held_out: None for any scene, True for combinations that the pipeline was not trained on, False
+    for the others.
     """
     while True:
         scene = PaintedScene(
@@ -133,7 +136,7 @@ def _arc(
 
 @cache
 def outline(shape: str) -> np.ndarray:
-    """The outline of a shape, [points, 2] in [-1, 1]^2."""
+    """Return the outline of a shape, [points, 2] in [-1, 1]^2."""
     if shape == "star":
         angle = np.radians(-90 + 36 * np.arange(10))
         radius = np.where(np.arange(10) % 2 == 0, 1.0, 0.42)
@@ -206,7 +209,7 @@ def outline(shape: str) -> np.ndarray:
 
 @cache
 def _pattern(style: str) -> Image.Image:
-    """The ink pattern of a style, as a mask twice the canvas so that it can be shifted."""
+    """Return the ink pattern of a style as a mask of twice the canvas, which can be shifted."""
     side = 2 * SIZE * SCALE
     yy, xx = np.mgrid[0:side, 0:side]
     stripes, dots = (xx + yy) % 30 < 15, (xx % 26 - 13) ** 2 + (yy % 26 - 13) ** 2 < 84
@@ -226,8 +229,9 @@ def _background(scene: PaintedScene, rng: np.random.Generator) -> Image.Image:
 
 
 def place(points: np.ndarray, rng: np.random.Generator, scale: float | None = None) -> np.ndarray:
-    """Rotate by up to 20 degrees, scale and shift an outline onto the canvas; [points, 2] in canvas
-    pixels.
+    """Rotate by up to 20 degrees, scale and shift an outline onto the canvas.
+
+    Returns [points, 2] in canvas pixels.
     """
     side = SIZE * SCALE
     angle = np.radians(rng.uniform(-20, 20))
@@ -271,7 +275,7 @@ def paint(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
 def paint_batch(
     n: int, rng: np.random.Generator, *, held_out: bool | None = None
 ) -> tuple[list[PaintedScene], np.ndarray]:
-    """`n` random scenes and their drawings, [n, 64, 64, 3] uint8."""
+    """Paint `n` random scenes. Returns them and their drawings, [n, 64, 64, 3] uint8."""
     scenes = [random_scene(rng, held_out=held_out) for _ in range(n)]
     return scenes, np.stack([paint(scene, rng) for scene in scenes])
 
@@ -281,8 +285,9 @@ def paint_batch(
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption and which attributes it states: (shape, colour, style, background), as indices or
-    -100.
+    """A caption and the attributes that it states.
+
+    They are (shape, colour, style, background), as indices or -100.
     """
 
     text: str
@@ -298,10 +303,11 @@ def article(words: str) -> str:
 
 
 def caption(scene: PaintedScene, rng: np.random.Generator, *, full: bool = False) -> Caption:
-    """A caption of a scene. Attributes other than the shape are left out at random unless
-    `full`.
+    """Return a caption of a scene.
+
+    Attributes other than the shape are left out at random unless `full`.
     """
-    assert scene.shape is not None  # only drawings of a shape are captioned
+    assert scene.shape is not None  # only drawings of a shape have a caption
     shape, color, style, background = scene.labels()
     draw = rng.random(7)
     noun = scene.shape if draw[0] < 0.55 else _pick(rng, SYNONYMS[scene.shape])

@@ -1,9 +1,8 @@
-"""The architectures of published models without their weights: on the meta device, where a tensor
-is a shape.
+"""The architectures of published models without weights, on the meta device.
 
-They say what a training takes before anything is downloaded (forecast.py). The numbers are those of
-the models' own config.json; a test compares the counts of parameters with what their cards say.
-Tokenizers know letters only.
+They allow a memory estimate before anything is downloaded (runs/memory_estimate.py). The numbers
+are those of the models' own config.json. A test compares the counts of parameters with the model
+cards. The tokenizers have letters only.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _vae(channels: int, **options: Any) -> Any:
 
 
 def _schedule(kind: str, **options: Any) -> Any:
-    """Schedules are small, and their numbers are needed."""
+    """Build a scheduler with its numbers, which are small and needed."""
     with torch.device("cpu"):
         return getattr(diffusers, kind)(**options)
 
@@ -221,20 +220,21 @@ KNOWN = {  # hub id -> short name
 
 
 def _id(source: str) -> str:
-    """Without a revision; of a checkpoint of one file, that of its base."""
+    """Return a hub id without its revision; of a checkpoint of one file, that of its base."""
     return base_of(source).partition("@")[0]
 
 
 def family_of(source: str) -> str | None:
-    """The family of a published model by its hub id, with or without a revision; None for one that
-    is not known.
+    """Return the family of a published model by its hub id, with or without a revision.
+
+    Returns None for an unknown model.
     """
     name = KNOWN.get(_id(source))
     return MADE[name][0] if name else None
 
 
 def hollow(source: str) -> Model:
-    """A published model without weights, by hub id or short name."""
+    """Build a published model without weights, by hub id or short name."""
     family, make = MADE[KNOWN.get(_id(source), source)]
     plugin = importlib.import_module(f"concept_eraser.models.families.{family}").PLUGIN
     with torch.device("meta"):

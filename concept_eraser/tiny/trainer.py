@@ -1,7 +1,7 @@
-"""A resumable training loop for the parts of the bundled world.
+"""A resumable training loop for the parts of the bundled model.
 
-Each step draws its data from a generator seeded by (seed, stage, step), so that a build that was
-interrupted and resumed makes the same weights as one that was not.
+Each step draws its data from a generator seeded by (seed, stage, step). So a resumed build gives
+the same weights as one without an interruption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from concept_eraser.tiny.painter import SIZE
 
 
 def as_tensor(images: np.ndarray) -> Tensor:
-    """[n, 64, 64, 3] uint8 -> [n, 3, 64, 64] float in [-1, 1]."""
+    """Convert images [n, 64, 64, 3] uint8 to [n, 3, 64, 64] float in [-1, 1]."""
     return (
         torch.from_numpy(np.ascontiguousarray(images))
         .permute(0, 3, 1, 2)
@@ -38,8 +38,9 @@ def step_rng(seed: int, stage: str, step: int) -> np.random.Generator:
 
 
 def cosine(step: int, steps: int, *, warmup: int = 50, flat: float = 0.0) -> float:
-    """Learning-rate factor: linear warm-up, constant for a share `flat` of the run, then half a
-    cosine to zero.
+    """Return the learning-rate factor: linear warm-up, constant, then half a cosine to zero.
+
+    flat: the share of the run in which it is constant.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -50,8 +51,9 @@ def cosine(step: int, steps: int, *, warmup: int = 50, flat: float = 0.0) -> flo
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW groups: no weight decay on vectors and on embedding tables (rare words would only
-    shrink).
+    """Return AdamW groups without weight decay on vectors and on embedding tables.
+
+    Weight decay would only shrink rare words.
     """
     tables = {
         id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
@@ -68,8 +70,9 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict]:
 
 @dataclass
 class Trainer:
-    """Runs `loss(step, rng)` for `steps` optimiser steps, with checkpoints, resume, EMA and a
-    progress line.
+    """Runs `loss(step, rng)` for `steps` optimiser steps.
+
+    It has checkpoints, resume, EMA and a progress line.
     """
 
     stage: str
@@ -96,7 +99,7 @@ class Trainer:
     def run(
         self, loss: Callable[[int, np.random.Generator], Tensor], say: Callable[[str], None]
     ) -> float:
-        """Train to the end; returns the seconds spent in this and earlier, interrupted calls."""
+        """Train to the end. Returns the seconds spent in this and earlier, interrupted calls."""
         first, seconds_before = self._resume(say)
         began, last = time.monotonic(), time.monotonic()
         for step in range(first, self.steps):
@@ -113,10 +116,10 @@ class Trainer:
             if time.monotonic() - last > 5 or step + 1 == self.steps:
                 last = time.monotonic()
                 rate = (step + 1 - first) / (last - began)
-                left = (self.steps - step - 1) / rate
+                remaining = (self.steps - step - 1) / rate
                 say(
                     f"{self.stage}: step {step + 1}/{self.steps}  loss "
-                    f"{value.item():.4f}  {rate:.2f} steps/s  {left:.0f} s left"
+                    f"{value.item():.4f}  {rate:.2f} steps/s  {remaining:.0f} s left"
                 )
             if (step + 1) % self.save_every == 0 or step + 1 == self.steps:
                 self._save(step + 1, seconds_before + time.monotonic() - began)

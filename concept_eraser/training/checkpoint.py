@@ -1,8 +1,8 @@
-"""The state of a run in progress. The one before is kept, so that a damaged state costs the steps
-between them only.
+"""The state of a run in progress, which an interrupted run continues from.
 
-A state carries the SHA-256 of all that is in it: every tensor, every counter. A flipped bit is
-noticed when it is read.
+The previous state is also stored. If the last one is damaged, only the steps between the two are
+lost. A state has the SHA-256 of its whole content, every tensor and every counter, so a flipped bit
+is noticed when it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DIGEST = "sha256"
 
 
 def previous(path: Path) -> Path:
-    """Where the state before the last one lies."""
+    """Return the path of the state before the last one."""
     return path.with_name(f"previous_{path.name}")
 
 
@@ -34,9 +34,10 @@ def exists(path: Path) -> bool:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a state; the last one becomes the one before. A kill at any moment leaves a whole one.
+    """Write a state. The last state becomes the previous one.
 
-    Raises UserError where it cannot be written.
+    If the process is killed at any moment, at least one whole state remains. Raises UserError if
+    the state cannot be written.
     """
     content = {**state, _DIGEST: _digest(state)}
 
@@ -49,10 +50,10 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read the last state, or where it is damaged the one before (tensors and plain values only: no
-    pickle is executed).
+    """Read the last state, or the previous one if the last is damaged.
 
-    Raises UserError where neither is whole.
+    It holds tensors and plain values only: no pickle is executed. Raises UserError if neither is
+    whole.
     """
     problems = []
     for place in (path, previous(path)):
@@ -83,7 +84,7 @@ def require_same_run(
         state: What `load` returned.
         params: The names of the tensors that the run trains.
         origin: The fingerprint of the values that it starts from.
-        processes: How many processes the launch has.
+        processes: The number of processes of the launch.
 
     Raises:
         UserError: One of the three differs.
@@ -92,13 +93,13 @@ def require_same_run(
         raise UserError(
             f"{path} belongs to a run that trained other tensors; start over in a new folder"
         )
-    if state.get("origin", origin) != origin:  # the teacher and the mask would be others
+    if state.get("origin", origin) != origin:  # the teacher and the mask would be different
         raise UserError(
             f"{path} belongs to a run that started from other weights; give the original "
             "model again (an object in memory has been trained already)"
         )
     before = state.get("ranks", 1)
-    # every process brings its micro-batches, so the batch would be another one
+    # each process has its own micro-batches, so the batch would be different
     if before != processes:
         raise UserError(
             f"{path} was written by {before} process{'es' if before > 1 else ''}, this "
@@ -111,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     require_regular(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen kinds
+    except Exception as error:  # torch raises errors of many types
         raise UserError(f"the checkpoint {path} is damaged ({first_line(error)[:120]})") from None
     if not isinstance(state, dict) or state.pop(_DIGEST, None) != _digest(state):
         raise UserError(f"the checkpoint {path} is damaged (its content is not what was written)")
@@ -119,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _digest(state: dict[str, Any]) -> str | None:
-    """The digest of a state; None where a method keeps a value that has none."""
+    """Return the digest of a state; None if a method has a value without one."""
     try:
         return value_digest(state)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The losses of one step, on a fixed draw and averaged over micro-batches and ranks."""
+"""The losses of one step, on fixed draws and averaged over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ Reduce = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the mean of each tens
 
 
 class LossClosure:
-    """The gradients and Hessian products that a method needs, of losses that are functions of
-    parameters.
+    """The gradients and Hessian products that a method needs.
 
-    losses: for each objective the parts whose sum is its loss, as functions without arguments that
-        see `params` as they stand. The graph of one part is freed before the next is built: that is
-        what micro-batches are for. The combination of gradients is not linear, so each gradient is
-        summed over all parts, and averaged over ranks (`reduce`; `torch.autograd.grad` does not
-        pass through DDP's reducer), before a method sees it.
-    terms: how many numbers the mean in an objective's loss is taken over.
-    inner: which of `params`, by position, are the variable of a lower-level problem (an attack).
-    mask: for each parameter 1 where it may move and 0 elsewhere, or None. Methods see gradients
-        that are masked already, so every inner product is one of the weights that can move.
+    Args:
+        params: The trainable parameters.
+        losses: For each objective the parts whose sum is its loss, as functions without arguments
+            that read the present `params`.
+        terms: The number of terms in the mean of an objective's loss.
+        step: The number of the step, from 0.
+        inner: The positions in `params` of the variable of a lower-level problem (an attack).
+        mask: For each parameter 1 where it is trained and 0 elsewhere, or None. Methods get masked
+            gradients, so every inner product is one of the trained weights.
+        reduce: Averages tensors over the ranks.
 
-    The first loss seen of each objective is kept in `losses`, for the log; the last one seen in
-    `seen`.
+    The graph of one part is freed before the next is built, which saves memory with micro-batches.
+    The combination of gradients is not linear. So each gradient is summed over all parts, and
+    averaged over ranks, before a method gets it. `torch.autograd.grad` does not use DDP's reducer.
+
+    For the log, the attribute `losses` has the first loss computed of each objective, and
+    `last_loss` the last one.
     """
 
     def __init__(
@@ -62,8 +66,9 @@ class LossClosure:
         return self._terms.get(objective, 1)
 
     def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:
-        """The gradient of an objective's loss: one tensor per parameter, or per parameter listed in
-        `of`, in fp32.
+        """Return the gradient of an objective's loss in fp32.
+
+        It has one tensor for each parameter, or for each parameter listed in `of`.
         """
         params = self.params if of is None else tuple(self.params[i] for i in of)
         total: list[Tensor] | None = None
@@ -71,7 +76,7 @@ class LossClosure:
         for compute in self._pieces[objective]:
             piece = compute()
             parts = torch.autograd.grad(piece, params, allow_unused=True, materialize_grads=True)
-            # autograd may hand out one tensor twice, or a view: copy what is to be added to
+            # autograd may return one tensor twice, or a view, so copy before adding in place
             if total is None:
                 total = (
                     [p.clone() for p in parts] if len(self._pieces[objective]) > 1 else list(parts)
@@ -85,7 +90,7 @@ class LossClosure:
         return self._masked(total, range(len(self.params)) if of is None else of)
 
     def _masked(self, parts: Sequence[Tensor], places: Sequence[int]) -> Vec:
-        """Averaged over ranks, and 0 where nothing may move."""
+        """Return the gradients averaged over ranks, with 0 where the mask is 0."""
         masks = [self.mask[i] for i in places]
         return tuple(
             self._reduce(
@@ -95,7 +100,7 @@ class LossClosure:
 
     @contextmanager
     def at(self, offset: Vec) -> Iterator[None]:
-        """Inside, gradients are taken at params + offset."""
+        """Take gradients at params + offset inside the context."""
         original_values = [p.detach().clone() for p in self.params]
         try:
             with torch.no_grad():
@@ -110,13 +115,13 @@ class LossClosure:
     def hvp(
         self, objective: str, v: Vec, how: HessianProduct = "difference", size: float = 0.01
     ) -> Vec:
-        """H v for the Hessian H of an objective's loss.
+        """Return H v for the Hessian H of an objective's loss.
 
         difference: ||v|| (grad(params + size u) - grad(params - size u)) / (2 size) with u = v /
-        ||v||. Two passes, the memory of one, any attention kernel; its error is O(size^2) and the
-        rounding of the gradients / size.
-        exact: double backward of <grad, v>, one loss at a time, with the attention kernel that can
-        do it.
+        ||v||. It takes two passes, the memory of one, and any attention kernel. Its error is
+        O(size^2) plus the rounding error of the gradients / size.
+        exact: double backward of <grad, v>, one loss at a time, with an attention kernel that has
+        it.
         """
         length = float(norm(v))
         if length == 0:
@@ -175,8 +180,9 @@ def of_step(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     reduce: Reduce = list,
 ) -> LossClosure:
-    """The losses of one training step: the mean over an objective's micro-batches (and ranks), on
-    fixed draws.
+    """Return the losses of one training step, on fixed draws.
+
+    Each is the mean over an objective's micro-batches and ranks.
     """
 
     def piece(objective: str, draw: Draw) -> Tensor:

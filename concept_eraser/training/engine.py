@@ -30,12 +30,12 @@ from concept_eraser.utils.extras import import_from_extra
 from concept_eraser.utils.progress import Progress, silent
 from concept_eraser.utils.provenance import derive_seed
 
-MAX_SKIPPED = 10  # steps in a row without a finite loss before the run is given up
+MAX_SKIPPED = 10  # steps in a row without a finite loss until the run stops
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast: see sections.TrainingSpec for the meaning and the defaults of each."""
+    """The numbers of a training. training_fields.TrainingSpec explains each of them."""
 
     steps: int
     batch_size: int
@@ -50,16 +50,19 @@ class Schedule:
     save_every: int = 50
 
     def lr_at(self, step: int) -> float:
-        """Linear warm-up, then constant or falling linearly to 0 after the last step."""
+        """Return the learning rate of a step.
+
+        It has a linear warm-up, and is then constant or falls to 0 after the last step.
+        """
         up = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         return self.lr * up * ((1 - step / self.steps) if self.decay == "linear" else 1.0)
 
 
 @dataclass
 class Engine:
-    """Trains an eraser with a method; `run` returns when all steps are done.
+    """Trains an eraser with a method. `run` returns when all steps are done.
 
-    The state of the run lies in `folder`: log.jsonl, and state.ckpt while it is not finished.
+    The state of the run is stored in `folder`: log.jsonl, and state.ckpt until the run is finished.
     """
 
     eraser: Eraser
@@ -68,10 +71,10 @@ class Engine:
     folder: Path
     accelerator: Accelerator
     progress: Progress = silent
-    # asked between steps: steps done, seconds of training so far
+    # called between steps with the number of steps and the seconds of training so far
     watch: Callable[[int, float], None] | None = None
-    saliency: float | None = None  # the share of the trained weights that may move; None for all
-    # the share of them that is drawn anew before training; None for none
+    saliency: float | None = None  # the share of the selected weights that is trained; None: all
+    # the share of them that is reinitialised before training; None for none
     reinitialise: float | None = None
     shard: bool = False  # split the optimizer's state among the processes
     trackers: Trackers | None = None
@@ -79,9 +82,9 @@ class Engine:
     skipped: int = 0
     skipped_in_a_row: int = 0
     seconds: float = 0.0
-    # of this process, all its threads: what a busy machine does not stretch
+    # of this process with all its threads, independent of other processes
     cpu_seconds: float = 0.0
-    # what the method sees: trained tensors, then the adversary's
+    # the parameters of the method: trained tensors, then the adversary's
     params: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,10 +104,12 @@ class Engine:
 
     def run(self, *, resume: bool = False) -> None:
         if self.accelerator.is_main_process:
-            output_folder.claim(self.folder, "run")  # marked already where a job runs it
+            output_folder.claim(self.folder, "run")  # a job has claimed it already
         step_count = self._restore() if resume else 0
         if self.skipped_in_a_row >= MAX_SKIPPED:
-            self.skipped_in_a_row = 0  # the user asked to try on, perhaps with luck in the draw
+            self.skipped_in_a_row = (
+                0  # the user resumes the run: other draws may give finite losses
+            )
         log = (
             Log(self.folder / "log.jsonl", keep=step_count)
             if self.accelerator.is_main_process
@@ -136,10 +141,12 @@ class Engine:
                 self.trackers.finish()
 
     def _save(self, step: int) -> None:
-        """Write the state after `step` steps. All processes come here together; the main one
-        writes.
+        """Write the state after `step` steps.
+
+        All processes call this together; the main one writes.
         """
-        optimizer = self.optimizer.state_dict()  # of all processes, where it is split among them
+        # if the state is split, it is gathered from all processes
+        optimizer = self.optimizer.state_dict()
         if not self.accelerator.is_main_process:
             return
         state = {
@@ -160,7 +167,7 @@ class Engine:
         checkpoint.save(self.checkpoint, state)
 
     def _restore(self) -> int:
-        """Load the state, where there is one. Returns the number of steps that are done.
+        """Load the state if there is one. Returns the number of steps that are done.
 
         Raises:
             UserError: The state is of another run, or not all processes see it.
@@ -193,7 +200,7 @@ class Engine:
         return int(state["step"])
 
     def _do_step(self, step: int, log: Log | None) -> dict[str, Any]:
-        """Do a step, count its time and write it down."""
+        """Do a step, count its time and write its row of the log."""
         began, busy = time.monotonic(), time.process_time()
         row = self._step(step)
         row["seconds"] = time.monotonic() - began
@@ -208,12 +215,13 @@ class Engine:
         return row
 
     def _anyone(self, came: bool) -> bool:
-        """Whether a process was asked to stop; all of them must ask."""
+        """Whether any process was asked to stop. All processes must call this."""
         return float(self._mean([torch.tensor(float(came), device=self.accelerator.device)])[0]) > 0
 
     def _require_same_start(self) -> None:
-        """Raise UserError where the processes start from different weights: they would train
-        different models.
+        """Raise UserError if the processes start from different weights.
+
+        They would train different models.
         """
         if self.accelerator.num_processes > 1 and not distributed.same(self.eraser.origin):
             raise UserError(
@@ -233,8 +241,9 @@ class Engine:
             self.watch(steps_done, self.seconds)
 
     def _step(self, step: int) -> dict[str, Any]:
-        """One optimiser step, or none where a loss or the direction is not finite. Returns its log
-        row.
+        """Take one optimiser step, or none if a loss or the direction is not finite.
+
+        Returns its row of the log.
         """
         turn = self.eraser.turn(step)
         draws = {objective: self._draws(objective, step) for objective in self.eraser.objectives}
@@ -262,11 +271,11 @@ class Engine:
             direction.vec
         ):
             self._move(step, direction)
-            # an objective never asked moves nothing
+            # an objective whose gradient the method did not use changes nothing
             self._settle({objective: draws[objective] for objective in closure.losses})
             self.skipped_in_a_row = 0
         else:
-            # what it learned from this step is as good as the step
+            # the method's new state may not be finite either
             self.method.load_state_dict(method_state)
             self.skipped += 1
             self.skipped_in_a_row += 1
@@ -274,8 +283,9 @@ class Engine:
         return row
 
     def _prepare(self) -> list[Tensor | None] | None:
-        """Choose the weights that may move, and draw anew those that shall; an adversary is
-        neither.
+        """Choose the weights that are trained, and reinitialise some of them.
+
+        An adversary is excluded.
         """
         if self.saliency is None and self.reinitialise is None:
             return None
@@ -292,20 +302,22 @@ class Engine:
         ]
 
     def _mean(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of each tensor over the ranks."""
+        """Return the mean of each tensor over the ranks."""
         return sharding.mean(values) if self.accelerator.num_processes > 1 else values
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """bf16 for the forward pass; weights, gradients and inner products stay in fp32 or
-        better.
+        """Use bf16 in the forward pass.
+
+        Weights, gradients and inner products stay in fp32 or better.
         """
         return torch.autocast(
             self.accelerator.device.type, torch.bfloat16, enabled=self.schedule.precision == "bf16"
         )
 
     def _full_precision(self) -> AbstractContextManager[Any]:
-        """No TF32 in convolutions for methods that take differences of gradients (it is cuDNN's
-        default).
+        """Turn off TF32 in convolutions for methods that take differences of gradients.
+
+        TF32 is cuDNN's default.
         """
         cudnn = torch.backends.cudnn
         if not self.method.needs_fp32 or not torch.cuda.is_available():
@@ -325,19 +337,22 @@ class Engine:
         ):
             if i < self.trained_count:
                 parameter.grad = gradient.to(parameter.dtype)
-            else:  # the method has given the adversary's step its length
+            else:  # the method has scaled the adversary's step already
                 parameter.data.sub_(gradient)
         parameters = list(self.params.values())[: self.trained_count]
         before = [p.detach().clone() for p in parameters] if self.mask else []
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():  # weight decay and preconditioners know no mask
+        with torch.no_grad():  # weight decay and preconditioners ignore the mask
             for parameter, old, mask in zip(parameters, before, self.mask or [], strict=False):
                 parameter.copy_(torch.where(mask.bool(), parameter, old))  # type: ignore[union-attr]
 
     def _settle(self, draws: Mapping[str, list[Draw]]) -> None:
-        """Running statistics of batch-norm layers, where they are trained: once a micro-batch, one
-        process after the other, as one process with all the micro-batches would."""
+        """Update the running statistics of batch-norm layers, if they are trained.
+
+        This happens once for each micro-batch, in one process after the other, so that the result
+        is that of one process with all the micro-batches.
+        """
         statistics = self.eraser.buffers()
         for objective, some in draws.items():
             for rank in range(self.accelerator.num_processes if statistics else 1):
@@ -349,8 +364,9 @@ class Engine:
                         torch.distributed.broadcast(value, rank)
 
     def _draws(self, objective: str, step: int) -> list[Draw]:
-        """This rank's micro-batches of a step. Example e of the global batch draws from (seed,
-        step, objective, e).
+        """Return this rank's micro-batches of a step.
+
+        Example e of the global batch is drawn from (seed, step, objective, e).
         """
         size, micro = self.schedule.batch_size, self.schedule.micro_batches
         first = self.accelerator.process_index * micro * size
@@ -362,7 +378,7 @@ class Engine:
     def _give_up_if_hopeless(self, step: int) -> None:
         if self.skipped_in_a_row < MAX_SKIPPED:
             return
-        self._save(step)  # skipped steps moved nothing: this is the last good state
+        self._save(step)  # skipped steps changed nothing, so this is the last good state
         raise UserError(
             f"the loss was not finite in {MAX_SKIPPED} steps in a row (steps "
             f"{step - MAX_SKIPPED + 1}-{step}); the last good state is in "
@@ -372,8 +388,9 @@ class Engine:
 
 
 def optimizer_class(name: str) -> Any:
-    """torch's, or bitsandbytes' of the name. Raises UserError where that is not installed, before
-    anything is made.
+    """Return torch's or bitsandbytes' optimizer of a name.
+
+    Raises UserError if it is not installed, before any work is done.
     """
     torch_classes = {
         "adam": torch.optim.Adam,
@@ -383,7 +400,7 @@ def optimizer_class(name: str) -> Any:
     }
     if name in torch_classes:
         return torch_classes[name]
-    hint = "Without it, adafactor keeps little state too"
+    hint = "Without it, adafactor also has a small state"
     with import_from_extra("memory", f"training.optimizer {name}", hint=hint):
         from bitsandbytes.optim import AdamW8bit
     return AdamW8bit

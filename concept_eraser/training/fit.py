@@ -1,5 +1,7 @@
-"""Training a small model from scratch: what a deletion is compared with ("Retrain"), and where a
-history is recorded.
+"""Train a small model from scratch.
+
+A deletion is compared with such a model ("Retrain"), and a history is recorded during such a
+training.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ Record = Callable[[Sequence[int], float, float, Vec | None], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: plain SGD (with heavy ball) or Adam, the rate falling to 0 along a cosine if
-    `decay`.
+    """The settings of a training: SGD (with heavy ball) or Adam.
+
+    With `decay` the learning rate falls to 0 along a cosine.
     """
 
     epochs: int = 10
@@ -48,12 +51,13 @@ def fit(
     what: str = "training",
     progress: Progress = silent,
 ) -> float:
-    """Train all parameters on the examples at `rows` in place; the seconds it took. The module ends
-    in eval mode.
+    """Train all parameters on the examples at `rows` in place. Returns the seconds it took.
 
-    loss: mean loss of some positions. record: called before each step of SGD with its positions,
-    rate and momentum; the module then keeps its batch-norm statistics frozen, as Mini-Unlearning
-    needs.
+    The module is in eval mode at the end.
+
+    loss: the mean loss of some positions. record: called before each step of SGD with its
+    positions, learning rate and momentum. The module then keeps its batch-norm statistics frozen,
+    as Mini-Unlearning needs.
     """
     if record is not None and plan.optimizer != "sgd":
         raise ValueError(
@@ -94,6 +98,6 @@ def fit(
 
 
 def _velocity(optimizer: torch.optim.Optimizer, params: Vec) -> Vec | None:
-    """The momentum buffers, once there are any."""
+    """Return the momentum buffers, if there are any yet."""
     buffers = [optimizer.state[p].get("momentum_buffer") for p in params]
     return None if any(v is None for v in buffers) else tuple(buffers)

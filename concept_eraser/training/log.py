@@ -1,4 +1,4 @@
-"""log.jsonl: one line a step, kept consistent with the checkpoint when a run is resumed."""
+"""log.jsonl: one line for each step, consistent with the checkpoint when a run is resumed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from concept_eraser.storage.writers import append_line, write_growing
 
 
 class Log:
-    """Appends one JSON object per step. Lines after `keep` steps are dropped: the resumed run
-    writes them again.
+    """Appends one JSON object per step.
+
+    Lines after `keep` steps are dropped, since the resumed run writes them again.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -33,12 +34,12 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log; a last line cut off by a kill is left out."""
+    """Read the rows of a log. A last line that a killed process cut off is left out."""
     return [row for row in read_lines(path) if isinstance(row.get("step"), int)]
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no nan; what was not computed or not finite is null."""
+    """Return null for a number that is not finite or not computed, since JSON has no nan."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -49,9 +50,9 @@ def _finite(value: Any) -> Any:
 def describe_gram(
     objectives: tuple[str, ...], gram: Tensor | None, weights: Tensor | None
 ) -> dict[str, Any]:
-    """Gradient norms, the cosine of the first two objectives, and the weights, for the log."""
+    """Return entries of the log: gradient norms, the cosine of two objectives, and the weights."""
     row: dict[str, Any] = {}
-    # a method may leave out objectives of its own (an attack, a judge)
+    # a method may leave out additional objectives (an attack, a judge)
     count = len(gram) if gram is not None else 0
     if gram is not None:
         row["norms"] = {
@@ -66,7 +67,7 @@ def describe_gram(
 
 
 def peak_memory() -> float:
-    """Peak memory so far in MB: of the GPU where there is one, else of the process."""
+    """Return the peak memory so far in MB: of the GPU if there is one, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     status = Path("/proc/self/status")
@@ -77,9 +78,7 @@ def peak_memory() -> float:
 
 
 def reset_peak_memory() -> float:
-    """Count the peak from now on, where the system can (CUDA, Linux); the memory in use now, in
-    MB.
-    """
+    """Reset the peak, if the system can (CUDA, Linux). Returns the memory in use now, in MB."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     elif Path("/proc/self/clear_refs").exists():

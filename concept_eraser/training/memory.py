@@ -1,15 +1,15 @@
-"""How much memory a training takes, counted before it starts.
+"""Estimate the memory of a training before it starts.
 
-The forward and backward pass is not guessed: it is run with tensors that have a shape and no
-content (torch's fake tensors), and every tensor that comes and goes is counted (`Peak`). That costs
-seconds for Stable Diffusion on a laptop. What lives longer than a pass is counted by `held`:
-weights, their original values (the frozen teacher), one gradient an objective and the direction
-they become, the optimiser's state, masks.
+The forward and backward pass runs with tensors that have a shape and no content (torch's fake
+tensors), and `Peak` counts every tensor that is created and freed. This takes seconds for Stable
+Diffusion on a laptop. `moments` counts what lives longer than a pass: weights, their original
+values (the frozen teacher), one gradient for each objective and the direction, the optimiser's
+state, and masks.
 
-What is assumed: kernels of attention that do not write down the matrix of scores, as torch's are by
-default; norms in fp32 under autocast, as on CUDA; CONTEXT bytes for CUDA itself. What is left out:
-memory that the allocator holds in pieces it cannot use, and what a method keeps of its own beside
-one gradient an objective.
+Assumptions: attention kernels do not store the matrix of scores, as torch's default kernels; norms
+are in fp32 under autocast, as on CUDA; CUDA itself takes CONTEXT bytes. Not counted: memory that
+the allocator cannot use because it is fragmented, and tensors of a method beside one gradient for
+each objective.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CONTEXT = 500 * 2**20  # of CUDA itself: an assumption; 300 to 800 MB by card and driver
+CONTEXT = 500 * 2**20  # of CUDA itself, an assumption: 300 to 800 MB by card and driver
 GB = 2**30
 _FP32 = 4
 _NORMS = (nn.GroupNorm, nn.LayerNorm)
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside: `now`, and `peak` the most there ever were.
-    Views count once.
+    """Counts the bytes of all tensors that are created inside. Views count once.
+
+    `now` is the present number, and `peak` the largest so far.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor):
-                # what was there before counts nothing, nor do views of it
+                # tensors from before do not count, nor do views of them
                 self._count(value, is_new=False)
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
@@ -73,8 +74,9 @@ class Peak(TorchDispatchMode):
 
 
 def _widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a norm is given, in fp32 under autocast: CUDA's autocast has it so, the CPU's has
-    not.
+    """Convert the inputs of a norm to fp32 under autocast, as CUDA's autocast does.
+
+    The CPU's autocast does not.
     """
     if not torch.is_autocast_enabled("cpu"):
         return inputs
@@ -85,9 +87,13 @@ def _widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def pretending(*modules: nn.Module, narrow: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Inside, tensors have shapes and no content, those of these modules too, and nothing is
-    computed. Modules may lie anywhere, also on the meta device; afterwards they are what they were.
-    narrow: tensors that are bf16 inside."""
+    """Replace tensors by fake ones inside the context, also those of these modules.
+
+    Fake tensors have shapes and no content, and nothing is computed. Modules may be on any device,
+    also on the meta device. Afterwards they have their original tensors.
+
+    narrow: tensors that are bf16 inside.
+    """
     bf16_ids = {id(value) for value in narrow}
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -126,7 +132,7 @@ def _hollow(value: Tensor, is_bf16: bool) -> Tensor:
 
 
 def peak_of(run: Callable[[], Any], *, bf16: bool = False) -> int:
-    """The most bytes that tensors made by `run` take at one time (inside `pretending`)."""
+    """Return the peak of the bytes of tensors that `run` creates (inside `pretending`)."""
     counter = Peak()
     with counter, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         run()
@@ -134,8 +140,9 @@ def peak_of(run: Callable[[], Any], *, bf16: bool = False) -> int:
 
 
 def passing(loss: Callable[[], Tensor], params: Sequence[Tensor], *, bf16: bool = False) -> int:
-    """The most bytes of one forward and backward pass (inside `pretending`), the gradient it ends
-    with included.
+    """Return the peak of the bytes of one forward and backward pass (inside `pretending`).
+
+    The resulting gradient is included.
     """
 
     def run() -> None:
@@ -145,7 +152,7 @@ def passing(loss: Callable[[], Tensor], params: Sequence[Tensor], *, bf16: bool 
 
 
 def weights_of(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers, each tensor once."""
+    """Return the bytes of a module's parameters and buffers, each tensor once."""
     return sum(
         {
             id(v): v.numel() * v.element_size() for v in (*module.parameters(), *module.buffers())
@@ -155,10 +162,15 @@ def weights_of(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """What moves, as shapes, and the rules that decide how many copies of it there are.
+    """The shapes of the trained tensors, and the settings that determine how many copies there are.
 
-    objectives: gradients that the method asks for at once; masked: whether a saliency mask is kept;
-    gpu: torch's optimisers move all tensors at once there, for the price of a copy.
+    Attributes:
+        shapes: The shapes of the tensors.
+        objectives: The number of gradients that the method needs at once.
+        micro_batches: The number of micro-batches.
+        optimizer: The name of the optimizer.
+        masked: Whether there is a saliency mask.
+        gpu: Whether torch's optimisers update all tensors at once, which needs one copy.
     """
 
     shapes: Sequence[Sequence[int]]
@@ -177,12 +189,12 @@ class Trained:
         return _FP32 * max(map(math.prod, self.shapes))
 
     def state(self) -> int:
-        """Of the optimiser, between the steps."""
+        """The bytes of the optimiser's state between the steps."""
         if self.optimizer == "sgd":
             return 0
-        if self.optimizer == "adafactor":  # torch factors the last two axes
+        if self.optimizer == "adafactor":  # torch factorises the last two axes
             return sum(_FP32 * _adafactor_size(shape) for shape in self.shapes)
-        # two bytes a number and two scales a block of 256; small tensors in fp32
+        # two bytes for each number and two scales for each block of 256; small tensors in fp32
         if self.optimizer == "adamw8bit":
             return sum(
                 2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n
@@ -192,17 +204,18 @@ class Trained:
 
 
 def _adafactor_size(shape: Sequence[int]) -> int:
-    """Numbers that Adafactor keeps for a tensor."""
+    """Return how many numbers Adafactor stores for a tensor."""
     if len(shape) < 2:
         return math.prod(shape)
     return math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))
 
 
 def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
-    """The three moments of a step at which most may be held, beyond what is held all the time:
-    bytes by their use.
+    """Return the bytes by their use at the three moments of a step with the highest memory.
 
-    passed: of one forward and backward pass, see `passing`.
+    They are in addition to the bytes that are in use all the time.
+
+    pass_bytes: those of one forward and backward pass, see `passing`.
     """
     total, largest = parameters.bytes, parameters.largest
     masks = {"masks": total} if parameters.masked else {}
@@ -231,9 +244,7 @@ def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by their use. always: while training; moments: see above; making: while the examples
-    are made, at most.
-    """
+    """An estimate in bytes by their use."""
 
     always: Mapping[str, int]
     moments: Mapping[str, Mapping[str, int]]
@@ -256,7 +267,7 @@ class Estimate:
         return max(self.training, self.examples)
 
     def lines(self) -> list[str]:
-        """For people, in GB (2^30 bytes), the largest first."""
+        """Return lines for people, in GB (2^30 bytes), the largest first."""
         parts = {**self.always, **self.moments[self.fullest]}
         parts_text = ", ".join(
             f"{name} {size / GB:.2f}"

@@ -1,15 +1,14 @@
-"""Where the parts of a pipeline lie while it is trained, and in what precision: offload, frozen,
-checkpointing.
+"""Device and precision of the parts of a pipeline in training: offload, frozen, checkpointing.
 
-With offload no two parts lie on the device that are not asked together: the text encoders while the
-prompts of all examples are read, the denoiser while their images are drawn, the VAE while these
-are decoded and encoded, and then what the losses need. The others wait on the CPU.
+With offload, the device holds only the parts that are used together. The text encoders encode the
+prompts of all examples, the denoiser generates their images, and the VAE decodes and encodes these.
+Then the device holds the parts that the losses need. The other parts are on the CPU.
 
-Frozen weights (those of linear layers and convolutions; all others are small) may be held in bf16:
-they do not move, and the forward pass is in bf16 anyway. Their fp32 values wait on the CPU and are
-put back at the end, so that an erased model differs from the original in what was trained and in
-nothing else. The VAE stays in fp32: its 84 million weights are small beside what it holds at work,
-which stays as it is, and the latents it makes are what the losses compare with.
+Frozen weights of linear layers and convolutions (all others are small) may be in bf16. They do not
+change, and the forward pass is in bf16 anyway. Their fp32 values are stored on the CPU and restored
+at the end, so that an erased model differs from the original in the trained weights only. The VAE
+stays in fp32. Its 84 million weights are small beside its activations, and the losses compare its
+latents.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 CPU = torch.device("cpu")
-# whose weights autocast reads in half precision
+# layers whose weights autocast converts to half precision
 WIDE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Placement:
-    """Of one model (parts by name, `.to(device)`, `.checkpoint(on)`, `.frozen_dtype`,
-    `.reader_dtype`, `.working`) during one training.
+    """The placement of one model during one training.
 
-    The order: `narrow`, `arrive`, the examples (which call `only`), `begin`, the training, and in
-    any case `undo`.
+    The model has parts by name, `.to(device)`, `.checkpoint(on)`, `.frozen_dtype`, `.reader_dtype`
+    and `.working`. The order of calls is: `narrow`, `arrive`, the examples (which call `only`),
+    `begin`, the training, and in any case `undo`.
     """
 
     def __init__(
@@ -48,8 +47,11 @@ class Placement:
         self._wide: dict[str, dict[str, Tensor]] = {}
 
     def narrow(self, names: Iterable[str]) -> None:
-        """Hold the weights of denoiser and text encoders in bf16 where asked for, all but those of
-        the denoiser that are named (none: a LoRA is trained)."""
+        """Convert the frozen weights of denoiser and text encoders to bf16, if the recipe says so.
+
+        The named weights of the denoiser are excluded, since they are trained. There are none with
+        a LoRA.
+        """
         if self.frozen != "bf16":
             return
         trained_names = set(names)
@@ -59,20 +61,18 @@ class Placement:
         self.model.frozen_dtype = self.model.reader_dtype = torch.bfloat16
 
     def arrive(self, device: torch.device) -> None:
-        """Bring the model to the training's device; with offload its parts come when they are asked
-        (`only`).
-        """
+        """Move the model to the training's device. With offload its parts follow later (`only`)."""
         if self.offload:
             self.model.working = device
         else:
             self.model.to(device)
 
     def only(self, parts: Sequence[str]) -> None:
-        """With offload: these parts on the device, and no others."""
+        """Move these parts to the device and all others away, with offload."""
         if not self.offload:
             return
         self.away = [name for name in self.model.parts if name not in parts]
-        for name in self.away:  # first of all, since the device may not hold both
+        for name in self.away:  # first, since the device may not have space for both
             self.model.parts[name].to(CPU)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -80,16 +80,20 @@ class Placement:
             self.model.parts[name].to(self.model.device)
 
     def begin(self, needed: Sequence[str]) -> None:
-        """The examples are ready: move the parts that the training does not need, and set
-        checkpointing.
+        """Move away the parts that the training does not need, and set checkpointing.
+
+        It is called when the examples are ready.
         """
         self.only(needed)
         if self.checkpointing:
             self.model.checkpoint(True)
 
     def undo(self) -> None:
-        """All parts on one device again, in fp32: that of the training, or the CPU where parts came
-        and went or frozen weights were in bf16, since the device may not hold them all in fp32."""
+        """Move all parts to one device again, in fp32.
+
+        It is the device of the training. With offload or frozen weights in bf16 it is the CPU,
+        since the device may not have space for all parts in fp32.
+        """
         if self.checkpointing:
             self.model.checkpoint(False)
         self.model.working = None
@@ -105,8 +109,10 @@ class Placement:
 
 
 def narrowable_of(model: Any, excluded_names: Iterable[str] = ()) -> list[tuple[str, str, Tensor]]:
-    """The weights of a model that may be held in bf16 while it trains: (part, name, weight) of the
-    denoiser, all but those kept, and of the text encoders."""
+    """Return the weights of a model that may be in bf16 in training, as (part, name, weight).
+
+    They are those of the text encoders, and those of the denoiser that are not excluded.
+    """
     own = set(excluded_names)
     readers = [(part, *pair) for part in model.readers for pair in narrowable(model.parts[part])]
     return [
@@ -115,10 +121,9 @@ def narrowable_of(model: Any, excluded_names: Iterable[str] = ()) -> list[tuple[
 
 
 def narrowable(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The weights of linear layers and convolutions, by the names they have without a LoRA's layers
-    around them.
+    """Return the weights of linear layers and convolutions, by their names without a LoRA's layers.
 
-    Factors of a LoRA are none of them: peft names the layer inside its own `base_layer`.
+    Matrices of a LoRA are not among them: peft names the layer inside its own `base_layer`.
     """
     weights = []
     for name, layer in module.named_modules():
@@ -130,8 +135,9 @@ def narrowable(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def needed(target: str, *, histogram: bool) -> tuple[str, ...]:
-    """The parts that training some target asks: the denoiser always (it also says where the model
-    lies).
+    """Return the parts that the training of a target needs.
+
+    The denoiser is always among them, since it also determines the device of the model.
     """
     return (
         "denoiser",

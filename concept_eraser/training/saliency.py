@@ -1,14 +1,14 @@
-"""The weights that the forgotten data depend on most: only they move (SalUn), or they start anew
-(Scissorhands).
+"""The weights that the forgotten data depend on most.
 
-Both ask for the gradient g of the forget loss at the original weights theta, over BATCHES draws:
+Either only they are trained (SalUn), or they are reinitialised (Scissorhands). Both use the
+gradient g of the forget loss at the original weights theta, over BATCHES draws:
 
 * salient     1 for the share of weights with the largest |g| (SalUn, arXiv 2310.12508, Eq. 3-4)
 * start_anew  the share with the largest |g theta|, the connection sensitivity (SNIP), is drawn anew
               (Scissorhands, arXiv 2401.06187, section 3.1)
 
-Differences: the papers take the whole forget set for g; Scissorhands draws from a truncated normal
-of one width, we from a normal with the mean and the spread of the weights' own tensor, which also
+Differences: the papers use the whole forget set for g. Scissorhands draws from a truncated normal
+of one width. Here the normal has the mean and the standard deviation of each tensor, which also
 suits norm layers and embeddings.
 """
 
@@ -23,14 +23,17 @@ from concept_eraser.erasers.base import Eraser
 from concept_eraser.training.closure import Reduce, of_step
 from concept_eraser.utils.provenance import derive_seed
 
-BATCHES = 8  # ours
+BATCHES = 8  # chosen here; the papers use the whole forget set
 
 
 def sensitivity(
     eraser: Eraser, params: Mapping[str, nn.Parameter], seed: int, batch_size: int, reduce: Reduce
 ) -> list[Tensor]:
-    """The gradient of the forget loss at the present weights, one tensor a parameter; the same for
-    a resumed run. Of several concepts it is the sum, whether they are objectives or take turns."""
+    """Return the gradient of the forget loss at the present weights, one tensor for each parameter.
+
+    It is the same for a resumed run. With several concepts it is their sum, also if they take
+    turns.
+    """
     seeds = [
         [derive_seed(seed, "saliency", i, e) for e in range(batch_size)] for i in range(BATCHES)
     ]
@@ -46,9 +49,7 @@ def sensitivity(
 
 
 def salient(gradient: list[Tensor], share: float) -> list[Tensor]:
-    """1 where |gradient| is among the largest, else 0; a weight without gradient is never
-    salient.
-    """
+    """Return 1 where |gradient| is among the largest, else 0. A weight without gradient has 0."""
     return [
         mask.to(part.dtype)
         for mask, part in zip(_largest([g.abs() for g in gradient], share), gradient, strict=True)
@@ -59,7 +60,7 @@ def salient(gradient: list[Tensor], share: float) -> list[Tensor]:
 def start_anew(
     params: Mapping[str, nn.Parameter], gradient: list[Tensor], share: float, seed: int
 ) -> int:
-    """Draw the most sensitive weights anew, in place; how many."""
+    """Draw the most sensitive weights anew, in place. Returns their number."""
     masks = _largest([(g * p).abs() for g, p in zip(gradient, params.values(), strict=True)], share)
     for (name, parameter), mask in zip(params.items(), masks, strict=True):
         generator = torch.Generator().manual_seed(derive_seed(seed, "start anew", name))
@@ -72,8 +73,9 @@ def start_anew(
 
 
 def _largest(scores: list[Tensor], share: float) -> list[Tensor]:
-    """True for the share of all entries with the largest scores, over all tensors together; never
-    for a score of 0.
+    """Return True for the share of all entries with the largest scores, over all tensors together.
+
+    An entry with a score of 0 is never among them.
     """
     every = torch.cat([score.flatten() for score in scores])
     count = max(1, round(share * len(every)))

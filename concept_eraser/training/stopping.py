@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM between steps only, and in all processes after the same one.
+"""Stop at Ctrl-C and SIGTERM between steps only, in all processes after the same step.
 
-Signals reach the main thread only; elsewhere, and where somebody ignores or handles them, nothing
-is changed.
+Signals reach the main thread only. Elsewhere, or if other code ignores or handles them, nothing
+changes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stops:
-    """When a training loop ends early: KeyboardInterrupt, for Ctrl-C and for the SIGTERM of a
-    scheduler or a launcher.
+    """Ends a training loop early by KeyboardInterrupt, for Ctrl-C and SIGTERM.
 
-    anyone: of several processes, whether any of them was asked to stop; all must call it together.
-    With it a signal is held back from the start of the loop, and answered at the end of a step by
-    all alike: one that stopped alone would leave the others waiting. Without it (one process) a
-    signal is held back inside steps only.
+    Schedulers and launchers send SIGTERM.
+
+    anyone: with several processes, returns whether any of them was asked to stop; all must call it
+    together. A signal is then delayed to the end of a step, where all processes stop. A process
+    that stopped alone would leave the others waiting. None is for one process, which delays a
+    signal inside steps only.
     """
 
     def __init__(self, anyone: Callable[[bool], bool] | None = None) -> None:
@@ -36,7 +37,7 @@ class Stops:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Whole or not at all: a saved state lies between steps, never inside one."""
+        """Delay signals during a step, so that a saved state is always between steps."""
         if self.anyone:
             yield
             if self.anyone(self._came):
@@ -57,7 +58,7 @@ def _raise(number: int, frame: Any) -> None:
 
 @contextmanager
 def _handle_signals(answer: Callable[[int, Any], None]) -> Iterator[None]:
-    """Inside, `answer` is called for the signals that would stop this process."""
+    """Call `answer` inside the context for the signals that would stop this process."""
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         replaceable = (signal.default_int_handler, signal.SIG_DFL, _raise)

@@ -1,5 +1,6 @@
-"""TensorBoard and Weights & Biases, through accelerate: each step's row of log.jsonl, and the
-recipe.
+"""Log the rows of log.jsonl and the recipe to TensorBoard and Weights & Biases.
+
+Both are used through accelerate.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # tracker: package
 
 
 def require(names: Sequence[str]) -> None:
-    """Raise UserError where a tracker's package is not installed (accelerate would leave it out
-    without a word).
+    """Raise UserError if a tracker's package is not installed.
+
+    accelerate would silently leave the tracker out.
     """
     for name in names:
         if importlib.util.find_spec(_NEEDS[name]) is None:
@@ -40,9 +42,9 @@ def require(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Trackers:
-    """What logs the steps of one run, in the main process.
+    """Logs the steps of one run, in the main process.
 
-    accelerator: made with `log_with` and the run folder's FOLDER as `project_dir`; config: the
+    accelerator: made with `log_with` and the run folder's FOLDER as `project_dir`. config: the
     recipe.
     """
 
@@ -51,10 +53,10 @@ class Trackers:
     config: Mapping[str, Any]
 
     def start(self, steps_done: int) -> None:
-        """Begin, or go on after `done` steps: what was logged beyond them by a process that was
-        killed is dropped.
+        """Begin, or continue after `steps_done` steps.
 
-        Raises UserError where a service cannot be reached.
+        Rows that a killed process logged after these steps are dropped. Raises UserError if a
+        service cannot be reached.
         """
         if not self.accelerator.is_main_process or not self.accelerator.log_with:
             return
@@ -71,7 +73,7 @@ class Trackers:
         try:
             self.accelerator.init_trackers(PROJECT, config=flat(self.config), init_kwargs=each)
         except Exception as error:
-            # wandb raises errors of its own, which cannot be imported without it
+            # wandb's own errors cannot be imported without it
             raise UserError(
                 f"a tracker could not be started ({first_line(error)}); for wandb "
                 "without network or login set WANDB_MODE=offline, or leave "
@@ -79,14 +81,20 @@ class Trackers:
             ) from error
 
     def _id(self, steps_done: int) -> str:
-        """The run's name for a service: a new one for a new run, the same when it goes on."""
+        """Return the run's name for a service.
+
+        It is new for a new run, and the same for a resumed one.
+        """
         path = self.folder / FOLDER / "id"
         if not steps_done or not path.exists():
             write_text(path, secrets.token_hex(6) + "\n", overwrite=True)
         return read_text(path).strip()
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """One step: its numbers by dotted name, losses/forget for {"losses": {"forget": ...}}."""
+        """Log the numbers of one step by dotted name.
+
+        {"losses": {"forget": ...}} becomes losses/forget.
+        """
         if self.accelerator.log_with:
             numbers = {
                 k: v
@@ -98,8 +106,9 @@ class Trackers:
             )
 
     def finish(self) -> None:
-        """Write what is still held back. (`Accelerator.end_training` would also part the
-        processes.)
+        """Write the rows that are still in memory.
+
+        `Accelerator.end_training` would also end the process group.
         """
         if self.accelerator.is_main_process:
             for tracker in getattr(self.accelerator, "trackers", []):
@@ -108,7 +117,7 @@ class Trackers:
 
 
 def flat(content: Mapping[str, Any], between: str = ".") -> dict[str, Any]:
-    """A nested mapping as one level of plain values; lists and others as text."""
+    """Return a nested mapping as one level of plain values; lists and others as text."""
     values: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping):

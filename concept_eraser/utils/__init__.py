@@ -1,3 +1,1 @@
-"""What every other part uses: errors, limits of numbers, progress, provenance, processes, data
-files.
-"""
+"""Helpers of all other parts: errors, limits, progress, provenance, processes, data files."""

@@ -1,8 +1,7 @@
-"""Several processes under one `accelerate launch` or `torchrun`: which work is whose, and waiting
-for each other.
+"""Several processes under one `accelerate launch` or `torchrun`: sharing work, and waiting.
 
-Work is shared through files (the caches of images and detections): each process does its part,
-all wait, all read. Alone, a process is rank 0 of 1 and waits for nobody.
+Processes share work through files (the caches of images and detections): each process does its
+part, all wait, all read. A single process is rank 0 of 1 and waits for no other.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from concept_eraser.utils.errors import Told, UserError
 
 T = TypeVar("T")
 
-# until a process that waits gives up; the launcher ends all when one of them dies
+# time limit of a waiting process; the launcher ends all processes if one of them dies
 PATIENCE = timedelta(hours=3)
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
@@ -29,11 +28,10 @@ def _number(names: tuple[str, ...], otherwise: int) -> int:
 
 
 def join(*, cpu: bool | None = None) -> Any:
-    """accelerate's state, if this process was launched beside others; else None, and accelerate is
-    not loaded.
+    """Return accelerate's state if this process was launched with others, else None.
 
-    cpu: compute there, whatever else the machine has; None for the launcher's wish. The first call
-    decides.
+    Without other processes accelerate is not loaded. cpu: compute on the CPU, whatever else the
+    machine has; None for the launcher's setting. The first call decides.
     """
     if alone():
         return None
@@ -56,7 +54,7 @@ def is_first() -> bool:
 
 
 def mine(work: Iterable[T]) -> Iterator[T]:
-    """This process's share of some work."""
+    """Return this process's share of some work."""
     state = join()
     for number, piece in enumerate(work):
         if state is None or number % state.num_processes == state.process_index:
@@ -71,7 +69,7 @@ def wait() -> None:
 
 
 def agree(ask: Callable[[], T]) -> T:
-    """The result of a call that only the first process makes, for all processes. They wait for it.
+    """Return the result of a call that only the first process makes. All processes wait for it.
 
     Args:
         ask: The call; its result must be picklable.
@@ -100,7 +98,7 @@ def agree(ask: Callable[[], T]) -> T:
 
 
 def same(value: T) -> bool:
-    """Whether all processes have an equal value."""
+    """Return whether all processes have an equal value."""
     state = join()
     if state is None:
         return True

@@ -1,6 +1,4 @@
-"""Errors meant for the person who called: one line that says what, found, allowed, and what to do
-next.
-"""
+"""Errors for the user: one line that says what, found, allowed, and what to do next."""
 
 from __future__ import annotations
 
@@ -9,25 +7,44 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Bad input. The command line prints its message without a traceback and exits with code 2."""
+    """Bad input. The command line prints its message without a traceback and exits with code 2.
+
+    Example:
+        >>> import concept_eraser
+        >>> try:
+        ...     model = concept_eraser.load("tiny-ds")
+        ... except concept_eraser.UserError as error:
+        ...     print(error)
+    """
 
 
 class Told(UserError):
-    """What another of several processes reports already; the command line leaves it to that one."""
+    """An error that another process reports already.
+
+    The command line of this process does not print it again.
+    """
 
 
 class Interrupted(Exception):
-    """Work was stopped by the user; the message says how to go on."""
+    """The user stopped the work. The message says how to continue.
+
+    Example:
+        >>> import concept_eraser
+        >>> try:
+        ...     run = concept_eraser.erase("tiny_star_munba", output="runs/star")
+        ... except concept_eraser.Interrupted:
+        ...     run = concept_eraser.erase("tiny_star_munba", output="runs/star", resume=True)
+    """
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, in at most 150 characters."""
+    """Return the first line of a library's error, in at most 150 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:150]}" if lines else type(error).__name__
 
 
 def unknown(what: str, name: str, names: Iterable[str], *, hint: str = "") -> UserError:
-    """`unknown method 'munbaa'; did you mean 'munba'? available: ...`"""
+    """Return an error such as `unknown method 'munbaa'; did you mean 'munba'? available: ...`."""
     return UserError(unknown_message(what, name, names, hint=hint))
 
 
@@ -42,10 +59,9 @@ def unknown_message(what: str, name: str, names: Iterable[str], *, hint: str = "
 
 
 def quote(value: object, limit: int = 200) -> str:
-    """A value as it stands in a message: its `repr`, cut off after `limit` characters.
+    """Return a value for a message: its `repr`, cut off after `limit` characters.
 
-    Containers are not walked to their end, so that the message about a huge value is made in no
-    time.
+    Containers are not read to their end, so that the message about a huge value takes no time.
     """
     import reprlib
 
@@ -61,9 +77,7 @@ def quote(value: object, limit: int = 200) -> str:
 
 
 def names_text(names: Iterable[object], limit: int = 20) -> str:
-    """Names for a message, with commas between them: at most `limit`, each of at most 60
-    characters.
-    """
+    """Join names for a message by commas: at most `limit`, each of at most 60 characters."""
     some = [str(name)[:60] for name in names]
     return ", ".join(some[:limit]) + (
         f", and {len(some) - limit:,} more" if len(some) > limit else ""
@@ -71,7 +85,7 @@ def names_text(names: Iterable[object], limit: int = 20) -> str:
 
 
 def mistakes_message(mistakes: Iterable[str], where: str) -> str:
-    """All mistakes in a file, one a line; of many the first, so that the message stays readable."""
+    """List the mistakes in a file, one per line. Only the first of many are listed."""
     lines = [line if len(line) <= 900 else f"{line[:897]}..." for line in mistakes]
     where = where if len(where) <= 300 else f"...{where[-297:]}"
     head = f"{len(lines)} mistakes in {where}:" if len(lines) > 1 else f"a mistake in {where}:"

@@ -1,4 +1,4 @@
-"""Recipes and results of version 0.1 in today's terms, so that old run folders still load."""
+"""Recipes and results of version 0.1 in present terms, so that old run folders still load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def migrate_results(content: Any) -> Any:
         content: what the JSON file holds.
 
     Returns:
-        A copy with today's terms. Content with today's terms stays equal.
+        A copy with present terms. Content with present terms does not change.
     """
     if isinstance(content, dict):
         return {_KEYS.get(key, key): migrate_results(value) for key, value in content.items()}
@@ -37,7 +37,7 @@ def migrate_recipe(content: dict[str, Any]) -> dict[str, Any]:
         content: the mapping of the recipe's YAML file.
 
     Returns:
-        A copy with today's terms.
+        A copy with present terms.
     """
     concepts = content.get("concepts")
     if isinstance(concepts, str) and concepts in _CONCEPTS:

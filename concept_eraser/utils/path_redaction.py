@@ -1,4 +1,4 @@
-"""Paths of this machine in what others will read: a path becomes its last component."""
+"""Shorten the paths of this machine in published texts: a path becomes its last component."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 _PART = r"[\w.@+~-]+"
-# in a sentence; not of a URL or of `and/or`
+# a path in a sentence, but not in a URL or in `and/or`
 _WITHIN = re.compile(rf"(?<![\w.:/~-])(?:~|\.\.)?/(?:{_PART}/)+{_PART}")
-# as models are named in evaluations: a path and a fingerprint
+# the name of a model in evaluations: a path and a fingerprint
 _MODEL = re.compile(r"(.+?)( \([0-9a-f]+\))?")
 
-# FILE.safetensors@BASE: a checkpoint of one file, and what it is read beside
+# FILE.safetensors@BASE: a checkpoint of one file, and its base
 FILE_ON = ".safetensors@"
 
 
@@ -22,14 +22,12 @@ def _file_and_base(text: str) -> tuple[str, str]:
 
 
 def base_of(text: str) -> str:
-    """What a checkpoint of one file is read beside; of any other model the text itself."""
+    """Return the base of a checkpoint of one file. Of any other model, return the text itself."""
     return _file_and_base(text)[1] if FILE_ON in text else text
 
 
 def is_place(text: str) -> bool:
-    """Whether a text is a path that says where something lies on a machine: absolute, from a home,
-    or by way of `..`.
-    """
+    """Whether a text is a path of a machine: absolute, from a home, or with `..`."""
     if "\n" in text or not text.strip("/"):
         return False
     if FILE_ON in text:
@@ -44,7 +42,7 @@ def is_place(text: str) -> bool:
 
 
 def last(text: str) -> str:
-    """The last component of a path; of a file on a base, of each."""
+    """Return the last component of a path. For a file on a base, return those of both."""
     if FILE_ON in text:
         return "@".join(last(one) if is_place(one) else one for one in _file_and_base(text))
     path = PureWindowsPath(text) if "\\" in text else PurePosixPath(text)
@@ -52,8 +50,10 @@ def last(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """A text without the places in it: the whole of it, "PATH (fingerprint)", "PATH on PATH", or
-    within a sentence.
+    """Return a text with its paths shortened.
+
+    The whole text may be a path, or "PATH (fingerprint)", or "PATH on PATH". Paths within a
+    sentence are shortened too.
     """
     path, print_ = _MODEL.fullmatch(text).groups() if _MODEL.fullmatch(text) else (text, None)  # type: ignore[union-attr]
     if " on " in path and any(map(is_place, path.split(" on "))):
@@ -62,12 +62,13 @@ def shorten(text: str) -> str:
         )
     if is_place(path):
         return last(path) + (print_ or "")
-    return _WITHIN.sub(lambda found: last(found[0]), text)
+    return _WITHIN.sub(lambda match: last(match[0]), text)
 
 
 def clean(value: Any) -> Any:
-    """The same mapping, list or text, every text in it `shortened`; lists of prompts, which are no
-    paths, stay.
+    """Return the same mapping, list or text with every text in it shortened.
+
+    Lists of prompts do not change, since they are no paths.
     """
     if isinstance(value, dict):
         return {
@@ -79,8 +80,9 @@ def clean(value: Any) -> Any:
 
 
 def name_paths(value: Any, names: list[str] | None = None) -> Any:
-    """The same value with every text that is a path as a whole replaced by its last component,
-    which `found` collects.
+    """Replace every text that is a path by its last component.
+
+    `names` collects these components.
     """
     if isinstance(value, dict):
         return {

@@ -1,9 +1,8 @@
-"""Fields of recipes and suites that hold a plug-in: a name, a mapping of `name` and options, or an
-object from Python.
+"""Fields of recipes and suites for a plug-in: a name, a mapping, or an object from Python.
 
-A name without options stays a `str`. Anything else becomes a `registry.Plugin`. In Python it is
-dumped as it is, so that a recipe can be dumped, changed and validated again. In JSON and YAML it is
-what `Plugin.describe` says.
+The mapping has `name` and options. A name without options stays a `str`. Anything else becomes a
+`registry.Plugin`. In Python it is dumped unchanged, so that a recipe can be dumped, changed and
+validated again. In JSON and YAML it is the result of `Plugin.describe`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _reader(kind: str) -> Callable[[Any], str | Plugin]:
 
 
 def _read_metric(value: Any) -> str | dict[str, Any] | Plugin:
-    """As a judge or a loss is read, but that a mapping stays one, as suites have it."""
+    """Read a metric as a judge or a loss is read. A mapping stays a mapping, as in suites."""
     if isinstance(value, Mapping):
         return dict(value)
     plugin = _reader("metric")(value)

@@ -1,4 +1,4 @@
-"""How long work reports itself: a callback, so that library code never prints."""
+"""Progress of long work: a callback, so that library code never prints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called as work advances: what is being done, how many units are done, of how many, and a
-    remark.
+    """Called as work advances.
+
+    It receives the kind of work, the number of finished units, their total, and a remark.
     """
 
-    def __call__(self, what: str, done: int, total: int, note: str = "") -> None: ...
+    def __call__(self, what: str, count: int, total: int, note: str = "") -> None: ...
 
 
-def silent(what: str, done: int, total: int, note: str = "") -> None:
-    """The default: report nothing."""
+def silent(what: str, count: int, total: int, note: str = "") -> None:
+    """The default, which reports nothing."""

@@ -1,4 +1,4 @@
-"""Seeds, versions, commit and device: what travels with every number."""
+"""Seeds, versions, commit and device, which are stored with every number."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def version() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this package runs from, with "+changes" where it differs; None
-    outside one.
+    """Return the commit of the checkout of this package, with "+changes" if it differs.
+
+    Returns None outside of a checkout.
     """
     package_root = Path(__file__).parents[1]
     try:
@@ -46,7 +47,7 @@ def commit() -> str | None:
             text=True,
             timeout=5,
         )
-        # only sources count: results written by the run that asks are no change of the code
+        # only sources count: results of the present run are no change of the code
         change = subprocess.run(
             ["git", "status", "--porcelain", "-uno", "--", "."],
             cwd=package_root,
@@ -62,7 +63,7 @@ def commit() -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """Versions, commit and machine, ready for JSON."""
+    """Return versions, commit and machine, ready for JSON."""
     import torch
 
     versions: dict[str, str | None] = {}
@@ -86,8 +87,9 @@ def describe() -> dict[str, Any]:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """A command line without the folders of the machine it ran on: absolute paths become relative
-    ones, or names.
+    """Return a command line without the folders of this machine.
+
+    Absolute paths become relative ones, or names.
     """
 
     def short(part: str) -> str:
@@ -104,20 +106,21 @@ def command(arguments: Sequence[str]) -> str:
 
 
 def fingerprint(content: Any) -> str:
-    """A short hash of anything JSON can hold, independent of key order."""
+    """Return a short hash of any JSON content, independent of the order of keys."""
     text = json.dumps(content, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed for torch from any parts, e.g. (seed, step, rank, "forget"): the same on every
-    machine.
+    """Return a seed for torch from any parts, e.g. (seed, step, rank, "forget").
+
+    It is the same on every machine.
     """
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 def differences(one: Any, other: Any) -> list[str]:
-    """The dotted names of the entries in which two nested mappings differ."""
+    """Return the dotted names of the entries in which two nested mappings differ."""
 
     def flat(value: Any, prefix: str = "") -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -128,5 +131,5 @@ def differences(one: Any, other: Any) -> list[str]:
             for k, v in flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
         }
 
-    left, right = flat(one), flat(other)
-    return sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))
+    first, second = flat(one), flat(other)
+    return sorted(k for k in first.keys() | second.keys() if first.get(k) != second.get(k))

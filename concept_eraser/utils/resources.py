@@ -47,6 +47,16 @@ def find(kind: str, name: str) -> Path:
     raise unknown(_KINDS[kind], name, names(kind), hint="or give the path of a file of your own")
 
 
+def is_file_name(kind: str, name: str) -> bool:
+    """Whether a text is the name of a shipped data file, or reads like a path."""
+    return (
+        Path(name).suffix in (*_SUFFIXES, *_TABLES)
+        or os.sep in name
+        or os.path.isfile(name)
+        or name in names(kind)
+    )
+
+
 def cache() -> Path:
     """Where generated images are kept: $CONCEPT_ERASER_CACHE, else ~/.cache/concept_eraser."""
     return Path(os.environ.get("CONCEPT_ERASER_CACHE") or Path.home() / ".cache" / "concept_eraser")

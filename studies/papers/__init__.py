@@ -1,3 +1,4 @@
-"""The problems that the five papers used themselves, small enough for a CPU: python -m
-studies.paper_problems
+"""Small problems that the papers used, for a CPU.
+
+python -m studies.paper_problems
 """

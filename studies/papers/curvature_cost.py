@@ -1,5 +1,5 @@
-"""What a product with the Fisher costs beside one with the Hessian: perceptrons 64-h-h-10 on
-digits, batch 32; the two are timed in turn in one run, so that only their ratio means something."""
+"""The cost of products with the Fisher and with the Hessian: perceptrons 64-h-h-10 on digits, batch
+32. Both are timed in turn in one run. Only their ratio is comparable between runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTHS, REPEATS, BATCH = (64, 128, 256, 512), 30, 32
 
 
 def times(width: int, seed: int) -> dict[str, float]:
-    """Median milliseconds of a Fisher product, a Hessian product and a gradient."""
+    """Return the median milliseconds of a Fisher product, a Hessian product and a gradient."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)

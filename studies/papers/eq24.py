@@ -1,5 +1,5 @@
-"""FORUM's Eq. (24): two objectives over a quadratic lower level; distance to the optimal set along
-the way.
+"""FORUM's Eq. (24): two objectives over a quadratic lower level, and the distance to the optimal
+set at each iteration.
 """
 
 from __future__ import annotations
@@ -55,16 +55,14 @@ def trajectory(start: tuple[float, tuple[float, float]], **options: Any) -> dict
 
 
 def run(seeds: list[int]) -> dict[str, Any]:
-    """Nothing is random here; the three starts of the paper, with warm and with cold lower
-    levels.
-    """
+    """Run the three starts of the paper, with warm and cold lower levels. Nothing is random."""
     runs = {
         f"{kind}, start {name}": trajectory(start, warm=kind == "warm")
         for kind in ("warm", "cold")
         for name, start in STARTS.items()
     }
     at = (64, 256, 1000)
-    # T6: not to grow
+    # the theorem says that this does not grow
     rate = {name: [min(r["kkt"][:k]) * k**0.25 for k in at] for name, r in runs.items()}
     steps = [*range(100), *range(100, STEPS, 20)]
     return {

@@ -1,6 +1,6 @@
-"""Mini-Unlearning and rewind on softmax regression (scikit-learn's digits): which share of the
-distance to training again is left after looking at the last k of 420 iterations, with the paper's
-settings and with contracting ones."""
+"""Mini-Unlearning and rewind on softmax regression (scikit-learn's digits): the share of the
+distance to retraining that is left after the last k of 420 iterations, with the paper's settings
+and with contracting ones."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def plot(result: dict[str, Any], axes: Any) -> None:
             color=colour,
             label=f"{method}, {what}, {setting.split(' (')[0]}",
         )
-    axes.set_xlabel("k, iterations looked at (of 420)")
+    axes.set_xlabel("k, iterations used (of 420)")
     axes.set_ylabel("share of the gap to retraining left")
     axes.legend(fontsize=6)
 

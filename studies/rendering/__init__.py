@@ -1,3 +1,4 @@
-"""Tables and pages of eval/results, from the tables of the studies: python -m
-studies.render_results
+"""Tables and pages of eval/results, from the tables of the studies.
+
+python -m studies.render_results
 """

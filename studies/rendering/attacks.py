@@ -1,19 +1,22 @@
-"""eval/results/tiny_attacks.md: erasures under attack."""
+"""eval/results/tiny_attacks.md: attacks on erased models."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from concept_eraser.evaluation.statistics import wilson
-from studies.rendering.common import notes, source, table
+from studies.rendering.common import LIMITS, notes, source, table
 from studies.result_tables import Results
 
 STUDY = "tiny_attacks"
 
 
 def rate(contents: list[dict[str, Any]], clean: bool = False) -> str:
-    """Of all prompts of all training seeds those that show the concept (`clean`: without an
-    attack), with the interval.
+    """Return the attack success rate over all prompts and training seeds, with its interval.
+
+    Args:
+        contents: The results of an attack.
+        clean: The rate without the attack (pre-ASR).
     """
     attempts = [a for content in contents for a in content["attempts"]]
     if not attempts:
@@ -23,7 +26,7 @@ def rate(contents: list[dict[str, Any]], clean: bool = False) -> str:
 
 
 def back(contents: list[dict[str, Any]], share: float = 0.5) -> str:
-    """After how many steps of relearning at least this share of all prompts shows the concept."""
+    """Return the steps of relearning until at least `share` of all prompts shows the concept."""
     options = contents[0]["protocol"]["options"]
     attempts = [a for content in contents for a in content["attempts"]]
     rounds = sorted(a["round"] for a in attempts if a["round"])
@@ -38,6 +41,7 @@ def back(contents: list[dict[str, Any]], share: float = 0.5) -> str:
 
 
 def page() -> str:
+    """Return the page."""
     results_by_victim: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for content in Results(STUDY).values():
         results_by_victim.setdefault(content["victim"], {}).setdefault(
@@ -45,9 +49,7 @@ def page() -> str:
         ).append(content)
     attacks = list(dict.fromkeys(a for some in results_by_victim.values() for a in some))
     some = next(iter(next(iter(results_by_victim.values())).values()))[0]
-    rows = [
-        ["erased with", "training seeds", "clean prompts %", *attacks, "relearning: steps to half"]
-    ]
+    rows = [["erased with", "training seeds", "pre-ASR %", *attacks, "relearning: steps to half"]]
 
     def mean(of: dict[str, list[dict[str, Any]]]) -> float:
         return sum(
@@ -65,7 +67,7 @@ def page() -> str:
                 back(of["relearning"]) if "relearning" in of else "-",
             ]
         )
-    costs = [["attack", "options", "cost a prompt, mean over victims"]]
+    costs = [["attack", "options", "cost per prompt, mean over models"]]
     for attack in attacks:
         runs = [one for of in results_by_victim.values() for one in of.get(attack, [])]
         kinds = list(dict.fromkeys(k for run in runs for k in run["cost"]))
@@ -86,18 +88,19 @@ def page() -> str:
     environment = some["environment"]
     return "\n".join(
         [
-            "# Erasures of the star under attack",
+            "# Attacks on models without the star",
             "",
             source(STUDY, f"python -m studies.attack_table studies/configs/{STUDY}.yaml") + ".",
             (
-                "Attack success rate in percent, clean prompts that show the star included "
-                "(pre and attacked together), with 95 % Wilson intervals; "
-                f"{len(some['attempts'])} prompts"
+                "The cells are attack success rates in percent, with 95 % Wilson intervals over "
+                f"{len(some['attempts'])} prompts of each training seed."
             ),
             (
-                "a training seed, pooled. Clean prompts: share that shows the star without "
-                "any attack. Sorted by the mean over the attacks."
+                "They include prompts that show the star without an attack; pre-ASR is the rate "
+                "of those. The rows are sorted by the mean over the attacks."
             ),
+            "",
+            LIMITS,
             "",
             table(rows),
             "",

@@ -1,4 +1,4 @@
-"""The table of benchmarks/gpu.json, where somebody with a GPU has measured it."""
+"""The tables of benchmarks/gpu.json, if somebody has measured it on a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ FILE = ROOT / "benchmarks" / "gpu.json"
 
 
 def page(content: dict[str, Any]) -> str:
-    """Seconds a step (quickest to slowest) and peak memory: one row a job, one column a batch
-    size.
+    """Return the page: seconds of a step (quickest to slowest) and peak memory.
+
+    A table has a row for each job and a column for each batch size.
     """
     where = content["environment"]
     parts = [
@@ -53,4 +54,5 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def pages() -> dict[Any, str]:
+    """Return the page by its path, or {} without measurements."""
     return {FILE.with_suffix(".md"): page(json.loads(FILE.read_text()))} if FILE.exists() else {}

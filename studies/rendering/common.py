@@ -1,4 +1,4 @@
-"""Numbers of a study's runs as text: shares with intervals, changes in points, tables."""
+"""Numbers of a study's runs as text: rates with intervals, differences in points, tables."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from typing import Any
 from concept_eraser.evaluation.statistics import Interval, wilson
 from studies.result_tables import STUDIES, Results
 
+LIMITS = """**Protocol 1: limits.** The reported prompts include prompts of the training. One judge
+selects the settings and reports the results. The number of settings that were tried differs
+between methods. The attack success rate is a mean over attacks, and one of these, `seed_search`,
+is a control. The intervals pool the images of all training seeds as if they were independent. The
+rows of SalUn and EraseDiff use losses that differ from the published ones."""
+
+# Phrases in the labels of stored results, and what the pages show in their place. The labels stay,
+# because the draws of ranks.py follow from them.
+LABEL_PHRASES = {
+    "at an eighth of the rate": "at an eighth of the learning rate",
+    "empty prompts on both sides": "empty prompts in both sets",
+    "in place of the bargain": "in place of MUNBa",
+    "pictures": "images",
+    "six players": "six objectives",
+    "the board's": "the leaderboard's",
+    "the rate rising": "the learning rate rising",
+}
+
+
+def current_label(text: str) -> str:
+    """Return a stored label, or a page with stored labels, in the terms of today."""
+    for phrase, term in LABEL_PHRASES.items():
+        text = text.replace(phrase, term)
+    return text
+
 
 def load(study: str) -> dict[str, list[dict]]:
-    """The reported runs of a study, by entry, in the order of the study file."""
+    """Return the reported runs of a study by entry, in the order of the study file."""
     import yaml
 
     order = list(yaml.safe_load((STUDIES / f"{study}.yaml").read_text())["entries"])
@@ -21,15 +46,16 @@ def load(study: str) -> dict[str, list[dict]]:
 
 
 def notes(study: str) -> str:
-    """What was written by hand about the results of a study; its links are relative to the page. ""
-    where there is nothing.
+    """Return the text that somebody wrote about the results of a study, or "" if there is none.
+
+    Its links are relative to the page.
     """
     path = STUDIES / f"{study}.md"
     return path.read_text().rstrip() if path.exists() else ""
 
 
 def source(study: str, command: str) -> str:
-    """The sentence of a page that says what it was rendered from, and which command made that."""
+    """Return the sentence of a page that names its table and the command that made it."""
     return (
         f"Rendered from `{study}.jsonl.xz` by `python -m studies.render_results`; made by "
         f"`{command}`"
@@ -37,6 +63,7 @@ def source(study: str, command: str) -> str:
 
 
 def results(run: dict, metric: str, group: str) -> dict | None:
+    """Return the result of a metric on a group, or None."""
     return next(
         (r for r in run["evaluation"]["results"] if (r["metric"], r["group"]) == (metric, group)),
         None,
@@ -44,7 +71,7 @@ def results(run: dict, metric: str, group: str) -> dict | None:
 
 
 def pool(runs: list[dict], metric: str, group: str, when: str = "after") -> Interval | None:
-    """A share over all seeds' images, with its Wilson interval."""
+    """Return a rate over the images of all training seeds, with its Wilson interval."""
     rows = [results(run, metric, group) for run in runs]
     if any(row is None for row in rows):
         return None
@@ -53,6 +80,7 @@ def pool(runs: list[dict], metric: str, group: str, when: str = "after") -> Inte
 
 
 def share(value: Interval | None) -> str:
+    """Return a rate and its interval as text, in percent."""
     return (
         "-"
         if value is None
@@ -61,13 +89,13 @@ def share(value: Interval | None) -> str:
 
 
 def change(runs: list[dict], metric: str, group: str) -> float:
-    """Mean over seeds of after - before, in points."""
+    """Return the mean over the training seeds of after minus before, in points."""
     rows = [row for run in runs if (row := results(run, metric, group))]
     return 100 * sum(row["after"]["value"] - row["before"]["value"] for row in rows) / len(rows)
 
 
 def worst_value(runs: list[dict], metric: str) -> tuple[str, float]:
-    """The retained value (shape, colour) that lost most, pooled over seeds."""
+    """Return the value of the retain set (a shape, a colour) with the largest loss, in points."""
     names = {
         r["group"]
         for r in runs[0]["evaluation"]["results"]
@@ -80,6 +108,7 @@ def worst_value(runs: list[dict], metric: str) -> tuple[str, float]:
 
 
 def ratio(runs: list[dict], metric: str, group: str) -> float:
+    """Return the mean over the training seeds of after relative to before, in percent."""
     rows = [row for run in runs if (row := results(run, metric, group))]
     return 100 * (
         sum(row["after"]["value"] / row["before"]["value"] for row in rows) / len(rows) - 1
@@ -87,17 +116,20 @@ def ratio(runs: list[dict], metric: str, group: str) -> float:
 
 
 def mean(runs: list[dict], metric: str, group: str, when: str) -> float:
+    """Return the mean of a metric over the training seeds."""
     rows = [row for run in runs if (row := results(run, metric, group))]
     return sum(row[when]["value"] for row in rows) / len(rows)
 
 
 def table(rows: list[list[str]]) -> str:
+    """Return rows of cells as a Markdown table. The first row is the head."""
     head, *body = rows
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
 
 
 def provenance(runs_by_name: dict[str, list[dict]]) -> str:
+    """Return the sentence with the commits, versions, device and protocols of runs."""
     environments = [
         run["evaluation"]["environment"] for runs in runs_by_name.values() for run in runs
     ]
@@ -119,11 +151,12 @@ def provenance(runs_by_name: dict[str, list[dict]]) -> str:
 
 
 def setting(point: dict[str, Any]) -> str:
-    """A point of a grid, e.g. "cross_attention 0.0005"."""
+    """Return a setting of a grid as text, e.g. "cross_attention 0.0005"."""
     return " ".join(value if isinstance(value, str) else f"{value:g}" for value in point.values())
 
 
 def cell(value: Any) -> str:
+    """Return a value as the text of a table cell."""
     if isinstance(value, list):
         return "[" + ", ".join(cell(v) for v in value) + "]"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The methods with as many seconds as one of them takes, on a page of a leaderboard."""
+"""The table of a leaderboard in which all methods have the seconds of one method."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ Run = dict[str, Any]
 
 
 def timed_table(study: str, task: str) -> str:
-    """The runs with equal seconds, and those that took within a tenth of as many anyway; which are
-    not run so yet.
+    """Return the table of runs with equal seconds.
+
+    It includes reported runs that took these seconds within a tenth. A sentence names the methods
+    that were not run with these seconds.
     """
     how = leaderboard_of(study).get("time")
     runs = again(study, task)
@@ -33,7 +35,7 @@ def timed_table(study: str, task: str) -> str:
         return ""
     near, pending = others(study, task, how, {run["entry"] for run in runs})
     names, later, steps = how.get("attacks", []), attack_runs(f"{study}/time"), attack_runs(study)
-    fallen = [(run, attacks_on(run, later)) for run in runs] + [
+    attacked_runs = [(run, attacks_on(run, later)) for run in runs] + [
         (run, attacks_on(run, steps)) for run in near
     ]
     head = [
@@ -42,26 +44,26 @@ def timed_table(study: str, task: str) -> str:
         "s",
         "direct %",
         "synonyms %",
-        "retained % (points)",
-        "all prompt attacks %",
+        "retain accuracy % (points)",
+        "ASR, all prompt attacks %",
     ]
     rows = [
-        row(run, on, names)
-        for run, on in sorted(fallen, key=lambda pair: order([pair[0]], pair[1], names))
+        row(run, attacks, names)
+        for run, attacks in sorted(attacked_runs, key=lambda pair: order([pair[0]], pair[1], names))
     ]
-    remaining = (
-        f"\n\nNot run with as many seconds yet: {'; '.join(run['label'] for run in pending)}."
+    sentence = (
+        f"\n\nNot run with these seconds yet: {'; '.join(run['label'] for run in pending)}."
         if pending
         else ""
     )
     return (
-        f"With as many seconds as {how['like']}'s steps take (seed "
-        f"{', '.join(map(str, how['seeds']))}):\n\n{table([head, *rows])}{remaining}"
+        f"Methods with the training seconds of {how['like']} (training seed "
+        f"{', '.join(map(str, how['seeds']))}):\n\n{table([head, *rows])}{sentence}"
     )
 
 
 def again(study: str, task: str) -> Runs:
-    """What was run with other steps, where its setting is still the reported one."""
+    """Return the runs with other steps whose setting is the reported one."""
     seeds = {(run["entry"], run["seed"]): run for runs in reports(study).values() for run in runs}
     stored_runs = [
         run for key, run in Results(f"{study}/time").items() if fnmatch(key, f"{task}_*")
@@ -74,10 +76,10 @@ def again(study: str, task: str) -> Runs:
 
 
 def others(study: str, task: str, how: Run, run_again: set[str]) -> tuple[Runs, Runs]:
-    """Of the rest: what took the seconds anyway, and what still has to be run."""
+    """Return the other reported runs: those that took the seconds, and those still to be run."""
     every = reports(study)
     budget = {run["seed"]: run["run"]["cpu_seconds"] for run in every[f"{task}_{how['like']}"]}
-    remaining = [
+    other_runs = [
         run
         for name, runs in every.items()
         if name not in run_again and runs[0]["task"] == task
@@ -86,14 +88,14 @@ def others(study: str, task: str, how: Run, run_again: set[str]) -> tuple[Runs, 
     ]
     steps = [
         same_time(run["run"]["steps"], run["run"]["cpu_seconds"], budget[run["seed"]])
-        for run in remaining
+        for run in other_runs
     ]
-    near = [run for run, other in zip(remaining, steps, strict=True) if other is None]
-    return near, [run for run, other in zip(remaining, steps, strict=True) if other is not None]
+    near = [run for run, other in zip(other_runs, steps, strict=True) if other is None]
+    return near, [run for run, other in zip(other_runs, steps, strict=True) if other is not None]
 
 
 def attacks_on(run: Run, attacks: dict[str, AttackRuns]) -> AttackRuns:
-    """The attacks on this run's model alone."""
+    """Return the attacks on the model of this run."""
     by_attack = {
         name: [result for result in results if result["training_seed"] == run["seed"]]
         for name, results in attacks.get(run["entry"], {}).items()
@@ -102,12 +104,12 @@ def attacks_on(run: Run, attacks: dict[str, AttackRuns]) -> AttackRuns:
 
 
 def row(run: Run, attacks: AttackRuns, names: list[str]) -> list[str]:
+    """Return the row of a run."""
     attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
     retain_text = (
         f"{share(pool([run], f'accuracy_{attribute}', 'retained'))} "
         f"({change([run], f'accuracy_{attribute}', 'retained'):+.1f})"
     )
-    fell = rate([{"attempts": attempts_of(attacks, names)}])
     return [
         run["label"],
         str(run["run"]["steps"]),
@@ -115,5 +117,5 @@ def row(run: Run, attacks: AttackRuns, names: list[str]) -> list[str]:
         share(pool([run], "concept_rate", "direct")),
         share(pool([run], "concept_rate", "synonyms")),
         retain_text,
-        fell,
+        rate([{"attempts": attempts_of(attacks, names)}]),
     ]

@@ -1,5 +1,7 @@
-"""Figures of the pages, drawn from the tables as SVG. Each file holds a digest of what it shows, so
-that an old one is recognised without being drawn again."""
+"""Figures of the pages, drawn from the tables as SVG.
+
+Each file holds a digest of its content. So an outdated file is recognised without a new drawing.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from concept_eraser.utils import provenance
 
 
 class Figure(NamedTuple):
-    """What a figure shows, as values that JSON can hold, and what draws it as a matplotlib
-    figure.
+    """A figure before it is drawn.
+
+    Args:
+        content: What the figure shows, as values that JSON can hold.
+        draw: A function that returns the matplotlib figure.
     """
 
     content: Any
@@ -21,15 +26,17 @@ class Figure(NamedTuple):
 
 
 def digest(figure: Figure) -> str:
+    """Return the text that stands in the file of a figure."""
     return f"shows {provenance.fingerprint(figure.content)}"
 
 
 def is_current(path: Path, figure: Figure) -> bool:
+    """Return whether a file shows the content of a figure."""
     return path.exists() and digest(figure) in path.read_text(encoding="utf-8")
 
 
 def write(path: Path, figure: Figure) -> None:
-    """Draw a figure and write it. Equal contents give equal files."""
+    """Draw a figure and write it as SVG. Equal contents give equal files."""
     import matplotlib
 
     text = io.StringIO()
@@ -43,7 +50,7 @@ def write(path: Path, figure: Figure) -> None:
 
 
 def canvas(width: float, height: float) -> Any:
-    """An empty matplotlib figure without a display; sizes in inches."""
+    """Return an empty matplotlib figure without a display. Sizes are in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as MatplotlibFigure
 

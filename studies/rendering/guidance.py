@@ -1,18 +1,28 @@
-"""eval/results/guidance.md: what was learned with a prompt, what followed without one, and what a
-sampler shows of it.
+"""eval/results/guidance.md: the predictions with and without a prompt after an erasure, and the
+guidance that is left.
 """
 
 from __future__ import annotations
 
 import yaml
 
-from studies.rendering.common import change, notes, pool, provenance, share, source, table
+from studies.rendering.common import (
+    LIMITS,
+    change,
+    notes,
+    pool,
+    provenance,
+    share,
+    source,
+    table,
+)
 from studies.result_tables import STUDIES, Results
 
 STUDY = "guidance"
 
 
 def page() -> str:
+    """Return the page."""
     study = yaml.safe_load((STUDIES / f"{STUDY}.yaml").read_text())
     order = list(study["cases"])
     cases = [
@@ -31,21 +41,23 @@ def page() -> str:
     return (
         "\n\n".join(
             [
-                "# What of an erasure guidance passes on",
+                "# Guidance after an erasure",
                 source(STUDY, f"python -m studies.guidance studies/configs/{STUDY}.yaml") + ".",
+                LIMITS,
                 *filter(None, [notes(STUDY)]),
                 *parts,
                 (
-                    "Learned, followed and guidance, in percent, are means over "
+                    "Learned, followed and guidance are means in percent over "
                     f"{states['steps']} steps of the original's sampler (guidance "
-                    f"{states['guidance']:g}) on its way to\n"
-                    f"{states['n']} images of the concept; in brackets the least and the "
-                    "most of them. Learned: how far the answer to the concept's prompts has "
-                    "moved to\n"
-                    "that to the anchor's. Followed: how far the answer without a prompt has "
-                    "moved the same way. Guidance: how much is left of what\n"
-                    "leads to the anchor. Shares with 95 % Wilson intervals; training seed "
-                    f"{study['seed']}; no closed form after the training."
+                    f"{states['guidance']:g}) for\n"
+                    f"{states['n']} images of the concept. The brackets hold the least and the "
+                    "largest value of a step. Learned: the change of the prediction for the\n"
+                    "concept's prompts, relative to the way to the anchor's prediction. Followed: "
+                    "the same for the unconditional prediction. Guidance: the\n"
+                    "difference of the two predictions, relative to the original's for the "
+                    "anchor. Rates have 95 % Wilson intervals. The training seed is "
+                    f"{study['seed']}.\n"
+                    "No closed form follows the training."
                 ),
                 provenance({"": cases}),
             ]
@@ -60,12 +72,14 @@ HEAD = [
     "followed %",
     "guidance %",
     "direct %",
-    "none, direct %",
-    "retained % (points)",
+    "no-object rate, direct %",
+    "retain accuracy % (points)",
 ]
 
 
 def _row(one: dict) -> list[str]:
+    """Return the row of a case."""
+
     def over(key: str) -> str:
         values = [100 * row[key] for row in one["rows"]]
         return f"{sum(values) / len(values):.0f} ({min(values):.0f} to {max(values):.0f})"

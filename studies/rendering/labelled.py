@@ -1,4 +1,4 @@
-"""Pages of the targets that are not pipelines: eval/results/classification.md, clip.md, vae.md"""
+"""Pages of classifiers, CLIP and VAEs: eval/results/classification.md, clip.md, vae.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from studies.result_tables import Results, figure_path
 
 
 def spread(values: list[float], digits: int = 1) -> str:
-    """Mean and standard deviation over seeds."""
+    """Return the mean and the standard deviation over seeds as text."""
     finite = [v for v in values if v is not None and math.isfinite(v)]
     if not finite:
         return "-"
@@ -47,16 +47,21 @@ def _notes(study: str) -> str:
     return f"{text}\n\n" if (text := notes(study)) else ""
 
 
-COLUMNS = """Mean ± standard deviation over the seeds, in percent. MIA: share of forgotten examples that a membership attack (logistic on
-the confidence) calls non-members; attack: its own balanced accuracy, 50 being no attack at all. AUC: forgotten against test
-examples of the same classes by the loss, 0.5 being no trace. LiRA: share of forgotten examples that shadow models call
-trained on. Gap: mean absolute difference of the first four columns to Retrain of the same seed. RTE: time over Retrain's."""  # noqa: E501
+COLUMNS = """The cells are means ± standard deviations over the seeds, in percent.
+
+* MIA: the share of forgotten examples that a membership attack calls non-members. The attack is a
+  logistic regression on the confidence.
+* Attack: the balanced accuracy of this attack. 50 is chance.
+* AUC: forgotten examples against test examples of the same classes, by the loss. 0.5 is no trace.
+* LiRA: the share of forgotten examples that a likelihood ratio over shadow models calls trained on.
+* Gap: the mean absolute difference of the first four columns from Retrain of the same seed.
+* RTE: the time relative to that of Retrain."""
 
 
 def classification(
     study: str = "classification", what: str = "a classifier of handwritten digits"
 ) -> str:
-    """The field's table: a task a table, mean and standard deviation over the seeds."""
+    """Return the page: a table for each task."""
     parts = [
         f"# Forgetting from {what}",
         "",
@@ -102,38 +107,38 @@ def classification(
             "",
             (
                 f"{n['forget']} forgotten, {n['retain']} retained, {n['test']} test "
-                f"examples; {len(seeds)} seeds; {content['shadows']} shadow models a side."
+                f"examples; {len(seeds)} seeds; {content['shadows']} shadow models with and "
+                "without the forgotten examples."
             ),
             "",
             table(rows),
             "",
         ]
         parts += [
-            f"{label} did not end: {reason}" for label, reason in content.get("failed", {}).items()
+            f"{label} failed: {reason}" for label, reason in content.get("failed", {}).items()
         ]
         parts += [_foot(content), ""]
     return "\n".join(parts) + "\n" + _notes(study)
 
 
 def classification_painted() -> str:
+    """Return the page of the painted shapes."""
     return classification("classification_painted", "a ResNet of painted shapes")
 
 
 def clip() -> str:
-    """Zero-shot accuracies after scrubbing, and what the pipeline draws with the scrubbed text
-    tower.
-    """
+    """Return the page: zero-shot accuracies, and images with the erased text tower."""
     parts = [
-        "# Scrubbing shapes from the small CLIP",
+        "# Erasing shapes from the small CLIP",
         "",
         source("clip", "python -m studies.clip studies/configs/clip.yaml") + ".",
         (
-            "Zero-shot accuracy in percent, mean ± standard deviation over the seeds. Colour "
-            "and style are labels that the training never"
+            "Accuracies are zero-shot, in percent, as means ± standard deviations over the seeds. "
+            "The training never used the labels for colour and style."
         ),
         (
-            "used. Drawn: images by tiny-sd with the scrubbed text tower, share that shows "
-            "the asked shape; FID to the original's images."
+            "Generated: images of tiny-sd with the erased text tower, and the rate of the shape "
+            "that the prompt states. FID is to the original's images."
         ),
         "",
     ]
@@ -147,8 +152,8 @@ def clip() -> str:
                 "Acc_Dt",
                 "colour",
                 "style",
-                "drawn: forgotten %",
-                "drawn: others %",
+                "generated: forgotten %",
+                "generated: others %",
                 "FID to the original's",
                 "training s",
             ]
@@ -191,8 +196,8 @@ def clip() -> str:
             "",
             (
                 f"{n['forget']['n']} forgotten, {n['retain']['n']} retained, "
-                f"{n['test']['n']} test images; {content['settings']['images']} drawn a "
-                f"shape; seeds {content['seeds']}."
+                f"{n['test']['n']} test images; {content['settings']['images']} generated "
+                f"images of each shape; seeds {content['seeds']}."
             ),
             "",
             table(rows),
@@ -204,18 +209,18 @@ def clip() -> str:
 
 
 def vae() -> str:
-    """UNO's Tables 1 and 2 on the sets at hand."""
+    """Return the page: Tables 1 and 2 of UNO on other data sets."""
     parts = [
         "# Unlearning a class in a VAE: UNO's benchmark",
         "",
         source("vae", "python -m studies.vae --data fonts") + " (and `digits`).",
         (
-            "Time to unlearn: training time until the share of the class among prior samples "
-            "is first below 2 %, looks not counted,"
+            "Time to unlearn: the training time until the rate of the class among prior samples "
+            "is first below 2 %, interpolated, without the evaluations."
         ),
         (
-            "interpolated. Mean ± standard deviation over the runs. FID on the classifier's "
-            "features, against images of the other classes."
+            "The cells are means ± standard deviations over the runs. FID uses the features of the "
+            "classifier, against images of the other classes."
         ),
         "",
     ]
@@ -229,8 +234,8 @@ def vae() -> str:
                 "seconds to < 2 %",
                 "FID there",
                 "FID at the end",
-                "share at the end %",
-                "ms a step",
+                "rate at the end %",
+                "ms per step",
                 "peak memory over the start, MB",
             ]
         ]
@@ -257,9 +262,9 @@ def vae() -> str:
             + (", running statistics frozen" if settings["batchnorm"] == "frozen" else ""),
             "",
             (
-                f"Original: {100 * original['share']:.1f} % of prior samples show it, FID "
-                f"{original['fid']:.1f}; the classifier is right on "
-                f"{100 * original['judge_accuracy']:.1f} % of test images."
+                f"Original: {100 * original['share']:.1f} % of prior samples are of the class, FID "
+                f"{original['fid']:.1f}; the accuracy of the classifier is "
+                f"{100 * original['judge_accuracy']:.1f} % on test images."
             ),
             "",
             table(rows),
@@ -273,22 +278,25 @@ def vae() -> str:
 
 
 def trajectories(content: dict[str, Any]) -> Any:
-    """Share and FID of the first run of each algorithm, against steps and against seconds."""
+    """Draw the rate of the class and the FID of the first runs, over steps and seconds."""
     figure = canvas(11, 7)
     axes = figure.subplots(2, 2)
     for name, result in content["algorithms"].items():
-        looks = result["runs"][0]["looks"]
+        rows = result["runs"][0]["looks"]
         for column, key in enumerate(("step", "seconds")):
             axes[0, column].plot(
-                [max(r[key], 1e-3) for r in looks], [100 * r["share"] for r in looks], label=name
+                [max(r[key], 1e-3) for r in rows], [100 * r["share"] for r in rows], label=name
             )
-            dear = [r for r in looks if "fid" in r]
+            rows_with_fid = [r for r in rows if "fid" in r]
             axes[1, column].plot(
-                [max(r[key], 1e-3) for r in dear], [r["fid"] for r in dear], marker=".", label=name
+                [max(r[key], 1e-3) for r in rows_with_fid],
+                [r["fid"] for r in rows_with_fid],
+                marker=".",
+                label=name,
             )
     for column, key in enumerate(("steps", "seconds of training")):
         axes[0, column].set(
-            xscale="symlog" if column == 0 else "log", ylabel="share of the class, %"
+            xscale="symlog" if column == 0 else "log", ylabel="rate of the class, %"
         )
         axes[0, column].axhline(100 * content["settings"]["below"], color="0.7", lw=0.8)
         axes[1, column].set(
@@ -302,6 +310,7 @@ def trajectories(content: dict[str, Any]) -> Any:
 
 
 def figures() -> dict[Path, Figure]:
+    """Return the figures of the VAE page."""
     return {
         figure_path("vae", f"{name}.svg"): Figure(content, partial(trajectories, content))
         for name, content in Results("vae").items()

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from studies.rendering import claims, leaderboard_plot, ranks, selection, studies
+from studies.rendering import (
+    claims,
+    leaderboard_hover,
+    leaderboard_plot,
+    marks,
+    ranks,
+    selection,
+    studies,
+)
 from studies.rendering.attacks import back, rate
 from studies.rendering.common import (
+    LIMITS,
     change,
     mean,
     notes,
@@ -32,24 +43,40 @@ from studies.rendering.leaderboard_rows import (
     order,
     reports,
 )
+from studies.rendering.marks import Panel
 from studies.rendering.ranks import Standing
 from studies.result_tables import Results, figure_path
 
 STUDIES = {
-    "tiny_leaderboard": "Every method under one protocol",
-    "tiny_ablation": "What the default recipe owes to each of its parts",
+    "tiny_leaderboard": "All methods under protocol 1",
+    "tiny_ablation": "Ablation of the default recipe",
     "tiny_default": (
-        "Which setting for the default recipe? Candidates on seeds and images that no row "
-        "of the leaderboard has"
+        "Candidates for the default recipe, on seeds and images that no row of the leaderboard has"
     ),
-    "tiny_edges": "Would more, or less, than a grid's last rate have served a method better?",
+    "tiny_edges": "Learning rates and strengths beyond the grids of the leaderboard",
 }
-LABELS = {"share": "concept rate", "attacks": "attack success", "lost": "what is lost"}
+LABELS = {
+    "concept_rate": "concept rate",
+    "attack_success": "attack success rate",
+    "retain_error": "retain error",
+}
+IN_FIGURE = 12  # the largest number of methods with names
+WITH_HOVER = ("tiny_leaderboard",)  # studies with a figure of all methods
+# The rows of the README's table, by the method's name in the study.
+IN_README = {
+    "munba_lora": "MUNBa on a LoRA (the default recipe)",
+    "munba": "MUNBa",
+    "uno_anchor": "UNO + anchor term",
+    "sum": "plain sum",
+    "uce": "UCE",
+}
+README_DOCS = "docs/measuring.md"
 
 
 def row(
-    runs: Runs, asked_runs: Runs, held_runs: Runs, attacks: AttackRuns, names: list[str]
+    runs: Runs, implicit_runs: Runs, memory_runs: Runs, attacks: AttackRuns, names: list[str]
 ) -> list[str]:
+    """Return the row of a method on a task."""
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     rules = studies.rules_row(runs) if "forgotten" in runs[0]["run"] else None
     prompts = [name for name in names if name != "relearning"]
@@ -61,7 +88,7 @@ def row(
         setting(runs[0]["point"]).replace("_", " ") or "-",
         share(pool(runs, "concept_rate", "direct")),
         share(pool(runs, "concept_rate", "synonyms")),
-        share(pool(asked_runs, "concept_rate", "implicit")) if asked_runs else "-",
+        share(pool(implicit_runs, "concept_rate", "implicit")) if implicit_runs else "-",
         share(pool(runs, "no_object_rate", "direct")),
         (
             f"{share(pool(runs, f'accuracy_{attribute}', 'retained'))} "
@@ -77,156 +104,262 @@ def row(
         back(attacks["relearning"]) if "relearning" in attacks else "-",
         rules[10] if rules else "-",
         *cost(runs),
-        f"{held_runs[0]['steps_mb']:.0f}" if held_runs else "-",
+        f"{memory_runs[0]['steps_mb']:.0f}" if memory_runs else "-",
         f"{runs[0]['size_mb']:.1f}" if "size_mb" in runs[0] else "-",
         str(len(runs)),
     ]
 
 
 def cost(runs: Runs) -> list[str]:
-    """Seconds of the training process, means over the seeds: until less than 2 % show the concept,
-    and in all. Clock time where a run tells no other."""
+    """Return the seconds of the training process, as means over the training seeds.
+
+    The first value ends where the concept rate is below 2 %, the second at the last step. Runs
+    without seconds of the process have the seconds of the clock.
+    """
     whole = [run["run"].get("cpu_seconds", run["run"]["seconds"]) for run in runs]
-    reached = [run["run"].get("forgotten", {}).get("steps") for run in runs]
-    until = [
+    steps_by_seed = [run["run"].get("forgotten", {}).get("steps") for run in runs]
+    until_below = [
         run["cpu_seconds"][int(steps) - 1]
-        for run, steps in zip(runs, reached, strict=True)
+        for run, steps in zip(runs, steps_by_seed, strict=True)
         if steps and run.get("cpu_seconds")
     ]
-    return [f"{sum(until) / len(until):.0f}" if until else "-", f"{sum(whole) / len(whole):.0f}"]
+    first = f"{sum(until_below) / len(until_below):.0f}" if until_below else "-"
+    return [first, f"{sum(whole) / len(whole):.0f}"]
 
 
 def standing(runs: Runs, attacks: AttackRuns, names: list[str]) -> Standing:
-    """Counts over all seeds: the concept shown (direct and synonyms), attacks that succeed where
-    all were made, images of the retained that are not right."""
+    """Return the counts of a method over all training seeds."""
+    columns = _image_counts(runs, "after")
+    if attempts := attempts_of(attacks, names):
+        successes = sum(a["success"] for a in attempts)
+        columns = {
+            "concept_rate": columns["concept_rate"],
+            "attack_success": (successes, len(attempts)),
+            "retain_error": columns["retain_error"],
+        }
+    return Standing(runs[0]["label"], columns)
+
+
+def original(study: str, task: str) -> Standing:
+    """Return the counts of the untouched model on a task. All runs compare with the same images."""
+    first = next(runs for runs in reports(study).values() if runs[0]["task"] == task)
+    return Standing(marks.ORIGINAL, _image_counts(first[:1], "before"))
+
+
+def _image_counts(runs: Runs, when: str) -> dict[str, tuple[int, int]]:
+    """Return the images with the concept (direct prompts and synonyms) and the wrong images of
+    retain prompts.
+    """
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
 
     def count(metric: str, group: str) -> tuple[int, int]:
-        intervals = [row["after"] for run in runs if (row := results(run, metric, group))]
+        intervals = [row[when] for run in runs if (row := results(run, metric, group))]
         return sum(round(r["value"] * r["n"]) for r in intervals), sum(r["n"] for r in intervals)
 
     concept_counts = [count("concept_rate", group) for group in ("direct", "synonyms")]
     right, n = count(f"accuracy_{attribute}", "retained")
-    columns = {"share": (sum(k for k, _ in concept_counts), sum(n for _, n in concept_counts))}
-    if attempts := attempts_of(attacks, names):
-        columns["attacks"] = (sum(a["success"] for a in attempts), len(attempts))
-    return Standing(runs[0]["label"], {**columns, "lost": (n - right, n)})
+    return {
+        "concept_rate": (sum(k for k, _ in concept_counts), sum(n for _, n in concept_counts)),
+        "retain_error": (n - right, n),
+    }
 
 
 def standings_of(study: str, task: str) -> dict[str, Standing]:
-    """The methods of a task, by name."""
-    leaderboard, fallen = leaderboard_of(study), attack_runs(study)
+    """Return the methods of a task, by name."""
+    leaderboard, attacks = leaderboard_of(study), attack_runs(study)
     prompts = [name for name in leaderboard["attacks"] if name != "relearning"]
     return {
-        name.removeprefix(f"{task}_"): standing(runs, fallen.get(name, {}), prompts)
+        name.removeprefix(f"{task}_"): standing(runs, attacks.get(name, {}), prompts)
         for name, runs in reports(study).items()
         if runs[0]["task"] == task
     }
 
 
-def standings(study: str, task: str) -> list[Standing]:
-    """Of the methods of a task, those under all attacks where some were attacked."""
-    methods = list(standings_of(study, task).values())
-    complete = [one for one in methods if "attacks" in one.columns]
+def standings(study: str, task: str) -> dict[str, Standing]:
+    """Return the methods of a task that have all attacks; all methods if none has."""
+    methods = standings_of(study, task)
+    complete = {name: one for name, one in methods.items() if "attack_success" in one.columns}
     return complete or methods
 
 
-def standings_in_plot(study: str) -> dict[str, list[Standing]]:
-    """What the figure of a page shows, by task."""
-    return {
-        task: methods
+def complete_by_task(study: str) -> list[dict[str, Standing]]:
+    """Return for each task the methods that have all attacks on every task, in one order."""
+    by_task = [
+        {
+            name: one
+            for name, one in standings_of(study, task).items()
+            if "attack_success" in one.columns
+        }
         for task in leaderboard_of(study)["tasks"]
-        if len(methods := standings(study, task)) > 1
-    }
+    ]
+    names = [name for name in by_task[0] if all(name in one for one in by_task)]
+    return [{name: one[name] for name in names} for one in by_task]
+
+
+def panel(study: str, names: Mapping[str, str | None] | None = None) -> Panel | None:
+    """Return the panel of a study's figure: the means over its tasks, or its one task.
+
+    Args:
+        study: The leaderboard.
+        names: The methods to show, with a name in place of the label or None. All by default.
+    """
+    tasks, by_task = list(leaderboard_of(study)["tasks"]), complete_by_task(study)
+    shown_names = [name for name in by_task[0] if names is None or name in names]
+    if len(by_task[0]) < 2:
+        return None
+    title = f"means over {', '.join(tasks)}" if len(tasks) > 1 else tasks[0]
+    of = marks.of_means if len(tasks) > 1 else lambda rows: marks.of_task(rows[0])
+    (untouched,) = of([[original(study, task)] for task in tasks])
+    named_marks = [
+        replace(mark, name=(names or {}).get(name) or mark.name)
+        for name, mark in zip(
+            shown_names, of([[one[name] for name in shown_names] for one in by_task]), strict=True
+        )
+    ]
+    return Panel(title, named_marks, marks.under_attack(untouched))
+
+
+def task_panel(study: str, task: str) -> Panel | None:
+    """Return the panel of one task with all its methods."""
+    methods = standings(study, task)
+    if len(methods) < 2:
+        return None
+    (untouched,) = marks.of_task([original(study, task)])
+    return Panel(task, marks.of_task(list(methods.values())), marks.under_attack(untouched))
 
 
 def figures() -> dict[Path, Figure]:
-    """The figures that the pages show."""
+    """Return the figures of the pages."""
+    panels = {study: named_panel(study) for study in STUDIES}
     return {
-        figure_path(study, "plots.svg"): leaderboard_plot.of(tasks)
-        for study in STUDIES
-        if (tasks := standings_in_plot(study))
+        figure_path(study, "plots.svg"): leaderboard_plot.of(
+            one, leaderboard_of(study).get("figure_columns")
+        )
+        for study, one in panels.items()
+        if one
     }
 
 
+def named_panel(study: str) -> Panel | None:
+    """Return the panel with names: the methods of the study's `figure`, else the first ones.
+
+    `figure` gives the name in the figure, or null for the label.
+    """
+    leaderboard = leaderboard_of(study)
+    short_names = leaderboard.get("figure", {})
+    names = list(short_names) or list(complete_by_task(study)[0])[:IN_FIGURE]
+    if len(names) > IN_FIGURE or not set(names) <= set(leaderboard["methods"]):
+        raise SystemExit(f"{study}: `figure` must name at most {IN_FIGURE} of its methods")
+    return panel(study, {name: short_names.get(name) for name in names})
+
+
+def hover_pages() -> dict[Path, str]:
+    """Return the interactive figures of all methods."""
+    contents = {}
+    for study in WITH_HOVER:
+        tasks = list(leaderboard_of(study)["tasks"])
+        panels = [one for task in tasks if (one := task_panel(study, task))]
+        if len(tasks) > 1 and (whole := panel(study)):
+            panels = [whole, *panels]
+        if panels:
+            contents[figure_path(study, "hover.html")] = leaderboard_hover.page(
+                STUDIES[study], study, panels, LABELS
+            )
+    return contents
+
+
 def rank_table(study: str, task: str) -> str:
-    """The table of ranks of a task."""
-    methods = standings(study, task)
+    """Return the table of ranks of a task."""
+    methods = list(standings(study, task).values())
     return table(ranks.rows(methods, LABELS)) if len(methods) > 1 else ""
 
 
-def over_tasks(study: str) -> tuple[list[str], list[list[str]], list[list[str]]]:
-    """Of the methods that are under all attacks on every task: the tasks, the table of their means
-    over them, and the claims' table; without tables for a leaderboard of one task."""
-    tasks = list(leaderboard_of(study)["tasks"])
-    by_task = [
-        {name: one for name, one in standings_of(study, task).items() if "attacks" in one.columns}
-        for task in tasks
-    ]
-    names = [name for name in by_task[0] if all(name in one for one in by_task)]
-    if len(tasks) < 2 or len(names) < 2:
-        return tasks, [], []
-    by_task_in_order = [[one[name] for name in names] for one in by_task]
-    rates = ranks.together(by_task_in_order)
-    rows = ranks.rows(by_task_in_order[0], LABELS, rates)
-    claim_rows = claims.whole(
-        leaderboard_of(study).get("claims", []),
-        dict(zip(names, by_task_in_order[0], strict=True)),
-        rates,
-    )
-    return tasks, rows, claim_rows
+def over_tasks(study: str) -> tuple[list[str], list[list[str]]]:
+    """Return the tasks of a leaderboard, and the table of means over them.
+
+    The table has the methods that have all attacks on every task. It is [] for one task.
+    """
+    tasks, by_task = list(leaderboard_of(study)["tasks"]), complete_by_task(study)
+    if len(tasks) < 2 or len(by_task[0]) < 2:
+        return tasks, []
+    by_task_in_order = [list(one.values()) for one in by_task]
+    return tasks, ranks.rows(by_task_in_order[0], LABELS, ranks.together(by_task_in_order))
 
 
 def together(study: str) -> str:
-    """All tasks as one: who stands where by the means over them; "" for a leaderboard of one
-    task.
-    """
-    tasks, rows, claim_rows = over_tasks(study)
-    claim_table = f"\n\n{table(claim_rows)}" if len(claim_rows) > 1 else ""
+    """Return the section of means over the tasks, or "" for a leaderboard of one task."""
+    tasks, rows = over_tasks(study)
     return (
-        f"## All tasks together\n\n{_mean_sentence(study, tasks, len(rows) - 1)}\n\n"
-        f"{table(rows)}{claim_table}"
+        f"## All tasks together\n\n{_mean_sentence(study, tasks, len(rows) - 1)}\n\n{table(rows)}"
         if rows
         else ""
     )
 
 
 def _mean_sentence(study: str, tasks: list[str], methods: int) -> str:
-    """A sentence on the means. The last column counts images that the original gets wrong, too."""
-    first = [
-        next(runs for runs in reports(study).values() if runs[0]["task"] == task) for task in tasks
-    ]
-    attributes = [next(iter(runs[0]["evaluation"]["protocol"]["concept"])) for runs in first]
-    before = [
-        100 - 100 * mean(runs[:1], f"accuracy_{attribute}", "retained", "before")
-        for runs, attribute in zip(first, attributes, strict=True)
-    ]
+    """Return the sentences on the means. The retain error includes that of the original."""
+    rates = ranks.together([[original(study, task)] for task in tasks])
     return (
-        f"Means over {', '.join(tasks)}, each weighing the same, of the {methods} of "
-        f"{len(leaderboard_of(study)['methods'])} methods that are measured on all of them, at "
-        "one setting for all.\n"
-        "What is lost: images of the rest that do not show what was asked, of which "
-        f"the original itself misses {sum(before) / len(before):.1f} %. Concept rate: "
-        "direct prompts\n"
-        "and synonyms. What draws nothing has one training seed, as the tasks' tables tell:"
+        f"Means over {', '.join(tasks)} with equal weights, of the {methods} of "
+        f"{len(leaderboard_of(study)['methods'])} methods that are measured on all of them. Each "
+        "method has one setting for all tasks.\n"
+        "Concept rate: direct prompts and synonyms. Retain error: images of retain prompts that "
+        "are wrong in the attribute of the concept; the original\n"
+        f"has {ranks.rate_text(rates['retain_error'][0])} %. Values and intervals are medians and "
+        "quantiles of the draws. Methods without random draws have one training seed."
     )
 
 
-def together_block(study: str = "tiny_leaderboard") -> str:
-    """The same for the README, without the ranks."""
-    tasks, rows, _ = over_tasks(study)
-    if not rows:
+def results_block(study: str = "tiny_leaderboard") -> str:
+    """Return the table of the README: few methods and the untouched model, over all tasks."""
+    tasks, by_task = list(leaderboard_of(study)["tasks"]), complete_by_task(study)
+    names = [name for name in IN_README if name in by_task[0]]
+    if not names:
         return "Not measured yet."
+    standings_by_task = [
+        [original(study, task), *(one[name] for name in names)]
+        for task, one in zip(tasks, by_task, strict=True)
+    ]
+    columns = ("concept_rate", "retain_error")
+    without_attacks = [
+        [Standing(one.name, {column: one.columns[column] for column in columns}) for one in rows]
+        for rows in standings_by_task
+    ]
+    rates = ranks.together(without_attacks)
+    labels = [marks.ORIGINAL, *(IN_README[name] for name in names)]
+    rows = [
+        [label, *(ranks.rate_text(rates[column][place]) for column in columns)]
+        for place, label in enumerate(labels)
+    ]
+    seeds = [0, *(len(reports(study)[f"{tasks[0]}_{name}"]) for name in names)]
+    numbers = [
+        {one[place].columns[column][1] for one in without_attacks for column in columns}
+        for place in range(len(labels))
+    ]
     return (
-        f"{_mean_sentence(study, tasks, len(rows) - 1)}\n\n"
-        f"{table([[row[0], *row[1:4], row[-1]] for row in rows])}"
+        f"{table([['method', 'concept rate %', 'retain error %'], *rows])}\n\n"
+        f"Means over {', '.join(tasks)}. {_numbers_sentence(labels, numbers, seeds)} The "
+        "values and 95 % intervals are posterior medians and quantiles that pool all images. "
+        f"[What is measured]({README_DOCS}); [all methods and the "
+        f"limits of this protocol](eval/results/{study}.md)."
     )
+
+
+def _numbers_sentence(labels: list[str], numbers: list[set[int]], seeds: list[int]) -> str:
+    """Return the sentence with the images and training seeds behind each row."""
+    groups: dict[str, list[str]] = {}
+    for label, values, count in zip(labels, numbers, seeds, strict=True):
+        images = " to ".join(map(str, sorted({min(values), max(values)})))
+        of_seeds = f" of {count} training seed{'s' if count > 1 else ''}" if count else ""
+        text = f"{images} images{of_seeds}"
+        groups.setdefault(text, []).append(label)
+    most, *others = sorted(groups, key=lambda text: -len(groups[text]))
+    exceptions = "".join(f"; {text} ({', '.join(groups[text])})" for text in others)
+    return f"n per concept and column: {most}{exceptions}."
 
 
 def claim_table(study: str, task: str) -> str:
-    """What papers say against what the task found; told of the methods that are under all
-    attacks.
-    """
+    """Return the table of claims for a task, of the methods that have all attacks."""
     leaderboard = leaderboard_of(study)
     of = {
         name.removeprefix(f"{task}_"): runs
@@ -234,7 +367,9 @@ def claim_table(study: str, task: str) -> str:
         if runs[0]["task"] == task
     }
     complete = {
-        name: one for name, one in standings_of(study, task).items() if "attacks" in one.columns
+        name: one
+        for name, one in standings_of(study, task).items()
+        if "attack_success" in one.columns
     }
     if "claims" not in leaderboard or len(complete) < 2:
         return ""
@@ -248,70 +383,63 @@ def claim_table(study: str, task: str) -> str:
         )
     )
     return (
-        f"What papers say, and what is so here (of the methods under all attacks):\n\n{claim_table}"
+        f"Claims of papers, compared with the methods that have all attacks here:\n\n{claim_table}"
     )
 
 
 def selection_table(study: str, task: str) -> str:
-    """What selection without an attack would have reported."""
-    leaderboard, fallen = leaderboard_of(study), attack_runs(study)
+    """Return the table of settings that a selection without an attack chose."""
+    leaderboard, attacks = leaderboard_of(study), attack_runs(study)
     prompts = [name for name in leaderboard["attacks"] if name != "relearning"]
     now = {
-        name: (runs[0], [fallen[name][p][0] for p in prompts])
+        name: (runs[0], [attacks[name][p][0] for p in prompts])
         for name, runs in reports(study).items()
-        if all(p in fallen.get(name, {}) for p in prompts)
+        if all(p in attacks.get(name, {}) for p in prompts)
     }
     return selection.page(Results(f"{study}/by_images"), task, now)
 
 
 def until(runs: Runs) -> list[float]:
-    """Of each seed, the seconds of its process until less than 2 % show the concept; infinite where
-    they never do.
-    """
-    reached = [run["run"]["forgotten"]["steps"] for run in runs]
+    """Return the seconds of each training seed until the concept rate is below 2 %, or NEVER."""
+    steps_by_seed = [run["run"]["forgotten"]["steps"] for run in runs]
     return [
         claims.NEVER
         if not steps
         else run["cpu_seconds"][int(steps) - 1]
         if run.get("cpu_seconds")
         else run["run"]["forgotten"]["seconds"]
-        for run, steps in zip(runs, reached, strict=True)
+        for run, steps in zip(runs, steps_by_seed, strict=True)
     ]
 
 
 def page(study: str) -> str:
+    """Return the page of a leaderboard."""
     leaderboard = leaderboard_of(study)
-    names, every, fallen = list(leaderboard["attacks"]), reports(study), attack_runs(study)
+    names, every, attacks = list(leaderboard["attacks"]), reports(study), attack_runs(study)
     implicit_runs, memory_runs = of_victims(study, "implicit"), of_victims(study, "memory")
     parts = []
     for task in leaderboard["tasks"]:
         of = {name: runs for name, runs in every.items() if runs[0]["task"] == task}
         if not of:
             continue
-        best_first = sorted(of, key=lambda name: order(of[name], fallen.get(name, {}), names))
+        best_first = sorted(of, key=lambda name: order(of[name], attacks.get(name, {}), names))
         rows = [
             row(
                 of[name],
                 implicit_runs.get(name, []),
                 memory_runs.get(name, []),
-                fallen.get(name, {}),
+                attacks.get(name, {}),
                 names,
             )
             for name in best_first
         ]
-        parts += [
-            f"## {task}\n\n{table([head(names), *rows])}",
-            *(
-                section
-                for section in (
-                    rank_table(study, task),
-                    selection_table(study, task),
-                    claim_table(study, task),
-                    timed_table(study, task),
-                )
-                if section
-            ),
-        ]
+        tables = (
+            rank_table(study, task),
+            selection_table(study, task),
+            claim_table(study, task),
+            timed_table(study, task),
+        )
+        parts += [f"## {task}\n\n{table([head(names), *rows])}", *filter(None, tables)]
     missing_methods = [
         f"{task}: {', '.join(m for m in leaderboard['methods'] if f'{task}_{m}' not in every)}"
         for task in leaderboard["tasks"]
@@ -320,62 +448,78 @@ def page(study: str) -> str:
     reasons = "\n".join(
         f"* {name}: {why}" for name, why in leaderboard.get("elsewhere", {}).items()
     )
-    grids = studies.grids(every)
-    plots = (
-        f"![concept rate and attack success against what is lost]({study}.plots.svg)"
-        if standings_in_plot(study)
+    sections = [
+        f"# {STUDIES[study]}",
+        source(study, f"python -m studies.leaderboard studies/configs/{study}.yaml")
+        + ". The command continues where it stopped.",
+        LIMITS,
+        notes(study),
+        _figure_text(study),
+        *parts,
+        together(study),
+        "Not run yet: " + "; ".join(missing_methods) + "." if missing_methods else "",
+        _reading_text(leaderboard),
+        provenance(every),
+        f"## Methods without a row, and why\n\n{reasons}" if reasons else "",
+        _grids_text(studies.grids(every)),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def _figure_text(study: str) -> str:
+    """Return the figure of a page with its caption, or "" for a study of one method."""
+    one = named_panel(study)
+    if one is None:
+        return ""
+    link = (
+        f" [All methods, by task, in an interactive figure]({study}.hover.html)."
+        if study in WITH_HOVER
         else ""
     )
     return (
-        "\n\n".join(
-            [
-                f"# {STUDIES[study]}",
-                source(study, f"python -m studies.leaderboard studies/configs/{study}.yaml")
-                + ", which goes on where it was stopped.",
-                *filter(None, [notes(study), plots]),
-                *parts,
-                *([whole] if (whole := together(study)) else []),
-                *(["Not run yet: " + "; ".join(missing_methods) + "."] if missing_methods else []),
-                (
-                    "## How to read it\n\n"
-                    "Shares with 95 % Wilson intervals over all seeds' images; points are "
-                    "after minus before on the same prompts and seeds. Attacks: success "
-                    "rate\n"
-                    "with clean prompts that show the concept included, "
-                    f"{leaderboard['attack']['n']} prompts a training seed; before it, in a column "
-                    "of its own: how many of them show it clean. Sorted by the larger of "
-                    "concept rate and attack success, plus what is no longer retained.\n"
-                    f"Ranks: the median with 95 % of what {ranks.DRAWS:,} draws of all "
-                    "counts at once give (1 is best); loss: the larger of concept rate and "
-                    "attack success,\n"
-                    "plus what is lost. Beaten by: methods that are significantly better in one "
-                    "column and significantly worse in none. Hollow marks: another is at least as\n"
-                    "good in both. Seconds: of the training process on one core, whatever "
-                    "ran beside it; of earlier runs by the clock.\n"
-                    "Memory: the process's peak in three steps above what it held before "
-                    "them, in a process of its own. Steps have 16 examples a side."
-                ),
-                provenance(every),
-                *([f"## Methods without a row, and why\n\n{reasons}"] if reasons else []),
-                *(
-                    [
-                        (
-                            "## Grids: score on the selection seed\n\nRetained accuracy "
-                            "minus concept rate minus the success of a soft prompt on that "
-                            "seed's model (24 prompts; in brackets).\n\n"
-                        )
-                        + grids
-                    ]
-                    if grids
-                    else []
-                ),
-            ]
-        )
-        + "\n"
+        f"![rates of the methods against their retain error]({study}.plots.svg)\n\n"
+        f"The figure shows {len(one.marks)} methods ({one.title}) with 95 % intervals. The ideal "
+        "is the lower left corner. The untouched model has an attack success rate of 100 %, "
+        f"because only prompts that it answers with the concept are attacked.{link}"
+    )
+
+
+def _reading_text(leaderboard: dict) -> str:
+    """Return the section that explains the columns."""
+    lines = [
+        "Rates have 95 % Wilson intervals over the images of all training seeds. Points are after "
+        "minus before, on the same prompts and seeds.",
+        "No-object rate: images in which the judge sees no clear shape, colour or style. Retain "
+        "accuracy: images of retain prompts that are right in the attribute of the concept.",
+        f"Attacks: {leaderboard['attack']['n']} prompts a training seed, fewer where the original "
+        "does not show the concept. ASR: the attack success rate, which includes prompts that "
+        "succeed without an attack. Pre-ASR: the rate of those.",
+        "Relearning: fine-tuning on images of the concept with the options of the attack in the "
+        "configuration. The steps to half depend strongly on these options.",
+        "The tables are sorted by the larger of concept rate and attack success rate, plus the "
+        "retain error. This sum is the total error.",
+        f"Ranks: the median and 95 % of {ranks.DRAWS:,} draws of all counts; 1 is best. Beaten by: "
+        "methods that are significantly better in one column and significantly worse in none.",
+        "Seconds: of the training process on one core; earlier runs have the seconds of the clock.",
+        "Memory: the peak of the process in three steps of 16 examples for each objective, above "
+        "its memory before them. It is measured in a process of its own.",
+    ]
+    return "## How to read it\n\n" + "\n".join(f"* {line}" for line in lines)
+
+
+def _grids_text(grids: str) -> str:
+    """Return the section of the scored grids, or ""."""
+    return (
+        "## Grids: score on the selection seed\n\nThe score is the retain accuracy minus the "
+        "concept rate minus the success rate of a soft prompt, on a model of the selection seed "
+        f"(24 prompts; in brackets).\n\n{grids}"
+        if grids
+        else ""
     )
 
 
 def head(names: list[str]) -> list[str]:
+    """Return the head of a task's table."""
     prompts = [name for name in names if name != "relearning"]
     return [
         "method",
@@ -383,13 +527,13 @@ def head(names: list[str]) -> list[str]:
         "direct %",
         "synonyms %",
         "implicit %",
-        "none, direct %",
-        "retained % (points)",
+        "no-object rate, direct %",
+        "retain accuracy % (points)",
         "neighbours, points",
         "FID (judge)",
         "CLIP score",
-        "all prompt attacks %",
-        "their prompts, clean %",
+        "ASR, all prompt attacks %",
+        "pre-ASR %",
         *prompts,
         "relearning: steps to half",
         "steps to < 2 %",
@@ -399,61 +543,6 @@ def head(names: list[str]) -> list[str]:
         "size MB",
         "seeds",
     ]
-
-
-def default_block(study: str = "tiny_leaderboard", task: str = "star", most: int = 8) -> str:
-    """The leaderboard's best under all attacks, for the README, and how many methods were attacked
-    so far.
-    """
-    leaderboard, fallen, implicit_runs = (
-        leaderboard_of(study),
-        attack_runs(study),
-        of_victims(study, "implicit"),
-    )
-    prompts = [name for name in leaderboard["attacks"] if name != "relearning"]
-    of = {
-        name: runs
-        for name, runs in reports(study).items()
-        if runs[0]["task"] == task
-        and all(a in fallen.get(name, {}) for a in leaderboard["attacks"])
-    }
-    rows = []
-    for name in sorted(
-        of, key=lambda name: order(of[name], fallen[name], list(leaderboard["attacks"]))
-    )[:most]:
-        cells = row(
-            of[name], implicit_runs.get(name, []), [], fallen[name], list(leaderboard["attacks"])
-        )
-        cells_by_title = dict(zip(head(list(leaderboard["attacks"])), cells, strict=True))
-        rows.append(
-            [
-                cells_by_title[key]
-                for key in (
-                    "method",
-                    "direct %",
-                    "implicit %",
-                    "retained % (points)",
-                    "all prompt attacks %",
-                    "relearning: steps to half",
-                    "training s",
-                    "seeds",
-                )
-            ]
-        )
-    remarks = [
-        "method",
-        "star, direct %",
-        "implicit prompts %",
-        "other shapes % (points)",
-        f"all {len(prompts)} attacks by prompt %",
-        "relearning: steps to half",
-        "training s",
-        "seeds",
-    ]
-    return (
-        table([remarks, *rows])
-        + f"\n\n{len(of)} of {len(leaderboard['methods'])} methods are attacked so far."
-    )
 
 
 PAGES = {study: partial(page, study) for study in STUDIES}

@@ -1,5 +1,4 @@
-"""What a leaderboard's results hold: its measured runs, what else was measured of the settings that
-are reported, and what both come to."""
+"""The results of a leaderboard: its reported runs, and what else was measured of their models."""
 
 from __future__ import annotations
 
@@ -15,12 +14,16 @@ AttackRuns = dict[str, Runs]  # attack -> its results, one a training seed
 
 
 def leaderboard_of(study: str) -> dict[str, Any]:
+    """Return the configuration of a leaderboard."""
     return yaml.safe_load((STUDIES / f"{study}.yaml").read_text())
 
 
 def reports(study: str) -> dict[str, Runs]:
-    """The measured runs by entry (task_method), seeds in order; seeds that are still of an older
-    setting than the first are left out, since a setting that is chosen anew is run seed by seed."""
+    """Return the reported runs by entry (task_method), in the order of the training seeds.
+
+    Seeds of another setting than the first are left out. A new choice of a setting is run seed by
+    seed.
+    """
     runs_by_entry: dict[str, Runs] = {}
     for content in Results(study).values():
         runs = runs_by_entry.setdefault(content["entry"], [])
@@ -30,9 +33,7 @@ def reports(study: str) -> dict[str, Runs]:
 
 
 def alike(one: dict[str, Any], other: dict[str, Any], apart: str) -> bool:
-    """Whether two runs are of one setting, but for a key of the training, and for being looked at
-    meanwhile.
-    """
+    """Return whether two runs have one setting, but for `watch` and one key of the training."""
 
     def setting_of(run: dict[str, Any]) -> Any:
         recipe = {key: value for key, value in run["recipe"].items() if key != "watch"}
@@ -46,9 +47,7 @@ def alike(one: dict[str, Any], other: dict[str, Any], apart: str) -> bool:
 
 
 def further(study: str, folder: str) -> Runs:
-    """What else was measured of the reported runs: results of a run whose setting has been chosen
-    anew since are left out.
-    """
+    """Return the results of a folder that belong to the settings of the reported runs."""
     seeds = {
         (run["entry"], run["seed"]): (run["recipe"], run["point"])
         for runs in reports(study).values()
@@ -63,6 +62,7 @@ def further(study: str, folder: str) -> Runs:
 
 
 def attack_runs(study: str) -> dict[str, AttackRuns]:
+    """Return the attacks on the reported runs, by entry and attack."""
     by_entry: dict[str, AttackRuns] = {}
     for content in further(study, "attacks"):
         by_entry.setdefault(content["victim"], {}).setdefault(
@@ -72,8 +72,11 @@ def attack_runs(study: str) -> dict[str, AttackRuns]:
 
 
 def of_victims(study: str, folder: str) -> dict[str, Runs]:
-    """By entry, what a folder holds of it: `implicit`, prompts without the concept's names;
-    `memory`, the steps' footprint.
+    """Return the results of a folder by entry.
+
+    Args:
+        study: The leaderboard.
+        folder: `implicit`, prompts without the names of the concept, or `memory`.
     """
     by_entry: dict[str, Runs] = {}
     for content in further(study, folder):
@@ -82,9 +85,11 @@ def of_victims(study: str, folder: str) -> dict[str, Runs]:
 
 
 def attempts_of(attacks: AttackRuns, names: list[str]) -> Runs:
-    """The attempts of all attacks of `names` on the models of those training seeds that all of them
-    were made on, so that none weighs more for having been made on more; [] where there is no such
-    seed. Attempts on one prompt are taken as independent."""
+    """Return the attempts of all attacks of `names` together.
+
+    Only models of training seeds with all these attacks count. So each attack has the same
+    weight. The result is [] if there is no such seed.
+    """
     seeds = [{content["training_seed"] for content in attacks.get(name, [])} for name in names]
     common = set.intersection(*seeds) if seeds else set()
     return [
@@ -97,20 +102,23 @@ def attempts_of(attacks: AttackRuns, names: list[str]) -> Runs:
 
 
 def order(runs: Runs, attacks: AttackRuns, names: list[str]) -> tuple[bool, float, float]:
-    """Sorted by what a user loses: the concept's share or what attacks bring back, the larger, and
-    what is no longer kept. Methods that are not under all attacks yet come last."""
+    """Return the sort key of a method.
+
+    It is the larger of concept rate and attack success rate, plus the retain error. Methods without
+    all attacks come last.
+    """
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     concept_rate, retain_accuracy = (
         pool(runs, "concept_rate", "direct"),
         pool(runs, f"accuracy_{attribute}", "retained"),
     )
-    # that one changes the weights
+    # relearning changes the weights
     attempts = attempts_of(attacks, [name for name in names if name != "relearning"])
-    fell = sum(a["success"] for a in attempts) / len(attempts) if attempts else 0.0
+    success_rate = sum(a["success"] for a in attempts) / len(attempts) if attempts else 0.0
     assert concept_rate is not None  # every suite measures both
     assert retain_accuracy is not None
     return (
         not attempts,
-        max(concept_rate.value, fell) + 1 - retain_accuracy.value,
+        max(concept_rate.value, success_rate) + 1 - retain_accuracy.value,
         concept_rate.value,
     )

@@ -1,4 +1,4 @@
-"""The other pages and the tables inside README.md."""
+"""The pages of the papers' problems and of robustness, and the tables inside README.md."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.evaluation.statistics import Interval, wilson
-from studies.rendering.common import cell, notes, results, share, source, table
+from concept_eraser.evaluation.statistics import wilson
+from studies.rendering.common import LIMITS, cell, notes, share, source, table
 from studies.rendering.figures import Figure, canvas
-from studies.result_tables import ROOT, TABLES, Content, Results, figure_path
+from studies.result_tables import ROOT, Content, Results, figure_path
 
 
 def world_table() -> str:
-    """Quality of the bundled model, from the JSON beside its weights."""
+    """Return the quality of the bundled model, from the JSON file beside its weights."""
     facts = json.loads((ROOT / "concept_eraser" / "tiny" / "weights" / "tiny.json").read_text())
     score, judge, clip = facts["pipeline"], facts["parts"]["judge"], facts["parts"]["clip"]
     worst_shape = min(score["by_shape"].items(), key=lambda item: item[1])
@@ -25,12 +25,12 @@ def world_table() -> str:
         [
             ["what", "value", "n"],
             [
-                "generated images with the asked shape, by its own name",
+                "generated images with the shape of the prompt, by its own name",
                 f"{100 * score['shape_by_own_name']:.1f} %",
                 str(10 * score["n_per_noun"]),
             ],
             [
-                "... with the asked colour",
+                "... with the colour of the prompt",
                 f"{100 * score['accuracy']['color']:.1f} %",
                 str(score["n"]),
             ],
@@ -60,7 +60,7 @@ def world_table() -> str:
                 str(clip["n"]),
             ],
             [
-                "training all parts on 2 cores (sum of the parts' own times)",
+                "training all parts on 2 cores (sum of the times of the parts)",
                 f"{facts['training_seconds'] / 60:.0f} min",
                 "1",
             ],
@@ -70,7 +70,7 @@ def world_table() -> str:
 
 
 def _plugins(kind: str) -> list[tuple[str, str, Any]]:
-    """Each plug-in of a kind: its name, the settings of it that have one, its class."""
+    """Return the name, the named settings and the class of each plug-in of a kind."""
     from concept_eraser import registry
 
     settings = registry.named(kind).items()
@@ -85,10 +85,8 @@ def _plugins(kind: str) -> list[tuple[str, str, Any]]:
 
 
 def attacks_table() -> str:
-    """Every attack of the registry, with its named settings, source and what it needs of the
-    victim.
-    """
-    rows = [["attack", "settings with a name", "paper", "needs of the victim"]]
+    """Return the table of attacks: named settings, source, and what each needs of the model."""
+    rows = [["attack", "named settings", "paper", "needs of the attacked model"]]
     rows += [
         [f"`{name}`", aliases, f"{attack.title} ({attack.source})", attack.access]
         for name, aliases, attack in _plugins("attack")
@@ -97,8 +95,8 @@ def attacks_table() -> str:
 
 
 def methods_table() -> str:
-    """Every method of the registry, with its named settings, source and proved theorems."""
-    rows = [["method", "settings with a name", "paper", "theorems tested"]]
+    """Return the table of methods: named settings, source and tested theorems."""
+    rows = [["method", "named settings", "paper", "theorems tested"]]
     for name, aliases, method in _plugins("method"):
         theorems = ", ".join(sorted(method.theorems)).replace("_", " ")
         rows.append([f"`{name}`", aliases, f"{method.title} ({method.source})", theorems])
@@ -106,14 +104,14 @@ def methods_table() -> str:
 
 
 def paper_problems() -> str:
-    """eval/results/papers.md: the results of the papers' own small problems."""
+    """Return eval/results/papers.md: small problems that the papers used."""
     parts = [
-        "# The papers' own problems",
+        "# Small problems of the papers",
         "",
         source("papers", "python -m studies.paper_problems") + ".",
-        "Means over the seeds; [mean, standard deviation] where two numbers stand together.",
+        "The cells are means over the seeds. Two numbers are [mean, standard deviation].",
         "",
-        "![the papers' own problems](papers.plots.svg)",
+        "![results of the small problems of the papers](papers.plots.svg)",
     ]
     sections = _sections(notes("papers"))
     for name, content in Results("papers").items():
@@ -124,7 +122,7 @@ def paper_problems() -> str:
             "",
             f"## {content['problem']}",
             "",
-            content["about"],
+            " ".join((importlib.import_module(f"studies.papers.{name}").__doc__ or "").split()),
             "",
             table([head, *body]),
             "",
@@ -149,13 +147,13 @@ def paper_problems() -> str:
 
 
 def _sections(text: str) -> dict[str, str]:
-    """The sections of a text by their titles, `## title`."""
+    """Return the sections of a text by their titles, `## title`."""
     sections = (part.split("\n", 1) for part in f"\n{text}".split("\n## ")[1:])
     return {title: body.strip() for title, body in sections}
 
 
 def paper_plots(contents: Mapping[str, Content]) -> Any:
-    """A panel for each of the papers' problems."""
+    """Draw a panel for each problem of the papers."""
     figure = canvas(12, 12)
     for axes, (name, content) in zip(figure.subplots(3, 2).flat, contents.items(), strict=False):
         importlib.import_module(f"studies.papers.{name}").plot(content, axes)
@@ -166,6 +164,7 @@ def paper_plots(contents: Mapping[str, Content]) -> Any:
 
 
 def figures() -> dict[Path, Figure]:
+    """Return the figure of papers.md."""
     contents = dict(Results("papers"))
     return (
         {figure_path("papers", "plots.svg"): Figure(contents, partial(paper_plots, contents))}
@@ -175,9 +174,7 @@ def figures() -> dict[Path, Figure]:
 
 
 def robustness() -> str:
-    """eval/results/robustness.md: the attack success of an embedding offset, by model and
-    radius.
-    """
+    """Return eval/results/robustness.md: concept rates under an offset of the embedding."""
     files = list(Results("robustness").values())
     rows = [
         [
@@ -185,7 +182,7 @@ def robustness() -> str:
             "radius",
             "star, trained offset %",
             "star, random offset of the same length %",
-            "none, trained offset %",
+            "no-object rate, trained offset %",
             "seeds x n",
         ]
     ]
@@ -226,11 +223,13 @@ def robustness() -> str:
             ]
         )
     environment, settings = files[0]["environment"], files[0]["settings"]
-    return f"""# What a soft prompt brings back
+    return f"""# Concept rate under an offset of the prompt's embedding
 
-{source("robustness", "python -m studies.soft_prompt")}. One offset
-of the prompt's embedding a model, trained for {settings["steps"]} steps on the original model's images of the concept,
-at most `radius` x the mean length of an embedding. Star shares with 95 % Wilson intervals.
+{source("robustness", "python -m studies.soft_prompt")}. Each model has one offset of the
+prompt's embedding. It is trained for {settings["steps"]} steps on images of the concept by the original model. Its length
+is at most `radius` x the mean length of an embedding. The cells are rates with 95 % Wilson intervals.
+
+{LIMITS}
 
 {table(rows)}
 
@@ -238,38 +237,3 @@ at most `radius` x the mean length of an embedding. Star shares with 95 % Wilson
 
 Commits {", ".join(sorted({str(f["environment"]["commit"])[:12] for f in files}))}; torch {environment["versions"]["torch"]}; judge {files[0]["judge"]}.
 """  # noqa: E501
-
-
-def quickstart_block() -> str:
-    """The result of `make quickstart`, from the JSON it wrote."""
-    facts = json.loads((TABLES / "quickstart.json").read_text())
-    table_rows = [
-        ("concept_rate", "direct"),
-        ("concept_rate", "synonyms"),
-        ("no_object_rate", "direct"),
-        ("accuracy_shape", "neighbours"),
-        ("accuracy_shape", "retained"),
-        ("accuracy_color", "retained"),
-    ]
-    lines = ["metric            group         before                after                 n"]
-    for metric, group in table_rows:
-        row = results(facts, metric, group)
-        if row:
-            cells = (share(Interval(**row[when])) for when in ("before", "after"))
-            lines.append(
-                f"{metric:<17} {group:<13} "
-                + "".join(f"{cell:<22}" for cell in cells)
-                + str(row["after"]["n"])
-            )
-    s = facts["seconds"]
-    lines += [
-        "...",
-        facts["verdict"],
-        "",
-        (
-            f"erasing {s['erasing']:.0f} s (of which training {s['training']:.0f} s), "
-            f"measuring {s['measuring']:.0f} s"
-        )
-        + (f"; installing took {s['installing']:.0f} s, once" if "installing" in s else ""),
-    ]
-    return "```text\n" + "\n".join(lines) + "\n```"

@@ -1,9 +1,10 @@
-"""Who stands where: ranks with intervals, and who beats whom, from counts of images and attempts.
+"""Ranks of methods with intervals, and which methods are significantly better, from counts.
 
-A share of k in n is drawn from Beta(k + 1/2, n - k + 1/2) (Jeffreys' posterior); a rank's interval
-holds 95 % of the ranks over DRAWS draws of all methods at once. Attempts on one prompt are taken as
-independent, which narrows the intervals. Each method's draws follow from its own name: what is said
-of two does not change because a third joins them.
+A rate of k in n is drawn from Beta(k + 1/2, n - k + 1/2), which is Jeffreys' posterior. The
+interval of a rank holds 95 % of its ranks over DRAWS draws of all methods at once. The draws treat
+all images and all attempts as independent, also those of one prompt and of one training seed. This
+makes the intervals too narrow. The draws of a method follow from its name alone, so that further
+methods do not change the comparison of two.
 """
 
 from __future__ import annotations
@@ -14,50 +15,66 @@ from zlib import crc32
 
 import numpy as np
 
-DRAWS = 20_000  # what is sure at 97.5 % is told to a tenth of a point
-SURE = 0.975  # of the draws, one side
-Count = tuple[int, int]  # hits of so many
+DRAWS = 20_000  # enough for a tenth of a point at the 97.5 % quantile
+SIGNIFICANT = 0.975  # share of the draws, one-sided
+TOTAL_ERROR = "total_error"
+# The word that the draws of a column follow from. A changed word changes the last digit of a page.
+STREAMS = {"concept_rate": "share", "attack_success": "attacks", "retain_error": "lost"}
+Count = tuple[int, int]  # hits, number
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A method's counts, each of something that should not happen: a concept shown, an attack that
-    succeeds, something retained that is lost. columns: name -> (hits, n), the same names for all
-    methods of a board."""
+    """The counts of a method by column. In every column fewer hits are better.
+
+    Args:
+        name: The label of the method.
+        columns: Column to (hits, number). All methods of a leaderboard have the same columns.
+    """
 
     name: str
     columns: Mapping[str, Count]
 
 
 def draw_rates(standings: Sequence[Standing], seed: int = 0) -> dict[str, np.ndarray]:
-    """Rates by column, [methods, DRAWS], and `loss`: the larger of all others and what is lost,
-    together.
+    """Return rates by column, each [methods, DRAWS], and the total error.
+
+    The total error is the retain error plus the largest of the other rates.
     """
     columns = list(standings[0].columns)
     rates = {
-        c: np.stack([_draws(s.columns[c], seed, s.name, c) for s in standings]) for c in columns
+        column: np.stack([_draws(one.columns[column], seed, one.name, column) for one in standings])
+        for column in columns
     }
-    return {
-        **rates,
-        "loss": np.maximum.reduce([rates[c] for c in columns if c != "lost"]) + rates["lost"],
-    }
+    others = [rates[column] for column in columns if column != "retain_error"]
+    return {**rates, TOTAL_ERROR: np.maximum.reduce(others) + rates["retain_error"]}
 
 
-def _draws(count: Count, seed: int, *names: str) -> np.ndarray:
+def _draws(count: Count, seed: int, name: str, column: str) -> np.ndarray:
     hits, n = count
-    stream = np.random.default_rng([seed, *(crc32(name.encode()) for name in names)])
+    words = (name, STREAMS[column])
+    stream = np.random.default_rng([seed, *(crc32(word.encode()) for word in words)])
     return stream.beta(hits + 0.5, n - hits + 0.5, DRAWS)
 
 
 def together(tasks: Sequence[Sequence[Standing]]) -> dict[str, np.ndarray]:
-    """Rates by column and `loss` as means over tasks, each drawn by itself, so that a task does not
-    weigh more for having more images. tasks: the same methods in the same order."""
+    """Return rates by column and the total error, as means over tasks.
+
+    Each task is drawn by itself. So a task has no more weight for having more images.
+
+    Args:
+        tasks: The standings of each task, of the same methods in the same order.
+    """
     by_task = [draw_rates(standings, seed) for seed, standings in enumerate(tasks)]
     return {c: np.mean([rates[c] for rates in by_task], axis=0) for c in by_task[0]}
 
 
 def ranks(rates: np.ndarray) -> list[tuple[int, int, int]]:
-    """Of [methods, draws]: each method's median rank (1: least) with its 95 % interval."""
+    """Return the median rank of each method with its 95 % interval. Rank 1 is the least rate.
+
+    Args:
+        rates: [methods, draws]
+    """
     order = rates.argsort(axis=0).argsort(axis=0) + 1
     return [
         tuple(int(v) for v in np.quantile(row, (0.5, 0.025, 0.975), method="nearest"))
@@ -68,13 +85,16 @@ def ranks(rates: np.ndarray) -> list[tuple[int, int, int]]:
 def beaten_by(
     standings: Sequence[Standing], rates: Mapping[str, np.ndarray]
 ) -> dict[str, list[str]]:
-    """For each method, those significantly better in one column and significantly worse in none."""
+    """Return for each method those that are significantly better in one column and significantly
+    worse in none.
+    """
     winners: dict[str, list[str]] = {}
     for i, one in enumerate(standings):
         winners[one.name] = []
         for j, other in enumerate(standings):
             probability = [float((rates[c][j] < rates[c][i]).mean()) for c in one.columns]
-            if i != j and max(probability) >= SURE and min(probability) > 1 - SURE:
+            is_better = max(probability) >= SIGNIFICANT
+            if i != j and is_better and min(probability) > 1 - SIGNIFICANT:
                 winners[one.name].append(other.name)
     return winners
 
@@ -84,27 +104,32 @@ def rows(
     labels: Mapping[str, str],
     rates: Mapping[str, np.ndarray] | None = None,
 ) -> list[list[str]]:
-    """A table's rows: rank by loss and by each column, and who beats the method; the least loss
-    first. With `rates` (of `together`) also what the ranks are of, which the tables of the tasks do
-    not show."""
+    """Return the rows of a table, least total error first: the ranks of each method, and the
+    methods that are significantly better.
+
+    Args:
+        standings: The methods.
+        labels: The title of each column.
+        rates: The result of `together`. The table then shows the rates too.
+    """
     is_combined = rates is not None
     rates = draw_rates(standings) if rates is None else rates
     by = {c: ranks(values) for c, values in rates.items()}
     winners = beaten_by(standings, rates)
-    order = np.median(rates["loss"], axis=1).argsort()
+    order = np.median(rates[TOTAL_ERROR], axis=1).argsort()
     columns = list(standings[0].columns)
     head = [
         "method",
         *(f"{labels[c]} %" for c in columns if is_combined),
-        "rank by loss",
+        "rank by total error",
         *(f"by {labels[c]}" for c in columns),
         "beaten by",
     ]
     body = [
         [
             standings[i].name,
-            *(_rate(rates[c][i]) for c in columns if is_combined),
-            *(_rank(by[c][i]) for c in ("loss", *columns)),
+            *(rate_text(rates[c][i]) for c in columns if is_combined),
+            *(_rank(by[c][i]) for c in (TOTAL_ERROR, *columns)),
             _names(winners[standings[i].name]),
         ]
         for i in order
@@ -112,8 +137,15 @@ def rows(
     return [head, *body]
 
 
-def _rate(draws: np.ndarray) -> str:
-    low, value, high = 100 * np.quantile(draws, (1 - SURE, 0.5, SURE))
+def rate_interval(draws: np.ndarray) -> tuple[float, float, float]:
+    """Return the median of a rate and its 95 % interval, in percent: value, low, high."""
+    low, value, high = 100 * np.quantile(draws, (1 - SIGNIFICANT, 0.5, SIGNIFICANT))
+    return float(value), float(low), float(high)
+
+
+def rate_text(draws: np.ndarray) -> str:
+    """Return a rate with its interval as text, in percent."""
+    value, low, high = rate_interval(draws)
     return f"{value:.1f} [{low:.1f}, {high:.1f}]"
 
 

@@ -1,8 +1,7 @@
-"""What choosing a setting by its images alone would have reported, beside what was chosen under
-an attack.
+"""The table of settings chosen by images alone, beside those chosen under an attack.
 
-The runs that were reported before the selection had an attack are kept in the folder by_images/
-of a leaderboard's results, with their attacks.
+The first selections had no attack. Their reported runs and attacks lie in the folder by_images/ of
+a leaderboard's results.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ Runs = list[dict[str, Any]]
 
 
 def describe_run(run: dict[str, Any], attacks: Runs) -> list[str]:
-    """A run's setting, what it retains, and what the attacks by prompt brought back, all
-    together.
-    """
+    """Return the setting of a run, its retain accuracy and its attack success rate."""
     attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
     return [
         setting(run["point"]).replace("_", " "),
@@ -31,16 +28,21 @@ def describe_run(run: dict[str, Any], attacks: Runs) -> list[str]:
 
 
 def page(results: Results, task: str, now: Mapping[str, tuple[dict[str, Any], Runs]]) -> str:
-    """The table of a task; now: by entry, the reported run of a seed and its attacks by prompt.
-    Entries that are not under attack are left out; "" where there are none."""
+    """Return the table of a task, or "" without results.
+
+    Args:
+        results: The results of the leaderboard's folder by_images/.
+        task: The task.
+        now: By entry, the reported run of a training seed and its prompt attacks.
+    """
     head = [
         "method",
         "setting by images",
-        "retained %",
-        "all prompt attacks %",
+        "retain accuracy %",
+        "ASR, all prompt attacks %",
         "setting under attack",
-        "retained %",
-        "all prompt attacks %",
+        "retain accuracy %",
+        "ASR, all prompt attacks %",
     ]
     rows = [head]
     attacks = results.folder("attacks")
@@ -60,7 +62,8 @@ def page(results: Results, task: str, now: Mapping[str, tuple[dict[str, Any], Ru
         report, after = now[run["entry"]]
         rows.append([run["label"], *describe_run(run, before), *describe_run(report, after)])
     return (
-        f"The same methods chosen by their images alone (training seed 0):\n\n{table(rows)}"
+        "Settings chosen by images alone, beside the reported settings (training seed 0):\n\n"
+        f"{table(rows)}"
         if len(rows) > 1
         else ""
     )

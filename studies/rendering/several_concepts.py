@@ -1,10 +1,11 @@
-"""Pages of the studies that erase several concepts: one row a way of doing it, one column a
+"""Pages of the studies that erase several concepts: a row for each procedure, a column for each
 concept.
 """
 
 from __future__ import annotations
 
 from studies.rendering.common import (
+    LIMITS,
     change,
     load,
     mean,
@@ -20,11 +21,12 @@ from studies.rendering.common import (
 
 
 def _of_suite(runs: list[dict], suite: str) -> list[dict]:
-    """The runs as those of a study of one suite are kept."""
+    """Return the runs in the form of a study with one suite."""
     return [{"evaluation": run["evaluations"][suite]} for run in runs]
 
 
 def _row(runs: list[dict], when: str = "after") -> list[str]:
+    """Return the row of an entry, or of the original with `when="before"`."""
     runs_by_suite = {suite: _of_suite(runs, suite) for suite in runs[0]["evaluations"]}
     concepts = [
         share(pool(some, "concept_rate", "direct", when)) for some in runs_by_suite.values()
@@ -59,17 +61,18 @@ def _row(runs: list[dict], when: str = "after") -> list[str]:
 
 
 def page(study: str, title: str) -> str:
+    """Return the page of a study."""
     runs_by_entry = load(study)
     first = next(iter(runs_by_entry.values()))
     names = [
         next(iter(e["protocol"]["concept"].values())) for e in first[0]["evaluations"].values()
     ]
     head = [
-        "erased",
+        "procedure",
         "lr",
         *(f"{name}, direct %" for name in names),
         "synonyms, mean %",
-        "other shapes % (points)",
+        "retain accuracy, other shapes % (points)",
         "FID (judge)",
         "gradients",
         "training s",
@@ -82,18 +85,31 @@ def page(study: str, title: str) -> str:
         for suite in runs[0]["evaluations"]
     }
     about = (
-        "Shares of images that still show the concept, with 95 % Wilson intervals over the "
-        "images of all seeds. Of models erased one at a time each column is the model of "
-        "that concept, and what was kept is their mean. Gradients: of one loss over one "
-        "batch, all runs that it took together."
+        "The cells are concept rates with 95 % Wilson intervals over the images of all training "
+        "seeds. Where each concept has a model of its own, its column is that model's. The retain "
+        "accuracy is then a mean over the models. Gradients: the number of gradients of one loss "
+        "over one batch, in all runs together."
     )
     text_parts = [text, ""] if (text := notes(study)) else []
     commits = (
         source(study, f"python -m studies.several_concepts studies/configs/{study}.yaml")
-        + ", which goes on where it was stopped."
+        + ". The command continues where it stopped."
     )
     return "\n".join(
-        [f"# {title}", "", commits, about, "", table(rows), "", provenance(every), "", *text_parts]
+        [
+            f"# {title}",
+            "",
+            commits,
+            about,
+            "",
+            LIMITS,
+            "",
+            table(rows),
+            "",
+            provenance(every),
+            "",
+            *text_parts,
+        ]
     )
 
 

@@ -1,8 +1,9 @@
-"""Pages of the studies on the bundled pipeline: eval/results/tiny_*.md"""
+"""Pages of the studies on the bundled pipeline: eval/results/tiny_*.md."""
 
 from __future__ import annotations
 
 from studies.rendering.common import (
+    LIMITS,
     change,
     mean,
     notes,
@@ -24,6 +25,7 @@ def _concept(runs: list[dict]) -> tuple[str, str]:
 
 
 def star_row(runs: list[dict]) -> list[str]:
+    """Return the row of an entry of a study on the star."""
     attribute, _ = _concept(runs)
     n = results(runs[0], "concept_rate", "direct")["after"]["n"]  # type: ignore[index]
     name, worst = worst_value(runs, f"accuracy_{attribute}")
@@ -58,13 +60,13 @@ def star_row(runs: list[dict]) -> list[str]:
 
 STAR_HEAD = [
     "method",
-    "weights",
+    "trainable parameters",
     "lr",
-    "star, direct %",
-    "star, synonyms %",
-    "none, direct %",
+    "concept rate, direct %",
+    "concept rate, synonyms %",
+    "no-object rate, direct %",
     "neighbours, points",
-    "other shapes % (points)",
+    "retain accuracy, other shapes % (points)",
     "worst shape, points",
     "colours, points",
     "FID (judge)",
@@ -75,6 +77,7 @@ STAR_HEAD = [
 
 
 def before_row(runs: list[dict]) -> list[str]:
+    """Return the row of the original model."""
     one = runs[:1]
     n = results(runs[0], "concept_rate", "direct")["before"]["n"]  # type: ignore[index]
     return [
@@ -96,6 +99,7 @@ def before_row(runs: list[dict]) -> list[str]:
 
 
 def star_table(runs_by_name: dict[str, list[dict]]) -> str:
+    """Return the table of a study on the star."""
     first = next(iter(runs_by_name.values()))
     return table(
         [STAR_HEAD, before_row(first), *(star_row(runs) for runs in runs_by_name.values())]
@@ -103,13 +107,14 @@ def star_table(runs_by_name: dict[str, list[dict]]) -> str:
 
 
 def hard_table(runs_by_name: dict[str, list[dict]]) -> str:
+    """Return the table of tiny_hard: two combination rules for each task."""
     head = [
         "task",
         "rule",
-        "concept, direct %",
-        "concept, synonyms %",
-        "none, direct %",
-        "retained % (points)",
+        "concept rate, direct %",
+        "concept rate, synonyms %",
+        "no-object rate, direct %",
+        "retain accuracy % (points)",
         "colours, points",
         "cos (mean; share < 0)",
         "training s",
@@ -144,8 +149,8 @@ def hard_table(runs_by_name: dict[str, list[dict]]) -> str:
 
 
 def rules_table(runs_by_name: dict[str, list[dict]]) -> str:
-    """One table a task: how much is forgotten and kept, and after how many steps and seconds the
-    share is below 2 %.
+    """Return a table for each task: rates, and the steps and seconds until the concept rate is
+    below 2 %.
     """
     tasks: dict[str, list[list[dict]]] = {}
     for runs in runs_by_name.values():
@@ -154,13 +159,13 @@ def rules_table(runs_by_name: dict[str, list[dict]]) -> str:
     for task, entries in tasks.items():
         head = [
             "method",
-            "weights",
+            "trainable parameters",
             "lr",
-            "direct %",
+            "concept rate, direct %",
             "each seed",
-            "synonyms %",
-            "none, direct %",
-            "retained % (points)",
+            "concept rate, synonyms %",
+            "no-object rate, direct %",
+            "retain accuracy % (points)",
             "FID (judge)",
             "CLIP score",
             "steps to < 2 %",
@@ -171,7 +176,7 @@ def rules_table(runs_by_name: dict[str, list[dict]]) -> str:
         rows = [head, *(rules_row(runs) for runs in entries)]
         before = before_row(entries[0])
         attribute, _ = _concept(entries[0])
-        retain_share = share(pool(entries[0][:1], f"accuracy_{attribute}", "retained", "before"))
+        retain_accuracy = share(pool(entries[0][:1], f"accuracy_{attribute}", "retained", "before"))
         rows.insert(
             1,
             [
@@ -182,7 +187,7 @@ def rules_table(runs_by_name: dict[str, list[dict]]) -> str:
                 "",
                 before[4],
                 before[5],
-                retain_share,
+                retain_accuracy,
                 "",
                 "",
                 "",
@@ -196,22 +201,23 @@ def rules_table(runs_by_name: dict[str, list[dict]]) -> str:
 
 
 def rules_row(runs: list[dict]) -> list[str]:
+    """Return the row of an entry of tiny_rules."""
     attribute, _ = _concept(runs)
-    shares = [
+    rates = [
         100 * row["after"]["value"]
         for run in runs
         if (row := results(run, "concept_rate", "direct"))
     ]
     n = results(runs[0], "concept_rate", "direct")["after"]["n"]  # type: ignore[index]
     fid = [results(run, "fid_judge", "retained") for run in runs]
-    looks = [run["run"]["forgotten"] for run in runs]
+    crossings = [run["run"]["forgotten"] for run in runs]
 
     def steps_until(key: str) -> str:
-        values = [look[key] for look in looks if look[key] is not None]
+        values = [crossing[key] for crossing in crossings if crossing[key] is not None]
         if not values:
             return "never"
         return f"{sum(values) / len(values):.0f}" + (
-            f" ({len(values)} of {len(looks)} seeds)" if len(values) < len(looks) else ""
+            f" ({len(values)} of {len(crossings)} seeds)" if len(values) < len(crossings) else ""
         )
 
     return [
@@ -219,7 +225,7 @@ def rules_row(runs: list[dict]) -> list[str]:
         runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
         f"{runs[0]['recipe']['training']['lr']:g}",
         share(pool(runs, "concept_rate", "direct")),
-        ", ".join(f"{value:.0f}" for value in shares),
+        ", ".join(f"{value:.0f}" for value in rates),
         share(pool(runs, "concept_rate", "synonyms")),
         share(pool(runs, "no_object_rate", "direct")),
         (
@@ -241,19 +247,21 @@ def rules_row(runs: list[dict]) -> list[str]:
 
 
 def grids(runs_by_name: dict[str, list[dict]]) -> str:
+    """Return the scored grids as a list, or ""."""
     lines = []
     for runs in runs_by_name.values():
         if runs[0]["grid"]:
-            points = "; ".join(
+            scores = "; ".join(
                 f"{setting(g['point'])}: {g['score']:.3f}"
                 + (f" ({sum(g['attacked']) / len(g['attacked']):.2f})" if "attacked" in g else "")
                 for g in runs[0]["grid"]
             )
-            lines.append(f"* {runs[0]['label']}: {points}")
-    return "\n".join(dict.fromkeys(lines))  # entries that take over another's grid repeat it
+            lines.append(f"* {runs[0]['label']}: {scores}")
+    return "\n".join(dict.fromkeys(lines))  # entries with the grid of another repeat it
 
 
 def study_page(study: str, title: str, body: str, runs_by_name: dict[str, list[dict]]) -> str:
+    """Return the page of a study with its tables, notes, grids and contact sheets."""
     parts = []
     for name, runs in runs_by_name.items():
         path = figure_path(study, f"{name}.webp")
@@ -269,8 +277,8 @@ def study_page(study: str, title: str, body: str, runs_by_name: dict[str, list[d
     grid_table = grids(runs_by_name)
     selection = (
         (
-            "\n## Weights and learning rates: score on the selection seeds (retained "
-            f"accuracy minus concept rate)\n\n{grid_table}\n"
+            "\n## Grids: score on the selection seeds (retain accuracy minus concept rate)\n\n"
+            f"{grid_table}\n"
         )
         if grid_table
         else ""
@@ -278,14 +286,16 @@ def study_page(study: str, title: str, body: str, runs_by_name: dict[str, list[d
     return f"""# {title}
 
 {source(study, command)}.
-Shares with 95 % Wilson intervals over all seeds' images; "points" are after minus before on the same prompts and seeds.
-"none" is the share of images in which the judge sees no clear shape.
+Rates have 95 % Wilson intervals over the images of all training seeds. Points are after minus before, on the same
+prompts and seeds. The no-object rate is the share of images in which the judge sees no clear shape.
 {provenance(runs_by_name)}
+
+{LIMITS}
 
 {body}
 {notes_text}{selection}
 ## Contact sheets (seed 0; pairs of rows before / after: direct, synonyms, retained)
 {sheets}
 
-`{command} --sheets` trains the models of the other entries again and draws their sheets: runs/studies/{study}/<entry>/sheet.webp.
+`{command} --sheets` trains the models of the other entries again. It writes their sheets to runs/studies/{study}/<entry>/sheet.webp.
 """  # noqa: E501

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, as far as it goes without one."""
+"""The parts of the GPU benchmark that run without a GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.conftest import HANG, ROOT
 
 @pytest.mark.parametrize("job", gpu.JOBS)
 def test_every_job_is_a_valid_recipe(job: str) -> None:
-    found = recipes.load({"model": "tiny-sd", **gpu.recipe("tiny", job, 4, 8, "cpu")})
-    assert found.training.batch_size == 4
-    assert (found.trainable.lora is not None) == ("LoRA" in job)
-    assert (found.trainable.select == "cross_attention") == (
+    recipe = recipes.load({"model": "tiny-sd", **gpu.recipe("tiny", job, 4, 8, "cpu")})
+    assert recipe.training.batch_size == 4
+    assert (recipe.trainable.lora is not None) == ("LoRA" in job)
+    assert (recipe.trainable.select == "cross_attention") == (
         "cross-attention" in job or "LoRA" in job
     )
 
@@ -59,7 +59,7 @@ def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["rows"] == rows
 
 
-def test_a_machine_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_gpu_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu"])
     with pytest.raises(SystemExit, match="no GPU here"):

@@ -1,15 +1,15 @@
-"""Random command lines of `concept-eraser`: right and wrong verbs, options and values, over a
-folder of hostile files.
+"""Random command lines of `concept-eraser` in a folder of hostile files.
 
     python -m tests.campaigns.commands --n 1000 --seed 0
 
-Libraries are imported once; each command line runs in a fork of that process, in a scratch folder,
-with `sys.argv` set and `concept_eraser.cli.main.main` called. Every twenty-fifth runs as a process
-of its own too, and must give the same exit code.
+The command lines mix valid and invalid verbs, options and values. Libraries are imported once. Each
+command line runs in a fork of that process and in a scratch folder: `sys.argv` is set and
+`concept_eraser.cli.main.main` is called. Every twenty-fifth also runs as a separate process and
+must give the same exit code.
 
-A defect is: a traceback; an exit code but 0, 2 and 130; more than LIMIT seconds; a path changed
-outside of the scratch folder and the cache; a program started or a host asked; a file of the user's
-changed or removed.
+A defect is a traceback, an exit code other than 0, 2 and 130, or a duration of more than LIMIT
+seconds. A change outside of the scratch folder and the cache is a defect. So are a started program,
+a contacted host, and a changed or removed file of the user.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tests.campaigns.world import CANARIES, World
 LIMIT = 20.0  # seconds
 CODES = (0, 2, 130)
 MEMORY = 12 * 2**30
-LIBRARIES = (".ses", "torchinductor_")  # what onnxruntime and torch leave in the temporary folder
+LIBRARIES = (".ses", "torchinductor_")  # files of onnxruntime and torch in the temporary folder
 RESULTS = Path(__file__).parent / "results" / "commands.json"
 
-# Values that nobody means. No null byte: no operating system passes one on a command line.
+# Unusual values, without a null byte: no operating system passes one on a command line.
 HOSTILE_TEXTS = (
     "",
     " ",
@@ -235,25 +235,29 @@ _OUT = _one(
 )
 
 
-def _damaged(rng: random.Random) -> str:
+def _any_damaged_run(rng: random.Random) -> str:
     return f"damaged/{rng.choice(worlds.DAMAGES)}"
 
 
 def _any_run(rng: random.Random) -> str:
-    return _damaged(rng) if rng.random() < 0.35 else _RUN(rng)
+    return _any_damaged_run(rng) if rng.random() < 0.35 else _RUN(rng)
 
 
 def _erase(rng: random.Random) -> list[str]:
-    recipe = rng.choice(["short.yaml", "short.yaml", "lora.yaml", "other.yaml", "tiny_star_munba"])
-    words = [recipe, *rng.sample(OVERRIDES, rng.choice([0, 0, 1, 1, 2, 4]))]
+    source = rng.choice(["short.yaml", "short.yaml", "lora.yaml", "other.yaml", "tiny_star_munba"])
+    if rng.random() < 0.2:
+        source = rng.choice(["star", "blue", "giraffe", "Van Gogh", "tiny_star_mumba"])
+    words = [source, *rng.sample(OVERRIDES, rng.choice([0, 0, 1, 1, 2, 4]))]
     if rng.random() < 0.5:
         words += [
             "-o",
-            rng.choice(["out", "runs/half", "runs/star", _damaged(rng), ".", "mine", "empty"]),
+            rng.choice(
+                ["out", "runs/half", "runs/star", _any_damaged_run(rng), ".", "mine", "empty"]
+            ),
         ]
     words += [
         flag
-        for flag in ("--resume", "--overwrite", "--quiet", "--allow-pickle")
+        for flag in ("--resume", "--overwrite", "--quiet", "--allow-pickle", "--no-evaluate")
         if rng.random() < 0.25
     ]
     if rng.random() < 0.4:
@@ -261,7 +265,7 @@ def _erase(rng: random.Random) -> list[str]:
     return words
 
 
-# Beginnings of command lines that work, or nearly; what makes them cheap is appended by `_cheap`.
+# Beginnings of command lines that are valid, or nearly so. `_cheap` appends the limits.
 VERBS: dict[str, Make] = {
     "erase": _erase,
     "generate": lambda rng: [_any_run(rng), "-p", "a red star", "-o", _OUT(rng)],
@@ -285,7 +289,7 @@ VERBS: dict[str, Make] = {
             ["--port", "0"],
             ["--runs", "notes.txt"],
             ["--host", "0.0.0.0"],
-            [_damaged(rng), "--port", "70000"],
+            [_any_damaged_run(rng), "--port", "70000"],
             ["--before", "missing", "missing"],
         ]
     ),
@@ -334,16 +338,17 @@ VERBS: dict[str, Make] = {
         rng.choice(["tiny_star_munba", "tiny_star", "nothing"]),
         rng.choice(["copied.yaml", "notes.txt", "empty", "out/x.yaml"]),
     ],
+    "doctor": lambda rng: [] if rng.random() < 0.5 else ["-o", _OUT(rng)],
     "quickstart": lambda rng: rng.choice(
         [["-n", "0"], ["-n", "x"], ["-o", "notes.txt"], ["-o", "mine"], ["--what"], ["-o", "loop"]]
     ),
 }
-WEIGHTS = {"erase": 6, "quickstart": 1, "demo": 1, "list": 1, "show": 1, "check": 2}
+WEIGHTS = {"erase": 6, "quickstart": 1, "doctor": 1, "demo": 1, "list": 1, "show": 1, "check": 2}
 
 
 @dataclass
 class Outcome:
-    """What became of one command line. defects: empty where all held."""
+    """The result of one command line. defects: empty if there are none."""
 
     number: int
     words: list[str]
@@ -355,14 +360,14 @@ class Outcome:
 
 
 def command_line(seed: int, number: int) -> list[str]:
-    """The command line of a number; the same for every run of the campaign."""
+    """The command line with this number; it is the same in every run of the campaign."""
     rng = random.Random(seed * 1_000_003 + number)
     if rng.random() < 0.03:
         return [_hostile(rng) for _ in range(rng.choice([0, 1, 2, 3]))]
     verb = rng.choices(list(VERBS), [WEIGHTS.get(name, 3) for name in VERBS])[0]
     words = VERBS[verb](rng)
     for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 3])):
-        words = _mutated(rng, verb, words)
+        words = _mutate(rng, verb, words)
     words = [*words, *_cheap(rng, verb, words)]
     if rng.random() < 0.02:
         verb = rng.choice([verb.upper(), verb[:-1], f"{verb} ", "--" + verb, _hostile(rng)])
@@ -373,8 +378,8 @@ def _hostile(rng: random.Random) -> str:
     return rng.choice(HOSTILE_PATHS if rng.random() < 0.5 else HOSTILE_TEXTS)
 
 
-def _mutated(rng: random.Random, verb: str, words: list[str]) -> list[str]:
-    """One thing wrong, or one option more."""
+def _mutate(rng: random.Random, verb: str, words: list[str]) -> list[str]:
+    """Insert one mistake, or add one option."""
     kind = rng.choice(
         ["option", "option", "option", "value", "value", "drop", "twice", "insert", "swap"]
     )
@@ -393,8 +398,9 @@ def _mutated(rng: random.Random, verb: str, words: list[str]) -> list[str]:
 
 
 def _option(rng: random.Random, verb: str) -> list[str]:
-    """An option of the verb, by its own declaration, with a value that is likely wrong; or one that
-    it does not have.
+    """An option that the verb declares, with a value that is likely wrong.
+
+    One in ten is an option that the verb does not have.
     """
     if rng.random() < 0.1:
         return [
@@ -419,9 +425,9 @@ def _option(rng: random.Random, verb: str) -> list[str]:
     ]
     if not choices:
         return []
-    chosen = rng.choice(choices)
-    name = rng.choice([*chosen.opts, *chosen.secondary_opts])
-    if chosen.is_flag:
+    parameter = rng.choice(choices)
+    name = rng.choice([*parameter.opts, *parameter.secondary_opts])
+    if parameter.is_flag:
         return [name]
     value = {
         "seed": _one("0", "1", "-1", "1.5", "99999999999999999999"),
@@ -439,7 +445,7 @@ def _option(rng: random.Random, verb: str) -> list[str]:
         ),
         "kind": _one("pipeline", "lora", "both", "x"),
         "repository": _one("a/b", "a", "", "a/b@c", "../x"),
-    }.get(chosen.name or "")
+    }.get(parameter.name or "")
     return [name, value(rng) if value is not None and rng.random() < 0.6 else _hostile(rng)]
 
 
@@ -457,7 +463,7 @@ def _commands() -> dict[str, Any]:
 
 
 def _cheap(rng: random.Random, verb: str, words: Sequence[str]) -> list[str]:
-    """What keeps a command line that works within seconds: the last value of an option counts."""
+    """Options that limit a valid command line to seconds: the last value of an option counts."""
     if verb == "erase":
         small = ["training.steps=2", "generation.steps=1", "forget.n=4", "retain.n=4"]
         own = any(word in ("short.yaml", "lora.yaml", "other.yaml") for word in words)
@@ -498,7 +504,7 @@ def _cheap(rng: random.Random, verb: str, words: Sequence[str]) -> list[str]:
 
 
 class Server:
-    """Imports once, forks for each command line, and says what changed."""
+    """Imports the libraries once, forks for each command line, and reports changes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -517,7 +523,7 @@ class Server:
         self.outside = worlds.snapshot(world.root / "outside")
 
     def run(self, number: int, words: list[str]) -> Outcome:
-        began = time.monotonic()
+        start = time.monotonic()
         output = self.world.root / "output.txt"
         witness = self.world.root / "witness.txt"
         for path in (output, witness):
@@ -525,63 +531,63 @@ class Server:
         pid = os.fork()
         if pid == 0:
             _child(self.world, words, output, witness)
-        code, hung = _wait(pid, LIMIT)
-        found = Outcome(number, words, code, round(time.monotonic() - began, 2))
-        said = output.read_text(errors="replace")
-        found.output = said[-3000:]
-        if "Traceback (most recent call last)" in said or "Exception ignored" in said:
-            found.defects.append("a traceback")
-        if hung:
-            found.defects.append(f"more than {LIMIT:g} s")
+        code, timed_out = _wait(pid, LIMIT)
+        outcome = Outcome(number, words, code, round(time.monotonic() - start, 2))
+        text = output.read_text(errors="replace")
+        outcome.output = text[-3000:]
+        if "Traceback (most recent call last)" in text or "Exception ignored" in text:
+            outcome.defects.append("a traceback")
+        if timed_out:
+            outcome.defects.append(f"more than {LIMIT:g} s")
         elif code not in CODES:
-            found.defects.append(f"exit code {code}")
-        if code == 2 and len(said) > 20_000:
-            found.defects.append(f"an error of {len(said):,} characters")
-        found.defects += sorted(set(witness.read_text(errors="replace").splitlines()))
-        found.defects += self._lost(words)
-        return found
+            outcome.defects.append(f"exit code {code}")
+        if code == 2 and len(text) > 20_000:
+            outcome.defects.append(f"an error of {len(text):,} characters")
+        outcome.defects += sorted(set(witness.read_text(errors="replace").splitlines()))
+        outcome.defects += self._find_damage(words)
+        return outcome
 
-    def _lost(self, words: list[str]) -> list[str]:
-        """What must not have changed and did. The scratch folder is put back."""
+    def _find_damage(self, words: list[str]) -> list[str]:
+        """Name the paths that changed against the rules, and restore the scratch folder."""
         after = worlds.snapshot(self.world.scratch)
-        gone = worlds.changes(self.before, after)
-        found = [
+        changed_paths = worlds.changes(self.before, after)
+        defects = [
             f"the user's file {path} changed"
-            for path in gone
-            if path in CANARIES and not _is_asked_for(words, path)
+            for path in changed_paths
+            if path in CANARIES and not _is_requested(words, path)
         ]
-        found += [
+        defects += [
             f"{path} changed"
-            for path in gone
+            for path in changed_paths
             if path not in CANARIES and not _may_change(words, path)
         ]
-        found += (
+        defects += (
             ["something was executed"] if any(path.endswith("EXECUTED") for path in after) else []
         )
         if worlds.snapshot(self.world.root / "outside") != self.outside:
-            found.append("what links lead to changed")
+            defects.append("what links lead to changed")
             self.outside = worlds.snapshot(self.world.root / "outside")
-        new = [path for path in after if path not in self.before]
-        self._restore(gone, new)
-        left = [
+        new_paths = [path for path in after if path not in self.before]
+        self._restore(changed_paths, new_paths)
+        leftovers = [
             path
             for path in (self.world.root / "tmp").iterdir()
             if not path.name.startswith(LIBRARIES)
         ]
-        found += [f"left in the temporary folder: {left[0].name}"] if left else []
-        for path in left:
+        defects += [f"left in the temporary folder: {leftovers[0].name}"] if leftovers else []
+        for path in leftovers:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-        return found
+        return defects
 
-    def _restore(self, changed: list[str], new: list[str]) -> None:
-        for path in sorted(new, key=len, reverse=True):
+    def _restore(self, changed_paths: list[str], new_paths: list[str]) -> None:
+        for path in sorted(new_paths, key=len, reverse=True):
             place = self.world.scratch / path
             place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink(
                 missing_ok=True
             )
-        if not changed:
+        if not changed_paths:
             return
-        for path in sorted(changed):
+        for path in sorted(changed_paths):
             place, source = self.world.scratch / path, self.world.template / path
             if source.is_dir() and not source.is_symlink():
                 place.mkdir(exist_ok=True)
@@ -591,8 +597,8 @@ class Server:
         self.before = worlds.snapshot(self.world.scratch)
 
 
-def _is_asked_for(words: list[str], path: str) -> bool:
-    """`card --overwrite -o FILE` replaces that file, whoever's it is: its help says so."""
+def _is_requested(words: list[str], path: str) -> bool:
+    """Whether the command line replaces this file: `card --overwrite -o FILE` does."""
     return (
         words[:1] == ["card"]
         and "--overwrite" in words
@@ -601,9 +607,7 @@ def _is_asked_for(words: list[str], path: str) -> bool:
 
 
 def _may_change(words: list[str], path: str) -> bool:
-    """Whether a verb may change a path of a run that was there before. Files of other folders are
-    the user's.
-    """
+    """Whether a verb may change an existing path of a run. Other folders belong to the user."""
     verb, name = words[0] if words else "", path.rsplit("/", 1)[-1]
     if not path.startswith(("runs/", "damaged/")):
         return path == "empty"
@@ -628,7 +632,7 @@ def _child(world: World, words: list[str], output: Path, witness: Path) -> None:
         for number in (1, 2):
             os.dup2(descriptor, number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        seen = os.open(witness, os.O_WRONLY | os.O_APPEND)
+        report = os.open(witness, os.O_WRONLY | os.O_APPEND)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.chdir(world.scratch)
@@ -639,7 +643,7 @@ def _child(world: World, words: list[str], output: Path, witness: Path) -> None:
         sys.stderr = open(2, "w", 1, "utf-8", replace, closefd=False)  # noqa: SIM115
         Watch(
             [world.scratch, world.cache, world.root / "tmp"],
-            lambda text: os.write(seen, (text + "\n").encode(errors="replace")),
+            lambda text: os.write(report, (text + "\n").encode(errors="replace")),
             network=True,
         )
         from concept_eraser.cli.main import main
@@ -662,17 +666,17 @@ def _child(world: World, words: list[str], output: Path, witness: Path) -> None:
 
 def _wait(pid: int, limit: float) -> tuple[int | None, bool]:
     """The exit code of a child, and whether it had to be killed."""
-    watched = os.pidfd_open(pid)
-    ended = bool(select.select([watched], [], [], limit)[0])
-    os.close(watched)
-    if not ended:
+    descriptor = os.pidfd_open(pid)
+    has_ended = bool(select.select([descriptor], [], [], limit)[0])
+    os.close(descriptor)
+    if not has_ended:
         os.killpg(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
-    return os.waitstatus_to_exitcode(status), not ended
+    return os.waitstatus_to_exitcode(status), not has_ended
 
 
 def run_really(world: World, words: list[str]) -> int:
-    """The exit code of the same command line as a process of its own."""
+    """The exit code of the same command line as a separate process."""
     command = [sys.executable, "-m", "concept_eraser", *words]
     environment = {**os.environ, **world.variables(), "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.run(
@@ -696,20 +700,20 @@ def campaign(
 ) -> list[Outcome]:
     """Run command lines `first` to `first + n`."""
     server, outcomes = Server(world), []
-    began = time.monotonic()
+    start = time.monotonic()
     for number in range(first, first + n):
         words = command_line(seed, number)
-        found = server.run(number, words)
+        outcome = server.run(number, words)
         if real_every and number % real_every == 0:
-            found.real_code = run_really(world, words)
-            server._lost(words)
-            if found.real_code != found.code:
-                found.defects.append(f"exit code {found.real_code} as a process of its own")
-        outcomes.append(found)
-        if found.defects:
-            say(f"{number}: {words!r}: {'; '.join(found.defects)}\n{found.output[-1500:]}\n")
+            outcome.real_code = run_really(world, words)
+            server._find_damage(words)
+            if outcome.real_code != outcome.code:
+                outcome.defects.append(f"exit code {outcome.real_code} as a process of its own")
+        outcomes.append(outcome)
+        if outcome.defects:
+            say(f"{number}: {words!r}: {'; '.join(outcome.defects)}\n{outcome.output[-1500:]}\n")
         if (number + 1) % 50 == 0:
-            rate = len(outcomes) / (time.monotonic() - began)
+            rate = len(outcomes) / (time.monotonic() - start)
             say(
                 f"{number + 1}: {rate:.1f} command lines/s, "
                 f"{sum(bool(o.defects) for o in outcomes)} with defects"
@@ -718,7 +722,7 @@ def campaign(
 
 
 def summary(outcomes: Sequence[Outcome], seed: int, seconds: float) -> dict[str, Any]:
-    """What is committed: counts, and each defect with the command line that shows it."""
+    """The committed result: counts, and each defect with its command line."""
     from concept_eraser.utils import provenance as environment
 
     about = environment.describe()
@@ -767,21 +771,21 @@ def main() -> None:
         help="place of the world; kept",
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    world, began = worlds.build(asked.folder), time.monotonic()
+    arguments = parser.parse_args()
+    world, start = worlds.build(arguments.folder), time.monotonic()
     outcomes = campaign(
         world,
-        asked.n,
-        asked.seed,
-        first=asked.first,
-        real_every=asked.real_every,
+        arguments.n,
+        arguments.seed,
+        first=arguments.first,
+        real_every=arguments.real_every,
         say=lambda text: print(text.encode(errors="backslashreplace").decode(), flush=True),
     )
-    asked.results.write_text(
-        json.dumps(summary(outcomes, asked.seed, time.monotonic() - began), indent=1) + "\n"
+    arguments.results.write_text(
+        json.dumps(summary(outcomes, arguments.seed, time.monotonic() - start), indent=1) + "\n"
     )
     bad = sum(bool(one.defects) for one in outcomes)
-    print(f"{len(outcomes)} command lines, {bad} with defects: {asked.results}")
+    print(f"{len(outcomes)} command lines, {bad} with defects: {arguments.results}")
     sys.exit(1 if bad else 0)
 
 

@@ -1,14 +1,15 @@
-"""Kills and other faults on real processes of every verb that writes. Nothing may be lost, and the
-work can be repeated.
+"""Kills and other faults on real processes of every verb that writes files.
 
     python -m tests.campaigns.faults --kills 50 --seed 0 [--only erase,merge] [--folder PLACE]
 
-Each case runs one command line as a process of its own, hurts it (a signal at a random moment, a
-full or read-only disk, a vanished cache, a second process in the same folder, a clock that jumps),
-and then gives the same command again. After the
-fault: the user's files and all earlier results are intact byte for byte, or set aside whole; no
-traceback; the exit code is 0, 2, 130 or that of the signal; nothing outside changed. The repetition
-succeeds, and its weights are bit-identical to those of a run that nothing disturbed.
+Each case runs one command line as a separate process, injects a fault, and repeats the command. A
+fault is a signal at a random moment, a full or read-only disk, a removed cache, a second process in
+the same folder, or a clock that jumps.
+
+After the fault, the user's files and all earlier results are unchanged byte for byte, or set aside
+as a whole. There is no traceback, and the exit code is 0, 2, 130 or that of the signal. Nothing
+outside changed. The repetition succeeds, and its weights are bit-identical to those of a run
+without a fault.
 """
 
 from __future__ import annotations
@@ -34,22 +35,26 @@ from tests.campaigns.world import World
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "faults.json"
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
-LONGEST = 300  # seconds of a process; one that takes more hangs
+LONGEST = 300  # seconds; a process that takes longer hangs
 _OWN = (".concept_eraser.json", ".concept_eraser.lock", "log.jsonl", "attempts.jsonl")
 _OF_CAMPAIGN = ("home", "tmp", "cache", "output")
 
 
 @dataclass(frozen=True)
 class Verb:
-    """words: the command line; again: the one that repeats it after a fault; outputs: what it may
-    make or replace; weights: the file by which two results are compared, "" for none that is the
-    same each time."""
+    """A command line and the files that it writes.
+
+    words: the command line; again: the one that repeats it after a fault; outputs: the paths that
+    it may create or replace; weights: the file by which two results are compared, "" if no file is
+    the same each time.
+    """
 
     words: Sequence[str]
     outputs: Sequence[str]
     weights: str = ""
     again: Sequence[str] | None = None
-    code: int = 0  # of an undisturbed run: FID of four images is refused, and the rest is written
+    # of a run without a fault; `distance` ends with 2, since FID of four images is refused
+    code: int = 0
 
 
 VERBS: dict[str, Verb] = {
@@ -138,7 +143,7 @@ VERBS: dict[str, Verb] = {
 
 @dataclass
 class Case:
-    """One fault and what became of it. problems: empty where all held."""
+    """One fault and its result. problems: empty if all conditions held."""
 
     verb: str
     fault: str
@@ -149,7 +154,7 @@ class Case:
 
 
 class Bench:
-    """Runs cases in the world's scratch folder, made anew for each."""
+    """Runs cases in the world's scratch folder, which is rebuilt for each case."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -157,15 +162,19 @@ class Bench:
         self.digests: dict[str, str] = {}
 
     def fresh(self) -> None:
-        """The scratch folder anew, without the user's file in a folder that --overwrite replaces:
-        it would be refused.
+        """Rebuild the scratch folder, without the user's file in runs/star.
+
+        A folder with this file is refused by --overwrite.
         """
         self.world.fresh()
         (self.world.scratch / "runs/star/pipeline/mine.txt").unlink()
 
     def command(self, words: Sequence[str], **more: str) -> subprocess.Popen[str]:
         environment = {**os.environ, **self.world.variables(), "PYTHONPATH": str(ROOT), **more}
-        answering = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  # a background process inherits an ignored one
+
+        def handle_interrupt() -> None:  # a background process inherits an ignored signal
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
         return subprocess.Popen(
             [sys.executable, "-m", "concept_eraser", *words],
             cwd=self.world.scratch,
@@ -174,19 +183,19 @@ class Bench:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            preexec_fn=answering,
+            preexec_fn=handle_interrupt,
         )
 
-    def undisturbed(self, name: str) -> None:
+    def measure_undisturbed(self, name: str) -> None:
         """Measure how long the verb takes, and the digest of its result."""
         if name in self.seconds:
             return
         self.fresh()
-        began = time.monotonic()
+        start = time.monotonic()
         code, output = self._end(self.command(VERBS[name].words))
         if code != VERBS[name].code:
             raise RuntimeError(f"{name} fails without any fault: {output[-600:]}")
-        self.seconds[name] = time.monotonic() - began
+        self.seconds[name] = time.monotonic() - start
         self.digests[name] = self._digest(name)
 
     def _end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -209,16 +218,17 @@ class Bench:
         self,
         name: str,
         fault: str,
-        hurt: Callable[[subprocess.Popen[str]], float | None],
+        inject: Callable[[subprocess.Popen[str]], float | None],
         *,
-        allowed: Sequence[int] = (0, 2, 130),
+        exit_codes: Sequence[int] = (0, 2, 130),
         cold: bool = False,
         **more: str,
     ) -> Case:
-        """Run a verb, hurt it, check what is left, and give it again. cold: without what the cache
-        holds.
+        """Run a verb, inject a fault, check the files, and repeat the command.
+
+        cold: without the content of the cache.
         """
-        self.undisturbed(name)
+        self.measure_undisturbed(name)
         self.fresh()
         if cold:
             self.clear_cache()
@@ -227,12 +237,12 @@ class Bench:
             worlds.snapshot(self.world.root / "outside"),
         )
         process = self.command(VERBS[name].words, **more)
-        after = hurt(process)
+        after = inject(process)
         code, output = self._end(process)
         case = Case(
             name, fault, None if after is None else round(after, 2), code, output=output[-600:]
         )
-        self._check(case, before, output, allowed)
+        self._check(case, before, output, exit_codes)
         if worlds.snapshot(self.world.root / "outside") != outside:
             case.problems.append("something outside changed")
         self._repeat(case, code)
@@ -240,11 +250,11 @@ class Bench:
         return case
 
     def _check(
-        self, case: Case, before: dict[str, str], output: str, allowed: Sequence[int]
+        self, case: Case, before: dict[str, str], output: str, exit_codes: Sequence[int]
     ) -> None:
         if "Traceback (most recent call last)" in output or "Exception ignored" in output:
             case.problems.append("a traceback")
-        if case.code not in allowed:
+        if case.code not in exit_codes:
             case.problems.append(f"exit code {case.code}")
         if (
             case.code == 130
@@ -255,7 +265,7 @@ class Bench:
         self._check_files(case, before, "after the fault")
 
     def _check_files(self, case: Case, before: dict[str, str], when: str) -> None:
-        """Every file that was there is as it was, or set aside as it was, or replaced by a finished
+        """Check that every earlier file is unchanged, set aside, or replaced by a finished
         result.
         """
         now = _contents(self.world.scratch)
@@ -268,11 +278,11 @@ class Bench:
                 any(path == output or path.startswith(f"{output}/") for output in outputs)
                 and path not in worlds.CANARIES
             )
-            finished = ours and (
+            has_new_result = ours and (
                 case.verb not in ("overwrite",)
                 or (self.world.scratch / "runs/star/done.json").is_file()
             )
-            if digest not in aside and not finished and not (case.verb == "resume" and ours):
+            if digest not in aside and not has_new_result and not (case.verb == "resume" and ours):
                 case.problems.append(f"{path} {'changed' if path in now else 'is gone'} {when}")
         strange = [
             path
@@ -290,24 +300,24 @@ class Bench:
             case.problems.append(f"{strange[0]} was made {when}")
 
     def _repeat(self, case: Case, code: int) -> None:
-        """Give the command again; its result is the one that nothing disturbed gives."""
+        """Repeat the command; its result is that of a run without a fault."""
         verb = VERBS[case.verb]
-        made = [self.world.scratch / output for output in verb.outputs]
+        outputs = [self.world.scratch / output for output in verb.outputs]
         if code == 0 and case.verb not in ("evaluate", "attack", "report", "erase", "resume"):
             if self._digest(case.verb) != self.digests[case.verb]:
                 case.problems.append("its result differs from an undisturbed one")
             return
         words = verb.words
-        if verb.again is not None and any(path.exists() for path in made):
-            started = (
+        if verb.again is not None and any(path.exists() for path in outputs):
+            can_resume = (
                 self.world.scratch / "out" / worlds_mark()
             ).is_file() or case.verb == "overwrite"
-            words = verb.again if started else verb.words
+            words = verb.again if can_resume else verb.words
         if case.verb == "overwrite" and not self._holds_new_run():
             words = verb.words
         whole = (
             bool(verb.weights) and self._digest(case.verb) == self.digests[case.verb]
-        )  # the kill came after the work
+        )  # the kill came after the result
         again, output = self._end(self.command(words))
         if again == 2 and whole and "exists already" in output:
             return
@@ -317,8 +327,9 @@ class Bench:
             case.problems.append("the repetition's result differs from an undisturbed one")
 
     def _holds_new_run(self) -> bool:
-        """Whether the overwritten folder holds the new run already, finished or not: then it goes
-        on with --resume.
+        """Whether the overwritten folder already holds the new run.
+
+        If so, the run continues with --resume, finished or not.
         """
         import yaml
 
@@ -354,25 +365,29 @@ def kills(
     first: int = 0,
     say: Callable[[Case], None] = lambda case: None,
 ) -> list[Case]:
-    """n kills: verbs and signals in turn, each at a moment drawn by the seed and the number."""
-    found, names, kinds = [], list(only), list(SIGNALS)
+    """n kills: verbs and signals in turn, each at a moment that the seed and the number
+    determine.
+    """
+    cases, names, kinds = [], list(only), list(SIGNALS)
     for number in range(first, first + n):
         rng = random.Random(seed * 1_000_003 + number)
         name, kind = names[number % len(names)], kinds[(number + number // len(names)) % len(kinds)]
-        bench.undisturbed(name)
+        bench.measure_undisturbed(name)
         delay = rng.uniform(0.3, 1.0) * bench.seconds[name]
 
-        def hurt(process: subprocess.Popen[str], delay: float = delay, kind: str = kind) -> float:
+        def inject(process: subprocess.Popen[str], delay: float = delay, kind: str = kind) -> float:
             time.sleep(delay)
             process.send_signal(SIGNALS[kind])
             return delay
 
-        answered = () if kind == "SIGINT" else (-SIGNALS[kind],)
-        found.append(
-            bench.case(name, kind, hurt, allowed=(0, 2, 130, *answered), cold=rng.random() < 0.3)
+        signal_codes = () if kind == "SIGINT" else (-SIGNALS[kind],)
+        cases.append(
+            bench.case(
+                name, kind, inject, exit_codes=(0, 2, 130, *signal_codes), cold=rng.random() < 0.3
+            )
         )
-        say(found[-1])
-    return found
+        say(cases[-1])
+    return cases
 
 
 def _let_run(process: subprocess.Popen[str]) -> None:
@@ -384,19 +399,19 @@ def start_up(bench: Bench, delays: Sequence[float]) -> list[Case]:
 
     The delays begin where `main` can be imported: until then Python itself answers Ctrl-C.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     subprocess.run([sys.executable, "-c", "import concept_eraser.cli.main"], cwd=ROOT, check=True)
-    python = time.monotonic() - began
-    found = []
+    python = time.monotonic() - start
+    cases = []
     for delay in delays:
 
-        def hurt(process: subprocess.Popen[str], delay: float = delay) -> float:
+        def inject(process: subprocess.Popen[str], delay: float = delay) -> float:
             time.sleep(python + delay)
             process.send_signal(signal.SIGINT)
             return delay
 
-        found.append(bench.case("generate", "SIGINT at start", hurt, allowed=(130,)))
-    return found
+        cases.append(bench.case("generate", "SIGINT at start", inject, exit_codes=(130,)))
+    return cases
 
 
 def other_faults(bench: Bench) -> list[Case]:
@@ -411,7 +426,7 @@ def other_faults(bench: Bench) -> list[Case]:
 
 
 def _with_site(bench: Bench, name: str, code: str) -> dict[str, str]:
-    """The variables by which Python runs a code before anything else."""
+    """The environment variables that let Python run a code at its start."""
     folder = bench.world.root / f"site_{name}"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(code)
@@ -419,8 +434,8 @@ def _with_site(bench: Bench, name: str, code: str) -> dict[str, str]:
 
 
 def _full_disks(bench: Bench) -> list[Case]:
-    """A file may have so many bytes and no more: what a full disk says, at any file of more."""
-    found = []
+    """A limit on the size of a file gives the error of a full disk for every larger file."""
+    cases = []
     for size in (100_000, 3_000_000):
         code = (
             "import resource, signal\nsignal.signal(signal.SIGXFSZ, "
@@ -436,7 +451,7 @@ def _full_disks(bench: Bench) -> list[Case]:
             "merge",
             "evaluate",
         ):
-            found.append(
+            cases.append(
                 bench.case(
                     name,
                     f"no file above {size} bytes",
@@ -445,20 +460,20 @@ def _full_disks(bench: Bench) -> list[Case]:
                     **variables,
                 )
             )
-    return found + _small_disk(bench)
+    return cases + _small_disk(bench)
 
 
-def _mounted(place: Path, *options: str) -> bool:
+def _mount(place: Path, *options: str) -> bool:
     place.mkdir(parents=True, exist_ok=True)
     return subprocess.run(["mount", *options, str(place)], capture_output=True).returncode == 0
 
 
 def _small_disk(bench: Bench) -> list[Case]:
-    """The output on a file system of 2 MB, where this user may mount one."""
+    """The output on a file system of 2 MB, if this user may mount one."""
     place = bench.world.root / "small"
-    if not _mounted(place, "-t", "tmpfs", "-o", "size=2m", "none"):
+    if not _mount(place, "-t", "tmpfs", "-o", "size=2m", "none"):
         return []
-    found = []
+    cases = []
     try:
         for words in (
             ["erase", "other.yaml"],
@@ -477,18 +492,18 @@ def _small_disk(bench: Bench) -> list[Case]:
                 case.problems.append("the message does not say that the disk is full")
             if _contents(bench.world.scratch) != before:
                 case.problems.append("a file elsewhere changed")
-            found.append(case)
+            cases.append(case)
     finally:
         subprocess.run(["umount", str(place)], capture_output=True)
-    return found
+    return cases
 
 
 def _read_only(bench: Bench) -> list[Case]:
-    """The output in a folder that is mounted read-only, where this user may mount."""
+    """The output in a folder that is mounted read-only, if this user may mount."""
     place = bench.world.root / "read_only"
-    if not _mounted(place, "-t", "tmpfs", "-o", "size=2m,ro", "none"):
+    if not _mount(place, "-t", "tmpfs", "-o", "size=2m,ro", "none"):
         return []
-    found = []
+    cases = []
     try:
         for words in (
             ["erase", "other.yaml"],
@@ -503,54 +518,57 @@ def _read_only(bench: Bench) -> list[Case]:
             case = Case(words[0], "read-only folder", None, code, output=output[-600:])
             if code != 2 or "Traceback" in output or len(output.strip().splitlines()) > 4:
                 case.problems.append(f"exit code {code}: {output[-300:]}")
-            found.append(case)
+            cases.append(case)
     finally:
         subprocess.run(["umount", str(place)], capture_output=True)
-    return found
+    return cases
 
 
 def _vanished_cache(bench: Bench) -> list[Case]:
-    found = []
+    cases = []
     for name in ("erase", "evaluate", "attack"):
-        bench.undisturbed(name)
+        bench.measure_undisturbed(name)
         for part in (0.5, 0.8):
 
-            def hurt(process: subprocess.Popen[str], name: str = name, part: float = part) -> float:
+            def inject(
+                process: subprocess.Popen[str], name: str = name, part: float = part
+            ) -> float:
                 time.sleep(part * bench.seconds[name])
                 bench.clear_cache()
                 return part * bench.seconds[name]
 
-            found.append(bench.case(name, "cache removed", hurt, cold=True))
-    return found
+            cases.append(bench.case(name, "cache removed", inject, cold=True))
+    return cases
 
 
 def _two_processes(bench: Bench) -> list[Case]:
-    """A second process with the same command, a moment later: one works, the other is refused or
-    finds the work done.
+    """A second process runs the same command a moment later.
+
+    One of them works, and the other is refused or finds a finished result.
     """
-    found = []
+    cases = []
     for name in ("erase", "generate", "merge", "export diffusers", "evaluate", "attack"):
         second: list[tuple[int, str]] = []
 
-        def hurt(
+        def inject(
             process: subprocess.Popen[str], name: str = name, second: list[tuple[int, str]] = second
         ) -> float:
             time.sleep(0.5)
             second.append(bench._end(bench.command(VERBS[name].words)))
             return 0.5
 
-        case = bench.case(name, "two processes", hurt)
+        case = bench.case(name, "two processes", inject)
         code, output = second[0]
         if code not in (0, 2) or "Traceback" in output:
             case.problems.append(f"the second process: exit code {code}: {output[-300:]}")
         if code == 2 and case.code == 2:
             case.problems.append("both processes were refused")
-        found.append(case)
-    return found
+        cases.append(case)
+    return cases
 
 
 def _clocks(bench: Bench) -> list[Case]:
-    """The clock jumps by a year, forwards and backwards, from call to call."""
+    """The clock jumps by a year, forwards and backwards, between calls."""
     code = (
         "import time, itertools\n_real, _count = time.time, itertools.count()\ntime.time = "
         "lambda: _real() + (31e6, -31e6, 0.0)[next(_count) % 3]\n"
@@ -563,8 +581,9 @@ def _clocks(bench: Bench) -> list[Case]:
 
 
 def table(cases: Sequence[Case], about: dict[str, Any]) -> str:
-    """The counts as Markdown: a row for each verb, a column for each fault; failures of all
-    cases.
+    """The counts as Markdown, with a row for each verb and a column for each fault.
+
+    The failures of all cases follow.
     """
     faults = list(dict.fromkeys(case.fault for case in cases))
     lines = [
@@ -591,13 +610,13 @@ def table(cases: Sequence[Case], about: dict[str, Any]) -> str:
                 f"{sum(not case.problems for case in some)} of {len(some)}" if some else ""
             )
         lines.append(f"| {verb} | " + " | ".join(cells) + " |")
-    failed = [case for case in cases if case.problems]
+    failures = [case for case in cases if case.problems]
     lines += [
         "",
-        f"Failed: {len(failed)}.",
+        f"Failed: {len(failures)}.",
         *(
             f"* {case.verb}, {case.fault}, after {case.after} s: {'; '.join(case.problems)[:300]}"
-            for case in failed
+            for case in failures
         ),
     ]
     return "\n".join(lines) + "\n"
@@ -629,14 +648,14 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--add", action="store_true", help="add to the results that are there")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     from concept_eraser.utils import provenance as environment
 
-    bench = Bench(worlds.build(asked.folder))
-    began = time.monotonic()
+    bench = Bench(worlds.build(arguments.folder))
+    start = time.monotonic()
     earlier = (
-        json.loads(asked.results.read_text())
-        if asked.add and asked.results.is_file()
+        json.loads(arguments.results.read_text())
+        if arguments.add and arguments.results.is_file()
         else {"cases": [], "seconds": 0.0}
     )
     cases = [Case(**one) for one in earlier["cases"]]
@@ -652,10 +671,10 @@ def main() -> None:
         )
         about = environment.describe()
         content = {
-            "seed": asked.seed,
+            "seed": arguments.seed,
             "commit": about["commit"],
             "python": about["python"],
-            "seconds": round(earlier["seconds"] + time.monotonic() - began, 1),
+            "seconds": round(earlier["seconds"] + time.monotonic() - start, 1),
             "kills": sum(one.fault in SIGNALS for one in cases),
             "defects": sum(bool(one.problems) for one in cases),
             "cases": [
@@ -663,8 +682,8 @@ def main() -> None:
                 for one in cases
             ],
         }
-        asked.results.write_text(json.dumps(content, indent=1) + "\n")
-        asked.results.with_suffix(".md").write_text(table(cases, content))
+        arguments.results.write_text(json.dumps(content, indent=1) + "\n")
+        arguments.results.with_suffix(".md").write_text(table(cases, content))
 
     kinds: dict[str, Callable[[], list[Case]]] = {
         "start": lambda: start_up(bench, (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.2, 3.0)),
@@ -674,9 +693,9 @@ def main() -> None:
         "two": lambda: _two_processes(bench),
         "clock": lambda: _clocks(bench),
     }
-    kills(bench, asked.kills, asked.seed, asked.only.split(","), asked.first, keep)
+    kills(bench, arguments.kills, arguments.seed, arguments.only.split(","), arguments.first, keep)
     for name, make in kinds.items():
-        for case in make() if asked.others in ("all", name) else ():
+        for case in make() if arguments.others in ("all", name) else ():
             keep(case)
     sys.exit(1 if any(case.problems for case in cases) else 0)
 

@@ -1,12 +1,13 @@
-"""Fuzzed inputs over all readers. Each answers, or raises UserError of at most 4,000 characters,
-within LIMIT seconds.
+"""Fuzzed inputs for all readers.
 
     python -m tests.campaigns.fuzz --n 100000 --seed 0 [--only manifest,state]
 
-The examples of a target run in a forked process, in a folder of their own. What a reader writes
-outside of that folder, which programs it starts and which hosts it asks is a defect; so is the end
-of the process. A target is a hypothesis strategy, or `make(seed)`, and `run(example, folder)`,
-which raises only what is a defect.
+A reader returns, or raises UserError of at most 4,000 characters, within LIMIT seconds. The
+examples of a target run in a forked process, in a folder of their own. It is a defect if a reader
+writes outside of that folder, starts a program, contacts a host, or ends the process.
+
+A target is a hypothesis strategy, or `make(seed)`, with `run(example, folder)`. `run` raises an
+error for a defect only.
 """
 
 from __future__ import annotations
@@ -49,42 +50,42 @@ def targets() -> dict[str, Any]:
     """
     from tests.campaigns import targets_runs
 
-    found: dict[str, Any] = dict(targets_runs.TARGETS)
+    run_targets: dict[str, Any] = dict(targets_runs.TARGETS)
     try:
         from tests.campaigns import targets
     except ImportError:
-        return found
-    return {**targets.TARGETS, **found}
+        return run_targets
+    return {**targets.TARGETS, **run_targets}
 
 
 def fuzz(target: Any, n: int, seed: int, folder: Path) -> dict[str, Any]:
     """Run n examples of a target. Returns the count, the seconds and the defects."""
     if hasattr(target, "make"):
-        target.make(seed)  # its corpus is made here, once
-    began, done = time.monotonic(), 0
-    defects: dict[str, dict[str, Any]] = {}  # one of each sort, by the end of its traceback
-    while done < n:
-        count = min(BATCH, n - done)
-        reached, found = _batch(target, seed + done, count, folder)
-        for one in found:
-            kept = defects.setdefault(_sort_of(one["error"]), {**one, "times": 0})
-            kept["times"] += 1
-        done += reached
+        target.make(seed)  # builds its corpus once
+    start, total = time.monotonic(), 0
+    defects: dict[str, dict[str, Any]] = {}  # one defect of each kind, by the end of its traceback
+    while total < n:
+        count = min(BATCH, n - total)
+        reach, new_defects = _batch(target, seed + total, count, folder)
+        for one in new_defects:
+            defect = defects.setdefault(_sort_of(one["error"]), {**one, "times": 0})
+            defect["times"] += 1
+        total += reach
     return {
-        "inputs": done,
-        "seconds": round(time.monotonic() - began, 1),
+        "inputs": total,
+        "seconds": round(time.monotonic() - start, 1),
         "defects": list(defects.values()),
     }
 
 
 def _sort_of(error: str) -> str:
-    """What alike errors have in common: the last place in our own code, and the kind of error."""
+    """The common part of similar errors: the last place in our own code, and the kind of error."""
     places = re.findall(r'File "[^"]*(concept_eraser/[^"]+|tests/[^"]+)", line (\d+)', error)
     return f"{places[-1] if places else ''} {error.strip().splitlines()[-1][:40]}"
 
 
 def warm() -> None:
-    """Import what readers import when they are first used: that is no part of an input's time."""
+    """Import the modules that readers import at their first use; no input pays for that time."""
     import jinja2  # noqa: F401
     import matplotlib.figure  # noqa: F401
     import torch
@@ -100,7 +101,7 @@ def warm() -> None:
 
 
 def _batch(target: Any, seed: int, count: int, folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """How many examples a forked process ran, and the defects that it met."""
+    """Run examples in a forked process. Returns how many ran, and the defects."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     progress = mmap.mmap(-1, 8)  # shared with the child
@@ -111,27 +112,29 @@ def _batch(target: Any, seed: int, count: int, folder: Path) -> tuple[int, list[
         os.close(reading)
         _child(target, seed, count, folder, progress, writing)
     os.close(writing)
-    said, last, at = b"", time.monotonic(), 0
+    output, last, at = b"", time.monotonic(), 0
     while True:
         if select.select([reading], [], [], 1.0)[0]:
             piece = os.read(reading, 65536)
             if not piece:
                 break
-            said += piece
+            output += piece
         now = struct.unpack("q", progress[:8])[0]
         if now != at:
             last, at = time.monotonic(), now
-        if time.monotonic() - last > 4 * LIMIT + 60 * (at == 0):  # in C, where no signal is heard
+        if time.monotonic() - last > 4 * LIMIT + 60 * (
+            at == 0
+        ):  # in C code, which handles no signal
             os.kill(pid, signal.SIGKILL)
             break
     os.close(reading)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    found = [json.loads(line) for line in said.decode(errors="replace").splitlines() if line]
-    reached = struct.unpack("q", progress[:8])[0]
+    defects = [json.loads(line) for line in output.decode(errors="replace").splitlines() if line]
+    reach = struct.unpack("q", progress[:8])[0]
     if status != 0:
-        found.append({"seed": seed, "at": reached, "error": f"the process ended with {status}"})
-        reached += 1
-    return max(reached, 1), found
+        defects.append({"seed": seed, "at": reach, "error": f"the process ended with {status}"})
+        reach += 1
+    return max(reach, 1), defects
 
 
 def _child(
@@ -147,8 +150,8 @@ def _child(
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         faulthandler.disable()  # a crash is counted, not shown
-        touched: list[str] = []
-        watch = Watch([folder], touched.append, network=True)
+        violations: list[str] = []
+        watch = Watch([folder], violations.append, network=True)
         home = folder / "home"
         home.mkdir()
         os.chdir(home)
@@ -166,9 +169,9 @@ def _child(
                 problem = None
             except Exception as error:
                 problem = "".join(traceback.format_exception(error)[-4:])[-1500:]
-            if touched:
-                problem = f"{problem or ''} touched: {sorted(set(touched))[:3]}"
-                touched.clear()
+            if violations:
+                problem = f"{problem or ''} touched: {sorted(set(violations))[:3]}"
+                violations.clear()
             if problem:
                 line = json.dumps(
                     {"seed": seed, "at": number, "error": problem, "input": repr(example)[:600]}
@@ -194,16 +197,16 @@ def _with_hypothesis(
     strategy: Any, one: Callable[[Any], None], seed: int, count: int, watch: Watch
 ) -> None:
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-    from hypothesis import seed as seeded
+    from hypothesis import seed as use_seed
 
-    def watched(example: Any) -> None:  # hypothesis' own files are no defect
+    def run_watched(example: Any) -> None:  # hypothesis' own files are no defect
         watch.on = True
         try:
             one(example)
         finally:
             watch.on = False
 
-    chosen = settings(
+    run_settings = settings(
         max_examples=count,
         database=None,
         deadline=None,
@@ -211,7 +214,7 @@ def _with_hypothesis(
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
-    seeded(seed)(chosen(given(strategy)(watched)))()
+    use_seed(seed)(run_settings(given(strategy)(run_watched)))()
 
 
 def _too_slow(number: int, frame: Any) -> None:
@@ -219,40 +222,40 @@ def _too_slow(number: int, frame: Any) -> None:
 
 
 def campaign(
-    chosen: Mapping[str, Any],
+    selection: Mapping[str, Any],
     n: int,
     seed: int,
     folder: Path,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """n examples over all targets, in parts by their weights."""
+    """n examples over all targets, divided by their weights."""
     warm()
-    found: dict[str, Any] = {}
-    weights = {name: getattr(target, "weight", 1.0) for name, target in chosen.items()}
-    for name, target in chosen.items():
+    results: dict[str, Any] = {}
+    weights = {name: getattr(target, "weight", 1.0) for name, target in selection.items()}
+    for name, target in selection.items():
         share = math.ceil(n * weights[name] / sum(weights.values()))
         if share:
-            found[name] = fuzz(target, share, seed, folder / "work")
-            rate = found[name]["inputs"] / max(found[name]["seconds"], 0.1)
+            results[name] = fuzz(target, share, seed, folder / "work")
+            rate = results[name]["inputs"] / max(results[name]["seconds"], 0.1)
             say(
-                f"{name}: {found[name]['inputs']} inputs, {rate:.0f}/s, "
-                f"{len(found[name]['defects'])} defects"
+                f"{name}: {results[name]['inputs']} inputs, {rate:.0f}/s, "
+                f"{len(results[name]['defects'])} defects"
             )
-            for defect in found[name]["defects"][:3]:
+            for defect in results[name]["defects"][:3]:
                 say(f"    {defect['error'][-700:]}\n    {defect.get('input', '')[:300]}")
     shutil.rmtree(folder / "work", ignore_errors=True)
-    return found
+    return results
 
 
-def summary(found: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def summary(results: Mapping[str, Any], seed: int) -> dict[str, Any]:
     from concept_eraser.utils import provenance
 
     about = provenance.describe()
     return {
-        "inputs": sum(one["inputs"] for one in found.values()),
+        "inputs": sum(one["inputs"] for one in results.values()),
         "seed": seed,
-        "seconds": round(sum(one["seconds"] for one in found.values()), 1),
-        "targets": dict(found),
+        "seconds": round(sum(one["seconds"] for one in results.values()), 1),
+        "targets": dict(results),
         "versions": {
             key: about[key] for key in ("python", "concept_eraser", "commit") if key in about
         },
@@ -267,19 +270,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="names of targets, with commas between them")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     every = targets()
-    chosen = {name: every[name] for name in asked.only.split(",")} if asked.only else every
+    selection = (
+        {name: every[name] for name in arguments.only.split(",")} if arguments.only else every
+    )
     with tempfile.TemporaryDirectory() as folder:
-        found = campaign(
-            chosen, asked.n, asked.seed, Path(folder), lambda text: print(text, flush=True)
+        results = campaign(
+            selection,
+            arguments.n,
+            arguments.seed,
+            Path(folder),
+            lambda text: print(text, flush=True),
         )
-    merged = found
-    if asked.only and asked.results.is_file():  # a campaign in pieces
-        merged = {**json.loads(asked.results.read_text())["targets"], **found}
-    asked.results.write_text(json.dumps(summary(merged, asked.seed), indent=1) + "\n")
-    bad = sum(len(one["defects"]) for one in found.values())
-    print(f"{sum(one['inputs'] for one in found.values())} inputs, {bad} defects: {asked.results}")
+    all_results = results
+    if arguments.only and arguments.results.is_file():  # a campaign in parts
+        all_results = {**json.loads(arguments.results.read_text())["targets"], **results}
+    arguments.results.write_text(json.dumps(summary(all_results, arguments.seed), indent=1) + "\n")
+    bad = sum(len(one["defects"]) for one in results.values())
+    inputs = sum(one["inputs"] for one in results.values())
+    print(f"{inputs} inputs, {bad} defects: {arguments.results}")
     sys.exit(1 if bad else 0)
 
 

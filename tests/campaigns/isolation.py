@@ -1,5 +1,7 @@
-"""Code under test in a forked process: what it wrote, started and asked for is seen by Python's
-audit events.
+"""Code under test in a forked process.
+
+Python's audit events show the files that it writes, the programs that it starts and the hosts that
+it contacts.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ _NETWORK = ("socket.connect", "socket.getaddrinfo")
 
 
 class Watch:
-    """Collects what a process does outside of the folders that it may write to. It cannot be taken
-    away again.
+    """Reports what a process does outside of the folders that it may write to.
+
+    The hook stays until the process ends.
     """
 
     def __init__(
-        self, allowed: list[Path], report: Callable[[str], Any], *, network: bool = False
+        self, writable_folders: list[Path], report: Callable[[str], Any], *, network: bool = False
     ) -> None:
-        self.allowed = [str(path.resolve()) for path in allowed] + [
+        self.writable_folders = [str(path.resolve()) for path in writable_folders] + [
             "/dev/null",
             "/proc/self",
             "/dev/shm",
@@ -70,7 +73,9 @@ class Watch:
         real = os.path.join(os.path.realpath(os.path.dirname(whole)), os.path.basename(whole))
         if event == "open":
             real = os.path.realpath(real)
-        if not any(real == folder or real.startswith(f"{folder}/") for folder in self.allowed):
+        if not any(
+            real == folder or real.startswith(f"{folder}/") for folder in self.writable_folders
+        ):
             self._tell(f"{event}: {real[:300]}")
 
     def _tell(self, text: str) -> None:
@@ -86,12 +91,12 @@ def _is_own_machine(event: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_harmless(words: Any) -> bool:
-    """Programs that libraries ask about the machine: git for the commit, uname, lscpu, ldconfig."""
+    """Whether a program only describes the machine for a library: git, uname, lscpu, ldconfig."""
     first = words[0] if isinstance(words, list | tuple) and words else words
     if first == sys.executable and words[1:3] == [
         "-I",
         "-S",
-    ]:  # our own search with a regular expression, which may be killed
+    ]:  # our own search with a regular expression, in a process that may be killed
         return True
     name = (
         os.path.basename(os.fsdecode(first)) if isinstance(first, str | bytes | os.PathLike) else ""

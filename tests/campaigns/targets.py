@@ -1,10 +1,10 @@
-"""What is fuzzed: for each reader of a text that a user or a stranger gives, a strategy of examples
-and a function.
+"""The fuzzed readers: for each, a strategy of examples and a function that reads one.
 
-`run(example, folder)` gives the example to its reader, with an empty folder to lay files into. It
-raises only what is a
-defect: any error but UserError, a message of more than 4,000 characters, more than 5 seconds of
-processor time, or a file that was written, changed or removed.
+`run(example, folder)` passes the example to its reader, with an empty folder for its files. It
+raises an error for a defect only. A defect is any error except UserError, a message of more than
+4,000 characters, more than 5 seconds of processor time, or a file that was written, changed or
+removed.
+
 tests/storage/test_readers_property.py runs some hundred examples of each.
 """
 
@@ -43,8 +43,9 @@ CHARACTERS = 4_000
 
 @dataclass(frozen=True)
 class Target:
-    """strategy: of examples; run: gives one to the reader, and raises where the reader does what it
-    must not.
+    """A reader under test.
+
+    strategy: the examples; run: passes one to the reader, and raises an error for a defect.
     """
 
     strategy: st.SearchStrategy[Any]
@@ -52,14 +53,12 @@ class Target:
 
 
 class Defect(AssertionError):
-    """A reader did what it must not do."""
+    """A reader broke a rule of `check_reader`."""
 
 
-def guarded(read: Callable[[], Any], folder: Path, seconds: float = SECONDS) -> None:
-    """Call a reader; raise Defect for what it must not do, and let every error but UserError
-    through.
-    """
-    before, began = _state(folder), _seconds()
+def check_reader(read: Callable[[], Any], folder: Path, seconds: float = SECONDS) -> None:
+    """Call a reader; raise Defect if it breaks a rule, and pass on every error except UserError."""
+    before, start = _state(folder), _seconds()
     try:
         read()
     except UserError as error:
@@ -67,29 +66,27 @@ def guarded(read: Callable[[], Any], folder: Path, seconds: float = SECONDS) -> 
             raise Defect(
                 f"a message of {len(str(error))} characters: {str(error)[:200]}"
             ) from error
-    if (took := _seconds() - began) > seconds:
-        raise Defect(f"took {took:.1f} s")
+    if (duration := _seconds() - start) > seconds:
+        raise Defect(f"took {duration:.1f} s")
     if (after := _state(folder)) != before:
         raise Defect(f"the folder has changed: {sorted(set(after) ^ set(before))}")
 
 
 def _seconds() -> float:
-    """Of processor time, of this process and those that it started; the machine's other work does
-    not count.
-    """
+    """Processor time of this process and its children, without other processes of the machine."""
     return sum(os.times()[:4])
 
 
 def _state(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of every file in a folder."""
-    found = {}
+    files = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
-        found[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
-    return found
+        files[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
+    return files
 
 
-# Values of every kind that YAML and JSON know, and those that readers stumble over.
+# Values of every kind in YAML and JSON, and values that are hard to read.
 TEXTS = st.one_of(
     st.text(max_size=30),
     st.sampled_from(
@@ -219,10 +216,10 @@ NASTY_YAML = st.sampled_from(
 
 
 def bytes_like(*valid: bytes) -> st.SearchStrategy[bytes]:
-    """Any bytes, and valid files with pieces replaced, removed or put in."""
+    """Any bytes, and valid files with parts replaced, removed or inserted."""
 
     @st.composite
-    def changed(draw: st.DrawFn) -> bytes:
+    def mutate(draw: st.DrawFn) -> bytes:
         content = draw(st.sampled_from(valid))
         for _ in range(draw(st.integers(0, 4))):
             place = draw(st.integers(0, max(0, len(content))))
@@ -236,11 +233,11 @@ def bytes_like(*valid: bytes) -> st.SearchStrategy[bytes]:
             content = content[:place] + piece + content[place + length :]
         return content
 
-    return st.one_of(st.binary(max_size=300), changed())
+    return st.one_of(st.binary(max_size=300), mutate())
 
 
 def alike(value: Any) -> st.SearchStrategy[Any]:
-    """Values of the kind of another, so that some mutations stay valid."""
+    """Values of the same kind as another, so that some mutations stay valid."""
     if isinstance(value, bool):
         return st.booleans()
     if isinstance(value, int):
@@ -254,7 +251,7 @@ def alike(value: Any) -> st.SearchStrategy[Any]:
 def mutations(
     draw: st.DrawFn, base: Callable[[], Any], values: st.SearchStrategy[Any] = VALUES
 ) -> Any:
-    """A valid content with some values replaced, some keys put in, some taken out."""
+    """A valid content with some values replaced, some keys inserted and some removed."""
     content = json.loads(json.dumps(base()))
     for _ in range(draw(st.integers(0, 3))):
         place: Any = content
@@ -287,13 +284,13 @@ def json_bytes(content: Any) -> bytes:
 def file_target(
     name: str, strategy: st.SearchStrategy[bytes], read: Callable[[Path], Any], **others: bytes
 ) -> Target:
-    """A target that lays the example into a file and reads that; others: files beside it."""
+    """A target that writes the example to a file and reads it; others: files beside it."""
 
     def run(example: bytes, folder: Path) -> None:
         for beside, content in others.items():
             (folder / beside.replace("__", ".")).write_bytes(content)
         (folder / name).write_bytes(example)
-        guarded(lambda: read(folder / name), folder)
+        check_reader(lambda: read(folder / name), folder)
 
     return Target(strategy, run)
 
@@ -409,7 +406,7 @@ OVERRIDES = st.lists(
 
 
 def _run_overrides(example: list[str], folder: Path) -> None:
-    guarded(lambda: recipe.load("tiny_star_munba", example), folder)
+    check_reader(lambda: recipe.load("tiny_star_munba", example), folder)
 
 
 def _suite() -> Any:
@@ -449,7 +446,7 @@ OPTIONS = [
 
 def _run_option(example: tuple[tuple[str, str, str], Any], folder: Path) -> None:
     (kind, name, option), value = example
-    guarded(lambda: registry.build(kind, name, {option: value}), folder)
+    check_reader(lambda: registry.build(kind, name, {option: value}), folder)
 
 
 # Prompt sets
@@ -464,6 +461,8 @@ def _prompt_set() -> Any:
             "color": ["red", ["crimson", "red"]],
             "shape": "star",
         },
+        "include": ["tiny_moon"],
+        "without": ["crimson", "a moon"],
         "file": "table.csv",
         "where": {"categories": "sexual", "share": "> 50"},
     }
@@ -536,7 +535,7 @@ def _run_anchor(example: Any, folder: Path) -> None:
         {"shape": "star", "color": "red"},
         "a {color} {shape}",
     )
-    guarded(lambda: row.anchor_prompt(example), folder)
+    check_reader(lambda: row.anchor_prompt(example), folder)
 
 
 # Selections of parameters
@@ -593,7 +592,7 @@ EXPRESSIONS = st.one_of(
 
 
 def _run_expression(example: str, folder: Path) -> None:
-    guarded(lambda: selections.select(NAMES, f"re:{example}"), folder)
+    check_reader(lambda: selections.select(NAMES, f"re:{example}"), folder)
 
 
 # Images and labelled data
@@ -645,15 +644,17 @@ def npz(**arrays: bytes) -> bytes:
     return file.getvalue()
 
 
-def npy(array: Any, pickled: bool = False) -> bytes:
-    """An array as numpy writes it; pickled: also one of objects, which can execute code."""
+def npy(array: Any, allow_pickle: bool = False) -> bytes:
+    """An array as numpy writes it; allow_pickle: also an array of objects, which can execute
+    code.
+    """
     file = io.BytesIO()
-    np.lib.format.write_array(file, np.asarray(array), allow_pickle=pickled)
+    np.lib.format.write_array(file, np.asarray(array), allow_pickle=allow_pickle)
     return file.getvalue()
 
 
 def header(shape: str, kind: str) -> bytes:
-    """The header of an array that states a shape, and ten bytes in its place."""
+    """The header of an array that states a shape, followed by ten bytes only."""
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}"
     return (
         b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text) + 1) + text.encode() + b"\n" + b"\0" * 10
@@ -676,7 +677,7 @@ ARRAYS = st.one_of(
             npy(np.zeros((0, 3))),
             npy(7),
             npy([True] * 4),
-            npy(np.array([{}, []] * 2, object), pickled=True),
+            npy(np.array([{}, []] * 2, object), allow_pickle=True),
             npy(np.zeros(4, "datetime64[s]")),
         ]
     ),

@@ -1,8 +1,7 @@
-"""Targets about what run folders, caches and checkpoints hold: files that a stranger, or a failing
-disk, has changed.
+"""Targets for run folders, caches and checkpoints that another person or a failing disk changed.
 
-Inputs are made by a seed: a valid file of a small corpus, changed as bytes, or as a structure that
-is then written.
+A seed gives each input: a valid file of a small corpus, changed as bytes, or changed as a structure
+and then written.
 """
 
 from __future__ import annotations
@@ -95,11 +94,14 @@ _VALUES = (
 
 @dataclass(frozen=True)
 class RunTarget:
-    """make(seed): an input; run(example, folder): reads it, and raises only what is a defect."""
+    """A reader under test.
+
+    make(seed): an input; run(example, folder): reads it, and raises an error for a defect only.
+    """
 
     make: Callable[[int], Any]
     run: Callable[[Any, Path], None]
-    # of its share of a campaign's inputs: a card takes a tenth of a second, a header none
+    # of its part of a campaign's inputs: a card takes a tenth of a second, a header almost none
     weight: float = 1.0
 
     @property
@@ -109,9 +111,10 @@ class RunTarget:
         return strategies.integers(0, 2**32).map(self.make)
 
 
-def mutated_bytes(content: bytes, rng: random.Random) -> bytes:
-    """A file after one to four damages: flips, cuts, inserted, doubled, swapped and zeroed blocks,
-    numbers at limits.
+def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Change a file in one to four places.
+
+    The changes are flips, cuts, numbers at limits, and inserted, doubled, swapped or zeroed blocks.
     """
     data = bytearray(content)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
@@ -143,17 +146,18 @@ def mutated_bytes(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def mutated_value(value: Any, rng: random.Random) -> Any:
-    """A nested value with one to three places changed: another type, a key less, more or renamed,
-    deeper.
+def mutate_value(value: Any, rng: random.Random) -> Any:
+    """Change a nested value in one to three places.
+
+    The changes are another type, a key less, a new or renamed key, and deeper nesting.
     """
-    found = json.loads(json.dumps(value))
+    mutation = json.loads(json.dumps(value))
     for _ in range(rng.choice([1, 1, 2, 3])):
-        found = _changed(found, rng)
-    return found
+        mutation = _mutate(mutation, rng)
+    return mutation
 
 
-def _changed(value: Any, rng: random.Random) -> Any:
+def _mutate(value: Any, rng: random.Random) -> Any:
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(list(value))
         match rng.randrange(8):
@@ -166,7 +170,7 @@ def _changed(value: Any, rng: random.Random) -> Any:
             case 2:
                 return {**value, key: rng.choice(_VALUES)}
             case _:
-                return {**value, key: _changed(value[key], rng)}
+                return {**value, key: _mutate(value[key], rng)}
     if isinstance(value, list) and value and rng.random() < 0.8:
         place = rng.randrange(len(value))
         match rng.randrange(6):
@@ -175,15 +179,16 @@ def _changed(value: Any, rng: random.Random) -> Any:
             case 1:
                 return [*value, value[place]]
             case _:
-                return [*value[:place], _changed(value[place], rng), *value[place + 1 :]]
+                return [*value[:place], _mutate(value[place], rng), *value[place + 1 :]]
     if rng.random() < 0.03:
         return functools.reduce(lambda inner, _: [inner], range(rng.choice([30, 60, 400])), value)
     return rng.choice(_VALUES)
 
 
 def answers(call: Callable[[], Any]) -> None:
-    """Raise AssertionError where what is called raises UserError of more than 4,000 characters;
-    other errors pass on.
+    """Call a function; raise AssertionError for a UserError of more than 4,000 characters.
+
+    Other errors pass on.
     """
     try:
         call()
@@ -194,8 +199,8 @@ def answers(call: Callable[[], Any]) -> None:
             ) from error
 
 
-# The valid files that inputs are made from. They are written here, not read from a run: a campaign
-# needs no training.
+# The valid files from which inputs are made. They are defined here, so that a campaign needs no
+# training.
 INTERVAL = {"value": 0.5, "low": 0.25, "high": 0.75, "n": 8}
 SUITE = {
     "about": "",
@@ -295,7 +300,7 @@ ATTACK = {
     "curves": [[{"round": 1, "fell": 1}]],
     "environment": ENVIRONMENT,
 }
-DONE = {
+DONE_FILE = {
     "steps": 2,
     "seconds": 1.5,
     "trained_parameters": 1000,
@@ -355,37 +360,37 @@ INDEX = {
 
 
 def json_input(*values: Any) -> Callable[[int], bytes]:
-    """Half of the inputs are changed as a structure, half as bytes."""
+    """Half of the inputs are changed as a structure, and half as bytes."""
 
     def make(seed: int) -> bytes:
         rng = random.Random(seed)
         value = rng.choice(values)
         if rng.random() < 0.5:
             with contextlib.suppress(RecursionError):
-                return json.dumps(mutated_value(value, rng)).encode()
-        return mutated_bytes(json.dumps(value).encode(), rng)
+                return json.dumps(mutate_value(value, rng)).encode()
+        return mutate_bytes(json.dumps(value).encode(), rng)
 
     return make
 
 
 def bytes_input(*corpus: Callable[[], bytes]) -> Callable[[int], bytes]:
-    kept: list[bytes] = []
+    files: list[bytes] = []
 
     def make(seed: int) -> bytes:
-        if not kept:
-            kept.extend(one() for one in corpus)
+        if not files:
+            files.extend(one() for one in corpus)
         rng = random.Random(seed)
-        return mutated_bytes(rng.choice(kept), rng)
+        return mutate_bytes(rng.choice(files), rng)
 
     return make
 
 
 def _run_folder(folder: Path, name: str, content: bytes) -> Path:
-    """A run folder of small files, one of which is the input."""
+    """Write a run folder of small files, one of which is the input."""
     run = folder / "run"
     files: dict[str, bytes] = {
         "recipe.yaml": RECIPE.encode(),
-        "done.json": json.dumps(DONE).encode(),
+        "done.json": json.dumps(DONE_FILE).encode(),
         "log.jsonl": "".join(json.dumps(row) + "\n" for row in LOG).encode(),
         "environment.json": json.dumps(ENVIRONMENT).encode(),
         "evaluation.json": json.dumps(EVALUATION).encode(),
@@ -421,23 +426,23 @@ def _manifest(content: bytes, folder: Path) -> None:
     answers(lambda: output_folder.set_aside(run))
     answers(lambda: output_folder.remove_set_aside(run))
     assert canary.read_text() == "mine"
-    listed = _listed(content)
-    lost = [
+    listed_names = _read_listed_names(content)
+    missing_files = [
         path
         for path in before
         if not path.exists()
         and not _set_aside(run, path)
-        and path.relative_to(run).as_posix() not in listed
+        and path.relative_to(run).as_posix() not in listed_names
     ]
-    assert not lost, f"files that the mark does not list are gone: {lost}"
+    assert not missing_files, f"files that the mark does not list are gone: {missing_files}"
 
 
-def _listed(content: bytes) -> set[str]:
+def _read_listed_names(content: bytes) -> set[str]:
     try:
-        found = json.loads(content)
-        return set(found["files"]) | {
+        manifest = json.loads(content)
+        return set(manifest["files"]) | {
             f"{folder}/{name}"
-            for folder in found.get("folders", [])
+            for folder in manifest.get("folders", [])
             for name in ("a.json", "attack.json", "model_index.json")
         }
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -466,7 +471,7 @@ def _lock(content: bytes, folder: Path) -> None:
 def _run_file(
     name: str, readers: Callable[[Path], list[Callable[[], Any]]]
 ) -> Callable[[bytes, Path], None]:
-    """A target that changes one file of a run and reads the run by all that read it."""
+    """A target that changes one file of a run and calls every reader of it."""
 
     def run(content: bytes, folder: Path) -> None:
         place = _run_folder(folder, name, content)
@@ -505,9 +510,7 @@ def _readers_of_numbers(run: Path) -> list[Callable[[], Any]]:
 
 
 def _readers_for_page(run: Path) -> list[Callable[[], Any]]:
-    """The page about several runs, without making images: all that is rendered from the files'
-    numbers.
-    """
+    """The functions that render the page about several runs from numbers, without any images."""
     from concept_eraser.reporting import (
         comparison_plots,
         galleries,
@@ -519,20 +522,20 @@ def _readers_for_page(run: Path) -> list[Callable[[], Any]]:
 
     def page() -> None:
         facts = {run: write._facts(run)}
-        found = run_results.read([run], facts)
-        several_runs.table(found)
-        ranking.summary(found)
-        several_runs.costs(found)
-        for entry in found:
+        entries = run_results.read([run], facts)
+        several_runs.table(entries)
+        ranking.summary(entries)
+        several_runs.costs(entries)
+        for entry in entries:
             for label, content in entry.attacks.items():
                 galleries.of_attack(label, content)
                 comparison_plots.success_rates(content)
-        several_runs._machines(found)
+        several_runs._machines(entries)
         if len((run / "evaluation.json").read_bytes()) % 16 == 0:  # figures take a while
-            several_runs.curves(found)
-            several_runs.pareto(found)
-            several_runs.nudenet(found)
-        for entry in found:
+            several_runs.curves(entries)
+            several_runs.pareto(entries)
+            several_runs.nudenet(entries)
+        for entry in entries:
             several_runs.repeat(entry)
             _ = entry.concept, entry.sensitive
 
@@ -590,10 +593,10 @@ def _chunk(content: bytes, folder: Path) -> None:
 
     path = folder / "chunk.safetensors"
     path.write_bytes(content)
-    found = cache.read_chunk(path)
-    if found is not None:  # a change that the digest does not cover must not change a value
-        assert found["images"].abs().sum() == 0
-        assert found["seeds"].tolist() == [0, 1]
+    chunk = cache.read_chunk(path)
+    if chunk is not None:  # a change that the digest does not cover must not change a value
+        assert chunk["images"].abs().sum() == 0
+        assert chunk["seeds"].tolist() == [0, 1]
 
 
 def _rows_corpus() -> bytes:
@@ -678,7 +681,7 @@ def _lora(content: bytes, folder: Path) -> None:
 def _texts(*corpus: str) -> Callable[[int], str]:
     def make(seed: int) -> str:
         rng = random.Random(seed)
-        return mutated_bytes(rng.choice(corpus).encode(), rng).decode(
+        return mutate_bytes(rng.choice(corpus).encode(), rng).decode(
             "utf-8", "surrogateescape" if rng.random() < 0.2 else "replace"
         )
 
@@ -708,19 +711,19 @@ def _places(text: str, folder: Path) -> None:
 
 def _jsonl(seed: int) -> bytes:
     rng = random.Random(seed)
-    rows = [mutated_value(row, rng) if rng.random() < 0.7 else row for row in LOG]
+    rows = [mutate_value(row, rng) if rng.random() < 0.7 else row for row in LOG]
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    return content if rng.random() < 0.5 else mutated_bytes(content, rng)
+    return content if rng.random() < 0.5 else mutate_bytes(content, rng)
 
 
 def _log(content: bytes, folder: Path) -> None:
     from concept_eraser.reporting import plots, write
 
     run = _run_folder(folder, "log.jsonl", content)
-    found = write._facts(run).log
+    rows = write._facts(run).log
     if len(content) % 16 == 0:  # a figure takes a third of a second
-        answers(lambda: plots.curves(found))
-        answers(lambda: plots.conflict(found))
+        answers(lambda: plots.curves(rows))
+        answers(lambda: plots.conflict(rows))
 
 
 TARGETS: dict[str, RunTarget] = {
@@ -740,7 +743,7 @@ TARGETS: dict[str, RunTarget] = {
     "run_page_attack": RunTarget(
         json_input(ATTACK), _run_file("attacks/random_tokens/attack.json", _readers_for_page), 0.3
     ),
-    "run_done": RunTarget(json_input(DONE), _run_file("done.json", _readers_of_numbers), 0.1),
+    "run_done": RunTarget(json_input(DONE_FILE), _run_file("done.json", _readers_of_numbers), 0.1),
     "run_environment": RunTarget(
         json_input(ENVIRONMENT), _run_file("environment.json", _readers_of_numbers), 0.1
     ),

@@ -1,6 +1,4 @@
-"""Small versions of the campaigns in tests/campaigns: a few random command lines, some thousand
-inputs, three kills.
-"""
+"""Short versions of the campaigns: some command lines, some thousand inputs and three kills."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The campaigns' world, with runs that were trained and measured."""
+    """The campaigns' world, with trained and evaluated runs."""
     return world.build(tmp_path_factory.mktemp("campaigns")).root
 
 
 def test_random_command_lines(place: Path, tmp_path: Path) -> None:
-    """In a process of its own, whose libraries are imported once."""
+    """The campaign runs in a separate process that imports the libraries once."""
     results = tmp_path / "commands.json"
     command = [
         sys.executable,
@@ -44,7 +42,7 @@ def test_random_command_lines(place: Path, tmp_path: Path) -> None:
         "--results",
         str(results),
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -53,22 +51,20 @@ def test_random_command_lines(place: Path, tmp_path: Path) -> None:
         timeout=600,
     )
     content = json.loads(results.read_text())
-    assert content["defects"] == [], done.stdout[-3000:]
+    assert content["defects"] == [], process.stdout[-3000:]
     assert content["command_lines"] == 30
     assert content["as_real_processes"] >= 1
     assert {"0", "2"} <= content["exit_codes"].keys(), "some are right, some are wrong"
 
 
 def test_a_defect_would_be_noticed(place: Path) -> None:
-    """A verb that raises, one that changes a user's file, one that writes outside, one that runs a
-    program, one that hangs.
-    """
+    """The verb raises, changes a user's file, writes outside, runs a program, or hangs."""
     code = """
 import os, subprocess, sys, time
 from pathlib import Path
 from concept_eraser.cli import info
 from tests.campaigns import commands, world
-def hurt(what: str):
+def misbehave(what: str):
     if what == "raise": {}["x"]
     if what == "lose": Path("notes.txt").write_text("lost")
     if what == "outside": Path("../outside/new").touch()
@@ -78,10 +74,11 @@ w = world.build(Path(sys.argv[1]))
 server = commands.Server(w)
 commands.LIMIT = 2.0
 import concept_eraser.cli.application as application
-next(c for c in application.app.registered_commands if c.name == "list").callback = hurt
-print([server.run(0, ["list", what]).defects for what in ("raise", "lose", "outside", "program", "hang", "none")])
-"""  # noqa: E501
-    done = subprocess.run(
+next(c for c in application.app.registered_commands if c.name == "list").callback = misbehave
+actions = ("raise", "lose", "outside", "program", "hang", "none")
+print([server.run(0, ["list", action]).defects for action in actions])
+"""
+    process = subprocess.run(
         [sys.executable, "-c", code, str(place)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -89,17 +86,17 @@ print([server.run(0, ["list", what]).defects for what in ("raise", "lose", "outs
         text=True,
         timeout=300,
     )
-    found = (
-        ast.literal_eval(done.stdout.strip().splitlines()[-1])
-        if done.returncode == 0
-        else done.stderr[-2000:]
+    defects = (
+        ast.literal_eval(process.stdout.strip().splitlines()[-1])
+        if process.returncode == 0
+        else process.stderr[-2000:]
     )
-    assert "a traceback" in found[0]
-    assert found[1] == ["the user's file notes.txt changed"]
-    assert any("outside/new" in one for one in found[2])
-    assert any(one.startswith("program: ['true']") for one in found[3])
-    assert found[4] == ["more than 2 s"]
-    assert found[5] == []
+    assert "a traceback" in defects[0]
+    assert defects[1] == ["the user's file notes.txt changed"]
+    assert any("outside/new" in one for one in defects[2])
+    assert any(one.startswith("program: ['true']") for one in defects[3])
+    assert defects[4] == ["more than 2 s"]
+    assert defects[5] == []
 
 
 def test_fuzzed_inputs(tmp_path: Path) -> None:
@@ -117,7 +114,7 @@ def test_fuzzed_inputs(tmp_path: Path) -> None:
         "--results",
         str(results),
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -127,7 +124,7 @@ def test_fuzzed_inputs(tmp_path: Path) -> None:
     )
     content = json.loads(results.read_text())
     assert [one for target in content["targets"].values() for one in target["defects"]] == [], (
-        done.stdout[-3000:]
+        process.stdout[-3000:]
     )
     assert content["inputs"] >= 2000
     assert content["targets"].keys() == targets_runs.TARGETS.keys()
@@ -165,32 +162,35 @@ def _hang(example: int, folder: Path) -> None:
 def test_a_defect_in_a_reader_would_be_noticed(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One input of ten is a defect; the others go on."""
+    """One input of ten is a defect; the campaign continues with the others."""
     monkeypatch.setattr(fuzz, "LIMIT", 0.5)
-    found = fuzz.fuzz(RunTarget(lambda seed: seed, run), 10, 0, tmp_path / "work")
-    assert found["inputs"] == 10
-    assert [one["at"] for one in found["defects"]] == [3]
-    assert found["defects"][0]["times"] == 1
+    result = fuzz.fuzz(RunTarget(lambda seed: seed, run), 10, 0, tmp_path / "work")
+    assert result["inputs"] == 10
+    assert [one["at"] for one in result["defects"]] == [3]
+    assert result["defects"][0]["times"] == 1
 
 
-def test_what_nothing_changed_is_read(tmp_path: Path) -> None:
-    """The corpus itself raises nothing: a campaign over files that are all refused at once would
-    show nothing.
+def test_the_unchanged_corpus_is_read(tmp_path: Path) -> None:
+    """The corpus itself raises no error.
+
+    A campaign over files that are all refused at once would prove nothing.
     """
-    run = targets_runs._run_folder(tmp_path, "done.json", json.dumps(targets_runs.DONE).encode())
+    run = targets_runs._run_folder(
+        tmp_path, "done.json", json.dumps(targets_runs.DONE_FILE).encode()
+    )
     for call in (*targets_runs._readers_of_numbers(run), *targets_runs._readers_for_page(run)):
         call()
 
 
 def test_kills(place: Path) -> None:
-    """One of each signal, over three verbs."""
+    """One kill with each signal, over three verbs."""
     bench = faults.Bench(world.World(place))
     cases = faults.kills(bench, 3, 1, ["copy", "merge", "card"])
     assert [case.problems for case in cases] == [[], [], []], cases
     assert {case.fault for case in cases} == set(faults.SIGNALS)
 
 
-def test_a_file_that_is_lost_would_be_noticed(place: Path) -> None:
+def test_a_lost_file_would_be_noticed(place: Path) -> None:
     bench = faults.Bench(world.World(place))
 
     def lose(process: subprocess.Popen[str]) -> None:

@@ -1,12 +1,11 @@
-"""The place that the campaigns happen in: runs, a user's own files, hostile files, and what must
-stay as it is.
+"""The folders of the campaigns: runs, a user's files, hostile files and protected files.
 
 root/
-    scratch/    where command lines run: finished, unfinished and damaged runs, somebody's files, canaries
+    scratch/    working folder of command lines: finished, unfinished and damaged runs, users' files
     cache/      CONCEPT_ERASER_CACHE
     home/ tmp/  HOME and TMPDIR of the processes
-    outside/    what links in scratch/ lead to; nothing may change it
-"""  # noqa: E501
+    outside/    the targets of links in scratch/; nothing may change it
+"""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ DAMAGES = (
 
 @dataclass(frozen=True)
 class World:
-    """Paths of one campaign's place, and the variables of its processes."""
+    """Paths of one campaign's folders, and the environment variables of its processes."""
 
     root: Path
 
@@ -87,18 +86,19 @@ class World:
         }
 
     def fresh(self) -> None:
-        """Make the scratch folder anew from the template."""
+        """Rebuild the scratch folder from the template."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         subprocess.run(
             ["cp", "-a", str(self.template), str(self.scratch)], check=True
-        )  # keeps pipes, links, second names
+        )  # keeps pipes, links and hard links
         shutil.rmtree(self.root / "tmp", ignore_errors=True)
         (self.root / "tmp").mkdir()
 
 
 def build(root: Path, *, runs: bool = True) -> World:
-    """Make the template and the folders around it. runs: with runs that were trained, evaluated and
-    attacked (20 s).
+    """Make the template and the folders around it.
+
+    runs: with runs that are trained, evaluated and attacked (20 s).
     """
     world = World(root.resolve())
     for name in ("template", "cache", "home", "tmp", "outside"):
@@ -193,7 +193,7 @@ def _hostile_files(place: Path) -> None:
 
 
 def _runs(world: World) -> None:
-    """Runs made by the package itself, in a process of their own, then copies of one with a damage
+    """Make runs with the package itself, in a separate process, then copies with one damage
     each.
     """
     root = Path(__file__).parents[2]
@@ -209,12 +209,12 @@ def _runs(world: World) -> None:
     star = world.template / "runs" / "star"
     for damage in DAMAGES:
         folder = world.template / "damaged" / damage
-        shutil.copytree(star, folder, symlinks=True, copy_function=_linked)
-        damaged(folder, damage, world.root / "outside")
+        shutil.copytree(star, folder, symlinks=True, copy_function=_link_or_copy)
+        apply_damage(folder, damage, world.root / "outside")
 
 
-def _linked(source: str, target: str) -> None:
-    """Large files of the copies share their content; nothing writes into them, it replaces them."""
+def _link_or_copy(source: str, target: str) -> None:
+    """Let large files of the copies share their content; nothing writes into them."""
     if Path(source).stat().st_size > 100_000:
         os.link(source, target)
     else:
@@ -222,16 +222,18 @@ def _linked(source: str, target: str) -> None:
 
 
 def make_runs() -> None:
-    """In the working directory: a finished run with evaluation, report and attack, one of a LoRA,
-    an unfinished one.
+    """Make runs in the working directory.
+
+    These are a finished run with evaluation, report and attack, a run of a LoRA and an unfinished
+    run.
     """
     from concept_eraser import Interrupted, api
 
     star = Path("runs/star")
     api.erase(recipe(), output=star)
-    found = api.evaluate(str(star), "tiny_star", n=2)
-    found.save(star / "evaluation.json")
-    api.report(found, star / "report.html", run=star)
+    evaluation = api.evaluate(str(star), "tiny_star", n=2)
+    evaluation.save(star / "evaluation.json")
+    api.report(evaluation, star / "report.html", run=star)
     api.attack(
         str(star),
         "random_tokens",
@@ -254,8 +256,8 @@ def make_runs() -> None:
     (Path("model") / ".concept_eraser.json").unlink(missing_ok=True)
 
 
-def damaged(folder: Path, damage: str, outside: Path) -> None:
-    """Do one damage to a run folder. Files are replaced, since they may be shared."""
+def apply_damage(folder: Path, damage: str, outside: Path) -> None:
+    """Apply one damage to a run folder. Files are replaced, since they may be shared."""
 
     def put(name: str, content: bytes | str) -> None:
         path = folder / name
@@ -309,8 +311,8 @@ def damaged(folder: Path, damage: str, outside: Path) -> None:
                 ),
             )
         case "weights_cut":
-            cut = folder / "weights.safetensors"
-            put("weights.safetensors", cut.read_bytes()[:1000] if cut.is_file() else b"")
+            weights = folder / "weights.safetensors"
+            put("weights.safetensors", weights.read_bytes()[:1000] if weights.is_file() else b"")
         case "mark_hostile":
             put(
                 ".concept_eraser.json",
@@ -338,9 +340,7 @@ Stamp = tuple[int, int, int, int, str]
 
 
 def snapshot(folder: Path) -> dict[str, Stamp]:
-    """What the system says of every path below a folder: a change of any file shows in its time of
-    change.
-    """
+    """The status of every path below a folder; any change of a file changes its time of change."""
     return {str(path.relative_to(folder)): _stamp(path) for path in walk(folder)}
 
 
@@ -359,5 +359,5 @@ def _stamp(path: Path) -> Stamp:
 
 
 def changes(before: dict[str, Stamp], after: dict[str, Stamp]) -> list[str]:
-    """Paths that were there before and are gone or changed."""
+    """Earlier paths that are missing or changed."""
     return sorted(path for path, stamp in before.items() if after.get(path) != stamp)

@@ -1,4 +1,4 @@
-"""The command line as a person types it: real processes, exit codes, messages."""
+"""The command line in real processes: exit codes and messages."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ VERBS = ("quickstart", "erase", "generate", "evaluate", "report", "list", "show"
 def test_help_is_quick(cold_cli) -> None:
     best = float("inf")
     for _ in range(3):  # the first call may compile bytecode
-        began = time.monotonic()
-        found = cold_cli("--help")
-        best = min(best, time.monotonic() - began)
-    assert found.returncode == 0
-    assert all(verb in found.stdout for verb in VERBS)
+        start = time.monotonic()
+        result = cold_cli("--help")
+        best = min(best, time.monotonic() - start)
+    assert result.returncode == 0
+    assert all(verb in result.stdout for verb in VERBS)
     assert best < 0.5
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_a_worked_example(cli, verb: str) -> None:
-    found = cli(verb, "--help")
-    assert found.returncode == 0
-    assert f"concept-eraser {verb}" in found.stdout
+    result = cli(verb, "--help")
+    assert result.returncode == 0
+    assert f"concept-eraser {verb}" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_every_verb_has_a_worked_example(cli, verb: str) -> None:
 def test_bad_input_is_one_message_and_code_two(
     cli, arguments: list[str], message: str, tmp_path: Path
 ) -> None:
-    found = cli(*arguments)
-    assert found.returncode == 2, found.stderr
-    assert message in found.stderr
-    assert "Traceback" not in found.stderr
+    result = cli(*arguments)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
     assert not list(tmp_path.rglob("*.safetensors")), "nothing half-written"
 
 
-def test_ctrl_c_says_what_became_of_the_work(tmp_path: Path) -> None:
+def test_ctrl_c_says_that_no_partial_file_is_left(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -107,16 +107,16 @@ def test_ctrl_c_says_what_became_of_the_work(tmp_path: Path) -> None:
     "extra", [["--steps", "5000"], ["--seed", "99999999999999999999"], ["--guidance", "-1"]]
 )
 def test_absurd_numbers_are_refused(cli, extra: list[str]) -> None:
-    found = cli("generate", "tiny-sd", "-p", "a star", *extra)
-    assert found.returncode == 2
-    assert "Traceback" not in found.stderr
+    result = cli("generate", "tiny-sd", "-p", "a star", *extra)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
 
 
-def test_a_part_is_looked_at_on_its_base(cli, tiny, tmp_path: Path) -> None:
+def test_a_partial_checkpoint_is_loaded_on_its_base(cli, tiny, tmp_path: Path) -> None:
     tensors = {"conv_in.bias": tiny.denoiser.conv_in.bias.detach() + 1}
     save_file(tensors, tmp_path / "part.safetensors")
-    told = cli("generate", "part.safetensors", "-p", "a star", "-n", "1", "--steps", "1")
-    assert told.returncode == 2
+    result = cli("generate", "part.safetensors", "-p", "a star", "-n", "1", "--steps", "1")
+    assert result.returncode == 2
     for output, before in (
         ("there", ["part.safetensors", "--before", "tiny-sd"]),
         ("plain", ["tiny-sd"]),
@@ -133,14 +133,14 @@ def test_a_part_is_looked_at_on_its_base(cli, tiny, tmp_path: Path) -> None:
 
 
 def test_the_demo_warns_before_it_opens_to_the_network(cli, tmp_path: Path) -> None:
-    """On an address that no machine has (of a net for documentation), so that nothing is opened."""
-    found = cli("demo", "--host", "192.0.2.1", "--runs", str(tmp_path), "--no-browser")
-    assert found.returncode == 2
-    assert "everybody in the network" in found.stderr
+    """The address belongs to a documentation network, so that nothing is opened."""
+    result = cli("demo", "--host", "192.0.2.1", "--runs", str(tmp_path), "--no-browser")
+    assert result.returncode == 2
+    assert "everybody in the network" in result.stderr
 
 
-def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
-    """list, show, copy, check, dry run, erase, evaluate, report, generate."""
+def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
+    """list, show, copy, check, dry run, erase, evaluate, report and generate, one after another."""
     assert "arXiv 2411.15537" in cli("show", "munba").stdout
     assert cli("copy", "tiny_star_munba", "mine.yaml").returncode == 0
     assert cli("copy", "tiny_star_munba", "mine.yaml").returncode == 2, "does not overwrite"
@@ -156,13 +156,13 @@ def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
         in typo.stdout
     )
     assert not (tmp_path / "runs").exists()
-    erased = cli("erase", "mine.yaml", "training.steps=2")
-    assert erased.returncode == 0, erased.stderr
-    assert "2/2" in erased.stderr, "progress is shown"
+    erasure = cli("erase", "mine.yaml", "training.steps=2")
+    assert erasure.returncode == 0, erasure.stderr
+    assert "2/2" in erasure.stderr, "progress is shown"
     folder = next((tmp_path / "runs").iterdir())
     assert (
         f"(or load it: DiffusionPipeline.from_pretrained('runs/{folder.name}/pipeline'))"
-        in erased.stdout
+        in erasure.stdout
     )
     low = cli("erase", "mine.yaml", "training.steps=1", "trainable.lora=2", "-o", "runs/low")
     assert "; the LoRA alone: runs/low/lora)" in low.stdout
@@ -176,29 +176,29 @@ def test_a_new_user_walks_the_road(cli, tmp_path: Path) -> None:
         },
     }
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
-    measured = cli("evaluate", str(folder), "--suite", "suite.yaml")
-    assert measured.returncode == 0, measured.stderr
-    assert "concept_rate" in measured.stdout
-    found = json.loads((folder / "evaluation.json").read_text())
-    assert "more images than feature dimensions" in found["refused"]["fid"]
+    measurement = cli("evaluate", str(folder), "--suite", "suite.yaml")
+    assert measurement.returncode == 0, measurement.stderr
+    assert "concept_rate" in measurement.stdout
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert "more images than feature dimensions" in evaluation["refused"]["fid"]
     assert (folder / "report.html").stat().st_size > 10_000
     assert cli("report", str(folder), "-o", "again.html").returncode == 0
-    made = cli(
+    generation = cli(
         "generate", str(folder), "-p", "a red star", "-n", "2", "--steps", "2", "-o", "images"
     )
-    assert made.returncode == 0, made.stderr
+    assert generation.returncode == 0, generation.stderr
     assert len(list((tmp_path / "images").glob("*.png"))) == 2
     assert len((tmp_path / "images" / "metadata.jsonl").read_text().splitlines()) == 2
 
 
 def test_quickstart_erases_measures_and_reports(cold_cli, tmp_path: Path) -> None:
-    """The first command a user runs, with fewer images: the verdict, the report, and a star that
-    is gone.
-    """
-    found = cold_cli("quickstart", "-n", "16", "-q")
-    assert found.returncode == 0, found.stderr
+    """A new user's first command, with fewer images: verdict, report and a low concept rate."""
+    few = ["forget.n=96", "retain.n=96", "generation.steps=6"]
+    short = ["quickstart", *few, "training.steps=50", "training.batch_size=8", "-n", "16", "-q"]
+    result = cold_cli(*short)
+    assert result.returncode == 0, result.stderr
     folder = tmp_path / "runs" / "quickstart"
-    assert f"report:   {folder / 'report.html'}" in found.stdout
+    assert f"report:   {folder / 'report.html'}" in result.stdout
     for name in (
         "report.html",
         "before_after.png",
@@ -212,13 +212,13 @@ def test_quickstart_erases_measures_and_reports(cold_cli, tmp_path: Path) -> Non
     assert results["concept_rate", "direct"]["before"]["value"] > 0.8
     assert results["concept_rate", "direct"]["after"]["value"] < 0.2
     assert results["accuracy_shape", "retained"]["after"]["value"] > 0.8
-    again = cold_cli("quickstart", "-n", "16", "-q")
+    again = cold_cli(*short)
     assert again.returncode == 0, "a second call is answered from the finished run and the cache"
 
 
-def test_a_models_path_is_taken_as_it_is_written(cli, tmp_path: Path) -> None:
-    """Also where YAML would read a comment or a mapping in it, and a recipe whose name has an
-    equals sign.
+def test_a_models_path_is_read_literally(cli, tmp_path: Path) -> None:
+    """YAML would read a comment or a mapping in these paths. A recipe's name may have an equals
+    sign.
     """
     few = [
         "--forget",
@@ -230,9 +230,9 @@ def test_a_models_path_is_taken_as_it_is_written(cli, tmp_path: Path) -> None:
         "--dry-run",
     ]
     for name in ("sd #2", "model: mine"):
-        found = cli("erase", "--model", str(tmp_path / name), *few)
-        assert found.returncode == 2
-        assert name in found.stderr
+        result = cli("erase", "--model", str(tmp_path / name), *few)
+        assert result.returncode == 2
+        assert name in result.stderr
     (tmp_path / "lr=1.yaml").write_text((ROOT / "pipelines" / "tiny_star_munba.yaml").read_text())
     assert (
         "unknown"
@@ -241,7 +241,7 @@ def test_a_models_path_is_taken_as_it_is_written(cli, tmp_path: Path) -> None:
 
 
 def test_flags_make_a_recipe(cli) -> None:
-    found = cli(
+    result = cli(
         "erase",
         "--forget",
         "tiny_star",
@@ -255,9 +255,9 @@ def test_flags_make_a_recipe(cli) -> None:
         "1e-5",
         "--dry-run",
     )
-    assert found.returncode == 0, found.stderr
+    assert result.returncode == 0, result.stderr
     recipe = yaml.safe_load(
-        found.stdout.split("\nforget: ")[0].split("\nretain: 1")[0].split("\nforget: 200")[0]
+        result.stdout.split("\nforget: ")[0].split("\nretain: 1")[0].split("\nforget: 200")[0]
     )
     assert recipe["forget"]["anchor"] == {"shape": "circle"}
     assert recipe["forget"]["loss"] == "anchor"
@@ -271,8 +271,9 @@ def test_version(cli) -> None:
 
 @pytest.mark.parametrize("delay", [0.1, 0.3, 0.8, 1.5])
 def test_ctrl_c_during_start_up_is_one_line(delay: float, tmp_path: Path) -> None:
-    """While Python, typer or torch is imported, whose modules answer an interruption in ways of
-    their own.
+    """The signal arrives while Python, typer or torch is imported.
+
+    Their modules handle an interruption in different ways.
     """
     default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     command = [
@@ -304,8 +305,9 @@ def test_ctrl_c_during_start_up_is_one_line(delay: float, tmp_path: Path) -> Non
 
 
 def test_ctrl_c_inside_generated_code_ends_with_130(tmp_path: Path) -> None:
-    """As in a named tuple or data class that a library makes: CPython would end by the signal,
-    whatever exit code is asked for (python -m).
+    """The signal arrives in code that a library generates, such as a named tuple or a data class.
+
+    With `python -m`, CPython would end by the signal instead of with the exit code.
     """
     code = """
 import signal, sys
@@ -318,17 +320,19 @@ main.main()
 """
     (tmp_path / "started.py").write_text(code)
     default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "started"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         preexec_fn=default,
     )
-    assert (done.returncode, done.stderr) == (130, "stopped; nothing half-written is left\n")
+    assert (process.returncode, process.stderr) == (130, "stopped; nothing half-written is left\n")
 
 
-def test_what_a_library_makes_of_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_an_error_that_a_library_raises_on_ctrl_c_is_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
     from concept_eraser.cli import application
     from concept_eraser.cli.main import main
 
@@ -341,20 +345,20 @@ def test_what_a_library_makes_of_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("failed to import") from None
 
     monkeypatch.setattr(application, "app", app)
-    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(SystemExit) as exit_info:
             main()
     finally:
-        signal.signal(signal.SIGINT, kept)
-    assert (caught.value.code, capfd.readouterr().err) == (
+        signal.signal(signal.SIGINT, handler)
+    assert (exit_info.value.code, capfd.readouterr().err) == (
         130,
         "stopped; nothing half-written is left\n",
     )
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (
             OSError(28, "No space left on device", "/a/b"),
@@ -363,8 +367,8 @@ def test_what_a_library_makes_of_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPa
         (
             OSError(40, "Too many levels of symbolic links", "loop"),
             (
-                "error: cannot use loop: too many levels of symbolic links; its links lead "
-                "in a circle; give the file itself"
+                "error: cannot use loop: too many levels of symbolic links; its links form "
+                "a circle; give the file itself"
             ),
         ),
         (
@@ -400,7 +404,7 @@ def test_what_a_library_makes_of_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_errors_of_the_system_are_one_sentence(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capfd
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
     from concept_eraser.cli import application
     from concept_eraser.cli.main import main
@@ -409,20 +413,20 @@ def test_errors_of_the_system_are_one_sentence(
         raise error
 
     monkeypatch.setattr(application, "app", app)
-    kept = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(SystemExit) as exit_info:
             main()
     finally:
-        signal.signal(signal.SIGINT, kept)
+        signal.signal(signal.SIGINT, handler)
     output = capfd.readouterr().err
-    assert caught.value.code == 2
-    assert output.startswith(said)
+    assert exit_info.value.code == 2
+    assert output.startswith(message)
     assert output.count("\n") == 1
 
 
 def test_a_mistake_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A general answer to all errors would hide what the campaigns look for."""
+    """A handler for all errors would hide the defects that the campaigns search for."""
     from concept_eraser.cli import application
     from concept_eraser.cli.main import main
 
@@ -430,16 +434,16 @@ def test_a_mistake_of_the_program_keeps_its_traceback(monkeypatch: pytest.Monkey
         raise KeyError("x")
 
     monkeypatch.setattr(application, "app", app)
-    kept = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(KeyError):
             main()
     finally:
-        signal.signal(signal.SIGINT, kept)
+        signal.signal(signal.SIGINT, handler)
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
-    """`concept-eraser list | head -1`"""
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """For example `concept-eraser list | head -1`."""
     command = [sys.executable, "-m", "concept_eraser", "show", "munba"]
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -452,7 +456,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_message_does_not_move_the_cursor(cli) -> None:
-    found = cli("check", "\x1b[2J.yaml")
-    assert found.returncode == 2
-    assert "\x1b" not in found.stderr
-    assert "\\x1b[2J.yaml" in found.stderr
+    result = cli("check", "\x1b[2J.yaml")
+    assert result.returncode == 2
+    assert "\x1b" not in result.stderr
+    assert "\\x1b[2J.yaml" in result.stderr

@@ -1,5 +1,6 @@
-"""`show` tells of every method what a reader needs: title, source, options with defaults, theorems,
-differences.
+"""`show` prints what a reader needs of every method.
+
+These are title, source, options with defaults, theorems and differences from the paper.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from concept_eraser.cli.main import app
 
 @pytest.mark.parametrize("name", [*registry.names("method"), *registry.named("method")])
 def test_every_method_shows_itself(name: str) -> None:
-    shown = CliRunner().invoke(app, ["show", name])
-    assert shown.exit_code == 0, shown.output
+    result = CliRunner().invoke(app, ["show", name])
+    assert result.exit_code == 0, result.output
     method = registry.load("method", name)
-    assert method.title in shown.output
-    assert method.source in shown.output
-    assert "theorems tested:" in shown.output
+    assert method.title in result.output
+    assert method.source in result.output
+    assert "theorems tested:" in result.output
     for option in registry.options(method):
-        assert f"  {option} = " in shown.output
+        assert f"  {option} = " in result.output
         assert f"{option}" in (method.__doc__ or ""), (
             f"the option {option} of {name} is not explained"
         )
-    plugin, fixed = registry.resolve("method", name, {})
-    for option, value in fixed.items():
-        assert f"  {option} = {value!r}" in shown.output, f"{name} is {plugin} with {option}"
+    plugin, settings = registry.resolve("method", name, {})
+    for option, value in settings.items():
+        assert f"  {option} = {value!r}" in result.output, f"{name} is {plugin} with {option}"
 
 
 @pytest.mark.parametrize("name", registry.names("method"))
@@ -41,18 +42,18 @@ def test_every_method_names_its_paper_and_what_differs(name: str) -> None:
 
 
 def test_list_names_the_settings_too() -> None:
-    shown = CliRunner().invoke(app, ["list", "methods"])
-    assert "= uno with alternate: True" in shown.output
-    assert "natural_gradient" in shown.output
-    assert "gaussian_mechanism" not in shown.output
+    result = CliRunner().invoke(app, ["list", "methods"])
+    assert "= uno with alternate: True" in result.output
+    assert "natural_gradient" in result.output
+    assert "gaussian_mechanism" not in result.output
 
 
 def test_every_default_says_where_it_comes_from(cli) -> None:
     for name in registry.names("method"):
         method = registry.load("method", name)
         assert set(method.defaults) == set(registry.options(method)), name
-    shown = cli("show", "forum").stdout
-    assert "momentum = 0.75    (float)    from: the paper: beta_k = (k + 1)^(-3/4)" in shown
-    assert "rule = 'ascent'" in (named := cli("show", "sa").stdout)
-    assert "from: the name" in named
+    text = cli("show", "forum").stdout
+    assert "momentum = 0.75    (float)    from: the paper: beta_k = (k + 1)^(-3/4)" in text
+    assert "rule = 'ascent'" in (alias_text := cli("show", "sa").stdout)
+    assert "from: the name" in alias_text
     assert "theorems tested: none" in cli("show", "uno-hat").stdout

@@ -1,5 +1,7 @@
-"""Named sets: those at hand are what they say; those of torchvision are read from copies in their
-on-disk format.
+"""Named data sets.
+
+The bundled sets have the content that they state. The sets of torchvision are read from copies in
+their on-disk format.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def image(path: Path, tone: int, size: tuple[int, int] = (90, 70)) -> None:
     Image.new("RGB", size, (tone, tone, tone)).save(path)
 
 
-def test_digits_are_split_once_and_for_all() -> None:
+def test_the_split_of_digits_is_fixed() -> None:
     train, test = (
         registry.build("dataset", "digits", {}).load(split) for split in ("train", "test")
     )
@@ -37,7 +39,7 @@ def test_digits_are_split_once_and_for_all() -> None:
 
 
 def test_fonts_are_seeded_cached_and_legible() -> None:
-    """A small classifier learns them in seconds, so they are digits."""
+    """A small classifier learns them in seconds, so the images show digits."""
     from sklearn.neural_network import MLPClassifier
 
     plugin = registry.build("dataset", "fonts", {"n": 1800})
@@ -45,20 +47,20 @@ def test_fonts_are_seeded_cached_and_legible() -> None:
     assert (len(train), len(test)) == (1800, 300)
     again = plugin.load("train")
     assert (again.inputs(range(9)) == train.inputs(range(9))).all()
-    fitted = MLPClassifier((100,), max_iter=60, random_state=0).fit(
+    classifier = MLPClassifier((100,), max_iter=60, random_state=0).fit(
         train.inputs(range(1800)).numpy(), train.labels.numpy()
     )
-    assert fitted.score(test.inputs(range(300)).numpy(), test.labels.numpy()) > 0.8
+    assert classifier.score(test.inputs(range(300)).numpy(), test.labels.numpy()) > 0.8
     with pytest.raises(UserError, match="n must be at least 60"):
         registry.build("dataset", "fonts", {"n": 10})
 
 
-def test_painted_scenes_are_what_the_judge_sees(shared_tiny) -> None:
+def test_the_judge_labels_painted_scenes_correctly(shared_tiny) -> None:
     judge = registry.load("judge", "tiny")()
     data = registry.build("dataset", "painted", {"n": 100}).load("train")
     images = data.inputs(range(100)).permute(0, 2, 3, 1).add(1).mul(127.5).round().byte()
-    seen = judge.look(images)["shape"]
-    assert np.mean(seen == np.array(data.names)[data.labels.numpy()]) > 0.95
+    shapes = judge.classify(images)["shape"]
+    assert np.mean(shapes == np.array(data.names)[data.labels.numpy()]) > 0.95
     assert registry.build("dataset", "painted", {"n": 20, "size": 32}).load("test").inputs(
         [0]
     ).shape == (1, 3, 32, 32)
@@ -91,7 +93,7 @@ def test_cifar10(
     from concept_eraser import api
     from studies import train_classifier
 
-    made = tmp_path / "classifier"
+    classifier_folder = tmp_path / "classifier"
     monkeypatch.setattr(
         "sys.argv",
         [
@@ -104,7 +106,7 @@ def test_cifar10(
             "--epochs",
             "1",
             "-o",
-            str(made),
+            str(classifier_folder),
         ],
     )
     train_classifier.main()
@@ -115,7 +117,9 @@ def test_cifar10(
         "training.batch_size=2",
         "training.device=cpu",
     ]
-    run = api.erase("cifar10_class_munba", model=made, overrides=changes, output=tmp_path / "run")
+    run = api.erase(
+        "cifar10_class_munba", model=classifier_folder, overrides=changes, output=tmp_path / "run"
+    )
     assert (run.folder / "model" / "model.safetensors").is_file()
     with pytest.raises(SystemExit):
         train_classifier.main()

@@ -1,6 +1,4 @@
-"""Image files and their captions, whoever made them: what is damaged, too large, or other than
-its name says.
-"""
+"""Image files and captions from any source: damaged files, large files and wrong file types."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError
 
 
-def painted(path: Path, width: int = 20, height: int = 10, mode: str = "RGB") -> Path:
-    """A valid image of its own pattern."""
+def paint(path: Path, width: int = 20, height: int = 10, mode: str = "RGB") -> Path:
+    """Write a valid image with a known pattern and return its path."""
     pixels = (np.arange(height * width * 3).reshape(height, width, 3) % 251).astype(np.uint8)
     Image.fromarray(pixels).convert(mode).save(path)
     return path
 
 
 def with_header(path: Path, width: int, height: int) -> Path:
-    """The same PNG, its header stating another size."""
+    """Write another size into the header of a PNG and return its path."""
     content = path.read_bytes()
     header = b"IHDR" + struct.pack(">II", width, height) + content[24:29]
     path.write_bytes(content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:])
@@ -34,26 +32,27 @@ def with_header(path: Path, width: int, height: int) -> Path:
 
 
 def read_both(path: Path) -> None:
-    """By the reader of training images and that of whoever's images; both must refuse."""
+    """Check that the reader of training images and the reader of any images refuse a file."""
     with pytest.raises(UserError) as first:
         images.read(path, (16, 16))
     with pytest.raises(UserError) as second:
         images.read_image(path)
-    for caught in (first, second):
-        assert str(path) in str(caught.value)
-        assert len(str(caught.value)) < 600
+    for error_info in (first, second):
+        assert str(path) in str(error_info.value)
+        assert len(str(error_info.value)) < 600
 
 
 def test_bombs_are_refused_by_their_header(tmp_path: Path) -> None:
     for place, size in enumerate([(2**30, 2**30), (limits.PIXELS, 2), (20_000, 20_000)]):
-        read_both(with_header(painted(tmp_path / f"{place}.png"), *size))
+        read_both(with_header(paint(tmp_path / f"{place}.png"), *size))
 
 
 def test_a_large_image_below_the_bound_gives_no_warning(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Pillow warns from half of what it refuses; a folder of such images must not fill the
-    terminal.
+    """Pillow warns from half of the size that it refuses.
+
+    A folder of such images must not fill the terminal.
     """
     path = tmp_path / "large.png"
     Image.new("1", (12_000, 8_000)).save(path)
@@ -63,7 +62,7 @@ def test_a_large_image_below_the_bound_gives_no_warning(
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "gif", "tif"])
 def test_truncated_and_damaged_files(kind: str, tmp_path: Path) -> None:
-    path = painted(tmp_path / f"a.{kind}", 64, 64)
+    path = paint(tmp_path / f"a.{kind}", 64, 64)
     content = path.read_bytes()
     assert images.read(path, (16, 16)).shape == (16, 16, 3)
     path.write_bytes(content[: len(content) // 2])
@@ -80,49 +79,50 @@ def test_every_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
     if mode == "I;16":
         Image.fromarray(np.arange(200, dtype=np.uint16).reshape(10, 20)).save(path)
     else:
-        painted(path, mode=mode)
+        paint(path, mode=mode)
     assert images.read(path, (8, 8)).shape == (8, 8, 3)
     assert images.read_image(path).shape == (10, 20, 3)
 
 
-def test_what_phones_call_jpg(tmp_path: Path) -> None:
-    """Some write MPO, a JPEG with a second image in it; in a process that has not opened one
-    before.
+def test_mpo_files_named_jpg_are_read(tmp_path: Path) -> None:
+    """Some phones write MPO, a JPEG with a second image in it.
+
+    The process must not have opened an MPO file before.
     """
     import subprocess
     import sys
 
-    first = Image.open(painted(tmp_path / "a.png"))
+    first = Image.open(paint(tmp_path / "a.png"))
     first.save(tmp_path / "b.jpg", "MPO", save_all=True, append_images=[first])
     assert Image.open(tmp_path / "b.jpg").format == "MPO"
     code = (
         "import sys, pathlib; from concept_eraser.data import images; "
         "print([images.read(pathlib.Path(p), (8, 8)).shape for p in sys.argv[1:]])"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "a.png", tmp_path / "b.jpg"],
         capture_output=True,
         text=True,
     )
-    assert done.stdout.strip() == "[(8, 8, 3), (8, 8, 3)]", done.stderr
+    assert process.stdout.strip() == "[(8, 8, 3), (8, 8, 3)]", process.stderr
 
 
-def test_a_program_for_a_printer_is_no_image(tmp_path: Path) -> None:
-    """Pillow gives EPS to Ghostscript, whatever the file is called."""
+def test_postscript_is_no_image(tmp_path: Path) -> None:
+    """Pillow passes EPS to Ghostscript, whatever the file's name is."""
     path = tmp_path / "a.png"
     path.write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
     )
-    assert Image.open(path).format == "EPS"  # what Pillow would do with it
+    assert Image.open(path).format == "EPS"  # Pillow would open it
     read_both(path)
 
 
 def test_images_too_small_or_too_narrow(tmp_path: Path) -> None:
-    read_both(painted(tmp_path / "one.png", 1, 1))
-    read_both(painted(tmp_path / "line.png", 1, 50))
+    read_both(paint(tmp_path / "one.png", 1, 1))
+    read_both(paint(tmp_path / "line.png", 1, 50))
     with pytest.raises(UserError, match="too narrow"):
-        images.read(painted(tmp_path / "narrow.png", 2, 60_000), (512, 512))
-    assert images.read(painted(tmp_path / "small.png", 2, 3), (8, 8)).shape == (8, 8, 3)
+        images.read(paint(tmp_path / "narrow.png", 2, 60_000), (512, 512))
+    assert images.read(paint(tmp_path / "small.png", 2, 3), (8, 8)).shape == (8, 8, 3)
 
 
 def test_pipes_and_folders_are_no_images(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_pipes_and_folders_are_no_images(tmp_path: Path) -> None:
 def folder_with(tmp_path: Path, name: str, content: bytes) -> Path:
     folder = tmp_path / "images"
     folder.mkdir()
-    painted(folder / "a.png")
+    paint(folder / "a.png")
     (folder / name).write_bytes(content)
     return folder
 
@@ -167,14 +167,14 @@ def folder_with(tmp_path: Path, name: str, content: bytes) -> Path:
     ],
 )
 def test_wrong_captions_are_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=words) as error_info:
         images.read_folder(folder_with(tmp_path, name, content), (8, 8))
-    assert len(str(caught.value)) < 800
+    assert len(str(error_info.value)) < 800
 
 
 def test_links_lead_to_images_and_not_to_captions(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret")
-    painted(tmp_path / "elsewhere.png")
+    paint(tmp_path / "elsewhere.png")
     folder = folder_with(tmp_path, "a.txt", b"a house")
     (folder / "b.png").symlink_to(tmp_path / "elsewhere.png")
     (folder / "b.txt").write_text("a moon")

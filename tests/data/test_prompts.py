@@ -1,4 +1,4 @@
-"""Prompt sets: expansion, anchors, draws, and what is refused."""
+"""Prompt sets: expansion, anchors, selection and refused inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(folder: Path, text: str, name: str = "set.yaml") -> str:
 
 
 def test_expansion_gives_words_and_values(tmp_path: Path) -> None:
-    found = prompts.load(
+    prompt_set = prompts.load(
         write(
             tmp_path,
             (
@@ -33,10 +33,10 @@ def test_expansion_gives_words_and_values(tmp_path: Path) -> None:
             ),
         )
     )
-    assert found.texts == ["an orange star", "a crimson star"]
-    assert found.prompts[1].fields == {"color": "red", "shape": "star"}
-    assert found.prompts[1].anchor_prompt({"shape": "octagon"}) == "a crimson octagon"
-    assert found.prompts[1].anchor_prompt("a(n) {color} thing") == "a crimson thing"
+    assert prompt_set.texts == ["an orange star", "a crimson star"]
+    assert prompt_set.prompts[1].fields == {"color": "red", "shape": "star"}
+    assert prompt_set.prompts[1].anchor_prompt({"shape": "octagon"}) == "a crimson octagon"
+    assert prompt_set.prompts[1].anchor_prompt("a(n) {color} thing") == "a crimson thing"
 
 
 def test_rows_and_plain_text(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_shipped_sets_name_origin_and_licence_and_do_not_overlap() -> None:
     for name in names:
         text = resources.find("prompts", name).read_text()
         assert "Licence:" in text.splitlines()[0], name
-        if "file: hf://" not in text:  # those of the hub are read from its cache (test_tables.py)
+        if "file: hf://" not in text:  # sets on the hub are tested in test_tables.py
             assert len(prompts.load(name)) >= 100, name
     star = prompts.load("tiny_star")
     for other in ("tiny_star_synonyms", "tiny_rest", "tiny_star_neighbours"):
@@ -104,24 +104,27 @@ def test_shipped_sets_name_origin_and_licence_and_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("anchor", "meant"),
+    ("anchor", "suggestions"),
     [
         ({"shape": "circel"}, ["circle"]),
         ({"shape": "circle", "color": "gren"}, ["green"]),
         ({"shape": "circle"}, []),
-        ({"shape": "spaceship"}, []),  # a word of one's own
-        ({"shape": "stars"}, []),  # near what is replaced, as a horse is a house
+        ({"shape": "spaceship"}, []),  # a word that no prompt has
+        ({"shape": "stars"}, []),  # similar to the replaced word, which is no mistake
         ("a circel", []),
         (None, []),
     ],
 )
-def test_a_mistyped_anchor_is_noticed(anchor: Any, meant: list[str]) -> None:
-    found = prompts.slips(
+def test_a_mistyped_anchor_is_noticed(anchor: Any, suggestions: list[str]) -> None:
+    messages = prompts.slips(
         {"forget": anchor},
         {"forget": prompts.load("tiny_star"), "retain": prompts.load("tiny_rest")},
     )
-    assert len(found) == len(meant)
-    assert all(f"did you mean {word!r}?" in said for word, said in zip(meant, found, strict=True))
+    assert len(messages) == len(suggestions)
+    assert all(
+        f"did you mean {word!r}?" in message
+        for word, message in zip(suggestions, messages, strict=True)
+    )
 
 
 def test_values_that_are_numbers_are_compared_as_words(tmp_path: Path) -> None:
@@ -131,7 +134,7 @@ def test_values_that_are_numbers_are_compared_as_words(tmp_path: Path) -> None:
     assert prompts.slips({"forget": {"number": 4}}, {"forget": numbers, "retain": numbers}) == []  # type: ignore[dict-item]
 
 
-def test_a_mistyped_anchor_is_told_before_the_work(
+def test_a_mistyped_anchor_is_logged_before_training(
     shared_tiny: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     for changes in (
@@ -139,11 +142,11 @@ def test_a_mistyped_anchor_is_told_before_the_work(
         {"method": {"name": "uce"}, "retain__n": 400, "trainable__select": "cross_attention_kv"},
     ):
         caplog.clear()
-        asked = recipe.load(short(forget__anchor={"shape": "circel"}, **changes))
+        star_recipe = recipe.load(short(forget__anchor={"shape": "circel"}, **changes))
         if changes:
-            cross_attention_edit.projection_request(shared_tiny, asked, "all", {})
+            cross_attention_edit.projection_request(shared_tiny, star_recipe, "all", {})
         else:
-            resolve(Context(asked, shared_tiny))
+            resolve(Context(star_recipe, shared_tiny))
         assert "did you mean 'circle'?" in caplog.text
 
 
@@ -161,16 +164,16 @@ def test_templates_and_anchors_fill_in_plain_names_only(template: str, tmp_path:
 
 
 def test_doubled_braces_are_braces(tmp_path: Path) -> None:
-    found = prompts.load(
+    prompt_set = prompts.load(
         write(
             tmp_path, "expand: {templates: ['{{{a}}} {{a}} {my-field 2}'], a: [x], my-field 2: [y]}"
         )
     )
-    assert found.texts == ["{x} {a} y"]
+    assert prompt_set.texts == ["{x} {a} y"]
     assert Prompt("a", {"a": "x"}).anchor_prompt("{{{a}}}") == "{x}"
 
 
-def test_all_mistakes_in_a_set_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_in_a_set_are_reported_at_once(tmp_path: Path) -> None:
     text = """
 about: [a]
 promts: [x]
@@ -179,9 +182,9 @@ expand: {templates: ['{shape} {colour}', '{}'], shape: [[a], {b: c}], color: nul
 file: ../table.csv
 where: [x]
 """
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         prompts.load(write(tmp_path, text))
-    lines = str(caught.value).splitlines()
+    lines = str(error_info.value).splitlines()
     assert lines[0].startswith(f"{len(lines) - 1} mistakes in ")
     for words in (
         "about: expected",
@@ -243,7 +246,7 @@ def test_the_size_of_an_expansion_is_known_before_it_is_made(tmp_path: Path) -> 
         f"expand: {{templates: ['{{a}} {{b}} {{c}}'], a: {[*range(100)]}, b: "
         f"{[*range(100)]}, c: [{'x' * 9000}, {'y' * 9000}]}}"
     )
-    began = time.process_time()
+    start = time.process_time()
     for text, words in (
         (wide, "prompts; at most 200,000 are made"),
         (long, "characters; at most 10,000"),
@@ -251,7 +254,7 @@ def test_the_size_of_an_expansion_is_known_before_it_is_made(tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match=words):
             prompts.load(write(tmp_path, text))
-    assert time.process_time() - began < 2
+    assert time.process_time() - start < 2
     with pytest.raises(UserError, match="at most 10,000 are read"):
         prompts.load(["x" * 10_001])
 

@@ -1,5 +1,7 @@
-"""Tables of prompts: both spellings of I2P, captions, filters, the hub's cache on disk; own seeds
-and guidance count.
+"""Tables of prompts.
+
+The tests cover both spellings of I2P, captions, filters, the hub's cache on disk, and the seed and
+guidance of each row.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ def table(
     [("sd_seed", "sd_guidance_scale"), ("evaluation_seed", "evaluation_guidance")],
 )
 def test_both_spellings_of_i2p(seed: str, guidance: str, tmp_path: Path) -> None:
-    found = prompts.load(table(tmp_path, seed, guidance)).prompts
-    assert [(p.text, p.seed, p.guidance) for p in found] == [
+    rows = prompts.load(table(tmp_path, seed, guidance)).prompts
+    assert [(p.text, p.seed, p.guidance) for p in rows] == [
         ("a red star, by night", 17, 7.5),
         ("a blue fish", 18, 10.0),
         ("a green house", 19, 5.0),
     ]
-    assert found[0].fields == {"categories": "sexual, shocking", "nudity_percentage": "60.5"}
+    assert rows[0].fields == {"categories": "sexual, shocking", "nudity_percentage": "60.5"}
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,11 @@ def test_a_set_takes_rows_of_a_table(tmp_path: Path) -> None:
         "about: some\nfile: i2p.csv\nwhere: {nudity_percentage: '> 50'}\nprompts: "
         "[{text: more, seed: 3}]\n"
     )
-    found = prompts.load(tmp_path / "nude.yaml")
-    assert [(p.text, p.seed) for p in found.prompts] == [("more", 3), ("a red star, by night", 17)]
+    prompt_set = prompts.load(tmp_path / "nude.yaml")
+    assert [(p.text, p.seed) for p in prompt_set.prompts] == [
+        ("more", 3),
+        ("a red star, by night", 17),
+    ]
     (tmp_path / "none.yaml").write_text("file: i2p.csv\nwhere: {nudity_percentage: '> 99'}\n")
     with pytest.raises(UserError, match=r"no row of i2p.csv has nudity_percentage: > 99"):
         prompts.load(tmp_path / "none.yaml")
@@ -114,9 +119,7 @@ def test_what_is_no_table(name: str, text: str, message: str, tmp_path: Path) ->
 
 
 def test_a_table_on_the_hub_comes_from_its_cache(tmp_path: Path) -> None:
-    """A cache laid out on disk as huggingface_hub writes it, on a machine without network; in a
-    process of its own.
-    """
+    """The cache has the layout of huggingface_hub. A separate process reads it without network."""
     import subprocess
     import sys
 
@@ -136,32 +139,32 @@ def test_a_table_on_the_hub_comes_from_its_cache(tmp_path: Path) -> None:
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=HANG
     )
-    assert done.stdout.strip() == "19", done.stderr[-500:]
+    assert process.stdout.strip() == "19", process.stderr[-500:]
     code = code.replace("i2p_benchmark", "absent").replace("print(", "print(1, ")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=HANG
     )
-    assert "Download the file and give its path" in done.stderr
+    assert "Download the file and give its path" in process.stderr
     with pytest.raises(UserError, match="names no file"):
         prompts.load("hf://owner/dataset")
 
 
-def test_a_row_that_comes_again_has_another_seed(tmp_path: Path) -> None:
+def test_a_repeated_row_has_another_seed(tmp_path: Path) -> None:
     row = prompts.load(table(tmp_path)).prompts[0]
     assert generate.seeds_for([row, "plain", row, row], 5)[::2] == [17, 18]
     assert generate.own_seeds([row, row, "plain", row]) == [17, 18, None, 19]
 
 
 def test_rows_are_sampled_with_their_own_seed_and_guidance(shared_tiny, tmp_path: Path) -> None:
-    found = prompts.load(table(tmp_path)).prompts
-    seeds = generate.seeds_for([*found, "plain"], 5)
+    rows = prompts.load(table(tmp_path)).prompts
+    seeds = generate.seeds_for([*rows, "plain"], 5)
     assert seeds[:3] == [17, 18, 19]
     assert seeds[3] == generate.seeds_for([""] * 4, 5)[3]
     sampling = generate.Sampling(steps=3, guidance=2.0, batch_size=2)
-    images = generate.generate(shared_tiny, [*found, "a star"], seeds, sampling, cache=tmp_path)
+    images = generate.generate(shared_tiny, [*rows, "a star"], seeds, sampling, cache=tmp_path)
     for i, (text, guidance) in enumerate(
         [
             ("a red star, by night", 7.5),
@@ -173,21 +176,22 @@ def test_rows_are_sampled_with_their_own_seed_and_guidance(shared_tiny, tmp_path
         alone = shared_tiny.sample([text], seeds=[seeds[i]], steps=3, guidance=guidance)[0]
         assert (images[i].int() - alone.int()).abs().max() <= 1
     plain = generate.generate(
-        shared_tiny, [p.text for p in found], seeds[:3], sampling, cache=tmp_path
+        shared_tiny, [p.text for p in rows], seeds[:3], sampling, cache=tmp_path
     )
-    # another guidance, and not from the same place in the cache
+    # another guidance gives other images, from another place in the cache
     assert not torch.equal(plain, images[:3])
 
 
-def test_a_second_round_is_no_second_copy(tmp_path: Path) -> None:
-    drawn = prompts.load(table(tmp_path)).take(5)
-    assert sorted(p.seed for p in drawn.prompts[:3]) == [17, 18, 19]
-    assert [p.seed for p in drawn.prompts[3:]] == [None, None]
+def test_repeated_rows_of_a_sample_have_no_seed(tmp_path: Path) -> None:
+    sample = prompts.load(table(tmp_path)).take(5)
+    assert sorted(p.seed for p in sample.prompts[:3]) == [17, 18, 19]
+    assert [p.seed for p in sample.prompts[3:]] == [None, None]
 
 
 def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None:
-    """A real launch on two ranks: the numbers of one process, no image made twice, one process
-    writes.
+    """A real launch on two ranks gives the numbers of one process.
+
+    No image is generated twice, and one process writes the results.
     """
     import subprocess
     import sys
@@ -215,7 +219,7 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
         "0",
         "-m",
     ]
-    shared = ["--suite", "suite.yaml", "--before", "tiny-sd"]
+    options = ["--suite", "suite.yaml", "--before", "tiny-sd"]
     model = load("tiny-sd")
     with torch.no_grad():
         model.denoiser.conv_out.bias += 0.1
@@ -224,15 +228,15 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
     attack = ["-a", "seed_search", "--set", "tries=1", "-n", "6", "--batch", "2", "--hide", "shape"]
     for way in ("one", "two"):
         for verb, further in (("evaluate", []), ("attack", attack)):
-            arguments = [verb, "theirs", *shared, *further, "-o", f"{way}_{verb}"]
+            arguments = [verb, "theirs", *options, *further, "-o", f"{way}_{verb}"]
             environment = {
                 "CONCEPT_ERASER_CACHE": str(tmp_path / f"cache_{way}"),
                 "OMP_NUM_THREADS": "1",
             }
             if way == "one":
-                done = run_command(*arguments, folder=tmp_path, environment=environment)
+                process = run_command(*arguments, folder=tmp_path, environment=environment)
             else:
-                done = subprocess.run(
+                process = subprocess.run(
                     [*launch, "concept_eraser.cli.main", *arguments],
                     capture_output=True,
                     text=True,
@@ -240,13 +244,13 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
                     env={**os.environ, **environment},
                     timeout=HANG,
                 )
-            assert done.returncode == 0, done.stderr[-2000:]
+            assert process.returncode == 0, process.stderr[-2000:]
             name = "evaluation.json" if verb == "evaluate" else "attack.json"
             content = json.loads((tmp_path / f"{way}_{verb}" / name).read_text())
             results.setdefault(verb, []).append(
                 {k: content[k] for k in ("results", "attempts", "curves") if k in content}
             )
-            assert done.stdout.count("numbers: ") == 1
+            assert process.stdout.count("numbers: ") == 1
     assert results["evaluate"][0] == results["evaluate"][1]
     assert results["attack"][0]["attempts"] == results["attack"][1]["attempts"]
     caches = [
@@ -257,17 +261,17 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
         for way in ("one", "two")
     ]
     assert caches[0] == caches[1]
-    looked = [
+    counts = [
         len(next((tmp_path / f"cache_{way}" / "nudenet").glob("*.jsonl")).read_text().splitlines())
         for way in ("one", "two")
     ]
-    assert looked == [16, 16]  # each of the 8 images before and after, once
+    assert counts == [16, 16]  # each of the 8 images before and after, once
 
 
 def test_the_command_reads_a_table(tmp_path: Path) -> None:
     from concept_eraser.cli.main import app
 
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app,
         [
             "generate",
@@ -283,7 +287,7 @@ def test_the_command_reads_a_table(tmp_path: Path) -> None:
             "-q",
         ],
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     rows = [
         json.loads(line) for line in (tmp_path / "out" / "metadata.jsonl").read_text().splitlines()
     ]
@@ -293,8 +297,9 @@ def test_the_command_reads_a_table(tmp_path: Path) -> None:
 def test_the_suite_of_i2p_counts_totals_and_loads_from_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shipped sets and suite against a table in the hub's place; the bundled model draws no
-    people.
+    """The shipped sets and suite with a local table in place of the hub's.
+
+    The bundled model generates no people.
     """
     from concept_eraser.evaluation import suite as suites
 
@@ -309,11 +314,11 @@ def test_the_suite_of_i2p_counts_totals_and_loads_from_a_cache(
     small = suite.with_at_most(2).model_copy(
         update={"sampling": suite.sampling.model_copy(update={"steps": 1})}
     )
-    found = suites.evaluate(model, model, small, cache=tmp_path)
-    assert found.refused == {}
-    assert found.find("nudenet_all", "direct").after.n == 2
-    assert found.find("nudenet_all", "direct").difference.value == 0
-    assert found.find("concept_rate", "direct").after.value == 0
+    evaluation = suites.evaluate(model, model, small, cache=tmp_path)
+    assert evaluation.refused == {}
+    assert evaluation.find("nudenet_all", "direct").after.n == 2
+    assert evaluation.find("nudenet_all", "direct").difference.value == 0
+    assert evaluation.find("concept_rate", "direct").after.value == 0
 
 
 @pytest.mark.parametrize(
@@ -338,9 +343,9 @@ def test_a_wrong_row_is_named_by_its_line(
     name: str, text: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as error_info:
         prompts.load(tmp_path / name)
-    assert len(str(caught.value)) < 1000
+    assert len(str(error_info.value)) < 1000
 
 
 def test_rows_of_json_may_name_their_prompt_each_in_its_own_way(tmp_path: Path) -> None:

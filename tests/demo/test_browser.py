@@ -1,7 +1,6 @@
-"""The demo as people use it: a real `concept-eraser demo`, a real Chromium, at desktop and phone
-width; and 30 at once.
+"""The demo in a real process and in a real Chromium, at desktop and phone width, and 30 clients.
 
-Set CONCEPT_ERASER_SHOTS to a folder to keep screenshots of every tab, in both widths and both
+Set CONCEPT_ERASER_SHOTS to a folder to save screenshots of every tab, in both widths and both
 themes.
 """
 
@@ -56,7 +55,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.url, self.folder, began = f"http://127.0.0.1:{self.port}/", folder, time.monotonic()
+        self.url, self.folder, start = f"http://127.0.0.1:{self.port}/", folder, time.monotonic()
         command = [
             sys.executable,
             "-m",
@@ -69,19 +68,19 @@ class Server:
             str(folder / "runs"),
             *options,
         ]
-        self.said = (folder / "demo.txt").open("w+")
+        self.output = (folder / "demo.txt").open("w+")
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            stdout=self.said,
+            stdout=self.output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         while "the page is at" not in self.text():
             assert self.process.poll() is None, self.text()
-            assert time.monotonic() - began < 90, self.text()
+            assert time.monotonic() - start < 90, self.text()
             time.sleep(0.05)
-        self.seconds = time.monotonic() - began
+        self.seconds = time.monotonic() - start
 
     def text(self) -> str:
         return (self.folder / "demo.txt").read_text()
@@ -97,16 +96,16 @@ class Server:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        self.said.close()
+        self.output.close()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     api.erase(short(training__lr=1e-2, training__steps=8), output=folder / "runs" / "star")
-    made = Server(folder)
-    yield made
-    made.close()
+    new_server = Server(folder)
+    yield new_server
+    new_server.close()
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +113,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield found
-        found.close()
+        new_browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield new_browser
+        new_browser.close()
 
 
 @pytest.fixture(params=[WIDE, PHONE], ids=["desktop", "phone"])
@@ -130,20 +129,20 @@ def desktop(browser: Any, server: Server) -> Iterator[Any]:
 
 
 def _page(browser: Any, server: Server, size: Any) -> Iterator[Any]:
-    """A page whose every request stays on this machine and whose console says nothing bad."""
+    """A page that sends requests to this machine only and logs no errors to the console."""
     context = browser.new_context(viewport=size)
-    found, outside, bad = context.new_page(), [], []
-    found.set_default_timeout(60_000)
-    found.on(
+    page, outside, bad = context.new_page(), [], []
+    page.set_default_timeout(60_000)
+    page.on(
         "request",
         lambda r: (
             None if r.url.startswith((server.url, "data:", "blob:")) else outside.append(r.url)
         ),
     )
-    found.on("pageerror", lambda error: bad.append(str(error)))
-    found.goto(server.url + "?steps=3&seeds=2&runs=star")
-    found.wait_for_selector(".ce-slider")
-    yield found
+    page.on("pageerror", lambda error: bad.append(str(error)))
+    page.goto(server.url + "?steps=3&seeds=2&runs=star")
+    page.wait_for_selector(".ce-slider")
+    yield page
     assert outside == []
     assert bad == []
     context.close()
@@ -160,11 +159,11 @@ def open_tab(page: Any, name: str) -> None:
 
 
 def write(page: Any, selector: str, value: str) -> None:
-    """Fill a field so that it stays filled.
+    """Fill a field and check that it stays filled.
 
-    Gradio mounts what a closed accordion holds when it is opened, and sets each field to its first
-    value some frames later; what a script writes in between is gone. On a loaded machine a run then
-    began under a name nobody had asked for.
+    Gradio mounts the content of a closed accordion when it is opened, and sets each field to its
+    first value some frames later. A value that a script writes in between is lost. On a loaded
+    machine a run then began under a wrong name.
     """
     box = page.locator(selector)
     for _ in range(20):
@@ -181,7 +180,7 @@ def set_slider(page: Any, identity: str, value: str) -> None:
 
 
 def quiet(page: Any) -> None:
-    """Wait until no job is in work."""
+    """Wait until no job is running."""
     page.wait_for_function("() => !document.querySelector('#jobs li')", timeout=120_000)
 
 
@@ -224,7 +223,7 @@ def test_a_prompt_gives_two_images_and_strength_0_the_original(page: Any, server
 
 
 def pixels(page: Any, source: str) -> str:
-    """What an image shows, without its metadata."""
+    """The pixels of an image, without its metadata."""
     return page.evaluate(
         (
             "async s => { const i = new Image(); i.src = s; await i.decode(); const c = "
@@ -237,7 +236,7 @@ def pixels(page: Any, source: str) -> str:
 
 
 @needs_browser
-def test_what_is_too_long_or_leads_out_is_a_sentence(page: Any, server: Server) -> None:
+def test_bad_input_is_shown_as_a_sentence(page: Any, server: Server) -> None:
     page.locator("#prompt textarea").fill("star " * 100)
     page.locator("#draw").click()
     page.wait_for_selector("#compare-said [role=alert]")
@@ -274,7 +273,7 @@ def test_an_erasure_survives_a_reload_and_is_cancelled(desktop: Any, server: Ser
     page.reload()
     page.wait_for_selector("#jobs .ce-running")
     open_tab(page, "Erase")
-    # it trains, and its curves are drawn
+    # it trains, and the page shows its curves
     page.wait_for_selector("#erase-live svg", timeout=120_000)
     keep(page, "erase")
     page.locator("#cancel").click()
@@ -303,27 +302,50 @@ def test_an_attack_of_a_few_rounds_and_the_other_tabs(desktop: Any) -> None:
     assert "MUNBa" in page.locator("#table").inner_text()
     open_tab(page, "Images")
     page.locator("#images-go").click()
-    # no such run here: a sentence, not a stack
+    # there is no such run: a sentence, not a traceback
     page.wait_for_selector("#images-shown [role=alert]")
 
 
 CONTRAST = """() => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const rgb = c => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = c; canvas.fillRect(0, 0, 1, 1); return canvas.getImageData(0, 0, 1, 1).data; };
-  const light = c => { const [r, g, b] = [...c].slice(0, 3).map(v => { v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; }); return .2126 * r + .7152 * g + .0722 * b; };
-  const found = [];
-  for (const e of document.querySelectorAll('p, span, label, button, h1, h2, td, th, li, a, b, figcaption, text')) {
-    const text = [...e.childNodes].filter(n => n.nodeType == 3).map(n => n.textContent.trim()).join('');
-    if (!text || !e.getClientRects().length || e.closest('.ce-veil, .ce-box, footer, [aria-hidden=true]')) continue;
-    const style = getComputedStyle(e); if (style.visibility == 'hidden' || +style.opacity < .5) continue;
-    let b = e, back; while (b && !(back = rgb(getComputedStyle(b).backgroundColor))[3]) b = b.parentElement;
-    const two = [light(rgb(e.tagName == 'text' ? style.fill : style.color)), light(b ? back : [255, 255, 255])].sort((a, b) => b - a);
-    const ratio = (two[0] + .05) / (two[1] + .05); if (ratio < 4.5) found.push(`${text.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  const rgb = c => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = c;
+    canvas.fillRect(0, 0, 1, 1);
+    return canvas.getImageData(0, 0, 1, 1).data;
+  };
+  const light = c => {
+    const [r, g, b] = [...c].slice(0, 3).map(v => {
+      v /= 255;
+      return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+    });
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const problems = [];
+  const elements = 'p, span, label, button, h1, h2, td, th, li, a, b, figcaption, text';
+  for (const e of document.querySelectorAll(elements)) {
+    const text = [...e.childNodes]
+      .filter(n => n.nodeType == 3).map(n => n.textContent.trim()).join('');
+    if (!text || !e.getClientRects().length) continue;
+    if (e.closest('.ce-veil, .ce-box, footer, [aria-hidden=true]')) continue;
+    const style = getComputedStyle(e);
+    if (style.visibility == 'hidden' || +style.opacity < .5) continue;
+    let b = e, back;
+    while (b && !(back = rgb(getComputedStyle(b).backgroundColor))[3]) b = b.parentElement;
+    const two = [
+      light(rgb(e.tagName == 'text' ? style.fill : style.color)),
+      light(b ? back : [255, 255, 255]),
+    ].sort((a, b) => b - a);
+    const ratio = (two[0] + .05) / (two[1] + .05);
+    if (ratio < 4.5) problems.push(`${text.slice(0, 30)}: ${ratio.toFixed(2)}`);
   }
-  return found; }"""  # noqa: E501
-UNNAMED = """() => [...document.querySelectorAll('input, select, textarea, button, img')].filter(e => e.getClientRects().length && !(
-    e.getAttribute('aria-label') || e.getAttribute('aria-labelledby') || e.alt || e.title || e.innerText || (e.labels && e.labels.length) || e.closest('label')))
-    .map(e => e.outerHTML.slice(0, 160))"""  # noqa: E501
+  return problems; }"""
+CONTROLS_WITHOUT_NAME = """() => [
+  ...document.querySelectorAll('input, select, textarea, button, img')
+].filter(e => e.getClientRects().length && !(
+    e.getAttribute('aria-label') || e.getAttribute('aria-labelledby') || e.alt || e.title
+    || e.innerText || (e.labels && e.labels.length) || e.closest('label')))
+    .map(e => e.outerHTML.slice(0, 160))"""
 
 
 @needs_browser
@@ -332,7 +354,7 @@ def test_both_themes_can_be_read_and_every_control_has_a_name(page: Any) -> None
         for name in ("Compare", "Erase", "Attack", "Results", "Images"):
             open_tab(page, name)
             assert page.evaluate(CONTRAST) == [], (theme, name)
-            assert page.evaluate(UNNAMED) == [], name
+            assert page.evaluate(CONTROLS_WITHOUT_NAME) == [], name
             wide = page.evaluate(
                 "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
             )
@@ -349,9 +371,9 @@ def test_a_sensitive_image_is_blurred_until_it_is_clicked(browser: Any) -> None:
     from concept_eraser.demo import image_html
     from concept_eraser.demo import page as demo
 
-    seen = image_html.Judgement("a nude", True, None, [("breast", 0.9, (2, 2, 4, 4))])
+    judgement = image_html.Judgement("a nude", True, None, [("breast", 0.9, (2, 2, 4, 4))])
     column = image_html.ImageColumn(
-        "after", np.zeros((1, 16, 16, 3), np.uint8), [seen], [{"seed": 0}]
+        "after", np.zeros((1, 16, 16, 3), np.uint8), [judgement], [{"seed": 0}]
     )
     page = browser.new_page()
     style = (Path(demo.__file__).parent / "style.css").read_text()
@@ -368,7 +390,7 @@ def test_a_sensitive_image_is_blurred_until_it_is_clicked(browser: Any) -> None:
 
 
 @needs_browser
-def test_the_keyboard_reaches_prompt_presets_and_drawing(desktop: Any) -> None:
+def test_the_keyboard_reaches_prompt_presets_and_the_generate_button(desktop: Any) -> None:
     desktop.locator("#prompt textarea").focus()
     names = []
     for _ in range(12):
@@ -377,54 +399,55 @@ def test_the_keyboard_reaches_prompt_presets_and_drawing(desktop: Any) -> None:
     assert {"preset-forget", "preset-retain", "draw"} <= set(names)
 
 
-def test_a_password_is_asked_for(tmp_path: Path) -> None:
+def test_a_password_is_required(tmp_path: Path) -> None:
     import httpx
 
-    made = Server(tmp_path, "--auth", "me:secret")
+    server = Server(tmp_path, "--auth", "me:secret")
     try:
-        assert httpx.get(made.url + "config").status_code == 401
+        assert httpx.get(server.url + "config").status_code == 401
         assert (
-            httpx.post(made.url + "login", data={"username": "me", "password": "no"}).status_code
+            httpx.post(server.url + "login", data={"username": "me", "password": "no"}).status_code
             == 400
         )
         with httpx.Client() as client:
             client.post(
-                made.url + "login", data={"username": "me", "password": "secret"}
+                server.url + "login", data={"username": "me", "password": "secret"}
             ).raise_for_status()
-            assert client.get(made.url + "config").status_code == 200
-            assert "default-src 'self'" in client.get(made.url).headers["content-security-policy"]
-            # the guard stands in front
+            assert client.get(server.url + "config").status_code == 200
+            assert "default-src 'self'" in client.get(server.url).headers["content-security-policy"]
+            # the guard answers before the login
             for foreign in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
-                assert client.get(made.url + "config", headers=foreign).status_code == 403
+                assert client.get(server.url + "config", headers=foreign).status_code == 403
                 assert (
                     client.post(
-                        made.url + "gradio_api/upload",
+                        server.url + "gradio_api/upload",
                         files={"files": ("a.png", b"1")},
                         headers=foreign,
                     ).status_code
                     == 403
                 )
-        for _ in range(5):  # the right one in between has forgotten the first
+        for _ in range(5):  # the successful login reset the count
             assert (
                 httpx.post(
-                    made.url + "login", data={"username": "me", "password": "no"}
+                    server.url + "login", data={"username": "me", "password": "no"}
                 ).status_code
                 == 400
             )
         assert (
             httpx.post(
-                made.url + "login", data={"username": "me", "password": "secret"}
+                server.url + "login", data={"username": "me", "password": "secret"}
             ).status_code
             == 429
         )
     finally:
-        made.close()
-    assert made.process.returncode == 0
+        server.close()
+    assert server.process.returncode == 0
 
 
 def test_thirty_clients_at_once(server: Server) -> None:
-    """Everyone is answered, by turns: no error, no lost job, and the memory of the second round is
-    that of the first.
+    """Every client gets an answer, in turn: no error and no lost job.
+
+    The third round needs no more memory than the first.
     """
     from gradio_client import Client
 
@@ -433,7 +456,7 @@ def test_thirty_clients_at_once(server: Server) -> None:
     )
 
     def ask(number: int) -> str:
-        shown, said, _ = clients[number].predict(
+        html, message, _ = clients[number].predict(
             f"a {['red', 'blue'][number % 2]} star",
             [],
             1.0,
@@ -444,24 +467,24 @@ def test_thirty_clients_at_once(server: Server) -> None:
             "auto",
             api_name="/draw",
         )
-        return said or shown
+        return message or html
 
     def queue(number: int) -> str:
         return clients[number].predict("star", "seed_search", 2, 1, 5, number, api_name="/attack")
 
     sizes, seconds = [], []
     for _ in range(3):
-        began = time.monotonic()
+        start = time.monotonic()
         with ThreadPoolExecutor(CLIENTS) as pool:
-            found = list(pool.map(ask, range(CLIENTS)))
-        seconds.append(time.monotonic() - began)
-        assert all("<figure" in html for html in found), [
-            html for html in found if "<figure" not in html
+            pages = list(pool.map(ask, range(CLIENTS)))
+        seconds.append(time.monotonic() - start)
+        assert all("<figure" in html for html in pages), [
+            html for html in pages if "<figure" not in html
         ][:1]
         sizes.append(server.memory())
     with ThreadPoolExecutor(CLIENTS) as pool:
-        told = list(pool.map(queue, range(CLIENTS)))
-    numbers = [int(re.findall(r"#(\d+) was put into the queue", text)[0]) for text in told]
+        messages = list(pool.map(queue, range(CLIENTS)))
+    numbers = [int(re.findall(r"#(\d+) was put into the queue", text)[0]) for text in messages]
     assert len(set(numbers)) == CLIENTS  # no two took the same place, none was lost
     for number in sorted(numbers, reverse=True):
         clients[0].predict(str(number), api_name="/cancel")

@@ -1,5 +1,6 @@
-"""The demo without a browser: limits, names, strength, the queue with real processes, attack,
-images and links.
+"""The demo without a browser.
+
+The tests cover limits, names, strength, the queue with real processes, attacks, images and links.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from concept_eraser.recipes import recipe
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests.conftest import short
 
-LOOKS = [ImageSettings("a red star", seed, 2, 5.0) for seed in (0, 1)]
+SETTINGS = [ImageSettings("a red star", seed, 2, 5.0) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A runs folder with one short run that really destroys the star."""
+    """A runs folder with one short run that erases the star."""
     folder = tmp_path_factory.mktemp("demo") / "runs"
     api.erase(short(training__lr=1e-2, training__steps=8), output=folder / "star")
     return folder
@@ -50,16 +51,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def desk(runs: Path) -> Iterator[Desk]:
-    made = Desk(Library(runs))
-    yield made
-    made.jobs.close()
+    new_desk = Desk(Library(runs))
+    yield new_desk
+    new_desk.jobs.close()
 
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(Library(tmp_path / "runs"))
-    yield made
-    made.jobs.close()
+    new_desk = Desk(Library(tmp_path / "runs"))
+    yield new_desk
+    new_desk.jobs.close()
 
 
 def wait(desk: Desk, job: Any, *states: str, seconds: float = 120) -> None:
@@ -71,37 +72,37 @@ def wait(desk: Desk, job: Any, *states: str, seconds: float = 120) -> None:
 
 def test_strength_is_the_original_at_0_and_the_run_at_1_bit_for_bit(desk: Desk, runs: Path) -> None:
     library, whole = desk.library, api.load(runs / "star")
-    before, after = library.draw(None, LOOKS), library.draw("star", LOOKS)
+    before, after = library.draw(None, SETTINGS), library.draw("star", SETTINGS)
     base = library.model("tiny-sd")
-    kept = {k: v.clone() for k, v in base.denoiser.state_dict().items()}
-    half = library.draw("star", LOOKS, 0.5)
+    weights = {k: v.clone() for k, v in base.denoiser.state_dict().items()}
+    half = library.draw("star", SETTINGS, 0.5)
     assert torch.equal(
         before, api.load("tiny-sd").sample(["a red star"] * 2, seeds=[0, 1], steps=2, guidance=5.0)
     )
     assert torch.equal(after, whole.sample(["a red star"] * 2, seeds=[0, 1], steps=2, guidance=5.0))
-    assert torch.equal(library.draw("star", LOOKS, 0.0), before)
+    assert torch.equal(library.draw("star", SETTINGS, 0.0), before)
     assert not torch.equal(half, before)
     assert not torch.equal(half, after)
-    # the base is what it was
-    assert all(torch.equal(v, kept[k]) for k, v in base.denoiser.state_dict().items())
+    # the base model has its original weights
+    assert all(torch.equal(v, weights[k]) for k, v in base.denoiser.state_dict().items())
 
 
 def test_images_are_remembered_and_a_dropped_run_frees_its_memory(desk: Desk) -> None:
     library = desk.library
-    library.draw("star", LOOKS)
-    asked: list[int] = []
-    library.draw("star", LOOKS, tell=lambda done, total: asked.append(done))
-    assert asked == []
+    library.draw("star", SETTINGS)
+    calls: list[int] = []
+    library.draw("star", SETTINGS, tell=lambda count, total: calls.append(count))
+    assert calls == []
     assert library.memory_use()["runs"] == 1
     library.drop("star")
     assert library.memory_use() == {"bases": 1, "runs": 0, "images": 0}
     assert "star" not in library.finished_runs()
     with pytest.raises(UserError, match="unknown finished run 'star'"):
-        library.draw("star", LOOKS)
+        library.draw("star", SETTINGS)
 
 
-def test_drawing_can_be_stopped(desk: Desk) -> None:
-    def stop(done: int, total: int) -> None:
+def test_generation_can_be_stopped(desk: Desk) -> None:
+    def stop(count: int, total: int) -> None:
         desk.library.stop()
 
     with pytest.raises(Interrupted):
@@ -131,7 +132,7 @@ def test_no_name_leads_out_of_the_runs_folder(desk: Desk, name: Any) -> None:
         safety.new_folder(desk.runs, name)
     with pytest.raises(UserError):
         desk.library.folder(name)
-    for refused in (
+    for call in (
         lambda: desk.library.load_change(name),
         lambda: erase.resume(desk, name),
         lambda: results.measure(desk, name, 10),
@@ -140,7 +141,7 @@ def test_no_name_leads_out_of_the_runs_folder(desk: Desk, name: Any) -> None:
         lambda: labelled.pair(desk, name),
     ):
         with pytest.raises(UserError):
-            refused()
+            call()
     with pytest.raises(UserError):
         attack.start(desk, name, "seed_search", 2, 2, 10, 0)
 
@@ -153,7 +154,7 @@ def test_a_link_out_of_the_runs_folder_is_not_written_through(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"prompt": "x" * 301}, "301 characters"),
         ({"prompt": " "}, "empty"),
@@ -169,8 +170,8 @@ def test_a_link_out_of_the_runs_folder_is_not_written_through(tmp_path: Path) ->
         ({"runs": ("a", "b", "c", "d", "e")}, "at most 4"),
     ],
 )
-def test_limits_are_sentences(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_limits_are_sentences(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         compare.ComparisonSettings(**change).check()
 
 
@@ -195,7 +196,7 @@ def test_a_link_brings_the_settings_back_and_bad_ones_keep_their_default() -> No
     )
 
 
-def test_compare_shows_both_and_escapes_what_was_typed(desk: Desk) -> None:
+def test_compare_shows_both_models_and_escapes_the_prompt(desk: Desk) -> None:
     settings = compare.ComparisonSettings(
         "a red star <script>alert(1)</script>", ("star",), steps=2, seeds=2
     )
@@ -223,34 +224,36 @@ def test_presets_are_prompts_of_the_runs_kind(desk: Desk) -> None:
     assert "star" not in compare.preset(desk, "retain", ["star"], "")
 
 
-def test_a_image_carries_its_settings() -> None:
+def test_an_image_carries_its_settings() -> None:
     file = image_html.png(np.zeros((4, 4, 3), np.uint8), {"prompt": "ein grüner Stern", "seed": 3})
-    read = Image.open(io.BytesIO(file))
-    assert json.loads(read.text["concept_eraser"]) == {"prompt": "ein grüner Stern", "seed": 3}  # type: ignore[attr-defined]
+    image = Image.open(io.BytesIO(file))
+    assert json.loads(image.text["concept_eraser"]) == {"prompt": "ein grüner Stern", "seed": 3}  # type: ignore[attr-defined]
     column = image_html.ImageColumn(
         "a/b", np.zeros((1, 4, 4, 3), np.uint8), [image_html.Judgement()], [{"seed": 3}]
     )
     assert zipfile.ZipFile(io.BytesIO(image_html._zip([column]))).namelist() == ["0-a-b/3.png"]
 
 
-def test_what_nudenet_calls_nude_is_veiled_and_boxed() -> None:
-    seen = image_html.nudity_judgement(
+def test_images_that_nudenet_labels_nude_are_blurred_and_boxed() -> None:
+    judgement = image_html.nudity_judgement(
         [
             Detection("FEMALE_BREAST_EXPOSED", 0.8, (1, 2, 3, 4)),
             Detection("FACE_FEMALE", 0.9, (0, 0, 2, 2)),
         ]
     )
-    assert seen.sensitive
+    assert judgement.sensitive
     assert not image_html.nudity_judgement([Detection("FACE_FEMALE", 0.9, (0, 0, 2, 2))]).sensitive
-    column = image_html.ImageColumn("x", np.zeros((1, 8, 8, 3), np.uint8), [seen], [{"seed": 0}])
+    column = image_html.ImageColumn(
+        "x", np.zeros((1, 8, 8, 3), np.uint8), [judgement], [{"seed": 0}]
+    )
     html = image_html.comparison([column], ["0"])
     assert "ce-veiled" in html
     assert html.count("ce-box") >= 3  # two boxes and the switch
 
 
-def test_nudenet_looks_at_images_of_any_size() -> None:
-    (seen,) = image_html.judge_images(torch.zeros(1, 96, 80, 3, dtype=torch.uint8), "NudeNet")
-    assert not seen.sensitive
+def test_nudenet_judges_images_of_any_size() -> None:
+    (judgement,) = image_html.judge_images(torch.zeros(1, 96, 80, 3, dtype=torch.uint8), "NudeNet")
+    assert not judgement.sensitive
 
 
 @pytest.mark.parametrize("method", presets.METHODS)
@@ -275,15 +278,15 @@ def test_every_offered_method_makes_a_valid_recipe(
         seed=1,
         lr=None,
     )
-    found = recipe.load(content)
-    assert presets.concept_of(found) == (attribute, value)
-    assert presets.offers(found)["forget"]
-    if found.retain is not None:
-        assert attack.presets.suite_of(found)["concept"] == {attribute: value}  # type: ignore[index]
+    new_recipe = recipe.load(content)
+    assert presets.concept_of(new_recipe) == (attribute, value)
+    assert presets.offers(new_recipe)["forget"]
+    if new_recipe.retain is not None:
+        assert attack.presets.suite_of(new_recipe)["concept"] == {attribute: value}  # type: ignore[index]
 
 
 def test_a_form_is_refused_whole(empty: Desk) -> None:
-    for change, said in (
+    for change, message in (
         ({"name": "../x"}, "cannot be the name"),
         ({"steps": 10**9}, "1 to 2000"),
         ({"concept": "shape: gun"}, "unknown concept"),
@@ -294,7 +297,7 @@ def test_a_form_is_refused_whole(empty: Desk) -> None:
         ({"forget": "a\n" * 201, "retain": "b"}, "201 prompts"),
         ({"lr": -1}, "learning rate"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             erase.start(empty, erase.Form(**change))
     assert not empty.runs.exists() or not any(empty.runs.iterdir())
     assert not empty.jobs.all()
@@ -318,7 +321,7 @@ def test_an_erasure_is_queued_cancelled_resumed_and_compared(empty: Desk) -> Non
     assert "position 2" in job_list(empty)
     empty.jobs.cancel(second.number)
     assert second.state == "cancelled"
-    assert not (empty.runs / "other").exists()  # never begun, nothing left
+    assert not (empty.runs / "other").exists()  # it did not start and left no files
     empty.jobs.cancel(third.number)
     log = empty.runs / "heart" / "log.jsonl"
     until = time.monotonic() + 120
@@ -330,23 +333,23 @@ def test_an_erasure_is_queued_cancelled_resumed_and_compared(empty: Desk) -> Non
     assert "erasing heart" in job_list(empty)
     empty.jobs.cancel(job.number)
     wait(empty, job, "cancelled")
-    done = len(log.read_text().splitlines())
+    step_count = len(log.read_text().splitlines())
     assert empty.library.unfinished_runs() == ["heart"]
     assert (empty.runs / "heart" / "state.ckpt").is_file()
     assert "--resume" in erase.progress_html(empty, job)
     again = erase.resume(empty, "heart")
     with pytest.raises(UserError, match="exists already"):
         erase.resume(empty, "heart")
-    while again.state != "running" or not again.done or again.what != "erasing":
+    while again.state != "running" or not again.count or again.what != "erasing":
         assert again.state in ("waiting", "running"), again
         time.sleep(0.05)
-    assert again.done > done - 1  # it went on, and did not start over
-    empty.jobs.close()  # what Ctrl-C in the terminal does
+    assert again.count > step_count - 1  # it continued and did not start over
+    empty.jobs.close()  # the effect of Ctrl-C in the terminal
     assert again.state == "cancelled"
     assert again.process is None
 
 
-def test_an_attack_is_watched(desk: Desk) -> None:
+def test_the_page_shows_the_progress_of_an_attack(desk: Desk) -> None:
     job = attack.start(desk, "star", "random_tokens", 4, 2, 60, 0)
     wait(desk, job, "done", "failed")
     assert job.state == "done", job.error
@@ -370,7 +373,7 @@ def test_a_job_that_fails_says_why_and_the_queue_goes_on(desk: Desk) -> None:
     assert not (desk.runs / "bad").exists()
 
 
-def test_the_queue_has_an_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("concept_eraser.demo.jobs.WAITING", 1)
 
     def crowd() -> None:
@@ -389,7 +392,7 @@ def test_results_are_those_of_the_repository(desk: Desk) -> None:
     assert "star" in results.runs_table(desk)
 
 
-def test_curves_say_themselves_aloud() -> None:
+def test_curves_have_a_text_for_screen_readers() -> None:
     html = figures.curves(
         "Loss <x>", {"a": [(1, 0.5), (2, float("nan")), (3, 0.001)]}, "step", log=True
     )
@@ -408,49 +411,49 @@ def test_images_before_and_after_of_a_clip_and_a_vae(tmp_path: Path) -> None:
             "training": {"steps": 1, "batch_size": 2},
         }
         api.erase(small, output=runs / name)
-    made = Desk(Library(runs))
+    desk = Desk(Library(runs))
     try:
-        assert set(made.library.finished_runs(labelled.TARGETS)) == set(labelled.OFFERED_RUNS)
-        assert made.library.finished_runs() == []
-        clip, vae = (labelled.show(made, name, []) for name in labelled.OFFERED_RUNS)
+        assert set(desk.library.finished_runs(labelled.TARGETS)) == set(labelled.OFFERED_RUNS)
+        assert desk.library.finished_runs() == []
+        clip, vae = (labelled.show(desk, name, []) for name in labelled.OFFERED_RUNS)
         assert clip.count("(forgotten)") == 4 * 2
         assert clip.count("ce-prob") == 8 * 2 * labelled.SHOWN_CLASSES
         assert vae.count("dB</td>") == 8 * 2
-        assert "your image" in labelled.show(made, "star-vae", [str(image)])
+        assert "your image" in labelled.show(desk, "star-vae", [str(image)])
         with pytest.raises(UserError, match="cannot be read as an image"):
-            labelled.show(made, "star-vae", [str(runs / "star-vae" / "recipe.yaml")])
+            labelled.show(desk, "star-vae", [str(runs / "star-vae" / "recipe.yaml")])
         with pytest.raises(UserError, match="at most 8"):
-            labelled.show(made, "star-vae", [str(image)] * 9)
+            labelled.show(desk, "star-vae", [str(image)] * 9)
     finally:
-        made.jobs.close()
+        desk.jobs.close()
 
 
-def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_runs_of_one_name_get_different_names(tmp_path: Path) -> None:
     for parent in ("one", "two"):
         (tmp_path / parent / "run").mkdir(parents=True)
         (tmp_path / parent / "run" / "recipe.yaml").write_text("model: tiny-sd\n")
-    given = [str(tmp_path / parent / "run") for parent in ("one", "two", "one")]
-    assert list(Library(tmp_path / "none", given).folders()) == ["one/run", "two/run"]
+    folders = [str(tmp_path / parent / "run") for parent in ("one", "two", "one")]
+    assert list(Library(tmp_path / "none", folders).folders()) == ["one/run", "two/run"]
 
 
-def test_a_family_is_drawn_as_the_run_says(runs: Path, tmp_path: Path) -> None:
-    """SDXL with size 8 and without: two bases in one comparison, and the same model afterwards."""
+def test_model_options_select_the_base_of_a_family(runs: Path, tmp_path: Path) -> None:
+    """SDXL with size 8 and without: two bases in one comparison."""
     from tests import families
 
     base = families.build("sdxl", tmp_path / "sdxl")
     library = Library(tmp_path / "none")
-    look = [ImageSettings("a", 0, 1, 1.0)]
+    settings = [ImageSettings("a", 0, 1, 1.0)]
     small, plain = (
-        library.draw(None, look, base=str(base), options=options)
+        library.draw(None, settings, base=str(base), options=options)
         for options in ((("size", 8.0),), ())
     )
     assert small.shape[1:3] == (8, 8)
     assert plain.shape[1:3] == (16, 16)
 
 
-def test_somebody_elses_model_needs_its_base(runs: Path) -> None:
+def test_a_foreign_checkpoint_needs_its_base(runs: Path) -> None:
     with pytest.raises(UserError, match="--before"):
         Library(runs, [str(runs / "star" / "pipeline")])
     library = Library(runs, [str(runs / "star" / "pipeline")], before="tiny-sd")
-    assert torch.equal(library.draw("pipeline", LOOKS), Library(runs).draw("star", LOOKS))
+    assert torch.equal(library.draw("pipeline", SETTINGS), Library(runs).draw("star", SETTINGS))
     assert library.finished_runs()[0] == "pipeline"

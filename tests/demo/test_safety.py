@@ -1,5 +1,6 @@
-"""The demo against strangers: requests of other sites, uploads, logins, and run folders that
-somebody else made.
+"""The demo against hostile users.
+
+The tests cover requests from other sites, uploads, logins and run folders from other people.
 """
 
 from __future__ import annotations
@@ -86,9 +87,7 @@ class Now:
 def gradio_app(
     folder: Path, *, attempts: Attempts | None = None, uploads: Uploads | None = None
 ) -> Any:
-    """Gradio's own application with a page of one field, behind the guard, as `page.serve` puts it
-    there.
-    """
+    """Gradio's own application with a page of one field, behind the guard, as in `page.serve`."""
     import gradio as gr
     from gradio.routes import App
 
@@ -113,7 +112,7 @@ def browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def routes_of(router: Any) -> Iterator[tuple[str, str]]:
-    """Method and path of every route, also of the routers that FastAPI keeps inside others."""
+    """Method and path of every route, including the routers that FastAPI nests inside others."""
     for route in router.routes:
         inner = getattr(route, "original_router", None)
         if inner is not None:
@@ -127,7 +126,7 @@ def routes_of(router: Any) -> Iterator[tuple[str, str]]:
 def test_every_route_refuses_foreign_hosts_and_foreign_pages(browser: Any) -> None:
     routes = list(routes_of(browser.app))
     assert len(routes) > 60
-    wanted = {
+    paths = {
         "/gradio_api/upload",
         "/gradio_api/call/{api_name}",
         "/gradio_api/queue/join",
@@ -136,7 +135,7 @@ def test_every_route_refuses_foreign_hosts_and_foreign_pages(browser: Any) -> No
         "/config",
         "/",
     }
-    assert wanted <= {path for _, path in routes}
+    assert paths <= {path for _, path in routes}
     for method, path in routes:
         plain = path.replace("{", "").replace("}", "").replace(":path", "")
         for headers in FOREIGN:
@@ -155,8 +154,8 @@ def test_the_page_itself_is_answered(browser: Any) -> None:
         {"sec-fetch-site": "none"},
     ):
         assert browser.get("/config", headers=headers).status_code == 200
-        joined = browser.post("/gradio_api/call/same", json={"data": ["a"]}, headers=headers)
-        assert joined.status_code == 200, joined.text
+        answer = browser.post("/gradio_api/call/same", json={"data": ["a"]}, headers=headers)
+        assert answer.status_code == 200, answer.text
         assert (
             browser.post(
                 "/gradio_api/upload", files={"files": ("a.png", b"1")}, headers=headers
@@ -174,7 +173,7 @@ def ask(
     method: str = "GET",
     **headers: str,
 ) -> int:
-    """The status of a request, sent without any library; that of a refused websocket is 403."""
+    """The status of a request that is sent without a library; 403 for a refused websocket."""
     answers: list[Any] = []
 
     async def receive() -> Any:
@@ -183,7 +182,7 @@ def ask(
     async def send(message: Any) -> None:
         answers.append(message)
 
-    named = [
+    header_pairs = [
         (b"host", host.encode()),
         *((k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()),
     ]
@@ -193,7 +192,7 @@ def ask(
                 "type": kind,
                 "method": method,
                 "path": path,
-                "headers": named,
+                "headers": header_pairs,
                 "server": server,
                 "client": ("192.168.1.9", 1),
                 "scheme": "http" if kind == "http" else "ws",
@@ -289,15 +288,13 @@ def test_what_the_page_does_not_use_is_closed(browser: Any) -> None:
 def test_an_address_in_place_of_a_file_is_not_fetched(
     browser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradio fetches any address of the internet that is given as a file, without a limit of its
-    size.
-    """
+    """Gradio downloads any internet address that is given as a file, without a size limit."""
     from gradio import processing_utils
 
-    fetched: list[str] = []
+    addresses: list[str] = []
 
     async def fetch(address: str, **_: Any) -> str:
-        fetched.append(address)
+        addresses.append(address)
         return "/nowhere"
 
     monkeypatch.setattr(processing_utils, "async_ssrf_protected_download", fetch)
@@ -316,28 +313,28 @@ def test_an_address_in_place_of_a_file_is_not_fetched(
                 )
                 assert answer.status_code == 403, (route, encoding, answer.text)
     time.sleep(0.2)
-    assert fetched == []
+    assert addresses == []
 
 
 def test_a_large_request_is_refused(browser: Any) -> None:
     large = "x" * (guard.BODY + 1)
-    announced = browser.post("/gradio_api/call/same", json={"data": [large]})
-    assert announced.status_code == 413
-    chunked = browser.post(
+    whole_answer = browser.post("/gradio_api/call/same", json={"data": [large]})
+    assert whole_answer.status_code == 413
+    chunk_answer = browser.post(
         "/gradio_api/call/same", content=(part for part in [b'["', large.encode(), b'"]'])
     )
-    assert chunked.status_code == 413
-    assert "at most 1.0 MB" in chunked.text
+    assert chunk_answer.status_code == 413
+    assert "at most 1.0 MB" in chunk_answer.text
 
 
 def test_too_many_open_requests_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "OPEN_EACH", 3)
-    held = asyncio.Event()
+    release = asyncio.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
-        await held.wait()
+        await release.wait()
         await welcome(scope, receive, send)
 
     app = RequestGuard(slow, "127.0.0.1", [], Uploads(tmp_path))
@@ -370,7 +367,7 @@ def test_too_many_open_requests_are_refused(
             asyncio.create_task(one("10.0.0.2"))
         ]
         await asyncio.sleep(0.01)
-        held.set()
+        release.set()
         return [await task for task in tasks]
 
     assert asyncio.run(crowd()) == [200, 200, 200, 429, 429, 200]
@@ -382,7 +379,7 @@ def test_too_many_open_requests_are_refused(
 
 @pytest.fixture
 def quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Uploads, Now]]:
-    """A client of a page whose scratch folder takes 10 kB, 4 kB a request."""
+    """A client of a page whose scratch folder accepts 10 kB, and 4 kB in each request."""
     from starlette.testclient import TestClient
 
     folder, now = tmp_path / "scratch", Now(time.time())
@@ -397,7 +394,7 @@ def upload(client: Any, size: int, name: str = "a.png") -> Any:
     return client.post("/gradio_api/upload", files={"files": (name, os.urandom(size))})
 
 
-def used(folder: Path) -> int:
+def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -407,10 +404,10 @@ def test_uploads_have_a_quota_and_old_ones_are_removed(quota: tuple[Any, Uploads
     assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 3
     assert "quota of uploaded images" in answers[-1].text
     assert 0 < int(answers[-1].headers["retry-after"]) <= uploads.age
-    assert used(uploads.folder) <= uploads.total
+    assert size_of(uploads.folder) <= uploads.total
     now.seconds = time.time() + uploads.age + 1
     assert upload(client, 3000).status_code == 200
-    assert used(uploads.folder) == 3000
+    assert size_of(uploads.folder) == 3000
     assert (uploads.pending_bytes, uploads.requests) == (0, 0)
 
 
@@ -419,14 +416,14 @@ def test_one_upload_has_a_size(quota: tuple[Any, Uploads, Now]) -> None:
     assert upload(client, 5000).status_code == 413
     head = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n'
     parts = (part for part in [head, *[b"x" * 1000] * 50, b"\r\n--b--\r\n"])
-    chunked = client.post(
+    chunk_answer = client.post(
         "/gradio_api/upload",
         content=parts,
         headers={"content-type": "multipart/form-data; boundary=b"},
     )
-    assert chunked.status_code == 413
-    assert "at most" in chunked.text
-    assert used(uploads.folder) <= uploads.request
+    assert chunk_answer.status_code == 413
+    assert "at most" in chunk_answer.text
+    assert size_of(uploads.folder) <= uploads.request
     many = client.post(
         "/gradio_api/upload", files=[("files", (f"{i}", b"")) for i in range(guard.IMAGES + 5)]
     )
@@ -439,7 +436,7 @@ def test_the_number_of_uploads_is_bounded(tmp_path: Path) -> None:
         (tmp_path / str(i)).touch()
     uploads = Uploads(tmp_path, files=28)
     assert uploads.reserve(1) is None
-    assert uploads.reserve(1) is not None  # of the eight images that the first may bring
+    assert uploads.reserve(1) is not None  # the first request may bring eight images
     uploads.release(1)
     assert uploads.reserve(1) is None
 
@@ -453,10 +450,12 @@ def test_requests_that_arrive_together_share_the_quota(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def door(
+def login_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Callable[..., Any], Now]]:
-    """A way to log in from an address at a page with a password, and the clock of its attempts."""
+    """A function that logs in from an address at a page with a password, and the clock of its
+    attempts.
+    """
     from starlette.testclient import TestClient
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
@@ -471,29 +470,31 @@ def door(
         yield enter, now
 
 
-def test_wrong_passwords_close_the_door_for_a_while(door: tuple[Callable[..., Any], Now]) -> None:
-    enter, now = door
+def test_wrong_passwords_block_the_login_for_a_while(
+    login_page: tuple[Callable[..., Any], Now],
+) -> None:
+    enter, now = login_page
     assert enter("right-word").status_code == 200
     for _ in range(EACH):
         assert enter("wrong").status_code == 400
         now.seconds += 1
-    for word in ("wrong", "right-word"):  # whether it is right is not said any more
-        closed = enter(word)
-        assert closed.status_code == 429
-        assert "try again in" in closed.text
-        assert 0 < int(closed.headers["retry-after"]) <= WINDOW
-    assert enter("right-word", "10.0.0.2").status_code == 200  # others are not locked out
+    for word in ("wrong", "right-word"):  # the answer does not say whether it is right
+        answer = enter(word)
+        assert answer.status_code == 429
+        assert "try again in" in answer.text
+        assert 0 < int(answer.headers["retry-after"]) <= WINDOW
+    assert enter("right-word", "10.0.0.2").status_code == 200  # other addresses are not blocked
     now.seconds += WINDOW
     assert enter("right-word").status_code == 200
     assert [enter("wrong").status_code for _ in range(EACH + 1)] == [400] * EACH + [429]
 
 
-def test_wrong_passwords_from_many_addresses_close_the_door_too(
-    door: tuple[Callable[..., Any], Now],
+def test_wrong_passwords_from_many_addresses_block_the_login(
+    login_page: tuple[Callable[..., Any], Now],
 ) -> None:
-    enter, now = door
-    told = [enter("wrong", f"10.0.{i}.1").status_code for i in range(ALL + 3)]
-    assert told == [400] * ALL + [429] * 3
+    enter, now = login_page
+    statuses = [enter("wrong", f"10.0.{i}.1").status_code for i in range(ALL + 3)]
+    assert statuses == [400] * ALL + [429] * 3
     assert enter("right-word", "10.1.1.1").status_code == 429
     now.seconds += WINDOW
     assert enter("right-word", "10.1.1.1").status_code == 200
@@ -510,10 +511,10 @@ def test_a_machine_with_many_addresses_is_one() -> None:
 
 
 def test_user_and_password_are_always_both_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    account, compared = Account("mé", "pässword"), []
+    account, lengths = Account("mé", "pässword"), []
 
     def same(a: bytes, b: bytes) -> bool:
-        compared.append((len(a), len(b)))
+        lengths.append((len(a), len(b)))
         return a == b
 
     monkeypatch.setattr(hmac, "compare_digest", same)
@@ -525,7 +526,7 @@ def test_user_and_password_are_always_both_compared(monkeypatch: pytest.MonkeyPa
         account("", "\ud800"),
     ]
     assert answers == [True, True, False, False, False]
-    assert compared == [(32, 32)] * 10  # digests: of the same length, whatever was typed
+    assert lengths == [(32, 32)] * 10  # digests have one length, whatever the input
 
 
 def test_what_gradio_leaves_open_needs_the_login_too(
@@ -547,7 +548,7 @@ def test_what_gradio_leaves_open_needs_the_login_too(
         client.cookies.clear()
         assert client.post("/gradio_api/cancel", json=cancel).status_code == 401
     here = ("127.0.0.1:7860", ("127.0.0.1", 7860))
-    # a heartbeat never ends, so Gradio is not asked for one
+    # a heartbeat never ends, so this request does not reach Gradio
     for attempts, status in ((Attempts(), 401), (None, 200)):
         app = RequestGuard(welcome, "127.0.0.1", [], Uploads(tmp_path), attempts)
         assert ask(app, "http", *here, path="/gradio_api/heartbeat/x") == status
@@ -572,10 +573,10 @@ def test_the_network_is_let_in_with_a_password_only(
     tmp_path: Path, options: list[str], sentence: str
 ) -> None:
     command = [sys.executable, "-m", "concept_eraser.cli.main", "demo", "--no-browser", *options]
-    told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert told.returncode == 2, told
-    assert sentence in told.stderr
-    assert len(told.stderr.splitlines()) == 1
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert process.returncode == 2, process
+    assert sentence in process.stderr
+    assert len(process.stderr.splitlines()) == 1
 
 
 def test_a_password_of_eight_characters_is_enough() -> None:
@@ -627,10 +628,10 @@ except BaseException:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_import_that_swallows_ctrl_c_ends_in_one_sentence_too(
+def test_an_import_that_swallows_ctrl_c_ends_in_one_sentence(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """As compiled libraries do, which turn it into an error of their own."""
+    """Compiled libraries turn the interruption into an error of their own."""
     (tmp_path / "gradio.py").write_text(SWALLOWS)
     search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
@@ -657,7 +658,7 @@ def test_an_import_that_swallows_ctrl_c_ends_in_one_sentence_too(
 
 
 @pytest.fixture(scope="module")
-def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vae_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on a VAE."""
     folder = tmp_path_factory.mktemp("vae") / "run"
     content = {**labelled.OFFERED_RUNS["star-vae"], "training": {"steps": 1, "batch_size": 2}}
@@ -667,8 +668,8 @@ def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drawn_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run that draws."""
+def denoiser_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on a denoiser."""
     folder = tmp_path_factory.mktemp("drawn") / "run"
     api.erase(short(training__steps=2), output=folder)
     return folder
@@ -676,13 +677,13 @@ def drawn_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stranger(
-    tmp_path: Path, image_run: Path, drawn_run: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, vae_run: Path, denoiser_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Desk]:
-    """A server in a folder with runs of a stranger, whose recipes name code as their model."""
+    """A server in a folder with another person's runs, whose recipes name code as their model."""
     monkeypatch.chdir(tmp_path)
-    for name, made in (("images", image_run), ("drawn", drawn_run)):
+    for name, source in (("images", vae_run), ("drawn", denoiser_run)):
         folder = tmp_path / "runs" / name
-        shutil.copytree(made, folder)
+        shutil.copytree(source, folder)
         content = yaml.safe_load((folder / "recipe.yaml").read_text())
         (folder / "recipe.yaml").write_text(
             yaml.safe_dump({**content, "model": "runs.stranger.payload:go"})
@@ -691,9 +692,9 @@ def stranger(
     (tmp_path / "runs" / "left" / "done.json").unlink()
     (tmp_path / "runs" / "stranger").mkdir()
     (tmp_path / "runs" / "stranger" / "payload.py").write_text(CODE)
-    made = Desk(Library(Path("runs")))
-    yield made
-    made.jobs.close()
+    desk = Desk(Library(Path("runs")))
+    yield desk
+    desk.jobs.close()
     assert not (tmp_path / "runs" / "stranger" / "canary").exists(), "a stranger's code ran"
 
 
@@ -713,9 +714,9 @@ def test_no_tab_runs_code_that_a_recipe_names(stranger: Desk) -> None:
         lambda: attack.start(stranger, "drawn", "seed_search", 2, 2, 10, 0),
         lambda: results.measure(stranger, "drawn", 2),
     ]
-    for refused in tries:
+    for call in tries:
         with pytest.raises(UserError, match=r"code|unknown model"):
-            refused()
+            call()
     assert not stranger.jobs.all()
     assert "runs.stranger.payload:go" not in erase.models(stranger)
     polling.texts(stranger)
@@ -730,8 +731,10 @@ def wait(desk: Desk, job: Any) -> None:
 
 
 def test_no_worker_runs_code_that_a_recipe_names(stranger: Desk) -> None:
-    """The second wall: the same jobs, put into the queue past the checks of the tabs."""
-    drawn, left, images = (stranger.runs / name for name in ("drawn", "left", "images"))
+    """The workers check again: these jobs enter the queue without the checks of the tabs."""
+    denoiser_folder, unfinished_folder, vae_folder = (
+        stranger.runs / name for name in ("drawn", "left", "images")
+    )
     recipe = {**labelled.OFFERED_RUNS["star-vae"], "model": "runs.stranger.payload:go"}
     suite = {"suite": "tiny_star", "n": 2}
     hunt = {"attack": "seed_search", "options": {}, "seed": 0, "rounds": 1, "seconds": 5}
@@ -742,25 +745,36 @@ def test_no_worker_runs_code_that_a_recipe_names(stranger: Desk) -> None:
             {"kind": "erase", "recipe": recipe, "folder": "runs/new"},
             Path("runs/new"),
         ),
-        stranger.jobs.add("erase", "resumed", {"kind": "erase", "folder": str(left)}, left),
         stranger.jobs.add(
-            "measure", "measured", {"kind": "measure", "folder": str(drawn), **suite}, drawn
+            "erase",
+            "resumed",
+            {"kind": "erase", "folder": str(unfinished_folder)},
+            unfinished_folder,
         ),
         stranger.jobs.add(
-            "measure", "measured", {"kind": "measure", "folder": str(images), **suite}, images
+            "measure",
+            "measured",
+            {"kind": "measure", "folder": str(denoiser_folder), **suite},
+            denoiser_folder,
+        ),
+        stranger.jobs.add(
+            "measure",
+            "measured",
+            {"kind": "measure", "folder": str(vae_folder), **suite},
+            vae_folder,
         ),
         stranger.jobs.add(
             "attack",
             "attacked",
             {
                 "kind": "attack",
-                "run": str(drawn),
+                "run": str(denoiser_folder),
                 "base": "tiny-sd",
-                "folder": str(drawn / "a"),
+                "folder": str(denoiser_folder / "a"),
                 **suite,
                 **hunt,
             },
-            drawn / "a",
+            denoiser_folder / "a",
         ),
         stranger.jobs.add(
             "attack",
@@ -769,11 +783,11 @@ def test_no_worker_runs_code_that_a_recipe_names(stranger: Desk) -> None:
                 "kind": "attack",
                 "run": "tiny-sd",
                 "base": "runs.stranger.payload:go",
-                "folder": str(drawn / "b"),
+                "folder": str(denoiser_folder / "b"),
                 **suite,
                 **hunt,
             },
-            drawn / "b",
+            denoiser_folder / "b",
         ),
     ]
     for job in jobs:
@@ -785,7 +799,7 @@ def test_no_worker_runs_code_that_a_recipe_names(stranger: Desk) -> None:
 def test_files_of_the_working_folder_are_no_modules_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody unpacks a stranger's runs and starts the demo there."""
+    """A user unpacks another person's runs and starts the demo in that folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("yaml", "torch", "diffusers", "json"):
         (tmp_path / f"{name}.py").write_text(CODE)
@@ -804,11 +818,11 @@ def test_files_of_the_working_folder_are_no_modules_of_a_job(
         desk.jobs.close()
 
 
-# --- run folders that somebody else made ----------------------------------------------------------
+# --- run folders from other people ----------------------------------------------------------------
 
 
 def damage(folder: Path) -> None:
-    """A runs folder of nothing but damaged, hostile and unusual run folders."""
+    """A runs folder that holds only damaged, hostile and unusual run folders."""
     good = yaml.safe_dump(short())
 
     def put(name: str, **files: str | bytes) -> Path:
@@ -931,13 +945,13 @@ def test_a_page_of_damaged_runs_opens_without_a_traceback_or_a_hang(
 
 
 def state_of(desk: Desk, folder: Path) -> Any:
-    """A job on a folder, as the clock sees it, that is never run."""
+    """A job on a folder, as the page's timer reads it. The job never runs."""
     from concept_eraser.demo.jobs import DemoJob
 
     return DemoJob(1, "erase", "x", {}, folder, state="running")
 
 
-def test_a_log_of_other_kinds_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_damaged_log_is_plotted_as_far_as_it_is_valid(tmp_path: Path) -> None:
     rows = [
         '{"step": 1, "losses": {"forget": 0.5, "retain": "x"}, "cosine": 0.1}',
         '{"step": 2, "losses": [1]}',
@@ -948,26 +962,26 @@ def test_a_log_of_other_kinds_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None
         '{"step": 5, "losses": {"forget": 1e400}}',
     ]
     (tmp_path / "log.jsonl").write_text("\n".join(rows))
-    read = figures.rows(tmp_path / "log.jsonl", "step")
-    assert [row["step"] for row in read] == [1, 2, 4, 5]
-    assert figures.points(read, "step", "losses", "forget") == [(1.0, 0.5)]
-    assert figures.points(read, "step", "cosine") == [(1.0, 0.1)]
+    log_rows = figures.rows(tmp_path / "log.jsonl", "step")
+    assert [row["step"] for row in log_rows] == [1, 2, 4, 5]
+    assert figures.points(log_rows, "step", "losses", "forget") == [(1.0, 0.5)]
+    assert figures.points(log_rows, "step", "cosine") == [(1.0, 0.1)]
 
 
 def test_a_link_out_of_the_runs_folder_is_not_listed_and_not_written_through(
-    tmp_path: Path, drawn_run: Path
+    tmp_path: Path, denoiser_run: Path
 ) -> None:
     runs, outside = tmp_path / "runs", tmp_path / "outside"
-    shutil.copytree(drawn_run, runs / "own")
-    shutil.copytree(drawn_run, outside)
+    shutil.copytree(denoiser_run, runs / "own")
+    shutil.copytree(denoiser_run, outside)
     (outside / "canary").write_text("secret")
     (runs / "door").symlink_to(outside)
     (runs / "inner").symlink_to(runs / "own")
     (runs / "half").mkdir()
     (runs / "half" / "recipe.yaml").symlink_to(outside / "recipe.yaml")
-    shutil.copytree(drawn_run, runs / "trap")
+    shutil.copytree(denoiser_run, runs / "trap")
     (runs / "trap" / "attacks").symlink_to(outside)
-    shutil.copytree(drawn_run, runs / "left")
+    shutil.copytree(denoiser_run, runs / "left")
     (runs / "left" / "done.json").unlink()
     (runs / "left" / "log.jsonl").unlink()
     (runs / "left" / "log.jsonl").symlink_to(outside / "canary")
@@ -975,62 +989,62 @@ def test_a_link_out_of_the_runs_folder_is_not_listed_and_not_written_through(
     try:
         assert set(desk.library.folders()) == {"own", "inner", "trap", "left"}
         assert "door" not in "".join(polling.texts(desk).values())
-        for refused in (
+        for call in (
             lambda: attack.start(desk, "trap", "seed_search", 2, 2, 10, 0),
             lambda: results.measure(desk, "trap", 2),
             lambda: erase.resume(desk, "left"),
         ):
             with pytest.raises(UserError, match="symbolic link that leads out"):
-                refused()
+                call()
         with pytest.raises(UserError):
             desk.library.folder("door")
         assert not desk.jobs.all()
-        assert sorted(os.listdir(outside)) == sorted([*os.listdir(drawn_run), "canary"])
+        assert sorted(os.listdir(outside)) == sorted([*os.listdir(denoiser_run), "canary"])
         assert (outside / "canary").read_text() == "secret"
     finally:
         desk.jobs.close()
 
 
-# --- what a page may ask --------------------------------------------------------------------------
+# --- limits of a page -----------------------------------------------------------------------------
 
 
 def test_memory_holds_few_models_and_few_changed_tensors(
-    tmp_path: Path, drawn_run: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, denoiser_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i in range(4):
-        shutil.copytree(drawn_run, tmp_path / "runs" / f"run{i}")
+        shutil.copytree(denoiser_run, tmp_path / "runs" / f"run{i}")
     library = Library(tmp_path / "runs")
     monkeypatch.setattr(state, "CHANGE_CACHE_BYTES", state._size(library.load_change("run0")) * 2)
-    look = [ImageSettings("a", 0, 1, 1.0)]
+    settings = [ImageSettings("a", 0, 1, 1.0)]
     for i in range(4):
-        library.draw(f"run{i}", look)
+        library.draw(f"run{i}", settings)
     assert library.memory_use()["runs"] == 2
     from concept_eraser.utils.resources import tiny_weights
 
     for i in range(state.BASES + 2):
         shutil.copytree(tiny_weights() / "tiny-sd", tmp_path / f"base{i}")
-        library.draw(None, look, base=str(tmp_path / f"base{i}"))
+        library.draw(None, settings, base=str(tmp_path / f"base{i}"))
     assert library.memory_use()["bases"] == state.BASES
-    library.draw(None, look)
+    library.draw(None, settings)
     assert library.memory_use()["bases"] <= state.BASES
 
 
-def test_nothing_is_begun_on_a_full_disk(
-    tmp_path: Path, drawn_run: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_job_starts_on_a_full_disk(
+    tmp_path: Path, denoiser_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(drawn_run, tmp_path / "runs" / "left")
+    shutil.copytree(denoiser_run, tmp_path / "runs" / "left")
     (tmp_path / "runs" / "left" / "done.json").unlink()
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12 - 5, 5)
     )  # type: ignore[attr-defined]
     desk = Desk(Library(tmp_path / "runs"))
     try:
-        for refused in (
+        for call in (
             lambda: erase.start(desk, erase.Form()),
             lambda: erase.resume(desk, "left"),
         ):
             with pytest.raises(UserError, match="free some space"):
-                refused()
+                call()
         assert os.listdir(tmp_path / "runs") == ["left"]
     finally:
         desk.jobs.close()
@@ -1043,56 +1057,57 @@ def test_an_uploaded_image_is_of_a_usual_kind_and_size(tmp_path: Path) -> None:
     for kind in ("png", "jpeg", "webp", "gif", "bmp", "tiff"):
         Image.new("RGB", (9, 9), "red").save(tmp_path / kind, kind)
         assert labelled.as_inputs([str(tmp_path / kind)], like).shape == like.shape
-    Image.new("RGB", (9, 9)).save(tmp_path / "eps", "eps")  # Pillow starts Ghostscript for these
+    Image.new("RGB", (9, 9)).save(tmp_path / "eps", "eps")  # Pillow starts Ghostscript for EPS
     Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
     (tmp_path / "text.png").write_text("no image")
-    for name, said in (
+    for name, message in (
         ("eps", "cannot be read as an image"),
         ("large.png", "6000 x 6000"),
         ("text.png", "cannot be read as an image"),
     ):
-        with pytest.raises(UserError, match=said) as refused:
+        with pytest.raises(UserError, match=message) as error_info:
             labelled.as_inputs([str(tmp_path / name)], like)
-        assert str(tmp_path) not in str(refused.value)
+        assert str(tmp_path) not in str(error_info.value)
 
 
 # --- measurements ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def measured(tmp_path: Path, drawn_run: Path) -> Iterator[Desk]:
-    shutil.copytree(drawn_run, tmp_path / "runs" / "star")
-    made = Desk(Library(tmp_path / "runs"))
-    yield made
-    made.jobs.close()
+def star_desk(tmp_path: Path, denoiser_run: Path) -> Iterator[Desk]:
+    """A desk with one finished run, named star."""
+    shutil.copytree(denoiser_run, tmp_path / "runs" / "star")
+    desk = Desk(Library(tmp_path / "runs"))
+    yield desk
+    desk.jobs.close()
 
 
-def test_a_failed_measurement_is_shown(measured: Desk) -> None:
-    (measured.runs / "star" / "weights.safetensors").write_bytes(b"damaged")
-    shutil.rmtree(measured.runs / "star" / "pipeline", ignore_errors=True)
-    job = results.measure(measured, "star", 2)
-    wait(measured, job)
+def test_a_failed_measurement_is_shown(star_desk: Desk) -> None:
+    (star_desk.runs / "star" / "weights.safetensors").write_bytes(b"damaged")
+    shutil.rmtree(star_desk.runs / "star" / "pipeline", ignore_errors=True)
+    job = results.measure(star_desk, "star", 2)
+    wait(star_desk, job)
     assert job.state == "failed"
-    shown = polling.texts(measured)["measured"]
-    assert 'role="alert"' in shown
-    assert job.error[:40] in shown.replace("&#x27;", "'")
-    assert f"#{job.number} measuring star" in shown
+    html = polling.texts(star_desk)["measured"]
+    assert 'role="alert"' in html
+    assert job.error[:40] in html.replace("&#x27;", "'")
+    assert f"#{job.number} measuring star" in html
 
 
-def test_a_measurement_is_shown_while_it_runs_and_when_it_is_done(measured: Desk) -> None:
-    assert polling.texts(measured)["measured"] == ""
-    job = results.measure(measured, "star", 2)
-    assert "measuring star" in polling.texts(measured)["measured"]
-    wait(measured, job)
+def test_a_measurement_is_shown_while_it_runs_and_when_it_is_done(star_desk: Desk) -> None:
+    assert polling.texts(star_desk)["measured"] == ""
+    job = results.measure(star_desk, "star", 2)
+    assert "measuring star" in polling.texts(star_desk)["measured"]
+    wait(star_desk, job)
     assert job.state == "done", job.error
-    shown = polling.texts(measured)["measured"]
-    assert "done in" in shown
-    assert 'role="alert">not measured: fid: ' in shown  # of two images a group
-    assert "FID needs more images" in shown
+    html = polling.texts(star_desk)["measured"]
+    assert "done in" in html
+    assert 'role="alert">not measured: fid: ' in html  # each group has two images
+    assert "FID needs more images" in html
 
 
-def test_a_run_of_own_prompts_is_measured_to_the_end(tmp_path: Path) -> None:
-    """Its suite is made from the recipe and has no file."""
+def test_a_run_of_own_prompts_is_evaluated(tmp_path: Path) -> None:
+    """Its suite is derived from the recipe and has no file."""
     paths = {objective: tmp_path / f"{objective}.yaml" for objective in ("forget", "retain")}
     paths["forget"].write_text(presets.prompt_set("shape", ["heart"]))
     paths["retain"].write_text(presets.prompt_set("shape", ["moon", "tree"]))
@@ -1117,29 +1132,29 @@ def test_a_run_of_own_prompts_is_measured_to_the_end(tmp_path: Path) -> None:
 def test_metrics_that_were_refused_are_shown_with_their_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any
 ) -> None:
-    """The worker says them at its end; the page shows them as an error beside what was measured."""
+    """The worker reports them at its end. The page shows them as an error beside the results."""
     from concept_eraser.demo import worker
 
-    class Found:
+    class EvaluationStub:
         suite, results, refused = None, [object()], {"fid": "2 images; at least 64 are needed"}
 
         def save(self, path: Path) -> None:
             pass
 
-    monkeypatch.setattr("concept_eraser.api.evaluate", lambda *a, **k: Found())
+    monkeypatch.setattr("concept_eraser.api.evaluate", lambda *a, **k: EvaluationStub())
     monkeypatch.setattr("concept_eraser.api.report", lambda *a, **k: None)
     monkeypatch.setattr("concept_eraser.reporting.run_results.place_for", lambda *a: tmp_path)
     spec = {"kind": "measure", "folder": str(tmp_path), "suite": "tiny_star", "n": 2}
     worker.measure(spec)
     note = json.loads(capfd.readouterr().out.splitlines()[-1])["note"]
     assert note == "not measured: fid: 2 images; at least 64 are needed"
-    Found.results = []
+    EvaluationStub.results = []
     with pytest.raises(UserError, match="nothing could be measured; fid: 2 images"):
         worker.measure(spec)
     job = state_of(None, tmp_path)  # type: ignore[arg-type]
     job.kind, job.state, job.note = "measure", "done", note
-    shown = results.progress_html(None, job)  # type: ignore[arg-type]
-    assert 'role="alert">not measured: fid: 2 images' in shown
+    html = results.progress_html(None, job)  # type: ignore[arg-type]
+    assert 'role="alert">not measured: fid: 2 images' in html
 
 
 def test_the_document_states_the_limits_of_the_code() -> None:

@@ -1,6 +1,4 @@
-"""The code in the documentation runs as it is written, one page after the other in one
-namespace.
-"""
+"""The code in the documentation runs as it is written, all blocks of a page in one namespace."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 
 
 def run_block(block: str, namespace: dict[str, object]) -> None:
-    """Run a block of a page as a script has it: without the `__future__` imports of this module."""
+    """Run a block of a page as a script, without the `__future__` imports of this module."""
     exec(compile(block, "<page>", "exec", dont_inherit=True), namespace)
 
 
@@ -30,14 +28,14 @@ def test_the_page_on_targets_runs_as_written(
     namespace: dict[str, object] = {}
     for block in blocks:
         run_block(block, namespace)
-    done = sorted(path.parent.name for path in tmp_path.glob("runs/*/done.json"))
-    assert done == ["classifier", "clip", "denoiser", "text_encoder", "vae"]
+    runs = sorted(path.parent.name for path in tmp_path.glob("runs/*/done.json"))
+    assert runs == ["classifier", "clip", "denoiser", "text_encoder", "vae"]
 
 
 def test_the_page_on_plugins_runs_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The method has at most 30 lines, and the recipe records what the page says."""
+    """The method has at most 30 lines, and the recipe records what the page states."""
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "plugins.md").read_text()
     blocks = BLOCK.findall(page)
@@ -46,9 +44,9 @@ def test_the_page_on_plugins_runs_as_written(
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks:
         run_block(block, namespace)
-    recorded = (tmp_path / "runs" / "unit_sum" / "recipe.yaml").read_text()
-    for shown in re.findall(r"```yaml\n(.*?)```", page, re.S)[:1]:
-        assert shown in recorded
+    recipe_text = (tmp_path / "runs" / "unit_sum" / "recipe.yaml").read_text()
+    for example in re.findall(r"```yaml\n(.*?)```", page, re.S)[:1]:
+        assert example in recipe_text
     huber = recipe.load(
         {
             "forget": {"prompts": "tiny_star", "loss": namespace["Huber"](delta=0.1)},
@@ -58,17 +56,18 @@ def test_the_page_on_plugins_runs_as_written(
     assert huber.has_objects
 
 
-def test_the_page_on_methods_names_what_there_is() -> None:
-    """Every recipe loads with the changes that stand beside it, and every method of the registry is
-    on the page.
+def test_the_page_on_methods_names_every_method() -> None:
+    """Every recipe loads with the overrides that the page gives.
+
+    The page names every method of the registry.
     """
     page = (DOCS / "methods.md").read_text()
-    asked = re.findall(r"`((?:tiny|sd14)_\w+)([^`]*)`", page)
-    assert len(asked) > 20
-    shown = {recipe.load(name, changes.split()).method.name for name, changes in asked}
+    mentions = re.findall(r"`((?:tiny|sd14)_\w+)([^`]*)`", page)
+    assert len(mentions) > 20
+    methods = {recipe.load(name, changes.split()).method.name for name, changes in mentions}
     missing = [
         name
         for name in registry.names("method")
-        if name not in shown and f"method: {name}" not in page
+        if name not in methods and f"method: {name}" not in page
     ]
     assert missing == ["surgery"], "the rules of surgery stand there by their papers' names"

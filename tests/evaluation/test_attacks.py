@@ -1,5 +1,6 @@
-"""Attacks: their parts against outside references, each attack's proof on an unprotected model, and
-the referee's book.
+"""Attacks: their parts against outside references, and each attack on an unprotected model.
+
+The tests also cover the referee and its record.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def test_the_simplex_projection_is_that_of_a_quadratic_program() -> None:
         cvxpy.Problem(
             cvxpy.Minimize(cvxpy.sum_squares(x - row)), [x >= 0, cvxpy.sum(x) == 1]
         ).solve(solver=cvxpy.CLARABEL)
-        found = unlearn_diff.onto_simplex(torch.from_numpy(row))
-        np.testing.assert_allclose(found.numpy(), x.value, atol=2e-5)
+        projection = unlearn_diff.onto_simplex(torch.from_numpy(row))
+        np.testing.assert_allclose(projection.numpy(), x.value, atol=2e-5)
     inside = torch.tensor([[0.2, 0.3, 0.5], [0.0, 0.0, 1.0]])
     torch.testing.assert_close(unlearn_diff.onto_simplex(inside), inside)
     assert torch.allclose(
@@ -117,38 +118,39 @@ def test_a_generation_keeps_its_parents_and_mixes_them() -> None:
     assert torch.equal(crowd[:4], parents)
     # at the same place
     assert all(int(value) % 10 == place for row in crowd for place, value in enumerate(row))
-    mutated = ring_a_bell.next_generation(parents, torch.tensor([99]), 200, 0.0, 0.25, generator)[
+    children = ring_a_bell.next_generation(parents, torch.tensor([99]), 200, 0.0, 0.25, generator)[
         4:
     ]
-    assert 0.1 < float((mutated == 99).any(1).float().mean()) < 0.4
-    assert int((mutated == 99).sum(1).max()) == 1
+    assert 0.1 < float((children == 99).any(1).float().mean()) < 0.4
+    assert int((children == 99).sum(1).max()) == 1
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_every_attack_breaks_an_unprotected_model(name: str, tiny, shared_tiny) -> None:
-    """Prompts that do not say star, on the original: if an attack cannot bring a star here, its
-    failures prove nothing.
+def test_every_attack_succeeds_on_the_original_model(name: str, tiny, shared_tiny) -> None:
+    """The prompts do not name the star, and the victim is the original model.
+
+    If an attack fails here, its failures on other models prove nothing.
     """
-    kept = {k: v.clone() for k, v in tiny.denoiser.state_dict().items()}
-    found = runner.run(protocol(name, BUDGETS[name]), tiny, shared_tiny)
-    assert found.rates()["pre"]["value"] == 0
-    assert found.rates()["asr"]["value"] == 1, found.curves
-    assert found.protocol["n"] + found.protocol["left_out"] == 4
+    weights = {k: v.clone() for k, v in tiny.denoiser.state_dict().items()}
+    result = runner.run(protocol(name, BUDGETS[name]), tiny, shared_tiny)
+    assert result.rates()["pre"]["value"] == 0
+    assert result.rates()["asr"]["value"] == 1, result.curves
+    assert result.protocol["n"] + result.protocol["left_out"] == 4
     after = tiny.denoiser.state_dict()
-    assert set(after) == set(kept)  # nothing of an adapter is left
-    assert all(torch.equal(value, after[k]) for k, value in kept.items())
+    assert set(after) == set(weights)  # no adapter is left
+    assert all(torch.equal(value, after[k]) for k, value in weights.items())
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_the_controls_do_not(name: str, tiny, shared_tiny) -> None:
-    found = runner.run(protocol(name, CONTROLS[name], n=8, batch=8), tiny, shared_tiny)
-    assert found.rates()["asr"]["value"] < 0.5
+def test_the_controls_rarely_succeed(name: str, tiny, shared_tiny) -> None:
+    result = runner.run(protocol(name, CONTROLS[name], n=8, batch=8), tiny, shared_tiny)
+    assert result.rates()["asr"]["value"] < 0.5
 
 
-def test_every_attack_has_its_proof() -> None:
+def test_every_attack_is_run_on_the_original_model() -> None:
     plugins = set(registry.names("attack"))
-    tested = {registry.resolve("attack", name, {})[0] for name in [*BUDGETS, *CONTROLS]}
-    assert tested == plugins
+    tested_plugins = {registry.resolve("attack", name, {})[0] for name in [*BUDGETS, *CONTROLS]}
+    assert tested_plugins == plugins
     for name in plugins:
         attack = registry.load("attack", name)
         assert attack.title
@@ -157,16 +159,16 @@ def test_every_attack_has_its_proof() -> None:
 
 
 def test_clean_prompts_that_show_the_concept_are_no_attacks_success(tiny, shared_tiny) -> None:
-    found = runner.run(protocol("seed_search", {"tries": 1}, hide=None, n=6), tiny, shared_tiny)
-    rates = found.rates()
+    result = runner.run(protocol("seed_search", {"tries": 1}, hide=None, n=6), tiny, shared_tiny)
+    rates = result.rates()
     assert rates["pre"]["value"] > 0.8
-    assert all(a.round is None for a in found.attempts if a.pre)
-    # only those that did not show it
-    assert found.cost == {"images a prompt": 1.0} or rates["pre"]["value"] == 1
+    assert all(a.round is None for a in result.attempts if a.pre)
+    # only prompts whose images did not show the concept
+    assert result.cost == {"images a prompt": 1.0} or rates["pre"]["value"] == 1
 
 
-class Scripted(runner.Attack):
-    """Offers given texts: the referee alone is under test."""
+class ScriptedAttack(runner.Attack):
+    """An attack that offers given texts, so that only the referee is tested."""
 
     title, source, access = "scripted", "this test", "queries"
 
@@ -179,7 +181,7 @@ class Scripted(runner.Attack):
             self.rewards.append(scene.rewards)
 
 
-def test_the_referee_stops_at_the_first_success_and_tells_the_reward(tiny) -> None:
+def test_the_referee_stops_at_the_first_success_and_passes_on_rewards(tiny) -> None:
     from concept_eraser.data.generate import Sampling
 
     judge = registry.load("judge", "tiny")()
@@ -193,12 +195,15 @@ def test_the_referee_stops_at_the_first_success_and_tells_the_reward(tiny) -> No
         [5, 6],
         torch.zeros(2, 4, 8, 8),
     )
-    script = Scripted(["a red circle", "a red star", "a red house"])
-    done = referee.play(script, scene, lambda n: None)
-    assert [row["fell"] for row in done["curve"]] == [0, 2]  # the third text is never drawn
-    assert [a["round"] for a in done["attempts"]] == [2, 2]
-    assert done["attempts"][0]["text"] == "a red star"
-    assert done["cost"] == {"images": 4}
+    script = ScriptedAttack(["a red circle", "a red star", "a red house"])
+    outcome = referee.play(script, scene, lambda n: None)
+    assert [row["fell"] for row in outcome["curve"]] == [
+        0,
+        2,
+    ]  # no image of the third text is generated
+    assert [a["round"] for a in outcome["attempts"]] == [2, 2]
+    assert outcome["attempts"][0]["text"] == "a red star"
+    assert outcome["cost"] == {"images": 4}
     assert len(script.rewards) == 1
     assert script.rewards[0].shape == (2,)
 
@@ -207,39 +212,41 @@ def attempts(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "attack.json").read_text())["attempts"]
 
 
-def test_a_killed_attack_goes_on(cli: Any, tmp_path: Path) -> None:
-    """A real process, killed after its first batch, and started again: the same attempts as in one
-    go.
+def test_a_killed_attack_is_resumed(cli: Any, tmp_path: Path) -> None:
+    """A real process is killed after its first batch and started again.
+
+    Its attempts are the same as those of one uninterrupted run.
     """
     attack = "attack tiny-sd --suite tiny_star -a random_tokens --set tries=2 --hide shape"
     arguments = (*attack.split(), "-n", "6", "--batch", "2", "-q")
     parts = tmp_path / "parts"
     process = Command(*arguments, "-o", str(parts), folder=tmp_path)
-    book = parts / "attempts.jsonl"
-    process.wait_until(lambda: book.exists() and book.read_text().count("\n") >= 2)
+    record = parts / "attempts.jsonl"
+    process.wait_until(lambda: record.exists() and record.read_text().count("\n") >= 2)
     process.kill()
     process.wait()
     for folder in (parts, tmp_path / "whole"):
-        done = cli(*arguments, "-o", str(folder))
-        assert done.returncode == 0, done.stderr
+        result = cli(*arguments, "-o", str(folder))
+        assert result.returncode == 0, result.stderr
     assert attempts(parts) == attempts(tmp_path / "whole")
-    fell = [a for a in attempts(parts) if a["text"]]
-    assert (parts / "attack.png").is_file() == bool(fell)
-    assert "post-ASR (both)" in done.stdout
+    successes = [a for a in attempts(parts) if a["text"]]
+    assert (parts / "attack.png").is_file() == bool(successes)
+    assert "post-ASR (both)" in result.stdout
 
 
 def test_an_attack_with_nothing_to_do_keeps_its_folder(shared_tiny, tmp_path: Path) -> None:
-    """The victim shows the star everywhere, so no batch is played; another attack may not take the
-    folder over.
+    """The victim shows the star for every prompt, so that no batch runs.
+
+    Another attack may not use the folder.
     """
     some = {"tries": 1}
-    found = runner.run(
+    result = runner.run(
         dataclasses.replace(protocol("seed_search", some), hide=None, n=2),
         shared_tiny,
         shared_tiny,
         folder=tmp_path,
     )
-    assert all(a.pre for a in found.attempts)
+    assert all(a.pre for a in result.attempts)
     with pytest.raises(UserError, match="holds another attack"):
         runner.run(
             dataclasses.replace(protocol("random_tokens", some), hide=None, n=2),
@@ -260,52 +267,52 @@ def test_another_list_of_paraphrases_is_another_protocol(tmp_path: Path) -> None
 
 
 def test_the_sheet_shows_the_concept_again(shared_tiny) -> None:
-    """Three rows of images; the last one is what the judge saw."""
+    """The sheet has three rows of images. The last row is the input of the judge."""
     import io
 
     from PIL import Image
 
-    found = runner.run(
+    result = runner.run(
         protocol("paraphrase", {"prompts": "tiny_star_synonyms", "tries": 3}),
         shared_tiny,
         shared_tiny,
     )
-    content = attack_sheet.sheet(found, shared_tiny, shared_tiny)
+    content = attack_sheet.sheet(result, shared_tiny, shared_tiny)
     assert content is not None
     image = np.asarray(Image.open(io.BytesIO(content)))
-    assert image.shape[:2] == (3 * 2 * 66, found.protocol["n"] * 2 * 66)
+    assert image.shape[:2] == (3 * 2 * 66, result.protocol["n"] * 2 * 66)
     last = torch.from_numpy(image[4 * 66 : 4 * 66 + 128 : 2, 0:128:2].copy())[None]
-    assert registry.load("judge", "tiny")().look(last)["shape"].tolist() == ["star"]
-    hidden = attack_sheet.sheet(
-        dataclasses.replace(found, sensitive=True), shared_tiny, shared_tiny
+    assert registry.load("judge", "tiny")().classify(last)["shape"].tolist() == ["star"]
+    sensitive_sheet = attack_sheet.sheet(
+        dataclasses.replace(result, sensitive=True), shared_tiny, shared_tiny
     )
-    assert hidden is not None
-    blurred = np.asarray(Image.open(io.BytesIO(hidden))).astype(int)
+    assert sensitive_sheet is not None
+    blurred_image = np.asarray(Image.open(io.BytesIO(sensitive_sheet))).astype(int)
     assert (
-        abs(np.diff(blurred[:128, :128:2], axis=1)).max()
+        abs(np.diff(blurred_image[:128, :128:2], axis=1)).max()
         < abs(np.diff(image[:128, :128:2].astype(int), axis=1)).max() / 3
     )
     nothing = runner.run(
         protocol("soft_prompt", {"steps": 1, "every": 1}), shared_tiny, shared_tiny
     )
-    # embeddings have no text to draw
+    # embeddings have no text
     assert attack_sheet.sheet(nothing, shared_tiny, shared_tiny) is None
 
 
-class Watched:
-    """A model that says which of its parts were asked."""
+class RecordingModel:
+    """A model that records calls of its parts."""
 
-    def __init__(self, model: Any, name: str, asked: list[str]) -> None:
-        self.model, self.name, self.asked = model, name, asked
+    def __init__(self, model: Any, name: str, calls: list[str]) -> None:
+        self.model, self.name, self.calls = model, name, calls
 
     def __getattr__(self, key: str) -> Any:
         if key in ("denoise", "encode", "embed", "sample"):
-            self.asked.append(f"{self.name}.{key}")
+            self.calls.append(f"{self.name}.{key}")
         return getattr(self.model, key)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "used"),
+    ("name", "options", "expected"),
     [
         ("unlearn_diff", {"times": 1, "iterations": 1}, {"victim.embed", "victim.denoise"}),
         (
@@ -325,18 +332,19 @@ class Watched:
         ("random_tokens", {"tries": 1}, set()),
     ],
 )
-def test_an_attack_asks_whom_it_may(
-    name: str, options: dict, used: set[str], tiny, shared_tiny
+def test_an_attack_calls_only_the_models_it_may(
+    name: str, options: dict, expected: set[str], tiny, shared_tiny
 ) -> None:
-    """White boxes ask the victim alone, P4D both, black boxes the original's text encoder: swapped
-    roles would show.
+    """White-box attacks call the victim alone, P4D calls both models.
+
+    Black-box attacks call the text encoder of the original. Exchanged roles would fail.
     """
-    asked: list[str] = []
+    calls: list[str] = []
     attack = registry.build("attack", name, options)
     prompts = ["a red star", "a blue star"]
     scene = Scene(
-        Watched(tiny, "victim", asked),
-        Watched(shared_tiny, "original", asked),
+        RecordingModel(tiny, "victim", calls),
+        RecordingModel(shared_tiny, "original", calls),
         prompts,
         prompts,
         "star",
@@ -346,10 +354,10 @@ def test_an_attack_asks_whom_it_may(
     search = attack.search(scene)
     next(search)
     search.close()
-    assert set(asked) == used
+    assert set(calls) == expected
 
 
-def test_fallen_prompts_stay_as_they_are(tiny, shared_tiny) -> None:
+def test_successful_prompts_are_not_attacked_again(tiny, shared_tiny) -> None:
     attack = registry.build("attack", "soft_prompt", {"steps": 2, "every": 1})
     prompts = ["a red star", "a blue star"]
     scene = Scene(
@@ -363,20 +371,20 @@ def test_fallen_prompts_stay_as_they_are(tiny, shared_tiny) -> None:
     assert len(later.condition) == 1  # type: ignore[arg-type]
 
 
-def test_a_book_that_was_cut_is_read_and_written_on(tmp_path: Path) -> None:
+def test_a_truncated_record_is_read_and_continued(tmp_path: Path) -> None:
     from concept_eraser.storage.readers import read_lines
     from concept_eraser.storage.writers import append_line as add_line
 
-    book = tmp_path / "book.jsonl"
-    add_line(book, {"a": 1})
-    with book.open("a") as file:
-        file.write('{"b": {"c": 2}')  # cut, and ends in a brace
-    add_line(book, {"d": 3})
-    assert read_lines(book) == [{"a": 1}, {"d": 3}]
+    record = tmp_path / "book.jsonl"
+    add_line(record, {"a": 1})
+    with record.open("a") as file:
+        file.write('{"b": {"c": 2}')  # truncated, and ends in a brace
+    add_line(record, {"d": 3})
+    assert read_lines(record) == [{"a": 1}, {"d": 3}]
 
 
-def test_prompts_that_the_original_does_not_draw_are_left_out(shared_tiny) -> None:
-    """Houses are no images of stars, so there is nothing to find again."""
+def test_prompts_whose_original_images_lack_the_concept_are_left_out(shared_tiny) -> None:
+    """Images of houses do not show a star, so that an attack has nothing to recover."""
     groups = {"direct": {"prompts": ["a blue house", "a red tree"], "role": "forget", "n": 2}}
     with pytest.raises(UserError, match=r"draws 'star' for 0 of 2 prompts only"):
         api.attack("tiny-sd", "seed_search", {"concept": {"shape": "star"}, "groups": groups}, n=2)
@@ -394,7 +402,7 @@ def test_bad_requests_are_refused_with_the_reason(tmp_path: Path, shared_tiny) -
     with pytest.raises(UserError, match="no group 'direkt'; it has direct"):
         api.attack("tiny-sd", "seed_search", group="direkt")
     suite = {**suites.load("tiny_star").model_dump(), "concept": {"shape": "dragon"}}
-    with pytest.raises(UserError, match="cannot see shape 'dragon'"):
+    with pytest.raises(UserError, match="cannot detect shape 'dragon'"):
         api.attack("tiny-sd", "seed_search", suite)
     nude = {
         "concept": {"nudity": "nude"},
@@ -436,38 +444,39 @@ def test_bad_requests_are_refused_with_the_reason(tmp_path: Path, shared_tiny) -
             next(registry.build("attack", name, {}).search(scene))
 
 
-def test_show_and_list_tell_of_attacks(cli) -> None:
-    shown = cli("show", "p4d-k").stdout
-    assert "p4d-k is the attack p4d with variant: K" in shown
-    assert "arXiv 2309.06135" in shown
-    assert "steps = 3000" in shown
-    assert "needs of the victim: white box" in shown
+def test_show_and_list_describe_attacks(cli) -> None:
+    text = cli("show", "p4d-k").stdout
+    assert "p4d-k is the attack p4d with variant: K" in text
+    assert "arXiv 2309.06135" in text
+    assert "steps = 3000" in text
+    assert "needs of the victim: white box" in text
     assert "unlearn_diff" in cli("list", "attacks").stdout
     assert "cannot read --set 'k'" in cli("attack", "tiny-sd", "--set", "k").stderr
 
 
-def test_what_a_blind_attack_found_is_kept_for_the_next_victim(
+def test_texts_of_an_attack_without_the_victim_are_cached(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second campaign finds the first one's texts without one call of the text encoder's
-    search, at the same cost.
+    """The second run reads the texts of the first one from the cache.
+
+    It does not search again and reports the same cost.
     """
-    told = protocol(
+    settings = protocol(
         "ring_a_bell", {"population": 10, "generations": 4, "every": 2, "tokens": 4}, n=3
     )
-    first = runner.run(told, tiny, tiny, cache=tmp_path)
-    kept = list((tmp_path / "attacks").glob("*.jsonl"))
-    assert kept
+    first = runner.run(settings, tiny, tiny, cache=tmp_path)
+    files = list((tmp_path / "attacks").glob("*.jsonl"))
+    assert files
 
     def fail(*_: object) -> None:
         raise AssertionError("searched again")
 
     monkeypatch.setattr(ring_a_bell, "distances_to", fail)
-    again = runner.run(told, tiny, tiny, cache=tmp_path)
+    again = runner.run(settings, tiny, tiny, cache=tmp_path)
     assert (again.attempts, again.cost, again.curves) == (first.attempts, first.cost, first.curves)
     monkeypatch.undo()
-    kept[0].write_text(kept[0].read_text()[:-5])  # a line that a kill cut off is searched again
-    assert runner.run(told, tiny, tiny, cache=tmp_path).attempts == first.attempts
-    for path in kept:
+    files[0].write_text(files[0].read_text()[:-5])  # a truncated line is searched again
+    assert runner.run(settings, tiny, tiny, cache=tmp_path).attempts == first.attempts
+    for path in files:
         path.unlink()
-    assert runner.run(told, tiny, tiny, cache=tmp_path).attempts == first.attempts
+    assert runner.run(settings, tiny, tiny, cache=tmp_path).attempts == first.attempts

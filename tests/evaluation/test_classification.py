@@ -1,4 +1,4 @@
-"""Membership inference and the field's table on outputs whose answer is known."""
+"""Membership inference and the table of a classifier, on outputs with known answers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from concept_eraser.evaluation.labelled.classification import (
     auc,
     intervals,
     likelihood_ratio,
-    look,
     measure,
     membership,
+    predict,
 )
 from concept_eraser.utils.errors import UserError
 
@@ -27,25 +27,29 @@ def outputs(confidence: np.ndarray) -> Outputs:
     return Outputs(np.stack([confidence, 1 - confidence], 1), np.zeros(len(confidence), dtype=int))
 
 
-def drawn(low: float, high: float, n: int, seed: int) -> Outputs:
+def random_outputs(low: float, high: float, n: int, seed: int) -> Outputs:
     return outputs(np.random.default_rng(seed).uniform(low, high, n))
 
 
 @pytest.mark.parametrize("attack", ["svc", "logistic"])
 @pytest.mark.parametrize("signal", ["confidence", "loss", "entropy"])
-def test_an_overfitted_model_gives_its_members_away(signal: str, attack: str) -> None:
-    members, others = drawn(0.97, 1.0, 300, 0), drawn(0.5, 0.9, 200, 1)
-    called, accuracy = membership(members, others, drawn(0.97, 1.0, 100, 2), signal, attack)
+def test_membership_inference_detects_members_of_an_overfitted_model(
+    signal: str, attack: str
+) -> None:
+    members, others = random_outputs(0.97, 1.0, 300, 0), random_outputs(0.5, 0.9, 200, 1)
+    mia, accuracy = membership(members, others, random_outputs(0.97, 1.0, 100, 2), signal, attack)
     assert accuracy > 0.95
-    assert called < 0.05  # still members
+    assert mia < 0.05  # still members
     # forgotten
-    assert membership(members, others, drawn(0.5, 0.9, 100, 3), signal, attack)[0] > 0.95
+    assert membership(members, others, random_outputs(0.5, 0.9, 100, 3), signal, attack)[0] > 0.95
 
 
-def test_an_attack_on_a_model_without_traces_knows_nothing() -> None:
-    _, accuracy = membership(drawn(0, 1, 2000, 0), drawn(0, 1, 2000, 1), drawn(0, 1, 100, 2))
+def test_membership_inference_is_at_chance_without_overfitting() -> None:
+    _, accuracy = membership(
+        random_outputs(0, 1, 2000, 0), random_outputs(0, 1, 2000, 1), random_outputs(0, 1, 100, 2)
+    )
     assert 0.45 < accuracy < 0.55
-    assert abs(auc(drawn(0, 1, 2000, 0), drawn(0, 1, 2000, 1)) - 0.5) < 0.03
+    assert abs(auc(random_outputs(0, 1, 2000, 0), random_outputs(0, 1, 2000, 1)) - 0.5) < 0.03
 
 
 def test_auc_is_scikit_learns_with_ties() -> None:
@@ -56,9 +60,9 @@ def test_auc_is_scikit_learns_with_ties() -> None:
     assert auc(a, b) == pytest.approx(expected)
 
 
-def test_likelihood_ratio_tells_the_two_worlds_apart() -> None:
+def test_the_likelihood_ratio_separates_members_from_others() -> None:
     rng = np.random.default_rng(0)
-    hard = rng.uniform(0.3, 0.9, 50)  # what each example's confidence is without training on it
+    hard = rng.uniform(0.3, 0.9, 50)  # the confidence of each example without training on it
 
     def world(gain: float) -> Outputs:
         logits = np.log(hard / (1 - hard)) + gain + 0.1 * rng.standard_normal(50)
@@ -72,7 +76,7 @@ def test_likelihood_ratio_tells_the_two_worlds_apart() -> None:
 
 
 def test_the_row_of_a_known_classifier() -> None:
-    """A linear model that is right for class 0 and says 0 for everything else."""
+    """A linear model that predicts class 0 for every example."""
     linear = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
         linear.weight.copy_(torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
@@ -82,12 +86,13 @@ def test_the_row_of_a_known_classifier() -> None:
     assert row.gap(Table(0.0, 100.0, 50.0, row.mia, 0.5, 50.0)) == pytest.approx(2.5)
     assert intervals(linear, {"retain": (data, torch.arange(6))})["retain"]["value"] == 1.0
     with pytest.raises(UserError, match="no examples"):
-        look(linear, data, torch.arange(0))
+        predict(linear, data, torch.arange(0))
 
 
 def test_a_run_is_measured_before_and_after(tmp_path, cli) -> None:
-    """From the command line and from Python; the forgotten class is missed in the test set, the
-    others are kept.
+    """From the command line and from Python.
+
+    The accuracy on the forgotten class falls, and that on the other classes does not.
     """
     import json
 
@@ -97,15 +102,15 @@ def test_a_run_is_measured_before_and_after(tmp_path, cli) -> None:
 
     digits = registry.build("dataset", "digits", {}).load("train")
     torch.manual_seed(0)
-    made = build("mlp", "classifier", inputs=64, norm=False)
+    model = build("mlp", "classifier", inputs=64, norm=False)
 
     def loss(rows):
         return nn.functional.cross_entropy(
-            made.module(digits.inputs(rows)), digits.labels[list(rows)]
+            model.module(digits.inputs(rows)), digits.labels[list(rows)]
         )
 
-    fit(made.module, loss, torch.arange(len(digits)), Plan(epochs=10))
-    made.save(tmp_path / "net")
+    fit(model.module, loss, torch.arange(len(digits)), Plan(epochs=10))
+    model.save(tmp_path / "net")
     run = tmp_path / "run"
     dry = cli(
         "erase", "digits_three_munba", f"model={tmp_path / 'net'}", "-o", str(run), "--dry-run"
@@ -113,23 +118,23 @@ def test_a_run_is_measured_before_and_after(tmp_path, cli) -> None:
     assert "forget: 146 of 1437 examples of digits" in dry
     assert "trains 15,010 of 15,010 weights" in dry
     cli("erase", "digits_three_munba", f"model={tmp_path / 'net'}", "-o", str(run), "-q")
-    shown = cli("evaluate", str(run)).stdout
-    assert "MIA AUC" in shown
+    text = cli("evaluate", str(run)).stdout
+    assert "MIA AUC" in text
     forms = {
         f"{attack} on {signal}"
         for attack in ("logistic", "svc")
         for signal in ("confidence", "loss", "entropy")
     }
-    assert all(form in shown for form in forms)
-    found = json.loads((run / "evaluation.json").read_text())["results"]
-    gone = "test, forgotten classes"
-    assert found["before"]["accuracy"][gone]["value"] > 0.9
-    assert found["after"]["accuracy"][gone]["value"] < 0.3
+    assert all(form in text for form in forms)
+    results = json.loads((run / "evaluation.json").read_text())["results"]
+    group = "test, forgotten classes"
+    assert results["before"]["accuracy"][group]["value"] > 0.9
+    assert results["after"]["accuracy"][group]["value"] < 0.3
     assert (
-        found["after"]["accuracy"]["test"]["value"]
-        > found["before"]["accuracy"]["test"]["value"] - 0.05
+        results["after"]["accuracy"]["test"]["value"]
+        > results["before"]["accuracy"]["test"]["value"] - 0.05
     )
-    assert api.evaluate(run).measurements["after"] == found["after"]
-    refused = cli("evaluate", str(run), "--suite", "tiny_star")
-    assert refused.returncode == 2
-    assert "leave out --suite" in refused.stderr
+    assert api.evaluate(run).measurements["after"] == results["after"]
+    result = cli("evaluate", str(run), "--suite", "tiny_star")
+    assert result.returncode == 2
+    assert "leave out --suite" in result.stderr

@@ -1,8 +1,8 @@
-"""FID, KID, CLIP score and LPIPS against other people's code, and the folders they are taken of.
+"""FID, KID, CLIP score and LPIPS against other implementations, and the folders of the command.
 
-Inception's, CLIP's and LPIPS' weights cannot be had here. Where a test needs such a file it writes
-one of random numbers under the real name: a stand-in for the weights, while the code that finds,
-reads and asks them is the real one.
+The weights of Inception, CLIP and LPIPS are not available here. Where a test needs such a file, it
+writes random weights under the real name. The code that searches, reads and runs the file is the
+real one.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from concept_eraser.tiny import painter
 from concept_eraser.utils import provenance
 
 
-def painted(n: int, seed: int) -> Tensor:
+def paint(n: int, seed: int) -> Tensor:
     return torch.from_numpy(painter.paint_batch(n, np.random.default_rng(seed))[1])
 
 
 @pytest.fixture(scope="module")
 def rendered_images() -> dict[str, Tensor]:
-    """Paintings, other paintings, the first ones with a fifth of noise, noise: [220, 64, 64, 3]
-    each.
+    """Painted images: two sets, the first set with a fifth of noise, and noise.
+
+    Each has the shape [220, 64, 64, 3].
     """
-    one, rng = painted(220, 1), np.random.default_rng(3)
+    one, rng = paint(220, 1), np.random.default_rng(3)
     noise = torch.from_numpy(rng.integers(0, 256, one.shape, dtype=np.uint8))
     return {
         "one": one,
-        "other": painted(220, 2),
+        "other": paint(220, 2),
         "worse": (0.8 * one + 0.2 * noise).byte(),
         "noise": noise,
     }
@@ -57,7 +58,7 @@ def rendered_images() -> dict[str, Tensor]:
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of weights, and nothing anywhere else."""
+    """An empty folder for weights; no other place has any."""
     (tmp_path / "weights").mkdir()
     monkeypatch.setenv("CONCEPT_ERASER_WEIGHTS", str(tmp_path / "weights"))
     monkeypatch.setenv("CONCEPT_ERASER_CACHE", str(tmp_path / "cache"))
@@ -66,18 +67,18 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def evidence(before: Tensor, after: Tensor, role: str = "retain") -> Evidence:
-    asked = [Prompt("a red star", {"shape": "star"})] * len(before)
-    group = Group("rest", role, asked, {"before": before, "after": after}, {})  # type: ignore[arg-type]
+    prompts = [Prompt("a red star", {"shape": "star"})] * len(before)
+    group = Group("rest", role, prompts, {"before": before, "after": after}, {})  # type: ignore[arg-type]
     return Evidence({"rest": group}, ("shape", "circle"), TinyJudge(), 0)
 
 
-# -- the formulas
-# ---  ---------------------------------------------------------------------------------------------
+# --- the formulas ---------------------------------------------------------------------------------
 
 
 class JudgeNet(nn.Module):
-    """The tiny judge's network as torchmetrics takes a network of one's own: uint8 [n, 3, 64, 64]
-    -> [n, 192].
+    """The network of the tiny judge in the interface of torchmetrics.
+
+    It maps uint8 [n, 3, 64, 64] to [n, 192].
     """
 
     num_features = 192
@@ -134,16 +135,17 @@ def test_kid_draws_the_subsets_that_clean_fid_draws() -> None:
     a, b = rng.normal(size=(90, 8)), rng.normal(size=(130, 8)) + 0.3
     np.random.seed(7)
     expected = theirs(a, b, num_subsets=20, max_subset_size=40)
-    found = statistics.kernel_distance(a, b, seed=7, subsets=20, size=40)
-    assert found.value == pytest.approx(expected, rel=1e-9)
+    interval = statistics.kernel_distance(a, b, seed=7, subsets=20, size=40)
+    assert interval.value == pytest.approx(expected, rel=1e-9)
     assert statistics.kernel_distance(a, b, seed=8, subsets=20, size=40).value != pytest.approx(
         expected, rel=1e-4
     )
 
 
 def test_kids_interval_covers_the_truth_and_narrows() -> None:
-    """The kernel is a polynomial, so its mean over many rows is the true distance; 60 repetitions
-    of 80 rows.
+    """The interval covers the true distance in most of 60 repetitions with 80 rows.
+
+    The kernel is a polynomial, so that its mean over many rows is the true distance.
     """
     rng = np.random.default_rng(1)
 
@@ -151,15 +153,18 @@ def test_kids_interval_covers_the_truth_and_narrows() -> None:
         return rng.normal(size=(n, 32)), 1.3 * rng.normal(size=(n, 32)) + 0.4
 
     truth = np.mean([statistics._polynomial_mmd(*draw(2000)) for _ in range(10)])
-    found = [statistics.kernel_distance(*draw(80), seed=i, subsets=40) for i in range(60)]
-    assert sum(k.low <= truth <= k.high for k in found) >= 53
-    spread, told = np.std([k.value for k in found]), np.mean([k.high - k.low for k in found]) / 3.92
-    assert 0.8 * spread < told < 2 * spread, "an interval of any width would cover"
+    intervals = [statistics.kernel_distance(*draw(80), seed=i, subsets=40) for i in range(60)]
+    assert sum(k.low <= truth <= k.high for k in intervals) >= 53
+    spread, stated_error = (
+        np.std([k.value for k in intervals]),
+        np.mean([k.high - k.low for k in intervals]) / 3.92,
+    )
+    assert 0.8 * spread < stated_error < 2 * spread, "an interval of any width would cover"
     many = draw(800)
     more, small = (statistics.kernel_distance(*many, subsets=40, size=size) for size in (1000, 80))
-    assert more.high - more.low < 0.6 * np.mean([k.high - k.low for k in found])
+    assert more.high - more.low < 0.6 * np.mean([k.high - k.low for k in intervals])
     assert (small.high - small.low) / (more.high - more.low) < 2, (
-        "small draws scatter more, which is no doubt of the value"
+        "small subsets scatter more, but the value is as certain"
     )
 
 
@@ -168,53 +173,54 @@ def test_wilson_against_statsmodels() -> None:
 
     for hits, n in ((0, 20), (1, 20), (37, 100), (499, 500), (8, 8)):
         low, high = proportion_confint(hits, n, method="wilson")
-        found = statistics.wilson(hits, n)
-        assert (found.low, found.high) == (
+        interval = statistics.wilson(hits, n)
+        assert (interval.low, interval.high) == (
             pytest.approx(low, abs=1e-9),
             pytest.approx(high, abs=1e-9),
         )
 
 
-def test_distances_refuse() -> None:
+def test_distances_refuse_bad_inputs() -> None:
     with pytest.raises(UserError, match="at least 4 images in each set, found 3 and 9"):
         statistics.kernel_distance(np.ones((3, 2)), np.ones((9, 2)))
-    with pytest.raises(UserError, match="2 and 3 features an image"):
+    with pytest.raises(UserError, match="2 and 3 features per image"):
         statistics.kernel_distance(np.ones((5, 2)), np.ones((5, 3)))
 
 
-# -- the metric fid
-# --------------------------------------------------------------------------------------------------
+# --- the metric fid -------------------------------------------------------------------------------
 
 
 def test_noise_is_far_and_the_same_images_are_near(
     rendered_images: dict[str, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    found: dict[str, dict[str, Result]] = {}
+    results: dict[str, dict[str, Result]] = {}
     with caplog.at_level(logging.WARNING):
         for name in rendered_images:
-            measured = FID(reference="before").measure(
+            measurement = FID(reference="before").measure(
                 evidence(rendered_images["one"], rendered_images[name])
             )
-            found[name] = {r.metric: r for r in measured}
-    fid = {name: rows["fid_judge"].after.value for name, rows in found.items()}
+            results[name] = {r.metric: r for r in measurement}
+    fid = {name: rows["fid_judge"].after.value for name, rows in results.items()}
     assert abs(fid["one"]) < 1e-6
     assert 0 < fid["other"] < fid["worse"] < fid["noise"]
-    kid = {name: rows["kid_judge"].after for name, rows in found.items()}
+    kid = {name: rows["kid_judge"].after for name, rows in results.items()}
     assert -0.02 * kid["noise"].value < kid["one"].value < 0, (
-        "unbiased, so a set meets itself below zero"
+        "the estimate is unbiased, so that a set and itself give a value below zero"
     )
     assert kid["one"].high < kid["worse"].low < kid["worse"].high < kid["noise"].low
-    settings = found["noise"]["kid_judge"].settings
+    settings = results["noise"]["kid_judge"].settings
     assert (settings["backend"], settings["dim"], settings["n"], settings["n_reference"]) == (
         "judge",
         192,
         220,
         220,
     )
-    drawn = provenance.fingerprint([image_hash(np.asarray(p)) for p in rendered_images["one"]])
+    fingerprint = provenance.fingerprint(
+        [image_hash(np.asarray(p)) for p in rendered_images["one"]]
+    )
     assert (
         settings["reference"]
-        == f"the original model's images of the same prompts and seeds ({drawn})"
+        == f"the original model's images of the same prompts and seeds ({fingerprint})"
     )
     (other, _) = FID(reference="before").measure(
         evidence(rendered_images["other"], rendered_images["noise"])
@@ -227,18 +233,18 @@ def test_noise_is_far_and_the_same_images_are_near(
     with caplog.at_level(logging.WARNING):
         distance_settings("inception", JudgeFeatures(TinyJudge()), 220, 5000, "real images")
     assert "fid_inception: 220 images, fewer than 2,000" in caplog.text
-    assert found["noise"]["fid_judge"].before is None
+    assert results["noise"]["fid_judge"].before is None
 
 
-def test_the_judges_fid_is_what_it_was(rendered_images: dict[str, Tensor]) -> None:
-    """The definition of the numbers in eval/results, written out."""
-    given, judge = evidence(rendered_images["one"], rendered_images["worse"]), TinyJudge()
-    found = {r.metric: r for r in FID().measure(given)}
-    reference = judge.reference_features(given.groups["rest"].prompts, 0)
+def test_the_judges_fid_follows_its_definition(rendered_images: dict[str, Tensor]) -> None:
+    """The definition of the numbers in eval/results."""
+    images_evidence, judge = evidence(rendered_images["one"], rendered_images["worse"]), TinyJudge()
+    results = {r.metric: r for r in FID().measure(images_evidence)}
+    reference = judge.reference_features(images_evidence.groups["rest"].prompts, 0)
     for when, name in (("before", "one"), ("after", "worse")):
         expected = statistics.frechet_of_features(judge.features(rendered_images[name]), reference)
-        assert getattr(found["fid_judge"], when).value == expected
-    assert found["fid_judge"].settings["reference"] == "painted images of the same prompts"
+        assert getattr(results["fid_judge"], when).value == expected
+    assert results["fid_judge"].settings["reference"] == "painted images of the same prompts"
     assert (
         FID().measure(evidence(rendered_images["one"], rendered_images["one"], "neighbour")) == []
     )
@@ -253,17 +259,17 @@ def test_a_folder_of_real_images_as_the_reference(
             tmp_path / "real" / ("deeper" if i % 2 else "") / f"{i}.png"
         )
     (tmp_path / "real" / "torn.png").write_bytes(b"no image")
-    given = evidence(rendered_images["other"], rendered_images["noise"])
-    found = {r.metric: r for r in FID(reference=str(tmp_path / "real")).measure(given)}
-    assert abs(found["fid_judge"].before.value) < 1e-3 < found["fid_judge"].after.value  # type: ignore[union-attr]
-    settings = found["kid_judge"].settings
+    images_evidence = evidence(rendered_images["other"], rendered_images["noise"])
+    results = {r.metric: r for r in FID(reference=str(tmp_path / "real")).measure(images_evidence)}
+    assert abs(results["fid_judge"].before.value) < 1e-3 < results["fid_judge"].after.value  # type: ignore[union-attr]
+    settings = results["kid_judge"].settings
     assert settings["reference"].startswith("folder real (")
     assert settings["n_reference"] == 220
     with pytest.raises(UserError, match="no images in nowhere"):
-        FID(reference="nowhere").measure(given)
+        FID(reference="nowhere").measure(images_evidence)
 
 
-def test_kid_is_told_where_fid_has_too_few_images(
+def test_kid_is_reported_where_fid_has_too_few_images(
     rendered_images: dict[str, Tensor], shared_tiny: Any
 ) -> None:
     few = {name: some[:20] for name, some in rendered_images.items()}
@@ -285,37 +291,42 @@ def test_kid_is_told_where_fid_has_too_few_images(
             ],
         }
     )
-    found = suites.evaluate(shared_tiny, shared_tiny, suite)
-    assert [r.metric for r in found.results] == ["kid_judge"], (
+    evaluation = suites.evaluate(shared_tiny, shared_tiny, suite)
+    assert [r.metric for r in evaluation.results] == ["kid_judge"], (
         "the numbers that can be had are kept"
     )
-    assert set(found.refused) == {"fid", "fid torchmetrics64", "lpips vgg", "clip_score ViT-B-32"}
+    assert set(evaluation.refused) == {
+        "fid",
+        "fid torchmetrics64",
+        "lpips vgg",
+        "clip_score ViT-B-32",
+    }
 
 
-def test_a_broken_model_is_farther_than_the_untouched_one(shared_tiny: Any) -> None:
+def test_a_noise_model_is_farther_than_the_original(shared_tiny: Any) -> None:
     from concept_eraser.models.loading import load
 
-    broken = load("tiny-sd")
+    noise_model = load("tiny-sd")
     with torch.no_grad():
-        for parameter in broken.denoiser.parameters():
+        for parameter in noise_model.denoiser.parameters():
             parameter.normal_(0, 0.05)
-    asked = {
+    content = {
         "concept": {"shape": "star"},
         "sampling": {"steps": 6},
         "groups": {"rest": {"prompts": "tiny_rest", "role": "retain", "n": 12}},
     }
     one, other = (
-        suites.load({**asked, "metrics": [metric]})
+        suites.load({**content, "metrics": [metric]})
         for metric in ("fid", {"name": "fid", "reference": "before"})
     )
-    (first,) = suites.evaluate(shared_tiny, broken, one).results
-    (second,) = suites.evaluate(shared_tiny, broken, other).results
+    (first,) = suites.evaluate(shared_tiny, noise_model, one).results
+    (second,) = suites.evaluate(shared_tiny, noise_model, other).results
     assert first.before.high < first.after.low  # type: ignore[union-attr]
     assert second.after.low > 0
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "words"),
     [
         ({"features": "incepton"}, "unknown feature 'incepton'; did you mean 'inception'"),
         (
@@ -326,23 +337,25 @@ def test_a_broken_model_is_farther_than_the_untouched_one(shared_tiny: Any) -> N
         ({"features": "clip", "mode": "clean"}, "unknown option of feature 'clip' 'mode'"),
     ],
 )
-def test_bad_options_are_told_before_anything_is_drawn(asked: dict[str, str], words: str) -> None:
+def test_bad_options_are_reported_before_images_are_generated(
+    options: dict[str, str], words: str
+) -> None:
     suite = {
         "concept": {"shape": "star"},
         "groups": {"rest": {"prompts": "tiny_rest", "role": "retain"}},
-        "metrics": [{"name": "fid", **asked}],
+        "metrics": [{"name": "fid", **options}],
     }
     with pytest.raises(UserError, match=words):
         suites.load(suite)
 
 
-# -- features
-# ---  ---------------------------------------------------------------------------------------------
+# --- features -------------------------------------------------------------------------------------
 
 
 class Layers(nn.Module):
-    """A small random network in Inception's place: [n, 3, 299, 299] in [-1, 1] -> [n, width, 1,
-    1].
+    """A small random network in place of Inception.
+
+    It maps [n, 3, 299, 299] in [-1, 1] to [n, width, 1, 1].
     """
 
     def __init__(self, width: int) -> None:
@@ -351,14 +364,16 @@ class Layers(nn.Module):
         self.wide = nn.Conv2d(16, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = torch.relu(self.conv(x))
+        features = torch.relu(self.conv(x))
         return self.wide(
-            torch.cat([seen.mean((2, 3), keepdim=True), seen.amax((2, 3), keepdim=True)], 1)
+            torch.cat([features.mean((2, 3), keepdim=True), features.amax((2, 3), keepdim=True)], 1)
         )
 
 
 class StandIn(nn.Module):
-    """The interface of NVIDIA's TorchScript file: `layers`, and a forward that resizes inside."""
+    """The interface of NVIDIA's TorchScript file: `layers`, and a forward that resizes its
+    input.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -378,8 +393,9 @@ def stand_in(folder: Path, width: int) -> None:
 def test_inception_features_are_clean_fids(
     weights: Path, rendered_images: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """The file is a stand-in of random weights, as the true one cannot be had; both sides read the
-    same file.
+    """The file has random weights, since the true one is not available.
+
+    Both implementations read the same file.
     """
     from cleanfid.fid import get_folder_features
     from cleanfid.inception_torchscript import InceptionV3W
@@ -418,51 +434,55 @@ def test_inception_features_are_clean_fids(
 
 
 def test_fid_on_a_stand_in_for_inception(weights: Path, rendered_images: dict[str, Tensor]) -> None:
-    """A stand-in file of 8 random features: weights that cannot be had, on the road that the true
-    ones take.
-    """
+    """The file has 8 random features, and the code reads it as it reads the true one."""
     stand_in(weights, 8)
     few = {name: some[:24] for name, some in rendered_images.items()}
     metric = registry.build(
         "metric", "fid", {"features": "inception", "mode": "clean", "reference": "before"}
     )
-    found = {
+    results = {
         name: {r.metric: r for r in metric.measure(evidence(few["one"], few[name]))}
         for name in ("one", "noise")
     }
-    assert set(found["one"]) == {"fid_inception", "kid_inception"}
+    assert set(results["one"]) == {"fid_inception", "kid_inception"}
     assert (
-        abs(found["one"]["fid_inception"].after.value)
+        abs(results["one"]["fid_inception"].after.value)
         < 1e-6
-        < found["noise"]["fid_inception"].after.value
+        < results["noise"]["fid_inception"].after.value
     )
-    assert found["noise"]["fid_inception"].settings["resize"] == "clean"
-    painted = registry.build("metric", "fid", {"features": "inception"}).measure(
+    assert results["noise"]["fid_inception"].settings["resize"] == "clean"
+    painted_results = registry.build("metric", "fid", {"features": "inception"}).measure(
         evidence(few["one"], few["noise"])
     )
-    assert painted[0].before.value < painted[0].after.value
+    assert painted_results[0].before.value < painted_results[0].after.value
 
 
-def test_missing_and_damaged_weights_are_told(
+def test_missing_and_damaged_weights_are_reported(
     weights: Path, rendered_images: dict[str, Tensor]
 ) -> None:
-    given = evidence(rendered_images["one"][:4], rendered_images["one"][:4])
+    images_evidence = evidence(rendered_images["one"][:4], rendered_images["one"][:4])
     if not (Path("/tmp") / TORCHSCRIPT).exists():
         with pytest.raises(
             UserError,
-            match=rf"{TORCHSCRIPT} is missing, and nothing is downloaded: put it into {weights} .*`features: judge`",  # noqa: E501
+            match=(
+                rf"{TORCHSCRIPT} is missing, and nothing is downloaded: put it into "
+                rf"{weights} .*`features: judge`"
+            ),
         ):
-            FID("inception").measure(given)
+            FID("inception").measure(images_evidence)
     with pytest.raises(UserError, match=PYTORCH):
-        FID("inception", mode="legacy_pytorch").measure(given)
+        FID("inception", mode="legacy_pytorch").measure(images_evidence)
     with pytest.raises(
         UserError,
-        match=r"needs the package torch-fidelity|weights-inception-2015-12-05-6726825d\.pth is missing",  # noqa: E501
+        match=(
+            r"needs the package torch-fidelity|"
+            r"weights-inception-2015-12-05-6726825d\.pth is missing"
+        ),
     ):
-        FID("torchmetrics64").measure(given)
+        FID("torchmetrics64").measure(images_evidence)
     (weights / TORCHSCRIPT).write_bytes(b"torn")
     with pytest.raises(UserError, match=f"cannot be read as {TORCHSCRIPT}"):
-        FID("inception").measure(given)
+        FID("inception").measure(images_evidence)
     with pytest.raises(
         UserError, match=r"'laion2b_s34b_b79k' of ViT-B-32 are not on this machine.*openai"
     ):
@@ -478,30 +498,30 @@ def test_missing_and_damaged_weights_are_told(
 
 @dataclass(frozen=True)
 class Counting(JudgeFeatures):
-    """Judge features that write down how many images they looked at."""
+    """Judge features that record the number of images in each batch."""
 
-    seen: tuple[list[int], ...] = ()
+    counts: tuple[list[int], ...] = ()
 
     def embed(self, batch: Tensor) -> Tensor:
-        self.seen[0].append(len(batch))
+        self.counts[0].append(len(batch))
         return super().embed(batch)
 
 
-def test_a_image_is_embedded_once_and_a_torn_memory_is_mended(
+def test_an_image_is_embedded_once_and_a_truncated_cache_is_repaired(
     weights: Path, rendered_images: dict[str, Tensor]
 ) -> None:
-    seen: list[int] = []
+    counts: list[int] = []
     arrays = [rendered_image.numpy() for rendered_image in rendered_images["one"][:5]]
-    first = Counting(seen=(seen,)).extract([*arrays, arrays[0]])
-    assert sum(seen) == 1 + 5, "one to learn the width, and each image once"
+    first = Counting(counts=(counts,)).extract([*arrays, arrays[0]])
+    assert sum(counts) == 1 + 5, "one image gives the width, and each image is embedded once"
     np.testing.assert_array_equal(first[5], first[0])
     np.testing.assert_allclose(
         first[:5], TinyJudge().features(rendered_images["one"][:5]), rtol=1e-4, atol=1e-5
     )
     path = next((weights.parent / "cache" / "features").iterdir())
-    path.write_bytes(path.read_bytes()[:-100])  # killed inside the last record
-    again = Counting(seen=(seen,)).extract([*arrays, rendered_images["other"][0].numpy()])
-    assert sum(seen) == 6 + 1 + 2, "the torn one and the new one"
+    path.write_bytes(path.read_bytes()[:-100])  # truncated inside the last record
+    again = Counting(counts=(counts,)).extract([*arrays, rendered_images["other"][0].numpy()])
+    assert sum(counts) == 6 + 1 + 2, "the truncated one and the new one"
     np.testing.assert_allclose(again[:5], first[:5], rtol=1e-4, atol=1e-5)
     assert len(Memory(path, 192).rows) == 6
     with pytest.raises(UserError, match=r"at least 2x2; found \(1, 1, 3\)"):
@@ -512,8 +532,8 @@ def test_a_image_is_embedded_once_and_a_torn_memory_is_mended(
 
 @pytest.fixture
 def small_clip(tmp_path: Path) -> Path:
-    """A small CLIP of open_clip's own classes with random weights: a stand-in for those that cannot
-    be had.
+    """A small CLIP of open_clip's own classes with random weights, since true weights are not
+    available.
     """
     import open_clip
     from safetensors.torch import save_file
@@ -569,23 +589,23 @@ def test_clip_features_and_score_are_open_clips(
         )
         text = net.encode_text(open_clip.get_tokenizer(name)(["a red star"] * 12))
     cosines = torch.cosine_similarity(expected, text).numpy()
-    given = evidence(some, rendered_images["noise"][:12], "neighbour")
+    images_evidence = evidence(some, rendered_images["noise"][:12], "neighbour")
     for scale, values in (
         ("cosine", cosines),
         ("x100", 100 * cosines),
         ("x2.5", 2.5 * cosines.clip(min=0)),
     ):
         metric = registry.build("metric", "clip_score", {"model": name, "scale": scale})
-        (found,) = metric.measure(given)
-        assert found.metric == "clip_score_open_clip"
-        assert found.before.value == pytest.approx(float(values.mean()), rel=1e-4, abs=1e-6)
-        assert (found.settings["model"], found.settings["scale"]) == (
+        (result,) = metric.measure(images_evidence)
+        assert result.metric == "clip_score_open_clip"
+        assert result.before.value == pytest.approx(float(values.mean()), rel=1e-4, abs=1e-6)
+        assert (result.settings["model"], result.settings["scale"]) == (
             "clip, open_clip_model.safetensors",
             scale,
         )
-        assert (found.settings["input_size"], found.settings["dim"]) == ("32x32", 16)
-    (judged,) = registry.build("metric", "clip_score", {}).measure(given)
-    assert (judged.metric, judged.settings) == (
+        assert (result.settings["input_size"], result.settings["dim"]) == ("32x32", 16)
+    (judge_result,) = registry.build("metric", "clip_score", {}).measure(images_evidence)
+    assert (judge_result.metric, judge_result.settings) == (
         "clip_score",
         {"model": "tiny CLIP", "scale": "cosine"},
     )
@@ -598,46 +618,47 @@ def test_clip_features_and_score_are_open_clips(
     assert abs(near[0].after.value) < 1e-5 < far[0].after.value
 
 
-def test_clip_weights_by_name_keep_what_they_were_trained_with(
+def test_clip_weights_by_name_have_their_own_preprocessing(
     weights: Path,
     small_clip: Path,
     rendered_images: dict[str, Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A name open_clip knows stands for activation and normalisation, too; a file of weights alone
-    does not say them.
+    """A name in open_clip also sets the activation and the normalisation.
+
+    A file of weights alone does not.
     """
     import open_clip
 
     config = json.loads((small_clip / "open_clip_config.json").read_text())["model_cfg"]
-    known = {
+    entry = {
         "url": "https://nowhere/weights-by-name.safetensors",
         "mean": (0.1, 0.2, 0.3),
         "std": (0.3, 0.3, 0.3),
         "quick_gelu": True,
     }
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "small", config)
-    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "small", {"by_name": known})
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "small", {"by_name": entry})
     file = weights / "weights-by-name.safetensors"
     file.write_bytes((small_clip / "open_clip_model.safetensors").read_bytes())
     net, _, prepare = open_clip.create_model_and_transforms(
         "small",
         pretrained=str(file),
         force_quick_gelu=True,
-        image_mean=known["mean"],
-        image_std=known["std"],
+        image_mean=entry["mean"],
+        image_std=entry["std"],
     )
     with torch.no_grad():
         expected = net.eval().encode_image(
             torch.stack([prepare(Image.fromarray(p.numpy())) for p in rendered_images["one"][:4]])
         )
-    named, plain = ClipFeatures("small", "by_name"), ClipFeatures("small", str(file))
+    by_name, by_file = ClipFeatures("small", "by_name"), ClipFeatures("small", str(file))
     np.testing.assert_allclose(
-        named.extract(rendered_images["one"][:4]), expected.numpy(), rtol=1e-4, atol=1e-5
+        by_name.extract(rendered_images["one"][:4]), expected.numpy(), rtol=1e-4, atol=1e-5
     )
-    assert np.abs(plain.extract(rendered_images["one"][:4]) - expected.numpy()).max() > 1e-3
-    assert named.settings["model"] == "small, by_name" != plain.settings["model"]
-    assert named.fingerprint == plain.fingerprint
+    assert np.abs(by_file.extract(rendered_images["one"][:4]) - expected.numpy()).max() > 1e-3
+    assert by_name.settings["model"] == "small, by_name" != by_file.settings["model"]
+    assert by_name.fingerprint == by_file.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -653,8 +674,9 @@ def test_clip_score_refuses(options: dict[str, str], words: str) -> None:
 
 
 def test_lpips_against_torchmetrics(weights: Path, rendered_images: dict[str, Tensor]) -> None:
-    """SqueezeNet's ImageNet weights are a stand-in of random numbers under the real name; the
-    linear layers are true.
+    """The ImageNet weights of SqueezeNet are random numbers under the real name.
+
+    The linear layers are the true ones.
     """
     from torchmetrics.functional.image import learned_perceptual_image_patch_similarity as theirs
     from torchvision.models import squeezenet1_1
@@ -670,15 +692,15 @@ def test_lpips_against_torchmetrics(weights: Path, rendered_images: dict[str, Te
     hub.mkdir(parents=True)
     torch.manual_seed(0)
     torch.save(squeezenet1_1().state_dict(), hub / "squeezenet1_1-b8a52dc0.pth")
-    (found,) = metric.measure(evidence(one, worse))
-    scaled = [p.permute(0, 3, 1, 2).float() / 255 for p in (one, worse)]
-    expected = theirs(*scaled, net_type="squeeze", normalize=True)
-    assert found.after.value == pytest.approx(float(expected), rel=1e-4)
-    assert found.after.low < found.after.value < found.after.high
+    (result,) = metric.measure(evidence(one, worse))
+    inputs = [p.permute(0, 3, 1, 2).float() / 255 for p in (one, worse)]
+    expected = theirs(*inputs, net_type="squeeze", normalize=True)
+    assert result.after.value == pytest.approx(float(expected), rel=1e-4)
+    assert result.after.low < result.after.value < result.after.high
     (same,) = metric.measure(evidence(one, one, "neighbour"))
     (far,) = metric.measure(evidence(one, rendered_images["noise"][:20]))
-    assert same.after.value == 0 < found.after.value < far.after.value
-    assert (found.settings["backend"], found.settings["model"], found.before) == (
+    assert same.after.value == 0 < result.after.value < far.after.value
+    assert (result.settings["backend"], result.settings["model"], result.before) == (
         "torchmetrics",
         "squeeze",
         None,
@@ -687,8 +709,7 @@ def test_lpips_against_torchmetrics(weights: Path, rendered_images: dict[str, Te
         registry.build("metric", "lpips", {"net": "alexnet"})
 
 
-# -- side by side, and the command
-# ---------------------------------------------------------------------------------
+# --- comparison and command -----------------------------------------------------------------------
 
 
 def test_unlike_settings_are_not_put_side_by_side() -> None:
@@ -728,33 +749,33 @@ def test_the_command_on_folders_with_bad_images(
     assert (read_image(real / "alpha.png") == 255).all(), "on white"
     Image.new("RGB", (1, 1)).save(after / "dot.png")
     (after / "broken.jpg").write_bytes(b"no image")
-    done = cli("distance", "after", "real", "--features", "judge", "-o", "numbers")
-    assert done.returncode == 0, done.stderr
-    assert "left out of after: 2" in done.stderr
-    assert "broken.jpg is no image that can be read" in done.stderr
-    assert "dot.png has 1 x 1 pixels" in done.stderr
-    assert "looking at after: 202/202" in done.stderr
+    process = cli("distance", "after", "real", "--features", "judge", "-o", "numbers")
+    assert process.returncode == 0, process.stderr
+    assert "left out of after: 2" in process.stderr
+    assert "broken.jpg is no image that can be read" in process.stderr
+    assert "dot.png has 1 x 1 pixels" in process.stderr
+    assert "looking at after: 202/202" in process.stderr
     content = json.loads((tmp_path / "numbers" / "distance.json").read_text())
-    found = {row["metric"]: row for row in content["results"]}
+    results = {row["metric"]: row for row in content["results"]}
     judge = TinyJudge()
     white = torch.full_like(rendered_images["one"][:1], 255)
-    sides = (
+    features = (
         judge.features(rendered_images["worse"][:200]),
         judge.features(torch.cat([rendered_images["one"][:199], white])),
     )
-    assert found["fid_judge"]["after"]["value"] == pytest.approx(
-        statistics.frechet_of_features(*sides), rel=1e-3
+    assert results["fid_judge"]["after"]["value"] == pytest.approx(
+        statistics.frechet_of_features(*features), rel=1e-3
     )
-    kid = statistics.kernel_distance(*sides)
-    assert found["kid_judge"]["after"]["value"] == pytest.approx(kid.value, rel=1e-3)
+    kid = statistics.kernel_distance(*features)
+    assert results["kid_judge"]["after"]["value"] == pytest.approx(kid.value, rel=1e-3)
     assert (
         content["folders"]["after"]["images"],
         len(content["folders"]["after"]["left_out"]),
     ) == (200, 2)
     assert content["environment"]["versions"]["torch"]
-    assert found["fid_judge"]["settings"]["dim"] == 192
-    refused = cli("compare", "numbers", "numbers/distance.json")
-    assert "given twice" in refused.stderr, "compare reads distances too"
+    assert results["fid_judge"]["settings"]["dim"] == 192
+    refusal = cli("compare", "numbers", "numbers/distance.json")
+    assert "given twice" in refusal.stderr, "compare reads distances too"
 
 
 def test_the_command_refuses(cli, tmp_path: Path, rendered_images: dict[str, Tensor]) -> None:

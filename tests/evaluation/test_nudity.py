@@ -25,42 +25,44 @@ def astronaut() -> np.ndarray:
     return data.astronaut()
 
 
-def test_a_face_is_found_and_a_file_counts_like_its_array(
+def test_a_face_is_detected_and_a_file_counts_like_its_array(
     astronaut: np.ndarray, tmp_path: Path
 ) -> None:
-    """The values are those of nudenet 3.4 with its bundled model; turned channels would give
+    """The values are those of nudenet 3.4 with its bundled model; exchanged channels give
     others.
     """
     detector = Detector(tmp_path / "seen.jsonl")
-    found = detector.look(astronaut)
-    assert [d.label for d in found] == ["FACE_FEMALE"]
-    assert found[0].score == pytest.approx(0.720, abs=0.01)
-    assert found[0].box == pytest.approx((173, 82, 102, 98), abs=2)
+    detections = detector.detect(astronaut)
+    assert [d.label for d in detections] == ["FACE_FEMALE"]
+    assert detections[0].score == pytest.approx(0.720, abs=0.01)
+    assert detections[0].box == pytest.approx((173, 82, 102, 98), abs=2)
     Image.fromarray(astronaut).save(tmp_path / "a.png")
-    told = detector._net.detect(str(tmp_path / "a.png"))[0]
-    assert (told["class"], told["score"], tuple(told["box"])) == (
-        found[0].label,
-        pytest.approx(found[0].score, abs=1e-6),
-        found[0].box,
+    entry = detector._net.detect(str(tmp_path / "a.png"))[0]
+    assert (entry["class"], entry["score"], tuple(entry["box"])) == (
+        detections[0].label,
+        pytest.approx(detections[0].score, abs=1e-6),
+        detections[0].box,
     )
-    turned = detector.look(np.ascontiguousarray(astronaut[..., ::-1]))
-    assert not turned or turned[0].score != pytest.approx(found[0].score, abs=1e-3)
-    assert detector.look(np.zeros((64, 64, 3), np.uint8)) == []
+    swapped_detections = detector.detect(np.ascontiguousarray(astronaut[..., ::-1]))
+    assert not swapped_detections or swapped_detections[0].score != pytest.approx(
+        detections[0].score, abs=1e-3
+    )
+    assert detector.detect(np.zeros((64, 64, 3), np.uint8)) == []
 
 
-def test_a_image_is_looked_at_once(
+def test_an_image_is_judged_once(
     astronaut: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = tmp_path / "seen.jsonl"
-    first = Detector(memory).look(astronaut)
+    first = Detector(memory).detect(astronaut)
     with memory.open("a") as file:
-        file.write('{"image": "cut o')  # killed in the middle of a line
+        file.write('{"image": "cut o')  # truncated in the middle of a line
     other = np.zeros((64, 64, 3), np.uint8)
-    assert Detector(memory).look(other) == []  # written behind the fragment
+    assert Detector(memory).detect(other) == []  # the row is written after the fragment
     again = Detector(memory)
-    assert again.look(other) == []
+    assert again.detect(other) == []
     monkeypatch.setattr(Detector, "_net", property(lambda self: pytest.fail("looked again")))
-    assert again.look(astronaut) == first
+    assert again.detect(astronaut) == first
 
 
 def hand() -> list[list[Detection]]:
@@ -127,9 +129,7 @@ def test_labels_are_the_detectors() -> None:
 def test_the_metric_counts_before_and_after(
     astronaut: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under raw the face counts: one an image before, none after; noise shows no erasure of
-    anything.
-    """
+    """With the preset raw the face counts: one for each image before, none after."""
     metric = registry.load("metric", "nudenet")(preset="raw")
     face, blank = torch.from_numpy(astronaut), torch.zeros(512, 512, 3, dtype=torch.uint8)
     images = {"before": torch.stack([face] * 3), "after": torch.stack([blank] * 3)}
@@ -137,35 +137,39 @@ def test_the_metric_counts_before_and_after(
     evidence = Evidence(
         {"direct": group}, ("nudity", "nude"), registry.load("judge", "nudenet")(), 0
     )
-    found = {r.metric: r for r in metric.measure(evidence)}
-    assert (found["nudenet-raw_nude"].before.value, found["nudenet-raw_nude"].after.value) == (1, 0)
-    assert found["nudenet-raw_face_female"].difference.value == -1
-    assert found["nudenet-raw_all"].after.value == 0
-    assert found["nudenet-raw_all"].before.value >= 1
+    results = {r.metric: r for r in metric.measure(evidence)}
+    assert (results["nudenet-raw_nude"].before.value, results["nudenet-raw_nude"].after.value) == (
+        1,
+        0,
+    )
+    assert results["nudenet-raw_face_female"].difference.value == -1
+    assert results["nudenet-raw_all"].after.value == 0
+    assert results["nudenet-raw_all"].before.value >= 1
     assert (
-        found["nudenet-raw_nude"].p == 0.25
+        results["nudenet-raw_nude"].p == 0.25
     )  # three images, all changed: 2 of 8 equally likely outcomes are as extreme
-    assert found["nudenet-raw_face_female"].settings["unit"] == "instance"
+    assert results["nudenet-raw_face_female"].settings["unit"] == "instance"
     same = Group(
         "direct", "forget", [], {"before": images["before"], "after": images["before"]}, {}
     )
-    untouched = {
+    unchanged_results = {
         r.metric: r
         for r in metric.measure(Evidence({"direct": same}, ("nudity", "nude"), evidence.judge, 0))
     }
-    assert untouched["nudenet-raw_face_female"].difference.value == 0
+    assert unchanged_results["nudenet-raw_face_female"].difference.value == 0
 
 
-def test_the_judge_says_none_of_a_dressed_person(astronaut: np.ndarray) -> None:
+def test_the_judge_labels_a_dressed_person_none(astronaut: np.ndarray) -> None:
     judge = registry.load("judge", "nudenet")()
-    assert judge.look(torch.from_numpy(astronaut)[None])["nudity"].tolist() == ["none"]
+    assert judge.classify(torch.from_numpy(astronaut)[None])["nudity"].tolist() == ["none"]
     with pytest.raises(UserError, match="leave fid out"):
         judge.features(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
 
 
 def test_folders_with_good_and_bad_images(astronaut: np.ndarray, tmp_path: Path, cli) -> None:
-    """Alpha, grey and palette images are read; a damaged file and a single pixel are named and
-    left out.
+    """Images with alpha, grey or a palette are read.
+
+    A damaged file and an image of one pixel are named and left out.
     """
     after, before = tmp_path / "after", tmp_path / "before"
     for folder in (after, before):
@@ -177,16 +181,18 @@ def test_folders_with_good_and_bad_images(astronaut: np.ndarray, tmp_path: Path,
     image.convert("P").save(after / "b.png")
     Image.new("RGB", (1, 1)).save(after / "dot.png")
     (after / "broken.jpg").write_bytes(b"no image")
-    done = cli("detect", str(after), "--before", str(before), "--preset", "raw", "-o", "out", "-q")
-    assert done.returncode == 0, done.stderr
-    assert "left out, after: 2" in done.stderr
-    assert "face_female" in done.stdout
+    result = cli(
+        "detect", str(after), "--before", str(before), "--preset", "raw", "-o", "out", "-q"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "left out, after: 2" in result.stderr
+    assert "face_female" in result.stdout
     content = json.loads((tmp_path / "out" / "detections.json").read_text())
     assert content["counts"]["before"]["FACE_FEMALE"] == 2
     assert len(content["left_out"]["after"]) == 2
     assert Image.open(tmp_path / "out" / "nudenet.png").size[0] > 300
     (after / "a.png").unlink()
-    refused = cli("detect", str(after), "--before", str(before), "-o", "out", "-q")
-    assert (refused.returncode, "unequal sets" in refused.stderr) == (2, True)
+    refusal = cli("detect", str(after), "--before", str(before), "-o", "out", "-q")
+    assert (refusal.returncode, "unequal sets" in refusal.stderr) == (2, True)
     (tmp_path / "empty").mkdir()
     assert "no images in" in cli("detect", "empty").stderr

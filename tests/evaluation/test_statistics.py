@@ -1,4 +1,4 @@
-"""Intervals against independent formulas, coverage by simulation, and the Frechet distance against
+"""Intervals against independent formulas and simulations, and the Frechet distance against
 clean-fid.
 """
 
@@ -19,25 +19,25 @@ def test_wilson_against_its_closed_form(hits: int, n: int) -> None:
     z, p = 1.959963984540054, hits / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    found = statistics.wilson(hits, n)
-    assert (found.value, found.n) == (p, n)
-    assert found.low == pytest.approx(max(0, centre - half), abs=1e-9)
-    assert found.high == pytest.approx(min(1, centre + half), abs=1e-9)
+    interval = statistics.wilson(hits, n)
+    assert (interval.value, interval.n) == (p, n)
+    assert interval.low == pytest.approx(max(0, centre - half), abs=1e-9)
+    assert interval.high == pytest.approx(min(1, centre + half), abs=1e-9)
 
 
 def test_paired_difference_covers_the_truth() -> None:
     rng = np.random.default_rng(0)
-    covered = 0
+    hits = 0
     for _ in range(1000):
         before = rng.random(100) < 0.9
         # truth: 0.1 * (0.5 - 0.9)
         after = np.where(rng.random(100) < 0.1, rng.random(100) < 0.5, before)
-        found = statistics.paired_difference(before, after)
-        covered += found.low <= -0.04 <= found.high
-    assert covered >= 920  # 93.5 % over 4,000 repetitions; 94-95 % with more pairs that disagree
+        interval = statistics.paired_difference(before, after)
+        hits += interval.low <= -0.04 <= interval.high
+    assert hits >= 920  # 93.5 % over 4,000 repetitions; 94-95 % with more pairs that disagree
 
 
-def test_paired_difference_sees_what_an_unpaired_one_would_not() -> None:
+def test_paired_difference_detects_what_an_unpaired_one_would_not() -> None:
     before = np.arange(200) < 180
     after = before & (np.arange(200) >= 10)
     assert statistics.paired_difference(before, after).high < 0
@@ -66,7 +66,7 @@ def test_frechet_distance_against_clean_fid_and_a_closed_form() -> None:
     ours = statistics.frechet_distance(*args)
     with contextlib.suppress(
         TypeError
-    ):  # scipy >= 1.18 has no sqrtm(disp=...); the closed form below is witness enough
+    ):  # scipy >= 1.18 has no sqrtm(disp=...); the closed form below is a reference too
         assert ours == pytest.approx(float(theirs(*args)), rel=1e-6)
     # commuting covariances: sum (sqrt(d1) - sqrt(d2))^2 + |m|^2
     d1, d2, shift = rng.random(6) + 0.1, rng.random(6) + 0.1, rng.normal(size=6)
@@ -85,7 +85,7 @@ def test_frechet_distance_of_a_set_with_itself_and_with_noise() -> None:
 
 
 def test_paired_tests_against_statsmodels_and_by_hand() -> None:
-    """McNemar's exact test by statsmodels; signed ranks by all 2^n signs."""
+    """McNemar's exact test against statsmodels, and signed ranks against all 2^n signs."""
     from itertools import product
 
     from scipy.stats import rankdata
@@ -103,10 +103,10 @@ def test_paired_tests_against_statsmodels_and_by_hand() -> None:
         )
     differences = rng.standard_normal(9) + 0.5
     ranks = rankdata(abs(differences))
-    told = (ranks * np.sign(differences)).sum()
+    statistic = (ranks * np.sign(differences)).sum()
     signs = np.array([(ranks * np.array(s)).sum() for s in product((-1, 1), repeat=9)])
     assert statistics.signed_rank(differences) == pytest.approx(
-        (abs(signs) >= abs(told) - 1e-9).mean(), abs=1e-9
+        (abs(signs) >= abs(statistic) - 1e-9).mean(), abs=1e-9
     )
 
 
@@ -114,23 +114,24 @@ def test_nothing_changed_is_never_significant() -> None:
     same = np.array([True, False, True])
     assert statistics.mcnemar(same, same) == 1
     assert statistics.signed_rank(np.zeros(5)) == 1
-    changed = sum(
+    rejections = sum(
         statistics.mcnemar(a, b) < 0.05
         for a, b in (np.random.default_rng(i).random((2, 80)) < 0.5 for i in range(300))
     )
-    assert changed <= 24  # 5 % of 300 and three standard errors; the exact test is cautious
+    assert rejections <= 24  # 5 % of 300 and three standard errors; the exact test is cautious
 
 
-def test_intervals_of_means_stay_where_values_can_be() -> None:
-    """Student's by scipy; cut at the bounds; counts that are all zero have Poisson's exact end,
-    others without scatter none.
+def test_intervals_of_means_stay_within_bounds() -> None:
+    """The interval is Student's of scipy, cut at the bounds.
+
+    Counts that are all zero have Poisson's exact end. Other values without scatter have no end.
     """
     from scipy import stats
 
     values = np.array([0.2, 0.9, 1.0, 1.0, 1.0])
     low, high = stats.t.interval(0.95, 4, values.mean(), stats.sem(values))
-    found = statistics.mean_interval(values)
-    assert (found.low, found.high) == pytest.approx((low, high))
+    interval = statistics.mean_interval(values)
+    assert (interval.low, interval.high) == pytest.approx((low, high))
     assert high > 1
     assert statistics.mean_interval(values, 0, 1).high == 1
     zero = statistics.mean_interval(np.zeros(8), 0)
@@ -150,24 +151,25 @@ def test_two_are_enough_and_one_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gained", "lost", "same"), [(7, 2, 31), (0, 0, 12), (3, 9, 0), (1, 0, 99)]
+    ("gains", "losses", "same"), [(7, 2, 31), (0, 0, 12), (3, 9, 0), (1, 0, 99)]
 )
 def test_paired_difference_is_a_weighted_mean_of_gains_and_losses(
-    gained: int, lost: int, same: int
+    gains: int, losses: int, same: int
 ) -> None:
-    """A pair counts +1, -1 or 0; half a pair is added to each of the four cells, two of which count
-    0.
+    """A pair counts +1, -1 or 0.
+
+    Half a pair is added to each of the four cells, two of which count 0.
     """
     from scipy.stats import norm
 
-    before = np.repeat([False, True, True, False], [gained, lost, same - same // 2, same // 2])
-    after = np.repeat([True, False, True, False], [gained, lost, same - same // 2, same // 2])
-    values, weights = np.array([1, -1, 0]), np.array([gained + 0.5, lost + 0.5, same + 1])
+    before = np.repeat([False, True, True, False], [gains, losses, same - same // 2, same // 2])
+    after = np.repeat([True, False, True, False], [gains, losses, same - same // 2, same // 2])
+    values, weights = np.array([1, -1, 0]), np.array([gains + 0.5, losses + 0.5, same + 1])
     mean = np.average(values, weights=weights)
     error = math.sqrt(np.average((values - mean) ** 2, weights=weights) / weights.sum())
-    found = statistics.paired_difference(before, after)
-    assert found.value == pytest.approx((gained - lost) / (gained + lost + same))
-    assert (found.low, found.high) == pytest.approx(
+    interval = statistics.paired_difference(before, after)
+    assert interval.value == pytest.approx((gains - losses) / (gains + losses + same))
+    assert (interval.low, interval.high) == pytest.approx(
         (mean - norm.ppf(0.975) * error, mean + norm.ppf(0.975) * error), abs=1e-6
     )
 
@@ -187,28 +189,29 @@ def test_signed_ranks_with_zeros_among_the_differences() -> None:
 
 
 def test_a_zero_among_the_differences_has_a_rank_and_no_sign() -> None:
-    """Pratt: of 2^7 patterns of signs two are as far from the middle as seven gains."""
+    """Pratt: two of 2^7 patterns of signs are as far from the middle as seven gains."""
     assert statistics.signed_rank(np.arange(8.0)) == pytest.approx(2 / 128)
 
 
 def test_the_mean_of_counts_that_are_all_zero_is_zero() -> None:
-    found = statistics.mean_interval(np.zeros(4), 0)
-    assert (found.value, found.low, found.n) == (0, 0, 4)
+    interval = statistics.mean_interval(np.zeros(4), 0)
+    assert (interval.value, interval.low, interval.n) == (0, 0, 4)
     assert math.isnan(statistics.mean_interval(np.zeros(4), 0, 1).high)
     assert math.isnan(statistics.mean_interval(np.full(4, 2.0), 0).high)
 
 
 def test_frechet_distance_of_singular_covariances() -> None:
-    """Of rank one, a a^T and b b^T: |a|^2 + |b|^2 - 2 |a . b|. Rounding makes some eigenvalues
-    negative.
+    """Covariances of rank one, a a^T and b b^T, give |a|^2 + |b|^2 - 2 |a . b|.
+
+    Rounding makes some eigenvalues negative.
     """
     rng = np.random.default_rng(4)
     for _ in range(10):
         a, b = rng.normal(size=(2, 7))
-        found = statistics.frechet_distance(
+        distance = statistics.frechet_distance(
             np.zeros(7), np.outer(a, a), np.zeros(7), np.outer(b, b)
         )
-        assert found == pytest.approx(a @ a + b @ b - 2 * abs(a @ b), abs=1e-6)
+        assert distance == pytest.approx(a @ a + b @ b - 2 * abs(a @ b), abs=1e-6)
 
 
 def test_frechet_needs_one_row_more_than_columns() -> None:
@@ -224,9 +227,7 @@ def test_frechet_needs_one_row_more_than_columns() -> None:
     ("first", "second", "size"), [(30, 41, 1000), (41, 30, 12), (24, 24, 1000), (24, 24, 12)]
 )
 def test_kernel_distance_draw_by_draw_against_clean_fid(first: int, second: int, size: int) -> None:
-    """Every draw is clean-fid's own; the interval follows from their scatter, as the docstring
-    says.
-    """
+    """Every subset is clean-fid's own, and the interval follows from their scatter."""
     from cleanfid.fid import kernel_distance as theirs
     from scipy.stats import norm
 
@@ -246,30 +247,31 @@ def test_kernel_distance_draw_by_draw_against_clean_fid(first: int, second: int,
     )
     error = 0.0 if whole else values.std(ddof=1) / math.sqrt(subsets)
     half = norm.ppf(0.975) * math.hypot(scatter.std(ddof=1) * math.sqrt(h / (n - h)), error)
-    found = statistics.kernel_distance(a, b, seed=7, subsets=subsets, size=size)
-    assert found.value == pytest.approx(values.mean(), rel=1e-9)
-    assert (found.value - found.low, found.high - found.value) == pytest.approx(
+    interval = statistics.kernel_distance(a, b, seed=7, subsets=subsets, size=size)
+    assert interval.value == pytest.approx(values.mean(), rel=1e-9)
+    assert (interval.value - interval.low, interval.high - interval.value) == pytest.approx(
         (half, half), rel=1e-6
     )
-    assert found.n == n
+    assert interval.n == n
 
 
 def test_kernel_distance_of_two_draws_has_the_error_of_their_mean() -> None:
-    """With draws of a third of the rows both parts of the variance come from the same two
-    values.
+    """Each subset has a third of the rows.
+
+    Both parts of the variance come from the same two values.
     """
     rng = np.random.default_rng(10)
     a, b = rng.normal(size=(12, 3)), rng.normal(size=(12, 3)) + 1
-    found = statistics.kernel_distance(a, b, subsets=2, size=4)
+    interval = statistics.kernel_distance(a, b, subsets=2, size=4)
     draws = np.random.RandomState(0)
     rows = [[draws.choice(12, 4, replace=False) for _ in "ba"] for _ in range(2)]
     values = np.array([statistics._polynomial_mmd(b[of_b], a[of_a]) for of_b, of_a in rows])
     variance = values.var(ddof=1) * (4 / 8 + 1 / 2)
-    assert found.value == pytest.approx(values.mean())
-    assert found.high - found.value == pytest.approx(1.959964 * math.sqrt(variance))
+    assert interval.value == pytest.approx(values.mean())
+    assert interval.high - interval.value == pytest.approx(1.959964 * math.sqrt(variance))
 
 
-def test_kernel_distance_draws_as_clean_fid_does_without_being_told() -> None:
+def test_kernel_distance_has_the_defaults_of_clean_fid() -> None:
     from inspect import signature
 
     from cleanfid.fid import kernel_distance as theirs

@@ -1,5 +1,7 @@
-"""The evaluation must be able to fail: the untouched model shows the concept, noise loses, garbage
-is "none".
+"""The evaluation detects bad models.
+
+The original model shows the concept, a noise model has a low retain accuracy, and garbage is
+labelled none.
 """
 
 from __future__ import annotations
@@ -38,38 +40,41 @@ SUITE = {
 
 
 @pytest.fixture(scope="module")
-def untouched(shared_tiny) -> suites.PromptEvaluation:
+def baseline(shared_tiny) -> suites.PromptEvaluation:
     return suites.evaluate(shared_tiny, shared_tiny, suites.load(SUITE))
 
 
-def test_the_untouched_model_loses_on_erasure(untouched) -> None:
-    found = untouched.find("concept_rate", "direct")
-    assert found.after.value > 0.85  # 0.96 by the record
-    assert found.difference.value == 0
-    assert "was not erased" in single_run.verdict(untouched)
-    assert untouched.find("accuracy_shape", "retained").after.value > 0.9
-    assert untouched.find("accuracy_color", "retained").after.value > 0.9
-    assert untouched.find("concept_rate", "retained").after.value < 0.1
+def test_the_original_model_is_not_erased(baseline) -> None:
+    result = baseline.find("concept_rate", "direct")
+    assert result.after.value > 0.85  # the recorded rate is 0.96
+    assert result.difference.value == 0
+    assert "was not erased" in single_run.verdict(baseline)
+    assert baseline.find("accuracy_shape", "retained").after.value > 0.9
+    assert baseline.find("accuracy_color", "retained").after.value > 0.9
+    assert baseline.find("concept_rate", "retained").after.value < 0.1
 
 
-def test_noise_loses_everywhere(shared_tiny, untouched) -> None:
-    """A model that paints noise has "erased" the star; the report must say what that cost."""
+def test_a_noise_model_has_a_low_retain_accuracy(shared_tiny, baseline) -> None:
+    """A model that generates noise has a low concept rate.
+
+    The report must state the loss of retain accuracy.
+    """
     from concept_eraser.models.loading import load
 
-    broken = load("tiny-sd")
+    noise_model = load("tiny-sd")
     with torch.no_grad():
-        for parameter in broken.denoiser.parameters():
+        for parameter in noise_model.denoiser.parameters():
             parameter.normal_(0, 0.05)
-    found = suites.evaluate(shared_tiny, broken, suites.load(SUITE))
-    assert found.find("concept_rate", "direct").after.value < 0.2
-    assert found.find("no_object_rate", "direct").after.value > 0.5
-    assert found.find("accuracy_shape", "retained").difference.high < -0.5
-    assert found.find("clip_score", "retained").difference.high < 0
-    assert "no recognisable object" in single_run.verdict(found)
+    evaluation = suites.evaluate(shared_tiny, noise_model, suites.load(SUITE))
+    assert evaluation.find("concept_rate", "direct").after.value < 0.2
+    assert evaluation.find("no_object_rate", "direct").after.value > 0.5
+    assert evaluation.find("accuracy_shape", "retained").difference.high < -0.5
+    assert evaluation.find("clip_score", "retained").difference.high < 0
+    assert "no recognisable object" in single_run.verdict(evaluation)
 
 
-def test_results_travel_with_their_protocol(untouched, tmp_path: Path) -> None:
-    untouched.save(tmp_path / "evaluation.json")
+def test_results_travel_with_their_protocol(baseline, tmp_path: Path) -> None:
+    baseline.save(tmp_path / "evaluation.json")
     content = json.loads((tmp_path / "evaluation.json").read_text())
     assert content["protocol"]["sampling"]["steps"] == 12
     assert set(content["prompt_hashes"]) == set(SUITE["groups"])
@@ -79,33 +84,33 @@ def test_results_travel_with_their_protocol(untouched, tmp_path: Path) -> None:
         assert row["after"]["low"] <= row["after"]["value"] <= row["after"]["high"]
     other = suites.load({**SUITE, "seed": 4})
     assert (
-        suites.PromptEvaluation(other, {}, [], {}, {}, untouched.judge, {}).as_dict()[
+        suites.PromptEvaluation(other, {}, [], {}, {}, baseline.judge, {}).as_dict()[
             "protocol_hash"
         ]
         != content["protocol_hash"]
     )
 
 
-def test_the_report_is_one_self_contained_file(untouched, tmp_path: Path) -> None:
-    path = concept_eraser.report(untouched, tmp_path / "report.html")
+def test_the_report_is_one_self_contained_file(baseline, tmp_path: Path) -> None:
+    path = concept_eraser.report(baseline, tmp_path / "report.html")
     text = path.read_text()
     assert text.count('src="data:image/png;base64,') >= 2 * 3 * 12
     assert "http://" not in text
     assert "https://" not in text
     assert 'name="viewport"' in text
     assert "@media print" in text
-    assert str(escape(single_run.verdict(untouched))) in text
-    assert single_run.verdict(untouched) in Page(text).words
+    assert str(escape(single_run.verdict(baseline))) in text
+    assert single_run.verdict(baseline) in Page(text).words
     assert text.count("alt=") == text.count("<img")
 
 
 def test_the_report_escapes_what_it_shows(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>"
-    share = Result("concept_rate", "direct", wilson(1, 9), "lower", wilson(8, 9))
+    rate = Result("concept_rate", "direct", wilson(1, 9), "lower", wilson(8, 9))
     evaluation = suites.PromptEvaluation(
         suite=suites.load({**SUITE, "concept": {"shape": evil}}),
         models={"before": evil, "after": evil},
-        results=[share],
+        results=[rate],
         groups={},
         environment={"command": evil},
         judge="judge",
@@ -117,28 +122,28 @@ def test_the_report_escapes_what_it_shows(tmp_path: Path) -> None:
     assert evil in Page(text).words
 
 
-def test_the_judge_knows_drawings_from_garbage() -> None:
+def test_the_judge_separates_painted_scenes_from_garbage() -> None:
     judge, rng = TinyJudge(), np.random.default_rng(11)
     scenes, images = painter.paint_batch(400, rng)
-    seen = judge.look(torch.from_numpy(images))
+    labels = judge.classify(torch.from_numpy(images))
     for i, attribute in enumerate(("shape", "color", "style", "background")):
         names = np.array([vars(scene)[attribute] for scene in scenes])
-        assert (seen[attribute] == names).mean() >= 0.995 - 0.005, i
+        assert (labels[attribute] == names).mean() >= 0.995 - 0.005, i
     _, rubbish = garbage.garbage_batch(300, rng)
-    assert (judge.look(torch.from_numpy(rubbish))["shape"] == "none").mean() > 0.93
+    assert (judge.classify(torch.from_numpy(rubbish))["shape"] == "none").mean() > 0.93
     noise = torch.from_numpy(rng.integers(0, 256, (50, 64, 64, 3), dtype=np.uint8))
-    assert (judge.look(noise)["shape"] == "none").mean() > 0.9
+    assert (judge.classify(noise)["shape"] == "none").mean() > 0.9
 
 
 def test_the_judge_refuses_other_sizes() -> None:
     with pytest.raises(UserError, match="64x64"):
-        TinyJudge().look(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))
+        TinyJudge().classify(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"concept": {"shape": "octagon"}}, "cannot see shape 'octagon'"),
+        ({"concept": {"shape": "octagon"}}, "cannot detect shape 'octagon'"),
         ({"concept": {}}, "names one attribute"),
         ({"judge": "tinny"}, "did you mean 'tiny'"),
         ({"metrics": ["accuraccy"]}, "did you mean 'accuracy'"),
@@ -192,30 +197,37 @@ def test_images_come_from_the_cache_only_for_the_same_weights(
     ],
 )
 def test_verdicts(hits: int, n: int, message: str) -> None:
-    share = Result("concept_rate", "direct", wilson(hits, n), "lower", wilson(n - 1, n))
-    found = suites.PromptEvaluation(suites.load(SUITE), {}, [share], {}, {}, "judge", {})
-    assert re.search(message, single_run.verdict(found))
+    rate = Result("concept_rate", "direct", wilson(hits, n), "lower", wilson(n - 1, n))
+    evaluation = suites.PromptEvaluation(suites.load(SUITE), {}, [rate], {}, {}, "judge", {})
+    assert re.search(message, single_run.verdict(evaluation))
 
 
 def test_unlearn_canvas_by_hand() -> None:
-    """Four stars, of which one still shows; three houses, one of them a tree, one of them of
-    another colour.
+    """Four prompts for stars, one of which still shows a star, and three prompts for houses.
+
+    One house is a tree and one has another colour.
     """
     from concept_eraser.data.prompts import Prompt
     from concept_eraser.evaluation.base import Evidence, Group
     from concept_eraser.evaluation.metrics.unlearn_canvas import UnlearnCanvas
 
     def group(
-        name: str, role: str, asked: list[dict[str, str]], shapes: list[str], colors: list[str]
+        name: str,
+        role: str,
+        prompt_fields: list[dict[str, str]],
+        shapes: list[str],
+        colors: list[str],
     ) -> Group:
-        seen = {"shape": np.array(shapes), "color": np.array(colors)}
-        before = {key: np.array([fields.get(key, "red") for fields in asked]) for key in seen}
+        after = {"shape": np.array(shapes), "color": np.array(colors)}
+        before = {
+            key: np.array([fields.get(key, "red") for fields in prompt_fields]) for key in after
+        }
         return Group(
             name,
             role,
-            [Prompt("", fields) for fields in asked],
+            [Prompt("", fields) for fields in prompt_fields],
             {},
-            {"before": before, "after": seen},
+            {"before": before, "after": after},
         )  # type: ignore[arg-type]
 
     class Two(TinyJudge):
@@ -235,20 +247,20 @@ def test_unlearn_canvas_by_hand() -> None:
         ["house", "tree", "house"],
         ["blue", "blue", "red"],
     )
-    found = {
+    results = {
         r.metric: r
         for r in UnlearnCanvas().measure(
             Evidence({"direct": stars, "rest": houses}, ("shape", "star"), Two(), 0)
         )
     }
-    assert (found["ua"].before.value, found["ua"].after.value) == (0, 0.75)
-    assert (found["ira"].before.value, found["ira"].after.value) == (1, pytest.approx(2 / 3))
-    assert (found["cra"].before.value, found["cra"].after.value) == (1, pytest.approx(2 / 3))
-    assert found["cra"].difference.value == pytest.approx(-1 / 3)
+    assert (results["ua"].before.value, results["ua"].after.value) == (0, 0.75)
+    assert (results["ira"].before.value, results["ira"].after.value) == (1, pytest.approx(2 / 3))
+    assert (results["cra"].before.value, results["cra"].after.value) == (1, pytest.approx(2 / 3))
+    assert results["cra"].difference.value == pytest.approx(-1 / 3)
 
 
 def test_another_sampler_or_size_is_another_image_in_the_cache(tmp_path: Path) -> None:
-    """Two checkpoints with the same weights and unlike schedulers must not share images."""
+    """Two checkpoints with the same weights and different schedulers must not share images."""
     from diffusers import EulerDiscreteScheduler
 
     from concept_eraser.models.loading import load

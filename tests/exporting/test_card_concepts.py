@@ -1,5 +1,8 @@
-"""A run of three concepts, two of them measured and one of these attacked: nothing is written over,
-each number stands under its own concept, and what nobody looked at is named."""
+"""A run of three concepts, of which two are evaluated and attacked.
+
+No result is overwritten, each number belongs to its concept, and the concept without an evaluation
+is named.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ from tests.conftest import short
 ANCHORS = {"star": "circle", "moon": "cross", "fish": "tree"}
 
 
-def told(*arguments: str) -> str:
-    done = CliRunner().invoke(app, [*arguments, "-q"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
+def run_command(*arguments: str) -> str:
+    """Run a command quietly and return its output."""
+    result = CliRunner().invoke(app, [*arguments, "-q"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +46,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(run: Path) -> tuple[Path, str]:
-    """The run after two suites and two attacks, and what the second evaluation said."""
-    told("evaluate", str(run), "--suite", "tiny_five_star", "-n", "2")
-    said = told("evaluate", str(run), "--suite", "tiny_five_moon", "-n", "2")
-    told(
+def evaluated_run(run: Path) -> tuple[Path, str]:
+    """The run after two suites and two attacks, and the output of the second evaluation."""
+    run_command("evaluate", str(run), "--suite", "tiny_five_star", "-n", "2")
+    output = run_command("evaluate", str(run), "--suite", "tiny_five_moon", "-n", "2")
+    run_command(
         "attack",
         str(run),
         "--suite",
@@ -58,7 +62,7 @@ def measured(run: Path) -> tuple[Path, str]:
         "--set",
         "tries=1",
     )
-    told(
+    run_command(
         "attack",
         str(run),
         "--suite",
@@ -72,39 +76,39 @@ def measured(run: Path) -> tuple[Path, str]:
         "-o",
         str(run / "attacks" / "of_the_moon"),
     )
-    return run, said
+    return run, output
 
 
 def test_a_second_suite_is_kept_beside_the_first(
-    measured: tuple[Path, str], tmp_path: Path
+    evaluated_run: tuple[Path, str], tmp_path: Path
 ) -> None:
-    run, said = measured
+    run, output = evaluated_run
     beside = run / "evaluations" / "tiny_five_moon"
     for folder, concept in ((run, "star"), (beside, "moon")):
         assert json.loads((folder / "evaluation.json").read_text())["protocol"]["concept"] == {
             "shape": concept
         }
         assert (folder / "report.html").is_file()
-    assert "is of another suite and was not replaced" in said
-    assert "evaluations/tiny_five_moon/evaluation.json" in said.replace("\n", "")
+    assert "is of another suite and was not replaced" in output
+    assert "evaluations/tiny_five_moon/evaluation.json" in output.replace("\n", "")
     numbers = (run / "evaluation.json").read_text()
-    told("evaluate", str(run), "--suite", "tiny_five_moon", "-n", "3")
+    run_command("evaluate", str(run), "--suite", "tiny_five_moon", "-n", "3")
     assert (run / "evaluation.json").read_text() == numbers
     assert (
         json.loads((beside / "evaluation.json").read_text())["protocol"]["groups"]["direct"]["n"]
         == 3
     )
-    told("evaluate", str(run), "--suite", "tiny_five_star", "-n", "3")
+    run_command("evaluate", str(run), "--suite", "tiny_five_star", "-n", "3")
     assert (run / "evaluation.json").read_text() != numbers, (
         "a suite again, with more images, is written over its own"
     )
     assert sorted(p.name for p in (run / "evaluations").iterdir()) == ["tiny_five_moon"]
-    done = CliRunner().invoke(app, ["compare", str(beside), str(beside / "evaluation.json")])
-    assert "given twice" in str(done.exception)
+    result = CliRunner().invoke(app, ["compare", str(beside), str(beside / "evaluation.json")])
+    assert "given twice" in str(result.exception)
 
 
-def test_a_report_shows_the_attacks_on_its_own_concept(measured: tuple[Path, str]) -> None:
-    run, _ = measured
+def test_a_report_shows_the_attacks_on_its_own_concept(evaluated_run: tuple[Path, str]) -> None:
+    run, _ = evaluated_run
     victim = (
         json.loads((run / "evaluation.json").read_text())["models"]["after"]
         .rsplit(" (", 1)[-1]
@@ -114,19 +118,21 @@ def test_a_report_shows_the_attacks_on_its_own_concept(measured: tuple[Path, str
         ("star", "seed_search", "of_the_moon (for the concept moon)"),
         ("moon", "seed_search", "seed_search (for the concept star)"),
     ):
-        found, unlike = run_results.attacks_of(run, victim, [], {"shape": concept})
-        assert [one["protocol"]["suite"]["concept"]["shape"] for one in found.values()] == [concept]
-        assert (list(found), unlike) == ([mine], [other])
+        attacks, unlike = run_results.attacks_of(run, victim, [], {"shape": concept})
+        assert [one["protocol"]["suite"]["concept"]["shape"] for one in attacks.values()] == [
+            concept
+        ]
+        assert (list(attacks), unlike) == ([mine], [other])
     page = (run / "report.html").read_text()
-    told("report", str(run))
+    run_command("report", str(run))
     page = (run / "report.html").read_text()
     assert "for the concept moon" in page
 
 
-def test_the_card_names_every_concept_and_what_was_not_looked_at(
-    measured: tuple[Path, str],
+def test_the_card_names_every_concept_and_what_was_not_evaluated(
+    evaluated_run: tuple[Path, str],
 ) -> None:
-    run, _ = measured
+    run, _ = evaluated_run
     text = concept_eraser.card(run)
     assert "after erasing **star (shape), moon (shape), tiny_fish** with" in text
     star, moon = text.index("### star (shape)"), text.index("### moon (shape)")
@@ -141,13 +147,13 @@ def test_the_card_names_every_concept_and_what_was_not_looked_at(
         assert f"| seed_search | {concept} (shape) |" in text
     limits = text[text.index("## Limits") : text.index("## Intended use")]
     assert "the concept returns" not in limits
-    for said in (
+    for sentence in (
         r"(Under the attack|None of the attacks).*seed_search.*star \(shape\)",
         r"(Under the attack|None of the attacks).*of_the_moon.*moon \(shape\)",
         r"No attack was run on tiny_fish\.",
         r"Not measured: the concept rate and the retain accuracy of tiny_fish\.",
     ):
-        assert re.search(said, limits), said
+        assert re.search(sentence, limits), sentence
     assert "> **Of what it forgot was not evaluated: tiny_fish.**" in text
     assert "**Not measured: tiny_fish.**" in text
     assert "**Not attacked: tiny_fish.**" in text
@@ -164,22 +170,22 @@ def test_without_any_measurement_every_concept_is_named(run: Path, tmp_path: Pat
 
 
 def test_an_evaluation_of_other_weights_is_left_out(
-    measured: tuple[Path, str], tmp_path: Path
+    evaluated_run: tuple[Path, str], tmp_path: Path
 ) -> None:
-    copied = tmp_path / "copied"
-    shutil.copytree(measured[0], copied, ignore=shutil.ignore_patterns("pipeline"))
-    path = copied / "evaluations" / "tiny_five_moon" / "evaluation.json"
+    copy = tmp_path / "copied"
+    shutil.copytree(evaluated_run[0], copy, ignore=shutil.ignore_patterns("pipeline"))
+    path = copy / "evaluations" / "tiny_five_moon" / "evaluation.json"
     content = json.loads(path.read_text())
     path.write_text(
         json.dumps({**content, "models": {**content["models"], "after": "somebody (0123456789)"}})
     )
-    text = concept_eraser.card(copied)
+    text = concept_eraser.card(copy)
     assert "### moon" not in text
     assert "other weights than those evaluated: tiny_five_moon" in text
 
 
-def test_every_suite_is_uploaded(measured: tuple[Path, str]) -> None:
-    names = [one.name for one in push_to_hub(measured[0], "me/three", dry_run=True).uploads]
+def test_every_suite_is_uploaded(evaluated_run: tuple[Path, str]) -> None:
+    names = [one.name for one in push_to_hub(evaluated_run[0], "me/three", dry_run=True).uploads]
     assert {
         "concept_eraser/evaluation.json",
         "concept_eraser/evaluations/tiny_five_moon/evaluation.json",

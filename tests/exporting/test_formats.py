@@ -1,5 +1,6 @@
-"""Every format of an erasure draws, through plain diffusers, the image that the run draws; or
-says why it cannot.
+"""Plain diffusers generates the run's image from every format of an erasure.
+
+Where a format cannot hold the change, an error gives the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from concept_eraser.exporting import formats
 from concept_eraser.models import single_file
 from concept_eraser.models.loading import load
 from concept_eraser.utils import resources
-from tests.models.test_lora import ASKED, apart, asked, plain, rendered_image
+from tests.models.test_lora import SAMPLING, apart, one_step_recipe, plain, rendered_image
 
 FOLDER = resources.tiny_weights() / "tiny-sd"
 KINDS = {
@@ -43,23 +44,25 @@ LORAS = ("lora", "conv", "text_encoder")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     return {
-        name: concept_eraser.erase(asked(training__steps=2, **changes), output=folder / name).folder
+        name: concept_eraser.erase(
+            one_step_recipe(training__steps=2, **changes), output=folder / name
+        ).folder
         for name, changes in KINDS.items()
     }
 
 
-def drawn(source: Any, base: Any = None) -> torch.Tensor:
-    return load(source, base=base).sample(["a red star"], **ASKED)[0]
+def generate_image(source: Any, base: Any = None) -> torch.Tensor:
+    return load(source, base=base).sample(["a red star"], **SAMPLING)[0]
 
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    """Plain diffusers' pipeline, shared by tests that take their adapters away again."""
+    """The pipeline of plain diffusers, shared by tests that unload their adapters."""
     return plain()
 
 
 def in_diffusers(path: Path, to: str, pipe: Any = None) -> torch.Tensor:
-    """The image that plain diffusers draws with an exported file."""
+    """The image that plain diffusers generates with an exported file."""
     from diffusers import StableDiffusionPipeline
 
     if to == "diffusers":
@@ -71,9 +74,9 @@ def in_diffusers(path: Path, to: str, pipe: Any = None) -> torch.Tensor:
         assert not pipe.unet.load_state_dict(load_file(path), strict=False).unexpected_keys
     else:
         pipe.load_lora_weights(str(path.parent), weight_name=path.name)
-        drawn = rendered_image(pipe)
+        image = rendered_image(pipe)
         pipe.unload_lora_weights()
-        return drawn
+        return image
     pipe.set_progress_bar_config(disable=True)
     return rendered_image(pipe)
 
@@ -85,15 +88,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("to", "kind"), CASES)
-def test_plain_diffusers_draws_the_runs_image(
+def test_plain_diffusers_generates_the_runs_image(
     to: str, kind: str, runs, tmp_path: Path, shared_tiny, pipe
 ) -> None:
-    """Bit by bit where the weights are written; within one level of 255 where a LoRA is added to
-    them.
+    """The images are equal bit by bit where the weights are written.
+
+    Where a LoRA is added to the weights, they agree within one level of 255.
     """
-    expected = drawn(runs[kind])
-    assert apart(expected, shared_tiny.sample(["a red star"], **ASKED)[0]) > 5, "the erasure shows"
-    done = formats.export(
+    expected = generate_image(runs[kind])
+    assert apart(expected, shared_tiny.sample(["a red star"], **SAMPLING)[0]) > 5, (
+        "the erasure shows"
+    )
+    export = formats.export(
         runs[kind],
         to,
         before=shared_tiny,
@@ -101,10 +107,12 @@ def test_plain_diffusers_draws_the_runs_image(
         output=tmp_path / ("out" if to == "diffusers" else "out.safetensors"),
     )
     limit = 1 if to in ("lora", "kohya") else 0
-    assert apart(in_diffusers(done.path, to, pipe), expected) <= limit
-    assert apart(drawn(done.path, base=shared_tiny), expected) <= limit, "and load reads it too"
+    assert apart(in_diffusers(export.path, to, pipe), expected) <= limit
+    assert apart(generate_image(export.path, base=shared_tiny), expected) <= limit, (
+        "and load reads it too"
+    )
     if limit and kind in LORAS:
-        assert (done.rank, done.error) == (2, 0.0)
+        assert (export.rank, export.error) == (2, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,7 @@ def test_strength_0_is_the_original_and_half_is_between(
     kind: str, to: str, runs, tmp_path: Path, shared_tiny, pipe
 ) -> None:
     name = "{}" if to == "diffusers" else "{}.safetensors"
-    original = shared_tiny.sample(["a red star"], **ASKED)[0]
+    original = shared_tiny.sample(["a red star"], **SAMPLING)[0]
     none = formats.export(
         runs[kind],
         to,
@@ -140,22 +148,24 @@ def test_strength_0_is_the_original_and_half_is_between(
             weight = expected.denoiser.get_parameter(tensor)
             weight += 0.5 * (value - weight)
     assert (
-        apart(in_diffusers(half.path, to, pipe), expected.sample(["a red star"], **ASKED)[0]) <= 1
+        apart(in_diffusers(half.path, to, pipe), expected.sample(["a red star"], **SAMPLING)[0])
+        <= 1
     )
 
 
 @pytest.mark.parametrize("to", ["lora", "kohya"])
 def test_a_lora_of_strength_0_is_read_back(to: str, runs, tmp_path: Path, shared_tiny) -> None:
-    """It changes nothing, and that is what it says; a LoRA of another model, which changes nothing
-    either, is refused.
+    """The file states that it changes nothing.
+
+    A LoRA of another model changes nothing either and is refused.
     """
     file = formats.export(
         runs["lora"], to, strength=0.0, before=shared_tiny, output=tmp_path / "none.safetensors"
     ).path
-    original = shared_tiny.sample(["a red star"], **ASKED)[0]
-    assert apart(drawn(file, base=shared_tiny), original) == 0
+    original = shared_tiny.sample(["a red star"], **SAMPLING)[0]
+    assert apart(generate_image(file, base=shared_tiny), original) == 0
     whole = formats.export(file, "diffusers", before=shared_tiny, output=tmp_path / "whole").path
-    assert apart(drawn(whole), original) == 0
+    assert apart(generate_image(whole), original) == 0
     tensors = load_file(
         formats.export(
             runs["lora"], to, before=shared_tiny, output=tmp_path / "full.safetensors"
@@ -172,49 +182,51 @@ def test_a_lora_of_strength_0_is_read_back(to: str, runs, tmp_path: Path, shared
         load(tmp_path / "odd.safetensors", base=shared_tiny)
 
 
-def test_a_pickle_of_more_than_tensors_is_told_in_our_words(tmp_path: Path) -> None:
+def test_a_pickle_of_more_than_tensors_has_its_own_error(tmp_path: Path) -> None:
     torch.save({"weights": Path("x")}, tmp_path / "code.pt")
     (tmp_path / "cut.pt").write_bytes(b"garbage")
-    for name, said in (
+    for name, message in (
         ("code.pt", "it holds more than tensors, .* so it is refused"),
         ("cut.pt", "it is damaged"),
     ):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=message) as error_info:
             load(tmp_path / name, base="tiny-sd", allow_pickle=True)
-        assert "two options" not in str(caught.value)
-        assert "Weights only" not in str(caught.value)
+        assert "two options" not in str(error_info.value)
+        assert "Weights only" not in str(error_info.value)
 
 
 def test_the_strength_slider_of_diffusers(runs, shared_tiny, pipe) -> None:
     pipe.load_lora_weights(str(runs["lora"] / "lora"), adapter_name="erase")
     for strength, expected in ((0.0, shared_tiny), (1.0, load(runs["lora"]))):
         pipe.set_adapters("erase", strength)
-        assert apart(rendered_image(pipe), expected.sample(["a red star"], **ASKED)[0]) <= 1
+        assert apart(rendered_image(pipe), expected.sample(["a red star"], **SAMPLING)[0]) <= 1
     pipe.unload_lora_weights()
 
 
-def test_a_rank_leaves_the_error_it_says(runs, tmp_path: Path, shared_tiny) -> None:
-    before, changed = (
+def test_the_stated_error_of_a_rank_is_the_residual(runs, tmp_path: Path, shared_tiny) -> None:
+    before, after = (
         shared_tiny.denoiser.state_dict(),
         load_file(runs["weights"] / "weights.safetensors"),
     )
-    total = sum(float((value - before[name]).square().sum()) for name, value in changed.items())
+    total = sum(float((value - before[name]).square().sum()) for name, value in after.items())
     errors = []
     for rank in (1, 8, 32):
         file = tmp_path / f"{rank}.safetensors"
-        done = formats.export(
+        export = formats.export(
             runs["weights"], "lora", rank=rank, max_error=1.0, before=shared_tiny, output=file
         )
-        # merged by diffusers: an outside witness
-        found = load(file, base=shared_tiny).denoiser.state_dict()
-        left = sum(float((found[name] - value).square().sum()) for name, value in changed.items())
-        assert done.error == pytest.approx((left / total) ** 0.5, rel=1e-3)
-        errors.append(done.error)
+        # diffusers merges the LoRA, as an outside reference
+        tensors = load(file, base=shared_tiny).denoiser.state_dict()
+        residual = sum(
+            float((tensors[name] - value).square().sum()) for name, value in after.items()
+        )
+        assert export.error == pytest.approx((residual / total) ** 0.5, rel=1e-3)
+        errors.append(export.error)
     assert 1 > errors[0] > errors[1] > errors[2] > 0
-    chosen = formats.export(
+    smallest_export = formats.export(
         runs["weights"], "kohya", max_error=errors[1], output=tmp_path / "chosen.safetensors"
     )
-    assert chosen.rank == 8, "the smallest rank that keeps the bound"
+    assert smallest_export.rank == 8, "the smallest rank that keeps the bound"
 
 
 def test_a_lora_that_would_be_wrong_is_refused(runs, tmp_path: Path) -> None:
@@ -247,19 +259,19 @@ def test_a_lora_that_would_be_wrong_is_refused(runs, tmp_path: Path) -> None:
     assert not (tmp_path / "a.safetensors").exists()
 
 
-def test_factors_count_only_beside_the_model_they_were_trained_on(runs, tmp_path: Path) -> None:
-    """Beside another model the change is another one: it is approximated, and the error is told."""
-    done = formats.export(
+def test_a_lora_on_another_base_is_approximated(runs, tmp_path: Path) -> None:
+    """On another base the change differs: it is approximated, and the error is reported."""
+    export = formats.export(
         runs["lora"], "lora", before=runs["weights"], output=tmp_path / "a.safetensors"
     )
-    assert done.rank
-    assert done.rank > 2
-    assert done.error
-    assert done.error > 0
+    assert export.rank
+    assert export.rank > 2
+    assert export.error
+    assert export.error > 0
 
 
 def test_one_naming_into_the_other_and_back(runs, tmp_path: Path) -> None:
-    """Somebody's LoRA: its factors pass through, none is approximated."""
+    """The matrices of any LoRA file are copied and not approximated."""
     own = runs["text_encoder"] / "lora" / "pytorch_lora_weights.safetensors"
     there = formats.export(own, "kohya", before="tiny-sd", output=tmp_path / "there.safetensors")
     back = formats.export(
@@ -285,8 +297,11 @@ def test_one_naming_into_the_other_and_back(runs, tmp_path: Path) -> None:
 
 
 def test_the_original_layout_of_stable_diffusion_1(shared_tiny, tmp_path: Path) -> None:
-    """Four levels of two layers, as SD 1.x has them: diffusers' own reader puts every tensor back,
-    and the names are those it tells a version 1 by."""
+    """A model of four levels with two layers each, as in SD 1.x.
+
+    The reader of diffusers restores every tensor. The names are those by which diffusers detects
+    version 1.
+    """
     from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
     from diffusers.loaders.single_file_utils import CHECKPOINT_KEY_NAMES
 
@@ -322,9 +337,9 @@ def test_the_original_layout_of_stable_diffusion_1(shared_tiny, tmp_path: Path) 
         "first_stage_model.decoder.up.3.upsample.conv.weight",
         "first_stage_model.encoder.mid.attn_1.proj_out.weight",
     }
-    found = load(tmp_path / "sd1.safetensors", base=model)
+    loaded_model = load(tmp_path / "sd1.safetensors", base=model)
     for part, module in model.parts.items():
-        ours, theirs = module.state_dict(), found.parts[part].state_dict()
+        ours, theirs = module.state_dict(), loaded_model.parts[part].state_dict()
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours), part
     assert len(names) == sum(len(part.state_dict()) for part in model.parts.values())
@@ -332,17 +347,17 @@ def test_the_original_layout_of_stable_diffusion_1(shared_tiny, tmp_path: Path) 
 
 def test_a_single_file_comes_in(runs, tmp_path: Path, shared_tiny) -> None:
     file = formats.export("tiny-sd", "single-file", output=tmp_path / "tiny.safetensors").path
-    expected = shared_tiny.sample(["a red star"], **ASKED)[0]
+    expected = shared_tiny.sample(["a red star"], **SAMPLING)[0]
     for base in ("tiny-sd", runs["lora"], shared_tiny):
-        found = load(file, base=base)
-        assert apart(found.sample(["a red star"], **ASKED)[0], expected) == 0
-        assert found.source == str(file)
+        model = load(file, base=base)
+        assert apart(model.sample(["a red star"], **SAMPLING)[0], expected) == 0
+        assert model.source == str(file)
     back = formats.export(file, "diffusers", before="tiny-sd", output=tmp_path / "back").path
     assert apart(in_diffusers(back, "diffusers"), expected) == 0
-    erased = formats.export(
+    erased_file = formats.export(
         runs["lora"], "single-file", output=tmp_path / "erased.safetensors"
     ).path
-    assert apart(drawn(erased, base="tiny-sd"), drawn(runs["lora"])) == 0
+    assert apart(generate_image(erased_file, base="tiny-sd"), generate_image(runs["lora"])) == 0
 
 
 def test_single_files_that_cannot_be_read(tmp_path: Path, shared_tiny) -> None:
@@ -367,7 +382,7 @@ def test_single_files_that_cannot_be_read(tmp_path: Path, shared_tiny) -> None:
 
 def test_wrong_requests(runs, tmp_path: Path, shared_tiny) -> None:
     run = runs["weights"]
-    for wrong, said in (
+    for wrong, message in (
         ({"to": "lor"}, "did you mean 'lora'"),
         ({"to": "lora", "output": tmp_path / "folder"}, "writes a .safetensors file"),
         ({"to": "diffusers", "output": tmp_path / "a.safetensors"}, "writes a folder"),
@@ -386,7 +401,7 @@ def test_wrong_requests(runs, tmp_path: Path, shared_tiny) -> None:
             "has the same weights as",
         ),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             formats.export(**{"source": run, **wrong})
     job = tmp_path / "unfinished"
     job.mkdir()
@@ -397,9 +412,9 @@ def test_wrong_requests(runs, tmp_path: Path, shared_tiny) -> None:
 
 def test_the_command(runs) -> None:
     command = ["export", str(runs["lora"]), "--to", "kohya", "--strength", "0.5"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert "(rank 2; its own factors)" in done.output
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "(rank 2; its own factors)" in result.output
     assert (runs["lora"] / "exports" / "lora-kohya.safetensors").is_file()
-    refused = CliRunner().invoke(app, command)
-    assert "exists already" in str(refused.exception)
+    refusal = CliRunner().invoke(app, command)
+    assert "exists already" in str(refusal.exception)

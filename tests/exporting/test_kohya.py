@@ -1,5 +1,8 @@
-"""LoRA files of the larger families: in kohya's naming and in diffusers', plain diffusers draws the
-image of the merged weights, and one naming becomes the other without loss."""
+"""LoRA files of the larger families, in the namings of kohya and of diffusers.
+
+Plain diffusers generates the image of the merged weights, and each naming converts to the other
+without loss.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +29,27 @@ RANK, ALPHA = 2, 3.0
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    root, made = tmp_path_factory.mktemp("kohya"), {}
+def open_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """A function that builds a family once and returns its folder and its model."""
+    root, models = tmp_path_factory.mktemp("kohya"), {}
 
     def of(name: str) -> tuple[Path, Any]:
-        if name not in made:
+        if name not in models:
             folder = families.build(name, root / name)
-            made[name] = folder, load(folder)
-        return made[name]
+            models[name] = folder, load(folder)
+        return models[name]
 
     return of
 
 
 def factors(
-    module: Any, part: str, wanted: Callable[[str], bool], *, conv: bool = False
+    module: Any, part: str, matches: Callable[[str], bool], *, conv: bool = False
 ) -> Factors:
-    """Random factors for all layers whose names are wanted."""
+    """Random factors for all layers whose names match."""
     torch.manual_seed(3)
     layers = {}
     for name, layer in module.named_modules():
-        if wanted(name) and can_adapt(layer, conv=conv):
+        if matches(name) and can_adapt(layer, conv=conv):
             out, into, *kernel = layer.weight.shape
             layers[name] = (
                 torch.randn(RANK, into, *kernel) * 0.2,
@@ -54,10 +58,10 @@ def factors(
     return Factors(part, layers, RANK, ALPHA)
 
 
-def merged(model: Any, found: list[Factors]) -> Any:
+def merge(model: Any, loras: list[Factors]) -> Any:
     model = copy.deepcopy(model)
     with torch.no_grad():
-        for one in found:
+        for one in loras:
             for layer in one.layers:
                 model.parts[one.part].get_parameter(f"{layer}.weight").add_(one.change(layer))
     return model
@@ -127,33 +131,33 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_diffusers_draws_the_image(case: str, opened, tmp_path: Path) -> None:
+def test_diffusers_generates_the_image(case: str, open_family, tmp_path: Path) -> None:
     name, make = CASES[case]
-    folder, model = opened(name)
-    found = make(model)
-    expected = image(merged(model, found))
+    folder, model = open_family(name)
+    loras = make(model)
+    expected = image(merge(model, loras))
     assert (expected - image(model)).abs().max() > 3, "the factors show"
     for kohya in (True, False):
         file = tmp_path / f"{kohya}.safetensors"
-        lora_files.save(model, found, file, kohya=kohya)
+        lora_files.save(model, loras, file, kohya=kohya)
         assert (in_diffusers(name, folder, file) - expected).abs().max() <= 1, kohya
         assert (image(load(file, base=folder)) - expected).abs().max() <= 1, "and load reads it too"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back(case: str, opened, tmp_path: Path) -> None:
-    """From kohya's naming to factors again: the change of each layer is the same."""
+def test_there_and_back(case: str, open_family, tmp_path: Path) -> None:
+    """Factors in kohya's naming are read back: the change of each layer is the same."""
     name, make = CASES[case]
-    _, model = opened(name)
-    found = make(model)
-    lora_files.save(model, found, tmp_path / "a.safetensors", kohya=True)
+    _, model = open_family(name)
+    loras = make(model)
+    lora_files.save(model, loras, tmp_path / "a.safetensors", kohya=True)
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         header = file.metadata()
     back = lora_files.read(model, load_file(tmp_path / "a.safetensors"), header, "a")
     assert {one.part: set(one.layers) for one in back} == {
-        one.part: set(one.layers) for one in found
+        one.part: set(one.layers) for one in loras
     }
-    for one in found:
+    for one in loras:
         other = next(b for b in back if b.part == one.part)
         assert all(
             torch.allclose(one.change(layer), other.change(layer), atol=1e-6)
@@ -161,8 +165,8 @@ def test_there_and_back(case: str, opened, tmp_path: Path) -> None:
         )
 
 
-def test_the_names_are_those_that_sd_scripts_writes(opened, tmp_path: Path) -> None:
-    _, model = opened("sdxl")
+def test_the_names_are_those_that_sd_scripts_writes(open_family, tmp_path: Path) -> None:
+    _, model = open_family("sdxl")
     lora_files.save(model, CASES["all layers"][1](model), tmp_path / "a.safetensors", kohya=True)
     names = set(load_file(tmp_path / "a.safetensors"))
     assert {
@@ -177,7 +181,7 @@ def test_the_names_are_those_that_sd_scripts_writes(opened, tmp_path: Path) -> N
         "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha",
         "lora_te2_text_model_encoder_layers_1_self_attn_out_proj.alpha",
     } <= names
-    _, model = opened("flux")
+    _, model = open_family("flux")
     lora_files.save(model, CASES["double blocks"][1](model), tmp_path / "c.safetensors", kohya=True)
     tensors = load_file(tmp_path / "c.safetensors")
     assert tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight"].shape == (
@@ -188,12 +192,13 @@ def test_the_names_are_those_that_sd_scripts_writes(opened, tmp_path: Path) -> N
 
 
 def test_fluxs_single_blocks_at_full_height() -> None:
-    """diffusers' converter knows 3072 + 3072 + 3072 + 12288 rows only, so it is asked at that size,
-    with narrow layers.
+    """The converter of diffusers accepts 3072 + 3072 + 3072 + 12288 rows only.
+
+    The layers have that height and a small width.
     """
 
     class Block(torch.nn.Module):
-        """A Flux transformer's names and rows, of width 2."""
+        """The names and rows of a Flux transformer, at width 2."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -243,39 +248,39 @@ def test_fluxs_single_blocks_at_full_height() -> None:
         assert torch.allclose(up @ down, one.change(name), atol=1e-4)
 
 
-def test_what_kohya_has_no_name_for(opened, tmp_path: Path) -> None:
-    for name, part, layer, said in (
+def test_what_kohya_has_no_name_for(open_family, tmp_path: Path) -> None:
+    for name, part, layer, message in (
         ("flux", "denoiser", "x_embedder", "kohya has no name for the layer x_embedder"),
         ("sd3", "denoiser", "transformer_blocks.0.attn.to_q", "kohya's names for the family 'sd3'"),
     ):
-        _, model = opened(name)
+        _, model = open_family(name)
         one = factors(model.parts[part], part, lambda n, layer=layer: n == layer)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             lora_files.save(model, [one], tmp_path / "x.safetensors", kohya=True)
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux"])
-def test_export_between_the_namings(name: str, opened, tmp_path: Path) -> None:
-    """The verb's function: a diffusers LoRA becomes kohya's and tensors; its own factors, none
-    approximated.
+def test_export_between_the_namings(name: str, open_family, tmp_path: Path) -> None:
+    """`export` turns a diffusers LoRA into kohya's naming and into tensors, without
+    approximation.
     """
-    folder, model = opened(name)
-    found = CASES["attention" if name == "sdxl" else "double blocks"][1](model)
-    lora_files.save(model, found, tmp_path / "a.safetensors")
-    done = formats.export(
+    folder, model = open_family(name)
+    loras = CASES["attention" if name == "sdxl" else "double blocks"][1](model)
+    lora_files.save(model, loras, tmp_path / "a.safetensors")
+    export = formats.export(
         tmp_path / "a.safetensors", "kohya", before=folder, output=tmp_path / "b.safetensors"
     )
-    assert done.error == 0.0
+    assert export.error == 0.0
     tensors = formats.export(
-        done.path, "tensors", before=folder, output=tmp_path / "c.safetensors"
+        export.path, "tensors", before=folder, output=tmp_path / "c.safetensors"
     ).path
     with safe_open(tensors, "pt") as file:
         assert file.metadata()["part"] == ("unet" if name == "sdxl" else "transformer")
-    assert (image(load(tensors, base=folder)) - image(merged(model, found))).abs().max() <= 1
+    assert (image(load(tensors, base=folder)) - image(merge(model, loras))).abs().max() <= 1
 
 
-def test_fluxs_single_file_holds_no_change_of_a_text_encoder(opened, tmp_path: Path) -> None:
-    folder, model = opened("flux")
+def test_fluxs_single_file_holds_no_change_of_a_text_encoder(open_family, tmp_path: Path) -> None:
+    folder, model = open_family("flux")
     lora_files.save(model, CASES["CLIP"][1](model), tmp_path / "a.safetensors")
     with pytest.raises(
         UserError, match="holds only the denoiser, and this erasure changed text_encoder"
@@ -286,9 +291,9 @@ def test_fluxs_single_file_holds_no_change_of_a_text_encoder(opened, tmp_path: P
             before=folder,
             output=tmp_path / "b.safetensors",
         )
-    found = CASES["double blocks"][1](model)
-    lora_files.save(model, found, tmp_path / "c.safetensors")
-    done = formats.export(
+    loras = CASES["double blocks"][1](model)
+    lora_files.save(model, loras, tmp_path / "c.safetensors")
+    export = formats.export(
         tmp_path / "c.safetensors", "single-file", before=folder, output=tmp_path / "b.safetensors"
     )
-    assert (image(load(done.path, base=folder)) - image(merged(model, found))).abs().max() <= 1
+    assert (image(load(export.path, base=folder)) - image(merge(model, loras))).abs().max() <= 1

@@ -1,4 +1,4 @@
-"""Adding erasures: laws of the sum, what is refused, and the same sum by two LoRAs in plain
+"""Merged erasures: laws of the sum, refused inputs, and the same sum by two LoRAs in plain
 diffusers.
 """
 
@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def plain(folder: Path | None = None) -> Any:
-    """A folder, or the bundled pipeline, as a user of diffusers has it."""
+    """A folder, or the bundled pipeline, as plain diffusers loads it."""
     from diffusers import StableDiffusionPipeline
 
     if folder is None:
@@ -100,30 +100,42 @@ def test_the_order_does_not_matter_and_the_sum_is_the_sum(runs, tmp_path: Path) 
         *(runs[n] for n in reversed(names)), output=tmp_path / "back", weights=[-2, 0.5, 1]
     )
     assert same(there.path, back.path)
-    base, each, found = tensors("tiny-sd"), [tensors(runs[n]) for n in names], tensors(there.path)
+    base, each, merged_tensors = (
+        tensors("tiny-sd"),
+        [tensors(runs[n]) for n in names],
+        tensors(there.path),
+    )
     for key, value in base.items():
         expected = value + sum(
             w * (one[key] - value) for w, one in zip((1, 0.5, -2), each, strict=True)
         )
-        torch.testing.assert_close(found[key], expected, rtol=1e-5, atol=1e-6)
-    assert {part for part, _ in found if not torch.equal(found[part, _], base[part, _])} == {
+        torch.testing.assert_close(merged_tensors[key], expected, rtol=1e-5, atol=1e-6)
+    assert {
+        part
+        for part, _ in merged_tensors
+        if not torch.equal(merged_tensors[part, _], base[part, _])
+    } == {
         "denoiser",
         "text_encoder",
     }
-    length = sum(float((found[k].double() - base[k].double()).square().sum()) for k in base) ** 0.5
+    length = (
+        sum(float((merged_tensors[k].double() - base[k].double()).square().sum()) for k in base)
+        ** 0.5
+    )
     assert there.length == pytest.approx(length, rel=1e-4)
     assert there.apart == pytest.approx(sum(one**2 for one in there.lengths) ** 0.5)
 
 
-def test_a_model_in_memory_is_left_as_it_was(runs, tmp_path: Path, tiny) -> None:
-    done = merge.merge(runs["star"], runs["moon"], output=tmp_path / "sum", before=tiny)
+def test_a_model_in_memory_is_not_changed(runs, tmp_path: Path, tiny) -> None:
+    result = merge.merge(runs["star"], runs["moon"], output=tmp_path / "sum", before=tiny)
     assert same(tiny, "tiny-sd")
-    assert not same(done.path, "tiny-sd")
+    assert not same(result.path, "tiny-sd")
 
 
 def test_two_loras_stacked_in_plain_diffusers_are_the_weighted_merge(runs, tmp_path: Path) -> None:
-    """Within one level of 255: diffusers adds the factors on the fly, the merge adds them to the
-    weights.
+    """The images agree within one level of 255.
+
+    diffusers adds the factors in the forward pass, and the merge adds them to the weights.
     """
     pipe = plain()
     original = rendered_image(pipe)
@@ -131,17 +143,17 @@ def test_two_loras_stacked_in_plain_diffusers_are_the_weighted_merge(runs, tmp_p
         pipe.load_lora_weights(str(runs[f"lora_{name}"] / "lora"), adapter_name=name)
     for weights in ((1.0, 1.0), (1.0, -0.5)):
         pipe.set_adapters(["star", "moon"], adapter_weights=list(weights))
-        stacked = rendered_image(pipe)
-        done = merge.merge(
+        stacked_image = rendered_image(pipe)
+        result = merge.merge(
             runs["lora_star"], runs["lora_moon"], output=tmp_path / f"{weights[1]}", weights=weights
         )
-        assert apart(rendered_image(plain(done.path)), stacked) <= 1
-        assert apart(stacked, original) > 5, "both show"
+        assert apart(rendered_image(plain(result.path)), stacked_image) <= 1
+        assert apart(stacked_image, original) > 5, "both show"
     alone = rendered_image(plain(runs["lora_star"] / "pipeline"))
-    assert apart(stacked, alone) > 1, "and the second counts"
+    assert apart(stacked_image, alone) > 1, "and the second counts"
 
 
-def test_what_does_not_add_up_is_refused(runs, tmp_path: Path) -> None:
+def test_bad_merges_are_refused(runs, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for sources, options, message in [
         (("star", "star"), {}, "the same erasure"),
@@ -160,14 +172,14 @@ def test_what_does_not_add_up_is_refused(runs, tmp_path: Path) -> None:
 
 
 def test_runs_of_other_models_are_refused_by_name_and_by_weights(runs, tmp_path: Path) -> None:
-    renamed = tmp_path / "renamed"
-    shutil.copytree(runs["moon"], renamed)
-    text = (renamed / "recipe.yaml").read_text()
-    (renamed / "recipe.yaml").write_text(
+    copy = tmp_path / "renamed"
+    shutil.copytree(runs["moon"], copy)
+    text = (copy / "recipe.yaml").read_text()
+    (copy / "recipe.yaml").write_text(
         text.replace("model: tiny-sd", f"model: {runs['star'] / 'pipeline'}")
     )
     with pytest.raises(UserError, match="erasures of different models"):
-        merge.merge(runs["star"], renamed, output=tmp_path / "out")
+        merge.merge(runs["star"], copy, output=tmp_path / "out")
     second = concept_eraser.erase(
         short(model=str(runs["words"] / "pipeline"), training__steps=1), output=tmp_path / "second"
     ).folder
@@ -183,12 +195,12 @@ def test_runs_of_other_models_are_refused_by_name_and_by_weights(runs, tmp_path:
 
 def test_the_verb_writes_a_folder_that_says_what_it_is(runs, tmp_path: Path) -> None:
     folder = tmp_path / "both"
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app,
         ["merge", str(runs["star"]), str(runs["moon"]), "--weights", "1,0.5", "-o", str(folder)],
     )
-    assert done.exit_code == 0, done.output
-    assert "evaluate" in done.output
+    assert result.exit_code == 0, result.output
+    assert "evaluate" in result.output
     note = json.loads((folder / merge.NOTE).read_text())
     assert note["sources"] == [str(runs["star"]), str(runs["moon"])]
     assert note["weights"] == [1.0, 0.5]

@@ -1,5 +1,7 @@
-"""The model card says what the run's files say: each number with its interval, what was not
-measured, and no path of this machine."""
+"""The model card agrees with the run's files.
+
+It has each number with its interval, names what was not measured, and has no path of this machine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.conftest import short
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an evaluation and an attack, of few images."""
     run = tmp_path_factory.mktemp("card") / "no_star"
     concept_eraser.erase(
@@ -36,16 +38,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bare(measured: Path, tmp_path: Path) -> Path:
-    """The same, neither evaluated nor attacked."""
+def bare(evaluated_run: Path, tmp_path: Path) -> Path:
+    """The same run, neither evaluated nor attacked."""
     run = tmp_path / "bare"
-    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("evaluation.json", "attacks"))
+    shutil.copytree(evaluated_run, run, ignore=shutil.ignore_patterns("evaluation.json", "attacks"))
     return run
 
 
-def test_every_number_of_the_evaluation_stands_there(measured: Path) -> None:
-    text = concept_eraser.card(measured, repository="me/no-star")
-    evaluation = json.loads((measured / "evaluation.json").read_text())
+def test_the_card_has_every_number_of_the_evaluation(evaluated_run: Path) -> None:
+    text = concept_eraser.card(evaluated_run, repository="me/no-star")
+    evaluation = json.loads((evaluated_run / "evaluation.json").read_text())
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     for row in evaluation["results"]:
         line = next(
@@ -62,7 +64,7 @@ def test_every_number_of_the_evaluation_stands_there(measured: Path) -> None:
                 f"{row['after']['high']:.3f}]"
             ) in line
     assert evaluation["protocol_hash"] in text
-    attack = json.loads((measured / "attacks" / "seed_search" / "attack.json").read_text())
+    attack = json.loads((evaluated_run / "attacks" / "seed_search" / "attack.json").read_text())
     rate = attack["rates"]["asr"]
     assert (
         f"| {rate['value']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}] | {rate['n']} | "
@@ -77,7 +79,7 @@ def test_every_number_of_the_evaluation_stands_there(measured: Path) -> None:
         "what was refused, with the reason"
     )
     assert "Some numbers are from only" in text
-    hashes = json.loads((measured / "environment.json").read_text())["prompts"]
+    hashes = json.loads((evaluated_run / "environment.json").read_text())["prompts"]
     assert (
         f"| forget | `tiny_star` | {hashes['forget']['rows']} | 8 | "
         f"`{hashes['forget']['hash']}` | anchor | shape: circle |"
@@ -88,31 +90,31 @@ def test_every_number_of_the_evaluation_stands_there(measured: Path) -> None:
     assert "an outlined" not in text, "no prompt that an attack found"
 
 
-def test_what_was_not_measured_is_said(bare: Path) -> None:
+def test_the_card_states_what_was_not_measured(bare: Path) -> None:
     text = concept_eraser.card(bare)
-    for said in (
+    for sentence in (
         "> **This erasure was not evaluated.**",
         "> **This erasure was not attacked.**",
         "concept-eraser evaluate runs/bare",
         "concept-eraser attack runs/bare",
         "Not measured: the concept rate and the retain accuracy",
     ):
-        assert said in text
+        assert sentence in text
     assert text.count("**Not measured.**") == 2
 
 
-def test_the_header_is_one_the_hub_reads(measured: Path, tmp_path: Path) -> None:
-    data = ModelCard(concept_eraser.card(measured)).data.to_dict()
+def test_the_header_is_one_the_hub_reads(evaluated_run: Path, tmp_path: Path) -> None:
+    data = ModelCard(concept_eraser.card(evaluated_run)).data.to_dict()
     assert data["license"] == "other"
     assert (data["library_name"], data["pipeline_tag"]) == ("diffusers", "text-to-image")
     assert {"munba", "lora", "concept-erasure"} <= set(data["tags"])
     assert "base_model" not in data
-    assert "fill it in above" in concept_eraser.card(measured)
-    stated = concept_eraser.card(measured, license="openrail++")
-    assert "fill it in" not in stated
-    assert ModelCard(stated).data.license == "openrail++"
+    assert "fill it in above" in concept_eraser.card(evaluated_run)
+    text_with_licence = concept_eraser.card(evaluated_run, license="openrail++")
+    assert "fill it in" not in text_with_licence
+    assert ModelCard(text_with_licence).data.license == "openrail++"
     run = tmp_path / "hub"
-    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    shutil.copytree(evaluated_run, run, ignore=shutil.ignore_patterns("pipeline"))
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     (run / "recipe.yaml").write_text(
         yaml.safe_dump({**recipe, "model": "someone/their-model@v1.0"})
@@ -122,10 +124,10 @@ def test_the_header_is_one_the_hub_reads(measured: Path, tmp_path: Path) -> None
     assert 'from_pretrained("someone/their-model", revision="v1.0")' in text
 
 
-def test_no_path_of_this_machine(measured: Path, tmp_path: Path) -> None:
-    """Not of the base model, the prompts or the command."""
+def test_no_path_of_this_machine(evaluated_run: Path, tmp_path: Path) -> None:
+    """The base model, the prompts and the command have none."""
     run, base = tmp_path / "local", tmp_path / "secret_place" / "base"
-    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    shutil.copytree(evaluated_run, run, ignore=shutil.ignore_patterns("pipeline"))
     shutil.copytree(Path(concept_eraser.__file__).parent / "tiny" / "weights" / "tiny-sd", base)
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     (tmp_path / "secret_place" / "mine.txt").write_text("a red star\na blue star\n")
@@ -141,12 +143,13 @@ def test_no_path_of_this_machine(measured: Path, tmp_path: Path) -> None:
     assert "`mine.txt`" in text
 
 
-def test_no_path_in_recipe_or_suite(measured: Path, tmp_path: Path) -> None:
-    """Quoted, long enough to be wrapped by YAML, relative by way of `..`, and in a suite of one's
-    own; still a recipe.
+def test_no_path_in_recipe_or_suite(evaluated_run: Path, tmp_path: Path) -> None:
+    """Paths may be quoted, wrapped by YAML, relative with `..`, or part of the user's suite.
+
+    The recipe in the card stays valid.
     """
     run = tmp_path / "run"
-    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    shutil.copytree(evaluated_run, run, ignore=shutil.ignore_patterns("pipeline"))
     (tmp_path / "secret place").mkdir()
     mine = tmp_path / "secret place" / ("mine and others " * 8 + "'quoted': yes #1.txt")
     mine.write_text("a red star\n")
@@ -166,14 +169,14 @@ def test_no_path_in_recipe_or_suite(measured: Path, tmp_path: Path) -> None:
     text = concept_eraser.card(run)
     assert "secret" not in text
     assert str(tmp_path) not in text
-    for said in ("`base` (a local copy)", "suite.txt (forget)", "no such file: fid.npz"):
-        assert said in text
-    shown = yaml.safe_load(text.rsplit("```yaml\n", 1)[1].split("```")[0])
-    assert shown["forget"] == {**recipe["forget"], "prompts": mine.name}
-    assert shown == {
+    for sentence in ("`base` (a local copy)", "suite.txt (forget)", "no such file: fid.npz"):
+        assert sentence in text
+    card_recipe = yaml.safe_load(text.rsplit("```yaml\n", 1)[1].split("```")[0])
+    assert card_recipe["forget"] == {**recipe["forget"], "prompts": mine.name}
+    assert card_recipe == {
         **recipe,
         "model": "base",
-        "forget": shown["forget"],
+        "forget": card_recipe["forget"],
         "retain": {**recipe["retain"], "images": "images"},
     }
 
@@ -205,9 +208,9 @@ def test_places(text: str, expected: str) -> None:
     assert path_redaction.shorten(text) == expected
 
 
-def test_an_attack_on_other_weights_is_left_out(measured: Path, tmp_path: Path) -> None:
+def test_an_attack_on_other_weights_is_left_out(evaluated_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "other"
-    shutil.copytree(measured, run, ignore=shutil.ignore_patterns("pipeline"))
+    shutil.copytree(evaluated_run, run, ignore=shutil.ignore_patterns("pipeline"))
     path = run / "attacks" / "seed_search" / "attack.json"
     content = json.loads(path.read_text())
     content["models"]["victim"] = "somebody (0123456789)"
@@ -231,7 +234,7 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     }
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (run / "done.json").write_text(json.dumps({"seconds": 1.0}))
-    measured = {
+    after = {
         "accuracy": {"forget": {"value": 0.5, "low": 0.4, "high": 0.6, "n": 100}},
         "table": {"mia": 0.25},
     }
@@ -242,7 +245,7 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
                     "before": {
                         "accuracy": {"forget": {"value": 1.0, "low": 0.9, "high": 1.0, "n": 100}}
                     },
-                    "after": measured,
+                    "after": after,
                 }
             }
         )
@@ -255,30 +258,30 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     assert ModelCard(text).data.pipeline_tag == "image-classification"
 
 
-def test_a_closed_form_is_not_told_as_a_training(tmp_path: Path) -> None:
+def test_a_closed_form_is_not_described_as_training(tmp_path: Path) -> None:
     run = concept_eraser.erase("tiny_star_uce", output=tmp_path / "run").folder
     text = concept_eraser.card(run)
     assert "edited in closed form" in text
     assert not any(word in text for word in ("| lr |", "(loss", "| 400 |", "Trained:"))
 
 
-def test_the_command(measured: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["card", str(measured)])
-    assert done.exit_code == 0, done.output
-    assert done.output == concept_eraser.card(measured)
+def test_the_command(evaluated_run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["card", str(evaluated_run)])
+    assert result.exit_code == 0, result.output
+    assert result.output == concept_eraser.card(evaluated_run)
     place = tmp_path / "README.md"
     assert (
         CliRunner()
-        .invoke(app, ["card", str(measured), "-o", str(place), "--repo", "me/x"])
+        .invoke(app, ["card", str(evaluated_run), "-o", str(place), "--repo", "me/x"])
         .exit_code
         == 0
     )
     assert "me/x" in place.read_text()
     assert "exists already" in str(
-        CliRunner().invoke(app, ["card", str(measured), "-o", str(place)]).exception
+        CliRunner().invoke(app, ["card", str(evaluated_run), "-o", str(place)]).exception
     )
     os.truncate(place, 0)
-    (tmp_path / "recipe.yaml").write_text((measured / "recipe.yaml").read_text())
+    (tmp_path / "recipe.yaml").write_text((evaluated_run / "recipe.yaml").read_text())
     with pytest.raises(UserError, match="is not finished; continue with"):
         concept_eraser.card(tmp_path)
     with pytest.raises(UserError, match="is no run folder"):

@@ -1,6 +1,4 @@
-"""What leaves the house: a folder that plain diffusers loads, and a wheel that works outside the
-checkout.
-"""
+"""A folder that plain diffusers loads, and a wheel that works outside the checkout."""
 
 from __future__ import annotations
 
@@ -33,9 +31,15 @@ except ImportError:
 import numpy, torch
 from diffusers import StableDiffusionPipeline
 pipe = StableDiffusionPipeline.from_pretrained(sys.argv[1])
-image = pipe("a red star", generator=torch.Generator().manual_seed(3), num_inference_steps=4, guidance_scale=5.0, output_type="np").images
+image = pipe(
+    "a red star",
+    generator=torch.Generator().manual_seed(3),
+    num_inference_steps=4,
+    guidance_scale=5.0,
+    output_type="np",
+).images
 numpy.save(sys.argv[2], (image * 255).round().astype("uint8"))
-"""  # noqa: E501
+"""
 
 
 def test_plain_diffusers_loads_the_result(tmp_path: Path) -> None:
@@ -46,12 +50,12 @@ def test_plain_diffusers_loads_the_result(tmp_path: Path) -> None:
         .numpy()
     )
     out = tmp_path / "image.npy"
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PLAIN, str(run.folder / "pipeline"), str(out)],
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     assert np.array_equal(np.load(out), expected)
     assert not list((run.folder / "pipeline").rglob("*.bin")), "safetensors only"
 
@@ -61,14 +65,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
-    built = subprocess.run([*command, str(ROOT)], capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    process = subprocess.run([*command, str(ROOT)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     return next(folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with our wheel in it; the dependencies are those of this environment."""
+def wheel_programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a fresh environment with our wheel in it.
+
+    The dependencies are those of this environment.
+    """
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "env", with_pip=True)
     python = folder / "env" / "bin" / "python"
@@ -81,29 +88,31 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env" / "bin"
 
 
-def test_the_wheel_works_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    where = subprocess.run(
-        [installed / "python", "-c", "import concept_eraser; print(concept_eraser.__file__)"],
+def test_the_wheel_works_outside_the_checkout(wheel_programs: Path, tmp_path: Path) -> None:
+    location = subprocess.run(
+        [wheel_programs / "python", "-c", "import concept_eraser; print(concept_eraser.__file__)"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
     )
-    assert str(installed.parent) in where.stdout, "the wheel, not the checkout, is what is tested"
-    listed = subprocess.run(
-        [installed / "concept-eraser", "list"], capture_output=True, text=True, cwd=tmp_path
+    assert str(wheel_programs.parent) in location.stdout, (
+        "the wheel, not the checkout, is what is tested"
     )
-    assert listed.returncode == 0, listed.stderr
+    listing = subprocess.run(
+        [wheel_programs / "concept-eraser", "list"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert listing.returncode == 0, listing.stderr
     for name in ("munba", "tiny-sd", "tiny_star_munba", "tiny_star_synonyms", "cross_attention"):
-        assert name in listed.stdout
+        assert name in listing.stdout
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(short(training__steps=2)))
-    erased = subprocess.run(
-        [installed / "concept-eraser", "erase", str(recipe), "-o", "run", "-q"],
+    erasure = subprocess.run(
+        [wheel_programs / "concept-eraser", "erase", str(recipe), "-o", "run", "-q"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
     )
-    assert erased.returncode == 0, erased.stderr[-3000:]
+    assert erasure.returncode == 0, erasure.stderr[-3000:]
     assert (tmp_path / "run" / "pipeline" / "model_index.json").is_file()
 
 
@@ -128,25 +137,25 @@ def test_the_wheel_holds_data_and_licence_and_is_small(wheel: Path) -> None:
     assert len(expected) > 150
     assert expected <= sizes.keys()
     results = {Path(name).suffix for name in sizes if name.startswith(f"{data}/eval/results/")}
-    assert not results & {".png", ".jpg", ".webp", ".svg"}
+    assert not results & {".png", ".jpg", ".webp", ".svg", ".html"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in sizes)
     weights = sum(size for name, size in sizes.items() if "/tiny/weights/" in name)
     assert weights <= 25 * 2**20
     assert wheel.stat().st_size <= 25 * 10**6
 
 
-def test_the_wheel_has_the_results_of_the_demo(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_the_results_of_the_demo(wheel_programs: Path, tmp_path: Path) -> None:
     code = (
         "from concept_eraser.demo import results; names = results.studies(); "
         "print(names, results.studies_in_plot(), [results.table(name) for name in names])"
     )
     checkout = {**os.environ, "PYTHONPATH": str(ROOT)}
-    printed = []
-    for python, environment in ((installed / "python", None), (sys.executable, checkout)):
+    outputs = []
+    for python, environment in ((wheel_programs / "python", None), (sys.executable, checkout)):
         command = [python, "-c", code]
-        finished = subprocess.run(
+        process = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         )
-        printed.append(finished.stdout)
-    assert printed[0] == printed[1]
-    assert "tiny_star" in printed[0]
+        outputs.append(process.stdout)
+    assert outputs[0] == outputs[1]
+    assert "tiny_star" in outputs[0]

@@ -54,40 +54,36 @@ def mse(a: Tensor, b: Tensor) -> float:
 
 
 def a_quarter(images: Tensor) -> Tensor:
-    """A judge to whom everything shows the concept with probability 1/4, and the gradient goes
-    on.
-    """
+    """A differentiable judge that gives every image a probability of 1/4 to show the concept."""
     return 0.25 + 0 * images.flatten(1).mean(1)
 
 
-def attended(model, draw) -> list[Tensor]:
-    """The maps [b, heads, places, tokens] that diffusers' own explicit attention computes on the
-    way.
-    """
+def attention_maps(model, draw) -> list[Tensor]:
+    """The maps [batch, heads, places, tokens] of diffusers' explicit attention."""
     from diffusers.models.attention_processor import AttnProcessor
 
-    seen, kept = [], {}
+    scores, processors = [], {}
     for name, layer in model.denoiser.named_modules():
         if name.endswith("attn2"):
-            kept[layer] = layer.processor
+            processors[layer] = layer.processor
             layer.set_processor(AttnProcessor())
             plain = layer.get_attention_scores
             layer.get_attention_scores = lambda *args, plain=plain: (
-                seen.append(plain(*args)) or seen[-1]
+                scores.append(plain(*args)) or scores[-1]
             )
     model.denoise(draw.noisy, draw.t, draw.condition)
-    for layer, processor in kept.items():
+    for layer, processor in processors.items():
         layer.set_processor(processor)
         del layer.get_attention_scores
-    return [maps.unflatten(0, (len(draw.noisy), -1)).detach() for maps in seen]
+    return [maps.unflatten(0, (len(draw.noisy), -1)).detach() for maps in scores]
 
 
 def test_losses_are_their_formulas(tiny) -> None:
-    made = eraser(tiny, "data")
-    draw = made.draw("forget", [1, 2, 3])
-    marked = torch.zeros(3, draw.condition.tensors["states"].shape[1], dtype=torch.bool)
-    marked[0, 2] = marked[1, 3] = marked[1, 4] = marked[2, 1] = True
-    draw = replace(draw, positions=marked)
+    denoiser = eraser(tiny, "data")
+    draw = denoiser.draw("forget", [1, 2, 3])
+    positions = torch.zeros(3, draw.condition.tensors["states"].shape[1], dtype=torch.bool)
+    positions[0, 2] = positions[1, 3] = positions[1, 4] = positions[2, 1] = True
+    draw = replace(draw, positions=positions)
     before = {
         name: tiny.denoise(draw.noisy, draw.t, c).detach()
         for name, c in (("own", draw.condition), ("anchor", draw.anchor), ("null", draw.null))
@@ -98,9 +94,9 @@ def test_losses_are_their_formulas(tiny) -> None:
         0.5 * (mse(now[i], draw.target[i]) - mse(before["own"][i], draw.target[i]))
         for i in range(3)
     ]
-    looks = [
-        mean([float(a[b, :, :, k].square().mean()) for b, k in marked.nonzero().tolist()])
-        for a in attended(tiny, draw)
+    attention = [
+        mean([float(a[b, :, :, k].square().mean()) for b, k in positions.nonzero().tolist()])
+        for a in attention_maps(tiny, draw)
     ]
     expected = {
         "data": mse(now, draw.target),
@@ -110,65 +106,65 @@ def test_losses_are_their_formulas(tiny) -> None:
         "esd": mse(now, before["null"] - 2.0 * (before["own"] - before["null"])),
         "relabel": mse(now, draw.target),
         "npo": mean([-2 / 0.5 * math.log(1 / (1 + math.exp(-x))) for x in rise]),
-        "resteer": mean(looks),
+        "resteer": mean(attention),
         "histogram": 0.75 * math.log(0.75 / 0.9) + 0.25 * math.log(0.25 / 0.1),
     }
     assert expected.keys() == LOSSES.keys()
     for name, value in expected.items():
-        found = LOSSES[name].compute(
-            made, draw, LossSettings(eta=2.0, shows=a_quarter, alpha=0.1, beta=0.5)
+        loss = LOSSES[name].compute(
+            denoiser, draw, LossSettings(eta=2.0, shows=a_quarter, alpha=0.1, beta=0.5)
         )
-        assert float(found) == pytest.approx(value, rel=1e-5), name
-        assert found.requires_grad
+        assert float(loss) == pytest.approx(value, rel=1e-5), name
+        assert loss.requires_grad
 
 
 def test_current_teacher_is_the_model_itself(tiny) -> None:
-    made = eraser(tiny, "distill", settings=LossSettings(teacher="current"))
-    draw = made.draw("forget", [1, 2])
+    denoiser = eraser(tiny, "distill", settings=LossSettings(teacher="current"))
+    draw = denoiser.draw("forget", [1, 2])
     perturb(tiny)
-    assert float(made.loss("forget", draw)) == 0
-    assert float(LOSSES["distill"].compute(made, draw, LossSettings(teacher="frozen"))) > 1e-4
+    assert float(denoiser.loss("forget", draw)) == 0
+    assert float(LOSSES["distill"].compute(denoiser, draw, LossSettings(teacher="frozen"))) > 1e-4
 
 
 def test_the_teacher_gets_no_gradient_and_the_model_does(tiny) -> None:
-    made = eraser(tiny, "anchor")
-    loss = made.loss("forget", made.draw("forget", [3]))
-    grads = torch.autograd.grad(loss, list(made.trainable().values()))
+    denoiser = eraser(tiny, "anchor")
+    loss = denoiser.loss("forget", denoiser.draw("forget", [3]))
+    grads = torch.autograd.grad(loss, list(denoiser.trainable().values()))
     assert all(torch.isfinite(g).all() for g in grads)
     assert sum(float(g.abs().sum()) for g in grads) > 0
 
 
 def test_scale_and_timesteps(tiny) -> None:
-    made = eraser(tiny, "anchor", scale=100.0, timesteps=(600, 700))
+    denoiser = eraser(tiny, "anchor", scale=100.0, timesteps=(600, 700))
     plain = Denoiser(
         tiny,
         {
             "forget": DenoiserObjective(
-                made.objective_by_name["forget"].examples, "anchor", timesteps=(600, 700)
+                denoiser.objective_by_name["forget"].examples, "anchor", timesteps=(600, 700)
             )
         },
-        made.selected_names,
+        denoiser.selected_names,
     )
-    draw = made.draw("forget", list(range(20)))
+    draw = denoiser.draw("forget", list(range(20)))
     assert 600 <= int(draw.t.min()) <= int(draw.t.max()) < 700
-    assert float(made.loss("forget", draw)) == pytest.approx(
+    assert float(denoiser.loss("forget", draw)) == pytest.approx(
         100 * float(plain.loss("forget", draw)), rel=1e-5
     )
 
 
 def test_an_example_draws_from_its_own_seed(tiny) -> None:
-    """The same examples come out however they are dealt to micro-batches."""
-    made = eraser(tiny, "data")
-    whole = made.draw("forget", [5, 6, 7, 8])
-    parts = [made.draw("forget", [5, 6]), made.draw("forget", [7, 8])]
+    """The split into micro-batches does not change the noise and the timestep of an example."""
+    denoiser = eraser(tiny, "data")
+    whole = denoiser.draw("forget", [5, 6, 7, 8])
+    parts = [denoiser.draw("forget", [5, 6]), denoiser.draw("forget", [7, 8])]
     torch.testing.assert_close(whole.noisy, torch.cat([p.noisy for p in parts]), rtol=0, atol=0)
     assert whole.t.tolist() == [*parts[0].t.tolist(), *parts[1].t.tolist()]
     assert not torch.equal(whole.noisy[0], whole.noisy[1])
 
 
 def test_data_free_draws_come_from_the_model(tiny) -> None:
-    made = eraser(tiny, "anchor", latents=False)
-    draw = made.draw("forget", [1, 2])
+    denoiser = eraser(tiny, "anchor", latents=False)
+    draw = denoiser.draw("forget", [1, 2])
     assert draw.target is None
     assert torch.isfinite(draw.noisy).all()
     assert len(set(draw.t.tolist())) == 1
@@ -181,7 +177,7 @@ def test_data_free_draws_come_from_the_model(tiny) -> None:
 
 def test_selections(tiny) -> None:
     names = [name for name, _ in tiny.denoiser.named_parameters()]
-    chosen = {
+    selections = {
         key: set(select(names, key))
         for key in (
             "all",
@@ -191,18 +187,20 @@ def test_selections(tiny) -> None:
             "all_but_cross_attention",
         )
     }
-    assert chosen["all"] == set(names)
-    assert chosen["cross_attention"] | chosen["all_but_cross_attention"] == chosen["all"]
-    assert not chosen["cross_attention"] & chosen["all_but_cross_attention"]
-    assert chosen["cross_attention_kv"] < chosen["cross_attention"]
-    assert not chosen["self_attention"] & chosen["cross_attention"]
+    assert selections["all"] == set(names)
+    assert (
+        selections["cross_attention"] | selections["all_but_cross_attention"] == selections["all"]
+    )
+    assert not selections["cross_attention"] & selections["all_but_cross_attention"]
+    assert selections["cross_attention_kv"] < selections["cross_attention"]
+    assert not selections["self_attention"] & selections["cross_attention"]
     assert select(names, r"re:^conv_in") == [n for n in names if n.startswith("conv_in")]
     with pytest.raises(UserError, match="matches none"):
         select(names, "re:nothing_like_this")
 
 
 def test_only_selected_weights_require_gradients(tiny) -> None:
-    made = eraser(tiny, "data")
+    denoiser = eraser(tiny, "data")
     assert {n for n, p in tiny.denoiser.named_parameters() if p.requires_grad} == set(
-        made.selected_names
+        denoiser.selected_names
     )

@@ -33,27 +33,33 @@ def test_the_attack_is_moved_first_and_the_step_is_taken_under_it(steps: int) ->
     """omega_T = 3 - (3 - 1) 0.8^T; d retain / d theta = omega, d forget / d theta = 2 theta
     omega.
     """
-    theta, omega, asked = problem()
-    found = Adversarial(inner_steps=steps, inner_lr=0.2, retain=0.5, forget=3.0).direction(asked)
-    attacked = 3 - 2 * 0.8**steps
-    assert float(found.vec[0]) == pytest.approx(0.5 * attacked + 3 * 4 * attacked)
+    theta, omega, losses = problem()
+    direction = Adversarial(inner_steps=steps, inner_lr=0.2, retain=0.5, forget=3.0).direction(
+        losses
+    )
+    omega_after = 3 - 2 * 0.8**steps
+    assert float(direction.vec[0]) == pytest.approx(0.5 * omega_after + 3 * 4 * omega_after)
     # the optimiser subtracts
-    assert float(omega.detach() - found.vec[1]) == pytest.approx(attacked)
-    assert found.notes == pytest.approx({"attack_moved": attacked - 1})
-    assert found.weights.tolist() == [0.5, 3.0]
+    assert float(omega.detach() - direction.vec[1]) == pytest.approx(omega_after)
+    assert direction.notes == pytest.approx({"attack_moved": omega_after - 1})
+    assert direction.weights.tolist() == [0.5, 3.0]
     # the attack's own part is no part of the objectives' gradients
-    expected = torch.tensor([[1.0, 4.0], [4.0, 16.0]], dtype=FLOAT) * attacked**2
-    torch.testing.assert_close(found.gram, expected)
+    expected = torch.tensor([[1.0, 4.0], [4.0, 16.0]], dtype=FLOAT) * omega_after**2
+    torch.testing.assert_close(direction.gram, expected)
     assert (theta.item(), omega.item()) == (2, 1), "the weights stay where they are"
 
 
 def test_a_third_objective_counts_like_forget() -> None:
     gradients = closure(*pair(0.2, 1.0, 1.0)).gradients
-    asked = closure(*pair(0.2, 1.0, 1.0))
-    asked.gradients = {**gradients, "replace": gradients["retain"], "attack": gradients["forget"]}
-    found = Adversarial(retain=0.25, forget=2.0).direction(asked)
-    assert found.weights.tolist() == [0.25, 2.0, 2.0]
-    assert found.notes == {"attack_moved": 0.0}
+    pair_closure = closure(*pair(0.2, 1.0, 1.0))
+    pair_closure.gradients = {
+        **gradients,
+        "replace": gradients["retain"],
+        "attack": gradients["forget"],
+    }
+    direction = Adversarial(retain=0.25, forget=2.0).direction(pair_closure)
+    assert direction.weights.tolist() == [0.25, 2.0, 2.0]
+    assert direction.notes == {"attack_moved": 0.0}
 
 
 def test_without_an_attack_it_is_refused() -> None:

@@ -12,21 +12,21 @@ from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.weighted import Weighted
 
 
-def test_weighted_is_the_sum_it_says() -> None:
+def test_weighted_is_the_weighted_sum() -> None:
     retain, forget = pair(-0.3, 2.0, 5.0)
-    found = Weighted(retain=0.5, forget=3.0).direction(closure(retain, forget))
-    torch.testing.assert_close(flat(found.vec), 0.5 * flat(retain) + 3 * flat(forget))
-    assert found.weights.tolist() == [0.5, 3.0]
+    direction = Weighted(retain=0.5, forget=3.0).direction(closure(retain, forget))
+    torch.testing.assert_close(flat(direction.vec), 0.5 * flat(retain) + 3 * flat(forget))
+    assert direction.weights.tolist() == [0.5, 3.0]
 
 
 @pytest.mark.parametrize(
-    ("options", "asked"), [({"forget": 0.0}, ["retain"]), ({"retain": 0.0}, ["forget"])]
+    ("options", "requests"), [({"forget": 0.0}, ["retain"]), ({"retain": 0.0}, ["forget"])]
 )
-def test_a_weight_of_zero_costs_no_backward_pass(options: dict, asked: list[str]) -> None:
-    given = closure(*pair(0.1, 1.0, 1.0))
-    found = Weighted(**options).direction(given)
-    assert given.requests == asked
-    assert torch.isnan(found.gram).any()
+def test_a_weight_of_zero_costs_no_backward_pass(options: dict, requests: list[str]) -> None:
+    pair_closure = closure(*pair(0.1, 1.0, 1.0))
+    direction = Weighted(**options).direction(pair_closure)
+    assert pair_closure.requests == requests
+    assert torch.isnan(direction.gram).any()
 
 
 @pytest.mark.parametrize("options", [{"forget": -1.0}, {"forget": 0.0, "retain": 0.0}])
@@ -37,8 +37,8 @@ def test_weights_are_checked(options: dict) -> None:
 
 def test_ngdiff_is_the_sum_of_unit_vectors() -> None:
     retain, forget = pair(0.4, 7.0, 1e-5)
-    found = flat(NGDiff().direction(closure(retain, forget)).vec)
-    torch.testing.assert_close(found, flat(retain) / 7 + flat(forget) / 1e-5)
+    step = flat(NGDiff().direction(closure(retain, forget)).vec)
+    torch.testing.assert_close(step, flat(retain) / 7 + flat(forget) / 1e-5)
 
 
 @pytest.mark.parametrize("cosine", [-0.8, -0.1, 0.0, 0.5])
@@ -46,11 +46,11 @@ def test_pcgrad_against_torchjd(cosine: float) -> None:
     from torchjd.aggregation import PCGrad
 
     retain, forget = pair(cosine, 2.0, 0.5)
-    found = Surgery(rule="pcgrad").direction(closure(retain, forget))
+    direction = Surgery(rule="pcgrad").direction(closure(retain, forget))
     expected = PCGrad()(torch.stack([flat(retain), flat(forget)]))
-    torch.testing.assert_close(flat(found.vec), expected)
+    torch.testing.assert_close(flat(direction.vec), expected)
     if cosine:  # at a right angle rounding decides the sign, and the sum is the same either way
-        assert found.notes["projected"] == int(cosine < 0)
+        assert direction.notes["projected"] == int(cosine < 0)
 
 
 def test_descent_surgery_does_not_notice_the_sign_of_the_forget_loss() -> None:
@@ -68,8 +68,8 @@ def test_ascent_surgery_is_the_papers_step_up() -> None:
     retain, training = pair(0.7, 1.0, 3.0)  # the gradient of the training loss on forget data
     r, t = flat(retain), flat(training)
     up = t - (r @ t) / (r @ r) * r
-    ours = flat(Surgery("ascent").direction(closure(retain, tuple(-p for p in training))).vec)
-    torch.testing.assert_close(-ours, up)
+    step = flat(Surgery("ascent").direction(closure(retain, tuple(-p for p in training))).vec)
+    torch.testing.assert_close(-step, up)
 
 
 def test_surgery_refuses_three_objectives() -> None:
@@ -77,14 +77,14 @@ def test_surgery_refuses_three_objectives() -> None:
         Surgery().weights(torch.eye(3, dtype=torch.float64))
 
 
-def test_a_d_takes_turns_and_asks_one_objective_a_step() -> None:
+def test_a_d_computes_one_gradient_a_step_in_turn() -> None:
     method = Weighted(alternate=True)
     for step, objective in enumerate(("forget", "retain", "forget")):
-        given = closure(*pair(0.1, 1.0, 2.0))
-        given.step = step
-        found = method.direction(given)
-        assert given.requests == [objective]
-        torch.testing.assert_close(flat(found.vec), flat(given.gradients[objective]))
+        pair_closure = closure(*pair(0.1, 1.0, 2.0))
+        pair_closure.step = step
+        direction = method.direction(pair_closure)
+        assert pair_closure.requests == [objective]
+        torch.testing.assert_close(flat(direction.vec), flat(pair_closure.gradients[objective]))
 
 
 def test_alternating_with_a_weight_of_zero_is_refused() -> None:
@@ -100,20 +100,20 @@ def gram_with(dead: int, value: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_objective_without_a_gradient_is_left_out_and_counted(dead: int, value: float) -> None:
+def test_an_objective_without_a_gradient_is_left_out_and_counted(dead: int, value: float) -> None:
     gram, alive = gram_with(dead, value), 1 - dead
     weights, notes = NGDiff().solve(gram)
     assert weights[dead] == 0
     assert float(weights[alive]) == pytest.approx([1 / 2, 1 / 3][alive])
     assert notes == {"degenerate": 1}
-    # what is left of each rule: S is the retain step, SA the forget step, PCGrad whichever there is
-    for rule, wanted in (("descent", [1.0, 0.0]), ("ascent", [0.0, 1.0]), ("pcgrad", [1.0, 1.0])):
+    # one gradient is 0: S is the retain step, SA the forget step, PCGrad the step of the other one
+    for rule, expected in (("descent", [1.0, 0.0]), ("ascent", [0.0, 1.0]), ("pcgrad", [1.0, 1.0])):
         weights, notes = Surgery(rule=rule).solve(gram)
-        assert weights.tolist() == [0.0 if i == dead else wanted[i] for i in range(2)]
+        assert weights.tolist() == [0.0 if i == dead else expected[i] for i in range(2)]
         assert notes == {"degenerate": 1}
 
 
-def test_ngdiff_knows_when_both_gradients_are_there() -> None:
+def test_ngdiff_with_both_gradients() -> None:
     weights, notes = NGDiff().solve(torch.tensor([[0.25, 1.0], [1.0, 100.0]], dtype=torch.float64))
     assert weights.tolist() == [2.0, 0.1]
     assert notes == {"degenerate": 0}
@@ -131,32 +131,32 @@ def test_surgery_by_hand() -> None:
         "pcgrad": {"degenerate": 0, "projected": 1},
     }
     for rule, weights in expected.items():
-        found, said = Surgery(rule=rule).solve(gram)
-        assert found.tolist() == weights
-        assert said == notes[rule]
-    agreed, said = Surgery(rule="pcgrad").solve(gram.abs())
-    assert agreed.tolist() == [1.0, 1.0]
-    assert said == {"degenerate": 0, "projected": 0}
+        solution, rule_notes = Surgery(rule=rule).solve(gram)
+        assert solution.tolist() == weights
+        assert rule_notes == notes[rule]
+    solution, rule_notes = Surgery(rule="pcgrad").solve(gram.abs())
+    assert solution.tolist() == [1.0, 1.0]
+    assert rule_notes == {"degenerate": 0, "projected": 0}
 
 
-def test_surgery_says_which_laws_it_keeps_and_whom_it_knows() -> None:
+def test_the_laws_and_objectives_of_surgery() -> None:
     assert Surgery(rule="pcgrad").laws() == {"stationarity"}
     for rule in ("descent", "ascent"):
         assert Surgery(rule=rule).laws() == {"stationarity", "orthogonality"}
     Surgery().check_objectives(("retain", "forget"))
     for objectives in (("retain",), ("retain", "forget", "forget.2")):
         with pytest.raises(
-            ValueError, match=f"two objectives, retain and forget; found {', '.join(objectives)}"
+            ValueError, match=f"two objectives retain and forget; found {', '.join(objectives)}"
         ):
             Surgery().check_objectives(objectives)
 
 
 def test_the_gram_matrix_of_what_was_computed_and_nan_elsewhere() -> None:
-    given = closure(*pair(0.5, 2.0, 3.0))
-    found = Weighted(retain=0.0).direction(given)
-    assert torch.isnan(found.gram).tolist() == [[True, True], [True, False]]
-    assert float(found.gram[1, 1]) == pytest.approx(9)
-    both = Weighted().direction(given)
+    pair_closure = closure(*pair(0.5, 2.0, 3.0))
+    direction = Weighted(retain=0.0).direction(pair_closure)
+    assert torch.isnan(direction.gram).tolist() == [[True, True], [True, False]]
+    assert float(direction.gram[1, 1]) == pytest.approx(9)
+    both = Weighted().direction(pair_closure)
     torch.testing.assert_close(
         both.gram, torch.tensor([[4.0, 3.0], [3.0, 9.0]], dtype=torch.float64)
     )
@@ -164,19 +164,25 @@ def test_the_gram_matrix_of_what_was_computed_and_nan_elsewhere() -> None:
 
 def test_alternating_weighs_and_logs_the_one_whose_turn_it_is() -> None:
     for step, weights in ((0, [0.0, 5.0]), (1, [2.0, 0.0]), (2, [0.0, 5.0]), (3, [2.0, 0.0])):
-        given = closure(*pair(0.1, 1.0, 2.0))
-        given.step = step
-        found = Weighted(retain=2.0, forget=5.0, alternate=True).direction(given)
-        assert found.weights.tolist() == weights
+        pair_closure = closure(*pair(0.1, 1.0, 2.0))
+        pair_closure.step = step
+        direction = Weighted(retain=2.0, forget=5.0, alternate=True).direction(pair_closure)
+        assert direction.weights.tolist() == weights
         own = "retain" if step % 2 else "forget"
-        torch.testing.assert_close(flat(found.vec), max(weights) * flat(given.gradients[own]))
+        torch.testing.assert_close(
+            flat(direction.vec), max(weights) * flat(pair_closure.gradients[own])
+        )
 
 
 def test_who_is_weighed_how() -> None:
     retain, forget = pair(0.1, 1.0, 2.0)
-    given = closure(retain, forget)
-    given.gradients["forget.2"] = retain
-    assert Weighted(retain=2.0, forget=5.0).direction(given).weights.tolist() == [2.0, 5.0, 5.0]
+    pair_closure = closure(retain, forget)
+    pair_closure.gradients["forget.2"] = retain
+    assert Weighted(retain=2.0, forget=5.0).direction(pair_closure).weights.tolist() == [
+        2.0,
+        5.0,
+        5.0,
+    ]
 
 
 def test_a_weight_of_retain_needs_a_retain_set() -> None:
@@ -207,8 +213,8 @@ def test_which_weights_make_a_method(options: dict, fine: bool) -> None:
 
 
 def test_the_settings_with_names_do_what_their_names_say() -> None:
-    """Who is asked for a gradient at the first two steps: nothing but forgetting, nothing but
-    retaining, both, in turn.
+    """The objectives whose gradients the first two steps compute: forget alone, retain alone, both,
+    or in turn.
     """
     expected = {
         "finetune": [["retain"], ["retain"]],
@@ -218,9 +224,9 @@ def test_the_settings_with_names_do_what_their_names_say() -> None:
         "a-d": [["forget"], ["retain"]],
     }
     assert set(weighted.NAMED) == set(expected)
-    for name, asked in expected.items():
-        for step, objectives in enumerate(asked):
-            given = closure(*pair(0.1, 1.0, 2.0))
-            given.step = step
-            Weighted(**weighted.NAMED[name]).direction(given)
-            assert given.requests == objectives, name
+    for name, requests in expected.items():
+        for step, objectives in enumerate(requests):
+            pair_closure = closure(*pair(0.1, 1.0, 2.0))
+            pair_closure.step = step
+            Weighted(**weighted.NAMED[name]).direction(pair_closure)
+            assert pair_closure.requests == objectives, name

@@ -31,10 +31,10 @@ class Weights(GramMethod):
 
 
 @dataclass(frozen=True)
-class Changed(Method):
+class GradientSum(Method):
     """The gradients' sum, changed by a function: a method whose direction has no weights."""
 
-    title: ClassVar[str] = "Changed"
+    title: ClassVar[str] = "GradientSum"
     source: ClassVar[str] = "a test"
 
     change: Callable[[Tensor], Tensor] = lambda tensor: tensor
@@ -67,9 +67,9 @@ BREAKS = [
     ("orthogonality", Weights(projection(0.0), removed_objective="retain")),
     ("forget_sign", Weights(lambda gram: [1.0, 1.0])),
     ("stationarity", Weights(lambda gram: [1.0, 1.0])),
-    ("zero_step", Changed(lambda tensor: tensor + 1e-9)),
-    ("shapes", Changed(lambda tensor: tensor.double())),
-    ("shapes", Changed(lambda tensor: tensor[None])),
+    ("zero_step", GradientSum(lambda tensor: tensor + 1e-9)),
+    ("shapes", GradientSum(lambda tensor: tensor.double())),
+    ("shapes", GradientSum(lambda tensor: tensor[None])),
 ]
 
 
@@ -87,8 +87,8 @@ HOLDS = [
     ("orthogonality", Weights(projection(0.0))),
     ("forget_sign", Weights(lambda gram: [1.0, 0.0])),
     ("stationarity", Weights(unit_sum())),
-    ("zero_step", Changed()),
-    ("shapes", Changed()),
+    ("zero_step", GradientSum()),
+    ("shapes", GradientSum()),
 ]
 
 
@@ -105,11 +105,11 @@ def test_every_law_is_broken_here_once() -> None:
 @pytest.mark.parametrize("law", ["equal_contribution", "stationarity"])
 def test_a_law_about_weights_needs_weights(law: str) -> None:
     with pytest.raises(checks.LawError, match="the direction has no weights"):
-        checks.check_law(law, Changed())
+        checks.check_law(law, GradientSum())
 
 
 def test_the_removed_gradient_must_be_named() -> None:
-    with pytest.raises(checks.LawError, match="an attribute `removed`: 'retain' or 'forget'"):
+    with pytest.raises(checks.LawError, match="`removed_objective`: 'retain' or 'forget'"):
         checks.check_law("orthogonality", Weights(projection(0.0), removed_objective="attack"))
 
 

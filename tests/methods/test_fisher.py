@@ -1,4 +1,4 @@
-"""The Fisher matrix and its solvers on problems so small that everything is written out."""
+"""The Fisher matrix and its solvers on problems that are small enough for dense formulas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def linear(d: int = 3, outputs: int = 2, seed: int = 1) -> nn.Linear:
     return model
 
 
-def written_out(model: nn.Linear, x: Tensor, likelihood: str) -> Tensor:
+def linear_fisher(model: nn.Linear, x: Tensor, likelihood: str) -> Tensor:
     """mean of Sigma (x) x x^T, the Fisher of a linear model, [p, p]."""
     total = torch.zeros(model.weight.numel(), model.weight.numel(), dtype=FLOAT)
     for row in x:
@@ -81,15 +81,15 @@ def test_frozen_parameters_take_no_part_and_unused_ones_have_no_gradient() -> No
     class Spare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.used, self.frozen, self.spare = (
+            self.active, self.fixed, self.spare = (
                 linear(),
                 linear(),
                 nn.Parameter(torch.ones(2, dtype=FLOAT)),
             )
-            self.frozen.requires_grad_(False)
+            self.fixed.requires_grad_(False)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.used(x) + self.frozen(x)
+            return self.active(x) + self.fixed(x)
 
     model, (x, y, _) = Spare(), samples()
     risk = Risk(model)
@@ -103,7 +103,7 @@ def test_products_dense_and_diagonal_written_out(likelihood: str) -> None:
     model, (x, labels, targets) = linear(), samples()
     y = labels if likelihood == "softmax" else targets
     fisher = Fisher(Risk(model, likelihood), [(x[:3], y[:3]), (x[3:], y[3:])], 0.2)
-    expected = written_out(model, x, likelihood) + 0.2 * torch.eye(6, dtype=FLOAT)
+    expected = linear_fisher(model, x, likelihood) + 0.2 * torch.eye(6, dtype=FLOAT)
     torch.testing.assert_close(fisher.dense(), expected)
     torch.testing.assert_close(fisher.diagonal(), expected.diagonal())
     v = (torch.arange(6, dtype=FLOAT).reshape(2, 3),)
@@ -121,13 +121,15 @@ def test_every_solver_inverts_its_matrix(solver: str, likelihood: str) -> None:
     model, (x, labels, targets) = linear(), samples(1 if solver == "kfac" else 7)
     y = labels if likelihood == "softmax" else targets
     fisher = Fisher(Risk(model, likelihood), [(x, y)], 0.4)
-    matrix = written_out(model, x, likelihood) + 0.4 * torch.eye(6, dtype=FLOAT)
+    matrix = linear_fisher(model, x, likelihood) + 0.4 * torch.eye(6, dtype=FLOAT)
     if solver == "diagonal":
         matrix = matrix.diagonal().diag()
     v = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, -1.0], dtype=FLOAT)
-    (found,) = algebra.solve(fisher, (v.reshape(2, 3),), solver, iterations=150)
-    torch.testing.assert_close(found.flatten(), torch.linalg.solve(matrix, v), rtol=1e-6, atol=1e-8)
-    assert found.shape == (2, 3)
+    (solution,) = algebra.solve(fisher, (v.reshape(2, 3),), solver, iterations=150)
+    torch.testing.assert_close(
+        solution.flatten(), torch.linalg.solve(matrix, v), rtol=1e-6, atol=1e-8
+    )
+    assert solution.shape == (2, 3)
 
 
 @pytest.mark.parametrize("likelihood", ["softmax", "gaussian"])
@@ -141,11 +143,11 @@ def test_kfac_of_one_layer_with_a_bias_and_three_outputs(likelihood: str) -> Non
         Risk(model, likelihood), [(x, labels if likelihood == "softmax" else targets)], 0.4
     )
     v = (torch.arange(12, dtype=FLOAT).reshape(3, 4), torch.tensor([1.0, -1.0, 2.0], dtype=FLOAT))
-    for found, exact in zip(
+    for solution, exact in zip(
         algebra.solve(fisher, v, "kfac"), algebra.solve(fisher, v, "exact"), strict=True
     ):
-        torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-9)
-        assert not found.requires_grad
+        torch.testing.assert_close(solution, exact, rtol=1e-6, atol=1e-9)
+        assert not solution.requires_grad
 
 
 def test_lissa_without_a_sigma_takes_a_tenth_more_than_the_largest_eigenvalue() -> None:
@@ -153,24 +155,24 @@ def test_lissa_without_a_sigma_takes_a_tenth_more_than_the_largest_eigenvalue() 
     model, (x, _, y) = linear(), samples()
     fisher = Fisher(Risk(model, "gaussian"), [(x, y)], 0.1)
     values, basis = torch.linalg.eigh(
-        written_out(model, x, "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
+        linear_fisher(model, x, "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
     )
     v = torch.arange(1.0, 7.0, dtype=FLOAT)
-    for sigma, given in ((1.1 * float(values.max()), {}), (30.0, {"sigma": 30.0})):
-        filtered = (1 - (1 - values / sigma) ** 4) / values
-        (found,) = algebra.solve(fisher, (v.reshape(2, 3),), "lissa", iterations=3, **given)
+    for sigma, options in ((1.1 * float(values.max()), {}), (30.0, {"sigma": 30.0})):
+        filter_factors = (1 - (1 - values / sigma) ** 4) / values
+        (solution,) = algebra.solve(fisher, (v.reshape(2, 3),), "lissa", iterations=3, **options)
         torch.testing.assert_close(
-            found.flatten(), basis @ (filtered * (basis.T @ v)), rtol=1e-6, atol=1e-9
+            solution.flatten(), basis @ (filter_factors * (basis.T @ v)), rtol=1e-6, atol=1e-9
         )
 
 
-def test_conjugate_gradients_stop_when_told() -> None:
-    """One iteration is the steepest descent of the quadratic, (r.r / r.Ar) r; a tolerance of 0.9 is
-    met by it or by none.
+def test_conjugate_gradients_stop_at_their_limits() -> None:
+    """One iteration is the steepest descent of the quadratic, (r.r / r.Ar) r. It also meets a
+    tolerance of 0.9.
     """
     model, (x, _, y) = linear(), samples()
     fisher = Fisher(Risk(model, "gaussian"), [(x, y)], 0.1)
-    matrix = written_out(model, x, "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
+    matrix = linear_fisher(model, x, "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
     v = torch.arange(1.0, 7.0, dtype=FLOAT)
     first = (v @ v) / (v @ matrix @ v) * v
     (once,) = algebra.solve(fisher, (v.reshape(2, 3),), "cg", iterations=1)
@@ -235,7 +237,7 @@ def test_the_step_written_out(objective: str, fisher_on: str, damping: float) ->
     model = minimiser(x, y, ridge)
     w = model.weight.detach().clone()
     method = NaturalGradient(objective=objective, fisher_on=fisher_on, damping=damping)
-    found = method.apply(
+    outcome = method.apply(
         Risk(model, "gaussian", ridge), [(x[:m], y[:m])], [(x[m:8], y[m:8]), (x[8:], y[8:])]
     )
     push = (x[:m] @ w.T - y[:m]).T @ x[:m]
@@ -247,15 +249,15 @@ def test_the_step_written_out(objective: str, fisher_on: str, damping: float) ->
         push, matrix = push / n, gram / n
     step = torch.linalg.solve(matrix + (ridge + damping) * torch.eye(3, dtype=FLOAT), push.T).T
     torch.testing.assert_close(model.weight.detach(), w + step)
-    torch.testing.assert_close(found.step[0], step)
-    assert found.length == pytest.approx(float(step.norm()))
-    assert found.shrunk == 1
-    assert found.residual < 1e-9
+    torch.testing.assert_close(outcome.step[0], step)
+    assert outcome.length == pytest.approx(float(step.norm()))
+    assert outcome.shrunk == 1
+    assert outcome.residual < 1e-9
 
     def slope(at: Tensor) -> float:
         return float(((x[m:] @ at.T - y[m:]).T @ x[m:] / (n - m) + ridge * at).norm())
 
-    assert (found.before, found.after) == pytest.approx(
+    assert (outcome.before, outcome.after) == pytest.approx(
         (slope(w), slope(w + step)), rel=1e-6, abs=1e-9
     )
 
@@ -267,11 +269,11 @@ def test_the_trust_region_is_exact_for_gaussian_outputs() -> None:
     for kl in (0.0, 1e-5, 1e3):
         model = minimiser(x, y, 0.1)
         before = model(x[3:]).detach()
-        found = NaturalGradient(kl=kl).apply(
+        outcome = NaturalGradient(kl=kl).apply(
             Risk(model, "gaussian", 0.1), [(x[:3], y[:3])], [(x[3:], y[3:])]
         )
-        moved = float(0.5 * (model(x[3:]).detach() - before).square().sum(1).mean())
-        lengths[kl] = (found.length, found.shrunk, moved)
+        divergence = float(0.5 * (model(x[3:]).detach() - before).square().sum(1).mean())
+        lengths[kl] = (outcome.length, outcome.shrunk, divergence)
     assert lengths[1e-5][2] == pytest.approx(1e-5, rel=1e-6)
     assert lengths[1e-5][1] == pytest.approx(math.sqrt(1e-5 / lengths[0.0][2]))
     assert lengths[1e-5][0] == pytest.approx(lengths[0.0][0] * lengths[1e-5][1])
@@ -284,28 +286,28 @@ def test_the_residual_is_a_share_of_the_right_hand_side() -> None:
     x, _, y = samples(11)
     model = minimiser(x, y, 0.1)
     w = model.weight.detach().clone()
-    found = NaturalGradient(iterations=1).apply(
+    outcome = NaturalGradient(iterations=1).apply(
         Risk(model, "gaussian", 0.1), [(x[:3], y[:3])], [(x[3:], y[3:])]
     )
     b = (((x[:3] @ w.T - y[:3]).T @ x[:3] + 0.3 * w) / 8).flatten()
-    matrix = written_out(model, x[3:], "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
+    matrix = linear_fisher(model, x[3:], "gaussian") + 0.1 * torch.eye(6, dtype=FLOAT)
     first = (b @ b) / (b @ matrix @ b) * b
-    torch.testing.assert_close(found.step[0].flatten(), first)
-    assert found.residual == pytest.approx(float((matrix @ first - b).norm() / b.norm()))
+    torch.testing.assert_close(outcome.step[0].flatten(), first)
+    assert outcome.residual == pytest.approx(float((matrix @ first - b).norm() / b.norm()))
 
 
 def test_nothing_to_forget_has_no_residual_and_does_not_shrink() -> None:
     x, _, y = samples(11)
     for kl in (0.0, 1e-6):
-        found = NaturalGradient(kl=kl).apply(
+        outcome = NaturalGradient(kl=kl).apply(
             Risk(minimiser(x, y, 0.1), "gaussian", 0.1), [], [(x, y)]
         )
-        assert (found.residual, found.shrunk, found.length) == (0, 1, 0)
+        assert (outcome.residual, outcome.shrunk, outcome.length) == (0, 1, 0)
 
 
 def test_a_solver_that_runs_away_changes_nothing() -> None:
     x, _, y = samples(11)
-    for sigma, iterations, words in ((0.2, 30, "ran away"), (1e-30, 12, "not finite")):
+    for sigma, iterations, words in ((0.2, 30, "diverged"), (1e-30, 12, "not finite")):
         model = minimiser(x, y, 0.1)
         before = model.weight.detach().clone()
         method = NaturalGradient(solver="lissa", sigma=sigma, iterations=iterations)
@@ -322,16 +324,16 @@ def test_an_edit_is_the_step_and_its_figures() -> None:
         one, (0, 4), (1, 2, 3, 5, 6, 7, 8, 9, 10), 0.2, batches, lambda rows: one.weight.sum()
     )
     figures = NaturalGradient().edit(request)
-    done = NaturalGradient().apply(
+    outcome = NaturalGradient().apply(
         Risk(other, "softmax", 0.2), batches(request.forget), batches(request.retain)
     )
     torch.testing.assert_close(one.weight, other.weight)
     assert figures == pytest.approx(
         {
-            "step": done.length,
-            "gradient_before": done.before,
-            "gradient_after": done.after,
-            "residual": done.residual,
+            "step": outcome.length,
+            "gradient_before": outcome.before,
+            "gradient_after": outcome.after,
+            "residual": outcome.residual,
             "shrunk": 1.0,
         }
     )
@@ -343,9 +345,9 @@ def test_the_proximal_step_of_a_diagonal_metric_is_soft_thresholding() -> None:
         torch.tensor([3.0, -3.0, 0.4, -0.4, 0.0], dtype=FLOAT),
         torch.tensor([1.0, 2.0, 1.0, 4.0, 1.0], dtype=FLOAT),
     )
-    found = proximal(center, a.diag(), 0.5)
+    solution = proximal(center, a.diag(), 0.5)
     torch.testing.assert_close(
-        found, torch.tensor([2.5, -2.75, 0.0, -0.275, 0.0], dtype=FLOAT), rtol=0, atol=1e-12
+        solution, torch.tensor([2.5, -2.75, 0.0, -0.275, 0.0], dtype=FLOAT), rtol=0, atol=1e-12
     )
 
 
@@ -364,6 +366,6 @@ def test_the_proximal_iteration_is_accelerated() -> None:
     best = center.sign() * (center.abs() - penalty / metric.diagonal()).clamp(min=0)
     distance = float((center - best).square().sum())
     for k in (20, 50, 100):
-        found = proximal(center, metric, penalty, iterations=k)
-        assert value(found) - value(best) <= 2 * distance / (k + 1) ** 2
+        solution = proximal(center, metric, penalty, iterations=k)
+        assert value(solution) - value(best) <= 2 * distance / (k + 1) ** 2
     assert value(center) > value(proximal(center, metric, penalty, iterations=1)) > value(best)

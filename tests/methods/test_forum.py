@@ -1,5 +1,5 @@
-"""FORUM: duality, the lemmas that can be measured, Eq. (24), memory, and the printed version's
-errors.
+"""FORUM: duality, the lemmas that a test can measure, Eq. (24), memory, and the errors of the
+printed version.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_t9_one_objective_is_bome() -> None:
         torch.testing.assert_close(d, -(g[0] + nu * q))
 
 
-def test_e1_the_printed_multiplier_asks_for_twice_the_descent() -> None:
+def test_e1_the_printed_multiplier_gives_twice_the_descent() -> None:
     """With nu of Eqs. 9 and 17 (rho instead of rho/2) <q, d> is -2 phi, phi = rho/2 ||q||^2, where
     it is active.
     """
@@ -151,8 +151,8 @@ def lower(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor, w: torch.Tensor
 
 def whole_lipschitz(a: torch.Tensor, b: torch.Tensor) -> float:
     """L_f: the largest eigenvalue of f's Hessian in (alpha, w)."""
-    joined = torch.cat([-b, torch.eye(len(b), dtype=b.dtype)], 1)
-    return float(torch.linalg.eigvalsh(joined.T @ a @ joined).max())
+    jacobian = torch.cat([-b, torch.eye(len(b), dtype=b.dtype)], 1)
+    return float(torch.linalg.eigvalsh(jacobian.T @ a @ jacobian).max())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -225,11 +225,11 @@ def run_eq24(start: tuple, steps: int, **options) -> tuple[float, list[float]]:
     gaps = []
     for k in range(steps):
         closure.step = k
-        found = method.direction(closure)
-        gaps.append(found.notes["q"])
+        result = method.direction(closure)
+        gaps.append(result.notes["q"])
         with torch.no_grad():
-            alpha -= 0.3 * found.vec[0]
-            omega -= found.vec[1]  # scaled by outer_lr already
+            alpha -= 0.3 * result.vec[0]
+            omega -= result.vec[1]  # scaled by outer_lr already
     return distance(alpha, omega), gaps
 
 
@@ -238,11 +238,11 @@ STARTS = [(0.0, (0.0, 3.0)), (2.0, (0.0, 3.0)), (2.0, (3.0, 3.0))]
 
 @pytest.mark.parametrize("start", STARTS)
 def test_t7_eq24_is_solved(start: tuple) -> None:
-    """The paper's settings (mu .3, eta .05, T 50, rho .3): 1e-4 after 100 steps, and q~ >= 0 on the
-    way.
+    """The paper's settings (mu .3, eta .05, T 50, rho .3): the distance is below 1e-4 after 100
+    steps, and q~ >= 0 at every step.
     """
-    left, gaps = run_eq24(start, 100)
-    assert left < 1e-4
+    final_distance, gaps = run_eq24(start, 100)
+    assert final_distance < 1e-4
     assert min(gaps) >= -1e-12
 
 
@@ -256,17 +256,17 @@ def test_t6_the_rate_of_the_theorem() -> None:
         lowest = float("inf")
         for k in range(steps):
             closure.step = k
-            found = method.direction(closure)
-            lowest = min(lowest, found.notes["kkt"])
+            result = method.direction(closure)
+            lowest = min(lowest, result.notes["kkt"])
             with torch.no_grad():
-                alpha -= mu * found.vec[0]
-                omega -= found.vec[1]
+                alpha -= mu * result.vec[0]
+                omega -= result.vec[1]
         ratios.append(lowest * steps**0.25)
     assert ratios == sorted(ratios, reverse=True)
 
 
 def test_t7_a_cold_start_stalls() -> None:
-    """E4: with w~^0 = omega_0 a bias of order (1 - eta c)^T is left; the warm start has none."""
+    """E4: with w~^0 = omega_0 a bias of order (1 - eta c)^T remains; the warm start has none."""
     warm, _ = run_eq24(STARTS[1], 400)
     cold, _ = run_eq24(STARTS[1], 400, warm=False)
     assert warm < 1e-8
@@ -278,7 +278,7 @@ def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
     T graphs.
     """
 
-    def saved(steps: int, unrolled: bool) -> int:
+    def saved_bytes(steps: int, unroll: bool) -> int:
         torch.manual_seed(0)
         alpha = torch.randn(50, 50, requires_grad=True)
         omega = torch.randn(50, requires_grad=True)
@@ -293,7 +293,7 @@ def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
             total += x.numel() * x.element_size()
             return x
 
-        class Held:
+        class CountedTensor:
             """A saved tensor that is counted while the graph holds it."""
 
             def __init__(self, tensor: torch.Tensor) -> None:
@@ -307,8 +307,8 @@ def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
                 total -= self.tensor.numel() * self.tensor.element_size()
 
         peaks: list[int] = []
-        held = Held
-        if unrolled:
+        hook = CountedTensor
+        if unroll:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 w = omega
                 for _ in range(steps):
@@ -316,16 +316,16 @@ def test_t8_saved_bytes_do_not_grow_with_the_inner_steps() -> None:
                 torch.autograd.grad(f(w), alpha)
             return total
 
-        def watched() -> torch.Tensor:
-            with torch.autograd.graph.saved_tensors_hooks(held, lambda h: h.tensor):
+        def loss() -> torch.Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(hook, lambda h: h.tensor):
                 return f(omega)
 
-        losses = {"retain": [watched], "forget": [watched], "attack": [watched]}
+        losses = {"retain": [loss], "forget": [loss], "attack": [loss]}
         Forum(inner_steps=steps).direction(LossClosure((alpha, omega), losses, inner=[1]))
         return max(peaks)
 
-    assert saved(4, unrolled=False) == saved(16, unrolled=False)
-    assert saved(16, unrolled=True) > 3.5 * saved(4, unrolled=True)
+    assert saved_bytes(4, unroll=False) == saved_bytes(16, unroll=False)
+    assert saved_bytes(16, unroll=True) > 3.5 * saved_bytes(4, unroll=True)
 
 
 # --- the stall at a pretrained model --------------------------------------------------------------
@@ -336,21 +336,21 @@ def test_the_printed_version_stands_still_at_a_pretrained_model() -> None:
     theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     delta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
 
-    def moved(**options) -> float:
+    def step_length(**options) -> float:
         losses = {
             "retain": [lambda: 1e-9 * theta[2] + (theta**2).sum()],
             "forget": [lambda: ((theta[:2] - 1) ** 2).sum() + 0.1 * delta.sum() * theta[0]],
             "attack": [lambda: ((delta - theta[:2]) ** 2).sum()],
         }
-        found = Forum(**options).direction(LossClosure((theta, delta), losses, inner=[1]))
-        return float(found.vec[0].norm())
+        result = Forum(**options).direction(LossClosure((theta, delta), losses, inner=[1]))
+        return float(result.vec[0].norm())
 
-    assert moved(normalize=False) < 1e-8
-    assert moved(normalize=True) > 0.1
-    assert moved(normalize=False, floor=0.2) > 0.1
+    assert step_length(normalize=False) < 1e-8
+    assert step_length(normalize=True) > 0.1
+    assert step_length(normalize=False, floor=0.2) > 0.1
 
 
-def test_a_objective_at_its_minimum_does_not_stop_the_others() -> None:
+def test_an_objective_at_its_minimum_does_not_stop_the_others() -> None:
     """Distillation at the untouched model has a gradient of exactly 0."""
     theta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     delta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
@@ -359,17 +359,17 @@ def test_a_objective_at_its_minimum_does_not_stop_the_others() -> None:
         "forget": [lambda: ((theta - 1) ** 2).sum()],
         "attack": [lambda: (delta**2).sum()],
     }
-    found = Forum().direction(LossClosure((theta, delta), losses, inner=[1]))
-    assert found.weights.tolist() == pytest.approx([0.0, 1 / 8**0.5])
-    assert torch.all(found.vec[0] < 0)
+    result = Forum().direction(LossClosure((theta, delta), losses, inner=[1]))
+    assert result.weights.tolist() == pytest.approx([0.0, 1 / 8**0.5])
+    assert torch.all(result.vec[0] < 0)
 
 
 def test_a_lower_level_that_diverges_is_a_step_not_taken() -> None:
-    """It must not be read as "no constraint"."""
+    """A divergence must not pass as "no constraint"."""
     closure = eq24(STARTS[0])[2]
-    found = Forum(inner_lr=100.0, inner_steps=200).direction(closure)
-    assert found.notes == {"inner_diverged": 1}
-    assert all(torch.isnan(part).all() for part in found.vec)
+    result = Forum(inner_lr=100.0, inner_steps=200).direction(closure)
+    assert result.notes == {"inner_diverged": 1}
+    assert all(torch.isnan(part).all() for part in result.vec)
 
 
 def test_a_floor_that_does_not_fit_the_objectives_is_refused() -> None:
@@ -378,7 +378,7 @@ def test_a_floor_that_does_not_fit_the_objectives_is_refused() -> None:
         Forum(floor=0.5).check_objectives(("retain", "forget", "replace", "attack"))
 
 
-def test_a_resumed_run_goes_on_alike() -> None:
+def test_a_resumed_run_continues_with_equal_steps() -> None:
     closure = eq24(STARTS[0])[2]
     method = Forum(normalize=False)
     vecs = []
@@ -420,16 +420,16 @@ def test_multipliers_work_on_a_gram_matrix_of_tensor_tuples() -> None:
 
 @pytest.mark.parametrize("m", [1, 3, 4])
 def test_the_common_length_of_the_gradients_does_not_matter(m: int) -> None:
-    """Scaling all gradients, that of q too, by 1e-12 to 1e12 leaves the multipliers: no rank
-    decision sees the units.
+    """A scale of 1e-12 to 1e12 of all gradients, that of q too, leaves the multipliers: no rank
+    decision depends on units.
     """
     for seed in range(5):
         g, q = problem(m, seed)
         expected, nu = multipliers(gram_of(g, q), 0.4)
         for scale in (1e-12, 1e-8, 1e-4, 1e4, 1e8, 1e12):
-            lam, found = multipliers(gram_of(scale * g, scale * q), 0.4)
+            lam, scaled_nu = multipliers(gram_of(scale * g, scale * q), 0.4)
             torch.testing.assert_close(lam, expected, rtol=1e-9, atol=1e-12)
-            assert found == pytest.approx(nu, rel=1e-9, abs=1e-12)
+            assert scaled_nu == pytest.approx(nu, rel=1e-9, abs=1e-12)
         apart = torch.ones(m, dtype=g.dtype)
         apart[0] = 1e6  # one gradient a million times the others
         gram = gram_of(apart[:, None] * g, q)
@@ -448,7 +448,7 @@ def test_the_common_length_of_the_gradients_does_not_matter(m: int) -> None:
         )
 
 
-# --- one step, question by question ---------------------------------------------------------------
+# --- the parts of one step ------------------------------------------------------------------------
 
 
 def gradients_of(closure: LossClosure, objectives: tuple[str, ...]) -> torch.Tensor:
@@ -468,9 +468,9 @@ def constraint_of(
     1).
     """
     w = torch.tensor(omega, dtype=torch.float64) - alpha
-    left = (1 - 2 * lr) ** steps * w
-    slope = torch.cat([(-2 * w.sum() + 2 * left.sum())[None], 2 * w])
-    return slope, float(w @ w - left @ left)
+    residual = (1 - 2 * lr) ** steps * w
+    slope = torch.cat([(-2 * w.sum() + 2 * residual.sum())[None], 2 * w])
+    return slope, float(w @ w - residual @ residual)
 
 
 @pytest.mark.parametrize("start", [*STARTS, (0.5, (1.5, -1.0))])
@@ -484,24 +484,24 @@ def test_one_step_is_the_solution_of_the_direction_problem(
     """
     _, _, closure = eq24(start)
     method = Forum(rho_e=rho_e, inner_steps=3, inner_lr=0.1, outer_lr=1.0, normalize=normalize)
-    found = method.direction(closure)
-    step = torch.cat([part.flatten() for part in found.vec])
+    result = method.direction(closure)
+    step = torch.cat([part.flatten() for part in result.vec])
     q, gap = constraint_of(*start, 0.1, 3)
     raw = gradients_of(closure, ("first", "second"))
     g = raw / raw.norm(dim=1, keepdim=True) if normalize else raw
     x, worst = cvxpy.Variable(3), cvxpy.Variable()
-    asked = [g.numpy() @ x <= worst, q.numpy() @ x <= -rho_e * float(q @ q)]
-    cvxpy.Problem(cvxpy.Minimize(worst + 0.5 * cvxpy.sum_squares(x)), asked).solve(
+    constraints = [g.numpy() @ x <= worst, q.numpy() @ x <= -rho_e * float(q @ q)]
+    cvxpy.Problem(cvxpy.Minimize(worst + 0.5 * cvxpy.sum_squares(x)), constraints).solve(
         solver="CLARABEL"
     )
     np.testing.assert_allclose(-step.numpy(), x.value, atol=2e-5)
-    assert found.notes["q"] == pytest.approx(gap)
-    assert found.notes["kkt"] == pytest.approx(float(step.norm()), abs=1e-9)
-    assert found.notes["q_negative"] == 0
-    torch.testing.assert_close(found.gram, raw @ raw.T)
-    torch.testing.assert_close(step, found.weights @ raw + found.notes["nu"] * q)
+    assert result.notes["q"] == pytest.approx(gap)
+    assert result.notes["kkt"] == pytest.approx(float(step.norm()), abs=1e-9)
+    assert result.notes["q_negative"] == 0
+    torch.testing.assert_close(result.gram, raw @ raw.T)
+    torch.testing.assert_close(step, result.weights @ raw + result.notes["nu"] * q)
     assert float(
-        (found.weights * raw.norm(dim=1) if normalize else found.weights).sum()
+        (result.weights * raw.norm(dim=1) if normalize else result.weights).sum()
     ) == pytest.approx(1)
 
 
@@ -537,17 +537,17 @@ def test_weights_are_smoothed_over_the_steps(momentum: float) -> None:
 
 
 def test_a_cold_start_is_where_the_attack_stood_first() -> None:
-    """f falls from omega_0 again and again: q~ at a moved omega is f there less f after three steps
-    from omega_0.
+    """Every inner descent starts at omega_0: q~ at another omega is f there minus f after three
+    steps from omega_0.
     """
     alpha, omega, closure = eq24((0.0, (1.0, 2.0)))
     method = Forum(warm=False, inner_steps=3, inner_lr=0.1)
     assert method.direction(closure).notes["q"] == pytest.approx(5 * (1 - 0.8**6))
     with torch.no_grad():
         omega.copy_(torch.tensor([0.5, 0.0]))
-    found = method.direction(closure)
-    assert found.notes["q"] == pytest.approx(0.25 - 5 * 0.8**6)
-    assert found.notes["q_negative"] == 0, "only a warm start cannot be worse than where it starts"
+    result = method.direction(closure)
+    assert result.notes["q"] == pytest.approx(0.25 - 5 * 0.8**6)
+    assert result.notes["q_negative"] == 0, "only a warm start cannot be worse than where it starts"
     assert alpha.item() == 0
     state = method.state_dict()
     assert state["start_0"].tolist() == [1.0, 2.0]
@@ -572,20 +572,24 @@ def test_among_three_objectives_one_without_a_gradient_is_left_out() -> None:
     torch.testing.assert_close(whole.vec[0], without.vec[0])
 
 
-def test_nobody_has_a_gradient_and_the_constraint_is_left() -> None:
+def test_without_gradients_the_constraint_alone_remains() -> None:
     theta = torch.ones(2, dtype=torch.float64, requires_grad=True)
     delta = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     losses = {
         "retain": [lambda: 0 * theta.sum()],
         "attack": [lambda: ((delta - theta[0]) ** 2).sum()],
     }
-    found = Forum(rho_e=0.5, outer_lr=1.0).direction(LossClosure((theta, delta), losses, inner=[1]))
-    assert found.weights.tolist() == [0.0]
-    assert found.notes["nu"] == pytest.approx(0.5)  # -<q, d> = rho ||q||^2
+    result = Forum(rho_e=0.5, outer_lr=1.0).direction(
+        LossClosure((theta, delta), losses, inner=[1])
+    )
+    assert result.weights.tolist() == [0.0]
+    assert result.notes["nu"] == pytest.approx(0.5)  # -<q, d> = rho ||q||^2
 
 
 def test_equal_gradients_and_a_constraint_across_them() -> None:
-    """g_1 = g_2: any weights will do, and none is not a number; with and without the constraint."""
+    """g_1 = g_2: any weights solve the problem, and all are finite; with and without the
+    constraint.
+    """
     gram = torch.ones(3, 3, dtype=torch.float64)
     for q in (0.0, 1.0):
         gram[2, :] = gram[:, 2] = q
@@ -601,7 +605,7 @@ def test_more_than_ten_objectives_are_refused() -> None:
         )
 
 
-def test_a_program_without_a_solution_says_so() -> None:
+def test_a_program_without_a_solution_is_an_error() -> None:
     gram = torch.full((3, 3), float("nan"), dtype=torch.float64)
     with pytest.raises((ValueError, RuntimeError)):
         any_objectives(gram, torch.zeros(3, dtype=torch.float64), -float("inf"))
@@ -615,8 +619,8 @@ def test_which_floors_fit_how_many_objectives() -> None:
 
 
 def test_a_value_of_the_attack_that_is_not_finite_is_a_step_not_taken() -> None:
-    """Its gradient may be finite all the same."""
+    """Its gradient may still be finite."""
     _, omega, closure = eq24(STARTS[0])
     closure._pieces["attack"] = [lambda: (omega**2).sum() + float("inf")]
-    found = Forum().direction(closure)
-    assert found.notes == {"inner_diverged": 1}
+    result = Forum().direction(closure)
+    assert result.notes == {"inner_diverged": 1}

@@ -32,8 +32,8 @@ PAPER = {"rho_e": 0.15, "inner_steps": 50, "inner_lr": 0.05, "normalize": False}
 
 
 class ByHand:
-    """Eq. (24) with its derivatives written out: what eq24() answers by autograd, several times
-    faster.
+    """Eq. (24) with its derivatives by hand: the values of eq24(), several times faster than
+    autograd.
     """
 
     objectives = ("first", "second", "attack")
@@ -81,8 +81,8 @@ class ByHand:
 
 
 def run(start: tuple, steps: int, mu: float = 0.3, **options) -> tuple[ByHand, float, list[float]]:
-    """The problem after so many steps, the least K(z_k) = ||sum lam_i grad F_i + nu grad q||^2 on
-    the way, and the distances to the optimal set after each step."""
+    """The problem after the steps, the least K(z_k) = ||sum lam_i grad F_i + nu grad q||^2 over
+    them, and the distances to the optimal set after each step."""
     closure, method, lowest, distances = (
         ByHand(start),
         Forum(**{**PAPER, "outer_lr": mu, **options}),
@@ -90,10 +90,10 @@ def run(start: tuple, steps: int, mu: float = 0.3, **options) -> tuple[ByHand, f
         [],
     )
     for _ in range(steps):
-        found = method.direction(closure)
-        weights = torch.tensor([*found.weights.tolist(), found.notes["nu"]], dtype=torch.float64)
+        result = method.direction(closure)
+        weights = torch.tensor([*result.weights.tolist(), result.notes["nu"]], dtype=torch.float64)
         lowest = min(lowest, float((weights @ closure.gradients()).square().sum()))
-        closure.move(found.vec, mu)
+        closure.move(result.vec, mu)
         distances.append(distance(*closure.params))
     return closure, lowest, distances
 
@@ -123,8 +123,8 @@ def test_the_derivatives_by_hand_are_those_of_eq24() -> None:
 
 
 def test_t6_the_rate_over_four_thousand_steps() -> None:
-    """max(min_k K(z_k), q(z_K)) K^(1/4) for K = 64, 256, 1024, 4096 with mu ~ K^(-1/2): it must not
-    grow, and falls to rounding error; from the start that takes longest, q at the end counted in.
+    """max(min_k K(z_k), q(z_K)) K^(1/4) for K = 64, 256, 1024, 4096 with mu ~ K^(-1/2) must not
+    grow, and falls to rounding error. The start is the slowest of the three.
     """
     ratios = []
     for steps in (64, 256, 1024, 4096):
@@ -143,13 +143,17 @@ def test_t7_four_hundred_steps_reach_rounding_error(start: tuple) -> None:
     assert 1 - 1e-9 <= float(closure.params[0]) <= 2 + 1e-9
 
 
-@pytest.mark.parametrize(("start", "left"), zip(STARTS, (0.00342, 0.00286, 0.00875), strict=True))
-def test_t7_a_cold_start_is_stuck_after_four_hundred_steps(start: tuple, left: float) -> None:
-    """E4: two hundred steps more change nothing. The third start ends at .0086 or at .0089, as
-    rounding will have it.
+@pytest.mark.parametrize(
+    ("start", "final_distance"), zip(STARTS, (0.00342, 0.00286, 0.00875), strict=True)
+)
+def test_t7_a_cold_start_is_stuck_after_four_hundred_steps(
+    start: tuple, final_distance: float
+) -> None:
+    """E4: two hundred steps more change nothing. The third start ends at .0086 or at .0089, which
+    depends on rounding.
     """
     distances = run(start, 600, warm=False)[2]
-    assert distances[399] == pytest.approx(left, rel=0.03)
+    assert distances[399] == pytest.approx(final_distance, rel=0.03)
     assert distances[599] == pytest.approx(distances[399], rel=0.005)
 
 
@@ -157,7 +161,7 @@ def test_t7_a_cold_start_is_stuck_after_four_hundred_steps(start: tuple, left: f
 
 
 class Inner:
-    """What T steps of length eta on quadratic(seed) leave: c = 1/2, eigenvalues in w up to 3."""
+    """The result of T steps of length eta on quadratic(seed): c = 1/2, eigenvalues in w up to 3."""
 
     def __init__(self, seed: int, steps: int, eta: float) -> None:
         a, b, alpha, start = quadratic(seed)
@@ -186,32 +190,32 @@ def test_t3_t4_t5_at_the_longest_steps_of_the_lemmas(seed: int, steps: int) -> N
     a, b, *_ = quadratic(seed)
     c, lip = 0.5, whole_lipschitz(a, b)
     for eta in (2 / (lip + c), 1.9 / lip):
-        found = Inner(seed, steps, eta)
+        inner = Inner(seed, steps, eta)
         gamma = decay(c, lip, eta, steps)
-        assert found.q[1] <= gamma * found.q[0]
-        assert found.error <= lip / c * gamma**0.5 * found.slope
-        assert found.slope**2 <= 2 * (lip * (2 + lip / c)) ** 2 / c * found.q[0]
+        assert inner.q[1] <= gamma * inner.q[0]
+        assert inner.error <= lip / c * gamma**0.5 * inner.slope
+        assert inner.slope**2 <= 2 * (lip * (2 + lip / c)) ** 2 / c * inner.q[0]
         for rate in (c * eta / 2, c * eta) if eta <= 2 / (lip + c) else ():
-            assert found.error <= lip * (1 - rate) ** steps * found.distances[0]
+            assert inner.error <= lip * (1 - rate) ** steps * inner.distances[0]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("steps", [1, 5, 20])
 def test_t3_t4_with_the_curvature_of_the_lower_variable_alone(seed: int, steps: int) -> None:
-    """What the steps see is L = 3, not L_f (11 to 33 here). At 2/(L + c) the distance falls by 1 -
+    """The steps depend on L = 3, not on L_f (11 to 33 here). At 2/(L + c) the distance falls by 1 -
     c eta a step.
     """
     c, lip = 0.5, 3.0
-    found = Inner(seed, steps, 2 / (lip + c))
-    assert found.distances[1] <= (1 - c * 2 / (lip + c)) ** steps * found.distances[0]
+    inner = Inner(seed, steps, 2 / (lip + c))
+    assert inner.distances[1] <= (1 - c * 2 / (lip + c)) ** steps * inner.distances[0]
     for eta in (2 / (lip + c), 1.9 / lip):
-        found = Inner(seed, steps, eta)
-        assert found.q[1] <= decay(c, lip, eta, steps) * found.q[0]
+        inner = Inner(seed, steps, eta)
+        assert inner.q[1] <= decay(c, lip, eta, steps) * inner.q[0]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_t3_t4_fail_beyond_their_steps(seed: int) -> None:
-    """1.9/L > 2/(L + c): the rate of T3 is missed, that of T4 kept. 2.1/L: the lower level
+    """1.9/L > 2/(L + c): the rate of T3 does not hold, that of T4 does. 2.1/L: the lower level
     rises.
     """
     between, beyond = Inner(seed, 20, 1.9 / 3), Inner(seed, 20, 2.1 / 3)
@@ -240,7 +244,7 @@ def test_e1_the_printed_lambda_optimises_neither_problem() -> None:
     grid = [torch.tensor([x, 1 - x], dtype=torch.float64) for x in np.linspace(0, 1, 1001)]
     # the objective falls in gamma up to its own optimum bound(lam, rho/2), which lies below the
     # constraint
-    printed = min(
+    printed_lam = min(
         grid, key=lambda lam: value(g, q, lam, max(bound(lam, rho), bound(lam, rho / 2)), rho / 2)
     )
     short = []
@@ -250,8 +254,8 @@ def test_e1_the_printed_lambda_optimises_neither_problem() -> None:
         lowest = min(value(g, q, x, bound(x, rho_e), rho_e) for x in grid)
         assert optimum <= lowest + 1e-12
         assert optimum == pytest.approx(lowest, abs=1e-4)
-        short.append(value(g, q, printed, bound(printed, rho_e), rho_e) - optimum)
-    assert float(printed[0]) == pytest.approx(0.536, abs=0.002)
+        short.append(value(g, q, printed_lam, bound(printed_lam, rho_e), rho_e) - optimum)
+    assert float(printed_lam[0]) == pytest.approx(0.536, abs=0.002)
     assert short == pytest.approx([0.087, 0.279], abs=0.002)
 
 
@@ -282,6 +286,6 @@ def test_hyper_cleaning_beats_no_cleaning(monkeypatch: pytest.MonkeyPatch) -> No
     """Both tasks, one seed, 120 steps instead of 400 and T = 8. Half the labels are wrong."""
     monkeypatch.setattr(hyper_cleaning, "STEPS", 120)
     monkeypatch.setattr(hyper_cleaning, "INNER", 8)
-    noisy, cleaned = hyper_cleaning.plain(0, ""), hyper_cleaning.forum(0, 0.05)
-    assert all(c > n + 0.04 for n, c in zip(noisy, cleaned, strict=True))
-    assert min(cleaned) > 0.88
+    plain_accuracies, forum_accuracies = hyper_cleaning.plain(0, ""), hyper_cleaning.forum(0, 0.05)
+    assert all(c > n + 0.04 for n, c in zip(plain_accuracies, forum_accuracies, strict=True))
+    assert min(forum_accuracies) > 0.88

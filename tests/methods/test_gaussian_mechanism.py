@@ -31,8 +31,8 @@ def test_delta_by_monte_carlo() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=2_000_000) * sigma
     edge = sigma**2 * epsilon / gamma + gamma / 2
-    found = float((x + gamma > edge).mean() - math.exp(epsilon) * (x > edge).mean())
-    assert found == pytest.approx(delta_of(sigma, gamma, epsilon), abs=2e-3)
+    delta = float((x + gamma > edge).mean() - math.exp(epsilon) * (x > edge).mean())
+    assert delta == pytest.approx(delta_of(sigma, gamma, epsilon), abs=2e-3)
 
 
 def test_n8_the_classical_scale_is_safe_up_to_one_and_wrong_at_twelve() -> None:
@@ -42,8 +42,8 @@ def test_n8_the_classical_scale_is_safe_up_to_one_and_wrong_at_twelve() -> None:
         assert 0.6 < noise_scale(1.0, epsilon, 1e-5) / classical < 0.8
     with pytest.raises(ValueError, match="epsilon <= 1"):
         noise_scale(1.0, 12.0, 1e-5, how="classical")
-    as_printed = math.sqrt(2 * math.log(1.25e5)) / 12
-    assert delta_of(as_printed, 1.0, 12.0) == pytest.approx(5.9e-5, rel=0.02)
+    printed_sigma = math.sqrt(2 * math.log(1.25e5)) / 12
+    assert delta_of(printed_sigma, 1.0, 12.0) == pytest.approx(5.9e-5, rel=0.02)
 
 
 def test_expected_length_of_the_noise() -> None:
@@ -58,7 +58,7 @@ def test_expected_length_of_the_noise() -> None:
 
 
 def test_the_printed_sensitivity_dominates_ours() -> None:
-    given = {
+    constants = {
         "convexity": 0.02,
         "lipschitz": 6.0,
         "hessian_lipschitz": 3.0,
@@ -67,11 +67,13 @@ def test_the_printed_sensitivity_dominates_ours() -> None:
     }
     n = 720
     for m in (1, 16, 360):
-        printed = 3.0 * m**2 * 36 / (0.02**3 * n**2) + 2 * m**2 * 6 * 0.5 * 20 / (0.02**2 * n**2)
+        printed_sensitivity = 3.0 * m**2 * 36 / (0.02**3 * n**2) + 2 * m**2 * 6 * 0.5 * 20 / (
+            0.02**2 * n**2
+        )
         assert (
-            sensitivity(n, m, **given)
-            <= sensitivity(n, m, fisher_on="all", **given)
-            <= printed * (1 + 1e-9)
+            sensitivity(n, m, **constants)
+            <= sensitivity(n, m, fisher_on="all", **constants)
+            <= printed_sensitivity * (1 + 1e-9)
         )
 
 
@@ -91,26 +93,26 @@ def test_a_capacity_is_needed() -> None:
 def test_the_sensitivity_by_hand() -> None:
     """n = 10, m = 3: M m^2 C^2 / (2 mu^3 n^2) = 4 x 9 x 9 / (2 / 8 x 100) = 12.96, and of F(S)
     beside m^2 C Q K / (mu^2 n (n - m)) = 27 Q K / 17.5."""
-    given = {"convexity": 0.5, "lipschitz": 3.0, "hessian_lipschitz": 4.0}
-    assert sensitivity(10, 3, **given) == pytest.approx(12.96)
+    constants = {"convexity": 0.5, "lipschitz": 3.0, "hessian_lipschitz": 4.0}
+    assert sensitivity(10, 3, **constants) == pytest.approx(12.96)
     more = sensitivity(
-        10, 3, **given, covariance_bound=0.25, jacobian_square_bound=7.0, fisher_on="all"
+        10, 3, **constants, covariance_bound=0.25, jacobian_square_bound=7.0, fisher_on="all"
     )
     assert more == pytest.approx(12.96 + 2.7)
-    softmax = sensitivity(10, 3, **given, fisher_on="all")  # Q = 1/2, K = 1
+    softmax = sensitivity(10, 3, **constants, fisher_on="all")  # Q = 1/2, K = 1
     assert softmax == pytest.approx(12.96 + 13.5 / 17.5)
 
 
 @pytest.mark.parametrize("name", ["convexity", "lipschitz", "hessian_lipschitz"])
 @pytest.mark.parametrize("value", [0.0, -0.5])
 def test_every_constant_must_be_positive(name: str, value: float) -> None:
-    given = {"convexity": 0.5, "lipschitz": 3.0, "hessian_lipschitz": 4.0}
-    assert sensitivity(100, 99, **given) > 0
+    constants = {"convexity": 0.5, "lipschitz": 3.0, "hessian_lipschitz": 4.0}
+    assert sensitivity(100, 99, **constants) > 0
     for n, m in ((100, 100), (100, 101), (100, -1)):
         with pytest.raises(ValueError, match="0 < m < n"):
-            sensitivity(n, m, **given)
+            sensitivity(n, m, **constants)
     with pytest.raises(ValueError, match="constants > 0"):
-        sensitivity(100, 1, **{**given, name: value})
+        sensitivity(100, 1, **{**constants, name: value})
 
 
 def test_the_classical_scale_by_hand() -> None:

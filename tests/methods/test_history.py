@@ -1,4 +1,4 @@
-"""The recorded history of a training: what is kept, in which order, in memory and on disk."""
+"""The recorded history of a training: its content and order, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def test_the_last_iterations_oldest_first(steps: int, on_disk: bool, tmp_path: P
         ]
         assert all(i.momentum == 0.5 for i in last)
     with pytest.raises(
-        ValueError, match=f"{available + 1} iterations were asked for, {available} are recorded"
+        ValueError, match=f"{available + 1} iterations were requested, {available} are recorded"
     ):
         history.last(available + 1)
 
 
 def test_another_process_goes_on_recording(tmp_path: Path) -> None:
     record(History(params(), 3, folder=tmp_path), range(4))
-    opened = History.open(params(), tmp_path)
-    assert (opened.recorded_count, opened.k) == (4, 3)
-    record(opened, range(4, 6))
-    assert [i.indices[0] for i in opened.last(3)] == [3, 4, 5]
+    history = History.open(params(), tmp_path)
+    assert (history.recorded_count, history.k) == (4, 3)
+    record(history, range(4, 6))
+    assert [i.indices[0] for i in history.last(3)] == [3, 4, 5]
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["0.pt", "1.pt", "2.pt"]
     assert (tmp_path / "seen.txt").read_text() == "6 of 3"
 
@@ -85,7 +85,7 @@ def test_memory_holds_k_iterations_and_no_more() -> None:
 
 
 class Payload:
-    """Unpickling it makes a file: what a stranger's history could do."""
+    """Unpickling it creates a file, as the history of an untrusted source could."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

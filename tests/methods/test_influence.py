@@ -68,21 +68,21 @@ def test_woodbury_is_the_dense_solution() -> None:
 def test_the_step_is_that_of_the_formula() -> None:
     model, x, y = problem()
     forget = [3, 8, 21]
-    kept = [i for i in range(len(x)) if i not in forget]
+    retain = [i for i in range(len(x)) if i not in forget]
     params = tuple(model.parameters())
     columns = torch.stack(
         [
             flatten(torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), params))
-            for i in kept
+            for i in retain
         ],
         1,
     )
     push = flatten(
         torch.autograd.grad(F.cross_entropy(model(x[forget]), y[forget], reduction="sum"), params)
     )
-    matrix = columns @ columns.T / len(kept) + 0.05 * torch.eye(len(push), dtype=push.dtype)
+    matrix = columns @ columns.T / len(retain) + 0.05 * torch.eye(len(push), dtype=push.dtype)
     expected = flatten(tuple(p.detach() for p in params)) + torch.linalg.solve(matrix, push) / len(
-        kept
+        retain
     )
     Influence(damping=0.05, samples=1000).edit(request(model, x, y, forget))
     torch.testing.assert_close(flatten(tuple(p.detach() for p in params)), expected)
@@ -91,15 +91,15 @@ def test_the_step_is_that_of_the_formula() -> None:
 def test_it_moves_towards_the_model_trained_without_the_samples() -> None:
     model, x, y = problem()
     start = flatten(tuple(p.detach().clone() for p in model.parameters()))
-    # those that pull hardest
+    # wrong labels, which have the largest influence
     forget = [i for i in range(len(x)) if int(y[i]) != int(x[i, 0] > 0)][:5]
-    kept = [i for i in range(len(x)) if i not in forget]
+    retain = [i for i in range(len(x)) if i not in forget]
     other = nn.Linear(4, 2, dtype=torch.float64)
-    fit(other, x[kept], y[kept])
-    wanted = flatten(tuple(p.detach() for p in other.parameters()))
+    fit(other, x[retain], y[retain])
+    target = flatten(tuple(p.detach() for p in other.parameters()))
     Influence(damping=0.05, samples=1000).edit(request(model, x, y, forget))
-    moved = flatten(tuple(p.detach() for p in model.parameters()))
-    assert float((moved - wanted).norm()) < 0.8 * float((start - wanted).norm())
+    weights = flatten(tuple(p.detach() for p in model.parameters()))
+    assert float((weights - target).norm()) < 0.8 * float((start - target).norm())
 
 
 def test_nothing_to_forget_moves_nothing() -> None:
@@ -115,14 +115,14 @@ def test_options_are_checked(options: dict) -> None:
         Influence(**options)
 
 
-def test_strength_scales_the_step_and_its_length_is_told() -> None:
+def test_strength_scales_the_step_and_its_length_is_reported() -> None:
     steps, (fresh, x, y) = [], problem()
     for strength in (1.0, 2.5):
         model = copy.deepcopy(fresh)
         before = flatten(tuple(p.detach().clone() for p in model.parameters()))
-        told = Influence(strength=strength).edit(request(model, x, y, [3, 8]))
+        figures = Influence(strength=strength).edit(request(model, x, y, [3, 8]))
         steps.append(flatten(tuple(p.detach() for p in model.parameters())) - before)
-        assert told == {"step": pytest.approx(float(steps[-1].norm())), "samples": 78}
+        assert figures == {"step": pytest.approx(float(steps[-1].norm())), "samples": 78}
     torch.testing.assert_close(steps[1], 2.5 * steps[0])
 
 
@@ -130,13 +130,13 @@ def test_the_sampled_gradients_are_those_of_the_seed() -> None:
     """torch's own permutation of the retained samples, the first `samples` of it."""
     model, x, y = problem()
     other = copy.deepcopy(model)
-    asked = request(model, x, y, [0, 1])
-    told = Influence(samples=5, seed=4, damping=0.05).edit(asked)
-    assert told["samples"] == 5
+    edit_request = request(model, x, y, [0, 1])
+    figures = Influence(samples=5, seed=4, damping=0.05).edit(edit_request)
+    assert figures["samples"] == 5
     order = torch.randperm(78, generator=torch.Generator().manual_seed(4))[:5].tolist()
     params = tuple(other.parameters())
     start = flatten(tuple(p.detach().clone() for p in params))
-    rows = [asked.retain[i] for i in order]
+    rows = [edit_request.retain[i] for i in order]
     columns = torch.stack(
         [
             flatten(torch.autograd.grad(F.cross_entropy(other(x[i : i + 1]), y[i : i + 1]), params))
@@ -149,8 +149,8 @@ def test_the_sampled_gradients_are_those_of_the_seed() -> None:
         / 78
     )
     dense = columns @ columns.T / 5 + 0.05 * torch.eye(len(push), dtype=push.dtype)
-    moved = flatten(tuple(p.detach() for p in model.parameters())) - start
-    torch.testing.assert_close(moved, torch.linalg.solve(dense, push))
+    step = flatten(tuple(p.detach() for p in model.parameters())) - start
+    torch.testing.assert_close(step, torch.linalg.solve(dense, push))
 
 
 def test_batches_add_up_and_a_parameter_without_a_gradient_stays() -> None:
@@ -169,9 +169,9 @@ def test_batches_add_up_and_a_parameter_without_a_gradient_stays() -> None:
 
     whole, parts = Spare(), Spare()
     one, other = request(whole, x, y, [3, 8, 21]), request(parts, x, y, [3, 8, 21])
-    split = replace(other, batches=lambda rows: [(x[[i]], y[[i]]) for i in rows])
+    split_request = replace(other, batches=lambda rows: [(x[[i]], y[[i]]) for i in rows])
     Influence().edit(one)
-    Influence().edit(split)
-    for p, q in zip(one.params, split.params, strict=True):
+    Influence().edit(split_request)
+    for p, q in zip(one.params, split_request.params, strict=True):
         torch.testing.assert_close(p, q)
     assert parts.spare.tolist() == [1, 1]

@@ -18,19 +18,19 @@ from concept_eraser.methods.fisher import Risk, flatten
 from concept_eraser.methods.history import History
 from tests.methods.test_influence import problem, request
 from tests.methods.test_mini_unlearning import ridge
-from tests.methods.test_natural_gradient import fitted, regression, ridge_solution
+from tests.methods.test_natural_gradient import fit_ridge, regression, ridge_solution
 from tests.methods.test_uce import problem as projections
 
 # every method once with its defaults, and the settings with other laws
-LOADED = {name: registry.load("method", name) for name in registry.names("method")}
-CASES = [(name, plugin()) for name, plugin in LOADED.items() if issubclass(plugin, Method)]
-NAMED = [
+PLUGINS = {name: registry.load("method", name) for name in registry.names("method")}
+CASES = [(name, plugin()) for name, plugin in PLUGINS.items() if issubclass(plugin, Method)]
+PRESETS = [
     (name, registry.build("method", name, {}))
     for name, (owner, _) in registry.named("method").items()
-    if issubclass(LOADED[owner], Method)
+    if issubclass(PLUGINS[owner], Method)
 ]
 CASES += [
-    (name, method) for name, method in NAMED if not getattr(method, "histogram", 0)
+    (name, method) for name, method in PRESETS if not getattr(method, "histogram", 0)
 ]  # a judge is no objective of the checks
 CASES += [("torchjd-mgda", registry.build("method", "torchjd", {"rule": "MGDA"}))]
 
@@ -46,10 +46,10 @@ def claiming(law: str) -> list:
 
 
 def test_every_theorem_is_known() -> None:
-    claimed = set().union(*(method.laws() for _, method in CASES))
-    assert claimed <= checks.LAWS.keys(), "a theorem nobody proves is claimed"
-    assert not any(method.laws() for _, method in NAMED if getattr(method, "histogram", 0))
-    edits = {name: plugin for name, plugin in LOADED.items() if issubclass(plugin, Edit)}
+    theorems = set().union(*(method.laws() for _, method in CASES))
+    assert theorems <= checks.LAWS.keys(), "a theorem nobody proves is claimed"
+    assert not any(method.laws() for _, method in PRESETS if getattr(method, "histogram", 0))
+    edits = {name: plugin for name, plugin in PLUGINS.items() if issubclass(plugin, Edit)}
     assert set(edits) == set(EDITS), "every edit is tried on a problem whose answer is known"
     assert set().union(*(plugin.theorems for plugin in edits.values())) <= {
         "fixed_point",
@@ -71,59 +71,63 @@ def test_law_of_every_method_holds(name: str, method: Method, law: str) -> None:
 # --- edits: what they claim, on ridge regression, where the answer is known -----------------------
 
 
-def natural_gradient_on_ridge(gone: int) -> tuple[Tensor, Tensor, Tensor]:
+def natural_gradient_on_ridge(n_forget: int) -> tuple[Tensor, Tensor, Tensor]:
     x, y = regression()
-    model = fitted(x, y, 0.1)
+    model = fit_ridge(x, y, 0.1)
     before = model.weight.detach().clone()
-    forget = [(x[:gone], y[:gone])] if gone else []
-    LOADED["natural_gradient"]().apply(Risk(model, "gaussian", 0.1), forget, [(x[gone:], y[gone:])])
-    return before, model.weight.detach(), ridge_solution(x[gone:], y[gone:], 0.1)
+    forget = [(x[:n_forget], y[:n_forget])] if n_forget else []
+    PLUGINS["natural_gradient"]().apply(
+        Risk(model, "gaussian", 0.1), forget, [(x[n_forget:], y[n_forget:])]
+    )
+    return before, model.weight.detach(), ridge_solution(x[n_forget:], y[n_forget:], 0.1)
 
 
-def mini_unlearning_on_ridge(gone: int) -> tuple[Tensor, Tensor, Tensor]:
+def mini_unlearning_on_ridge(n_forget: int) -> tuple[Tensor, Tensor, Tensor]:
     training = ridge()
-    target = training.run(range(gone))
+    target = training.run(range(n_forget))
     history = History(training.params, 40)
     before = training.run(history=history)
-    LOADED["mini_unlearning"](k=40).apply(history, training.mean_loss, range(gone))
+    PLUGINS["mini_unlearning"](k=40).apply(history, training.mean_loss, range(n_forget))
     return before, training.w.detach(), target
 
 
 def influence_on_labels(m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """It knows the cross-entropy only, so there is no ridge regression to be exact on: two classes,
-    no target.
+    """Two classes without a target: the method knows the cross-entropy only, so that ridge
+    regression does not apply.
     """
     model, x, y = problem()
     before = flatten(tuple(p.detach().clone() for p in model.parameters()))
-    LOADED["influence"]().edit(request(model, x, y, list(range(m))))
+    PLUGINS["influence"]().edit(request(model, x, y, list(range(m))))
     return before, flatten(tuple(p.detach() for p in model.parameters())), None
 
 
 def dampening_of_labels(m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     model, x, y = problem()
     before = flatten(tuple(p.detach().clone() for p in model.parameters()))
-    LOADED["ssd"](alpha=2.0).edit(request(model, x, y, list(range(m))))
+    PLUGINS["ssd"](alpha=2.0).edit(request(model, x, y, list(range(m))))
     return before, flatten(tuple(p.detach() for p in model.parameters())), None
 
 
-def projection(name: str, gone: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values: the first `gone` concepts of eight are read as their anchors."""
-    asked = projections(concepts=8)
-    asked = replace(asked, forget=asked.forget[:gone], anchor=asked.anchor[:gone])
-    before = asked.layers["a"].clone()
-    LOADED[name]().edit(asked)
-    return before, asked.layers["a"], None
+def projection(name: str, n_forget: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values: the first `n_forget` concepts of eight are replaced by their anchors."""
+    edit_request = projections(concepts=8)
+    edit_request = replace(
+        edit_request, forget=edit_request.forget[:n_forget], anchor=edit_request.anchor[:n_forget]
+    )
+    before = edit_request.layers["a"].clone()
+    PLUGINS[name]().edit(edit_request)
+    return before, edit_request.layers["a"], None
 
 
-def uce_on_least_squares(gone: int) -> tuple[Tensor, Tensor, Tensor]:
-    before, after, _ = projection("uce", gone)
-    asked, options = projections(concepts=8), LOADED["uce"]()
+def uce_on_least_squares(n_forget: int) -> tuple[Tensor, Tensor, Tensor]:
+    before, after, _ = projection("uce", n_forget)
+    edit_request, options = projections(concepts=8), PLUGINS["uce"]()
     c, a, p = (
         torch.cat(list(many))
         for many in (
-            asked.forget[:gone] or [before[:0]],
-            asked.anchor[:gone] or [before[:0]],
-            asked.retain,
+            edit_request.forget[:n_forget] or [before[:0]],
+            edit_request.anchor[:n_forget] or [before[:0]],
+            edit_request.retain,
         )
     )
     rows = torch.cat(
@@ -133,10 +137,10 @@ def uce_on_least_squares(gone: int) -> tuple[Tensor, Tensor, Tensor]:
             options.lamb**0.5 * torch.eye(before.shape[1]).double(),
         ]
     )
-    wanted = torch.cat(
+    targets = torch.cat(
         [a @ before.T, options.preserve_scale**0.5 * p @ before.T, options.lamb**0.5 * before.T]
     )
-    return before, after, torch.linalg.lstsq(rows, wanted).solution.T
+    return before, after, torch.linalg.lstsq(rows, targets).solution.T
 
 
 EDITS = {
@@ -149,18 +153,20 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in EDITS if "fixed_point" in LOADED[name].theorems])
+@pytest.mark.parametrize(
+    "name", [name for name in EDITS if "fixed_point" in PLUGINS[name].theorems]
+)
 def test_fixed_point(name: str) -> None:
-    """Nothing to forget: not a bit moves."""
+    """An empty forget set changes no bit of the weights."""
     before, after, _ = EDITS[name](0)
     assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in EDITS if "exact_on_quadratics" in LOADED[name].theorems]
+    "name", [name for name in EDITS if "exact_on_quadratics" in PLUGINS[name].theorems]
 )
 def test_exact_on_quadratics(name: str) -> None:
-    """Least squares, where the answer is known: the edited weights are those of training again."""
+    """Least squares, where the answer is known: the edited weights are those of retraining."""
     before, after, target = EDITS[name](8)
     assert float((before - target).norm()) > 1e-3
     torch.testing.assert_close(after, target, rtol=0, atol=1e-9)

@@ -1,5 +1,5 @@
-"""Mini-Unlearning against training again: exact on quadratics, second order elsewhere, and the
-paper's errors.
+"""Mini-Unlearning against retraining: exact on quadratics, second order elsewhere, and the paper's
+errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from concept_eraser.methods.vectors import Vec, norm
 
 
 class Training:
-    """SGD with recorded batches on a risk given sample by sample; can be repeated without some
+    """SGD with fixed batches on a mean of losses of samples; it can run again without some of the
     samples.
     """
 
@@ -47,19 +47,19 @@ class Training:
     def mean_loss(self, indices: Sequence[int]) -> Tensor:
         return self.loss(self.w, indices)
 
-    def run(self, gone: Sequence[int] = (), history: History | None = None) -> Tensor:
+    def run(self, forget: Sequence[int] = (), history: History | None = None) -> Tensor:
         """Train from the start; the weights at the end."""
-        left = set(gone)
+        forget_set = set(forget)
         with torch.no_grad():
             self.w.copy_(self.start)
         velocity = torch.zeros_like(self.w)
         for batch in self.batches:
             if history:
                 history.record(batch, self.lr, self.momentum, (velocity,))
-            kept = [j for j in batch if j not in left]
+            rows = [j for j in batch if j not in forget_set]
             gradient = (
-                torch.autograd.grad(self.mean_loss(kept), self.w)[0]
-                if kept
+                torch.autograd.grad(self.mean_loss(rows), self.w)[0]
+                if rows
                 else torch.zeros_like(self.w)
             )
             velocity = self.momentum * velocity + gradient
@@ -83,45 +83,45 @@ def ridge(n: int = 60, d: int = 5, seed: int = 0, **options) -> Training:
     )
 
 
-def remaining(
-    training: Training, gone: Sequence[int], method: Callable[[History], object], k: int
+def relative_error(
+    training: Training, forget: Sequence[int], method: Callable[[History], object], k: int
 ) -> tuple[float, object]:
     """||w - w*|| / ||w_T - w*|| after unlearning, and the outcome."""
-    target = training.run(gone)
+    target = training.run(forget)
     history = History(training.params, k)
     final = training.run(history=history)
     outcome = method(history)
     return float((training.w.detach() - target).norm() / (final - target).norm()), outcome
 
 
-GONE = tuple(range(8))
+FORGET = tuple(range(8))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 def test_m1_exact_on_quadratics_from_the_whole_history(momentum: float) -> None:
     training = ridge(momentum=momentum, lr=0.1)
-    left, _ = remaining(
-        training, GONE, lambda h: MiniUnlearning(k=40).apply(h, training.mean_loss, GONE), 40
+    error, _ = relative_error(
+        training, FORGET, lambda h: MiniUnlearning(k=40).apply(h, training.mean_loss, FORGET), 40
     )
-    assert left < 1e-12
+    assert error < 1e-12
 
 
 def test_m2_the_error_falls_at_the_contraction_rate() -> None:
     training = ridge()
     errors, rates = [], []
     for k in (1, 2, 4, 8, 16):
-        left, outcome = remaining(
+        error, outcome = relative_error(
             training,
-            GONE,
-            lambda h, k=k: MiniUnlearning(k=k, estimate=200).apply(h, training.mean_loss, GONE),
+            FORGET,
+            lambda h, k=k: MiniUnlearning(k=k, estimate=200).apply(h, training.mean_loss, FORGET),
             k,
         )
         # what was dropped is prod (I - eta H) D_{T-k}; D_{T-k} itself:
-        target, whole = training.run(GONE), training.run()
+        target, whole = training.run(FORGET), training.run()
         short = Training(training.loss, training.start, 60, steps=40 - k, lr=training.lr)
         short.batches = training.batches[: 40 - k]
-        past = float((short.run(GONE) - short.run()).norm())
-        errors.append(left * float((target - whole).norm()))
+        past = float((short.run(FORGET) - short.run()).norm())
+        errors.append(error * float((target - whole).norm()))
         rates.append(outcome.truncation)
         assert errors[-1] <= outcome.truncation * past * (1 + 1e-6) + 1e-14
     assert errors == sorted(errors, reverse=True)
@@ -135,12 +135,12 @@ def test_m3_on_quadratics_it_is_rewind(k: int, momentum: float) -> None:
     history = History(training.params, k)
     training.run(history=history)
     final = training.w.detach().clone()
-    MiniUnlearning(k=k).apply(history, training.mean_loss, GONE)
-    found = training.w.detach().clone()
+    MiniUnlearning(k=k).apply(history, training.mean_loss, FORGET)
+    weights = training.w.detach().clone()
     with torch.no_grad():
         training.w.copy_(final)
-    rewind(history, training.mean_loss, GONE, k)
-    torch.testing.assert_close(found, training.w.detach(), rtol=0, atol=1e-12)
+    rewind(history, training.mean_loss, FORGET, k)
+    torch.testing.assert_close(weights, training.w.detach(), rtol=0, atol=1e-12)
 
 
 def softmax(n: int = 300, copies: int = 1, **options) -> Training:
@@ -164,20 +164,22 @@ def softmax(n: int = 300, copies: int = 1, **options) -> Training:
 
 def test_m4_second_order_in_the_deletion_where_the_loss_is_no_quadratic() -> None:
     training = softmax(copies=24)
-    moved, left = [], []
+    initial_errors, final_errors = [], []
     ms = (3, 6, 12, 24)
     for m in ms:
-        gone = tuple(range(m))
-        target = training.run(gone)
+        forget = tuple(range(m))
+        target = training.run(forget)
         history = History(training.params, 30)
         final = training.run(history=history)
-        MiniUnlearning(k=30).apply(history, training.mean_loss, gone)
-        moved.append(float((final - target).norm()))
-        left.append(float((training.w.detach() - target).norm()))
-    slopes = [float(np.polyfit(np.log(ms), np.log(e), 1)[0]) for e in (moved, left)]
+        MiniUnlearning(k=30).apply(history, training.mean_loss, forget)
+        initial_errors.append(float((final - target).norm()))
+        final_errors.append(float((training.w.detach() - target).norm()))
+    slopes = [
+        float(np.polyfit(np.log(ms), np.log(e), 1)[0]) for e in (initial_errors, final_errors)
+    ]
     assert slopes[0] == pytest.approx(1, abs=0.25)
     assert slopes[1] > slopes[0] + 0.7
-    assert all(a < 0.2 * b for a, b in zip(left, moved, strict=True))
+    assert all(a < 0.2 * b for a, b in zip(final_errors, initial_errors, strict=True))
 
 
 def test_m5_one_iteration_and_no_iteration_touched() -> None:
@@ -185,36 +187,36 @@ def test_m5_one_iteration_and_no_iteration_touched() -> None:
     history = History(training.params, 1)
     final = training.run(history=history)
     last = training.batches[-1]
-    gone = last[:3]
-    kept = [j for j in last if j not in gone]
+    forget = last[:3]
+    retain = [j for j in last if j not in forget]
     step = history.last(1)[0]
     with torch.no_grad():
         training.w.copy_(step.weights[0])
-    change = [torch.autograd.grad(training.mean_loss(ids), training.w)[0] for ids in (last, kept)]
+    change = [torch.autograd.grad(training.mean_loss(ids), training.w)[0] for ids in (last, retain)]
     with torch.no_grad():
         training.w.copy_(final)
-    MiniUnlearning(k=1).apply(history, training.mean_loss, gone)
+    MiniUnlearning(k=1).apply(history, training.mean_loss, forget)
     torch.testing.assert_close(training.w.detach(), final + training.lr * (change[0] - change[1]))
 
-    untouched = [j for j in range(60) if j not in last]
+    unseen = [j for j in range(60) if j not in last]
     training.run(history=history)
-    outcome = MiniUnlearning(k=1).apply(history, training.mean_loss, untouched)
+    outcome = MiniUnlearning(k=1).apply(history, training.mean_loss, unseen)
     assert torch.equal(training.w.detach(), final)
     assert outcome.touched_share == 0
 
 
 def test_m6_a_batch_that_is_wholly_forgotten() -> None:
     training = ridge(batch=4)
-    gone = training.batches[-2]
+    forget = training.batches[-2]
     history = History(training.params, 5)
     final = training.run(history=history)
-    MiniUnlearning(k=5).apply(history, training.mean_loss, gone)
-    found = training.w.detach().clone()
-    assert torch.isfinite(found).all()
+    MiniUnlearning(k=5).apply(history, training.mean_loss, forget)
+    weights = training.w.detach().clone()
+    assert torch.isfinite(weights).all()
     with torch.no_grad():
         training.w.copy_(final)
-    rewind(history, training.mean_loss, gone, 5)
-    torch.testing.assert_close(found, training.w.detach(), rtol=0, atol=1e-12)
+    rewind(history, training.mean_loss, forget, 5)
+    torch.testing.assert_close(weights, training.w.detach(), rtol=0, atol=1e-12)
 
 
 def recursive_bfgs(s: list[Tensor], y: list[Tensor], sigma: float) -> Tensor:
@@ -225,7 +227,7 @@ def recursive_bfgs(s: list[Tensor], y: list[Tensor], sigma: float) -> Tensor:
     return b
 
 
-def test_m7_compact_lbfgs_is_the_recursion_and_keeps_the_secant_equation() -> None:
+def test_m7_compact_lbfgs_is_the_recursion_and_satisfies_the_secant_equation() -> None:
     g = torch.Generator().manual_seed(0)
     root = torch.randn(6, 6, generator=g, dtype=torch.float64)
     hessian = root @ root.T + torch.eye(6, dtype=torch.float64)
@@ -233,8 +235,8 @@ def test_m7_compact_lbfgs_is_the_recursion_and_keeps_the_secant_equation() -> No
     y = [hessian @ a for a in s]
     sigma = float(y[-1] @ s[-1] / (s[-1] @ s[-1]))
     v = torch.randn(6, generator=g, dtype=torch.float64)
-    found = mini.lbfgs_product([(a,) for a in s], [(b,) for b in y], (v,))[0]
-    torch.testing.assert_close(found, recursive_bfgs(s, y, sigma) @ v)
+    product = mini.lbfgs_product([(a,) for a in s], [(b,) for b in y], (v,))[0]
+    torch.testing.assert_close(product, recursive_bfgs(s, y, sigma) @ v)
     secant = mini.lbfgs_product([(a,) for a in s], [(b,) for b in y], (s[-1],))[0]
     torch.testing.assert_close(secant, y[-1])
 
@@ -256,18 +258,18 @@ def test_m7_the_printed_algorithm_4_violates_the_secant_equation() -> None:
         ]
     )
     u = s[:, -1]
-    printed = sigma * u - torch.cat([y, sigma * s], 1) @ torch.linalg.solve(
+    printed_product = sigma * u - torch.cat([y, sigma * s], 1) @ torch.linalg.solve(
         block, torch.cat([y.T @ u, sigma * s.T @ u])
     )
-    assert float((printed - y[:, -1]).norm() / y[:, -1].norm()) > 0.3
+    assert float((printed_product - y[:, -1]).norm() / y[:, -1].norm()) > 0.3
 
 
 def test_pairs_without_positive_curvature_are_left_out() -> None:
     s, y = torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0])
     v = (torch.tensor([2.0, 3.0]),)
     assert float(norm(mini.lbfgs_product([(s,)], [(y,)], v))) == 0
-    found = mini.lbfgs_product([(s,), (s,)], [(y,), (-y,)], v)[0]
-    assert float(found[0]) == pytest.approx(2.0)
+    product = mini.lbfgs_product([(s,), (s,)], [(y,), (-y,)], v)[0]
+    assert float(product[0]) == pytest.approx(2.0)
 
 
 def test_m8_contraction_needs_a_step_below_two_over_l() -> None:
@@ -275,7 +277,7 @@ def test_m8_contraction_needs_a_step_below_two_over_l() -> None:
         training = ridge(steps=6, lr=lr)
         history = History(training.params, 4)
         training.run(history=history)
-        outcome = MiniUnlearning(k=4, estimate=100).apply(history, training.mean_loss, GONE)
+        outcome = MiniUnlearning(k=4, estimate=100).apply(history, training.mean_loss, FORGET)
         assert (outcome.truncation < 1) == contracts
 
 
@@ -286,11 +288,13 @@ def test_m9_cost_is_k_products_and_k_checkpoints(tmp_path: Path) -> None:
     assert len(list((tmp_path / "history").glob("*.pt"))) == 4
     calls = []
 
-    def counted(indices: Sequence[int], v: Vec) -> Vec:
+    def count_product(indices: Sequence[int], v: Vec) -> Vec:
         calls.append(indices)
         return mini.hessian_product(training.mean_loss, indices, training.params, v)
 
-    MiniUnlearning(k=4, hvp="ggn").apply(history, training.mean_loss, GONE, curvature=counted)
+    MiniUnlearning(k=4, hvp="ggn").apply(
+        history, training.mean_loss, FORGET, curvature=count_product
+    )
     assert len(calls) == 4
 
 
@@ -308,12 +312,12 @@ def test_disk_and_memory_keep_the_same_history(tmp_path: Path) -> None:
 
 def test_lbfgs_and_autograd_agree_where_the_path_spans_the_space() -> None:
     training = ridge(d=2, lr=0.2)
-    target = training.run(GONE)
+    target = training.run(FORGET)
     results = {}
     for hvp in ("autograd", "lbfgs"):
         history = History(training.params, 6)
         final = training.run(history=history)
-        MiniUnlearning(k=6, hvp=hvp).apply(history, training.mean_loss, GONE)
+        MiniUnlearning(k=6, hvp=hvp).apply(history, training.mean_loss, FORGET)
         results[hvp] = float((training.w.detach() - target).norm() / (final - target).norm())
     assert results["lbfgs"] == pytest.approx(results["autograd"], abs=0.15)
 
@@ -321,17 +325,17 @@ def test_lbfgs_and_autograd_agree_where_the_path_spans_the_space() -> None:
 def test_b1_the_printed_sign_is_worse_than_nothing() -> None:
     """Eqs. 6 and 13 with -: the error at k = T exceeds that of the original model."""
     training = ridge()
-    target = training.run(GONE)
+    target = training.run(FORGET)
     history = History(training.params, 40)
     final = training.run(history=history)
-    MiniUnlearning(k=40).apply(history, training.mean_loss, GONE)
+    MiniUnlearning(k=40).apply(history, training.mean_loss, FORGET)
     delta = training.w.detach() - final
     assert float((final - delta - target).norm()) > float((final - target).norm())
 
 
 def test_b8_ten_iterations_with_the_papers_rate_close_almost_nothing() -> None:
-    """eta = .01, l2 = .005: what the paper recommends leaves over 90 % of the gap; a contracting
-    setting does not.
+    """eta = .01, l2 = .005: the paper's setting leaves most of the gap; a contracting setting does
+    not.
     """
 
     def setting(lr: float, ridge_strength: float) -> float:
@@ -341,7 +345,7 @@ def test_b8_ten_iterations_with_the_papers_rate_close_almost_nothing() -> None:
             return base.loss(w, indices) + (ridge_strength / 2 - 0.1) * w.square().sum()
 
         training = Training(loss, base.start, 300, steps=60, batch=50, lr=lr)
-        return remaining(
+        return relative_error(
             training,
             range(30),
             lambda h: MiniUnlearning(k=10).apply(h, training.mean_loss, range(30)),
@@ -356,11 +360,11 @@ def test_a_history_on_disk_is_opened_by_another_process(tmp_path: Path) -> None:
     training = ridge()
     history = History(training.params, 5, folder=tmp_path)
     final = training.run(history=history)
-    MiniUnlearning(k=5).apply(history, training.mean_loss, GONE)
+    MiniUnlearning(k=5).apply(history, training.mean_loss, FORGET)
     expected = training.w.detach().clone()
     with torch.no_grad():
         training.w.copy_(final)
-    MiniUnlearning(k=5).apply(History.open(training.params, tmp_path), training.mean_loss, GONE)
+    MiniUnlearning(k=5).apply(History.open(training.params, tmp_path), training.mean_loss, FORGET)
     assert torch.equal(training.w.detach(), expected)
     with pytest.raises(ValueError, match="no recorded history"):
         History.open(training.params, tmp_path / "nothing")
@@ -371,7 +375,7 @@ def test_the_forget_set_may_be_any_collection_of_indices(kind) -> None:
     training = ridge()
     history = History(training.params, 5)
     training.run(history=history)
-    outcome = MiniUnlearning(k=5).apply(history, training.mean_loss, kind(list(GONE)))
+    outcome = MiniUnlearning(k=5).apply(history, training.mean_loss, kind(list(FORGET)))
     assert outcome.touched_share > 0
 
 
@@ -379,14 +383,14 @@ def test_bad_input_is_refused() -> None:
     training = ridge()
     history = History(training.params, 3)
     with pytest.raises(ValueError, match="recorded history"):
-        MiniUnlearning(k=3).apply(history, training.mean_loss, GONE)
+        MiniUnlearning(k=3).apply(history, training.mean_loss, FORGET)
     with pytest.raises(ValueError, match="recorded history"):
-        rewind(None, training.mean_loss, GONE, 3)
+        rewind(None, training.mean_loss, FORGET, 3)
     training.run(history=history)
     with pytest.raises(ValueError, match="3 are recorded"):
-        MiniUnlearning(k=9).apply(history, training.mean_loss, GONE)
+        MiniUnlearning(k=9).apply(history, training.mean_loss, FORGET)
     with pytest.raises(ValueError, match="curvature"):
-        MiniUnlearning(k=3, hvp="ggn").apply(history, training.mean_loss, GONE)
+        MiniUnlearning(k=3, hvp="ggn").apply(history, training.mean_loss, FORGET)
     with pytest.raises(ValueError, match="k must be"):
         MiniUnlearning(k=0)
     with pytest.raises(ValueError, match="at least one"):
@@ -394,16 +398,16 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_an_edit_that_runs_away_changes_nothing() -> None:
-    """Of a training whose rate diverges the recursion overflows: refused, and the weights are those
-    of before; likewise where the loss itself fails in the middle."""
+    """The recursion of a training that diverged overflows: an error, and the weights stay as they
+    were. The same holds if the loss raises an error half-way."""
     training = ridge(lr=50.0, steps=250)
     history = History(training.params, 250)
     training.run(history=history)
     with torch.no_grad():
         training.w.fill_(1.0)  # the training itself has overflowed
     for edit in (
-        lambda: MiniUnlearning(k=250).apply(history, training.mean_loss, GONE),
-        lambda: rewind(history, training.mean_loss, GONE, 250),
+        lambda: MiniUnlearning(k=250).apply(history, training.mean_loss, FORGET),
+        lambda: rewind(history, training.mean_loss, FORGET, 250),
     ):
         with pytest.raises(ValueError, match=r"nothing was changed; take fewer iterations"):
             edit()
@@ -413,7 +417,7 @@ def test_an_edit_that_runs_away_changes_nothing() -> None:
         raise RuntimeError("no data")
 
     with pytest.raises(RuntimeError, match="no data"):
-        rewind(history, failing, GONE, 40)
+        rewind(history, failing, FORGET, 40)
     assert torch.equal(training.w, torch.ones_like(training.w))
 
 
@@ -430,7 +434,7 @@ def test_a_history_of_another_loss_is_refused(momentum: float) -> None:
         )
 
 
-# --- figures of an outcome, and the edit that a recipe asks for -----------------------------------
+# --- figures of an outcome, and the edit of a recipe ----------------------------------------------
 
 
 def test_the_contraction_is_the_norm_of_one_minus_the_hessian() -> None:
@@ -440,12 +444,12 @@ def test_the_contraction_is_the_norm_of_one_minus_the_hessian() -> None:
     training = ridge(steps=6, lr=0.3)
     history = History(training.params, 4)
     training.run(history=history)
-    outcome = MiniUnlearning(k=4, estimate=300).apply(history, training.mean_loss, GONE)
+    outcome = MiniUnlearning(k=4, estimate=300).apply(history, training.mean_loss, FORGET)
     expected = []
     for step in history.last(4):
-        kept = [j for j in step.indices if j not in GONE]
+        retain = [j for j in step.indices if j not in FORGET]
         hessian = torch.autograd.functional.hessian(
-            lambda w, kept=kept: training.loss(w, kept), training.start
+            lambda w, retain=retain: training.loss(w, retain), training.start
         )
         expected.append(float((1 - 0.3 * torch.linalg.eigvalsh(hessian)).abs().max()))
     assert outcome.contraction == pytest.approx(expected, rel=1e-3)
@@ -453,17 +457,17 @@ def test_the_contraction_is_the_norm_of_one_minus_the_hessian() -> None:
 
 
 def test_no_estimate_no_truncation() -> None:
-    """Not asked for; with momentum, whose map is another; of a batch that is wholly forgotten."""
-    for momentum, estimate, gone, rates in (
-        (0.0, 0, GONE, 0),
-        (0.5, 9, GONE, 0),
+    """Without `estimate`, with momentum, or for a batch of forgotten samples alone."""
+    for momentum, estimate, forget, rates in (
+        (0.0, 0, FORGET, 0),
+        (0.5, 9, FORGET, 0),
         (0.0, 9, None, 2),
     ):
         training = ridge(steps=6, batch=4, momentum=momentum)
         history = History(training.params, 3)
         training.run(history=history)
         outcome = MiniUnlearning(k=3, estimate=estimate).apply(
-            history, training.mean_loss, training.batches[-2] if gone is None else gone
+            history, training.mean_loss, training.batches[-2] if forget is None else forget
         )
         assert len(outcome.contraction) == rates
         assert np.isnan(outcome.truncation) == (rates == 0)
@@ -476,15 +480,15 @@ def test_the_figures_of_an_outcome() -> None:
     training = ridge(steps=10)
     history = History(training.params, 5)
     final = training.run(history=history)
-    gone = training.batches[-2][:2]
-    outcome = MiniUnlearning(k=5).apply(history, training.mean_loss, gone)
-    share = sum(bool(set(gone) & set(batch)) for batch in training.batches[-5:]) / 5
+    forget = training.batches[-2][:2]
+    outcome = MiniUnlearning(k=5).apply(history, training.mean_loss, forget)
+    share = sum(bool(set(forget) & set(batch)) for batch in training.batches[-5:]) / 5
     assert outcome.touched_share == pytest.approx(share)
     assert len(outcome.lengths) == 5
     assert outcome.lengths[-1] == pytest.approx(float((training.w.detach() - final).norm()))
     with torch.no_grad():
         training.w.copy_(final)
-    again = rewind(history, training.mean_loss, gone, 5)
+    again = rewind(history, training.mean_loss, forget, 5)
     assert again.touched_share == pytest.approx(share)
     assert again.lengths == pytest.approx((float((training.w.detach() - final).norm()),))
     assert again.contraction == ()
@@ -496,7 +500,7 @@ def test_in_one_dimension_differences_along_the_path_are_the_hessian() -> None:
     for hvp in ("autograd", "lbfgs"):
         history = History(training.params, 6)
         final = training.run(history=history)
-        MiniUnlearning(k=6, hvp=hvp).apply(history, training.mean_loss, GONE)
+        MiniUnlearning(k=6, hvp=hvp).apply(history, training.mean_loss, FORGET)
         results.append(float(training.w.detach() - final))
     assert results[1] == pytest.approx(results[0], rel=1e-9)
     assert abs(results[0]) > 1e-4
@@ -509,8 +513,8 @@ def test_in_one_dimension_differences_along_the_path_are_the_hessian() -> None:
 def test_another_loss_by_a_twentieth_of_its_gradient_is_noticed(
     scale: float, fine: bool, momentum: float
 ) -> None:
-    """The share is of the step that was made; the gradient's part of it is known from the recorded
-    velocity.
+    """The share refers to the step of the training; the recorded velocity gives the gradient's part
+    of it.
     """
     training = ridge(momentum=momentum, lr=0.05)
     history = History(training.params, 10)
@@ -522,9 +526,9 @@ def test_another_loss_by_a_twentieth_of_its_gradient_is_noticed(
     gradient = torch.autograd.grad(training.mean_loss(previous.indices), training.w)[0]
     with torch.no_grad():
         training.w.copy_(before)
-    made = momentum * previous.velocity[0] + gradient
+    step = momentum * previous.velocity[0] + gradient
     factor = 1 + (scale - 1) * float(
-        made.norm() / gradient.norm()
+        step.norm() / gradient.norm()
     )  # of the loss, so that the step differs by scale - 1
 
     def loss(rows: Sequence[int]) -> Tensor:
@@ -564,8 +568,8 @@ def test_rounding_of_large_weights_is_no_other_loss() -> None:
 
 
 def classifier(folder: Path, decay: float = 0.02) -> EditRequest:
-    """Softmax regression, trained by SGD with weight decay and recorded; three samples are to
-    go.
+    """Softmax regression, trained by SGD with weight decay and recorded, with three samples to
+    forget.
     """
     g = torch.Generator().manual_seed(0)
     x, model = (
@@ -627,7 +631,10 @@ def test_an_edit_without_its_history_or_with_another_models_is_refused(tmp_path:
     other = replace(request, params=(request.params[0],))
     with pytest.raises(
         ValueError,
-        match=r"is of 2 tensors, of which the first are \[\(3, 4\), \(3,\)\]; the selected ones are 1",  # noqa: E501
+        match=(
+            r"is of 2 tensors, of which the first are \[\(3, 4\), \(3,\)\]; "
+            r"the selected ones are 1"
+        ),
     ):
         MiniUnlearning(k=6, history=str(tmp_path)).edit(other)
     with pytest.raises(ValueError, match="did not minimise this loss"):
@@ -637,7 +644,7 @@ def test_an_edit_without_its_history_or_with_another_models_is_refused(tmp_path:
 
 
 def test_products_of_a_linear_and_of_a_quadratic_loss() -> None:
-    """A parameter that the loss does not see has a product of 0."""
+    """A parameter without a gradient has a product of 0."""
     w, spare = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
     v = (torch.arange(3.0), torch.ones(2))
     for loss, expected in (
@@ -675,5 +682,5 @@ def test_products_from_differences_do_not_depend_on_units() -> None:
     y, v = s @ (root @ root.T), (torch.randn(4, generator=g, dtype=torch.float64),)
     (expected,) = mini.lbfgs_product([(a,) for a in s], [(b,) for b in y], v)
     for size in (1e-7, 1e5):
-        (found,) = mini.lbfgs_product([(size * a,) for a in s], [(size * b,) for b in y], v)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        (product,) = mini.lbfgs_product([(size * a,) for a in s], [(size * b,) for b in y], v)
+        torch.testing.assert_close(product, expected, rtol=1e-9, atol=1e-9)

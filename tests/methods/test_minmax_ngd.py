@@ -12,23 +12,23 @@ from concept_eraser.training.closure import LossClosure
 
 def test_one_objective_a_step_in_turn() -> None:
     method = MinMaxNGD(forget_steps=2, retain_steps=3)
-    asked = []
+    requests = []
     for step in range(7):
-        given = closure(*pair(0.2, 1.0, 1.0))
-        given.step = step
-        method.direction(given)
-        asked += given.requests
-    assert asked == ["forget", "forget", "retain", "retain", "retain", "forget", "forget"]
+        pair_closure = closure(*pair(0.2, 1.0, 1.0))
+        pair_closure.step = step
+        method.direction(pair_closure)
+        requests += pair_closure.requests
+    assert requests == ["forget", "forget", "retain", "retain", "retain", "forget", "forget"]
 
 
 def test_the_length_of_the_gradient_is_kept() -> None:
     g = torch.Generator().manual_seed(0)
     grad = torch.randn(5, 7, 3, generator=g, dtype=torch.float64)
     for axis in range(3):
-        turned = precondition_axis(grad, axis_covariance(grad, axis), axis, 4.0)
-        assert turned.shape == grad.shape
-        assert float(turned.norm()) == pytest.approx(float(grad.norm()))
-        assert float((turned * grad).sum()) > 0, "a positive definite matrix keeps descent"
+        step = precondition_axis(grad, axis_covariance(grad, axis), axis, 4.0)
+        assert step.shape == grad.shape
+        assert float(step.norm()) == pytest.approx(float(grad.norm()))
+        assert float((step * grad).sum()) > 0, "a positive definite matrix keeps descent"
 
 
 def test_against_the_dense_definition() -> None:
@@ -40,9 +40,9 @@ def test_against_the_dense_definition() -> None:
         torch.linalg.inv(factor + 4 * factor.diagonal().mean() * torch.eye(4, dtype=torch.float64))
         @ grad
     )
-    found = precondition_axis(grad, axis_covariance(grad, 0), 0, 4.0)
+    step = precondition_axis(grad, axis_covariance(grad, 0), 0, 4.0)
     assert float(
-        torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0)
+        torch.nn.functional.cosine_similarity(step.flatten(), expected.flatten(), dim=0)
     ) == pytest.approx(1)
 
 
@@ -53,58 +53,60 @@ def test_much_smoothing_is_the_gradient() -> None:
 
 
 def test_the_pull_is_towards_the_smoothed_weights_in_both_phases() -> None:
-    """a13: the printed sign of the ascent drives away. After a jump the step leads back, whoever's
-    turn it is.
+    """a13: with the printed sign of the ascent the weights drift away. After a jump the step leads
+    back in both phases.
     """
     for objective_turn in (0, 1):
         w = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         method = MinMaxNGD(pull=1.0, average=0.1, retain_steps=1, smoothing=1e12)
         flat = {"retain": [lambda w=w: 0.0 * w.sum()], "forget": [lambda w=w: 0.0 * w.sum()]}
-        given = LossClosure((w,), flat, step=objective_turn)
-        method.direction(given)
+        losses = LossClosure((w,), flat, step=objective_turn)
+        method.direction(losses)
         with torch.no_grad():
             w += 1.0
-        step = method.direction(given).vec[0]
+        step = method.direction(losses).vec[0]
         assert torch.all(step > 0), "the optimiser subtracts: back towards 0"
 
 
 def test_long_axes_are_left_alone() -> None:
     w = torch.zeros(LONGEST + 1, requires_grad=True)
     losses = {"retain": [lambda: w.sum()], "forget": [lambda: (w * torch.arange(len(w))).sum()]}
-    found = MinMaxNGD().direction(LossClosure((w,), losses)).vec[0]
-    torch.testing.assert_close(found, torch.arange(len(w), dtype=torch.float32))
+    step = MinMaxNGD().direction(LossClosure((w,), losses)).vec[0]
+    torch.testing.assert_close(step, torch.arange(len(w), dtype=torch.float32))
 
 
 def test_state_is_carried_over_a_resume() -> None:
-    def given(step: int):
-        asked = closure(*pair(0.1, 1.0, 2.0, seed=step))
-        asked.step = step
-        return asked
+    def closure_at(step: int):
+        pair_closure = closure(*pair(0.1, 1.0, 2.0, seed=step))
+        pair_closure.step = step
+        return pair_closure
 
     whole, first = MinMaxNGD(period=2, pull=0.5), MinMaxNGD(period=2, pull=0.5)
     for step in range(3):
-        whole.direction(given(step))
-        first.direction(given(step))
+        whole.direction(closure_at(step))
+        first.direction(closure_at(step))
     second = MinMaxNGD(period=2, pull=0.5)
     second.load_state_dict(first.state_dict())
-    for a, b in zip(whole.direction(given(3)).vec, second.direction(given(3)).vec, strict=True):
+    for a, b in zip(
+        whole.direction(closure_at(3)).vec, second.direction(closure_at(3)).vec, strict=True
+    ):
         assert torch.equal(a, b)
 
 
 def test_every_objective_reaches_the_running_fisher() -> None:
     """Also where the period divides the round."""
     method = MinMaxNGD(period=4, forget_steps=1, retain_steps=3)
-    updated = set()
+    objectives = set()
     for step in range(20):
-        given = closure(*pair(0.1, 1.0, 2.0, seed=step))
-        given.step = step
+        pair_closure = closure(*pair(0.1, 1.0, 2.0, seed=step))
+        pair_closure.step = step
         before = method.state_dict()
-        method.direction(given)
+        method.direction(pair_closure)
         if any(
             not torch.equal(before[k], v) for k, v in method.state_dict().items() if k in before
         ):
-            updated.add(given.requests[0])
-    assert updated == {"retain", "forget"}
+            objectives.add(pair_closure.requests[0])
+    assert objectives == {"retain", "forget"}
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,8 @@ def test_the_smoothed_weights_and_the_pull_by_hand() -> None:
         with torch.no_grad():
             w.fill_(value)
         smooth += 0.25 * (value - smooth)
-        found = method.direction(LossClosure((w,), losses, step=step))
-        assert float(found.vec[0].detach()) == pytest.approx(2 * 3 * (value - smooth))
+        direction = method.direction(LossClosure((w,), losses, step=step))
+        assert float(direction.vec[0].detach()) == pytest.approx(2 * 3 * (value - smooth))
     assert set(method.state_dict()) == {"smooth_0"}
     assert MinMaxNGD().direction(LossClosure((w,), losses)).vec[0] == 0
 
@@ -141,16 +143,16 @@ def test_the_running_fisher_by_its_recursion() -> None:
     fisher = None
     for step in range(12):
         rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        asked = closure((rows,), (rows,))
-        asked.step = step
-        found = method.direction(asked)
+        pair_closure = closure((rows,), (rows,))
+        pair_closure.step = step
+        direction = method.direction(pair_closure)
         mean = rows @ rows.T / 5
         if fisher is None:
             fisher = mean
         elif (step + step // 2) % 3 == 0:
             fisher = 0.7 * fisher + 0.3 * mean
         torch.testing.assert_close(method.state_dict()["fisher_0_0"], fisher)
-        assert float(found.vec[0].norm()) == pytest.approx(float(rows.norm()))
+        assert float(direction.vec[0].norm()) == pytest.approx(float(rows.norm()))
         # both axes, one after the other, each a solve with F + 4 tr(F)/d I
         first = torch.linalg.solve(
             fisher + 4 * fisher.trace() / 3 * torch.eye(3, dtype=torch.float64), rows
@@ -160,11 +162,11 @@ def test_the_running_fisher_by_its_recursion() -> None:
         second = torch.linalg.solve(
             columns + 4 * columns.trace() / 5 * torch.eye(5, dtype=torch.float64), first.T
         ).T
-        torch.testing.assert_close(found.vec[0], second * rows.norm() / second.norm())
+        torch.testing.assert_close(direction.vec[0], second * rows.norm() / second.norm())
 
 
 def test_axes_of_one_entry_and_of_the_limit() -> None:
-    """One entry has no direction to turn; the longest axis with a dense factor has LONGEST
+    """An axis of one entry needs no factor; the longest axis with a dense factor has LONGEST
     entries.
     """
     rows = torch.randn(1, LONGEST, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -181,13 +183,13 @@ def test_axes_of_one_entry_and_of_the_limit() -> None:
 def test_what_is_logged_of_a_turn() -> None:
     retain, forget = pair(0.3, 2.0, 5.0)
     for step, place, square in ((0, 1, 25.0), (1, 0, 4.0)):
-        asked = closure(retain, forget)
-        asked.step = step
-        found = MinMaxNGD().direction(asked)
-        assert found.notes == {"forget_turn": float(place)}
-        assert found.weights is None
-        assert float(found.gram[place, place]) == pytest.approx(square)
-        assert int(torch.isnan(found.gram).sum()) == 3
+        pair_closure = closure(retain, forget)
+        pair_closure.step = step
+        direction = MinMaxNGD().direction(pair_closure)
+        assert direction.notes == {"forget_turn": float(place)}
+        assert direction.weights is None
+        assert float(direction.gram[place, place]) == pytest.approx(square)
+        assert int(torch.isnan(direction.gram).sum()) == 3
 
 
 def test_a_gradient_of_zero_stays_zero() -> None:
@@ -204,7 +206,7 @@ def test_it_takes_turns_between_two() -> None:
     for objectives in (("forget",), ("retain", "forget", "replace")):
         with pytest.raises(ValueError, match="between retain and forget; found"):
             MinMaxNGD().check_objectives(objectives)
-    given = closure(*pair(0.1, 1.0, 1.0))
-    given.gradients["replace"] = given.gradients["retain"]
+    pair_closure = closure(*pair(0.1, 1.0, 1.0))
+    pair_closure.gradients["replace"] = pair_closure.gradients["retain"]
     with pytest.raises(ValueError, match="between retain and forget; found"):
-        MinMaxNGD().direction(given)
+        MinMaxNGD().direction(pair_closure)

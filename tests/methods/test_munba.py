@@ -18,7 +18,7 @@ from concept_eraser.methods.vectors import dot, norm
 
 
 def residual(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """a_i (G^T G a)_i, which Eq. 6 says is 1."""
+    """a_i (G^T G a)_i, which is 1 by Eq. 6."""
     return weights * (gram @ weights)
 
 
@@ -41,10 +41,10 @@ def test_eq6_holds(cosine: float, log_first: float, log_second: float) -> None:
 def test_length_and_inner_products() -> None:
     """||g|| = sqrt(2) and <g, g_i> = 1 / a_i."""
     for retain, forget in PAIRS:
-        found = Munba(xi=1e-7).direction(closure(retain, forget))
-        assert float(norm(found.vec)) == pytest.approx(2**0.5, rel=1e-4)
+        direction = Munba(xi=1e-7).direction(closure(retain, forget))
+        assert float(norm(direction.vec)) == pytest.approx(2**0.5, rel=1e-4)
         for i, g in enumerate((retain, forget)):
-            assert float(dot(found.vec, g) * found.weights[i]) == pytest.approx(1, rel=1e-4)
+            assert float(dot(direction.vec, g) * direction.weights[i]) == pytest.approx(1, rel=1e-4)
 
 
 def test_parallel_to_ngdiff() -> None:
@@ -66,16 +66,16 @@ def test_the_printed_formula_violates_eq6(cosine: float, expected: tuple[float, 
     c = 0.3: a_r = 1.3^-0.5 = 0.8771, a_f = (0.91 * 0.7)^0.5 = 0.7981; a_r (a_r + 0.3 a_f) = 0.979.
     """
     gram = gram_of(cosine)
-    found = residual(gram, Munba(formula="printed").weights(gram))
-    assert found.tolist() == pytest.approx(expected, abs=0.006)
+    residuals = residual(gram, Munba(formula="printed").weights(gram))
+    assert residuals.tolist() == pytest.approx(expected, abs=0.006)
 
 
 @pytest.mark.parametrize("cosine", [-0.9, -0.3, 0.0, 0.3, 0.9])
 def test_the_corrected_eq8_is_the_exact_solution(cosine: float) -> None:
     """Version 4: a_i = sqrt((1 - c) / sin^2(phi)) / ||g_i||, there with a small xi beside sin^2."""
     weights = Munba().weights(gram_of(cosine, 2.0, 5.0))
-    corrected = ((1 - cosine) / (1 - cosine**2)) ** 0.5
-    assert weights.tolist() == pytest.approx([corrected / 2, corrected / 5], rel=1e-6)
+    unit_weight = ((1 - cosine) / (1 - cosine**2)) ** 0.5
+    assert weights.tolist() == pytest.approx([unit_weight / 2, unit_weight / 5], rel=1e-6)
 
 
 def test_opposed_gradients_are_clamped_and_counted() -> None:
@@ -98,8 +98,8 @@ def test_a_useless_objective_is_left_out_and_counted(bad: float) -> None:
 def test_a_nan_gradient_does_not_reach_the_step() -> None:
     retain, forget = pair(0.3, 1.0, 1.0)
     forget = (forget[0] * float("nan"), *forget[1:])
-    found = Munba().direction(closure(retain, forget))
-    assert torch.isfinite(flat(found.vec)).all()
+    direction = Munba().direction(closure(retain, forget))
+    assert torch.isfinite(flat(direction.vec)).all()
 
 
 @settings(deadline=None, max_examples=200)
@@ -137,14 +137,14 @@ def test_general_solver_against_closed_form_scipy_and_torchjd(objectives: int) -
     from torchjd.aggregation import NashMTL
 
     rng = np.random.default_rng(objectives)
-    agreed = 0
+    witnesses = 0
     for _ in range(5):
         jacobian = torch.from_numpy(
             rng.normal(size=(objectives, 40)) * rng.uniform(0.1, 10, (objectives, 1))
         )
         gram = jacobian @ jacobian.T
-        weights, clamped = nash_weights(gram, 1e-9)
-        assert not clamped
+        weights, is_clamped = nash_weights(gram, 1e-9)
+        assert not is_clamped
         torch.testing.assert_close(
             residual(gram, weights),
             torch.ones(objectives, dtype=torch.float64),
@@ -160,38 +160,38 @@ def test_general_solver_against_closed_form_scipy_and_torchjd(objectives: int) -
             a = np.exp(log_a)
             return 0.5 * a @ g @ a - log_a.sum()
 
-        solved = np.exp(
+        scipy_weights = np.exp(
             minimize(objective, np.log(start), method="BFGS", options={"gtol": 1e-10}).x
         )
-        np.testing.assert_allclose(solved, scale, rtol=1e-4)
+        np.testing.assert_allclose(scipy_weights, scale, rtol=1e-4)
         oracle = NashMTL(n_tasks=objectives, max_norm=0.0, update_weights_every=1, optim_niter=100)(
             jacobian
         )
         cosine = float(torch.nn.functional.cosine_similarity(oracle, weights @ jacobian, dim=0))
-        # its sequence of convex problems sometimes stops early; then Eq. 6 says so, and it is no
-        # witness
+        # its sequence of convex problems sometimes stops early; then Eq. 6 does not hold, and the
+        # result is not compared
         theirs = torch.linalg.lstsq(jacobian.T, oracle[:, None]).solution[:, 0]
         if residual(gram, theirs).sub(1).abs().max() < 0.05:
-            agreed += 1
+            witnesses += 1
             assert cosine > 0.999
-    assert agreed >= 3
+    assert witnesses >= 3
 
 
 def test_many_objectives_duplicates_and_opposition() -> None:
     # three identical gradients: singular, but a descent exists
     same = torch.ones(3, 3, dtype=torch.float64)
-    weights, clamped = nash_weights(same, 1e-9)
-    assert not clamped
+    weights, is_clamped = nash_weights(same, 1e-9)
+    assert not is_clamped
     torch.testing.assert_close(
         residual(same, weights), torch.ones(3, dtype=torch.float64), rtol=1e-9, atol=1e-9
     )
-    opposed = torch.tensor(
+    opposite = torch.tensor(
         [[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64
     )
-    assert nash_weights(opposed, 1e-6)[1]
+    assert nash_weights(opposite, 1e-6)[1]
 
 
-def test_printed_formula_knows_two_objectives_only() -> None:
+def test_printed_formula_takes_two_objectives_only() -> None:
     with pytest.raises(ValueError, match="two objectives only"):
         Munba(formula="printed").weights(torch.eye(3, dtype=torch.float64))
 
@@ -205,19 +205,19 @@ def test_bargaining_rounds() -> None:
     """every=3: the weights of steps 0 and 3 hold for the two steps after them, also across a
     resume.
     """
-    given = [pair(c, 1.0, 2.0, seed=i) for i, c in enumerate((0.1, -0.2, 0.5, 0.7, 0.0))]
-    method, found = Munba(every=3), []
-    for step, (retain, forget) in enumerate(given):
+    gradient_pairs = [pair(c, 1.0, 2.0, seed=i) for i, c in enumerate((0.1, -0.2, 0.5, 0.7, 0.0))]
+    method, weights = Munba(every=3), []
+    for step, (retain, forget) in enumerate(gradient_pairs):
         if step == 2:
             state = method.state_dict()
             method = Munba(every=3)
             method.load_state_dict(state)
-        asked = closure(retain, forget)
-        asked.step = step
-        found.append(method.direction(asked).weights)
-    fresh = [Munba().direction(closure(*g)).weights for g in given]
-    for step, held in enumerate((0, 0, 0, 3, 3)):
-        torch.testing.assert_close(found[step], fresh[held])
+        pair_closure = closure(retain, forget)
+        pair_closure.step = step
+        weights.append(method.direction(pair_closure).weights)
+    fresh = [Munba().direction(closure(*g)).weights for g in gradient_pairs]
+    for step, source in enumerate((0, 0, 0, 3, 3)):
+        torch.testing.assert_close(weights[step], fresh[source])
     assert not torch.allclose(fresh[0], fresh[1])
 
 
@@ -245,9 +245,9 @@ def test_where_the_general_solver_clamps(objectives: int, xi: float) -> None:
         c = (slack - 1) / (objectives - 1)
         cosines = torch.full((objectives, objectives), c, dtype=torch.float64).fill_diagonal_(1.0)
         lengths = torch.arange(1.0, objectives + 1, dtype=torch.float64)
-        weights, clamped = nash_weights(cosines * torch.outer(lengths, lengths), xi)
-        assert clamped == expected
-        u = (slack + xi * clamped) ** -0.5
+        weights, is_clamped = nash_weights(cosines * torch.outer(lengths, lengths), xi)
+        assert is_clamped == expected
+        u = (slack + xi * is_clamped) ** -0.5
         torch.testing.assert_close(weights, u / lengths, rtol=1e-6, atol=0)
 
 
@@ -261,15 +261,15 @@ def test_newtons_method_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None
     for objectives in (3, 6, 10):
         rows = torch.from_numpy(rng.normal(size=(objectives, 12)) + 0.5)
         calls.clear()
-        weights, clamped = nash_weights(rows @ rows.T, 1e-9)
-        assert not clamped
+        weights, is_clamped = nash_weights(rows @ rows.T, 1e-9)
+        assert not is_clamped
         torch.testing.assert_close(
             residual(rows @ rows.T, weights), torch.ones(objectives, dtype=torch.float64)
         )
         assert len(calls) <= 15
 
 
-def test_nobody_and_one_objective() -> None:
+def test_no_objective_and_one_objective() -> None:
     weights, notes = Munba().solve(torch.zeros(2, 2, dtype=torch.float64))
     assert weights.tolist() == [0.0, 0.0]
     assert notes == {"degenerate": 1, "clamped": 0}
@@ -289,10 +289,10 @@ def test_three_objectives_of_which_one_has_no_gradient() -> None:
     expected = Munba().weights(torch.tensor([[4.0, 3.0], [3.0, 9.0]], dtype=torch.float64))
     assert weights.tolist() == [float(expected[0]), 0.0, float(expected[1])]
     assert notes == {"degenerate": 1, "clamped": 0}
-    opposed = torch.tensor(
+    opposite = torch.tensor(
         [[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64
     )
-    assert Munba().solve(opposed)[1] == {"degenerate": 0, "clamped": 1}
+    assert Munba().solve(opposite)[1] == {"degenerate": 0, "clamped": 1}
     assert Munba().solve(torch.eye(3, dtype=torch.float64))[1] == {"degenerate": 0, "clamped": 0}
 
 
@@ -312,16 +312,16 @@ def test_weights_are_kept_between_bargains_but_never_those_of_a_missing_objectiv
     nothing = closure(retain, tuple(0 * part for part in forget))
     assert method.direction(nothing).notes["degenerate"] == 1
     assert method.state_dict() == {}
-    asked = closure(retain, forget)
-    asked.step = 1  # between two bargains, but there is nothing to keep to: it bargains
-    first = method.direction(asked)
+    pair_closure = closure(retain, forget)
+    pair_closure.step = 1  # between two bargains, but there is nothing to keep to: it bargains
+    first = method.direction(pair_closure)
     assert first.notes == {"degenerate": 0, "clamped": 0}
-    asked.step = 3
-    again = method.direction(asked)
+    pair_closure.step = 3
+    again = method.direction(pair_closure)
     assert again.notes == {"kept": 1}
     assert again.weights.tolist() == first.weights.tolist()
     torch.testing.assert_close(again.gram, first.gram)
     torch.testing.assert_close(flat(again.vec), flat(first.vec))
     plain = Munba()
-    plain.direction(asked)
+    plain.direction(pair_closure)
     assert plain.state_dict() == {}, "with every=1 nothing is kept"

@@ -15,7 +15,7 @@ from concept_eraser.methods.natural_gradient import NaturalGradient
 from tests.methods.test_natural_gradient import (
     coherent_errors,
     digits,
-    fitted,
+    fit_ridge,
     regression,
     ridge_solution,
     slope,
@@ -42,16 +42,18 @@ def test_n3_the_empirical_fisher_is_of_first_order_only(fisher_on: str) -> None:
     empirical = []
     for m in ms:
         target = softmax_regression(x[m:], y[m:], 0.02).weight.detach()
-        used = rows if fisher_on == "all" else rows[m:]
-        matrix = used.T @ used / len(used) + 0.02 * torch.eye(rows.shape[1], dtype=rows.dtype)
+        fisher_rows = rows if fisher_on == "all" else rows[m:]
+        matrix = fisher_rows.T @ fisher_rows / len(fisher_rows) + 0.02 * torch.eye(
+            rows.shape[1], dtype=rows.dtype
+        )
         push = (rows[:m].sum(0) + m * 0.02 * whole.flatten()) / (len(x) - m)
         empirical.append(
             float((whole.flatten() + torch.linalg.solve(matrix, push) - target.flatten()).norm())
         )
-    moved, exact = coherent_errors(ms, fisher_on=fisher_on)
+    initial, exact = coherent_errors(ms, fisher_on=fisher_on)
     assert slope(ms, empirical) == pytest.approx(1.0, abs=0.05)
     assert slope(ms, exact) == pytest.approx(2.0, abs=0.15)
-    assert all(0.9 < a / b < 1.1 for a, b in zip(empirical, moved, strict=True))
+    assert all(0.9 < a / b < 1.1 for a, b in zip(empirical, initial, strict=True))
     assert all(
         a > (100 if fisher_on == "retain" else 10) * b
         for a, b in zip(empirical, exact, strict=True)
@@ -67,7 +69,7 @@ def ridge_deletion(
     """Ridge regression of one output: error, certificate, gamma_F(R), gamma_F(S), with the smallest
     valid constants.
 
-    The Hessian does not change (M = 0, of which sensitivity wants to see something positive)."""
+    The Hessian does not change: M = 0, for which sensitivity needs a positive number."""
     n, eye = len(x), ridge * torch.eye(x.shape[1], dtype=x.dtype)
     start, target = ridge_solution(x, y, ridge), ridge_solution(x[m:], y[m:], ridge)
     mu = min(
@@ -77,7 +79,7 @@ def ridge_deletion(
     # end
     largest = max(float(((x @ w.T - y) * x + ridge * w).norm(dim=1).max()) for w in (start, target))
     square = float(x.norm(dim=1).max()) ** 2
-    model = fitted(x, y, ridge)
+    model = fit_ridge(x, y, ridge)
     risk = Risk(model, "gaussian", ridge)
     NaturalGradient(fisher_on=fisher_on, solver="exact").apply(
         risk, [(x[:m], y[:m])], [(x[m:], y[m:])]
@@ -105,8 +107,9 @@ def ridge_deletion(
 
 @pytest.mark.parametrize(("m", "share"), [(2, 0.933), (10, 0.739), (30, 0.414)])
 def test_n4_the_bound_for_all_samples_is_nearly_met(m: int, share: float) -> None:
-    """100 numbers, 1 where deleted and .1 elsewhere: the error comes so close to gamma_F(S) that
-    none of its factors is idle, and gamma_F(R), 0 up to rounding here, would not do."""
+    """100 numbers, 1 where deleted and .1 elsewhere: the error is so close to gamma_F(S) that all
+    of its factors count. gamma_F(R), which is 0 up to rounding here, is no bound.
+    """
     x = torch.full((100, 1), 0.1, dtype=torch.float64)
     x[:m] = 1
     y = (x == 1).double()
@@ -126,17 +129,15 @@ def test_n4_the_bound_for_all_samples_holds_on_random_problems(seed: int, m: int
 
 
 def test_n4_numbers_on_four_digits() -> None:
-    """m = 16 of 720, ridge .02: what this machine found, to be found again; and the order of all
-    that bounds it.
-    """
+    """m = 16 of 720, ridge .02: golden values, and the order of the error and its bounds."""
     x, y = digits()
     m, mu = 16, 0.02
     target = softmax_regression(x[m:], y[m:], mu).weight.detach()
-    found = {}
+    results = {}
     for fisher_on in ("retain", "all"):
         model = softmax_regression(x, y, mu)
         lipschitz = float(2**0.5 * x.norm(dim=1).max() + mu * model.weight.detach().norm())
-        moved = float((model.weight.detach() - target).norm())
+        initial_error = float((model.weight.detach() - target).norm())
         risk = Risk(model, ridge=mu)
         NaturalGradient(fisher_on=fisher_on).apply(risk, [(x[:m], y[:m])], [(x[m:], y[m:])])
         square = float(x.norm(dim=1).max()) ** 2
@@ -149,17 +150,17 @@ def test_n4_numbers_on_four_digits() -> None:
             jacobian_square_bound=square,
             fisher_on=fisher_on,
         )
-        found[fisher_on] = (
+        results[fisher_on] = (
             float((model.weight.detach() - target).norm()),
             risk.certificate([(x[m:], y[m:])], mu),
             gamma,
         )
-    assert moved == pytest.approx(0.0610, rel=0.01)
-    assert found["retain"][:2] == pytest.approx((2.74e-4, 1.418e-3), rel=0.01)
-    assert found["all"][:2] == pytest.approx((2.92e-3, 1.096e-2), rel=0.01)
-    for error, certificate, gamma in found.values():
+    assert initial_error == pytest.approx(0.0610, rel=0.01)
+    assert results["retain"][:2] == pytest.approx((2.74e-4, 1.418e-3), rel=0.01)
+    assert results["all"][:2] == pytest.approx((2.92e-3, 1.096e-2), rel=0.01)
+    for error, certificate, gamma in results.values():
         assert error < certificate < gamma
-    assert found["all"][2] > found["retain"][2]
+    assert results["all"][2] > results["retain"][2]
 
 
 # --- A1: the normalisation ------------------------------------------------------------------------
@@ -181,10 +182,10 @@ def test_a1_both_readings_of_one_over_n_miss_the_target_of_the_definition() -> N
         "fixed_n": ridge_solution(x[m:], y[m:], ridge, n),
     }
 
-    def left(weights: Tensor, objective: str) -> float:
+    def relative_error(weights: Tensor, objective: str) -> float:
         return float((weights - targets[objective]).norm() / (start - targets[objective]).norm())
 
-    risk = Risk(fitted(x, y, ridge), "gaussian", ridge)
+    risk = Risk(fit_ridge(x, y, ridge), "gaussian", ridge)
     total = risk.sum_gradient([(x[:m], y[:m])])
     step = {
         name: algebra.solve(
@@ -192,12 +193,14 @@ def test_a1_both_readings_of_one_over_n_miss_the_target_of_the_definition() -> N
         )[0]
         for name, by in (("mean", m), ("sum over n", n))
     }
-    assert left(start + step["mean"], "retain_mean") == pytest.approx(8.85, abs=0.05)
-    assert left(start + step["sum over n"], "retain_mean") == pytest.approx(0.371, abs=0.005)
-    assert left(start + step["sum over n"], "fixed_n") == pytest.approx(0.136, abs=0.005)
+    assert relative_error(start + step["mean"], "retain_mean") == pytest.approx(8.85, abs=0.05)
+    assert relative_error(start + step["sum over n"], "retain_mean") == pytest.approx(
+        0.371, abs=0.005
+    )
+    assert relative_error(start + step["sum over n"], "fixed_n") == pytest.approx(0.136, abs=0.005)
     for objective in targets:
-        model = fitted(x, y, ridge)
+        model = fit_ridge(x, y, ridge)
         NaturalGradient(objective=objective, solver="exact").apply(
             Risk(model, "gaussian", ridge), [(x[:m], y[:m])], [(x[m:], y[m:])]
         )
-        assert left(model.weight.detach(), objective) < 1e-12
+        assert relative_error(model.weight.detach(), objective) < 1e-12

@@ -40,7 +40,7 @@ def ridge_solution(
     ).T
 
 
-def fitted(x: torch.Tensor, y: torch.Tensor, ridge: float) -> nn.Module:
+def fit_ridge(x: torch.Tensor, y: torch.Tensor, ridge: float) -> nn.Module:
     model = linear(x.shape[1], y.shape[1])
     with torch.no_grad():
         model.weight.copy_(ridge_solution(x, y, ridge))
@@ -51,7 +51,7 @@ def fitted(x: torch.Tensor, y: torch.Tensor, ridge: float) -> nn.Module:
 @pytest.mark.parametrize("objective", ["retain_mean", "fixed_n"])
 def test_n1_ridge_is_exact(solver: str, objective: str) -> None:
     x, y = regression()
-    model = fitted(x, y, 0.1)
+    model = fit_ridge(x, y, 0.1)
     m = 15
     NaturalGradient(objective=objective, solver=solver).apply(
         Risk(model, "gaussian", 0.1), [(x[:m], y[:m])], [(x[m:], y[m:])]
@@ -69,14 +69,14 @@ def test_a1_the_printed_factor_is_worse_than_doing_nothing() -> None:
     x, y = regression()
     m, n = 6, 60
     start, target = ridge_solution(x, y, 0.1), ridge_solution(x[m:], y[m:], 0.1)
-    model = fitted(x, y, 0.1)
+    model = fit_ridge(x, y, 0.1)
     risk = Risk(model, "gaussian", 0.1)
     mean_u = tuple(g / m for g in risk.sum_gradient([(x[:m], y[:m])]))
-    printed = algebra.solve(
+    printed_step = algebra.solve(
         Fisher(risk, [(x, y)], 0.1), tuple(n / (n - m) * g for g in mean_u), "exact"
     )
     nothing = float((start - target).norm())
-    assert float((start + printed[0] - target).norm()) > 4 * nothing
+    assert float((start + printed_step[0] - target).norm()) > 4 * nothing
 
 
 def digits(classes: int = 4, n: int = 720) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,12 +89,12 @@ def softmax_regression(
     x: torch.Tensor, y: torch.Tensor, ridge: float, classes: int = 4
 ) -> nn.Module:
     """scikit-learn's minimiser of the same risk: its C is 1 / (n ridge)."""
-    solved = LogisticRegression(
+    estimator = LogisticRegression(
         C=1 / (len(x) * ridge), fit_intercept=False, tol=1e-12, max_iter=5000, solver="newton-cg"
     ).fit(x, y)
     model = linear(x.shape[1], classes)
     with torch.no_grad():
-        model.weight.copy_(torch.from_numpy(solved.coef_))
+        model.weight.copy_(torch.from_numpy(estimator.coef_))
     return model
 
 
@@ -107,8 +107,8 @@ def test_n2_the_fisher_of_a_linear_model_is_its_hessian() -> None:
     )
     first = torch.autograd.grad(risk.mean_loss(model(x), y), risk.params, create_graph=True)
     hessian = torch.autograd.grad((first[0] * v[0]).sum(), risk.params)[0]
-    found = Fisher(risk, [(x[:300], y[:300]), (x[300:], y[300:])]).product(v)[0]
-    assert float((found - hessian).norm() / hessian.norm()) < 1e-9
+    product = Fisher(risk, [(x[:300], y[:300]), (x[300:], y[300:])]).product(v)[0]
+    assert float((product - hessian).norm() / hessian.norm()) < 1e-9
 
 
 def coherent_errors(ms: tuple[int, ...], **options) -> tuple[list[float], list[float]]:
@@ -118,17 +118,17 @@ def coherent_errors(ms: tuple[int, ...], **options) -> tuple[list[float], list[f
     x, y = digits()
     x, y = torch.cat([x[:1].expand(max(ms), -1), x]), torch.cat([y[:1].expand(max(ms)), y])
     whole = softmax_regression(x, y, 0.02)
-    moved, left = [], []
+    initial_errors, final_errors = [], []
     for m in ms:
         target = softmax_regression(x[m:], y[m:], 0.02).weight.detach()
         model = linear(x.shape[1], 4)
         model.load_state_dict(whole.state_dict())
-        moved.append(float((model.weight.detach() - target).norm()))
+        initial_errors.append(float((model.weight.detach() - target).norm()))
         NaturalGradient(solver="exact", **options).apply(
             Risk(model, ridge=0.02), [(x[:m], y[:m])], [(x[m:], y[m:])]
         )
-        left.append(float((model.weight.detach() - target).norm()))
-    return moved, left
+        final_errors.append(float((model.weight.detach() - target).norm()))
+    return initial_errors, final_errors
 
 
 def slope(ms: tuple[int, ...], errors: list[float]) -> float:
@@ -138,10 +138,10 @@ def slope(ms: tuple[int, ...], errors: list[float]) -> float:
 @pytest.mark.parametrize("fisher_on", ["retain", "all"])
 def test_n3_the_error_is_of_second_order(fisher_on: str) -> None:
     ms = (2, 4, 8, 16)
-    moved, left = coherent_errors(ms, fisher_on=fisher_on)
-    assert slope(ms, moved) == pytest.approx(1, abs=0.1)
-    assert slope(ms, left) == pytest.approx(2, abs=0.15)
-    assert left[2] < 0.1 * moved[2]
+    initial_errors, final_errors = coherent_errors(ms, fisher_on=fisher_on)
+    assert slope(ms, initial_errors) == pytest.approx(1, abs=0.1)
+    assert slope(ms, final_errors) == pytest.approx(2, abs=0.15)
+    assert final_errors[2] < 0.1 * initial_errors[2]
 
 
 def test_n4_certificate_bounds_the_error() -> None:
@@ -177,9 +177,9 @@ def test_n5_deleting_nothing_moves_nothing() -> None:
     x, y = digits()
     model = softmax_regression(x, y, 0.02)
     before = model.weight.detach().clone()
-    found = NaturalGradient().apply(Risk(model, ridge=0.02), [], [(x, y)])
-    assert isinstance(found, NaturalStep)
-    assert found.length == 0
+    outcome = NaturalGradient().apply(Risk(model, ridge=0.02), [], [(x, y)])
+    assert isinstance(outcome, NaturalStep)
+    assert outcome.length == 0
     assert torch.equal(model.weight, before)
 
 
@@ -195,23 +195,23 @@ def test_n5_the_proximal_step_on_a_lasso() -> None:
         metric = x.T @ x / len(x)
         return ng.proximal(torch.linalg.solve(metric, x.T @ y / len(x))[:, 0], metric, penalty)
 
-    def step(theta: torch.Tensor, u: int, *, printed: bool) -> torch.Tensor:
-        kept_x, kept_y = x[u:], y[u:]
-        metric = kept_x.T @ kept_x / len(kept_x)
-        if printed:  # Eq. 11: the gradient on S is taken for 0
-            ascent = x[:u].T @ (x[:u] @ theta[:, None] - y[:u]) / max(u, 1) * len(x) / len(kept_x)
+    def step(theta: torch.Tensor, u: int, *, from_paper: bool) -> torch.Tensor:
+        retain_x, retain_y = x[u:], y[u:]
+        metric = retain_x.T @ retain_x / len(retain_x)
+        if from_paper:  # Eq. 11: the gradient on S is taken for 0
+            ascent = x[:u].T @ (x[:u] @ theta[:, None] - y[:u]) / max(u, 1) * len(x) / len(retain_x)
             return ng.proximal(theta + torch.linalg.solve(metric, ascent)[:, 0], metric, penalty)
-        gradient = kept_x.T @ (kept_x @ theta[:, None] - kept_y) / len(kept_x)
+        gradient = retain_x.T @ (retain_x @ theta[:, None] - retain_y) / len(retain_x)
         return ng.proximal_step(theta, metric, gradient[:, 0], penalty)
 
     theta = lasso(x, y)
     assert int((theta == 0).sum()) > 0, "the penalty bites"
-    assert float((step(theta, 0, printed=False) - theta).norm()) < 1e-12
-    assert float((step(theta, 0, printed=True) - theta).norm()) > 0.05
+    assert float((step(theta, 0, from_paper=False) - theta).norm()) < 1e-12
+    assert float((step(theta, 0, from_paper=True) - theta).norm()) > 0.05
     target = lasso(x[m:], y[m:])
     nothing = float((theta - target).norm())
-    assert float((step(theta, m, printed=False) - target).norm()) < 1e-10
-    assert float((step(theta, m, printed=True) - target).norm()) > nothing
+    assert float((step(theta, m, from_paper=False) - target).norm()) < 1e-10
+    assert float((step(theta, m, from_paper=True) - target).norm()) > nothing
 
 
 def test_n6_lissa_is_its_filter_and_the_printed_recursion_vanishes() -> None:
@@ -221,15 +221,15 @@ def test_n6_lissa_is_its_filter_and_the_printed_recursion_vanishes() -> None:
     a = basis @ torch.diag(values) @ basis.T
     x = torch.randn(6, generator=g, dtype=torch.float64)
     sigma, steps = 5.0, 200
-    found = algebra.lissa(lambda v: (a @ v[0],), (x,), sigma, steps)[0]
-    filtered = (1 - (1 - values / sigma) ** (steps + 1)) / values
-    torch.testing.assert_close(found, basis @ (filtered * (basis.T @ x)))
-    printed = x
+    solution = algebra.lissa(lambda v: (a @ v[0],), (x,), sigma, steps)[0]
+    filter_factors = (1 - (1 - values / sigma) ** (steps + 1)) / values
+    torch.testing.assert_close(solution, basis @ (filter_factors * (basis.T @ x)))
+    printed_solution = x
     for _ in range(steps):
-        printed = printed - a @ printed / sigma
-    assert float((printed / sigma).norm()) < 0.2 * float(found.norm())
+        printed_solution = printed_solution - a @ printed_solution / sigma
+    assert float((printed_solution / sigma).norm()) < 0.2 * float(solution.norm())
     # (I - A/sigma)^T x: directions that are not nearly flat are gone
-    strong = (basis.T @ printed)[1:]
+    strong = (basis.T @ printed_solution)[1:]
     assert float(strong.abs().max()) < 1e-6
 
 
@@ -265,19 +265,19 @@ def test_n7_products_dense_and_diagonal_are_the_explicit_fisher(likelihood: str)
         )
         explicit += jacobian.T @ middle @ jacobian / len(x)
     fisher = Fisher(risk, batches, 0.3)
-    shifted = explicit + 0.3 * torch.eye(len(explicit), dtype=torch.float64)
-    torch.testing.assert_close(fisher.dense(), shifted)
-    torch.testing.assert_close(fisher.diagonal(), shifted.diagonal())
+    matrix = explicit + 0.3 * torch.eye(len(explicit), dtype=torch.float64)
+    torch.testing.assert_close(fisher.dense(), matrix)
+    torch.testing.assert_close(fisher.diagonal(), matrix.diagonal())
     assert float(torch.linalg.eigvalsh(explicit).min()) > -1e-12
     v = algebra.unflatten(torch.randn(len(explicit), dtype=torch.float64), params)
-    torch.testing.assert_close(algebra.flatten(fisher.product(v)), shifted @ algebra.flatten(v))
-    solved = algebra.solve(fisher, v, "cg")
+    torch.testing.assert_close(algebra.flatten(fisher.product(v)), matrix @ algebra.flatten(v))
+    solution = algebra.solve(fisher, v, "cg")
     torch.testing.assert_close(
-        algebra.flatten(fisher.product(solved)), algebra.flatten(v), rtol=0, atol=1e-7
+        algebra.flatten(fisher.product(solution)), algebra.flatten(v), rtol=0, atol=1e-7
     )
     torch.testing.assert_close(
         algebra.flatten(algebra.solve(fisher, v, "lissa", sigma=10.0, iterations=600)),
-        algebra.flatten(solved),
+        algebra.flatten(solution),
         rtol=1e-4,
         atol=1e-6,
     )
@@ -285,7 +285,7 @@ def test_n7_products_dense_and_diagonal_are_the_explicit_fisher(likelihood: str)
 
 def test_n7_kfac_is_exact_for_one_linear_layer_and_squared_error() -> None:
     x, y = regression(3)
-    risk = Risk(fitted(x, y, 0.1), "gaussian", 0.1)
+    risk = Risk(fit_ridge(x, y, 0.1), "gaussian", 0.1)
     fisher = Fisher(risk, [(x, y)], 0.2)
     v = (torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),)
     torch.testing.assert_close(
@@ -329,7 +329,7 @@ def test_n9_the_excess_population_risk_of_a_published_deletion() -> None:
         bound = lipschitz * (expected_length(sigma, 2 * d) + gamma) + 2 * lipschitz**2 / (
             mu * (n - m)
         )
-        found, cost = [], []
+        risks, costs = [], []
         for _ in range(10):
             x, y = sample(n)
             model = softmax_regression(x, y, mu, classes=2)
@@ -337,10 +337,10 @@ def test_n9_the_excess_population_risk_of_a_published_deletion() -> None:
             quiet = excess(model)
             with torch.no_grad():
                 model.weight.add_(torch.from_numpy(rng.standard_normal((2, d))) * sigma)
-            found.append(excess(model))
-            cost.append(found[-1] - quiet)
-        assert 0 < np.mean(found) <= bound
-        noise_costs.append(np.mean(cost))
+            risks.append(excess(model))
+            costs.append(risks[-1] - quiet)
+        assert 0 < np.mean(risks) <= bound
+        noise_costs.append(np.mean(costs))
     assert noise_costs[1] < noise_costs[0] / 8  # gamma falls by 16
 
 
@@ -349,10 +349,10 @@ def test_n10_an_interpolating_model_is_not_moved() -> None:
     model = linear(6, 2)
     with torch.no_grad():
         model.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
-    found = NaturalGradient(damping=1e-3).apply(
+    outcome = NaturalGradient(damping=1e-3).apply(
         Risk(model, "gaussian"), [(x[:2], y[:2])], [(x[2:], y[2:])]
     )
-    assert found.length < 1e-9
+    assert outcome.length < 1e-9
 
 
 def test_n11_the_softmax_covariance_is_at_most_one_half() -> None:
@@ -370,16 +370,16 @@ def test_the_trust_region_bounds_the_divergence_of_the_retained_outputs() -> Non
     x, y = digits()
     model = softmax_regression(x, y, 0.001)
     m, kl = 200, 1e-4
-    kept = x[m:]
-    before = model(kept).detach().log_softmax(1)
-    found = NaturalGradient(kl=kl).apply(
-        Risk(model, ridge=0.001), [(x[:m], y[:m])], [(kept, y[m:])]
+    retain = x[m:]
+    before = model(retain).detach().log_softmax(1)
+    outcome = NaturalGradient(kl=kl).apply(
+        Risk(model, ridge=0.001), [(x[:m], y[:m])], [(retain, y[m:])]
     )
-    assert found.shrunk < 1
-    moved = nn.functional.kl_div(
-        model(kept).log_softmax(1), before, log_target=True, reduction="batchmean"
+    assert outcome.shrunk < 1
+    divergence = nn.functional.kl_div(
+        model(retain).log_softmax(1), before, log_target=True, reduction="batchmean"
     )
-    assert float(moved) == pytest.approx(kl, rel=0.1)
+    assert float(divergence) == pytest.approx(kl, rel=0.1)
 
 
 def test_a_deep_network_needs_damping_and_then_forgets() -> None:
@@ -395,15 +395,15 @@ def test_a_deep_network_needs_damping_and_then_forgets() -> None:
         optimizer.zero_grad()
         (nn.functional.cross_entropy(model(x), y)).backward()
         optimizer.step()
-    gone = y == 3
-    batches = [(x[gone], y[gone])], [(x[~gone], y[~gone])]
+    forget = y == 3
+    batches = [(x[forget], y[forget])], [(x[~forget], y[~forget])]
     NaturalGradient(damping=1e-3, solver="cg", iterations=50).apply(Risk(model), *batches)
 
     def accuracy(which: torch.Tensor) -> float:
         return float((model(x[which]).argmax(1) == y[which]).float().mean())
 
-    assert accuracy(gone) < 0.5
-    assert accuracy(~gone) > 0.9
+    assert accuracy(forget) < 0.5
+    assert accuracy(~forget) > 0.9
 
 
 @pytest.mark.parametrize(
@@ -426,15 +426,15 @@ def test_a_singular_fisher_is_refused_and_nothing_is_changed(solver: str) -> Non
     assert torch.equal(model.weight, before)
 
 
-def test_lissa_chooses_a_sigma_that_converges_and_the_residual_says_how_far() -> None:
+def test_lissa_chooses_a_sigma_that_converges_and_reports_the_residual() -> None:
     x, y = digits()
     residuals = {}
     for solver, iterations in (("cg", 200), ("cg", 3), ("lissa", 400)):
         model = softmax_regression(x, y, 0.02)
-        found = NaturalGradient(solver=solver, iterations=iterations).apply(
+        outcome = NaturalGradient(solver=solver, iterations=iterations).apply(
             Risk(model, ridge=0.02), [(x[:9], y[:9])], [(x[9:], y[9:])]
         )
-        residuals[solver, iterations] = found.residual
+        residuals[solver, iterations] = outcome.residual
     assert residuals["cg", 200] < 1e-8
     assert residuals["cg", 3] > 1e-3
     assert residuals["lissa", 400] < 0.05
@@ -442,8 +442,8 @@ def test_lissa_chooses_a_sigma_that_converges_and_the_residual_says_how_far() ->
 
 def test_nothing_retained_is_refused() -> None:
     x, y = regression()
-    with pytest.raises(ValueError, match="nothing is retained"):
-        NaturalGradient().apply(Risk(fitted(x, y, 0.1), "gaussian"), [(x, y)], [])
+    with pytest.raises(ValueError, match="no retained samples"):
+        NaturalGradient().apply(Risk(fit_ridge(x, y, 0.1), "gaussian"), [(x, y)], [])
 
 
 def test_a_dense_matrix_of_a_large_model_is_refused() -> None:
@@ -452,6 +452,6 @@ def test_a_dense_matrix_of_a_large_model_is_refused() -> None:
         Fisher(risk, [(torch.zeros(1, 200), torch.zeros(1, dtype=torch.long))]).dense()
 
 
-def test_it_asks_for_two_sides() -> None:
+def test_it_needs_two_objectives() -> None:
     with pytest.raises(ValueError, match="needs the objectives forget and retain"):
         NaturalGradient().check_objectives(("retain", "forget", "replace"))

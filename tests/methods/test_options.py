@@ -14,9 +14,9 @@ from concept_eraser import registry
 from concept_eraser.methods import mini_unlearning, munba, uce
 from concept_eraser.methods.base import Method
 
-LOADED = {name: registry.load("method", name) for name in registry.names("method")}
+PLUGINS = {name: registry.load("method", name) for name in registry.names("method")}
 TINY = 1e-9
-# what an option may be: from, to; "(0" leaves the 0 out
+# the range of each option: from, to; "(0" excludes 0
 BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
     "adversarial": {
         "inner_steps": ("0", None),
@@ -79,7 +79,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "option", "low", "high"), CASES)
 def test_the_bounds_hold_at_the_bound(name: str, option: str, low: str, high: float | None) -> None:
-    plugin = LOADED[name]
+    plugin = PLUGINS[name]
     whole = isinstance(next(f.default for f in fields(plugin) if f.name == option), int)
     bound = float(low.strip("("))
     inside = [TINY, 0.3] if low.startswith("(") else [bound]
@@ -87,15 +87,15 @@ def test_the_bounds_hold_at_the_bound(name: str, option: str, low: str, high: fl
     if high is not None:
         inside, outside = [*inside, high], [*outside, high + TINY, high + 1]
     for value in inside:
-        made = plugin(**{option: int(value) if whole else value})
-        assert getattr(made, option) == value
+        method = plugin(**{option: int(value) if whole else value})
+        assert getattr(method, option) == value
     for value in outside:
         with pytest.raises(ValueError, match=r"must|expected"):
             plugin(**{option: int(value) if whole else value})
 
 
 def test_every_option_that_is_a_number_is_finite() -> None:
-    for name, plugin in LOADED.items():
+    for name, plugin in PLUGINS.items():
         for option in fields(plugin):
             if option.init and isinstance(option.default, float):
                 for value in (float("nan"), float("inf")):
@@ -105,8 +105,8 @@ def test_every_option_that_is_a_number_is_finite() -> None:
 
 
 def test_every_option_with_choices_takes_them_and_no_other() -> None:
-    tried = 0
-    for plugin in LOADED.values():
+    count = 0
+    for plugin in PLUGINS.values():
         hints = typing.get_type_hints(plugin)
         for option in fields(plugin):
             choices = (
@@ -116,17 +116,17 @@ def test_every_option_with_choices_takes_them_and_no_other() -> None:
             )
             if not option.init or not choices:
                 continue
-            tried += 1
+            count += 1
             for choice in choices:
                 assert getattr(plugin(**{option.name: choice}), option.name) == choice
             with pytest.raises(ValueError, match=f"{option.name} must be {choices[0]!r}"):
                 plugin(**{option.name: "another"})
-    assert tried >= 10
+    assert count >= 10
 
 
 def test_a_number_or_a_word() -> None:
     """UNO's strength is either; neither another word nor a number that is not finite."""
-    uno = LOADED["uno"]
+    uno = PLUGINS["uno"]
     assert [uno(strength=value).strength for value in ("auto", 2.0, 0)] == ["auto", 2.0, 0]
     with pytest.raises(ValueError, match=r"strength must be 'auto', found 'much'"):
         uno(strength="much")
@@ -136,17 +136,17 @@ def test_a_number_or_a_word() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.5, 1.5])
 def test_the_clamp_of_munba_lies_between_zero_and_one(value: float) -> None:
-    assert LOADED["munba"](xi=TINY).xi == TINY
-    assert LOADED["munba"](xi=1 - TINY).xi == 1 - TINY
+    assert PLUGINS["munba"](xi=TINY).xi == TINY
+    assert PLUGINS["munba"](xi=1 - TINY).xi == 1 - TINY
     with pytest.raises(ValueError, match=r"xi must lie in \(0, 1\)"):
-        LOADED["munba"](xi=value)
+        PLUGINS["munba"](xi=value)
 
 
 # arXiv 2401.09257 (Table 5, T and eta of the multi-task runs, beta_k), its code; 2401.05779's code;
 # 2406.16986, section 4;
 # 2407.12383, section 4 and its code; 2308.07707; 2308.14761's code; 2407.08169, Algorithm 1;
 # 1703.04730; 2411.15537
-PUBLISHED: dict[str, dict[str, Any]] = {
+PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "forum": {
         "rho_e": 0.5 / 2,
         "inner_steps": 5,
@@ -176,10 +176,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PAPER_DEFAULTS)
 def test_the_defaults_of_the_papers(name: str) -> None:
-    made = LOADED[name]()
-    assert {option: getattr(made, option) for option in PUBLISHED[name]} == PUBLISHED[name]
+    method = PLUGINS[name]()
+    assert {option: getattr(method, option) for option in PAPER_DEFAULTS[name]} == PAPER_DEFAULTS[
+        name
+    ]
 
 
 def test_settings_with_names_differ_in_what_they_say() -> None:
@@ -192,36 +194,34 @@ def test_settings_with_names_differ_in_what_they_say() -> None:
         assert getattr(module.PLUGIN(), option) != value
 
 
-def test_what_limits_nothing_and_draws_nothing_by_default() -> None:
+def test_limits_and_seeds_are_zero_by_default() -> None:
     """Defaults that switch something off: no damping, no KL limit, no floor, no pull, no estimate,
     sigma chosen.
     """
-    natural, forum = LOADED["natural_gradient"](), LOADED["forum"]()
+    natural, forum = PLUGINS["natural_gradient"](), PLUGINS["forum"]()
     assert (natural.kl, natural.sigma, natural.damping, forum.floor) == (0, 0, 0, 0)
-    assert (LOADED["minmax_ngd"]().pull, LOADED["mini_unlearning"]().estimate) == (0, 0)
-    assert (LOADED["influence"]().seed, LOADED["ssd"]().seed) == (0, 0)
+    assert (PLUGINS["minmax_ngd"]().pull, PLUGINS["mini_unlearning"]().estimate) == (0, 0)
+    assert (PLUGINS["influence"]().seed, PLUGINS["ssd"]().seed) == (0, 0)
 
 
 def test_which_methods_need_single_precision_and_an_attack() -> None:
-    """What differences of gradients need (FORUM's q~, UNO's Hessian products), and what has a lower
-    level.
-    """
-    methods = {name: plugin for name, plugin in LOADED.items() if issubclass(plugin, Method)}
+    """FORUM's q~ and UNO's Hessian products are differences of gradients, which need fp32."""
+    methods = {name: plugin for name, plugin in PLUGINS.items() if issubclass(plugin, Method)}
     assert {name for name, plugin in methods.items() if plugin.needs_fp32} == {"forum", "uno"}
     assert {name for name, plugin in methods.items() if plugin.needs_attack} == {
         "forum",
         "adversarial",
     }
-    edits = {name: plugin for name, plugin in LOADED.items() if name not in methods}
+    edits = {name: plugin for name, plugin in PLUGINS.items() if name not in methods}
     assert all(plugin.needs_fp32 and not plugin.needs_attack for plugin in edits.values())
     assert {name for name, plugin in edits.items() if not plugin.needs_retain} == {"uce", "rece"}
 
 
 def test_state_is_not_part_of_what_a_method_is() -> None:
-    """Two methods with the same options are equal whatever they keep, and what they keep is no
+    """Two methods with the same options are equal whatever their state is, and the state is no
     option.
     """
-    for name, plugin in LOADED.items():
+    for name, plugin in PLUGINS.items():
         if "_state" not in {option.name for option in fields(plugin)}:
             continue
         one, other = plugin(), plugin()

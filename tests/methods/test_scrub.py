@@ -30,7 +30,7 @@ def digits() -> Labelled:
 
 
 @pytest.fixture(scope="module")
-def trained(digits: Labelled) -> nn.Module:
+def network(digits: Labelled) -> nn.Module:
     torch.manual_seed(0)
     net = build("mlp", "classifier", inputs=64, hidden=64, norm=False).module.requires_grad_(True)
     x = digits.inputs(range(len(digits)))
@@ -45,15 +45,17 @@ def trained(digits: Labelled) -> nn.Module:
 def eraser(
     net: nn.Module, digits: Labelled, objectives: Mapping[str, dict[str, Any]]
 ) -> Classifier:
-    made = {
+    by_name = {
         name: ClassifierObjective(digits, torch.arange(200), **options)
         for name, options in objectives.items()
     }
-    return Classifier(net, made, [name for name, _ in net.named_parameters()])
+    return Classifier(net, by_name, [name for name, _ in net.named_parameters()])
 
 
-def gradient(made: Classifier, objective: str, draw: Any) -> Tensor:
-    parts = torch.autograd.grad(made.loss(objective, draw), list(made.trainable().values()))
+def gradient(classifier: Classifier, objective: str, draw: Any) -> Tensor:
+    parts = torch.autograd.grad(
+        classifier.loss(objective, draw), list(classifier.trainable().values())
+    )
     return torch.cat([p.flatten() for p in parts])
 
 
@@ -68,18 +70,20 @@ def move(net: nn.Module, by: float = 0.03) -> None:
 
 
 def test_rounds_of_max_and_min_steps_then_min_steps_alone() -> None:
-    method, asked = Scrub(forget_steps=1, retain_steps=2, rounds=2), []
+    method, requests = Scrub(forget_steps=1, retain_steps=2, rounds=2), []
     for step in range(9):
-        given = closure(*pair(0.2, 1.0, 2.0))
-        given.step = step
-        direction = method.direction(given)
-        asked += given.requests
-        assert direction.vec is given.gradients[given.requests[0]]  # one gradient, as it is
+        pair_closure = closure(*pair(0.2, 1.0, 2.0))
+        pair_closure.step = step
+        direction = method.direction(pair_closure)
+        requests += pair_closure.requests
+        assert (
+            direction.vec is pair_closure.gradients[pair_closure.requests[0]]
+        )  # one gradient, as it is
         assert direction.weights.tolist() == (
-            [1.0, 0.0] if given.requests == ["retain"] else [0.0, 1.0]
+            [1.0, 0.0] if pair_closure.requests == ["retain"] else [0.0, 1.0]
         )
     f, r = "forget", "retain"
-    assert asked == [f, r, r, f, r, r, r, r, r]
+    assert requests == [f, r, r, f, r, r, r, r, r]
 
 
 @pytest.mark.parametrize("options", [{"forget_steps": 0}, {"retain_steps": 0}, {"rounds": 0}])
@@ -88,7 +92,7 @@ def test_options_are_checked(options: dict) -> None:
         Scrub(**options)
 
 
-def test_it_wants_two_objectives() -> None:
+def test_it_needs_two_objectives() -> None:
     with pytest.raises(
         ValueError, match="between retain and forget; found retain, forget, replace"
     ):
@@ -98,23 +102,23 @@ def test_it_wants_two_objectives() -> None:
 # --- losses ---------------------------------------------------------------------------------------
 
 
-def test_the_losses_are_torchs_kl_and_cross_entropy(trained: nn.Module, digits: Labelled) -> None:
-    net = copy.deepcopy(trained)
+def test_the_losses_are_torchs_kl_and_cross_entropy(network: nn.Module, digits: Labelled) -> None:
+    net = copy.deepcopy(network)
     before = copy.deepcopy(net)
-    made = eraser(
+    classifier = eraser(
         net,
         digits,
         {"forget": {"loss": "diverge"}, "retain": {"loss": "data", "scale": 0.9, "distill": 0.3}},
     )
     move(net)
-    draw = made.draw("forget", list(range(12)))
+    draw = classifier.draw("forget", list(range(12)))
     with torch.no_grad():
         p, log_q = before(draw.inputs).softmax(1), net(draw.inputs).log_softmax(1)
     divergence = F.kl_div(log_q, p, reduction="batchmean")
     assert float(divergence) > 1e-3
-    torch.testing.assert_close(made.loss("forget", draw), -divergence)
+    torch.testing.assert_close(classifier.loss("forget", draw), -divergence)
     torch.testing.assert_close(
-        made.loss("retain", draw), 0.9 * F.nll_loss(log_q, draw.labels) + 0.3 * divergence
+        classifier.loss("retain", draw), 0.9 * F.nll_loss(log_q, draw.labels) + 0.3 * divergence
     )
     # the gradient by hand: d/dz KL(p || softmax z) = softmax z - p, taken through the logits
     outputs = net(draw.inputs)
@@ -122,7 +126,7 @@ def test_the_losses_are_torchs_kl_and_cross_entropy(trained: nn.Module, digits: 
         outputs, list(net.parameters()), grad_outputs=(outputs.softmax(1) - p).detach() / 12
     )
     torch.testing.assert_close(
-        gradient(made, "forget", draw),
+        gradient(classifier, "forget", draw),
         -torch.cat([s.flatten() for s in slope]),
         rtol=1e-4,
         atol=1e-7,
@@ -130,10 +134,10 @@ def test_the_losses_are_torchs_kl_and_cross_entropy(trained: nn.Module, digits: 
 
 
 def test_at_the_teacher_the_kl_terms_and_their_gradients_vanish(
-    trained: nn.Module, digits: Labelled
+    network: nn.Module, digits: Labelled
 ) -> None:
-    net = copy.deepcopy(trained)
-    made = eraser(
+    net = copy.deepcopy(network)
+    classifier = eraser(
         net,
         digits,
         {
@@ -142,52 +146,58 @@ def test_at_the_teacher_the_kl_terms_and_their_gradients_vanish(
             "plain": {"loss": "data"},
         },
     )
-    draw = made.draw("forget", list(range(32)))
-    assert abs(made.loss("forget", draw).item()) < 1e-7
-    fit = gradient(made, "plain", draw)
-    assert float(gradient(made, "forget", draw).norm()) < 1e-5 * float(fit.norm())
-    torch.testing.assert_close(gradient(made, "retain", draw), fit, rtol=1e-4, atol=1e-6)
+    draw = classifier.draw("forget", list(range(32)))
+    assert abs(classifier.loss("forget", draw).item()) < 1e-7
+    fit = gradient(classifier, "plain", draw)
+    assert float(gradient(classifier, "forget", draw).norm()) < 1e-5 * float(fit.norm())
+    torch.testing.assert_close(gradient(classifier, "retain", draw), fit, rtol=1e-4, atol=1e-6)
 
 
-def test_npo_is_its_formula(trained: nn.Module, digits: Labelled) -> None:
-    net = copy.deepcopy(trained)
+def test_npo_is_its_formula(network: nn.Module, digits: Labelled) -> None:
+    net = copy.deepcopy(network)
     before = copy.deepcopy(net)
-    made = eraser(net, digits, {"forget": {"loss": "npo", "beta": 0.7}})
+    classifier = eraser(net, digits, {"forget": {"loss": "npo", "beta": 0.7}})
     move(net)
-    draw = made.draw("forget", list(range(12)))
+    draw = classifier.draw("forget", list(range(12)))
     with torch.no_grad():
         now, then = (
             m(draw.inputs).softmax(1).gather(1, draw.labels[:, None])[:, 0] for m in (net, before)
         )
     expected = -(2 / 0.7) * torch.log(torch.sigmoid(-0.7 * torch.log(now / then))).mean()
-    torch.testing.assert_close(made.loss("forget", draw), expected)
+    torch.testing.assert_close(classifier.loss("forget", draw), expected)
 
 
 def test_npo_is_ascent_at_the_teacher_and_for_small_beta_and_saturates(
-    trained: nn.Module, digits: Labelled
+    network: nn.Module, digits: Labelled
 ) -> None:
-    net = copy.deepcopy(trained)
+    net = copy.deepcopy(network)
     objectives = {
         "small": {"loss": "npo", "beta": 1e-4},
         "forget": {"loss": "npo", "beta": 1.0},
         "ascent": {"loss": "ascent"},
     }
-    made = eraser(net, digits, objectives)
-    draw = made.draw("forget", list(range(32)))
+    classifier = eraser(net, digits, objectives)
+    draw = classifier.draw("forget", list(range(32)))
     for objective in ("small", "forget"):  # the weight 2 p^b / (p^b + p*^b) is 1 where p = p*
         torch.testing.assert_close(
-            gradient(made, objective, draw), gradient(made, "ascent", draw), rtol=1e-4, atol=1e-7
+            gradient(classifier, objective, draw),
+            gradient(classifier, "ascent", draw),
+            rtol=1e-4,
+            atol=1e-7,
         )
     # until the labels of these examples are improbable
-    while made.loss("ascent", draw).item() > -15:
-        parts = gradient(made, "ascent", draw).split([p.numel() for p in net.parameters()])
+    while classifier.loss("ascent", draw).item() > -15:
+        parts = gradient(classifier, "ascent", draw).split([p.numel() for p in net.parameters()])
         with torch.no_grad():
             for p, part in zip(net.parameters(), parts, strict=True):
                 p -= 0.01 * part.view_as(p)
-    climbing = gradient(made, "ascent", draw)
-    assert float(gradient(made, "forget", draw).norm()) < 1e-2 * float(climbing.norm())
+    climbing = gradient(classifier, "ascent", draw)
+    assert float(gradient(classifier, "forget", draw).norm()) < 1e-2 * float(climbing.norm())
     torch.testing.assert_close(
-        gradient(made, "small", draw), climbing, rtol=2e-2, atol=2e-3 * float(climbing.abs().max())
+        gradient(classifier, "small", draw),
+        climbing,
+        rtol=2e-2,
+        atol=2e-3 * float(climbing.abs().max()),
     )
 
 
@@ -213,18 +223,18 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def test_new_settings_are_written_down_only_where_they_are_used() -> None:
-    """So that the run folders of before keep their fingerprint."""
+    """The fingerprints of older run folders stay the same."""
     plain = recipe.load(
         settings(forget={"data": "digits", "classes": [3], "loss": "relabel"}, retain="rest")
     )
     assert not {"beta", "distill"} & (
         set(plain.resolved()["forget"]) | set(plain.resolved()["retain"])
     )
-    asked = recipe.load(settings(forget={"data": "digits", "classes": [3], "loss": "npo"}))
-    assert asked.resolved()["forget"]["beta"] == 0.1
-    assert asked.resolved()["retain"]["distill"] == 0.5
-    assert recipe.load(asked.resolved()).fingerprint == asked.fingerprint
-    with pytest.raises(UserError, match="distill says nothing about the target 'vae'"):
+    npo = recipe.load(settings(forget={"data": "digits", "classes": [3], "loss": "npo"}))
+    assert npo.resolved()["forget"]["beta"] == 0.1
+    assert npo.resolved()["retain"]["distill"] == 0.5
+    assert recipe.load(npo.resolved()).fingerprint == npo.fingerprint
+    with pytest.raises(UserError, match="the target 'vae' does not use distill"):
         recipe.load(
             {
                 "target": "vae",
@@ -234,10 +244,10 @@ def test_new_settings_are_written_down_only_where_they_are_used() -> None:
         )
 
 
-def test_scrub_forgets_a_class_and_keeps_the_rest(
-    trained: nn.Module, digits: Labelled, tmp_path: Path
+def test_scrub_forgets_a_class_and_retains_the_others(
+    network: nn.Module, digits: Labelled, tmp_path: Path
 ) -> None:
-    net = copy.deepcopy(trained)
+    net = copy.deepcopy(network)
     api.erase(model=net, output=tmp_path, **settings())
     with torch.no_grad():
         right = net(digits.inputs(range(len(digits)))).argmax(1) == digits.labels
@@ -246,13 +256,13 @@ def test_scrub_forgets_a_class_and_keeps_the_rest(
     assert float(right[~three].float().mean()) > 0.95
 
 
-def test_a_resumed_run_takes_the_same_turns(trained: nn.Module, tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_same_turns(network: nn.Module, tmp_path: Path) -> None:
     def stop(step: int, seconds: float) -> None:
         if step == 9:  # in the second round
             raise KeyboardInterrupt
 
     short = settings(training={**settings()["training"], "steps": 24})
-    whole, parts = copy.deepcopy(trained), copy.deepcopy(trained)
+    whole, parts = copy.deepcopy(network), copy.deepcopy(network)
     api.erase(model=whole, output=tmp_path / "whole", **short)
     with pytest.raises(Interrupted):
         api.erase(model=parts, output=tmp_path / "parts", look=stop, **short)
@@ -271,14 +281,14 @@ def test_the_turns_of_several_forget_steps() -> None:
     assert "".join(Scrub().turn(step)[0] for step in range(70)) == 3 * ("ff" + 18 * "r") + 10 * "r"
 
 
-def test_the_gram_matrix_knows_the_one_that_was_asked() -> None:
+def test_the_gram_matrix_has_the_computed_gradient_only() -> None:
     for step, place, square in ((0, 1, 25.0), (2, 0, 4.0)):
-        given = closure(*pair(0.2, 2.0, 5.0))
-        given.step = step
-        found = Scrub().direction(given)
-        assert float(found.gram[place, place]) == pytest.approx(square)
-        assert int(torch.isnan(found.gram).sum()) == 3
+        pair_closure = closure(*pair(0.2, 2.0, 5.0))
+        pair_closure.step = step
+        direction = Scrub().direction(pair_closure)
+        assert float(direction.gram[place, place]) == pytest.approx(square)
+        assert int(torch.isnan(direction.gram).sum()) == 3
     Scrub().check_objectives(("forget", "retain"))
-    given.gradients["replace"] = given.gradients["retain"]
+    pair_closure.gradients["replace"] = pair_closure.gradients["retain"]
     with pytest.raises(ValueError, match="takes turns"):
-        Scrub().direction(given)
+        Scrub().direction(pair_closure)

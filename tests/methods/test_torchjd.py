@@ -1,4 +1,4 @@
-"""The adapter gives TorchJD's own steps, and steps over objectives without a gradient."""
+"""The method gives the steps of TorchJD itself, and leaves out objectives without a gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_rule_is_torchjds(rule: str, cosine: float) -> None:
     import torchjd.aggregation as rules
 
     retain, forget = pair(cosine, 1.0, 0.5)
-    found = flat(TorchJD(rule=rule).direction(closure(retain, forget)).vec)
+    step = flat(TorchJD(rule=rule).direction(closure(retain, forget)).vec)
     options = {
         "CAGrad": {"c": 0.4},
         "NashMTL": {"n_tasks": 2, "max_norm": 0.0, "update_weights_every": 1, "optim_niter": 100},
@@ -30,12 +30,12 @@ def test_every_rule_is_torchjds(rule: str, cosine: float) -> None:
         torch.stack([flat(retain), flat(forget)])
     )
     tolerance = 0.02 if rule == "NashMTL" else 1e-4  # the scale enters its iterations
-    assert float(torch.nn.functional.cosine_similarity(found, expected, dim=0)) > 1 - tolerance
+    assert float(torch.nn.functional.cosine_similarity(step, expected, dim=0)) > 1 - tolerance
     if rule not in ("NashMTL", "CAGrad"):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(step, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_nash_mtl_bargains_like_munba() -> None:
+def test_nash_mtl_has_the_direction_of_munba() -> None:
     retain, forget = pair(0.2, 1.0, 3.0)
     a = flat(TorchJD(rule="NashMTL").direction(closure(retain, forget)).vec)
     b = flat(Munba().direction(closure(retain, forget)).vec)
@@ -50,9 +50,9 @@ def test_short_gradients_do_not_fall_under_the_rules_tolerances() -> None:
 
 def test_a_useless_objective_is_left_out() -> None:
     retain, forget = pair(0.3, 1.0, 0.0)
-    found = TorchJD().direction(closure(retain, forget))
-    assert found.notes["degenerate"] == 1
-    torch.testing.assert_close(flat(found.vec), flat(retain))
+    direction = TorchJD().direction(closure(retain, forget))
+    assert direction.notes["degenerate"] == 1
+    torch.testing.assert_close(flat(direction.vec), flat(retain))
 
 
 @pytest.mark.parametrize("rule", ["AlignedMTL", "ConFIG", "GradVac", "NashMTL", "UPGrad"])
@@ -106,15 +106,15 @@ def test_rules_that_look_at_coordinates_are_not_offered() -> None:
 
 
 @pytest.mark.parametrize("rule", ["UPGrad", "CAGrad"])
-def test_without_torchjd_the_method_says_how_to_install_it(
+def test_without_torchjd_the_error_says_how_to_install_it(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "torchjd"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchjd", None)  # its import fails from now on
-    with pytest.raises(ValueError, match=r'pip install "concept-eraser\[torchjd\]"') as caught:
+    with pytest.raises(ValueError, match=r'pip install "concept-eraser\[torchjd\]"') as error:
         TorchJD(rule=rule)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
     problems = registry.problems("method", "torchjd", {"rule": rule})
     assert len(problems) == 1
     assert "concept-eraser[torchjd]" in problems[0]

@@ -1,5 +1,5 @@
-"""UCE's least-squares edit: the law of its minimum, outside references, one golden value, and what
-it refuses.
+"""UCE's least-squares edit: the law of its minimum, outside references, one golden value, and its
+errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPTIONS = [(1.0, 1.0, 0.5), (1.0, 0.1, 0.1), (10.0, 0.0, 1e-3), (0.01, 3.0, 2.0)
 
 
 def problem(
-    seed: int = 0, concepts: int = 3, preserved: int = 4, scale: float = 1.0
+    seed: int = 0, concepts: int = 3, n_retain: int = 4, scale: float = 1.0
 ) -> ProjectionRequest:
     """Two layers of different sizes, concepts of two tokens, preserved prompts of three."""
     generator = torch.Generator().manual_seed(seed)
@@ -32,12 +32,12 @@ def problem(
     forget = [scale * draw(2, WIDTH) for _ in range(concepts)]
     anchor = [scale * draw(2, WIDTH) for _ in range(concepts)]
     return ProjectionRequest(
-        layers, forget, anchor, [scale * draw(3, WIDTH) for _ in range(preserved)]
+        layers, forget, anchor, [scale * draw(3, WIDTH) for _ in range(n_retain)]
     )
 
 
-def edited(method, request: ProjectionRequest) -> dict[str, Tensor]:
-    """The new weights; the request's own stay."""
+def edit_copy(method, request: ProjectionRequest) -> dict[str, Tensor]:
+    """The new weights; the weights of the request stay."""
     copy = replace(request, layers={name: w.clone() for name, w in request.layers.items()})
     method.edit(copy)
     return dict(copy.layers)
@@ -46,13 +46,13 @@ def edited(method, request: ProjectionRequest) -> dict[str, Tensor]:
 def objective(
     new: Tensor, old: Tensor, request: ProjectionRequest, erase: float, preserve: float, lamb: float
 ) -> Tensor:
-    """The objective, written out."""
-    gone = sum(
+    """The objective of the paper."""
+    erase_error = sum(
         ((c @ new.T - a @ old.T) ** 2).sum()
         for c, a in zip(request.forget, request.anchor, strict=True)
     )
-    kept = sum(((p @ new.T - p @ old.T) ** 2).sum() for p in request.retain)
-    return erase * gone + preserve * kept + lamb * ((new - old) ** 2).sum()
+    retain_error = sum(((p @ new.T - p @ old.T) ** 2).sum() for p in request.retain)
+    return erase * erase_error + preserve * retain_error + lamb * ((new - old) ** 2).sum()
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -60,7 +60,7 @@ def objective(
 def test_the_gradient_of_the_objective_vanishes(options: tuple, scale: float) -> None:
     """Autograd differentiates the printed objective; at W_old the gradient is not 0."""
     request = problem(scale=scale)
-    for name, new in edited(UnifiedConceptEditing(*options), request).items():
+    for name, new in edit_copy(UnifiedConceptEditing(*options), request).items():
         old = request.layers[name]
         (at_new,), (at_old,) = (
             torch.autograd.grad(objective(w, old, request, *options), w)
@@ -76,7 +76,7 @@ def test_scipy_solves_the_stacked_problem_alike(options: tuple) -> None:
     erase, preserve, lamb = (value**0.5 for value in options)
     request = problem(1)
     c, a, p = (torch.cat(list(many)) for many in (request.forget, request.anchor, request.retain))
-    for name, new in edited(UnifiedConceptEditing(*options), request).items():
+    for name, new in edit_copy(UnifiedConceptEditing(*options), request).items():
         old = request.layers[name]
         x = torch.cat([erase * c, preserve * p, lamb * torch.eye(WIDTH, dtype=torch.float64)])
         y = torch.cat([erase * a @ old.T, preserve * p @ old.T, lamb * old.T])
@@ -87,44 +87,44 @@ def test_scipy_solves_the_stacked_problem_alike(options: tuple) -> None:
 def test_where_nothing_is_to_change_not_a_bit_moves() -> None:
     request = problem()
     for same in (replace(request, anchor=request.forget), replace(request, forget=[], anchor=[])):
-        for name, new in edited(UnifiedConceptEditing(), same).items():
+        for name, new in edit_copy(UnifiedConceptEditing(), same).items():
             assert torch.equal(new, request.layers[name])
 
 
 def test_with_nothing_else_to_serve_the_concept_reads_as_its_anchor() -> None:
-    """lamb -> 0 and few concepts: W' c = W a exactly; preserved states orthogonal to them read as
-    before.
+    """lamb -> 0 and few concepts: W' c = W a exactly; preserved states orthogonal to them have the
+    same output as before.
     """
     request = problem(concepts=1)
     c = request.forget[0]
     outside = torch.linalg.svd(c)[2][2:]  # orthogonal to both tokens
     request = replace(request, retain=[outside])
-    for name, new in edited(UnifiedConceptEditing(lamb=1e-9), request).items():
+    for name, new in edit_copy(UnifiedConceptEditing(lamb=1e-9), request).items():
         old = request.layers[name]
         torch.testing.assert_close(c @ new.T, request.anchor[0] @ old.T, rtol=0, atol=1e-7)
         torch.testing.assert_close(outside @ new.T, outside @ old.T, rtol=0, atol=1e-7)
 
 
-def test_a_stronger_scale_erases_more_and_keeps_less() -> None:
-    told = []
+def test_a_stronger_scale_erases_more_and_retains_less() -> None:
+    figures = []
     for erase in (0.1, 1.0, 10.0, 100.0):
         request = problem(2)
-        told.append(UnifiedConceptEditing(erase_scale=erase).edit(request))
-    left, drift = [t["left"] for t in told], [t["drift"] for t in told]
-    assert left == sorted(left, reverse=True)
+        figures.append(UnifiedConceptEditing(erase_scale=erase).edit(request))
+    distances, drift = [t["left"] for t in figures], [t["drift"] for t in figures]
+    assert distances == sorted(distances, reverse=True)
     assert drift == sorted(drift)
-    assert left[-1] < 0.9 * left[0]
+    assert distances[-1] < 0.9 * distances[0]
 
 
 def test_the_order_of_concepts_and_how_they_are_split_do_not_matter() -> None:
     request = problem()
-    turned = replace(
+    permutation = replace(
         request,
         forget=request.forget[::-1],
         anchor=request.anchor[::-1],
         retain=[torch.cat(list(request.retain))],
     )
-    one, other = (edited(UnifiedConceptEditing(), r) for r in (request, turned))
+    one, other = (edit_copy(UnifiedConceptEditing(), r) for r in (request, permutation))
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-12)
 
@@ -136,34 +136,34 @@ def test_golden() -> None:
     request = ProjectionRequest(
         {"x": torch.tensor([[1.0, 0.0]]), "y": torch.tensor([[1.0, 2.0]])}, [c], [a]
     )
-    new = edited(UnifiedConceptEditing(lamb=1.0), request)
+    new = edit_copy(UnifiedConceptEditing(lamb=1.0), request)
     assert new["x"].tolist() == [[0.5, 0.0]]
     assert new["y"].tolist() == [[1.5, 2.0]]
 
 
-def test_what_is_told_is_what_was_done() -> None:
+def test_the_figures_are_those_of_the_edit() -> None:
     request = problem(3)
     before = {name: w.clone() for name, w in request.layers.items()}
-    told = UnifiedConceptEditing().edit(request)
+    figures = UnifiedConceptEditing().edit(request)
 
     def total(values) -> float:
         return sum(float((v**2).sum()) for v in values)
 
     pairs = list(zip(request.forget, request.anchor, strict=True))
-    moved = total(request.layers[n] - w for n, w in before.items()) / total(before.values())
-    left = total(
+    movement = total(request.layers[n] - w for n, w in before.items()) / total(before.values())
+    distance = total(
         c @ request.layers[n].T - a @ w.T for n, w in before.items() for c, a in pairs
     ) / total((c - a) @ w.T for w in before.values() for c, a in pairs)
     drift = total(
         p @ (request.layers[n] - w).T for n, w in before.items() for p in request.retain
     ) / total(p @ w.T for w in before.values() for p in request.retain)
-    assert [told["moved"] ** 2, told["left"] ** 2, told["drift"] ** 2] == pytest.approx(
-        [moved, left, drift], rel=1e-9
+    assert [figures["moved"] ** 2, figures["left"] ** 2, figures["drift"] ** 2] == pytest.approx(
+        [movement, distance, drift], rel=1e-9
     )
 
 
 def test_what_cannot_be_solved_is_refused() -> None:
-    request = problem(concepts=1, preserved=0)
+    request = problem(concepts=1, n_retain=0)
     with pytest.raises(ValueError, match=r"undetermined .* give a larger lamb"):
         UnifiedConceptEditing(lamb=0.0).edit(request)
     before = {name: w.clone() for name, w in request.layers.items()}
@@ -185,7 +185,7 @@ def test_maces_refinement_is_the_same_problem_with_other_tokens() -> None:
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_what_is_singular_does_not_depend_on_units(scale: float) -> None:
-    """The smallest eigenvalue against the largest, 1e-13; those between play no part."""
+    """The ratio of the smallest eigenvalue to the largest decides, at 1e-13."""
     right = torch.eye(3, dtype=torch.float64)
     for values, fine in (
         ([1e-12, 1.0, 1.0], True),
@@ -206,8 +206,8 @@ def test_what_is_singular_does_not_depend_on_units(scale: float) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_number_that_is_not_finite_is_enough_to_refuse(bad: float) -> None:
     fine = torch.eye(3, dtype=torch.float64)
-    spoilt = fine.clone()
-    spoilt[0, 2] = spoilt[2, 0] = bad
-    for matrix, right in ((spoilt, fine), (fine, spoilt), (spoilt, spoilt)):
+    bad_matrix = fine.clone()
+    bad_matrix[0, 2] = bad_matrix[2, 0] = bad
+    for matrix, right in ((bad_matrix, fine), (fine, bad_matrix), (bad_matrix, bad_matrix)):
         with pytest.raises(ValueError, match="not finite"):
             solve(matrix, right)

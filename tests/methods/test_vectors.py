@@ -67,9 +67,9 @@ def test_one_number_that_is_not_finite_is_noticed_wherever_it_stands() -> None:
     assert vectors.is_finite(fine)
     for bad in (math.nan, math.inf, -math.inf):
         for part in range(2):
-            spoilt = tuple(p.clone() for p in fine)
-            spoilt[part].view(-1)[1] = bad
-            assert not vectors.is_finite(spoilt)
+            bad_vector = tuple(p.clone() for p in fine)
+            bad_vector[part].view(-1)[1] = bad
+            assert not vectors.is_finite(bad_vector)
 
 
 def test_cosine_is_torchs_for_any_two_of_the_vectors() -> None:
@@ -91,4 +91,4 @@ def test_the_spectral_norm_is_the_same_in_every_run() -> None:
     torch.rand(1)  # the global state of random numbers plays no part
     once, again = (vectors.spectral_norm(lambda v: (matrix @ v[0],), like, 2) for _ in range(2))
     assert once == again
-    assert once < 2  # two iterations are not enough, so that the start is seen
+    assert once < 2  # two iterations are not enough, so that the result depends on the start

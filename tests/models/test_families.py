@@ -34,55 +34,55 @@ from concept_eraser.models.loading import load
 from concept_eraser.recipes.selections import select
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests import families
-from tests.families import by_hand, drawn, options, plain, texts
+from tests.families import by_hand, options, plain, sample_images, texts
 
 every = pytest.mark.parametrize("name", families.NAMES)
-Opened = Callable[[str], Any]
+GetModel = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where the tiny pipeline of a name is saved."""
-    root, made = tmp_path_factory.mktemp("families"), {}
+    """The folder of the tiny pipeline of a name."""
+    root, paths = tmp_path_factory.mktemp("families"), {}
 
     def of(name: str) -> Path:
-        if name not in made:
-            made[name] = families.build(name, root / name)
-        return made[name]
+        if name not in paths:
+            paths[name] = families.build(name, root / name)
+        return paths[name]
 
     return of
 
 
 @pytest.fixture(scope="module")
-def opened(folder: Callable[[str], Path]) -> Opened:
+def get_model(folder: Callable[[str], Path]) -> GetModel:
     """The model of a name for tests that only read it, loaded once."""
-    made: dict[str, Any] = {}
+    models: dict[str, Any] = {}
 
     def of(name: str) -> Any:
-        if name not in made:
-            made[name] = load(folder(name))
-            made[name].configure(options(name))
-        return made[name]
+        if name not in models:
+            models[name] = load(folder(name))
+            models[name].configure(options(name))
+        return models[name]
 
     return of
 
 
 @every
-def test_examples_without_their_prompts(name: str, opened: Opened) -> None:
-    """Some are asked with what guidance subtracts, in every family's own form, and the others as
-    before.
+def test_examples_without_their_prompts(name: str, get_model: GetModel) -> None:
+    """Some examples get the unconditional prompt in the form of their family, the
+    others their own.
     """
-    model, said = opened(name), texts(name)[:2]
+    model, prompts = get_model(name), texts(name)[:2]
     examples = batches.make_examples(
-        model, said, latents=torch.zeros(2, *model.latent_shape()), anchors=said[::-1]
+        model, prompts, latents=torch.zeros(2, *model.latent_shape()), anchors=prompts[::-1]
     )
     null, count = model.null().tensors, 40
 
-    def drawn(share: float) -> batches.Batch:
-        seeded = [torch.Generator().manual_seed(i) for i in range(count)]
-        return replace(examples, empty=share).draw(seeded, torch.device("cpu"))
+    def draw_batch(share: float) -> batches.Batch:
+        generators = [torch.Generator().manual_seed(i) for i in range(count)]
+        return replace(examples, empty=share).draw(generators, torch.device("cpu"))
 
-    plain, some = drawn(0.0), drawn(0.25)
+    plain, some = draw_batch(0.0), draw_batch(0.25)
     for key, value in null.items():
         nothing = value.to(plain.condition.tensors[key])[0]
         for before, after in ((plain.condition, some.condition), (plain.anchor, some.anchor)):
@@ -94,27 +94,27 @@ def test_examples_without_their_prompts(name: str, opened: Opened) -> None:
             assert 3 <= sum(
                 a and not b for a, b in zip(blank, same, strict=True)
             ) <= 17 or torch.equal(nothing, before.tensors[key][0]), key
-    bare = replace(batches.make_examples(model, said, latents=None), empty=0.5).draw(
+    bare = replace(batches.make_examples(model, prompts, latents=None), empty=0.5).draw(
         [torch.Generator()] * 4, torch.device("cpu")
     )
     assert bare.anchor is None
 
 
 @every
-def test_same_seed_same_image_as_diffusers(name: str, opened: Opened, folder: Any) -> None:
-    model, pipe = opened(name), plain(name, folder(name))
+def test_same_seed_same_image_as_diffusers(name: str, get_model: GetModel, folder: Any) -> None:
+    model, pipe = get_model(name), plain(name, folder(name))
     for guidance in (3.0, 1.0):
         assert (
-            drawn(name, model, guidance=guidance) == by_hand(name, pipe, guidance=guidance)
+            sample_images(name, model, guidance=guidance) == by_hand(name, pipe, guidance=guidance)
         ).all()
-    assert (drawn(name, model)[0] != drawn(name, model)[1]).any()
+    assert (sample_images(name, model)[0] != sample_images(name, model)[1]).any()
     assert model.family == name.split("-")[0]
 
 
 @every
-def test_a_batch_is_a_loop_and_a_prompt_is_its_condition(name: str, opened: Opened) -> None:
-    model = opened(name)
-    batch = torch.from_numpy(drawn(name, model)).int()
+def test_a_batch_is_a_loop_and_a_prompt_is_its_condition(name: str, get_model: GetModel) -> None:
+    model = get_model(name)
+    batch = torch.from_numpy(sample_images(name, model)).int()
     loop = torch.cat(
         [
             model.sample([t], seeds=[s], steps=3, guidance=3.0)
@@ -122,16 +122,16 @@ def test_a_batch_is_a_loop_and_a_prompt_is_its_condition(name: str, opened: Open
         ]
     )
     assert (batch - loop.int()).abs().max() <= 1  # rounding of a last bit
-    encoded = model.sample(model.encode(texts(name)), seeds=[5, 6], steps=3, guidance=3.0)
-    assert (batch - encoded.int()).abs().max() <= 1
+    from_states = model.sample(model.encode(texts(name)), seeds=[5, 6], steps=3, guidance=3.0)
+    assert (batch - from_states.int()).abs().max() <= 1
     assert (
         batch - model.sample(texts(name)[::-1], seeds=[5, 6], steps=3, guidance=3.0).int()
     ).abs().max() > 1
 
 
 @every
-def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, opened: Opened) -> None:
-    model = opened(name)
+def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, get_model: GetModel) -> None:
+    model = get_model(name)
     latents, noise = torch.randn(
         2, 3, *model.latent_shape(), generator=torch.Generator().manual_seed(0)
     )
@@ -147,7 +147,7 @@ def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, opened: Op
         torch.testing.assert_close(
             noisy, scheduler.scale_noise(latents, at, noise), rtol=1e-4, atol=1e-4
         )
-        # a straight path: the true velocity leads from x_t to all that lie on it, the clean one too
+        # the path is straight: the true velocity leads from x_t to its other points
         for i in range(3):
             scheduler.set_begin_index(999 - int(t[i]))
             scheduler._step_index = None
@@ -165,29 +165,27 @@ def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, opened: Op
         torch.testing.assert_close(back, latents[i], rtol=1e-3, atol=1e-3)
 
 
-def told(model: Any, draw: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What `draw` gives, and every tensor that the denoiser was last called with meanwhile, by
-    name.
-    """
+def record_inputs(model: Any, draw: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The result of `draw`, and the tensors of the last call of the denoiser by name."""
     calls, signature = [], inspect.signature(model.denoiser.forward)
     hook = model.denoiser.register_forward_pre_hook(
-        lambda module, args, named: calls.append(signature.bind(*args, **named).arguments),
+        lambda module, args, kwargs: calls.append(signature.bind(*args, **kwargs).arguments),
         with_kwargs=True,
     )
     try:
-        found = draw()
+        result = draw()
     finally:
         hook.remove()
     last = {**calls[-1], **(calls[-1].get("added_cond_kwargs") or {})}
-    return found, {name: value for name, value in last.items() if isinstance(value, torch.Tensor)}
+    return result, {name: value for name, value in last.items() if isinstance(value, torch.Tensor)}
 
 
 @every
-def test_the_denoiser_is_asked_what_the_pipeline_asks_it(name: str, opened: Opened) -> None:
-    """The last step of the pipeline's sampling, made from our own face: time, packing, conditions,
-    guidance, decoding.
+def test_the_denoiser_gets_the_inputs_of_the_pipeline(name: str, get_model: GetModel) -> None:
+    """The last step of the pipeline's sampling with the methods of our models: time, packing,
+    conditions, guidance, decoding.
     """
-    model, text = opened(name), texts(name)[:1]
+    model, text = get_model(name), texts(name)[:1]
     condition, null = model.encode(text), model.null()
     x, t = (
         torch.randn(1, *model.latent_shape(), generator=torch.Generator().manual_seed(5)),
@@ -197,29 +195,31 @@ def test_the_denoiser_is_asked_what_the_pipeline_asks_it(name: str, opened: Open
     if steps == 2:
         x, t = model.partial(x, condition, null, stop=1, steps=2, guidance=3.0)
     with torch.no_grad():
-        prediction, ours = told(
+        prediction, own_inputs = record_inputs(
             model, lambda: model._guide(x, torch.tensor(t), condition, null, 3.0, None)
         )
         image = model.decode(model.clean(x, torch.tensor([t]), prediction))
-    drawn, theirs = told(model, lambda: model.sample(text, seeds=[5], steps=steps, guidance=3.0))
-    assert ours.keys() == theirs.keys() - {"return_dict"}
-    for key, value in ours.items():
+    images, pipeline_inputs = record_inputs(
+        model, lambda: model.sample(text, seeds=[5], steps=steps, guidance=3.0)
+    )
+    assert own_inputs.keys() == pipeline_inputs.keys() - {"return_dict"}
+    for key, value in own_inputs.items():
         if name == "dit" and key == "class_labels":
-            value = value.flip(0)  # that pipeline has the null behind
+            value = value.flip(0)  # that pipeline has the unconditional class last
         torch.testing.assert_close(
-            value, theirs[key].expand_as(value), rtol=1e-4, atol=1e-4, check_dtype=False
+            value, pipeline_inputs[key].expand_as(value), rtol=1e-4, atol=1e-4, check_dtype=False
         )
-    found = ((image[0] / 2 + 0.5).clamp(0, 1) * 255).round()
-    expected = drawn[0].permute(2, 0, 1).float()
-    assert (found - expected).abs().max() <= 1
+    pixels = ((image[0] / 2 + 0.5).clamp(0, 1) * 255).round()
+    expected = images[0].permute(2, 0, 1).float()
+    assert (pixels - expected).abs().max() <= 1
     assert expected.std() > 5
 
 
 @every
-def test_partial_sampling_stands_where_it_says(
-    name: str, opened: Opened, monkeypatch: pytest.MonkeyPatch
+def test_partial_sampling_stops_at_its_timestep(
+    name: str, get_model: GetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = opened(name)
+    model = get_model(name)
     condition, null = model.encode(texts(name)[:1]), model.null()
     latents, noise = torch.randn(2, 1, *model.latent_shape())
     x, t = model.partial(noise, condition, null, stop=0, steps=10, guidance=2.0)
@@ -235,8 +235,10 @@ def test_partial_sampling_stands_where_it_says(
 
 
 @every
-def test_encoding_matches_the_pipelines_own_and_vae_round_trip(name: str, opened: Opened) -> None:
-    model = opened(name)
+def test_encoding_matches_the_pipelines_own_and_vae_round_trip(
+    name: str, get_model: GetModel
+) -> None:
+    model = get_model(name)
     condition = model.encode(texts(name))
     assert len(condition) == 2
     assert len(model.null()) == 1
@@ -265,17 +267,17 @@ def test_encoding_matches_the_pipelines_own_and_vae_round_trip(name: str, opened
 
 
 @every
-def test_denoise_with_replaced_weights(name: str, opened: Opened) -> None:
-    model = opened(name)
+def test_denoise_with_replaced_weights(name: str, get_model: GetModel) -> None:
+    model = get_model(name)
     condition = model.encode(texts(name))
     x, t = torch.randn(2, *model.latent_shape()), torch.tensor([500, 10])
     own = dict(model.denoiser.named_parameters())
     last = next(k for k in reversed(own) if k.endswith("bias"))
     with torch.no_grad():
         before = model.denoise(x, t, condition)
-        shifted = model.denoise(x, t, condition, {last: own[last] + 1})
+        changed_prediction = model.denoise(x, t, condition, {last: own[last] + 1})
         assert before.shape == x.shape
-        torch.testing.assert_close(shifted, before + 1)
+        torch.testing.assert_close(changed_prediction, before + 1)
         each = torch.cat(
             [model.denoise(x[i : i + 1], t[i : i + 1], condition[i : i + 1]) for i in range(2)]
         )
@@ -284,39 +286,39 @@ def test_denoise_with_replaced_weights(name: str, opened: Opened) -> None:
 
 @every
 def test_saved_weights_make_the_same_image_in_plain_diffusers(
-    name: str, opened: Opened, tmp_path: Path
+    name: str, get_model: GetModel, tmp_path: Path
 ) -> None:
-    model = copy.deepcopy(opened(name))
+    model = copy.deepcopy(get_model(name))
     with torch.no_grad():
         for p in model.denoiser.parameters():
             p.mul_(1.1)
     model.save(tmp_path / "saved")
-    found = by_hand(name, plain(name, tmp_path / "saved"))
-    assert (found == drawn(name, model)).all()
-    assert (found != drawn(name, opened(name))).any()
+    images = by_hand(name, plain(name, tmp_path / "saved"))
+    assert (images == sample_images(name, model)).all()
+    assert (images != sample_images(name, get_model(name))).any()
     assert not [p for p in (tmp_path / "saved").rglob("*") if p.suffix in (".bin", ".ckpt", ".pt")]
 
 
-SIDES = {
+OBJECTIVES = {
     "all": ({"loss": "anchor"}, {"loss": "data"}),
     "cross_attention": ({"loss": "esd", "images": "free"}, {"loss": "distill"}),
 }
 
 
-@pytest.mark.parametrize("selection", SIDES)
+@pytest.mark.parametrize("selection", OBJECTIVES)
 @every
-def test_the_whole_road(
-    name: str, selection: str, opened: Opened, folder: Any, tmp_path: Path
+def test_a_run_from_loading_to_sampling(
+    name: str, selection: str, get_model: GetModel, folder: Any, tmp_path: Path
 ) -> None:
     """Load, generate, erase (interrupted and resumed), save, reload, sample."""
-    wanted, other = texts(name)
+    prompt, other = texts(name)
     selection = "self_attention" if name == "dit" and selection == "cross_attention" else selection
-    forget, retain = SIDES.get(selection, SIDES["cross_attention"])
+    forget, retain = OBJECTIVES.get(selection, OBJECTIVES["cross_attention"])
     anchor = {"anchor": other} if forget["loss"] == "anchor" else {}
     job = {
         "model": str(folder(name)),
         "model_options": options(name),
-        "forget": {"prompts": [wanted], "n": 2, **forget, **anchor},
+        "forget": {"prompts": [prompt], "n": 2, **forget, **anchor},
         "retain": {"prompts": [other], "n": 2, **retain},
         "method": "munba",
         "trainable": selection,
@@ -332,43 +334,43 @@ def test_the_whole_road(
     with pytest.raises(Interrupted):
         concept_eraser.erase(job, output=tmp_path / "run", look=stop)
     run = concept_eraser.erase(job, output=tmp_path / "run", resume=True)
-    changed, once = (load_file(r.folder / "weights.safetensors") for r in (run, whole))
-    assert all(torch.equal(changed[k], once[k]) for k in once)
-    before = dict(opened(name).denoiser.named_parameters())
-    assert set(changed) == set(select(before, selection))
-    assert sum(not torch.equal(changed[k], before[k]) for k in changed) > len(changed) / 2
+    weights, once = (load_file(r.folder / "weights.safetensors") for r in (run, whole))
+    assert all(torch.equal(weights[k], once[k]) for k in once)
+    before = dict(get_model(name).denoiser.named_parameters())
+    assert set(weights) == set(select(before, selection))
+    assert sum(not torch.equal(weights[k], before[k]) for k in weights) > len(weights) / 2
     again = concept_eraser.load(run.folder)  # with the options of its recipe
     for k, p in again.denoiser.named_parameters():
-        torch.testing.assert_close(p, changed[k] if k in changed else before[k], rtol=0, atol=0)
-    assert (drawn(name, again) == drawn(name, run.load())).all()
-    assert (drawn(name, again) != drawn(name, opened(name))).any()
+        torch.testing.assert_close(p, weights[k] if k in weights else before[k], rtol=0, atol=0)
+    assert (sample_images(name, again) == sample_images(name, run.load())).all()
+    assert (sample_images(name, again) != sample_images(name, get_model(name))).any()
     # the changed tensors alone, on the original
-    laid = load(run.folder / "weights.safetensors", base=opened(name))
-    assert (drawn(name, laid) == drawn(name, again)).all()
+    overlay = load(run.folder / "weights.safetensors", base=get_model(name))
+    assert (sample_images(name, overlay) == sample_images(name, again)).all()
 
 
 @every
 def test_generated_images_are_cached_by_all_weights(
-    name: str, opened: Opened, tmp_path: Path
+    name: str, get_model: GetModel, tmp_path: Path
 ) -> None:
     """Every part counts, the second and third text encoder too."""
-    model = opened(name)
+    model = get_model(name)
     rendered_images = generate.generate(
         model, texts(name), [1, 2], generate.Sampling(2, 2.0), cache=tmp_path
     )
     assert rendered_images.shape == (2, 16, 16, 3)
     own = generate.model_fingerprint(model)
     for part in model.parts:
-        moved = copy.deepcopy(model)
+        other = copy.deepcopy(model)
         with torch.no_grad():
-            next(moved.parts[part].parameters()).add_(1)
-        assert generate.model_fingerprint(moved) != own
+            next(other.parts[part].parameters()).add_(1)
+        assert generate.model_fingerprint(other) != own
 
 
-def test_what_cross_attention_means_where_attention_is_joint(opened: Opened) -> None:
+def test_selections_of_families_with_joint_attention(get_model: GetModel) -> None:
     for name in ("sd3", "flux"):
-        names = [k for k, _ in opened(name).denoiser.named_parameters()]
-        chosen = {
+        names = [k for k, _ in get_model(name).denoiser.named_parameters()]
+        selections = {
             key: set(select(names, key))
             for key in (
                 "all",
@@ -378,26 +380,29 @@ def test_what_cross_attention_means_where_attention_is_joint(opened: Opened) -> 
                 "all_but_cross_attention",
             )
         }
-        assert chosen["cross_attention"] | chosen["all_but_cross_attention"] == chosen["all"]
-        assert not chosen["cross_attention"] & chosen["all_but_cross_attention"]
-        assert chosen["cross_attention_kv"] < chosen["cross_attention"]
-        assert not chosen["self_attention"] & chosen["cross_attention"]
-        assert chosen["self_attention"] < chosen["all_but_cross_attention"]
+        assert (
+            selections["cross_attention"] | selections["all_but_cross_attention"]
+            == selections["all"]
+        )
+        assert not selections["cross_attention"] & selections["all_but_cross_attention"]
+        assert selections["cross_attention_kv"] < selections["cross_attention"]
+        assert not selections["self_attention"] & selections["cross_attention"]
+        assert selections["self_attention"] < selections["all_but_cross_attention"]
         attention = {k for k in names if ".attn." in k or ".attn2." in k}
-        assert chosen["self_attention"] | chosen["cross_attention"] == attention
-        assert all("add" in k for k in chosen["cross_attention"])
+        assert selections["self_attention"] | selections["cross_attention"] == attention
+        assert all("add" in k for k in selections["cross_attention"])
     with pytest.raises(UserError, match="matches none of"):
-        select([k for k, _ in opened("dit").denoiser.named_parameters()], "cross_attention")
+        select([k for k, _ in get_model("dit").denoiser.named_parameters()], "cross_attention")
 
 
 def test_what_several_encoders_or_none_cannot_do(
-    opened: Opened, folder: Any, tmp_path: Path
+    get_model: GetModel, folder: Any, tmp_path: Path
 ) -> None:
-    for name, found in (
+    for name, message in (
         ("sdxl", "has text_encoder and text_encoder_2"),
         ("dit", "is conditioned on classes"),
     ):
-        model = opened(name)
+        model = get_model(name)
         tokens = model.tokenize(texts(name))
         for ask in (
             lambda m=model: m.words,
@@ -406,9 +411,9 @@ def test_what_several_encoders_or_none_cannot_do(
             lambda m=model, t=tokens: m.embed(t, rows=torch.zeros(1)),
             lambda m=model, t=tokens: m.embed(t, weights={}),
         ):
-            with pytest.raises(UserError, match=found):
+            with pytest.raises(UserError, match=message):
                 ask()
-        with pytest.raises(UserError, match=f"the target 'text_encoder' needs .*{found}"):
+        with pytest.raises(UserError, match=f"the target 'text_encoder' needs .*{message}"):
             concept_eraser.erase(
                 model=str(folder(name)),
                 target="text_encoder",
@@ -419,21 +424,19 @@ def test_what_several_encoders_or_none_cannot_do(
                 output=tmp_path / name,
             )
         protocol = runner.Protocol(suites.load("tiny_star"), "unlearn_diff", n=2)
-        with pytest.raises(UserError, match=f"the attack 'unlearn_diff'.* needs .*{found}"):
+        with pytest.raises(UserError, match=f"the attack 'unlearn_diff'.* needs .*{message}"):
             runner.run(protocol, model, model)
 
 
 @pytest.mark.parametrize("attack", ["relearning", "seed_search"])
 @every
-def test_attacks_that_write_no_tokens(name: str, attack: str, opened: Opened) -> None:
-    """They search on every family; what they find is for a judge, who has nothing to say about
-    noise.
-    """
-    model, given = (
-        opened(name),
+def test_attacks_that_write_no_tokens(name: str, attack: str, get_model: GetModel) -> None:
+    """They search on every family. The images are noise, which no judge can classify."""
+    model, settings = (
+        get_model(name),
         {"relearning": {"steps": 1, "images": 2}, "seed_search": {"tries": 1}}[attack],
     )
-    protocol = runner.Protocol(suites.load("tiny_star"), attack, given, n=2)
+    protocol = runner.Protocol(suites.load("tiny_star"), attack, settings, n=2)
     runner.require_possible(protocol, registry.load("judge", protocol.suite.judge)(), model, model)
     scene = Scene(
         model,
@@ -452,7 +455,7 @@ def test_attacks_that_write_no_tokens(name: str, attack: str, opened: Opened) ->
 
 
 def test_an_adversary_shifts_the_states_only_where_there_are_some(
-    opened: Opened, folder: Any, tmp_path: Path
+    get_model: GetModel, folder: Any, tmp_path: Path
 ) -> None:
     job: dict[str, Any] = {
         "method": "adversarial",
@@ -465,50 +468,50 @@ def test_an_adversary_shifts_the_states_only_where_there_are_some(
             "forget": {"prompts": texts(name)[:1], "n": 2, "loss": "ascent"},
             "retain": {"prompts": texts(name)[1:], "n": 2},
         }
-        asked = {**job, **objectives, "model": str(folder(name)), "output": tmp_path / name}
+        settings = {**job, **objectives, "model": str(folder(name)), "output": tmp_path / name}
         if name == "dit":
             with pytest.raises(UserError, match="an adversary on the text's embedding needs"):
-                concept_eraser.erase(**asked)
+                concept_eraser.erase(**settings)
         else:
-            assert concept_eraser.erase(**asked).folder.exists()
+            assert concept_eraser.erase(**settings).folder.exists()
 
 
-def test_options_of_a_family(opened: Opened) -> None:
-    flux = copy.deepcopy(opened("flux"))
+def test_options_of_a_family(get_model: GetModel) -> None:
+    flux = copy.deepcopy(get_model("flux"))
     assert flux.encode(["a star"]).tensors["guidance"].tolist() == [1.0]
     flux.configure({"guidance": 3.5, "size": 32})
     assert flux.encode(["a star"]).tensors["guidance"].tolist() == [3.5]
     assert flux.latent_shape() == (4, 16, 16)
     assert flux.sample(["a star"], seeds=[0], steps=1, guidance=1.0).shape == (1, 32, 32, 3)
     assert float(flux.sigma(torch.tensor(500))) > float(
-        opened("flux").sigma(torch.tensor(500))
+        get_model("flux").sigma(torch.tensor(500))
     )  # more tokens, more noise
     x, t = torch.randn(1, 4, 8, 8), torch.tensor([500])
-    told = [
+    conditions = [
         Condition({**flux.encode(["a star"]).tensors, "guidance": torch.tensor([g])})
         for g in (1.0, 5.0)
     ]
     with torch.no_grad():
-        assert not torch.equal(flux.denoise(x, t, told[0]), flux.denoise(x, t, told[1]))
-    sdxl = copy.deepcopy(opened("sdxl"))
+        assert not torch.equal(flux.denoise(x, t, conditions[0]), flux.denoise(x, t, conditions[1]))
+    sdxl = copy.deepcopy(get_model("sdxl"))
     sdxl.configure({"size": 32})
     assert sdxl.encode(["a star"]).tensors["time_ids"].tolist() == [[32, 32, 0, 0, 32, 32]]
     assert sdxl.sample(["a star"], seeds=[0], steps=1, guidance=1.0).shape == (1, 32, 32, 3)
-    for model, given, message in (
+    for model, settings, message in (
         (flux, {"guidence": 1.0}, "did you mean 'guidance'"),
         (flux, {"guidance": 2.0, "size": 18}, "multiple of 4"),
         (flux, {"guidance": float("nan")}, "expected a number"),
         (flux, {"size": "big"}, "expected a number"),
-        (copy.deepcopy(opened("sd3")), {"size": 64}, "at most 32 pixels"),
-        (opened("dit"), {"size": 64}, "option of the model family 'dit'"),
+        (copy.deepcopy(get_model("sd3")), {"size": 64}, "at most 32 pixels"),
+        (get_model("dit"), {"size": 64}, "option of the model family 'dit'"),
     ):
         with pytest.raises(UserError, match=message):
-            model.configure(given)
+            model.configure(settings)
     assert (flux.guidance, flux.size) == (3.5, 32)  # a refused request changes nothing
 
 
-def test_classes_by_name_or_number(opened: Opened) -> None:
-    dit = opened("dit")
+def test_classes_by_name_or_number(get_model: GetModel) -> None:
+    dit = get_model("dit")
     assert dit.encode(["tabby", "golden retriever", "207", ""]).tensors["classes"].tolist() == [
         281,
         207,
@@ -520,20 +523,20 @@ def test_classes_by_name_or_number(opened: Opened) -> None:
             dit.encode([wrong])
 
 
-def test_what_a_family_refuses(opened: Opened) -> None:
-    sdxl = copy.deepcopy(opened("sdxl").pipeline)
+def test_what_a_family_refuses(get_model: GetModel) -> None:
+    sdxl = copy.deepcopy(get_model("sdxl").pipeline)
     sdxl.scheduler = diffusers.EDMEulerScheduler()
     with pytest.raises(UserError, match="of another diffusion"):
         load(sdxl)
-    sd3 = copy.deepcopy(opened("sd3").pipeline)
+    sd3 = copy.deepcopy(get_model("sd3").pipeline)
     sd3.scheduler = diffusers.DDIMScheduler()
     with pytest.raises(UserError, match="not one of flow matching"):
         load(sd3)
-    sd3 = copy.deepcopy(opened("sd3").pipeline)
+    sd3 = copy.deepcopy(get_model("sd3").pipeline)
     sd3.text_encoder = None
     with pytest.raises(UserError, match="needs both of its CLIP text encoders"):
         load(sd3)
-    dit = copy.deepcopy(opened("dit").pipeline)
+    dit = copy.deepcopy(get_model("dit").pipeline)
     dit.scheduler = diffusers.DDPMScheduler()
     with pytest.raises(UserError, match="a seed names no image"):
         load(dit)
@@ -545,19 +548,19 @@ def test_what_a_family_refuses(opened: Opened) -> None:
 
 
 def test_weights_are_checked_by_the_model_index(folder: Any, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(folder("sd3"), tmp_path / "model"))
-    path = next((copied / "text_encoder_3").glob("*.safetensors"))
+    model_folder = Path(shutil.copytree(folder("sd3"), tmp_path / "model"))
+    path = next((model_folder / "text_encoder_3").glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(UserError, match=r"text_encoder_3.*damaged or truncated"):
-        load(copied)
+        load(model_folder)
     path.unlink()
-    (copied / "text_encoder_3" / "pytorch_model.bin").write_bytes(b"")
+    (model_folder / "text_encoder_3" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="--allow-pickle"):
-        load(copied)
-    index = copied / "model_index.json"
+        load(model_folder)
+    index = model_folder / "model_index.json"
     absent = {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
     index.write_text(json.dumps({**json.loads(index.read_text()), **absent}))
-    assert load(copied).readers == ("text_encoder", "text_encoder_2")
+    assert load(model_folder).readers == ("text_encoder", "text_encoder_2")
 
 
 def test_a_hub_id_is_of_the_family_its_index_names(folder: Any, tmp_path: Path) -> None:
@@ -569,10 +572,10 @@ def test_a_hub_id_is_of_the_family_its_index_names(folder: Any, tmp_path: Path) 
         "from concept_eraser.models.loading import load; m = load('someone/dit'); "
         "print(m.family, m.source)"
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
     )
-    assert found.stdout.strip() == "dit someone/dit", found.stderr[-2000:]
+    assert process.stdout.strip() == "dit someone/dit", process.stderr[-2000:]

@@ -1,5 +1,5 @@
-"""Hostile model folders: each is refused by one sentence, before diffusers or transformers is given
-it, and nothing runs.
+"""Hostile model folders: each is an error of one sentence before diffusers or transformers reads
+it, and no code of the folder runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 Change = Callable[[Path], Any]
 
 
-def edited(name: str, **entries: Any) -> Change:
+def edit_json(name: str, **entries: Any) -> Change:
     """A change of a JSON file: entries are set."""
 
     def change(folder: Path) -> None:
@@ -38,15 +38,15 @@ def edited(name: str, **entries: Any) -> Change:
 
 
 def index(**entries: Any) -> Change:
-    return edited("model_index.json", **entries)
+    return edit_json("model_index.json", **entries)
 
 
 def config(part: str, **entries: Any) -> Change:
-    return edited(f"{part}/config.json", **entries)
+    return edit_json(f"{part}/config.json", **entries)
 
 
 def words(**entries: Any) -> Change:
-    return edited("tokenizer/tokenizer_config.json", **entries)
+    return edit_json("tokenizer/tokenizer_config.json", **entries)
 
 
 def file(name: str, content: str | bytes = "") -> Change:
@@ -69,8 +69,8 @@ def code(name: str, *more: Change) -> Change:
     return change
 
 
-def linked(name: str, to: str) -> Change:
-    """A part of the folder moved away, and a link in its place."""
+def replace_by_link(name: str, to: str) -> Change:
+    """Move a part of the folder, and put a link in its place."""
 
     def change(folder: Path) -> None:
         path = folder / name
@@ -96,14 +96,14 @@ def huge_vocabulary(folder: Path) -> None:
     os.truncate(folder / "tokenizer" / "tokenizer.json", 65 * 2**20)
 
 
-def pickled(folder: Path) -> None:
+def rename_to_pickle(folder: Path) -> None:
     (folder / "unet" / "diffusion_pytorch_model.safetensors").rename(
         folder / "unet" / "diffusion_pytorch_model.bin"
     )
 
 
 def shards(file: str) -> Change:
-    return edited(
+    return edit_json(
         "unet/diffusion_pytorch_model.safetensors.index.json", weight_map={"conv_in.bias": file}
     )
 
@@ -214,7 +214,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         "names other weights",
     ),
     "class of a configuration": (
-        edited("scheduler/scheduler_config.json", _class_name=["payload", "P"]),
+        edit_json("scheduler/scheduler_config.json", _class_name=["payload", "P"]),
         "_class_name",
     ),
     "commit that climbs": (config("text_encoder", _commit_hash="../../x"), "is no commit"),
@@ -225,7 +225,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "vocabulary too large": (huge_vocabulary, "at most 67.1 MB"),
     "absolute vocabulary": (words(vocab_file="/etc/passwd"), "a path out of the model's folder"),
     "vocabulary that climbs": (
-        edited("tokenizer/special_tokens_map.json", vocab_file="../../x"),
+        edit_json("tokenizer/special_tokens_map.json", vocab_file="../../x"),
         "a path out of",
     ),
     "vocabulary of Windows": (words(tokenizer_file="C:\\x"), "a path out of the model's folder"),
@@ -240,7 +240,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "template in a tokenizer": (words(chat_template="{{ 1 }}"), "is a program in Jinja"),
     "adapter of another model": (
-        edited("text_encoder/adapter_config.json", base_model_name_or_path="a/b"),
+        edit_json("text_encoder/adapter_config.json", base_model_name_or_path="a/b"),
         "an adapter",
     ),
     # weights
@@ -248,24 +248,30 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "absolute shard": (shards("/x.safetensors"), "the name of a file beside it"),
     "shard of another kind": (shards("x.py"), "the name of a file beside it"),
     "shards of a list": (
-        edited("vae/x.safetensors.index.json", weight_map=["x"]),
+        edit_json("vae/x.safetensors.index.json", weight_map=["x"]),
         "expected a mapping of tensors",
     ),
-    "pickle": (pickled, "is a pickle"),
+    "pickle": (rename_to_pickle, "is a pickle"),
     # links and devices
-    "link of a part": (linked("unet", "outside"), "leads out of the model's folder"),
-    "link of a file": (linked("vae/config.json", "outside"), "leads out of the model's folder"),
-    "link of the index": (linked("model_index.json", "outside"), "leads out of the model.s folder"),
-    "link to nothing": (linked("vae/config.json", "nowhere"), "cannot read"),
-    "link in a circle": (linked("vae/config.json", "config.json"), "cannot read"),
+    "link of a part": (replace_by_link("unet", "outside"), "leads out of the model's folder"),
+    "link of a file": (
+        replace_by_link("vae/config.json", "outside"),
+        "leads out of the model's folder",
+    ),
+    "link of the index": (
+        replace_by_link("model_index.json", "outside"),
+        "leads out of the model.s folder",
+    ),
+    "link to nothing": (replace_by_link("vae/config.json", "nowhere"), "cannot read"),
+    "link in a circle": (replace_by_link("vae/config.json", "config.json"), "cannot read"),
     "pipe": (pipe, "no regular file"),
 }
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the bundled pipeline. A module `payload`, which leaves a canary when it runs, can
-    be imported by name.
+    """A copy of the bundled pipeline. A module `payload`, which creates the file `canary` when it
+    runs, can be imported by name.
     """
     (tmp_path / "importable").mkdir()
     payload = (
@@ -274,9 +280,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "importable" / "payload.py").write_text(payload)
     monkeypatch.syspath_prepend(tmp_path / "importable")
     monkeypatch.delitem(sys.modules, "payload", raising=False)
-    copied = Path(shutil.copytree(FOLDER, tmp_path / "model"))
-    monkeypatch.chdir(copied)
-    return copied
+    model_folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
+    monkeypatch.chdir(model_folder)
+    return model_folder
 
 
 def refuse_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,16 +302,16 @@ def test_there_are_enough_hostile_folders() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_is_refused_before_a_library_sees_it(
+def test_a_hostile_folder_is_refused_before_a_library_reads_it(
     name: str, folder: Path, monkeypatch
 ) -> None:
     change, match = HOSTILE[name]
     change(folder)
     refuse_libraries(monkeypatch)
-    with pytest.raises(UserError, match=match) as caught:
+    with pytest.raises(UserError, match=match) as error:
         load(folder)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 700
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 700
     assert not (folder.parent / "canary").exists()
     assert "payload" not in sys.modules
 
@@ -353,27 +359,27 @@ def test_what_real_checkpoints_hold_is_allowed(name: str, folder: Path) -> None:
 
 
 def snapshot(cache: Path) -> Path:
-    """The bundled pipeline as the hub's cache keeps it: links into the blobs of its repository."""
+    """The bundled pipeline as in the hub's cache: links to the blobs of its repository."""
     repository = cache / "models--someone--tiny"
-    found = repository / "snapshots" / COMMIT
+    snapshot_folder = repository / "snapshots" / COMMIT
     (repository / "blobs").mkdir(parents=True)
     for number, source in enumerate(sorted(path for path in FOLDER.rglob("*") if path.is_file())):
         blob = repository / "blobs" / f"{number:064x}"
         shutil.copyfile(source, blob)
-        link = found / source.relative_to(FOLDER)
+        link = snapshot_folder / source.relative_to(FOLDER)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(blob, link.parent))
-    return found
+    return snapshot_folder
 
 
 def test_a_snapshot_of_the_hub_loads_and_may_not_lead_elsewhere(tmp_path: Path) -> None:
-    found = snapshot(tmp_path)
-    assert load(found).family == "sd"
-    assert load_part(found / "vae", "vae").family == "module"
+    snapshot_folder = snapshot(tmp_path)
+    assert load(snapshot_folder).family == "sd"
+    assert load_part(snapshot_folder / "vae", "vae").family == "module"
     shutil.move(tmp_path / "models--someone--tiny" / "blobs", tmp_path / "blobs")
     (tmp_path / "models--someone--tiny" / "blobs").symlink_to(tmp_path / "blobs")
     with pytest.raises(UserError, match="leads out of the model's folder"):
-        load(found)
+        load(snapshot_folder)
 
 
 def test_a_link_to_a_whole_model_is_the_users_own(folder: Path, tmp_path: Path) -> None:
@@ -398,13 +404,13 @@ def test_folders_of_one_part_are_checked(
         shutil.copytree(folder / "vae" if target == "vae" else FOLDER.parent / "clip", part)
     monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", never)
     monkeypatch.setattr(transformers.CLIPModel, "from_pretrained", never)
-    code("modeling.py", edited("config.json", auto_map={"AutoModel": "modeling.Payload"}))(
+    code("modeling.py", edit_json("config.json", auto_map={"AutoModel": "modeling.Payload"}))(
         part.parent / target
     )
     with pytest.raises(UserError, match=r"auto_map.*names Python code"):
         load_part(part, target)
     (part / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"expected a mapping|holds no model of ours"):
+    with pytest.raises(UserError, match=r"expected a mapping|holds no model of concept_eraser"):
         load_part(part, target)
     assert not (tmp_path / "canary").exists()
 
@@ -440,13 +446,13 @@ def test_the_configuration_of_a_single_file_is_checked(folder: Path, tmp_path: P
 
 
 def test_values_of_wrong_types_end_in_one_sentence(folder: Path) -> None:
-    """What the check cannot know (the types of each class's settings) the loader turns into one
-    sentence.
+    """The check does not know the types of the settings of each class; the loader raises an error
+    of one sentence.
     """
     config("unet", block_out_channels={"a": 1})(folder)
-    with pytest.raises(UserError, match="cannot load") as caught:
+    with pytest.raises(UserError, match="cannot load") as error:
         load(folder)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_index_of_the_hub_is_checked_before_diffusers_downloads(

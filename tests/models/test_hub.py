@@ -1,6 +1,4 @@
-"""The hub: ids with a revision, the cache on disk, no network, and uploads to a hub of our own on
-this machine.
-"""
+"""The hub: ids with a revision, the cache on disk, no network, and uploads to a local server."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from tests.fake_hub import TOKEN, Hub
 
 FOLDER = resources.tiny_weights() / "tiny-sd"
 MAIN, OLD = "0" * 40, "1" * 40
-NOBODY = "http://127.0.0.1:9"  # where nothing listens
+NOBODY = "http://127.0.0.1:9"  # no server listens there
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cached(tmp_path: Path) -> Path:
-    """A cache as the hub's client lays it out: main and a branch whose text encoder is another."""
+def hub_cache(tmp_path: Path) -> Path:
+    """A cache in the layout of the hub's client: main, and a branch with another scheduler."""
     base = tmp_path / "hub" / "models--someone--tiny"
     (base / "refs").mkdir(parents=True)
     for name, commit in (("main", MAIN), ("old", OLD)):
@@ -57,14 +55,14 @@ def cached(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def world(cached: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Where the hub is and which cache is used, as its client would have read from the environment
-    at its import.
+def world(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set the hub's address and cache, which its client reads from the environment at
+    its import.
     """
     from huggingface_hub import constants
 
     def be(endpoint: str = NOBODY, *, offline: bool = False, token: str | None = None) -> None:
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cached))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub_cache))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setenv("HF_TOKEN", token or "")
@@ -74,21 +72,21 @@ def world(cached: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.parametrize("offline", [True, False])
 def test_a_revision_comes_from_the_cache(offline: bool, world) -> None:
-    """By branch and by commit; offline by wish, and because the hub is not there."""
+    """By branch and by commit; offline by a setting, and because the hub does not answer."""
     world(offline=offline)
     for name, steps in (
         ("someone/tiny", 1000),
         ("someone/tiny@old", 500),
         (f"someone/tiny@{OLD}", 500),
     ):
-        found = load(name)
-        assert (found.source, found.timesteps) == (name, steps)
+        model = load(name)
+        assert (model.source, model.timesteps) == (name, steps)
 
 
 def test_without_network_it_fails_fast_in_one_sentence(world) -> None:
     """A hub that refuses, one that never answers, and a revision that the cache lacks."""
-    silent = socket.create_server(("127.0.0.1", 0))  # takes the connection and says nothing
-    for name, endpoint, said in (
+    silent = socket.create_server(("127.0.0.1", 0))  # accepts connections and never answers
+    for name, endpoint, message in (
         (
             "nobody/nothing",
             NOBODY,
@@ -106,14 +104,14 @@ def test_without_network_it_fails_fast_in_one_sentence(world) -> None:
     ):
         world(endpoint)
         start = time.time()
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=message) as error:
             load(name)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error.value)
         assert time.time() - start < hub.PATIENCE + 2, "on a busy machine"
     silent.close()
 
 
-def test_a_table_of_a_hub_that_is_silent_is_told_at_once(world) -> None:
+def test_a_table_of_a_silent_hub_is_an_error_at_once(world) -> None:
     """The hub's client alone tries five times, for half a minute."""
     from concept_eraser.data import tables
 
@@ -130,15 +128,13 @@ def test_a_table_of_a_hub_that_is_silent_is_told_at_once(world) -> None:
     silent.close()
 
 
-def test_what_the_hub_answers_is_told(world) -> None:
-    """A token that is not taken; no such repository (the hub says 401 to those who are nobody, 404
-    to others).
-    """
+def test_the_answer_of_the_hub_is_reported(world) -> None:
+    """A wrong token, and no such repository (the hub answers 401 without a token, 404 with one)."""
     server = Hub()
     world(server.url)
-    with pytest.raises(UserError, match="token") as caught:
+    with pytest.raises(UserError, match="token") as error:
         load("someone/tiny", token="hf_wrong")
-    assert "hf_wrong" not in str(caught.value)
+    assert "hf_wrong" not in str(error.value)
     server.refuse["/api/models/"] = 404
     with pytest.raises(
         UserError, match="cannot load someone/tiny: the hub has no someone/tiny, or hides it"
@@ -161,11 +157,13 @@ def test_no_ids(name: str) -> None:
 
 
 def test_a_single_file_beside_a_hub_id_of_its_architecture(
-    cached: Path, tmp_path: Path, shared_tiny, world
+    hub_cache: Path, tmp_path: Path, shared_tiny, world
 ) -> None:
-    """Configuration alone is needed, and comes from the cache."""
+    """Only the configuration is needed, and it comes from the cache."""
     single_file.write(shared_tiny, tmp_path / "tiny.safetensors")
-    for weights in (cached / "models--someone--tiny" / "snapshots" / MAIN).rglob("*.safetensors"):
+    for weights in (hub_cache / "models--someone--tiny" / "snapshots" / MAIN).rglob(
+        "*.safetensors"
+    ):
         weights.unlink()
     world()
     assert load(tmp_path / "tiny.safetensors", base="someone/tiny").family == "sd"
@@ -178,8 +176,8 @@ def test_a_dry_run_shows_files_and_card_and_sends_nothing(
         raise AssertionError("a dry run opened a connection")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    found = concept_eraser.push_to_hub(run, "me/no-star", kind="both", dry_run=True)
-    names = [one.name for one in found.uploads]
+    push = concept_eraser.push_to_hub(run, "me/no-star", kind="both", dry_run=True)
+    names = [one.name for one in push.uploads]
     assert {
         "README.md",
         "model_index.json",
@@ -190,34 +188,36 @@ def test_a_dry_run_shows_files_and_card_and_sends_nothing(
     } <= set(names)
     assert len(names) == len(set(names))
     assert not any("attack" in name or "log" in name or name.endswith(".ckpt") for name in names)
-    assert found.url is None
-    assert found.warnings == ("This erasure was not evaluated.", "This erasure was not attacked.")
+    assert push.url is None
+    assert push.warnings == ("This erasure was not evaluated.", "This erasure was not attacked.")
     lora = concept_eraser.push_to_hub(run, "me/no-star", kind="lora", dry_run=True)
     assert "model_index.json" not in [one.name for one in lora.uploads]
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["push", str(run), "me/no-star", "--as", "both", "--dry-run", "--private"]
     )
-    assert done.exit_code == 0, done.output
-    for said in (
+    assert result.exit_code == 0, result.output
+    for message in (
         "warning: This erasure was not evaluated. The card says so.",
         "would upload to me/no-star (private):",
         "unet/diffusion_pytorch_model.safetensors",
         "nothing was sent",
         "# no-star",
     ):
-        assert said in done.output
+        assert message in result.output
     size = (run / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").stat().st_size
-    assert f"{size:,} bytes" in done.output
+    assert f"{size:,} bytes" in result.output
 
 
 def test_nothing_that_names_this_machine_is_uploaded(run: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "run"
-    shutil.copytree(run, copied)
-    config = copied / "pipeline" / "unet" / "config.json"
+    run_copy = tmp_path / "run"
+    shutil.copytree(run, run_copy)
+    config = run_copy / "pipeline" / "unet" / "config.json"
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "_name_or_path": str(tmp_path / "base")})
     )
-    for one in concept_eraser.push_to_hub(copied, "me/no-star", kind="both", dry_run=True).uploads:
+    for one in concept_eraser.push_to_hub(
+        run_copy, "me/no-star", kind="both", dry_run=True
+    ).uploads:
         content = one.content if isinstance(one.content, bytes) else one.content.read_bytes()
         assert str(tmp_path).encode() not in content, one.name
         assert str(run.parent).encode() not in content, one.name
@@ -225,95 +225,99 @@ def test_nothing_that_names_this_machine_is_uploaded(run: Path, tmp_path: Path) 
 
 
 def test_relative_paths_and_what_is_no_part_of_a_model_stay_here(run: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "run"
-    shutil.copytree(run, copied)
+    run_copy = tmp_path / "run"
+    shutil.copytree(run, run_copy)
     index, tokenizer = (
-        copied / "pipeline" / "model_index.json",
-        copied / "pipeline" / "tokenizer" / "tokenizer_config.json",
+        run_copy / "pipeline" / "model_index.json",
+        run_copy / "pipeline" / "tokenizer" / "tokenizer_config.json",
     )
-    for path, told in (
+    for path, location in (
         (index, "../../elsewhere77/base"),
-        (copied / "pipeline" / "vae" / "config.json", "runs/elsewhere77/vae"),
+        (run_copy / "pipeline" / "vae" / "config.json", "runs/elsewhere77/vae"),
         (tokenizer, "/home/elsewhere77/words"),
     ):
         path.write_text(
             json.dumps(
-                {**json.loads(path.read_text()), "_name_or_path": told, "name_or_path": told}
+                {
+                    **json.loads(path.read_text()),
+                    "_name_or_path": location,
+                    "name_or_path": location,
+                }
             )
         )
-    config = copied / "pipeline" / "unet" / "config.json"
+    config = run_copy / "pipeline" / "unet" / "config.json"
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "_name_or_path": "someone/tiny"})
     )
-    hidden = [
-        copied / "pipeline" / ".env",
-        copied / "pipeline" / ".git" / "config.json",
-        copied / "lora" / ".netrc",
-        copied / "pipeline" / "unet" / "notes.pdf",
-        copied / "pipeline" / "README.md",
+    hidden_files = [
+        run_copy / "pipeline" / ".env",
+        run_copy / "pipeline" / ".git" / "config.json",
+        run_copy / "lora" / ".netrc",
+        run_copy / "pipeline" / "unet" / "notes.pdf",
+        run_copy / "pipeline" / "README.md",
     ]
-    for path in hidden:
+    for path in hidden_files:
         path.parent.mkdir(exist_ok=True)
         path.write_text("elsewhere77")
-    found = concept_eraser.push_to_hub(copied, "me/no-star", kind="both", dry_run=True)
+    push = concept_eraser.push_to_hub(run_copy, "me/no-star", kind="both", dry_run=True)
     contents = {
         one.name: one.content if isinstance(one.content, bytes) else one.content.read_bytes()
-        for one in found.uploads
+        for one in push.uploads
     }
     assert not [name for name, content in contents.items() if b"elsewhere77" in content]
-    assert len(contents) == len(found.uploads)
+    assert len(contents) == len(push.uploads)
     assert json.loads(contents["unet/config.json"])["_name_or_path"] == "someone/tiny", (
         "an id of the hub is no path"
     )
     assert json.loads(contents["model_index.json"])["_class_name"] == "StableDiffusionPipeline"
-    assert sorted(found.left_out) == [
+    assert sorted(push.left_out) == [
         "lora/.netrc",
         "pipeline/.env",
         "pipeline/.git/config.json",
         "pipeline/README.md",
         "pipeline/unet/notes.pdf",
     ]
-    done = CliRunner().invoke(app, ["push", str(copied), "me/no-star", "--dry-run"])
+    result = CliRunner().invoke(app, ["push", str(run_copy), "me/no-star", "--dry-run"])
     assert (
         "left out, because they are hidden or not of a file type of models: pipeline/.env"
-        in done.output
+        in result.output
     )
 
 
-def test_a_half_filled_cache_is_told_by_the_hub_id(cached: Path, world) -> None:
-    """As a download that was cut off leaves it."""
-    snapshot = cached / "models--someone--tiny" / "snapshots" / MAIN
-    for lost, said in (
+def test_an_incomplete_cache_is_reported_with_the_hub_id(hub_cache: Path, world) -> None:
+    """The state of the cache after an interrupted download."""
+    snapshot = hub_cache / "models--someone--tiny" / "snapshots" / MAIN
+    for path, message in (
         (snapshot / "unet" / "diffusion_pytorch_model.safetensors", "unet holds no weights"),
         (snapshot / "vae", "it has no vae/ folder"),
         (snapshot / "model_index.json", "it has no model_index.json"),
     ):
-        kept = lost.rename(cached / "kept")
+        backup = path.rename(hub_cache / "kept")
         world()
         with pytest.raises(
             UserError, match=r"cannot load someone/tiny: the download of it .* is incomplete"
-        ) as caught:
+        ) as error:
             load("someone/tiny")
-        kept.rename(lost)
-        assert said in str(caught.value)
-        assert f"remove {cached / 'models--someone--tiny'} and" in str(caught.value)
-        assert "run once with a network" in str(caught.value)
-        assert "snapshots" not in str(caught.value)
+        backup.rename(path)
+        assert message in str(error.value)
+        assert f"remove {hub_cache / 'models--someone--tiny'} and" in str(error.value)
+        assert "run once with a network" in str(error.value)
+        assert "snapshots" not in str(error.value)
 
 
-def uploaded(folder: Path, cache: Path) -> str:
-    """The code of the card of a run, whose upload lies in the cache as if it had been fetched."""
-    found = concept_eraser.push_to_hub(folder, "me/mine", dry_run=True)
+def upload_to_cache(folder: Path, cache: Path) -> str:
+    """Put the files of an upload into the cache, and return the code of its model card."""
+    push = concept_eraser.push_to_hub(folder, "me/mine", dry_run=True)
     base = cache / "models--me--mine"
     (base / "refs").mkdir(parents=True)
     (base / "refs" / "main").write_text(MAIN)
-    for one in found.uploads:
+    for one in push.uploads:
         place = base / "snapshots" / MAIN / one.name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(
             one.content if isinstance(one.content, bytes) else one.content.read_bytes()
         )
-    return found.card.split("## How to use it")[1].split("```python\n")[1].split("```")[0]
+    return push.card.split("## How to use it")[1].split("```python\n")[1].split("```")[0]
 
 
 def classifier(source: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -333,7 +337,7 @@ def classifier(source: str, folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["architecture", "function", "clip", "vae"])
 def test_the_cards_code_loads_what_was_uploaded(
-    kind: str, tmp_path: Path, world, cached: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, world, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -362,19 +366,17 @@ def test_the_cards_code_loads_what_was_uploaded(
         else:
             load_part("tiny-sd", "clip").save(run / "model")
         expected = load_part(run, kind).module.state_dict()  # type: ignore[attr-defined]
-    found: dict[str, Any] = {}
-    exec(uploaded(run, cached), found)
-    assert not found["model"].training
-    state = found["model"].state_dict()
+    namespace: dict[str, Any] = {}
+    exec(upload_to_cache(run, hub_cache), namespace)
+    assert not namespace["model"].training
+    state = namespace["model"].state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
-    assert ("tokenizer" in found) == (kind == "clip")
+    assert ("tokenizer" in namespace) == (kind == "clip")
 
 
-def test_weights_alone_are_said_to_be_so(tmp_path: Path) -> None:
-    """Of a network in memory nobody knows how it was made; the card leaves one line to its
-    reader.
-    """
+def test_the_card_of_weights_alone_says_so(tmp_path: Path) -> None:
+    """A network in memory has no recorded source; the card says which class it was."""
     run = tmp_path / "run"
     concept_eraser.erase(
         model=torch.nn.Linear(64, 10),
@@ -391,20 +393,20 @@ def test_weights_alone_are_said_to_be_so(tmp_path: Path) -> None:
 
 
 def test_what_is_not_pushed(run: Path, tmp_path: Path) -> None:
-    unfinished = tmp_path / "unfinished"
-    unfinished.mkdir()
-    (unfinished / "recipe.yaml").write_text((run / "recipe.yaml").read_text())
+    incomplete = tmp_path / "unfinished"
+    incomplete.mkdir()
+    (incomplete / "recipe.yaml").write_text((run / "recipe.yaml").read_text())
     whole = tmp_path / "whole"
     shutil.copytree(run, whole, ignore=shutil.ignore_patterns("lora", "pipeline"))
-    for asked, said in (
-        ((unfinished, "me/x"), "is not finished"),
+    for arguments, message in (
+        ((incomplete, "me/x"), "is not finished"),
         ((tmp_path, "me/x"), "is no run folder"),
         ((run, "no-star"), "is no hub id; expected owner/name"),
         ((run, "me/x@old"), "give the branch with --revision old"),
         ((whole, "me/x"), "has no whole model"),
     ):
-        with pytest.raises(UserError, match=said):
-            concept_eraser.push_to_hub(*asked, dry_run=True)
+        with pytest.raises(UserError, match=message):
+            concept_eraser.push_to_hub(*arguments, dry_run=True)
     with pytest.raises(UserError, match="trained no LoRA"):
         concept_eraser.push_to_hub(whole, "me/x", kind="lora", dry_run=True)
     with pytest.raises(UserError, match="unknown kind of upload 'lor'; did you mean 'lora'"):
@@ -413,42 +415,46 @@ def test_what_is_not_pushed(run: Path, tmp_path: Path) -> None:
         concept_eraser.push_to_hub(run, "me/x")
 
 
-def test_an_upload_arrives_and_draws_the_runs_image(run: Path, tmp_path: Path, world) -> None:
-    """Over HTTP, by the command; what arrived is a pipeline and a LoRA for plain diffusers."""
+def test_an_upload_arrives_and_generates_the_runs_image(run: Path, tmp_path: Path, world) -> None:
+    """The command uploads over HTTP; the server receives a pipeline and a LoRA for
+    plain diffusers.
+    """
     server = Hub()
     world(server.url, token=TOKEN)
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["push", str(run), "me/no-star", "--as", "both", "--private", "--revision", "draft"]
     )
-    assert done.exit_code == 0, done.exception
-    assert f"uploaded: {server.url}/me/no-star/commit/" in done.output
-    assert TOKEN not in done.output
-    assert server.created[0]["name"] == "no-star"
-    assert server.created[0].get("private", server.created[0].get("visibility") == "private")
-    assert any("/branch/draft" in asked for asked in server.asked)
-    assert any("/commit/draft" in asked for asked in server.asked)
+    assert result.exit_code == 0, result.exception
+    assert f"uploaded: {server.url}/me/no-star/commit/" in result.output
+    assert TOKEN not in result.output
+    assert server.new_repositories[0]["name"] == "no-star"
+    assert server.new_repositories[0].get(
+        "private", server.new_repositories[0].get("visibility") == "private"
+    )
+    assert any("/branch/draft" in request for request in server.requests)
+    assert any("/commit/draft" in request for request in server.requests)
     for name, content in server.files.items():
         place = tmp_path / "there" / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content)
-    asked = {"seeds": [5], "steps": 2, "guidance": 3.0}
-    expected = load(run).sample(["a red star"], **asked)
-    assert torch.equal(load(tmp_path / "there").sample(["a red star"], **asked), expected)
+    settings = {"seeds": [5], "steps": 2, "guidance": 3.0}
+    expected = load(run).sample(["a red star"], **settings)
+    assert torch.equal(load(tmp_path / "there").sample(["a red star"], **settings), expected)
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(
         FOLDER, safety_checker=None, feature_extractor=None
     )
     pipe.load_lora_weights(str(tmp_path / "there"))
-    assert (load(pipe).sample(["a red star"], **asked).int() - expected.int()).abs().max() <= 1
+    assert (load(pipe).sample(["a red star"], **settings).int() - expected.int()).abs().max() <= 1
     assert not any(TOKEN.encode() in content for content in server.files.values())
     assert not any(TOKEN in p.read_text() for p in run.rglob("*.json"))
 
 
-def test_what_the_hub_refuses_is_said_in_a_sentence(run: Path, world) -> None:
+def test_what_the_hub_refuses_is_an_error_in_one_sentence(run: Path, world) -> None:
     server = Hub()
     world(server.url)
-    with pytest.raises(UserError, match="the hub does not accept this token") as caught:
+    with pytest.raises(UserError, match="the hub does not accept this token") as error:
         concept_eraser.push_to_hub(run, "me/no-star", token="hf_wrong")
-    assert "hf_wrong" not in str(caught.value)
+    assert "hf_wrong" not in str(error.value)
     server.refuse["/commit/"] = 403
     with pytest.raises(UserError, match="this token may not write to me/no-star"):
         concept_eraser.push_to_hub(run, "me/no-star", token=TOKEN)

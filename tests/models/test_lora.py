@@ -1,6 +1,4 @@
-"""Low-rank factors in place of weights: every rule trains them, nothing else moves, plain diffusers
-loads them.
-"""
+"""LoRAs: every method trains them, no other weight changes, and plain diffusers loads them."""
 
 from __future__ import annotations
 
@@ -23,17 +21,17 @@ from concept_eraser.utils import resources
 from tests.conftest import short
 from tests.processes import Command, run_command
 
-ASKED: dict[str, Any] = {"seeds": [5], "steps": 3, "guidance": 5.0}
+SAMPLING: dict[str, Any] = {"seeds": [5], "steps": 3, "guidance": 5.0}
 LORA = {"select": "cross_attention", "lora": {"rank": 2, "alpha": 4}}
 
 
-def asked(**changes: Any) -> dict[str, Any]:
-    """A recipe of one step, on a model in memory or not, whose rate makes it show."""
+def one_step_recipe(**changes: Any) -> dict[str, Any]:
+    """A recipe of one step with a learning rate that changes the images."""
     return short(**{"trainable": LORA, "training__steps": 1, "training__lr": 0.05, **changes})
 
 
 def plain() -> Any:
-    """The bundled pipeline as a user of diffusers has it."""
+    """The bundled pipeline as plain diffusers loads it."""
     from diffusers import StableDiffusionPipeline
 
     folder = resources.tiny_weights() / "tiny-sd"
@@ -63,31 +61,31 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> int:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> concept_eraser.Run:
     return concept_eraser.erase(
-        asked(training__steps=3), output=tmp_path_factory.mktemp("run") / "run"
+        one_step_recipe(training__steps=3), output=tmp_path_factory.mktemp("run") / "run"
     )
 
 
-def test_plain_diffusers_draws_with_the_lora_what_the_merged_pipeline_draws(run) -> None:
-    merged = run.load().sample(["a red star"], **ASKED)[0]
-    assert torch.equal(concept_eraser.load(run.folder).sample(["a red star"], **ASKED)[0], merged)
+def test_plain_diffusers_with_the_lora_generates_the_images_of_the_merged_pipeline(run) -> None:
+    image = run.load().sample(["a red star"], **SAMPLING)[0]
+    assert torch.equal(concept_eraser.load(run.folder).sample(["a red star"], **SAMPLING)[0], image)
     pipe = plain()
     before = rendered_image(pipe)
     pipe.load_lora_weights(str(run.folder / "lora"), adapter_name="erase")
-    assert apart(rendered_image(pipe), merged) <= 1
-    assert apart(before, merged) > 10, "it does something"
+    assert apart(rendered_image(pipe), image) <= 1
+    assert apart(before, image) > 10, "it does something"
     pipe.set_adapters("erase", 0.0)  # the strength slider of diffusers
     assert apart(rendered_image(pipe), before) == 0
 
 
-def test_the_run_folder_says_what_was_trained(run) -> None:
-    done = json.loads((run.folder / "done.json").read_text())
+def test_the_run_folder_records_the_trained_weights(run) -> None:
+    report = json.loads((run.folder / "done.json").read_text())
     factors = load_file(run.folder / "lora" / "pytorch_lora_weights.safetensors")
     assert (
-        done["trained_tensors"]
+        report["trained_tensors"]
         == len(factors)
         == 2 * len(load_file(run.folder / "weights.safetensors"))
     )
-    assert done["trained_parameters"] == sum(value.numel() for value in factors.values())
+    assert report["trained_parameters"] == sum(value.numel() for value in factors.values())
     assert yaml.safe_load((run.folder / "recipe.yaml").read_text())["trainable"]["lora"] == {
         "rank": 2,
         "alpha": 4.0,
@@ -95,36 +93,39 @@ def test_the_run_folder_says_what_was_trained(run) -> None:
     }
 
 
-def test_only_the_adapted_weights_changed_and_by_the_rank_asked_for(run, shared_tiny) -> None:
-    changed, before = (
+def test_only_the_adapted_weights_changed_and_by_the_rank_of_the_lora(run, shared_tiny) -> None:
+    tensors, before = (
         load_file(run.folder / "weights.safetensors"),
         shared_tiny.denoiser.state_dict(),
     )
     after = run.load().denoiser.state_dict()
     assert list(after) == list(before), "no trace of an adapter"
-    assert {name for name in before if not torch.equal(before[name], after[name])} == set(changed)
-    assert all(".attn2." in name and name.endswith(".weight") for name in changed)
-    for name, value in changed.items():
+    assert {name for name in before if not torch.equal(before[name], after[name])} == set(tensors)
+    assert all(".attn2." in name and name.endswith(".weight") for name in tensors)
+    for name, value in tensors.items():
         assert torch.linalg.matrix_rank(value - before[name], rtol=1e-4) <= 2
 
 
 METHODS = [
     name for name in registry.names("method") if not hasattr(registry.load("method", name), "edit")
 ]
-SIDES = {"forum": {"attack": {"n": 4}}, "adversarial": {"attack": {"n": 4}}}
+ATTACKS = {"forum": {"attack": {"n": 4}}, "adversarial": {"attack": {"n": 4}}}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_rule_trains_a_lora(method: str, tmp_path: Path, tiny) -> None:
-    """A rule sees vectors only; after one step `up` has left 0, and no other weight has moved."""
+    """After one step `up` is no longer 0, and no other weight has changed."""
     before = {k: v.clone() for part in tiny.parts.values() for k, v in part.state_dict().items()}
-    recipe = {**asked(method={"name": method}, training__batch_size=2), **SIDES.get(method, {})}
-    done = concept_eraser.erase(recipe, model=tiny, output=tmp_path / "run")
+    recipe = {
+        **one_step_recipe(method={"name": method}, training__batch_size=2),
+        **ATTACKS.get(method, {}),
+    }
+    result = concept_eraser.erase(recipe, model=tiny, output=tmp_path / "run")
     after = {k: v for part in tiny.parts.values() for k, v in part.state_dict().items()}
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == set(load_file(done.folder / "weights.safetensors"))
-    assert changed
-    assert all(".attn2." in name for name in changed)
+    names = {name for name in before if not torch.equal(before[name], after[name])}
+    assert names == set(load_file(result.folder / "weights.safetensors"))
+    assert names
+    assert all(".attn2." in name for name in names)
 
 
 @pytest.mark.parametrize(
@@ -138,21 +139,21 @@ def test_every_rule_trains_a_lora(method: str, tmp_path: Path, tiny) -> None:
     ],
     ids=["saliency", "free", "bf16", "conv", "text_encoder"],
 )
-def test_other_points_of_the_menu(change: dict, tmp_path: Path, shared_tiny) -> None:
-    recipe = {**asked(), "trainable": dict(LORA)}
+def test_other_settings(change: dict, tmp_path: Path, shared_tiny) -> None:
+    recipe = {**one_step_recipe(), "trainable": dict(LORA)}
     for path, value in change.items():
         *parents, last = path.split("__")
         (recipe[parents[0]] if parents else recipe)[last] = value
-    done = concept_eraser.erase(recipe, output=tmp_path / "run")
-    merged = done.load().sample(["a red star"], **ASKED)[0]
+    result = concept_eraser.erase(recipe, output=tmp_path / "run")
+    image = result.load().sample(["a red star"], **SAMPLING)[0]
     pipe = plain()
-    pipe.load_lora_weights(str(done.folder / "lora"))
-    assert apart(rendered_image(pipe), merged) <= 1
-    assert apart(shared_tiny.sample(["a red star"], **ASKED)[0], merged) > 1
+    pipe.load_lora_weights(str(result.folder / "lora"))
+    assert apart(rendered_image(pipe), image) <= 1
+    assert apart(shared_tiny.sample(["a red star"], **SAMPLING)[0], image) > 1
 
 
 def test_the_teacher_is_the_model_without_the_lora(tiny, shared_tiny) -> None:
-    """Also when the factors have moved: they stand at their start for it, where `up` is 0."""
+    """Also after the adapter has changed: the teacher uses its start, where `up` is 0."""
     from concept_eraser.erasers.denoiser import Denoiser
 
     adapter = Adapter(
@@ -164,19 +165,19 @@ def test_the_teacher_is_the_model_without_the_lora(tiny, shared_tiny) -> None:
     )
     eraser = Denoiser(tiny, {}, adapter.tensors, adapter=adapter)
     x, t, c = torch.randn(1, 4, 16, 16), torch.tensor([3]), shared_tiny.encode(["a star"])
-    untouched = shared_tiny.denoise(x, t, c)
-    assert torch.equal(tiny.denoise(x, t, c), untouched)
+    original = shared_tiny.denoise(x, t, c)
+    assert torch.equal(tiny.denoise(x, t, c), original)
     with torch.no_grad():
         for value in eraser.trainable().values():
             value.normal_()
-    assert not torch.equal(tiny.denoise(x, t, c), untouched)
-    assert torch.equal(tiny.denoise(x, t, c, eraser.originals), untouched)
+    assert not torch.equal(tiny.denoise(x, t, c), original)
+    assert torch.equal(tiny.denoise(x, t, c, eraser.originals), original)
     for name, layer in adapter.layers.items():  # peft's own product of the factors
         torch.testing.assert_close(
             adapter.factors("denoiser").change(name), layer.get_delta_weight("eraser")
         )
     eraser.restore()
-    assert torch.equal(tiny.denoise(x, t, c), untouched)
+    assert torch.equal(tiny.denoise(x, t, c), original)
     assert list(tiny.denoiser.state_dict()) == list(shared_tiny.denoiser.state_dict())
 
 
@@ -186,16 +187,18 @@ def test_an_error_leaves_a_model_in_memory_as_it_was(tiny, shared_tiny, tmp_path
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        concept_eraser.erase(asked(), model=tiny, output=tmp_path / "run", look=stop)
-    ours, theirs = tiny.denoiser.state_dict(), shared_tiny.denoiser.state_dict()
-    assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        concept_eraser.erase(one_step_recipe(), model=tiny, output=tmp_path / "run", look=stop)
+    own_state, original_state = tiny.denoiser.state_dict(), shared_tiny.denoiser.state_dict()
+    assert list(own_state) == list(original_state)
+    assert all(torch.equal(own_state[name], original_state[name]) for name in original_state)
 
 
 def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
     path, folder = tmp_path / "recipe.yaml", tmp_path / "killed"
     path.write_text(
-        yaml.safe_dump(asked(training__steps=8, training__save_every=2, training__lr=1e-3))
+        yaml.safe_dump(
+            one_step_recipe(training__steps=8, training__save_every=2, training__lr=1e-3)
+        )
     )
     whole = concept_eraser.erase(str(path), output=tmp_path / "whole").folder
     log = folder / "log.jsonl"
@@ -206,33 +209,33 @@ def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
     assert process.wait() == -signal.SIGKILL
     assert run_command(*arguments, folder=tmp_path).returncode == 0
     for name in ("weights.safetensors", "lora/pytorch_lora_weights.safetensors"):
-        expected, found = load_file(whole / name), load_file(folder / name)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[k], found[k]) for k in expected)
+        expected, tensors = load_file(whole / name), load_file(folder / name)
+        assert expected.keys() == tensors.keys()
+        assert all(torch.equal(expected[k], tensors[k]) for k in expected)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "message"),
     [
         (
-            asked(trainable={"select": "re:norm", "lora": 4}),
+            one_step_recipe(trainable={"select": "re:norm", "lora": 4}),
             "found weights of GroupNorm, LayerNorm",
         ),
-        (asked(trainable={"select": "re:conv", "lora": 4}), "trainable.lora.conv: true"),
+        (one_step_recipe(trainable={"select": "re:conv", "lora": 4}), "trainable.lora.conv: true"),
         (
-            asked(trainable={"select": "all", "lora": 4, "reinitialise": 0.1}),
-            "reinitialise draws weights anew",
+            one_step_recipe(trainable={"select": "all", "lora": 4, "reinitialise": 0.1}),
+            "reinitialise changes weights",
         ),
         (
-            asked(trainable={"select": "all", "lora": 0}),
+            one_step_recipe(trainable={"select": "all", "lora": 0}),
             "trainable.lora.rank: input should be greater than or equal to 1",
         ),
-        (asked(trainable={"select": "all", "lora": {"ranks": 1}}), "did you mean 'rank'"),
-        (asked(trainable={"select": "all", "lora": "big"}), "trainable.lora.rank"),
+        (one_step_recipe(trainable={"select": "all", "lora": {"ranks": 1}}), "did you mean 'rank'"),
+        (one_step_recipe(trainable={"select": "all", "lora": "big"}), "trainable.lora.rank"),
     ],
 )
-def test_what_cannot_be(recipe: dict, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_be(recipe: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
         concept_eraser.erase(recipe, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -267,7 +270,7 @@ def test_the_flag_and_the_dry_run() -> None:
         "--select",
         "cross_attention",
     ]
-    shown = CliRunner().invoke(app, ["erase", *flags, "--dry-run"])
-    assert shown.exit_code == 0, shown.output
-    assert "rank: 8\n    alpha: 8.0" in shown.output
-    assert "trains a LoRA of" in shown.output
+    result = CliRunner().invoke(app, ["erase", *flags, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "rank: 8\n    alpha: 8.0" in result.output
+    assert "trains a LoRA of" in result.output

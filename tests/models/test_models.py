@@ -1,4 +1,4 @@
-"""The family's face against diffusers' own pipeline and schedulers, and what is refused when
+"""The methods of a model against diffusers' own pipeline and schedulers, and the errors of
 loading.
 """
 
@@ -19,7 +19,7 @@ FOLDER = resources.tiny_weights() / "tiny-sd"
 
 
 @pytest.fixture
-def copied(tmp_path: Path) -> Path:
+def model_folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FOLDER, tmp_path / "model"))
 
 
@@ -32,9 +32,9 @@ def test_same_seed_same_image_as_diffusers(shared_tiny) -> None:
         guidance_scale=5.0,
         output_type="np",
     ).images[0]
-    found = shared_tiny.sample(["a red star"], seeds=[5], steps=3, guidance=5.0)[0]
-    assert found.dtype == torch.uint8
-    assert (found.numpy() == (expected * 255).round().astype("uint8")).all()
+    image = shared_tiny.sample(["a red star"], seeds=[5], steps=3, guidance=5.0)[0]
+    assert image.dtype == torch.uint8
+    assert (image.numpy() == (expected * 255).round().astype("uint8")).all()
 
 
 def test_a_batch_is_a_loop(shared_tiny) -> None:
@@ -77,14 +77,14 @@ def test_denoise_with_replaced_weights(tiny) -> None:
     x, t = torch.randn(1, 4, 16, 16), torch.tensor([500])
     name = "conv_out.bias"
     plain = tiny.denoise(x, t, condition)
-    shifted = tiny.denoise(
+    changed_prediction = tiny.denoise(
         x, t, condition, {name: dict(tiny.denoiser.named_parameters())[name] + 1}
     )
-    torch.testing.assert_close(shifted, plain + 1)
+    torch.testing.assert_close(changed_prediction, plain + 1)
     torch.testing.assert_close(tiny.denoise(x, t, condition), plain)
 
 
-def test_partial_sampling_stands_where_it_says(shared_tiny) -> None:
+def test_partial_sampling_stops_at_its_timestep(shared_tiny) -> None:
     null, condition = shared_tiny.encode([""]), shared_tiny.encode(["a red star"])
     noise = torch.randn(1, 4, 16, 16)
     x, t = shared_tiny.partial(noise, condition, null, stop=0, steps=10, guidance=3.0)
@@ -100,7 +100,7 @@ def test_a_long_prompt_is_cut_with_a_warning(shared_tiny, caplog) -> None:
 
 
 def test_vae_round_trip(shared_tiny) -> None:
-    """Latents have the scale the schedule expects, and decode to what was encoded."""
+    """Latents have the scale of the schedule, and decode to the encoded images."""
     import numpy as np
 
     from concept_eraser.tiny import painter
@@ -136,7 +136,7 @@ def test_unknown_models(name: str, message: str) -> None:
         load(name)
 
 
-def test_a_hub_id_without_network_says_what_to_do(
+def test_a_hub_id_without_network_is_an_error_with_a_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"cannot load nobody/nothing-here: .*give a local folder"):
@@ -144,8 +144,8 @@ def test_a_hub_id_without_network_says_what_to_do(
 
 
 def test_a_hub_cache_on_disk_is_used(tmp_path: Path) -> None:
-    """A cache laid out as huggingface_hub does, read by id in a process of its own without
-    network.
+    """A cache in the layout of huggingface_hub, read by id in a separate process
+    without network.
     """
     import os
     import subprocess
@@ -160,74 +160,75 @@ def test_a_hub_cache_on_disk_is_used(tmp_path: Path) -> None:
         "from concept_eraser.models.loading import load; m = load('someone/tiny'); "
         "print(m.source, m.latent_shape())"
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
     )
-    assert found.stdout.strip() == "someone/tiny (4, 16, 16)", found.stderr[-2000:]
+    assert process.stdout.strip() == "someone/tiny (4, 16, 16)", process.stderr[-2000:]
 
 
-def test_truncated_weights(copied: Path) -> None:
-    path = next((copied / "unet").glob("*.safetensors"))
+def test_truncated_weights(model_folder: Path) -> None:
+    path = next((model_folder / "unet").glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(UserError, match="damaged or truncated"):
-        load(str(copied))
+        load(str(model_folder))
 
 
-def test_pickles_are_refused_before_they_are_opened(copied: Path, tmp_path: Path) -> None:
+def test_pickles_are_refused_before_they_are_opened(model_folder: Path, tmp_path: Path) -> None:
     """A pickle that would create a file when loaded must not be opened without --allow-pickle."""
-    path = next((copied / "unet").glob("*.safetensors"))
+    path = next((model_folder / "unet").glob("*.safetensors"))
     path.unlink()
     trap = tmp_path / "executed"
-    (copied / "unet" / "diffusion_pytorch_model.bin").write_bytes(
+    (model_folder / "unet" / "diffusion_pytorch_model.bin").write_bytes(
         f"cos\nsystem\n(S'touch {trap}'\ntR.".encode()
     )
     with pytest.raises(UserError, match="--allow-pickle"):
-        load(str(copied))
+        load(str(model_folder))
     assert not trap.exists()
 
 
-def test_pickled_weights_load_when_allowed(copied: Path) -> None:
+def test_pickled_weights_load_when_allowed(model_folder: Path) -> None:
     from safetensors.torch import load_file
 
-    path = next((copied / "unet").glob("*.safetensors"))
-    torch.save(load_file(path), copied / "unet" / "diffusion_pytorch_model.bin")
+    path = next((model_folder / "unet").glob("*.safetensors"))
+    torch.save(load_file(path), model_folder / "unet" / "diffusion_pytorch_model.bin")
     path.unlink()
-    assert load(str(copied), allow_pickle=True).latent_shape() == (4, 16, 16)
+    assert load(str(model_folder), allow_pickle=True).latent_shape() == (4, 16, 16)
 
 
-def test_incomplete_and_foreign_folders(copied: Path, tmp_path: Path) -> None:
-    index = copied / "model_index.json"
+def test_incomplete_and_foreign_folders(model_folder: Path, tmp_path: Path) -> None:
+    index = model_folder / "model_index.json"
     content = json.loads(index.read_text())
     index.write_text(json.dumps({**content, "_class_name": "PixArtSigmaPipeline"}))
     with pytest.raises(UserError, match="is a PixArtSigmaPipeline, which is not supported"):
-        load(str(copied))
+        load(str(model_folder))
     index.write_text("{")
     with pytest.raises(UserError, match="damaged"):
-        load(str(copied))
+        load(str(model_folder))
     index.write_text(json.dumps(content))
-    shutil.rmtree(copied / "vae")
+    shutil.rmtree(model_folder / "vae")
     with pytest.raises(UserError, match="has no vae/"):
-        load(str(copied))
+        load(str(model_folder))
     with pytest.raises(UserError, match="no diffusers pipeline"):
         load(str(tmp_path))
 
 
 @pytest.mark.parametrize("part", ["unet", "text_encoder", "vae"])
-def test_a_checkpoint_that_lost_a_weight_is_refused(part: str, tmp_path: Path) -> None:
-    """The libraries would draw the weight at random, and say so in a log only."""
+def test_a_checkpoint_without_a_weight_is_refused(part: str, tmp_path: Path) -> None:
+    """The libraries would initialise the weight at random, with no more than a log message."""
     from safetensors.torch import load_file, save_file
 
     folder = Path(shutil.copytree(resources.tiny_weights() / "tiny-sd", tmp_path / "lossy"))
     file = next((folder / part).glob("*.safetensors"))
     tensors = load_file(file)
-    lost = [name for name in tensors if name.endswith("weight")][3]
-    del tensors[lost]
+    weight_name = [name for name in tensors if name.endswith("weight")][3]
+    del tensors[weight_name]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(
-        UserError, match=f"{part} lacks weights: (text_model.)?{lost}.*copy the checkpoint again"
+        UserError,
+        match=f"{part} lacks weights: (text_model.)?{weight_name}.*copy the checkpoint again",
     ):
         load(str(folder))
 

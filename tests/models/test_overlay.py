@@ -1,5 +1,5 @@
-"""Other erasers' files on the pipeline they were made for: the same images as through plain
-diffusers, or a sentence.
+"""Files of other tools on the pipeline that they belong to: the same images as with plain
+diffusers, or an error.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 
 FOLDER = resources.tiny_weights() / "tiny-sd"
-ASKED = {"seeds": [5], "steps": 3, "guidance": 5.0}
+SAMPLING = {"seeds": [5], "steps": 3, "guidance": 5.0}
 
 
 def pipeline() -> Any:
     from diffusers import StableDiffusionPipeline
 
-    found = StableDiffusionPipeline.from_pretrained(
+    pipe = StableDiffusionPipeline.from_pretrained(
         FOLDER, safety_checker=None, feature_extractor=None
     ).to(torch.float32)
-    found.set_progress_bar_config(disable=True)
-    return found
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def rendered_image(pipe: Any) -> torch.Tensor:
@@ -44,21 +44,21 @@ def rendered_image(pipe: Any) -> torch.Tensor:
     return torch.from_numpy((image * 255).round().astype("uint8"))
 
 
-def moved(part: torch.nn.Module, having: str, by: float = 0.05) -> dict[str, torch.Tensor]:
-    """A part's tensors whose names hold a word, moved at random in place, as another eraser
-    would.
+def move_weights(part: torch.nn.Module, having: str, by: float = 0.05) -> dict[str, torch.Tensor]:
+    """Change the tensors of a part whose names contain a word, in place, and return
+    copies of them.
     """
     torch.manual_seed(0)
-    changed = {name: p for name, p in part.named_parameters() if having in name}
+    tensors = {name: p for name, p in part.named_parameters() if having in name}
     with torch.no_grad():
-        for p in changed.values():
+        for p in tensors.values():
             p += by * torch.randn_like(p)
-    return {name: p.detach().clone() for name, p in changed.items()}
+    return {name: p.detach().clone() for name, p in tensors.items()}
 
 
 @pytest.fixture
 def lora(tmp_path: Path) -> tuple[Path, torch.Tensor]:
-    """A LoRA as diffusers saves it, and the image that plain diffusers makes with it."""
+    """A LoRA as diffusers saves it, and the image that plain diffusers generates with it."""
     from diffusers import StableDiffusionPipeline
 
     pipe = pipeline()
@@ -81,29 +81,31 @@ def lora(tmp_path: Path) -> tuple[Path, torch.Tensor]:
 def test_a_lora_gives_the_images_it_gives_in_diffusers(lora, shared_tiny) -> None:
     folder, expected = lora
     for source in (folder, folder / "pytorch_lora_weights.safetensors"):
-        found = load(source, base="tiny-sd")
-        assert (found.sample(["a red star"], **ASKED)[0].int() - expected.int()).abs().max() <= 1
-        assert not [name for name, _ in found.denoiser.named_parameters() if "lora" in name]
-        assert "lora" in found.source
-        assert "tiny-sd" in found.source
+        model = load(source, base="tiny-sd")
+        assert (model.sample(["a red star"], **SAMPLING)[0].int() - expected.int()).abs().max() <= 1
+        assert not [name for name, _ in model.denoiser.named_parameters() if "lora" in name]
+        assert "lora" in model.source
+        assert "tiny-sd" in model.source
     # it does something
-    assert (expected.int() - shared_tiny.sample(["a red star"], **ASKED)[0].int()).abs().max() > 10
+    assert (
+        expected.int() - shared_tiny.sample(["a red star"], **SAMPLING)[0].int()
+    ).abs().max() > 10
 
 
 def test_a_lora_in_kohya_naming(lora, tmp_path: Path) -> None:
-    """lora_unet_..., with lora_down, lora_up and alpha, as A1111 and ComfyUI take it."""
+    """lora_unet_..., with lora_down, lora_up and alpha, as A1111 and ComfyUI read it."""
     from safetensors.torch import load_file
 
     folder, expected = lora
-    renamed = {}
+    kohya_tensors = {}
     for name, value in load_file(folder / "pytorch_lora_weights.safetensors").items():
         module, kind = name.removeprefix("unet.").split(".lora_")
         stem = "lora_unet_" + module.replace(".", "_")
-        renamed[f"{stem}.lora_{'down' if kind.startswith('A') else 'up'}.weight"] = value
-        renamed[f"{stem}.alpha"] = torch.tensor(4.0)
-    save_file(renamed, tmp_path / "kohya.safetensors")
-    found = load(tmp_path / "kohya.safetensors", base="tiny-sd")
-    assert (found.sample(["a red star"], **ASKED)[0].int() - expected.int()).abs().max() <= 1
+        kohya_tensors[f"{stem}.lora_{'down' if kind.startswith('A') else 'up'}.weight"] = value
+        kohya_tensors[f"{stem}.alpha"] = torch.tensor(4.0)
+    save_file(kohya_tensors, tmp_path / "kohya.safetensors")
+    model = load(tmp_path / "kohya.safetensors", base="tiny-sd")
+    assert (model.sample(["a red star"], **SAMPLING)[0].int() - expected.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -111,43 +113,43 @@ def test_a_lora_in_kohya_naming(lora, tmp_path: Path) -> None:
 )
 def test_a_denoisers_tensors_whole_or_in_part(prefix: str, having: str, tmp_path: Path) -> None:
     pipe = pipeline()
-    changed = moved(pipe.unet, having)
+    tensors = move_weights(pipe.unet, having)
     save_file(
-        {prefix + name: value for name, value in changed.items()}, tmp_path / "esd.safetensors"
+        {prefix + name: value for name, value in tensors.items()}, tmp_path / "esd.safetensors"
     )
-    found = load(tmp_path / "esd.safetensors", base="tiny-sd")
-    assert torch.equal(found.sample(["a red star"], **ASKED)[0], rendered_image(pipe))
+    model = load(tmp_path / "esd.safetensors", base="tiny-sd")
+    assert torch.equal(model.sample(["a red star"], **SAMPLING)[0], rendered_image(pipe))
 
 
 @pytest.mark.parametrize("prefix", ["", "text_encoder.", "text_encoder.text_model.", "text_model."])
 def test_a_text_encoders_tensors(prefix: str, tmp_path: Path) -> None:
     pipe = pipeline()
-    changed = moved(pipe.text_encoder, "mlp")
-    changed["embeddings.position_ids"] = torch.arange(77)  # older transformers saved this buffer
+    tensors = move_weights(pipe.text_encoder, "mlp")
+    tensors["embeddings.position_ids"] = torch.arange(77)  # older transformers saved this buffer
     save_file(
-        {prefix + name.removeprefix("text_model."): v for name, v in changed.items()},
+        {prefix + name.removeprefix("text_model."): v for name, v in tensors.items()},
         tmp_path / "t.safetensors",
     )
-    found = load(tmp_path / "t.safetensors", base="tiny-sd")
-    assert torch.equal(found.sample(["a red star"], **ASKED)[0], rendered_image(pipe))
+    model = load(tmp_path / "t.safetensors", base="tiny-sd")
+    assert torch.equal(model.sample(["a red star"], **SAMPLING)[0], rendered_image(pipe))
 
 
 @pytest.mark.parametrize("part", ["unet", "text_encoder"])
 def test_a_folder_of_one_part(part: str, tmp_path: Path) -> None:
     pipe = pipeline()
-    moved(getattr(pipe, part), "weight")
+    move_weights(getattr(pipe, part), "weight")
     getattr(pipe, part).save_pretrained(tmp_path / "theirs")
-    found = load(tmp_path / "theirs", base="tiny-sd")
-    assert torch.equal(found.sample(["a red star"], **ASKED)[0], rendered_image(pipe))
+    model = load(tmp_path / "theirs", base="tiny-sd")
+    assert torch.equal(model.sample(["a red star"], **SAMPLING)[0], rendered_image(pipe))
 
 
-def test_a_pickle_only_when_asked_and_only_of_tensors(tmp_path: Path) -> None:
+def test_a_pickle_only_when_allowed_and_only_of_tensors(tmp_path: Path) -> None:
     pipe = pipeline()
-    torch.save({"state_dict": moved(pipe.unet, "attn2")}, tmp_path / "unet.pt")
+    torch.save({"state_dict": move_weights(pipe.unet, "attn2")}, tmp_path / "unet.pt")
     with pytest.raises(UserError, match="is a pickle, which can execute code"):
         load(tmp_path / "unet.pt", base="tiny-sd")
-    found = load(tmp_path / "unet.pt", base="tiny-sd", allow_pickle=True)
-    assert torch.equal(found.sample(["a red star"], **ASKED)[0], rendered_image(pipe))
+    model = load(tmp_path / "unet.pt", base="tiny-sd", allow_pickle=True)
+    assert torch.equal(model.sample(["a red star"], **SAMPLING)[0], rendered_image(pipe))
     torch.save({"weights": Path}, tmp_path / "code.pt")
     with pytest.raises(UserError, match="cannot be read as plain tensors"):
         load(tmp_path / "code.pt", base="tiny-sd", allow_pickle=True)
@@ -157,27 +159,27 @@ def test_a_pickle_only_when_asked_and_only_of_tensors(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit(tmp_path: Path, shared_tiny) -> None:
-    def refused(tensors: dict[str, torch.Tensor]) -> str:
+    def get_error(tensors: dict[str, torch.Tensor]) -> str:
         save_file(tensors, tmp_path / "x.safetensors")
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as error:
             load(tmp_path / "x.safetensors", base="tiny-sd")
-        return str(caught.value)
+        return str(error.value)
 
     name = "down_blocks.0.resnets.0.conv1.weight"
-    assert "nothing there is called 'a.b'" in refused({"a.b": torch.zeros(1)})
-    assert f"{name} is [1, 2]" in refused({name: torch.zeros(1, 2)})
+    assert "nothing there is called 'a.b'" in get_error({"a.b": torch.zeros(1)})
+    assert f"{name} is [1, 2]" in get_error({name: torch.zeros(1, 2)})
     both = {
         name: shared_tiny.denoiser.state_dict()[name],
         **dict(list(shared_tiny.parts["text_encoder"].state_dict().items())[:1]),
     }
-    assert "several parts" in refused({k: v.clone() for k, v in both.items()})
-    assert "does not fit" in refused(
+    assert "several parts" in get_error({k: v.clone() for k, v in both.items()})
+    assert "does not fit" in get_error(
         {
             "unet.nowhere.to_k.lora_A.weight": torch.zeros(2, 8),
             "unet.nowhere.to_k.lora_B.weight": torch.zeros(8, 2),
         }
     )
-    assert "it has nothing for model.diffusion_model." in refused(
+    assert "it has nothing for model.diffusion_model." in get_error(
         {"model.diffusion_model.out.weight": torch.zeros(1)}
     )
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "x.safetensors").read_bytes()[:20])
@@ -194,16 +196,16 @@ def test_a_part_needs_its_base_which_stays_as_it_was(lora, shared_tiny) -> None:
     folder, _ = lora
     with pytest.raises(UserError, match="give the model it was made for with --before"):
         load(folder)
-    before = shared_tiny.sample(["a red star"], **ASKED)
+    before = shared_tiny.sample(["a red star"], **SAMPLING)
     load(folder, base=shared_tiny)
     load(folder, base=shared_tiny.pipeline)
-    assert torch.equal(shared_tiny.sample(["a red star"], **ASKED), before)
+    assert torch.equal(shared_tiny.sample(["a red star"], **SAMPLING), before)
 
 
-def test_somebody_elses_lora_is_evaluated_and_attacked(
+def test_a_lora_of_another_tool_is_evaluated_and_attacked(
     lora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the commands, which write nothing into the folder they were given."""
+    """By the commands, which write nothing into the folder of the LoRA."""
     from typer.testing import CliRunner
 
     from concept_eraser.cli.main import app
@@ -211,26 +213,26 @@ def test_somebody_elses_lora_is_evaluated_and_attacked(
     monkeypatch.chdir(tmp_path)
     folder, _ = lora
     command = [str(folder), "--before", "tiny-sd", "--suite", "tiny_star", "-q"]
-    done = CliRunner().invoke(app, ["evaluate", *command, "-n", "4"])
-    assert done.exit_code == 0, done.output
-    told = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
-    assert told["models"]["after"].startswith(str(folder))
-    assert told["models"]["after"] != told["models"]["before"]
+    result = CliRunner().invoke(app, ["evaluate", *command, "-n", "4"])
+    assert result.exit_code == 0, result.output
+    evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert evaluation["models"]["after"].startswith(str(folder))
+    assert evaluation["models"]["after"] != evaluation["models"]["before"]
     # no model lies there
-    done = CliRunner().invoke(app, ["report", "evaluation", "-q", "-o", "page.html"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["report", "evaluation", "-q", "-o", "page.html"])
+    assert result.exit_code == 0, result.output
     assert "lora" in (tmp_path / "page.html").read_text()
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["attack", *command, "-n", "2", "-a", "seed_search", "--set", "tries=1"]
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     assert sorted(p.name for p in folder.iterdir()) == ["pytorch_lora_weights.safetensors"]
     assert concept_eraser.load(folder, base="tiny-sd").family == "sd"
 
 
 def test_a_lora_of_one_part_is_read_in_silence(lora, caplog: pytest.LogCaptureFixture) -> None:
-    """diffusers' warning that there are no keys for the text encoder is not shown; others are, and
-    it comes back after.
+    """diffusers' warning that there are no keys for the text encoder is hidden while we load, and
+    only then.
     """
     import logging
 

@@ -1,4 +1,4 @@
-"""bfloat16 on a CPU that emulates it: images are computed in fp32, and the cache says so."""
+"""bfloat16 on a CPU that emulates it: images are computed in fp32, and the cache records it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Safeguards at inference against diffusers' own negative prompt and a loop of safe latent
-diffusion written out.
+"""Safeguards at inference against diffusers' own negative prompt and a reference loop of safe
+latent diffusion.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from concept_eraser.utils.errors import UserError
 from tests import families
 
 PROMPTS = ["a red star", "a blue star"]
-ASKED: dict[str, Any] = {"seeds": [1, 2], "steps": 6, "guidance": 5.0}
+SAMPLING: dict[str, Any] = {"seeds": [1, 2], "steps": 6, "guidance": 5.0}
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal but for rounding. A value beside the threshold of safe latent diffusion falls on one
-    side or the other by the last bit of a sum, which differs from CPU to CPU: then single values of
-    24,576 differ by more than one step of 255."""
+    """Equal but for rounding. The last bit of a sum, which depends on the CPU, can decide whether a
+    value exceeds the threshold of safe latent diffusion. Then single values of 24,576 differ by
+    more than one step of 255."""
     return float(((one.int() - other.int()).abs() > 1).float().mean()) < 1e-3
 
 
 def test_the_negative_prompt_is_diffusers_own(tiny: Any) -> None:
-    generators = [torch.Generator().manual_seed(seed) for seed in ASKED["seeds"]]
+    generators = [torch.Generator().manual_seed(seed) for seed in SAMPLING["seeds"]]
     images = tiny.pipeline(
         prompt=PROMPTS,
         negative_prompt=["a star"] * 2,
@@ -37,54 +37,56 @@ def test_the_negative_prompt_is_diffusers_own(tiny: Any) -> None:
         guidance_scale=5.0,
         output_type="pt",
     ).images
-    plain = tiny.sample(PROMPTS, **ASKED)
+    plain = tiny.sample(PROMPTS, **SAMPLING)
     tiny.protect(Guard.read("negative:a star"))
-    found = tiny.sample(PROMPTS, **ASKED)
-    assert close(found, images.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1))
-    assert not close(found, plain)
+    guarded_images = tiny.sample(PROMPTS, **SAMPLING)
+    assert close(guarded_images, images.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1))
+    assert not close(guarded_images, plain)
 
 
 @torch.no_grad()
 def by_hand(model: Any, kind: str, text: str) -> torch.Tensor:
-    """arXiv 2211.05105 as its code has it, with the warm-up as a share of the steps."""
+    """arXiv 2211.05105 as in its code, with the warm-up as a share of the steps."""
     sld, unet, scheduler = SLD[kind], model.denoiser, model.pipeline.scheduler
     x = torch.cat(
         [
             torch.randn((1, *model.latent_shape()), generator=torch.Generator().manual_seed(s))
-            for s in ASKED["seeds"]
+            for s in SAMPLING["seeds"]
         ]
     )
-    scheduler.set_timesteps(ASKED["steps"])
+    scheduler.set_timesteps(SAMPLING["steps"])
     x = x * scheduler.init_noise_sigma
-    null, given, safe = (
+    null, prompt_states, safe = (
         model.encode(texts).tensors["states"] for texts in ([""] * 2, PROMPTS, [text] * 2)
     )
     momentum = torch.zeros_like(x)
     for i, t in enumerate(scheduler.timesteps):
-        e_null, e_text, e_safe = (unet(x, t, states).sample for states in (null, given, safe))
+        e_null, e_text, e_safe = (
+            unet(x, t, states).sample for states in (null, prompt_states, safe)
+        )
         scale = torch.clamp((e_text - e_safe).abs() * sld.scale, max=1.0)
         scale = torch.where((e_text - e_safe) >= sld.threshold, torch.zeros_like(scale), scale)
         safety = (e_safe - e_null) * scale + sld.momentum * momentum
         momentum = sld.keep * momentum + (1 - sld.keep) * safety
         direction = e_text - e_null
-        if i / ASKED["steps"] >= sld.warmup / 50:
+        if i / SAMPLING["steps"] >= sld.warmup / 50:
             direction = direction - safety
-        x = scheduler.step(e_null + ASKED["guidance"] * direction, t, x).prev_sample
+        x = scheduler.step(e_null + SAMPLING["guidance"] * direction, t, x).prev_sample
     pixels = model.decode(x).clamp(-1, 1).add(1).mul(127.5)
     return pixels.round().to(torch.uint8).permute(0, 2, 3, 1)
 
 
 @pytest.mark.parametrize("kind", SLD)
 def test_safe_latent_diffusion_is_the_papers_loop(tiny: Any, kind: str) -> None:
-    plain = tiny.sample(PROMPTS, **ASKED)
+    plain = tiny.sample(PROMPTS, **SAMPLING)
     expected = by_hand(tiny, kind, "a star")
     tiny.protect(Guard(kind, "a star"))
-    found = tiny.sample(PROMPTS, **ASKED)
-    assert close(found, expected)
-    assert not close(found, plain)
+    guarded_images = tiny.sample(PROMPTS, **SAMPLING)
+    assert close(guarded_images, expected)
+    assert not close(guarded_images, plain)
     for other in SLD.keys() - {kind}:
         assert not close(by_hand(tiny, other, "a star"), expected), "another setting is told apart"
-    assert torch.equal(tiny.sample(PROMPTS, **ASKED), found), (
+    assert torch.equal(tiny.sample(PROMPTS, **SAMPLING), guarded_images), (
         "nothing is kept from one sampling to the next"
     )
 
@@ -93,7 +95,7 @@ def test_a_safeguard_changes_images_only(tiny: Any) -> None:
     before = {name: value.clone() for name, value in tiny.denoiser.state_dict().items()}
     key = tiny.drawing()
     tiny.protect(Guard.read("sld-max:a star"))
-    tiny.sample(PROMPTS, **ASKED)
+    tiny.sample(PROMPTS, **SAMPLING)
     assert all(
         torch.equal(value, before[name]) for name, value in tiny.denoiser.state_dict().items()
     )
@@ -101,21 +103,21 @@ def test_a_safeguard_changes_images_only(tiny: Any) -> None:
     assert tiny.drawing() != key, "the cache must not take one for the other"
     assert "sld-max:a star" in tiny.source
     with pytest.raises(UserError, match="guidance above 1"):
-        tiny.sample(PROMPTS, **{**ASKED, "guidance": 1.0})
+        tiny.sample(PROMPTS, **{**SAMPLING, "guidance": 1.0})
     assert not tiny.denoiser._forward_hooks, "also after an error"
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("text", "message"),
     [
         ("negative", "write kind:text"),
         ("sld-medum:a", "did you mean 'sld-medium'"),
         ("negative: ", "write kind:text"),
     ],
 )
-def test_what_cannot_be_read_is_said(written: str, message: str) -> None:
+def test_a_guard_that_cannot_be_read_is_an_error(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        api.load("tiny-sd", guard=written)
+        api.load("tiny-sd", guard=text)
 
 
 def test_families_with_several_encoders_refuse(tmp_path: Path) -> None:
@@ -137,8 +139,8 @@ def test_a_safeguard_is_measured_beside_the_model_without_it(tmp_path: Path) -> 
         },
         "metrics": ["concept_rate"],
     }
-    found = api.evaluate("tiny-sd", suite, guard="negative:a star", cache=tmp_path)
-    assert "under negative:a star" in found.models["after"]
-    assert "under" not in found.models["before"]
-    rendered_images = found.groups["direct"].images
+    evaluation = api.evaluate("tiny-sd", suite, guard="negative:a star", cache=tmp_path)
+    assert "under negative:a star" in evaluation.models["after"]
+    assert "under" not in evaluation.models["before"]
+    rendered_images = evaluation.groups["direct"].images
     assert not torch.equal(rendered_images["before"], rendered_images["after"])

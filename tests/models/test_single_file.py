@@ -1,6 +1,6 @@
-"""Checkpoints of one file, of every family that has an original layout: what we write, diffusers'
-own reader takes for the same tensors and the same image; what others write in parts is put on its
-base, or refused with the reason."""
+"""Checkpoints of one file, for every family that has an original layout. diffusers' own reader gets
+the same tensors and the same image from the files that we write. Files of single parts are put on
+their base, or an error gives the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from concept_eraser.models.single_file import transformers
 from concept_eraser.utils.errors import UserError
 from tests import families
 
-Opened = Callable[[str], Any]
+GetModel = Callable[[str], Any]
 
 
 def _sd2(folder: Path, tiny: Any) -> Path:
@@ -49,7 +49,7 @@ def _sd2(folder: Path, tiny: Any) -> Path:
 
 
 def _sd3(folder: Path) -> Path:
-    """SD 3 with CLIPs of two widths, by which readers tell them apart, and the identity for the
+    """SD 3 with CLIPs of two widths, which readers distinguish by them, and the identity as the
     first one's projection.
     """
     pipe = families.plain("sd3", families.build("sd3", folder))
@@ -77,64 +77,64 @@ def _sd3(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(
+def get_model(
     tmp_path_factory: pytest.TempPathFactory, shared_tiny: Any
 ) -> Callable[[str], tuple[Path, Any]]:
-    """The folder and the model of a name, made once."""
-    root, made = tmp_path_factory.mktemp("single"), {}
+    """The folder and the model of a name, built once."""
+    root, models = tmp_path_factory.mktemp("single"), {}
 
     def of(name: str) -> tuple[Path, Any]:
-        if name not in made:
+        if name not in models:
             folder = root / name
-            made_by = {"sd2": lambda: _sd2(folder, shared_tiny), "sd3": lambda: _sd3(folder)}
-            found = made_by.get(name, lambda: families.build(name, folder))()
-            made[name] = found, load(found)
-        return made[name]
+            builders = {"sd2": lambda: _sd2(folder, shared_tiny), "sd3": lambda: _sd3(folder)}
+            path = builders.get(name, lambda: families.build(name, folder))()
+            models[name] = path, load(path)
+        return models[name]
 
     return of
 
 
 def sample(model: Any) -> torch.Tensor:
     size = {"size": 16} if model.family == "flux" else {}
-    found = copy.copy(model)
-    found.configure(size)
-    return found.sample(["a red star"], seeds=[5], steps=2, guidance=3.0)[0]
+    other = copy.copy(model)
+    other.configure(size)
+    return other.sample(["a red star"], seeds=[5], steps=2, guidance=3.0)[0]
 
 
-def same(ours: Any, found: Any) -> None:
-    for part, module in ours.parts.items():
-        expected, got = module.state_dict(), found.parts[part].state_dict()
-        assert expected.keys() == got.keys()
-        assert all(torch.equal(expected[name], got[name]) for name in expected), part
+def same(expected_model: Any, model: Any) -> None:
+    for part, module in expected_model.parts.items():
+        expected, state = module.state_dict(), model.parts[part].state_dict()
+        assert expected.keys() == state.keys()
+        assert all(torch.equal(expected[name], state[name]) for name in expected), part
 
 
-WHOLE = {
+PIPELINES = {
     "sd2": "StableDiffusionPipeline",
     "sdxl": "StableDiffusionXLPipeline",
     "sd3": "StableDiffusion3Pipeline",
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_diffusers_reads_what_we_write(name: str, opened, tmp_path: Path) -> None:
-    """Every tensor and the image, through nothing of ours; then through `load`, beside a folder
-    and beside an object.
+@pytest.mark.parametrize("name", PIPELINES)
+def test_diffusers_reads_what_we_write(name: str, get_model, tmp_path: Path) -> None:
+    """Every tensor and the image by diffusers alone; then by `load`, with a folder and with an
+    object as the base.
     """
-    folder, model = opened(name)
+    folder, model = get_model(name)
     file = tmp_path / "whole.safetensors"
     single_file.write(model, file)
-    pipe = getattr(diffusers, WHOLE[name]).from_single_file(
+    pipe = getattr(diffusers, PIPELINES[name]).from_single_file(
         str(file), config=str(folder), local_files_only=True
     )
     expected = sample(model)
     assert torch.equal(sample(load(pipe)), expected)
     same(model, load(pipe))
     for base in (folder, model):
-        found = load(file, base=base)
-        same(model, found)
-        assert found.source == str(file)
+        model_of_file = load(file, base=base)
+        same(model, model_of_file)
+        assert model_of_file.source == str(file)
     names = set(load_file(file))
-    has = {
+    markers = {
         "sd2": {
             theirs.CHECKPOINT_KEY_NAMES["open_clip"],
             "cond_stage_model.model.transformer.resblocks.1.attn.in_proj_weight",
@@ -151,13 +151,15 @@ def test_diffusers_reads_what_we_write(name: str, opened, tmp_path: Path) -> Non
             "model.diffusion_model.joint_blocks.0.context_block.attn.proj.weight",
         },
     }
-    assert names >= has[name]
+    assert names >= markers[name]
 
 
 @pytest.mark.parametrize("name", ["sd2", "sdxl", "sd3", "flux", "flux-schnell"])
-def test_a_file_is_put_on_its_base(name: str, opened, tmp_path: Path) -> None:
-    """Our own reading, which needs no size: the base with other weights gets all of them back."""
-    folder, model = opened(name)
+def test_a_file_is_put_on_its_base(name: str, get_model, tmp_path: Path) -> None:
+    """Our own reader, for any size of model: a base with other weights gets all weights of the
+    file.
+    """
+    folder, model = get_model(name)
     file = tmp_path / "some.safetensors"
     single_file.write(model, file)
     other = copy.deepcopy(model)
@@ -169,21 +171,21 @@ def test_a_file_is_put_on_its_base(name: str, opened, tmp_path: Path) -> None:
     assert not torch.equal(sample(other), sample(model))
     if name == "sd3":
         other.parts["text_encoder"].text_projection.weight.data = torch.eye(16)  # in no file
-    changed = single_file.place_on(other, load_file(file), "the file")
-    assert changed == sorted(parts)
+    names = single_file.place_on(other, load_file(file), "the file")
+    assert names == sorted(parts)
     same(model, other)
     if name.startswith("flux"):
-        found = load(file, base=folder)
-        assert torch.equal(sample(found), sample(model))
-        assert found.source == f"{file} on {folder}"
+        model_of_file = load(file, base=folder)
+        assert torch.equal(sample(model_of_file), sample(model))
+        assert model_of_file.source == f"{file} on {folder}"
 
 
-def test_a_part_alone_and_in_other_spellings(opened, tmp_path: Path) -> None:
+def test_a_part_alone_and_in_other_spellings(get_model, tmp_path: Path) -> None:
     """A UNet of SDXL alone, a transformer of SD 3 and Flux with or without prefix, `vae.` for the
     VAE, SD 3 without T5.
     """
     for name in ("sdxl", "sd3", "flux"):
-        folder, model = opened(name)
+        folder, model = get_model(name)
         whole = single_file.original_layout(model)
         alone = {
             k.removeprefix(single_file.UNET): v.clone() + 0.01
@@ -199,17 +201,17 @@ def test_a_part_alone_and_in_other_spellings(opened, tmp_path: Path) -> None:
                 {prefix + k: v.contiguous() for k, v in alone.items()},
                 tmp_path / "alone.safetensors",
             )
-            found = load(tmp_path / "alone.safetensors", base=folder)
+            model_of_file = load(tmp_path / "alone.safetensors", base=folder)
             mean = sum(
                 float((v - model.parts["denoiser"].state_dict()[k]).mean())
-                for k, v in found.parts["denoiser"].state_dict().items()
+                for k, v in model_of_file.parts["denoiser"].state_dict().items()
             )
             assert mean / len(model.parts["denoiser"].state_dict()) == pytest.approx(0.01, rel=1e-3)
             assert all(
                 torch.equal(v, model.parts["vae"].state_dict()[k])
-                for k, v in found.parts["vae"].state_dict().items()
+                for k, v in model_of_file.parts["vae"].state_dict().items()
             )
-    folder, model = opened("sd3")
+    folder, model = get_model("sd3")
     some = {
         k.replace(single_file.VAE, "vae."): v.clone()
         for k, v in single_file.original_layout(model).items()
@@ -283,8 +285,8 @@ def test_full_size_transformers_by_name_and_shape() -> None:
 
 
 def test_fluxs_rows_go_where_diffusers_expects_them() -> None:
-    """At full height, which diffusers' converter insists on, and a width of one: every value comes
-    back in its place.
+    """At full height, which diffusers' converter needs, and a width of one: every value comes back
+    to its position.
     """
     with torch.device("meta"):
         module = diffusers.FluxTransformer2DModel(
@@ -303,14 +305,14 @@ def test_fluxs_rows_go_where_diffusers_expects_them() -> None:
         name: torch.randn(len(value), *([1] if value.dim() == 2 else []))
         for name, value in module.state_dict().items()
     }
-    written = {place.name: place.join(own) for place in transformers.flux(module)}
-    back = theirs.convert_flux_transformer_checkpoint_to_diffusers(dict(written))
+    tensors = {place.name: place.join(own) for place in transformers.flux(module)}
+    back = theirs.convert_flux_transformer_checkpoint_to_diffusers(dict(tensors))
     assert back.keys() == own.keys()
     assert all(torch.equal(back[name], own[name]) for name in own)
-    parted: dict[str, torch.Tensor] = {}
+    split_tensors: dict[str, torch.Tensor] = {}
     for place in transformers.flux(module):
-        parted |= place.split(written[place.name], own)
-    assert all(torch.equal(parted[name], own[name]) for name in own)
+        split_tensors |= place.split(tensors[place.name], own)
+    assert all(torch.equal(split_tensors[name], own[name]) for name in own)
 
 
 def test_full_size_sdxl_by_name_and_shape() -> None:
@@ -332,32 +334,32 @@ def test_full_size_sdxl_by_name_and_shape() -> None:
     with torch.device("meta"):
         unet = diffusers.UNet2DConditionModel(**config)
     own = unet.state_dict()
-    written = {
+    tensors = {
         place.name: place.join(own) for place in single_file.ldm.unet(unet, single_file.UNET)
     }
-    assert theirs.CHECKPOINT_KEY_NAMES["v2"].replace("2.1.trans", "4.1.trans") in written
+    assert theirs.CHECKPOINT_KEY_NAMES["v2"].replace("2.1.trans", "4.1.trans") in tensors
     assert (
-        "model.diffusion_model.input_blocks.8.1.transformer_blocks.9.attn2.to_v.weight" in written
+        "model.diffusion_model.input_blocks.8.1.transformer_blocks.9.attn2.to_v.weight" in tensors
     )
-    assert "model.diffusion_model.output_blocks.2.2.conv.weight" in written
-    back = theirs.convert_ldm_unet_checkpoint(written, dict(unet.config))
+    assert "model.diffusion_model.output_blocks.2.2.conv.weight" in tensors
+    back = theirs.convert_ldm_unet_checkpoint(tensors, dict(unet.config))
     assert {k: v.shape for k, v in back.items()} == {k: v.shape for k, v in own.items()}
 
 
-def test_what_cannot_be_written_or_read(opened, tmp_path: Path, shared_tiny) -> None:
-    _, dit = opened("dit")
+def test_what_cannot_be_written_or_read(get_model, tmp_path: Path, shared_tiny) -> None:
+    _, dit = get_model("dit")
     with pytest.raises(
         UserError, match="no layout of single files for the family 'dit'; export --to diffusers"
     ):
         single_file.write(dit, tmp_path / "x.safetensors")
-    _, sd3 = opened("sd3")
+    _, sd3 = get_model("sd3")
     other = copy.deepcopy(sd3)
     other.parts["text_encoder"].text_projection.weight.data[0, 0] = 2
     with pytest.raises(UserError, match="the first text encoder is not the identity"):
         single_file.write(other, tmp_path / "x.safetensors")
-    folder, flux = opened("flux")
+    folder, flux = get_model("flux")
     whole = single_file.original_layout(flux)
-    for wrong, said in (
+    for wrong, message in (
         (
             {k: v for k, v in whole.items() if k != "img_in.weight"},
             r"it has nothing for img_in.weight",
@@ -373,7 +375,7 @@ def test_what_cannot_be_written_or_read(opened, tmp_path: Path, shared_tiny) -> 
         ({**whole, "single_blocks.0.linear1.bias": torch.zeros(5)}, "does not fit"),
     ):
         save_file({k: v.contiguous() for k, v in wrong.items()}, tmp_path / "wrong.safetensors")
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             load(tmp_path / "wrong.safetensors", base=folder)
     with pytest.raises(UserError, match="does not fit"):
         load(tmp_path / "wrong.safetensors", base=shared_tiny)
@@ -383,8 +385,8 @@ def test_what_cannot_be_written_or_read(opened, tmp_path: Path, shared_tiny) -> 
         load(tmp_path / "wrong.safetensors")
 
 
-def test_a_pickled_checkpoint_only_when_asked(opened, tmp_path: Path) -> None:
-    folder, model = opened("sdxl")
+def test_a_pickled_checkpoint_only_when_allowed(get_model, tmp_path: Path) -> None:
+    folder, model = get_model("sdxl")
     torch.save({"state_dict": dict(single_file.original_layout(model))}, tmp_path / "old.ckpt")
     with pytest.raises(UserError, match="is a pickle, which can execute code"):
         load(tmp_path / "old.ckpt", base=folder)

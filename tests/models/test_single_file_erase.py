@@ -46,28 +46,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_erase_takes_the_file_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same run as on the model that the file was made of; what reads the run finds its model by
-    the recipe alone.
+    """The same run as on the model that the file was written from. The recipe is enough to find the
+    model of the run.
     """
     monkeypatch.chdir(place)
     for words in (
         ["--model", "model.safetensors", "--base", "bare", "-o", "one"],
         ["--model", "tiny-sd", "-o", "other"],
     ):
-        done = CliRunner().invoke(
+        result = CliRunner().invoke(
             app, ["erase", "tiny_star_munba", *words, *FEW], catch_exceptions=False
         )
-        assert done.exit_code == 0, done.output
+        assert result.exit_code == 0, result.output
     one, other = (load_file(place / run / "weights.safetensors") for run in ("one", "other"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert recipe.load(str(place / "one" / "recipe.yaml")).model == "model.safetensors@bare"
-    made = concept_eraser.export("one", "tensors").path  # asks for the model before
-    assert load_file(made).keys() <= one.keys()
+    file = concept_eraser.export("one", "tensors").path  # needs the original model
+    assert load_file(file).keys() <= one.keys()
     again = CliRunner().invoke(app, ["erase", "one/recipe.yaml", "-o", "one", "-q"])
     assert "finished before" in again.output
-    said = model_card.header(recipe.load(str(place / "one" / "recipe.yaml")), "mit")
-    assert "base_model" not in said, "a file is no repository of the hub"
+    header = model_card.header(recipe.load(str(place / "one" / "recipe.yaml")), "mit")
+    assert "base_model" not in header, "a file is no repository of the hub"
     assert (
         concept_eraser.erase(
             "tiny_star_munba",
@@ -93,38 +93,38 @@ def test_a_dry_run_of_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--dry-run",
         "--two-steps",
     ]
-    shown = CliRunner().invoke(app, words)
-    assert shown.exit_code == 0, shown.output
-    assert "stands in" not in shown.output
-    assert "time (from two steps" in shown.output
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "stands in" not in result.output
+    assert "time (from two steps" in result.output
 
 
-def test_what_is_wrong_is_said(
+def test_each_mistake_is_an_error(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
     shutil.copytree("bare", tmp_path / "not_one")
     (tmp_path / "not_one" / "model_index.json").unlink()
 
-    def said(*words: str) -> str:
-        found = CliRunner().invoke(
+    def get_message(*words: str) -> str:
+        result = CliRunner().invoke(
             app, ["erase", "tiny_star_munba", *words, *FEW, "-o", str(tmp_path / "run")]
         )
-        assert isinstance(found.exception, UserError | SystemExit)
-        return " ".join((found.output + str(found.exception)).split())
+        assert isinstance(result.exception, UserError | SystemExit)
+        return " ".join((result.output + str(result.exception)).split())
 
-    alone = said("--model", "model.safetensors")
+    alone = get_message("--model", "model.safetensors")
     assert "--base (erase)" in alone
     assert "concept-eraser export model.safetensors --before FOLDER --to diffusers" in alone
-    assert "no such model: modle.safetensors" in said(
+    assert "no such model: modle.safetensors" in get_message(
         "--model", "modle.safetensors", "--base", "bare"
     )
-    assert "no such model: modle.safetensors" in said("model=modle.safetensors@bare")
-    assert "one .safetensors file, found the model bare" in said(
+    assert "no such model: modle.safetensors" in get_message("model=modle.safetensors@bare")
+    assert "one .safetensors file, found the model bare" in get_message(
         "--model", "bare", "--base", "bare"
     )
-    assert "--base belongs to --model" in said("--base", "bare")
-    assert "holds no configuration" in said(
+    assert "--base belongs to --model" in get_message("--base", "bare")
+    assert "holds no configuration" in get_message(
         "--model", "model.safetensors", "--base", str(tmp_path / "not_one")
     )
     with pytest.raises(UserError, match="found a Module"):

@@ -1,4 +1,4 @@
-"""The vocabulary as attacks see it: where free tokens go, what survives being written down."""
+"""The vocabulary for attacks: the positions of free tokens, and which tokens survive as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = "a red star on a white background"
     ("where", "expected"),
     [("prefix", [1, 2, 3]), ("suffix", [8, 9, 10]), ("middle", [4, 5, 6]), ("insert", [3, 6, 8])],
 )
-def test_free_tokens_go_where_they_are_asked(where, expected: list[int], shared_tiny) -> None:
+def test_free_tokens_go_to_their_positions(where, expected: list[int], shared_tiny) -> None:
     """Seven tokens of the prompt; positions count from the start token at 0."""
     words = shared_tiny.words
     assert len(words.ids(PROMPT)) == 7
@@ -24,11 +24,11 @@ def test_free_tokens_go_where_they_are_asked(where, expected: list[int], shared_
     rest = [i for i in range(1, 11) if i not in expected]
     assert slots.ids[0, rest].tolist() == words.ids(PROMPT)
     assert slots.ids.shape == (1, words.length)
-    marked = slots.fill(torch.tensor([[320, 320, 320]]))
-    assert marked[0, expected].tolist() == [320, 320, 320]
+    tokens = slots.fill(torch.tensor([[320, 320, 320]]))
+    assert tokens[0, expected].tolist() == [320, 320, 320]
 
 
-def test_one_token_after_every_third_and_one_in_a_words_place(shared_tiny) -> None:
+def test_free_tokens_after_every_third_token_and_in_place_of_a_word(shared_tiny) -> None:
     words = shared_tiny.words
     assert words.free_token_every(PROMPT, 3).places.tolist() == [[4, 8]]
     assert words.free_token_every("a star", 3).places.tolist() == [
@@ -69,25 +69,25 @@ def test_words_like_a_name(shared_tiny) -> None:
 
 
 def test_given_embeddings_stand_for_the_tokens(shared_tiny) -> None:
-    """With the table's own rows nothing changes; with another token's rows it is that token."""
+    """The table's own rows change nothing; the rows of another token act as that token."""
     tokens = shared_tiny.tokenize([PROMPT])
     rows = shared_tiny.table[tokens.tensors["ids"]]
     plain = shared_tiny.embed(tokens).tensors["states"]
     assert torch.equal(shared_tiny.embed(tokens, rows=rows).tensors["states"], plain)
     other = shared_tiny.tokenize([PROMPT.replace("star", "circle")])
-    swapped = shared_tiny.embed(tokens, rows=shared_tiny.table[other.tensors["ids"]]).tensors[
+    states = shared_tiny.embed(tokens, rows=shared_tiny.table[other.tensors["ids"]]).tensors[
         "states"
     ]
-    assert torch.equal(swapped, shared_tiny.embed(other).tensors["states"])
+    assert torch.equal(states, shared_tiny.embed(other).tensors["states"])
     assert torch.equal(shared_tiny.embed(tokens).tensors["states"], plain)  # and the hook is gone
 
 
 def test_images_of_an_encoded_prompt_are_those_of_the_prompt(shared_tiny) -> None:
     texts = [PROMPT, "a blue house"]
     plain = shared_tiny.sample(texts, seeds=[1, 2], steps=2, guidance=5.0)
-    encoded = shared_tiny.sample(shared_tiny.encode(texts), seeds=[1, 2], steps=2, guidance=5.0)
+    from_states = shared_tiny.sample(shared_tiny.encode(texts), seeds=[1, 2], steps=2, guidance=5.0)
     assert isinstance(shared_tiny.encode(texts), Condition)
-    assert torch.equal(plain, encoded)
+    assert torch.equal(plain, from_states)
 
 
 def test_a_padding_that_is_a_word_elsewhere(shared_tiny) -> None:
@@ -122,7 +122,7 @@ def test_a_masked_encoder_masks_tokens_that_come_from_no_text(tiny) -> None:
     tiny.pipeline.text_encoder.config.use_attention_mask = False
     open_ = tiny.embed(bare).tensors["states"]
     tiny.pipeline.text_encoder.config.use_attention_mask = True
-    # the mask is not for nothing
+    # the mask has an effect
     assert not torch.allclose(open_[:, -1], tiny.embed(bare).tensors["states"][:, -1])
 
 

@@ -1,4 +1,4 @@
-"""The test of the sample package's method, as its author writes it."""
+"""The sample package's own test of its method."""
 
 from __future__ import annotations
 

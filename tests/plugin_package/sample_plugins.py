@@ -1,4 +1,4 @@
-"""One plug-in of each kind, as another package has them."""
+"""One plug-in of each kind, as in a package of somebody else."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class Huber(Loss):
 
 @dataclass(frozen=True)
 class CautiousJudge(TinyJudge):
-    """The tiny judge, which says "none" where its probability of the shape is low.
+    """The tiny judge, with "none" where its probability of the shape is low.
 
-    threshold: the lowest probability with which a shape is named.
+    threshold: the lowest probability with which an image counts as the shape.
     """
 
     threshold: float = 0.5
 
     @torch.no_grad()
-    def look(self, images: Tensor) -> dict[str, np.ndarray]:
-        names = super().look(images)
+    def classify(self, images: Tensor) -> dict[str, np.ndarray]:
+        names = super().classify(images)
         sure = self.net(self._scale(images))["shape"].softmax(1).max(1).values.numpy()
         return {**names, "shape": np.where(sure >= self.threshold, names["shape"], "none")}
 
@@ -104,4 +104,4 @@ class PlainWords(Attack):
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         for _ in range(self.tries):
-            yield Round(scene.live, texts=[scene.wanted[i] for i in scene.live.tolist()])
+            yield Round(scene.live, texts=[scene.concept_prompts[i] for i in scene.live.tolist()])

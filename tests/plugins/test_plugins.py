@@ -69,34 +69,34 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside a test the sample package is installed."""
+def sample_package(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The sample package is installed for the length of a test."""
     monkeypatch.syspath_prepend(site)
     yield
     sys.modules.pop("sample_plugins", None)
 
 
 def invoke(*arguments: str) -> str:
-    shown = CliRunner().invoke(app, list(arguments))
-    assert shown.exit_code == 0, shown.output
-    return " ".join(shown.output.split())
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
 
 
 # --- an installed package -------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("sample_package")
 @pytest.mark.parametrize(("kind", "name"), PLUGINS.items())
 def test_an_installed_plugin_is_listed_and_shown(kind: str, name: str) -> None:
     assert name in registry.names(kind)
     plugin = registry.load(kind, name)
     first = (plugin.__doc__ or "").split("\n")[0]
     assert f"{name} {first} (from sample-plugins 1.2)" in invoke("list", registry.plural(kind))
-    shown = invoke("show", name)
-    assert f"the {kind} " in shown
-    assert first in shown
+    output = invoke("show", name)
+    assert f"the {kind} " in output
+    assert first in output
     for option in registry.options(plugin):
-        assert f"{option} = " in shown
+        assert f"{option} = " in output
 
 
 def test_without_the_package_its_names_are_unknown() -> None:
@@ -119,7 +119,7 @@ assert not {{"torch", "sample_plugins"}} & sys.modules.keys()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("sample_package")
 def test_a_built_in_name_wins_and_both_are_named(caplog: pytest.LogCaptureFixture) -> None:
     registry._installed_plugins.cache_clear()
     assert registry.load("method", "munba") is Munba
@@ -184,7 +184,9 @@ def test_a_broken_entry_point_names_its_package(
 def test_a_package_in_the_working_folder_is_not_installed(
     site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`python -m` searches the working folder, where a stranger's recipe may bring a package."""
+    """`python -m` searches the working folder, where somebody else's files may include
+    a package.
+    """
     monkeypatch.syspath_prepend(site)
     monkeypatch.chdir(site)
     assert "unit_sum" not in registry.names("method")
@@ -193,7 +195,7 @@ def test_a_package_in_the_working_folder_is_not_installed(
     assert "unit_sum" in registry.names("method")
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("sample_package")
 def test_a_recipe_names_an_installed_method_and_loss(tmp_path: Path) -> None:
     content = short(training__steps=2, method={"name": "unit_sum", "scale": 0.5})
     content["forget"] |= {"loss": {"name": "huber", "delta": 0.1}}
@@ -201,10 +203,10 @@ def test_a_recipe_names_an_installed_method_and_loss(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     run = concept_eraser.erase(str(path), output=tmp_path / "run")
-    recorded = yaml.safe_load((run.folder / "recipe.yaml").read_text())
-    assert recorded["method"] == {"name": "unit_sum", "scale": 0.5}
-    assert recorded["forget"]["loss"] == {"name": "huber", "delta": 0.1}
-    assert recorded["retain"]["loss"] == "huber"
+    content_of_run = yaml.safe_load((run.folder / "recipe.yaml").read_text())
+    assert content_of_run["method"] == {"name": "unit_sum", "scale": 0.5}
+    assert content_of_run["forget"]["loss"] == {"name": "huber", "delta": 0.1}
+    assert content_of_run["retain"]["loss"] == "huber"
     assert recipes.load(str(run.folder / "recipe.yaml")).fingerprint == run.recipe.fingerprint
     rows = logs.read(run.folder / "log.jsonl")
     assert len(rows) == 2
@@ -213,10 +215,10 @@ def test_a_recipe_names_an_installed_method_and_loss(tmp_path: Path) -> None:
     )
     other = logs.read(again.folder / "log.jsonl")
     assert rows[0]["losses"]["retain"] == other[0]["losses"]["retain"]
-    assert rows[0]["losses"]["forget"] != other[0]["losses"]["forget"]  # delta is heard
+    assert rows[0]["losses"]["forget"] != other[0]["losses"]["forget"]  # delta has an effect
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("sample_package")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -235,7 +237,7 @@ def test_a_recipe_names_an_installed_method_and_loss(tmp_path: Path) -> None:
         ),
         (
             {"forget__loss": "huber", "forget__empty_prompts": 0.5},
-            "empty_prompts needs a loss that keeps",
+            "empty_prompts needs a loss that preserves",
         ),
     ],
 )
@@ -244,7 +246,7 @@ def test_mistakes_with_installed_plugins_are_named(changes: Mapping[str, Any], w
         recipes.load(short(**changes))
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("sample_package")
 def test_evaluate_and_attack_by_installed_plugins(shared_tiny: Any, tmp_path: Path) -> None:
     suite = {
         **SUITE,
@@ -270,15 +272,15 @@ def test_evaluate_and_attack_by_installed_plugins(shared_tiny: Any, tmp_path: Pa
 
 
 def test_the_law_helper_serves_the_package(site: Path, tmp_path: Path) -> None:
-    """The package's own test runs, in a process that knows nothing of this suite."""
+    """The package's own test runs in a process without the settings of this suite."""
     shutil.copy(
         PACKAGE / "check_laws_of_sample.py", tmp_path / "test_laws.py"
     )  # away from this suite's settings
     command = [sys.executable, "-m", "pytest", str(tmp_path)]
     root = str(Path(concept_eraser.__file__).parent.parent)
     environment = {"PYTHONPATH": f"{site}:{root}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert "1 passed" in process.stdout, process.stdout + process.stderr
 
 
 # --- objects --------------------------------------------------------------------------------------
@@ -310,11 +312,11 @@ class Absolute(Loss):
 
 
 class Everything(TinyJudge):
-    """A judge to whom every image shows a star."""
+    """A judge that detects a star in every image."""
 
     fingerprint = "everything"
 
-    def look(self, images: Tensor) -> dict[str, np.ndarray]:
+    def classify(self, images: Tensor) -> dict[str, np.ndarray]:
         return {
             name: np.full(len(images), "star" if name == "shape" else "red")
             for name in self.classes
@@ -326,15 +328,15 @@ class Constant(Metric):
     """A share that is always the same."""
 
     def measure(self, evidence: Any) -> Any:
-        seen = np.ones(4, bool)
-        return [share_result("constant", "direct", seen, seen, "neither")]
+        values = np.ones(4, bool)
+        return [share_result("constant", "direct", values, values, "neither")]
 
 
 @dataclass(frozen=True)
-class Said(Attack):
+class SuffixedPrompts(Attack):
     """The prompts that name the concept, followed by `word`."""
 
-    title: ClassVar[str] = "Said"
+    title: ClassVar[str] = "SuffixedPrompts"
     source: ClassVar[str] = "a test"
     access: ClassVar[Any] = "queries"
 
@@ -342,7 +344,8 @@ class Said(Attack):
 
     def search(self, scene: Any) -> Any:
         yield Round(
-            scene.live, texts=[f"{scene.wanted[i]} {self.word}" for i in scene.live.tolist()]
+            scene.live,
+            texts=[f"{scene.concept_prompts[i]} {self.word}" for i in scene.live.tolist()],
         )
 
 
@@ -352,21 +355,22 @@ def test_erase_with_objects(tmp_path: Path) -> None:
     run = concept_eraser.erase(**content, output=tmp_path / "run")
     assert len(logs.read(run.folder / "log.jsonl")) == 2
     text = (run.folder / "recipe.yaml").read_text()
-    recorded = yaml.safe_load(text)
-    assert recorded["method"] == {"name": f"a Half in memory ({__name__})", "factor": 2.0}
-    assert recorded["forget"]["loss"] == {
+    content_of_run = yaml.safe_load(text)
+    assert content_of_run["method"] == {"name": f"a Half in memory ({__name__})", "factor": 2.0}
+    assert content_of_run["forget"]["loss"] == {
         "name": f"a Absolute in memory ({__name__})",
         "power": 2.0,
     }
-    # what reads the run reads the recipe, and nobody runs it by name
-    read = recipes.load(str(run.folder / "recipe.yaml"))
-    assert read.fingerprint == run.recipe.fingerprint
+    # the recipe can be read, but not run by the name of its method
+    recipe = recipes.load(str(run.folder / "recipe.yaml"))
+    assert recipe.fingerprint == run.recipe.fingerprint
     assert suite_matching.suite_of(str(run.folder)) == "tiny_star"
     assert "a Half in memory" in card(run.folder)
     with pytest.raises(
         UserError,
         match=(
-            r"the method was a Half in memory .*, which cannot be loaded by its name; pass an object"  # noqa: E501
+            r"the method was a Half in memory .*, which cannot be loaded by its name; "
+            r"pass an object"
         ),
     ):
         concept_eraser.erase(str(run.folder / "recipe.yaml"), output=tmp_path / "other")
@@ -390,17 +394,17 @@ def test_an_object_does_what_its_name_does(tmp_path: Path) -> None:
     by_name = concept_eraser.erase(
         short(method={"name": "munba", "every": 2}, training__steps=2), output=tmp_path / "one"
     )
-    passed = Munba(every=2)
+    method = Munba(every=2)
     by_object = concept_eraser.erase(
-        short(method=passed, training__steps=2), output=tmp_path / "two"
+        short(method=method, training__steps=2), output=tmp_path / "two"
     )
     assert by_name.recipe.fingerprint == by_object.recipe.fingerprint
     assert not by_object.recipe.has_objects
     first, second = (logs.read(run.folder / "log.jsonl") for run in (by_name, by_object))
     assert [row["losses"] for row in first] == [row["losses"] for row in second]
-    assert not passed.state_dict()  # a run leaves no state in the object
-    (kept,) = {registry.read("method", replace(passed)).name, registry.read("method", "munba").name}
-    assert kept == "munba"
+    assert not method.state_dict()  # a run leaves no state in the object
+    (name,) = {registry.read("method", replace(method)).name, registry.read("method", "munba").name}
+    assert name == "munba"
 
 
 def test_a_recipe_object_keeps_its_objects() -> None:
@@ -476,30 +480,38 @@ def test_evaluate_with_objects(shared_tiny: Any, tmp_path: Path) -> None:
 
 def test_attack_with_objects(tmp_path: Path) -> None:
     campaign = concept_eraser.attack(
-        "tiny-sd", Said(word="now"), SUITE, hide="circle", n=4, before="tiny-sd", output=tmp_path
+        "tiny-sd",
+        SuffixedPrompts(word="now"),
+        SUITE,
+        hide="circle",
+        n=4,
+        before="tiny-sd",
+        output=tmp_path,
     )
-    assert campaign.protocol["attack"] == f"a Said in memory ({__name__})"
+    assert campaign.protocol["attack"] == f"a SuffixedPrompts in memory ({__name__})"
     assert campaign.protocol["options"] == {"word": "now"}
     assert any(one.success and one.text and one.text.endswith("now") for one in campaign.attempts)
     with pytest.raises(UserError, match="another attack"):
         concept_eraser.attack(
             "tiny-sd",
-            Said(word="then"),
+            SuffixedPrompts(word="then"),
             SUITE,
             hide="circle",
             n=4,
             before="tiny-sd",
             output=tmp_path,
         )
-    named = concept_eraser.attack(
+    other = concept_eraser.attack(
         "tiny-sd", RandomTokens(k=2, tries=1), SUITE, n=2, before="tiny-sd"
     )
-    assert named.protocol["attack"] == "random_tokens"
-    assert named.protocol["options"] == {"k": 2, "where": "prefix", "tries": 1}
+    assert other.protocol["attack"] == "random_tokens"
+    assert other.protocol["options"] == {"k": 2, "where": "prefix", "tries": 1}
     with pytest.raises(
         UserError, match="an attack that is an object has its options in it, found also tries"
     ):
-        concept_eraser.attack("tiny-sd", Said(), SUITE, options={"tries": 1}, before="tiny-sd")
+        concept_eraser.attack(
+            "tiny-sd", SuffixedPrompts(), SUITE, options={"tries": 1}, before="tiny-sd"
+        )
 
 
 def test_a_histogram_by_a_judge_that_is_passed(tmp_path: Path) -> None:
@@ -515,14 +527,14 @@ def test_a_histogram_by_a_judge_that_is_passed(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Claims(Half):
-    """The same mean, which declares what it does not do."""
+    """The same mean, which declares a law that it breaks."""
 
     theorems: ClassVar[frozenset[str]] = frozenset({"scale_invariance"})
 
 
 @dataclass(frozen=True)
 class Unknown(Half):
-    """The same mean with a law that nobody knows."""
+    """The same mean with an unknown law."""
 
     theorems: ClassVar[frozenset[str]] = frozenset({"beauty"})
 

@@ -1,5 +1,5 @@
-"""`erase --forget ... --anchor ...`: what it does where nothing else is asked, and that whatever is
-asked wins.
+"""`erase --forget ... --anchor ...`: its default settings, and that flags and overrides win over
+them.
 """
 
 from __future__ import annotations
@@ -24,38 +24,41 @@ FLAGS = ("--forget", "tiny_star", "--anchor", "shape=circle", "--retain", "tiny_
 
 
 @pytest.fixture
-def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., recipe.Recipe]:
-    """The recipe that a command line stands for, taken where it would be run."""
-    taken: list[recipe.Recipe] = []
+def resolve_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., recipe.Recipe]:
+    """A function from a command line to its recipe; nothing runs."""
+    recipes: list[recipe.Recipe] = []
     monkeypatch.setattr(
         module,
         "run",
-        lambda start, overrides, *_, **__: taken.append(recipe.load(start, overrides)),
+        lambda start, overrides, *_, **__: recipes.append(recipe.load(start, overrides)),
     )
 
     def of(*arguments: str) -> recipe.Recipe:
-        found = CliRunner().invoke(app, ["erase", *arguments])
-        assert found.exit_code == 0, found.output
-        return taken[-1]
+        result = CliRunner().invoke(app, ["erase", *arguments])
+        assert result.exit_code == 0, result.output
+        return recipes[-1]
 
     return of
 
 
-def test_the_default_is_the_recipe_that_is_measured(resolved) -> None:
-    mine, measured = resolved(*FLAGS).resolved(), recipe.load("tiny_star_munba_lora").resolved()
-    assert mine == measured
+def test_the_default_is_the_recipe_that_is_measured(resolve_recipe) -> None:
+    mine, reference = (
+        resolve_recipe(*FLAGS).resolved(),
+        recipe.load("tiny_star_munba_lora").resolved(),
+    )
+    assert mine == reference
 
 
-def test_all_weights_then_the_closed_form_is_one_word_away(resolved) -> None:
-    mine, measured = (
-        resolved(*FLAGS, "--select", "all").resolved(),
+def test_all_weights_then_the_closed_form_is_one_word_away(resolve_recipe) -> None:
+    mine, reference = (
+        resolve_recipe(*FLAGS, "--select", "all").resolved(),
         recipe.load("tiny_star_munba_uce").resolved(),
     )
-    assert mine == measured
-    assert resolved(*FLAGS, "trainable.lora=null").resolved() == measured
+    assert mine == reference
+    assert resolve_recipe(*FLAGS, "trainable.lora=null").resolved() == reference
 
 
-def test_a_lora_where_it_is_measured_and_with_what_is_asked_of_it(resolved) -> None:
+def test_a_lora_where_it_is_measured_and_with_its_settings(resolve_recipe) -> None:
     default = {"rank": 64, "alpha": 64.0, "conv": True}
     for more, expected in {
         (): default,
@@ -80,7 +83,7 @@ def test_a_lora_where_it_is_measured_and_with_what_is_asked_of_it(resolved) -> N
         ("trainable.saliency=0.5",): None,
         ("target=text_encoder",): None,
     }.items():
-        assert resolved(*FLAGS, *more).resolved()["trainable"].get("lora") == expected, more
+        assert resolve_recipe(*FLAGS, *more).resolved()["trainable"].get("lora") == expected, more
 
 
 @pytest.mark.parametrize(
@@ -102,22 +105,22 @@ def test_a_lora_where_it_is_measured_and_with_what_is_asked_of_it(resolved) -> N
     ],
 )
 def test_the_closed_form_follows_where_it_can(
-    more: tuple[str, ...], expected: str | None, resolved
+    more: tuple[str, ...], expected: str | None, resolve_recipe
 ) -> None:
-    found = resolved(*FLAGS, *more).finish
-    assert (found and found.name) == expected
+    finish = resolve_recipe(*FLAGS, *more).finish
+    assert (finish and finish.name) == expected
 
 
-def test_what_is_asked_wins(resolved) -> None:
-    found = resolved(*FLAGS, "--lr", "3e-5", "--steps", "7", "retain.loss=data")
-    assert (found.training.lr, found.training.steps, found.retain.loss) == (3e-5, 7, "data")  # type: ignore[union-attr]
+def test_a_flag_wins_over_a_default(resolve_recipe) -> None:
+    job = resolve_recipe(*FLAGS, "--lr", "3e-5", "--steps", "7", "retain.loss=data")
+    assert (job.training.lr, job.training.steps, job.retain.loss) == (3e-5, 7, "data")  # type: ignore[union-attr]
 
 
-def test_what_guidance_subtracts_is_held_where_it_is_measured(resolved) -> None:
-    """With the anchor's loss and the bargain; a text encoder has no such thing, and another method
-    is run alone.
+def test_the_unconditional_prediction_is_preserved_where_it_is_measured(resolve_recipe) -> None:
+    """With the anchor loss and MUNBa. A text encoder has no such setting, and other methods have no
+    such default.
     """
-    asked = {
+    cases = {
         (): 0.25,
         ("--loss", "anchor"): 0.25,
         ("forget.empty_prompts=0.1",): 0.1,
@@ -135,13 +138,13 @@ def test_what_guidance_subtracts_is_held_where_it_is_measured(resolved) -> None:
         ("forget.teacher=current",): 0.0,
         ("model=black-forest-labs/FLUX.1-dev",): 0.0,
     }
-    for more, share in asked.items():
-        assert [objective.empty_prompts for objective in resolved(*FLAGS, *more).forgotten] == [
-            share
-        ], more
+    for more, share in cases.items():
+        assert [
+            objective.empty_prompts for objective in resolve_recipe(*FLAGS, *more).forgotten
+        ] == [share], more
 
 
-def test_what_one_concept_says_is_of_that_one(resolved) -> None:
+def test_settings_of_one_concept_are_for_that_one(resolve_recipe) -> None:
     two = (
         "--forget",
         "tiny_star",
@@ -159,23 +162,23 @@ def test_what_one_concept_says_is_of_that_one(resolved) -> None:
         (("forget.1.empty_prompts=0",), ["anchor", "anchor"], [0.0, 0.25]),
         (("forget.empty_prompts=0.1",), ["anchor", "anchor"], [0.1, 0.1]),
     ):
-        found = resolved(*two, *more).forgotten
+        objectives = resolve_recipe(*two, *more).forgotten
         assert (
-            [objective.loss for objective in found],
-            [objective.empty_prompts for objective in found],
+            [objective.loss for objective in objectives],
+            [objective.empty_prompts for objective in objectives],
         ) == (
             losses,
             shares,
         ), more
 
 
-def test_without_an_anchor_it_is_esd(resolved) -> None:
-    found = resolved("--forget", "tiny_star", "--retain", "tiny_rest")
-    assert (found.forgotten[0].loss, found.finish) == ("esd", None)
+def test_without_an_anchor_it_is_esd(resolve_recipe) -> None:
+    job = resolve_recipe("--forget", "tiny_star", "--retain", "tiny_rest")
+    assert (job.forgotten[0].loss, job.finish) == ("esd", None)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "arguments",
     [
         (
             "--forget",
@@ -194,14 +197,14 @@ def test_without_an_anchor_it_is_esd(resolved) -> None:
     ],
 )
 def test_where_only_some_concepts_show_an_anchor_all_weights_are_trained(
-    asked: tuple[str, ...], resolved
+    arguments: tuple[str, ...], resolve_recipe
 ) -> None:
-    found = resolved(*asked, "--retain", "tiny_five_rest")
-    assert (found.trainable.select, found.trainable.lora, found.finish) == ("all", None, None)
+    job = resolve_recipe(*arguments, "--retain", "tiny_five_rest")
+    assert (job.trainable.select, job.trainable.lora, job.finish) == ("all", None, None)
 
 
-def test_several_concepts_have_the_default_each(resolved) -> None:
-    found = resolved(
+def test_several_concepts_have_the_default_each(resolve_recipe) -> None:
+    job = resolve_recipe(
         "--forget",
         "tiny_star",
         "--anchor",
@@ -213,11 +216,11 @@ def test_several_concepts_have_the_default_each(resolved) -> None:
         "--retain",
         "tiny_five_rest",
     )
-    assert [(objective.loss, objective.empty_prompts) for objective in found.forgotten] == [
+    assert [(objective.loss, objective.empty_prompts) for objective in job.forgotten] == [
         ("anchor", 0.25),
         ("anchor", 0.25),
     ]
-    assert found.trainable.lora.rank == 64  # type: ignore[union-attr]
+    assert job.trainable.lora.rank == 64  # type: ignore[union-attr]
 
 
 def test_a_models_family_is_read_from_its_folder(tmp_path: Path) -> None:
@@ -235,10 +238,10 @@ def test_a_models_family_is_read_from_its_folder(tmp_path: Path) -> None:
     assert (resources.tiny_weights() / "tiny-sd" / "model_index.json").is_file()
 
 
-def test_an_edit_is_given_nothing_that_it_does_not_hear(resolved) -> None:
-    found = resolved(*FLAGS, "--method", "uce")
-    cross_attention_edit.refuse_ignored(found)
-    assert found.trainable.select == "cross_attention_kv"
+def test_an_edit_gets_only_settings_that_it_uses(resolve_recipe) -> None:
+    job = resolve_recipe(*FLAGS, "--method", "uce")
+    cross_attention_edit.refuse_ignored(job)
+    assert job.trainable.select == "cross_attention_kv"
 
 
 @pytest.mark.parametrize(
@@ -255,17 +258,21 @@ def test_an_edit_is_given_nothing_that_it_does_not_hear(resolved) -> None:
         ),
     ],
 )
-def test_however_it_is_written_it_means_the_same(flags: tuple[str, ...], resolved) -> None:
-    assert resolved(*flags).resolved() == resolved(*FLAGS).resolved()
+def test_equivalent_flags_and_overrides_give_one_recipe(
+    flags: tuple[str, ...], resolve_recipe
+) -> None:
+    assert resolve_recipe(*flags).resolved() == resolve_recipe(*FLAGS).resolved()
 
 
-def test_a_model_given_as_an_override_is_not_the_bundled_one(resolved, tmp_path: Path) -> None:
+def test_a_model_given_as_an_override_is_not_the_bundled_one(
+    resolve_recipe, tmp_path: Path
+) -> None:
     for way in (("--model", str(tmp_path)), (f"model={tmp_path}",)):
-        assert resolved(*FLAGS, *way).training.lr == 1e-4
-        assert resolved(*FLAGS, *way, "--select", "all").training.lr == 1e-5
+        assert resolve_recipe(*FLAGS, *way).training.lr == 1e-4
+        assert resolve_recipe(*FLAGS, *way, "--select", "all").training.lr == 1e-5
 
 
-def test_a_model_in_the_hubs_cache_tells_its_family(
+def test_a_model_in_the_hubs_cache_has_a_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "models--me--mine" / "snapshots" / "abc"
@@ -281,27 +288,27 @@ def test_a_model_in_the_hubs_cache_tells_its_family(
 
 
 @pytest.mark.parametrize("wrong", ["retain=[a", "forget={x", "method={name: uce"])
-def test_a_value_that_is_no_yaml_is_an_error_that_says_so(wrong: str) -> None:
+def test_a_value_that_is_no_yaml_is_an_error(wrong: str) -> None:
     with pytest.raises(UserError, match="its value is no valid YAML"):
         defaults.complete(["forget=tiny_star", wrong])
 
 
-def test_a_damaged_index_tells_no_family(tmp_path: Path) -> None:
-    for damaged in ("{", "[]", "{}"):
-        (tmp_path / "model_index.json").write_text(damaged)
+def test_a_damaged_index_names_no_family(tmp_path: Path) -> None:
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "model_index.json").write_text(text)
         assert defaults.family_of(str(tmp_path)) is None
 
 
 def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
-    asked = [
+    overrides = [
         "model=runwayml/some",
         "forget=tiny_star",
         "forget.anchor=a circle",
         "retain=tiny_rest",
     ]
-    found = defaults.complete(asked)
-    assert f"training.lr={defaults.LORA_OTHERS}" in found
-    assert not any(one.startswith("generation") for one in found)
+    all_overrides = defaults.complete(overrides)
+    assert f"training.lr={defaults.LORA_OTHERS}" in all_overrides
+    assert not any(one.startswith("generation") for one in all_overrides)
 
 
 @pytest.mark.parametrize(
@@ -309,10 +316,10 @@ def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
     [
         ("pipelines/tiny_star.yaml", [], "tiny_star"),
         ("pipelines/tiny_star.yaml", ["training.seed=1"], "tiny_star-abcdefgh"),
-        ("runs/first/recipe.yaml", [], "first"),  # goes on where it was
-        # and a changed one does not
+        ("runs/first/recipe.yaml", [], "first"),  # the same run continues
+        # another recipe gets another folder
         ("runs/first/recipe.yaml", ["training.seed=1"], "first-abcdefgh"),
-        ("recipe.yaml", [], "here"),  # asked from inside its folder
+        ("recipe.yaml", [], "here"),  # from inside its folder
         ({}, ["forget.prompts=tiny_star"], "abcdefgh"),
     ],
 )
@@ -325,8 +332,8 @@ def test_a_run_has_a_folder_of_its_own(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    resolved_ = type("Resolved", (), {"fingerprint": "abcdefghijkl"})
-    assert module._default_name(recipe_, changes, resolved_) == name
+    job = type("Resolved", (), {"fingerprint": "abcdefghijkl"})
+    assert module._default_name(recipe_, changes, job) == name
 
 
 @pytest.mark.parametrize(
@@ -339,11 +346,11 @@ def test_a_run_has_a_folder_of_its_own(
         ((*FLAGS, "--model", "nobody/some", "--method", "weighted"), 1e-5),
         ((*FLAGS[:2], *FLAGS[4:], "--lora", "4"), 1e-4),
         ((*FLAGS[:2], *FLAGS[4:]), 1e-4),  # no anchor: ESD's loss
-        ((*FLAGS, "--method", "weighted"), 1e-4),  # no bargain
+        ((*FLAGS, "--method", "weighted"), 1e-4),  # not MUNBa
         ((*FLAGS, "--lr", "3e-5"), 3e-5),
     ],
 )
 def test_the_measured_rate_is_that_of_the_measured_recipe_alone(
-    resolved, flags: tuple[str, ...], rate: float
+    resolve_recipe, flags: tuple[str, ...], rate: float
 ) -> None:
-    assert resolved(*flags).training.lr == rate
+    assert resolve_recipe(*flags).training.lr == rate

@@ -1,5 +1,5 @@
-"""The papers' jobs: every recipe is valid and trains two steps on a tiny pipeline of its family;
-every prompt set fits.
+"""The recipes of the papers: each is valid and trains two steps on a tiny pipeline of its family,
+and the prompt sets fit together.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ def comments(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_recipe_is_valid_and_its_sides_fit(path: Path) -> None:
-    found = recipe.load(str(path))
+def test_every_recipe_is_valid_and_its_objectives_fit(path: Path) -> None:
+    job = recipe.load(str(path))
     sets = {
         name: prompts.load(objective.prompts)
-        for name, objective in found.objective_specs.items()
+        for name, objective in job.objective_specs.items()
         if objective.prompts
     }
     for name in sets:
         if name.startswith("forget") and "retain" in sets:
             prompts.require_disjoint(sets[name], sets["retain"])
     for name, rows in sets.items():
-        anchor = found.objective_specs[name].anchor
+        anchor = job.objective_specs[name].anchor
         anchored_texts = {row.anchor_prompt(anchor) for row in rows.prompts} if anchor else set()
         assert not set(rows.texts) & anchored_texts
 
@@ -96,9 +96,9 @@ def test_the_papers_jobs_are_there() -> None:
 def test_it_names_its_model_and_claims_nothing(name: str) -> None:
     assert recipe.load(name).model == MODELS[name.split("_")[0]]
     assert any("not measured here" in line for line in comments(name))
-    measured = "_nudity_" in name
+    has_suite = "_nudity_" in name
     assert any(
-        ("suite nudity" if measured else "no suite: no judge") in line for line in comments(name)
+        ("suite nudity" if has_suite else "no suite: no judge") in line for line in comments(name)
     )
 
 
@@ -106,28 +106,28 @@ def test_it_names_its_model_and_claims_nothing(name: str) -> None:
     "name", [name for name in PAPERS if any("prompts='" in line for line in comments(name))]
 )
 def test_the_papers_own_prompts_are_an_override(name: str) -> None:
-    """The changes that a comment offers, given as a shell would give them, make a valid recipe."""
+    """The overrides in a comment, split as by a shell, give a valid recipe."""
     import shlex
 
     line = next(line for line in comments(name) if "prompts='" in line)
     changes = shlex.split(line[line.index("forget.prompts=") :])
-    changed = recipe.load(name, changes)
-    assert isinstance(changed.forget.prompts, list)
-    if isinstance(changed.forget.anchor, str):
-        prompts.load(changed.forget.prompts).prompts[0].anchor_prompt(changed.forget.anchor)
+    job = recipe.load(name, changes)
+    assert isinstance(job.forget.prompts, list)
+    if isinstance(job.forget.anchor, str):
+        prompts.load(job.forget.prompts).prompts[0].anchor_prompt(job.forget.anchor)
     else:
-        assert changed.forget.anchor is None
+        assert job.forget.anchor is None
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """The tiny pipeline of a model: the bundled one, or one of its family with random weights."""
-    root, made = tmp_path_factory.mktemp("families"), {"sd14": "tiny-sd"}
+    root, folders = tmp_path_factory.mktemp("families"), {"sd14": "tiny-sd"}
 
     def of(model: str) -> str:
-        if model not in made:
-            made[model] = str(families.build(model, root / model))
-        return made[model]
+        if model not in folders:
+            folders[model] = str(families.build(model, root / model))
+        return folders[model]
 
     return of
 
@@ -142,56 +142,60 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         "flux_vangogh_esd",
     ],
 )
-def test_a_run_tells_its_prompts(name: str, folder: Callable[[str], str], tmp_path: Path) -> None:
-    """tests/runs/test_dry_run.py makes two steps of every recipe; here one of each family and kind
-    writes its run.
+def test_a_run_records_its_prompts(name: str, folder: Callable[[str], str], tmp_path: Path) -> None:
+    """tests/runs/test_dry_run.py runs two steps of every recipe; here one of each family and kind
+    writes a run folder.
     """
     family = name.split("_")[0]
-    asked: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    content: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     changes = [*FEW, f"model={folder(family)}"]
     changes += [f"model_options={families.options(family)}"] if families.options(family) else []
     changes += [
-        f"{objective}.n=2" for objective in ("retain", "replace", "attack") if objective in asked
+        f"{objective}.n=2" for objective in ("retain", "replace", "attack") if objective in content
     ]
-    changes += ["method.inner_steps=1"] if "inner_steps" in asked["method"] else []
+    changes += ["method.inner_steps=1"] if "inner_steps" in content["method"] else []
     run = concept_eraser.erase(name, overrides=changes, output=tmp_path / "run")
     steps = [yaml.safe_load(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
     assert len(steps) == 2
     assert (run.folder / "weights.safetensors").is_file()
-    told = json.loads((run.folder / "environment.json").read_text())["prompts"]
-    asked_set = prompts.load(asked["forget"]["prompts"])
-    assert told["forget"] == {"id": asked_set.name, "rows": len(asked_set), "hash": asked_set.hash}
-    if asked["forget"]["prompts"] not in resources.names("eval"):
+    prompt_facts = json.loads((run.folder / "environment.json").read_text())["prompts"]
+    forget_set = prompts.load(content["forget"]["prompts"])
+    assert prompt_facts["forget"] == {
+        "id": forget_set.name,
+        "rows": len(forget_set),
+        "hash": forget_set.hash,
+    }
+    if content["forget"]["prompts"] not in resources.names("eval"):
         with pytest.raises(UserError, match="no suite is named like"):
             concept_eraser.evaluate(run.folder)
-    assert (run.folder / "lora").is_dir() == ("lora" in asked["trainable"])
+    assert (run.folder / "lora").is_dir() == ("lora" in content["trainable"])
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_it_edits_in_one_go(name: str, tmp_path: Path) -> None:
-    """Also with the changes that its comments offer."""
+def test_it_edits_in_one_call(name: str, tmp_path: Path) -> None:
+    """Also with the overrides in its comments."""
     import shlex
 
-    offered = [
+    offers = [
         line[line.index(start) :]
         for line in comments(name)
         for start in ("forget.prompts=", "method=")
         if f" {start}" in line
     ]
-    assert offered
-    for i, line in enumerate(["", *offered]):
+    assert offers
+    for i, line in enumerate(["", *offers]):
         run = concept_eraser.erase(
             name, overrides=[*shlex.split(line), "model=tiny-sd"], output=tmp_path / str(i)
         )
-        told = json.loads((run.folder / "done.json").read_text())["edit"]
-        # the bundled text encoder does not know these words, so no more is asked
-        assert told["moved"] > 0.01
+        figures = json.loads((run.folder / "done.json").read_text())["edit"]
+        # the bundled text encoder does not know these words, so a small change is enough
+        assert figures["moved"] > 0.01
         assert (run.folder / "weights.safetensors").is_file()
 
 
 def test_every_concept_has_its_sets() -> None:
-    """Paraphrases never name the concept as the forget set does; nothing that stays is in what
-    goes.
+    """Synonyms never name the concept as the forget set does, and the retain sets are disjoint from
+    it.
     """
     for name in [*CONCEPTS, *(f"imagenette_{c}" for c in CLASSES)]:
         rest = (
@@ -199,15 +203,15 @@ def test_every_concept_has_its_sets() -> None:
             if name.startswith("imagenette")
             else f"{name}_retain"
         )
-        forget, said = prompts.load(name), prompts.load(f"{name}_synonyms")
+        forget, synonyms = prompts.load(name), prompts.load(f"{name}_synonyms")
         stays = [prompts.load(rest), prompts.load(f"{name}_neighbours")]
         if name in CONCEPTS:  # Imagenette's anchor is the next class
             stays.append(prompts.load(f"{name}_anchor"))
-        for one in (forget, said, *stays):
+        for one in (forget, synonyms, *stays):
             assert len(one) == len(set(one.texts)) >= 100, one.name
-        for kept in stays:
-            prompts.require_disjoint(forget, kept)
-            prompts.require_disjoint(said, kept)
+        for retain_set in stays:
+            prompts.require_disjoint(forget, retain_set)
+            prompts.require_disjoint(synonyms, retain_set)
         prompts.require_disjoint(*stays[:2])
         words = {
             word
@@ -216,22 +220,27 @@ def test_every_concept_has_its_sets() -> None:
             if key in ("state", "act", "artist", "name", "class")
         }
         assert words
-        assert not [text for text in said.texts if any(word in text for word in words)], name
+        assert not [text for text in synonyms.texts if any(word in text for word in words)], name
 
 
 def test_the_suite_of_nudity_measures_and_blurs(shared_tiny: Any, tmp_path: Path) -> None:
-    """The bundled model draws no people, so NudeNet sees nobody in any group."""
+    """The bundled model generates no people, so NudeNet detects nobody in any group."""
     suite = suites.load("nudity")
     assert suite.sensitive
     small = suite.with_at_most(2).model_copy(
         update={"sampling": suite.sampling.model_copy(update={"steps": 1})}
     )
-    found = suites.evaluate(shared_tiny, shared_tiny, small, cache=tmp_path)
-    assert found.refused == {}
-    assert [found.find("concept_rate", group).after.value for group in suite.groups] == [
+    evaluation = suites.evaluate(shared_tiny, shared_tiny, small, cache=tmp_path)
+    assert evaluation.refused == {}
+    assert [evaluation.find("concept_rate", group).after.value for group in suite.groups] == [
         0,
         0,
         0,
         0,
     ]
-    assert set(found.as_dict()["prompt_hashes"]) == {"direct", "synonyms", "neighbours", "retained"}
+    assert set(evaluation.as_dict()["prompt_hashes"]) == {
+        "direct",
+        "synonyms",
+        "neighbours",
+        "retained",
+    }

@@ -24,9 +24,9 @@ def test_five_mistakes_are_five_lines() -> None:
         training__lr="fast",
     )
     wrong["forget"]["anchr"] = "x"
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         recipe.load(wrong)
-    lines = str(caught.value).splitlines()
+    lines = str(error.value).splitlines()
     assert lines[0] == "6 mistakes in the recipe:"
     text = {line.strip().split(":")[0]: line for line in lines[1:]}
     assert "did you mean 'anchor'" in text["forget.loss"]
@@ -61,7 +61,7 @@ def test_five_mistakes_are_five_lines() -> None:
         ({"forgett": 1}, "did you mean 'forget'"),
     ],
 )
-def test_each_mistake_says_what_to_do(changes: dict, message: str) -> None:
+def test_each_mistake_is_an_error_with_a_next_step(changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         recipe.load(short(**changes))
 
@@ -92,13 +92,13 @@ def test_shorthands_mean_the_same() -> None:
 
 
 def test_overrides() -> None:
-    changed = recipe.load(
+    job = recipe.load(
         "tiny_star_munba",
         ["training.lr=1e-5", "method=ngdiff", "forget.anchor.shape=square", "training.steps=3"],
     )
-    assert (changed.training.lr, changed.method.name, changed.training.steps) == (1e-5, "ngdiff", 3)
-    assert changed.forget.anchor == {"shape": "square"}
-    assert changed.fingerprint != recipe.load("tiny_star_munba").fingerprint
+    assert (job.training.lr, job.method.name, job.training.steps) == (1e-5, "ngdiff", 3)
+    assert job.forget.anchor == {"shape": "square"}
+    assert job.fingerprint != recipe.load("tiny_star_munba").fingerprint
     assert recipe.load(
         {"forget": "tiny_star", "retain": "tiny_rest", "method": "munba"},
         ["forget.loss=esd", "method.xi=0.5"],
@@ -180,7 +180,7 @@ def test_a_method_that_promises_ascent_does_not_train_on_the_forgotten(name: str
     assert recipe.load(content).forget.loss == "ascent"
 
 
-def test_a_mistake_says_which_changes_it_came_with() -> None:
+def test_the_error_of_a_mistake_names_the_overrides() -> None:
     with pytest.raises(
         UserError,
         match=r"tiny_star_esd.yaml with retain.loss=distill:\n  retain: give either prompts",

@@ -1,5 +1,5 @@
-"""Selections of parameters by regular expression: those of the real model, and those that would
-never end.
+"""Selections of parameters by regular expression: on the real model, and with expressions that
+would never end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.conftest import short
 
 @pytest.fixture
 def names(shared_tiny: Any) -> list[str]:
-    """Of the bundled model's denoiser."""
+    """The parameters of the bundled model's denoiser."""
     return [name for name, _ in shared_tiny.denoiser.named_parameters()]
 
 
@@ -44,23 +44,23 @@ def test_an_expression_selects_what_python_finds(expression: str, names: list[st
 def test_an_expression_that_never_ends_is_stopped(expression: str, names: list[str]) -> None:
     import os
 
-    began = os.times()
+    start = os.times()
     with pytest.raises(UserError, match=f"takes more than {SECONDS} seconds"):
         select(names, f"re:{expression}")
-    ended = os.times()
+    end = os.times()
     assert (
-        ended.children_user + ended.children_system - began.children_user - began.children_system
+        end.children_user + end.children_system - start.children_user - start.children_system
         < 3 * SECONDS
     )
 
 
 def test_the_example_of_the_audit_ends(names: list[str]) -> None:
-    """(a+)+$ needs a name of many a's to take long; real names have none, this one has forty."""
-    began = time.process_time()
+    """(a+)+$ is slow on a name with many a's only: no real name has them, this one has forty."""
+    start = time.process_time()
     assert select([*names, "x.aaaa"], "re:(a+)+$")
     with pytest.raises(UserError, match="takes more than"):
         select([*names, "a" * 40 + "!"], "re:(a+)+$")
-    assert time.process_time() - began < SECONDS
+    assert time.process_time() - start < SECONDS
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_the_example_of_the_audit_ends(names: list[str]) -> None:
 )
 def test_what_is_no_selection(selection: str, words: str) -> None:
     assert words in str(problem(selection))
-    with pytest.raises(UserError, match=re.escape(words)) as caught:
+    with pytest.raises(UserError, match=re.escape(words)) as error:
         recipe.load(short(trainable__select=selection))
-    assert len(str(caught.value)) < 1500
+    assert len(str(error.value)) < 1500

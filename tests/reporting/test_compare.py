@@ -1,4 +1,4 @@
-"""Numbers are put side by side only where they were measured alike."""
+"""Numbers are compared only where they were measured by one protocol."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from concept_eraser.reporting import compare
 from concept_eraser.utils.errors import UserError
 
 
-def measured(folder: Path, share: float, **protocol: Any) -> Path:
-    """An evaluation as evaluate writes it, cut to what is compared."""
+def write_evaluation(folder: Path, rate: float, **protocol: Any) -> Path:
+    """Write an evaluation file that has only what is compared."""
     from concept_eraser.utils.provenance import fingerprint
 
     whole = {"sampling": {"steps": 8}, "seed": 1, **protocol}
-    after = {"value": share, "low": share / 2, "high": 2 * share, "n": 100}
+    after = {"value": rate, "low": rate / 2, "high": 2 * rate, "n": 100}
     folder.mkdir(parents=True)
     path = folder / "evaluation.json"
     path.write_text(
@@ -34,22 +34,22 @@ def measured(folder: Path, share: float, **protocol: Any) -> Path:
     return path
 
 
-def test_alike_numbers_stand_side_by_side(tmp_path: Path, cli) -> None:
-    one, other = measured(tmp_path / "one", 0.02), measured(tmp_path / "other", 0.3)
-    shown = cli("compare", str(one), str(other.parent))
-    assert shown.returncode == 0, shown.stderr
-    assert "concept_rate, direct" in shown.stdout
-    assert "2 [1, 4]" in shown.stdout
-    assert "30 [15, 60]" in shown.stdout
+def test_numbers_of_one_protocol_are_compared(tmp_path: Path, cli) -> None:
+    one, other = write_evaluation(tmp_path / "one", 0.02), write_evaluation(tmp_path / "other", 0.3)
+    result = cli("compare", str(one), str(other.parent))
+    assert result.returncode == 0, result.stderr
+    assert "concept_rate, direct" in result.stdout
+    assert "2 [1, 4]" in result.stdout
+    assert "30 [15, 60]" in result.stdout
 
 
 def test_unlike_protocols_are_refused_with_what_differs(tmp_path: Path, cli) -> None:
-    one = measured(tmp_path / "one", 0.02)
-    other = measured(tmp_path / "other", 0.02, sampling={"steps": 25}, judge="another")
-    refused = cli("compare", str(one), str(other))
-    assert refused.returncode == 2
-    assert "differ in protocol.judge, protocol.sampling.steps" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    one = write_evaluation(tmp_path / "one", 0.02)
+    other = write_evaluation(tmp_path / "other", 0.02, sampling={"steps": 25}, judge="another")
+    result = cli("compare", str(one), str(other))
+    assert result.returncode == 2
+    assert "differ in protocol.judge, protocol.sampling.steps" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_files_that_are_no_measurements(tmp_path: Path) -> None:

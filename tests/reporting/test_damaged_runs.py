@@ -1,5 +1,6 @@
-"""Run folders that a stranger, or a failing disk, has changed: one sentence that names the file and
-what to do.
+"""Run folders that another person or a failing disk has changed.
+
+The error is one sentence that names the file and the next step.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from concept_eraser.exporting import hub, model_card
 from concept_eraser.reporting import compare, run_results, write
 from concept_eraser.utils.errors import UserError
 from tests.campaigns import targets_runs
-from tests.campaigns.targets_runs import ATTACK, DONE, ENVIRONMENT, EVALUATION, LOG
+from tests.campaigns.targets_runs import ATTACK, DONE_FILE, ENVIRONMENT, EVALUATION, LOG
 
 
-def changed(content: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+def with_value(content: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     """A copy with another value at `a.b.0.c`; None removes it."""
-    found = json.loads(json.dumps(content))
-    inner = found
+    copy = json.loads(json.dumps(content))
+    inner = copy
     *parents, last = place.split(".")
     for key in parents:
         inner = inner[int(key) if key.isdigit() else key]
@@ -29,7 +30,7 @@ def changed(content: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
         del inner[last]
     else:
         inner[last] = value
-    return found
+    return copy
 
 
 def run_with(folder: Path, name: str, content: Any) -> Path:
@@ -47,40 +48,44 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("evaluation.json", [], "expected a mapping, found list"),
         ("evaluation.json", b"\x00\xff", "no text in UTF-8"),
         ("evaluation.json", b"[" * 100_000, "nested deeper"),
-        ("evaluation.json", changed(EVALUATION, "models.after", None), "models.after is missing"),
         (
             "evaluation.json",
-            changed(EVALUATION, "protocol.groups", "x"),
+            with_value(EVALUATION, "models.after", None),
+            "models.after is missing",
+        ),
+        (
+            "evaluation.json",
+            with_value(EVALUATION, "protocol.groups", "x"),
             "protocol.groups is 'x', not a mapping",
         ),
         (
             "evaluation.json",
-            changed(EVALUATION, "protocol.concept", {}),
+            with_value(EVALUATION, "protocol.concept", {}),
             "protocol.concept is {}, not a mapping of one entry",
         ),
         (
             "evaluation.json",
-            changed(EVALUATION, "results.0.after.value", "many"),
+            with_value(EVALUATION, "results.0.after.value", "many"),
             "results[0].after.value is 'many', not a whole number or a number",
         ),
         (
             "evaluation.json",
-            changed(EVALUATION, "results.0.after.n", 10**40),
+            with_value(EVALUATION, "results.0.after.n", 10**40),
             "not a number below 1e15",
         ),
         (
             "evaluation.json",
-            changed(EVALUATION, "results.0.after", {}),
+            with_value(EVALUATION, "results.0.after", {}),
             "results[0].after.value is missing",
         ),
         (
             "evaluation.json",
-            changed(EVALUATION, "environment", []),
+            with_value(EVALUATION, "environment", []),
             "environment is [], not a mapping",
         ),
         (
@@ -90,32 +95,36 @@ READERS: dict[str, Callable[[Path], Any]] = {
         ),
         (
             "attacks/random_tokens/attack.json",
-            changed(ATTACK, "rates.asr", 1),
+            with_value(ATTACK, "rates.asr", 1),
             "rates.asr is 1, not a mapping",
         ),
         (
             "attacks/random_tokens/attack.json",
-            changed(ATTACK, "curves", [[{"round": "x", "fell": 1}]]),
+            with_value(ATTACK, "curves", [[{"round": "x", "fell": 1}]]),
             "curves[0][0].round is 'x'",
         ),
         ("done.json", {}, "seconds is missing"),
         ("done.json", [], "expected a mapping, found list"),
         (
             "done.json",
-            changed(DONE, "trained_parameters", "x"),
+            with_value(DONE_FILE, "trained_parameters", "x"),
             "trained_parameters is 'x', not a whole number",
         ),
-        ("environment.json", changed(ENVIRONMENT, "prompts", [1]), "prompts is [1], not a mapping"),
+        (
+            "environment.json",
+            with_value(ENVIRONMENT, "prompts", [1]),
+            "prompts is [1], not a mapping",
+        ),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: Any, said: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: Any, message: str) -> None:
     run = run_with(tmp_path, name, content)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         READERS[name](run)
-    assert said in str(caught.value)
-    assert name in str(caught.value)
-    assert len(str(caught.value)) < 1000
-    assert "\n" not in str(caught.value)
+    assert message in str(error_info.value)
+    assert name in str(error_info.value)
+    assert len(str(error_info.value)) < 1000
+    assert "\n" not in str(error_info.value)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +135,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: Any, said: 
         b'{"step": 1, "losses": {"forget": "x"}, "cosine": {}, "norms": []}\n',
     ],
 )
-def test_a_binary_log_draws_nothing(tmp_path: Path, log: bytes) -> None:
+def test_a_binary_log_gives_no_figure(tmp_path: Path, log: bytes) -> None:
     from concept_eraser.reporting import plots
 
     rows = write._facts(run_with(tmp_path, "log.jsonl", log)).log
@@ -134,13 +143,15 @@ def test_a_binary_log_draws_nothing(tmp_path: Path, log: bytes) -> None:
     assert plots.conflict(rows) is None
 
 
-def test_a_whole_log_is_drawn(tmp_path: Path) -> None:
-    rows = write._facts(run_with(tmp_path, "done.json", DONE)).log
+def test_a_valid_log_is_read(tmp_path: Path) -> None:
+    rows = write._facts(run_with(tmp_path, "done.json", DONE_FILE)).log
     assert [row["losses"] for row in rows] == [row["losses"] for row in LOG]
 
 
 def test_numbers_of_an_evaluation_without_models_are_compared(tmp_path: Path) -> None:
-    """`compare` also takes what is no evaluation of ours: metrics by a protocol are enough."""
+    """`compare` also accepts a file that `evaluate` did not write: metrics with a protocol are
+    enough.
+    """
     content = {
         "protocol": {"seed": 1},
         "protocol_hash": "x",
@@ -153,13 +164,13 @@ def test_numbers_of_an_evaluation_without_models_are_compared(tmp_path: Path) ->
         ],
     }
     (tmp_path / "evaluation.json").write_text(json.dumps(content))
-    path, found = compare.read(tmp_path)
-    assert compare.table({str(path): found}) == [["fid, images", "1"]]
+    path, evaluation = compare.read(tmp_path)
+    assert compare.table({str(path): evaluation}) == [["fid, images", "1"]]
 
 
 @pytest.mark.parametrize("link", ["pipeline/secret.json", "evaluation.json", "pipeline"])
 def test_a_link_out_of_a_run_is_not_uploaded(tmp_path: Path, link: str) -> None:
-    run = run_with(tmp_path, "done.json", DONE)
+    run = run_with(tmp_path, "done.json", DONE_FILE)
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret.json").write_text(json.dumps(EVALUATION))
@@ -172,13 +183,16 @@ def test_a_link_out_of_a_run_is_not_uploaded(tmp_path: Path, link: str) -> None:
         place.symlink_to(outside / "secret.json")
     with pytest.raises(
         UserError,
-        match=r"is a link that leads out of .*, so it is not uploaded; put the file itself in its place",  # noqa: E501
+        match=(
+            r"is a link that leads out of .*, so it is not uploaded; "
+            r"put the file itself in its place"
+        ),
     ):
         hub.push_to_hub(run, "me/mine", dry_run=True)
 
 
 def test_a_link_inside_a_run_is_uploaded(tmp_path: Path) -> None:
-    run = run_with(tmp_path, "done.json", DONE)
+    run = run_with(tmp_path, "done.json", DONE_FILE)
     (run / "pipeline" / "again.json").symlink_to("model_index.json")
     assert "again.json" in [
         one.name for one in hub.push_to_hub(run, "me/mine", dry_run=True).uploads

@@ -1,5 +1,6 @@
-"""One page about several runs: real runs, evaluations and attacks at tiny size; what the page says
-is what the JSON says.
+"""One page about several runs, with real runs, evaluations and attacks at tiny size.
+
+The page agrees with the JSON files.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ class Page(HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
+        values = dict(attrs)
         if tag == "img":
-            self.images.append(found)
+            self.images.append(values)
         if tag == "tr":
             self.rows.append({})
         if tag == "td":
-            self._label = found["data-label"]
+            self._label = values["data-label"]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -89,7 +90,7 @@ class Page(HTMLParser):
         return next(row for row in self.rows if row.get("run") == name)
 
     def rendered_images(self) -> list[np.ndarray]:
-        """The drawn images (not the figures), decoded."""
+        """The generated images (not the figures), decoded."""
         uris = [str(i["src"]) for i in self.images if "class" not in i]
         return [
             np.asarray(Image.open(io.BytesIO(base64.b64decode(u.partition(",")[2]))), float)
@@ -99,10 +100,11 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two runs, evaluated and attacked by paraphrases: their prompts ask for a shape, their attacks
-    for a star.
+    """Two runs, evaluated and attacked by paraphrases.
+
+    Their prompts name a shape, and their attacks aim at a star.
     """
-    folder, found = tmp_path_factory.mktemp("runs"), []
+    folder, run_folders = tmp_path_factory.mktemp("runs"), []
     for name, method in (("one", "munba"), ("two", "pcgrad")):
         run = api.erase(short(method={"name": method}), output=folder / name)
         api.evaluate(run.folder, SUITE, output=run.folder)
@@ -115,8 +117,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             options={"prompts": "tiny_star_synonyms", "tries": 3},
             output=run.folder / "attacks" / "paraphrase",
         )
-        found.append(run.folder)
-    return found
+        run_folders.append(run.folder)
+    return run_folders
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +126,8 @@ def page(runs: list[Path]) -> Page:
     return Page(api.report(runs, runs[0].parent / "report.html").read_text())
 
 
-def edited(source: Path, target: Path, **changes: Any) -> Path:
-    """The evaluation of a run and its recipe in a folder of their own, with changes."""
+def edit_evaluation(source: Path, target: Path, **changes: Any) -> Path:
+    """Copy the evaluation and the recipe of a run to another folder, with changes."""
     target.mkdir()
     shutil.copy(source / "recipe.yaml", target)
     content = json.loads((source / "evaluation.json").read_text())
@@ -133,12 +135,14 @@ def edited(source: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-def attacked(source: Path, target: Path, **changes: Any) -> dict[str, Any]:
-    """A run's attack in a folder of its own, with changes to those of its attempts that fell."""
+def edit_attack(source: Path, target: Path, **changes: Any) -> dict[str, Any]:
+    """Copy the attack of a run to another folder, with changes to its successful attempts."""
     content = json.loads((source / "attacks" / "paraphrase" / "attack.json").read_text())
-    fell = [attempt for attempt in content["attempts"] if attempt["success"] and not attempt["pre"]]
-    assert fell, "the paraphrases broke nothing, so that this test says nothing"
-    for attempt in fell:
+    successes = [
+        attempt for attempt in content["attempts"] if attempt["success"] and not attempt["pre"]
+    ]
+    assert successes, "no paraphrase succeeded, so that this test proves nothing"
+    for attempt in successes:
         attempt |= changes
     target.mkdir()
     (target / "attack.json").write_text(json.dumps(content))
@@ -199,7 +203,9 @@ def test_the_page_is_one_self_contained_file(page: Page) -> None:
 
 
 def test_images_are_the_measured_ones(runs: list[Path], page: Page) -> None:
-    """The first retained prompt by the original, by its seed of the evaluation."""
+    """The page has the original's image of the first retain prompt, with the seed of the
+    evaluation.
+    """
     from concept_eraser.data import generate
     from concept_eraser.utils import provenance
 
@@ -211,27 +217,27 @@ def test_images_are_the_measured_ones(runs: list[Path], page: Page) -> None:
         .numpy()[0]
     )
     distances = [float(np.abs(image - expected).mean()) for image in page.rendered_images()]
-    assert min(distances) < 4  # bf16 beside fp32
+    assert min(distances) < 4  # bf16 against fp32
 
 
 def test_the_attacked_image_stands_beside_its_prompt(runs: list[Path], page: Page) -> None:
     content = json.loads((runs[0] / "attacks" / "paraphrase" / "attack.json").read_text())
-    fell = next(a for a in content["attempts"] if a["success"] and not a["pre"])
-    assert f"attacked: {fell['text']}" in page.words
-    assert f"prompt: {fell['prompt']}" in page.words
+    attempt = next(a for a in content["attempts"] if a["success"] and not a["pre"])
+    assert f"attacked: {attempt['text']}" in page.words
+    assert f"prompt: {attempt['prompt']}" in page.words
     assert any(str(image["alt"]) == "attacked: the judge's label is star" for image in page.images)
 
 
 def test_adversarial_prompts_are_escaped(runs: list[Path], tmp_path: Path) -> None:
-    attacked(runs[0], tmp_path / "evil", text='"><script>alert(1)</script> a star')
+    edit_attack(runs[0], tmp_path / "evil", text='"><script>alert(1)</script> a star')
     text = api.report(runs[:1], tmp_path / "page.html", attacks=[tmp_path / "evil"]).read_text()
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert 'a star"><script>' not in Page(text).text
 
 
-def test_what_fell_without_a_text_says_so(runs: list[Path], tmp_path: Path) -> None:
-    content = attacked(runs[0], tmp_path / "weights", text=None)
+def test_a_success_without_a_text_is_described(runs: list[Path], tmp_path: Path) -> None:
+    content = edit_attack(runs[0], tmp_path / "weights", text=None)
     for name, meaning in (
         ("relearning", "other weights (fine-tuned)"),
         ("soft_prompt", "an embedding"),
@@ -239,8 +245,8 @@ def test_what_fell_without_a_text_says_so(runs: list[Path], tmp_path: Path) -> N
     ):
         content["protocol"]["attack"] = name
         (tmp_path / "weights" / "attack.json").write_text(json.dumps(content))
-        (found,) = run_results.read(runs[:1], {}, [tmp_path / "weights"])
-        album = galleries.Album([galleries.of_attack(name, found.attacks[name])])
+        (entry,) = run_results.read(runs[:1], {}, [tmp_path / "weights"])
+        album = galleries.Album([galleries.of_attack(name, entry.attacks[name])])
         section = several_runs.AttackSection(curves=[], costs=[], unlike=[], albums=[album])
         text = rendering.render("attacks.html", attacks=section)
         assert f"by {meaning}: there is no text to show" in Page(text).words
@@ -249,24 +255,26 @@ def test_what_fell_without_a_text_says_so(runs: list[Path], tmp_path: Path) -> N
 def test_a_page_without_models_says_why_and_keeps_its_numbers(
     runs: list[Path], tmp_path: Path
 ) -> None:
-    told = json.loads((runs[0] / "evaluation.json").read_text())["models"]
-    gone = edited(
+    models = json.loads((runs[0] / "evaluation.json").read_text())["models"]
+    missing_run = edit_evaluation(
         runs[0],
         tmp_path / "gone",
-        models={**told, "after": f"nowhere/at/all ({told['after'][-25:-1]})"},
+        models={**models, "after": f"nowhere/at/all ({models['after'][-25:-1]})"},
     )
-    other = edited(
-        runs[0], tmp_path / "other", models={**told, "after": f"tiny-sd ({told['after'][-25:-1]})"}
+    other = edit_evaluation(
+        runs[0],
+        tmp_path / "other",
+        models={**models, "after": f"tiny-sd ({models['after'][-25:-1]})"},
     )
-    text = api.report([gone, other], tmp_path / "page.html").read_text()
+    text = api.report([missing_run, other], tmp_path / "page.html").read_text()
     assert "Images could not be made: unknown model &#39;nowhere/at/all&#39;" in text
     assert "tiny-sd has other weights than those that were measured" in text
     assert Page(text).row("gone")["star, direct %"]
 
 
 def detail(rendered_image: np.ndarray) -> float:
-    """Energy of everything finer than 1/10 of the image, under a window that takes its borders
-    out.
+    """Energy of all structures finer than 1/10 of the image, under a window that removes its
+    borders.
     """
     window = np.hanning(rendered_image.shape[0])
     spectrum = (
@@ -283,33 +291,35 @@ def detail(rendered_image: np.ndarray) -> float:
 
 def test_sensitive_images_are_blurred_in_the_file(runs: list[Path], tmp_path: Path) -> None:
     secret = suites.load({**SUITE, "sensitive": True}).with_at_most(2)
-    folder = edited(runs[0], tmp_path / "run")
-    found = api.evaluate(runs[0], secret)
-    found.save(folder / "evaluation.json", overwrite=True)
+    folder = edit_evaluation(runs[0], tmp_path / "run")
+    evaluation = api.evaluate(runs[0], secret)
+    evaluation.save(folder / "evaluation.json", overwrite=True)
     more = [runs[0] / "attacks"]
     pair = [
         Page(
             api.report(
-                [folder], tmp_path / "page.html", attacks=more, show_sensitive=shown
+                [folder], tmp_path / "page.html", attacks=more, show_sensitive=show
             ).read_text()
         )
-        for shown in (False, True)
+        for show in (False, True)
     ]
     single = [
         Page(
             api.report(
-                found, tmp_path / "report.html", run=runs[0], show_sensitive=shown
+                evaluation, tmp_path / "report.html", run=runs[0], show_sensitive=show
             ).read_text()
         )
-        for shown in (False, True)
+        for show in (False, True)
     ]
-    for hidden, clear in (pair, single):
-        assert len(hidden.rendered_images()) == len(clear.rendered_images()) >= 6
-        for one, other in zip(hidden.rendered_images(), clear.rendered_images(), strict=True):
+    for blurred_page, clear_page in (pair, single):
+        assert len(blurred_page.rendered_images()) == len(clear_page.rendered_images()) >= 6
+        for one, other in zip(
+            blurred_page.rendered_images(), clear_page.rendered_images(), strict=True
+        ):
             assert one.shape == other.shape
             assert detail(one) < 0.02 * detail(other)
-        assert "--show-sensitive" in hidden.words
-        assert "--show-sensitive" not in clear.words
+        assert "--show-sensitive" in blurred_page.words
+        assert "--show-sensitive" not in clear_page.words
 
 
 @pytest.mark.parametrize(
@@ -332,16 +342,20 @@ def test_sensitive_is_no_part_of_the_protocol() -> None:
     plain, secret = suites.load(SUITE), suites.load({**SUITE, "sensitive": True})
     assert secret.with_at_most(4).sensitive
     assert plain.model_dump(mode="json") == secret.model_dump(mode="json")
-    found = [
+    contents = [
         suites.PromptEvaluation(s, {}, [], {}, {}, "judge", {}).as_dict() for s in (plain, secret)
     ]
-    assert found[0]["protocol_hash"] == found[1]["protocol_hash"]
-    assert "sensitive" not in found[0]
-    assert found[1]["sensitive"] is True
+    assert contents[0]["protocol_hash"] == contents[1]["protocol_hash"]
+    assert "sensitive" not in contents[0]
+    assert contents[1]["sensitive"] is True
 
 
-def point(name: str, erased: float, kept: float) -> ranking.Point:
-    return ranking.Point(name, Interval(erased, erased, erased, 9), Interval(kept, kept, kept, 9))
+def point(name: str, erasure: float, preservation: float) -> ranking.Point:
+    return ranking.Point(
+        name,
+        Interval(erasure, erasure, erasure, 9),
+        Interval(preservation, preservation, preservation, 9),
+    )
 
 
 def test_dominated_points() -> None:
@@ -357,14 +371,14 @@ def test_dominated_points() -> None:
     assert min(rendered_image.size) > 300
 
 
-def test_nobody_wins_where_intervals_overlap() -> None:
-    found = {"a": wilson(1, 100), "b": wilson(3, 100), "c": wilson(60, 100)}
-    assert ranking.leaders(found, "lower") == ["a", "b"]
-    assert ranking.leaders(found, "higher") == ["c"]
-    assert ranking._rank("erases most", found, "lower", "share").startswith(
+def test_no_run_is_best_where_intervals_overlap() -> None:
+    intervals = {"a": wilson(1, 100), "b": wilson(3, 100), "c": wilson(60, 100)}
+    assert ranking.leaders(intervals, "lower") == ["a", "b"]
+    assert ranking.leaders(intervals, "higher") == ["c"]
+    assert ranking._rank("erases most", intervals, "lower", "share").startswith(
         "No run erases most: the best intervals"
     )
-    assert ranking._rank("preserves most", found, "higher", "share").startswith(
+    assert ranking._rank("preserves most", intervals, "higher", "share").startswith(
         "c preserves most: share 60.0 ["
     )
 
@@ -393,7 +407,7 @@ def test_nudenet_counts_come_back_from_their_means() -> None:
             "after": {"value": after, "n": 8},
             "settings": {"preset": "rece"},
         }
-        share = {
+        rate = {
             "metric": "nudenet_nude",
             "group": "direct",
             "before": {"value": 1, "n": 8},
@@ -401,7 +415,7 @@ def test_nudenet_counts_come_back_from_their_means() -> None:
             "settings": {},
         }
         return run_results.Entry(
-            name, Path(name), {"results": [share] + ([row] if before or after else [])}
+            name, Path(name), {"results": [rate] + ([row] if before or after else [])}
         )
 
     both = [entry("a", 0.625, 0.125), entry("b", 0, 0)]
@@ -423,7 +437,7 @@ def test_names_are_the_ends_of_paths_that_differ(tmp_path: Path) -> None:
 
 def test_unlike_runs_are_refused(runs: list[Path], tmp_path: Path) -> None:
     content = json.loads((runs[1] / "evaluation.json").read_text())
-    other = edited(
+    other = edit_evaluation(
         runs[1],
         tmp_path / "other",
         protocol={**content["protocol"], "seed": 4},
@@ -431,12 +445,12 @@ def test_unlike_runs_are_refused(runs: list[Path], tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"not measured alike.*differ in protocol\.seed"):
         api.report([runs[0], other], tmp_path / "page.html")
-    unlike = attacked(runs[1], tmp_path / "attack")
+    unlike = edit_attack(runs[1], tmp_path / "attack")
     unlike["protocol"]["options"] |= {"tries": 9}
     (tmp_path / "attack" / "attack.json").write_text(
         json.dumps({**unlike, "protocol_hash": "another"})
     )
-    alone = edited(runs[1], tmp_path / "alone")
+    alone = edit_evaluation(runs[1], tmp_path / "alone")
     with pytest.raises(
         UserError, match=r"paraphrase on one and paraphrase on alone .*protocol\.options\.tries"
     ):
@@ -444,13 +458,13 @@ def test_unlike_runs_are_refused(runs: list[Path], tmp_path: Path) -> None:
     assert not (tmp_path / "page.html").exists()
 
 
-def test_attacks_on_other_weights_are_left_out_and_said(runs: list[Path], tmp_path: Path) -> None:
-    folder = edited(runs[0], tmp_path / "run")
+def test_attacks_on_other_weights_are_left_out_and_named(runs: list[Path], tmp_path: Path) -> None:
+    folder = edit_evaluation(runs[0], tmp_path / "run")
     shutil.copytree(runs[1] / "attacks", folder / "attacks")
-    (found,) = run_results.read([folder], {})
-    assert not found.attacks
-    assert found.unlike == ["paraphrase"]
-    section = several_runs.attack_section([found], galleries.ImageRenderer())
+    (entry,) = run_results.read([folder], {})
+    assert not entry.attacks
+    assert entry.unlike == ["paraphrase"]
+    section = several_runs.attack_section([entry], galleries.ImageRenderer())
     assert section.unlike == [f"paraphrase in {folder}"]
     assert (
         f"paraphrase in {folder}" in Page(rendering.render("attacks.html", attacks=section)).words
@@ -462,8 +476,8 @@ def test_attacks_on_other_weights_are_left_out_and_said(runs: list[Path], tmp_pa
 
 
 def test_the_report_of_one_run_shows_its_attacks(runs: list[Path]) -> None:
-    made = CliRunner().invoke(app, ["report", str(runs[0]), "-q"], catch_exceptions=False)
-    assert made.exit_code == 0
+    result = CliRunner().invoke(app, ["report", str(runs[0]), "-q"], catch_exceptions=False)
+    assert result.exit_code == 0
     page = Page((runs[0] / "report.html").read_text())
     assert "paraphrase: " in page.words
     assert "attacked: " in page.words
@@ -472,32 +486,32 @@ def test_the_report_of_one_run_shows_its_attacks(runs: list[Path]) -> None:
 
 def test_bad_input_is_a_clear_error(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
-    labelled = tmp_path / "labelled"
-    labelled.mkdir()
-    shutil.copy(resources.find("pipelines", "digits_three_munba"), labelled / "recipe.yaml")
+    labelled_run = tmp_path / "labelled"
+    labelled_run.mkdir()
+    shutil.copy(resources.find("pipelines", "digits_three_munba"), labelled_run / "recipe.yaml")
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
     for arguments, message in (
         ([runs[0], tmp_path / "bare"], "was not evaluated yet"),
-        ([runs[0], labelled], "is a run on labelled data"),
-        ([labelled], "is a run on labelled data"),
+        ([runs[0], labelled_run], "is a run on labelled data"),
+        ([labelled_run], "is a run on labelled data"),
         ([runs[0], runs[0]], "given twice"),
-        ([*runs, "-o", notes], "is no report of ours"),
+        ([*runs, "-o", notes], "is no report of concept_eraser"),
         ([*runs, "-o", tmp_path], "is a folder"),
         ([*runs, "--suite", "tiny_star"], "--suite goes with one run"),
     ):
-        made = CliRunner().invoke(app, ["report", *map(str, arguments), "-q"])
-        assert isinstance(made.exception, UserError), made.output
-        assert re.search(message, str(made.exception))
+        result = CliRunner().invoke(app, ["report", *map(str, arguments), "-q"])
+        assert isinstance(result.exception, UserError), result.output
+        assert re.search(message, str(result.exception))
     assert notes.read_text() == "mine"
 
 
 def test_the_command_writes_over_its_own_page(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "both.html").write_text(f"<!doctype html>{html.generator()}an older one")
-    made = CliRunner().invoke(
+    result = CliRunner().invoke(
         app,
         ["report", *map(str, runs), "-q", "-o", str(tmp_path / "both.html")],
         catch_exceptions=False,
     )
-    assert made.exit_code == 0
+    assert result.exit_code == 0
     assert "Erasing star: 2 runs" in Page((tmp_path / "both.html").read_text()).words

@@ -1,4 +1,4 @@
-"""The field's trained baselines on the frame: their losses, elastic weights, negation, and a recipe
+"""The trained baselines of the literature: their losses, elastic weights, negation, and a recipe
 each.
 """
 
@@ -43,10 +43,10 @@ FEW = [
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_its_recipe_trains_two_steps(name: str, tmp_path: Path) -> None:
-    asked = recipe.load(f"tiny_star_{name}")
+    job = recipe.load(f"tiny_star_{name}")
     changes = (
         FEW
-        + (["retain.n=2"] if asked.retain else [])
+        + (["retain.n=2"] if job.retain else [])
         + (["retain.elastic.n=2"] if name == "sa" else [])
     )
     run = concept_eraser.erase(f"tiny_star_{name}", overrides=changes, output=tmp_path)
@@ -54,42 +54,48 @@ def test_its_recipe_trains_two_steps(name: str, tmp_path: Path) -> None:
     assert len(rows) == 2
     assert not any("skipped" in row for row in rows)
     original = load("tiny-sd").denoiser.state_dict()
-    moved = load_file(run.folder / "weights.safetensors")
-    assert any(not torch.equal(value, original[key]) for key, value in moved.items())
+    weights = load_file(run.folder / "weights.safetensors")
+    assert any(not torch.equal(value, original[key]) for key, value in weights.items())
 
 
 # --- negative preference optimisation -------------------------------------------------------------
 
 
-def grads(made: Any, loss: str, draw: Any, **settings: Any) -> torch.Tensor:
-    value = LOSSES[loss].compute(made, draw, LossSettings(**settings))
+def grads(denoiser: Any, loss: str, draw: Any, **settings: Any) -> torch.Tensor:
+    value = LOSSES[loss].compute(denoiser, draw, LossSettings(**settings))
     return torch.cat(
-        [g.flatten() for g in torch.autograd.grad(value, list(made.trainable().values()))]
+        [g.flatten() for g in torch.autograd.grad(value, list(denoiser.trainable().values()))]
     )
 
 
 def test_npo_starts_as_ascent_and_is_ascent_for_small_beta(tiny) -> None:
-    made = eraser(tiny, "data")
-    draw = made.draw("forget", [1, 2, 3])
+    denoiser = eraser(tiny, "data")
+    draw = denoiser.draw("forget", [1, 2, 3])
     torch.testing.assert_close(
-        grads(made, "npo", draw, beta=1e3), grads(made, "ascent", draw), rtol=1e-4, atol=1e-8
+        grads(denoiser, "npo", draw, beta=1e3),
+        grads(denoiser, "ascent", draw),
+        rtol=1e-4,
+        atol=1e-8,
     )
     perturb(tiny)
     torch.testing.assert_close(
-        grads(made, "npo", draw, beta=1e-6), grads(made, "ascent", draw), rtol=1e-4, atol=1e-8
+        grads(denoiser, "npo", draw, beta=1e-6),
+        grads(denoiser, "ascent", draw),
+        rtol=1e-4,
+        atol=1e-8,
     )
     for _ in range(5):  # up the training loss
-        slope = grads(made, "ascent", draw)
+        slope = grads(denoiser, "ascent", draw)
         offset = (
-            torch.nn.utils.parameters_to_vector(made.trainable().values())
+            torch.nn.utils.parameters_to_vector(denoiser.trainable().values())
             - 0.5 * slope / slope.norm()
         )
-        torch.nn.utils.vector_to_parameters(offset, made.trainable().values())
-    strong = grads(made, "npo", draw, beta=1e4)  # these examples are forgotten
-    assert float(strong.norm()) < 0.1 * float(grads(made, "ascent", draw).norm())
+        torch.nn.utils.vector_to_parameters(offset, denoiser.trainable().values())
+    strong = grads(denoiser, "npo", draw, beta=1e4)  # these examples are forgotten
+    assert float(strong.norm()) < 0.1 * float(grads(denoiser, "ascent", draw).norm())
 
 
-def test_npo_weighs_each_example_by_what_is_left_of_it() -> None:
+def test_npo_weighs_each_example_by_its_remaining_likelihood() -> None:
     """The slope is -2 sigmoid(-beta rise), and the value the paper's -(2 / beta) log sigmoid."""
     rise = torch.tensor([-3.0, -0.1, 0.0, 0.2, 50.0], dtype=torch.float64, requires_grad=True)
     for beta in (0.1, 1.0, 20.0):
@@ -106,8 +112,8 @@ def test_npo_of_a_text_encoder(tiny) -> None:
     latents = torch.randn(2, *tiny.latent_shape(), generator=torch.Generator().manual_seed(0))
     objective = text_encoder.TextEncoderObjective(tokens, "npo", latents=latents, beta=2.0)
     names = [name for name, _ in tiny.parts["text_encoder"].named_parameters()]
-    made = text_encoder.TextEncoder(tiny, {"forget": objective}, names)
-    draw = made.draw("forget", [3, 4])
+    encoder = text_encoder.TextEncoder(tiny, {"forget": objective}, names)
+    draw = encoder.draw("forget", [3, 4])
 
     def losses() -> torch.Tensor:
         return (
@@ -119,116 +125,120 @@ def test_npo_of_a_text_encoder(tiny) -> None:
 
     before = losses().detach()
     with torch.no_grad():
-        for parameter in made.trainable().values():
+        for parameter in encoder.trainable().values():
             parameter.add_(
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             )
     expected = (-2 / 2.0 * torch.nn.functional.logsigmoid(2.0 * (losses() - before))).mean()
-    found = made.loss("forget", draw)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    assert found.requires_grad
+    loss = encoder.loss("forget", draw)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+    assert loss.requires_grad
     assert float((losses() - before).abs().min()) > 1e-5
 
 
 def test_esd_of_a_text_encoder_goes_through_the_denoiser(tiny) -> None:
-    """What the denoiser says under the encoder in training, against what it says under the
-    teacher's, away from nothing.
+    """The denoiser's prediction with the trained encoder, against the target from the teacher's
+    predictions with the prompt and with the empty prompt.
     """
     tokens = tiny.tokenize(["a red star", "a blue star"])
     latents = torch.randn(2, *tiny.latent_shape(), generator=torch.Generator().manual_seed(0))
     names = [name for name, _ in tiny.parts["text_encoder"].named_parameters()]
-    made = text_encoder.TextEncoder(
+    encoder = text_encoder.TextEncoder(
         tiny,
         {"forget": text_encoder.TextEncoderObjective(tokens, "esd", latents=latents, eta=0.7)},
         names,
     )
-    draw = made.draw("forget", [3, 4])
+    draw = encoder.draw("forget", [3, 4])
     empty = tiny.tokenize(["", ""])
-    free, given = (
-        tiny.denoise(draw.noisy, draw.t, tiny.embed(asked)).detach()
-        for asked in (empty, draw.tokens)
+    free, conditional = (
+        tiny.denoise(draw.noisy, draw.t, tiny.embed(batch)).detach()
+        for batch in (empty, draw.tokens)
     )
     with torch.no_grad():
-        for parameter in made.trainable().values():
+        for parameter in encoder.trainable().values():
             parameter.add_(
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             )
     now = tiny.denoise(draw.noisy, draw.t, tiny.embed(draw.tokens))
-    found = made.loss("forget", draw)
+    loss = encoder.loss("forget", draw)
     torch.testing.assert_close(
-        found, (now - (free - 0.7 * (given - free))).square().mean(), rtol=1e-5, atol=1e-7
+        loss, (now - (free - 0.7 * (conditional - free))).square().mean(), rtol=1e-5, atol=1e-7
     )
-    assert found.requires_grad
+    assert loss.requires_grad
 
 
-# --- what esd pushes away to ----------------------------------------------------------------------
+# --- the start of esd's target --------------------------------------------------------------------
 
 
-def test_esd_pushes_away_to_the_anchor_where_asked(tiny) -> None:
-    made = eraser(tiny, "esd")
-    draw = made.draw("forget", [1, 2])
+def test_esd_with_neutral_anchor_starts_from_the_anchor(tiny) -> None:
+    denoiser = eraser(tiny, "esd")
+    draw = denoiser.draw("forget", [1, 2])
     own, other = (
         tiny.denoise(draw.noisy, draw.t, c).detach() for c in (draw.condition, draw.anchor)
     )
     perturb(tiny)
     now = tiny.denoise(draw.noisy, draw.t, draw.condition).detach()
-    found = LOSSES["esd"].compute(made, draw, LossSettings(eta=0.7, neutral="anchor"))
-    torch.testing.assert_close(
-        found.detach(), (now - (other - 0.7 * (own - other))).square().mean()
-    )
+    loss = LOSSES["esd"].compute(denoiser, draw, LossSettings(eta=0.7, neutral="anchor"))
+    torch.testing.assert_close(loss.detach(), (now - (other - 0.7 * (own - other))).square().mean())
     assert (
-        abs(float(found) - float(LOSSES["esd"].compute(made, draw, LossSettings(eta=0.7)))) > 1e-4
+        abs(float(loss) - float(LOSSES["esd"].compute(denoiser, draw, LossSettings(eta=0.7))))
+        > 1e-4
     )
 
 
 # --- Forget-Me-Not --------------------------------------------------------------------------------
 
 
-def steered(
-    model: Any, *, selected: list[str] | None = None, adapter: Any = None, end: bool = False
+def resteer_denoiser(
+    model: Any, *, weight_names: list[str] | None = None, adapter: Any = None, end: bool = False
 ) -> Denoiser:
     rows = prompts.load("tiny_star").take(4).prompts
     texts, anchors = [r.text for r in rows], [r.anchor_prompt({"shape": "circle"}) for r in rows]
     latents = torch.randn(4, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
-    made = batches.make_examples(model, texts, latents=latents, anchors=anchors)
-    made = replace(made, positions=model.concept_tokens(texts, anchors, end=end))
-    names = selected or select(
+    examples = batches.make_examples(model, texts, latents=latents, anchors=anchors)
+    examples = replace(examples, positions=model.concept_tokens(texts, anchors, end=end))
+    names = weight_names or select(
         [name for name, _ in model.denoiser.named_parameters()], "cross_attention"
     )
-    return Denoiser(model, {"forget": DenoiserObjective(made, "resteer")}, names, adapter=adapter)
+    return Denoiser(
+        model, {"forget": DenoiserObjective(examples, "resteer")}, names, adapter=adapter
+    )
 
 
 def test_asking_for_attention_changes_no_prediction(tiny) -> None:
-    made = steered(tiny)
-    draw = made.draw("forget", [1, 2])
-    before, kept = tiny.denoise(draw.noisy, draw.t, draw.condition), []
-    hook = tiny.denoiser.register_forward_hook(lambda *call: kept.append(call[-1].sample))
-    maps = made.attention(draw)
+    denoiser = resteer_denoiser(tiny)
+    draw = denoiser.draw("forget", [1, 2])
+    before, predictions = tiny.denoise(draw.noisy, draw.t, draw.condition), []
+    hook = tiny.denoiser.register_forward_hook(lambda *call: predictions.append(call[-1].sample))
+    maps = denoiser.attention(draw)
     hook.remove()
-    assert torch.equal(kept[0], before)
+    assert torch.equal(predictions[0], before)
     assert torch.equal(tiny.denoise(draw.noisy, draw.t, draw.condition), before)
     assert len(maps) == sum(name.endswith("attn2") for name, _ in tiny.denoiser.named_modules())
     for one in maps:
         torch.testing.assert_close(one.sum(-1), torch.ones_like(one.sum(-1)))
 
 
-def test_training_makes_the_image_look_away(tiny) -> None:
-    made = steered(tiny)
-    draw, params = made.draw("forget", [1, 2, 3]), list(made.trainable().values())
-    first, optimizer = float(made.loss("forget", draw).detach()), torch.optim.Adam(params, lr=1e-3)
+def test_training_lowers_the_attention_on_the_concept(tiny) -> None:
+    denoiser = resteer_denoiser(tiny)
+    draw, params = denoiser.draw("forget", [1, 2, 3]), list(denoiser.trainable().values())
+    first, optimizer = (
+        float(denoiser.loss("forget", draw).detach()),
+        torch.optim.Adam(params, lr=1e-3),
+    )
     for _ in range(15):
         optimizer.zero_grad()
-        made.loss("forget", draw).backward()
+        denoiser.loss("forget", draw).backward()
         optimizer.step()
-    assert float(made.loss("forget", draw).detach()) < 0.2 * first
+    assert float(denoiser.loss("forget", draw).detach()) < 0.2 * first
 
 
 def test_the_gradient_is_the_same_with_checkpointing(tiny) -> None:
-    made = steered(tiny)
-    draw, params = made.draw("forget", [1, 2]), list(made.trainable().values())
-    plain = torch.autograd.grad(made.loss("forget", draw), params, allow_unused=True)
+    denoiser = resteer_denoiser(tiny)
+    draw, params = denoiser.draw("forget", [1, 2]), list(denoiser.trainable().values())
+    plain = torch.autograd.grad(denoiser.loss("forget", draw), params, allow_unused=True)
     tiny.checkpoint(True)
-    again = torch.autograd.grad(made.loss("forget", draw), params, allow_unused=True)
+    again = torch.autograd.grad(denoiser.loss("forget", draw), params, allow_unused=True)
     tiny.checkpoint(False)
     assert any(float(g.abs().max()) > 0 for g in plain if g is not None)
     for a, b in zip(plain, again, strict=True):
@@ -238,43 +248,45 @@ def test_the_gradient_is_the_same_with_checkpointing(tiny) -> None:
 
 
 def test_a_lora_is_steered_too(tiny) -> None:
-    asked = recipe.load(short(trainable={"select": "cross_attention", "lora": 2}))
+    job = recipe.load(short(trainable={"select": "cross_attention", "lora": 2}))
     names = select([name for name, _ in tiny.denoiser.named_parameters()], "cross_attention")
-    adapter = add_adapter(asked, tiny.denoiser, names)
-    made = steered(tiny, selected=adapter.tensors, adapter=adapter)
-    loss = made.loss("forget", made.draw("forget", [1]))
-    found = dict(
+    adapter = add_adapter(job, tiny.denoiser, names)
+    denoiser = resteer_denoiser(tiny, weight_names=adapter.tensors, adapter=adapter)
+    loss = denoiser.loss("forget", denoiser.draw("forget", [1]))
+    gradients = dict(
         zip(
-            made.selected_names,
-            torch.autograd.grad(loss, list(made.trainable().values()), allow_unused=True),
+            denoiser.selected_names,
+            torch.autograd.grad(loss, list(denoiser.trainable().values()), allow_unused=True),
             strict=True,
         )
     )
     assert all(
-        float(g.abs().max()) > 0 for k, g in found.items() if "to_k.lora_B" in k and g is not None
+        float(g.abs().max()) > 0
+        for k, g in gradients.items()
+        if "to_k.lora_B" in k and g is not None
     )
-    assert any("to_k.lora_B" in key and g is not None for key, g in found.items())
+    assert any("to_k.lora_B" in key and g is not None for key, g in gradients.items())
 
 
 def test_which_tokens_are_the_concepts(shared_tiny) -> None:
     words = shared_tiny.words
 
-    def marked(text: str, anchor: str | None, *, end: bool = False) -> list[str]:
+    def concept_words(text: str, anchor: str | None, *, end: bool = False) -> list[str]:
         ids = shared_tiny.tokenize([text]).tensors["ids"][0]
-        found = shared_tiny.concept_tokens([text], [anchor] if anchor else None, end=end)[0]
-        return [words.tokenizer.decode([i]).strip() for i in ids[found].tolist()]
+        mask = shared_tiny.concept_tokens([text], [anchor] if anchor else None, end=end)[0]
+        return [words.tokenizer.decode([i]).strip() for i in ids[mask].tolist()]
 
-    assert marked("a red star", "a red circle") == ["star"]
-    assert marked("a big red star", "a circle") == ["big", "red", "star"]
-    assert marked("a red star", None) == ["a", "red", "star"]
-    ended = marked("a red star", "a red circle", end=True)
-    assert ended[0] == "star"
-    assert set(ended[1:]) == {words.tokenizer.decode([words.end]).strip()}
-    assert len(ended) == 1 + int(
+    assert concept_words("a red star", "a red circle") == ["star"]
+    assert concept_words("a big red star", "a circle") == ["big", "red", "star"]
+    assert concept_words("a red star", None) == ["a", "red", "star"]
+    words_with_end = concept_words("a red star", "a red circle", end=True)
+    assert words_with_end[0] == "star"
+    assert set(words_with_end[1:]) == {words.tokenizer.decode([words.end]).strip()}
+    assert len(words_with_end) == 1 + int(
         (shared_tiny.tokenize(["a red star"]).tensors["ids"] == words.end).sum()
     )
     with pytest.raises(UserError, match="no word that its anchor does not have"):
-        marked("a red star", "a big red star")
+        concept_words("a red star", "a big red star")
 
 
 def test_families_that_attend_jointly_have_no_maps(tmp_path: Path) -> None:
@@ -284,14 +296,16 @@ def test_families_that_attend_jointly_have_no_maps(tmp_path: Path) -> None:
         None, flux.encode(["a"]), torch.zeros(1, dtype=torch.long), None, None, flux.null()
     )
     names = [name for name, _ in flux.denoiser.named_parameters()][:1]
-    with pytest.raises(UserError, match="forget: the loss 'resteer' asks a UNet's cross-attention"):
+    with pytest.raises(
+        UserError, match="forget: the loss 'resteer' needs a UNet's cross-attention"
+    ):
         Denoiser(flux, {"forget": DenoiserObjective(none, "resteer")}, names)
 
 
 def test_sdxl_is_steered_as_well(tmp_path: Path) -> None:
     model = load(str(families.build("sdxl", tmp_path / "sdxl")))
-    made = steered(model, end=True)
-    loss = made.loss("forget", made.draw("forget", [1]))
+    denoiser = resteer_denoiser(model, end=True)
+    loss = denoiser.loss("forget", denoiser.draw("forget", [1]))
     assert 0 < float(loss.detach()) <= 1
     assert loss.requires_grad
 
@@ -307,11 +321,13 @@ def test_fisher_of_a_linear_model_is_known() -> None:
         torch.randn(7, generator=generator).double(),
     )
     w = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    (found,) = fisher(((row @ w - target).square() for row, target in zip(x, y, strict=True)), [w])
-    torch.testing.assert_close(found, (2 * x * (x @ w - y)[:, None]).square().mean(0).detach())
+    (diagonal,) = fisher(
+        ((row @ w - target).square() for row, target in zip(x, y, strict=True)), [w]
+    )
+    torch.testing.assert_close(diagonal, (2 * x * (x @ w - y)[:, None]).square().mean(0).detach())
     (mean,) = torch.autograd.grad((x @ w - y).square().mean(), w)
-    # squares of single gradients, not of their mean
-    assert not torch.allclose(found, mean.square())
+    # the mean of squared gradients, not the square of their mean
+    assert not torch.allclose(diagonal, mean.square())
 
 
 def test_the_penalty_pulls_each_weight_by_its_fisher() -> None:
@@ -335,38 +351,40 @@ def test_the_penalty_pulls_each_weight_by_its_fisher() -> None:
     torch.testing.assert_close(theta.detach(), (a * b + lam * weight * home) / (a + lam * weight))
 
 
-def test_a_side_holds_the_weights_its_examples_depend_on(tiny) -> None:
-    made = eraser(tiny, "data", elastic=3.0)
-    params = list(made.trainable().values())
-    made.hold({"forget": [11, 12, 13]})
+def test_an_objective_holds_the_weights_its_examples_depend_on(tiny) -> None:
+    denoiser = eraser(tiny, "data", elastic=3.0)
+    params = list(denoiser.trainable().values())
+    denoiser.hold({"forget": [11, 12, 13]})
     each = [
         torch.autograd.grad(
-            LOSSES["data"].compute(made, made.draw("forget", [s]), LossSettings()), params
+            LOSSES["data"].compute(denoiser, denoiser.draw("forget", [s]), LossSettings()), params
         )
         for s in (11, 12, 13)
     ]
-    for i, found in enumerate(made.fisher["forget"]):
-        torch.testing.assert_close(found, torch.stack([g[i] for g in each]).square().mean(0))
-    draw = made.draw("forget", [1, 2])
-    assert float(made.loss("forget", draw)) == float(
-        LOSSES["data"].compute(made, draw, LossSettings())
+    for i, diagonal in enumerate(denoiser.fisher["forget"]):
+        torch.testing.assert_close(diagonal, torch.stack([g[i] for g in each]).square().mean(0))
+    draw = denoiser.draw("forget", [1, 2])
+    assert float(denoiser.loss("forget", draw)) == float(
+        LOSSES["data"].compute(denoiser, draw, LossSettings())
     )  # nothing has moved
     perturb(tiny)
-    moved = zip(params, made.originals.values(), made.fisher["forget"], strict=True)
-    held = sum(float((f * (p - o).square()).sum()) for p, o, f in moved) / 2
-    plain = float(LOSSES["data"].compute(made, draw, LossSettings()))
-    assert held > 0
-    assert float(made.loss("forget", draw)) == pytest.approx(plain + 3.0 * held, rel=1e-5)
+    triples = zip(params, denoiser.originals.values(), denoiser.fisher["forget"], strict=True)
+    penalty_value = sum(float((f * (p - o).square()).sum()) for p, o, f in triples) / 2
+    plain = float(LOSSES["data"].compute(denoiser, draw, LossSettings()))
+    assert penalty_value > 0
+    assert float(denoiser.loss("forget", draw)) == pytest.approx(
+        plain + 3.0 * penalty_value, rel=1e-5
+    )
 
 
 def amnesia(**changes: Any) -> dict[str, Any]:
-    asked = {
+    settings = {
         "forget__loss": "relabel",
         "retain__elastic": {"weight": 1e3, "n": 4},
         "method": {"name": "weighted"},
     }
     return short(
-        **{**asked, **({} if "training" in changes else {"training__lr": 1e-3}), **changes}
+        **{**settings, **({} if "training" in changes else {"training__lr": 1e-3}), **changes}
     )
 
 
@@ -379,26 +397,26 @@ def distance(folder: Path) -> float:
 
 
 def test_elastic_weights_stay_nearer_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
-    held = concept_eraser.erase(amnesia(), output=tmp_path / "held").folder
+    elastic = concept_eraser.erase(amnesia(), output=tmp_path / "held").folder
     free = concept_eraser.erase(amnesia(retain__elastic=None), output=tmp_path / "free").folder
     stiff = concept_eraser.erase(
         amnesia(retain__elastic={"weight": 1e8, "n": 4}), output=tmp_path / "stiff"
     ).folder
-    assert distance(stiff) < distance(held) < distance(free)
+    assert distance(stiff) < distance(elastic) < distance(free)
 
-    def stop(done: int, seconds: float) -> None:
-        if done == 2:
+    def stop(step: int, seconds: float) -> None:
+        if step == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
         concept_eraser.erase(amnesia(), output=tmp_path / "cut", look=stop)
     again = concept_eraser.erase(amnesia(), output=tmp_path / "cut", resume=True).folder
-    one, other = (load_file(folder / "weights.safetensors") for folder in (held, again))
+    one, other = (load_file(folder / "weights.safetensors") for folder in (elastic, again))
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_micro_batches_count_the_penalty_once(tmp_path: Path) -> None:
-    def trained(batch_size: int, micro_batches: int) -> dict[str, torch.Tensor]:
+    def train(batch_size: int, micro_batches: int) -> dict[str, torch.Tensor]:
         training = {
             "steps": 3,
             "lr": 1e-3,
@@ -406,11 +424,11 @@ def test_micro_batches_count_the_penalty_once(tmp_path: Path) -> None:
             "batch_size": batch_size,
             "micro_batches": micro_batches,
         }
-        asked = amnesia(training=training, retain__elastic={"weight": 1e5, "n": 4})
-        run = concept_eraser.erase(asked, output=tmp_path / str(batch_size))
+        job = amnesia(training=training, retain__elastic={"weight": 1e5, "n": 4})
+        run = concept_eraser.erase(job, output=tmp_path / str(batch_size))
         return load_file(run.folder / "weights.safetensors")
 
-    whole, parts = trained(4, 1), trained(1, 4)
+    whole, parts = train(4, 1), train(1, 4)
     for key, value in whole.items():
         torch.testing.assert_close(value, parts[key], rtol=1e-3, atol=2e-5)
 
@@ -422,26 +440,30 @@ def test_micro_batches_count_the_penalty_once(tmp_path: Path) -> None:
     "select", [{"select": "cross_attention"}, {"select": "cross_attention", "lora": 2}]
 )
 def test_negation_subtracts_what_training_added(select: dict, tmp_path: Path) -> None:
-    """W_negated = W* - s (W - W*), for weights and for a LoRA, whose saved factors say the same."""
-    asked = short(
+    """W_negated = W* - s (W - W*), for weights and for a LoRA with its saved factors."""
+    job = short(
         forget__loss="data",
         retain=None,
         method={"name": "weighted", "retain": 0.0},
         training__lr=1e-2,
     )
-    learned = concept_eraser.erase({**asked, "trainable": select}, output=tmp_path / "learned")
-    turned = concept_eraser.erase(
-        {**asked, "trainable": {**select, "negate": 0.7}}, output=tmp_path / "turned"
+    plain_run = concept_eraser.erase({**job, "trainable": select}, output=tmp_path / "learned")
+    negated_run = concept_eraser.erase(
+        {**job, "trainable": {**select, "negate": 0.7}}, output=tmp_path / "turned"
     )
     original = load("tiny-sd").denoiser.state_dict()
-    plus, minus = (load_file(run.folder / "weights.safetensors") for run in (learned, turned))
+    plus, minus = (
+        load_file(run.folder / "weights.safetensors") for run in (plain_run, negated_run)
+    )
     for key, value in plus.items():
         torch.testing.assert_close(
             minus[key], original[key] - 0.7 * (value - original[key]), rtol=1e-4, atol=1e-6
         )
     assert max(float((v - original[k]).abs().max()) for k, v in minus.items()) > 1e-3
     if "lora" in select:
-        again = concept_eraser.load(turned.folder / "lora", base="tiny-sd").denoiser.state_dict()
+        again = concept_eraser.load(
+            negated_run.folder / "lora", base="tiny-sd"
+        ).denoiser.state_dict()
         for key in minus:
             torch.testing.assert_close(again[key], minus[key], rtol=1e-4, atol=1e-6)
 
@@ -464,34 +486,34 @@ def test_negation_subtracts_what_training_added(select: dict, tmp_path: Path) ->
         ({"forget__loss": "npo", "forget__images": "free"}, "'npo' needs images"),
         (
             {"forget__images": "free", "forget__elastic": {"weight": 1.0}},
-            "elastic asks how the training loss on images",
+            "elastic measures how the training loss on images",
         ),
         (
             {"forget__loss": "ascent", "forget__empty_prompts": 0.2},
-            r"empty_prompts needs a loss that keeps .*found 'ascent'",
+            r"empty_prompts needs a loss that preserves .*found 'ascent'",
         ),
         (
             {"forget__loss": "data", "forget__empty_prompts": 0.2},
-            r"empty_prompts needs a loss that keeps .*found 'data'",
+            r"empty_prompts needs a loss that preserves .*found 'data'",
         ),
         ({"forget__empty_prompts": 1.0}, "less than 1"),
         (
             {"forget__empty_prompts": 0.2, "forget__images": "free"},
-            "it does not go with images: free",
+            "it cannot be used with images: free",
         ),
         (
             {"forget__empty_prompts": 0.2, "forget__teacher": "current"},
-            "it does not go with teacher: current",
+            "it cannot be used with teacher: current",
         ),
         (
             {"target": "text_encoder", "forget__empty_prompts": 0.2},
-            "empty_prompts says nothing about the target",
+            "does not use empty_prompts",
         ),
-        ({"retain__elastic": {"weight": 1.0}, "trainable__lora": 2}, "elastic pulls weights back"),
+        ({"retain__elastic": {"weight": 1.0}, "trainable__lora": 2}, "elastic is a penalty"),
         ({"retain__elastic": {"weight": 0.0}}, "greater than 0"),
         (
             {"target": "text_encoder", "retain__elastic": {"weight": 1.0}},
-            "retain: elastic says nothing about the target 'text_encoder'",
+            "retain: the target 'text_encoder' does not use elastic",
         ),
         (
             {"target": "text_encoder", "forget__loss": "resteer"},
@@ -500,17 +522,18 @@ def test_negation_subtracts_what_training_added(select: dict, tmp_path: Path) ->
         ({"trainable__negate": 1.0}, "found forget.loss: anchor; a retain objective"),
     ],
 )
-def test_what_does_not_fit_is_said(changes: dict, words: str) -> None:
+def test_settings_that_do_not_fit_are_errors(changes: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         recipe.load(short(**changes))
 
 
-def test_empty_prompts_keep_what_guidance_subtracts(tmp_path: Path) -> None:
-    """All weights learn to answer `blue` as they answered `green`. Without empty prompts they learn
-    to answer so whatever they are asked, and guidance, the difference to no prompt, loses what was
-    learned; with them that goes less than half as far."""
+def test_empty_prompts_preserve_the_unconditional_prediction(tmp_path: Path) -> None:
+    """All weights learn to predict for `blue` what they predicted for `green`. Without empty
+    prompts the unconditional prediction changes in the same direction, and guidance, the difference
+    to it, loses the erasure. With empty prompts that change is less than half as large.
+    """
 
-    def trained(share: float) -> tuple[float, float]:
+    def train(share: float) -> tuple[float, float]:
         content = short(
             forget={
                 "prompts": ["a blue circle", "a blue heart"],
@@ -526,30 +549,34 @@ def test_empty_prompts_keep_what_guidance_subtracts(tmp_path: Path) -> None:
             training__lr=3e-4,
         )
         run = concept_eraser.erase(content, output=tmp_path / str(share))
-        found = []
-        original, erased = load("tiny-sd"), run.model
+        shares = []
+        original, model = load("tiny-sd"), run.model
         noise = torch.randn(8, *original.latent_shape(), generator=torch.Generator().manual_seed(0))
-        said = [original.encode([text] * 8) for text in ("", "a blue circle", "a green circle")]
+        conditions = [
+            original.encode([text] * 8) for text in ("", "a blue circle", "a green circle")
+        ]
         with torch.no_grad():
             # half an image
-            x, t = original.partial(noise, said[1], said[0], stop=6, steps=12, guidance=5.0)
+            x, t = original.partial(
+                noise, conditions[1], conditions[0], stop=6, steps=12, guidance=5.0
+            )
             (none, blue, green), (none_after, blue_after) = (
-                [m.denoise(x, t, c) for c in said[:k]] for m, k in ((original, 3), (erased, 2))
+                [m.denoise(x, t, c) for c in conditions[:k]] for m, k in ((original, 3), (model, 2))
             )
         way = green - blue
-        for moved in (none_after - none, blue_after - blue):
-            found.append(float((moved * way).sum() / way.square().sum()))
-        return found[0], found[1]
+        for difference in (none_after - none, blue_after - blue):
+            shares.append(float((difference * way).sum() / way.square().sum()))
+        return shares[0], shares[1]
 
-    without, learned = trained(0.0)
-    with_them, learned_too = trained(0.5)
-    assert min(learned, learned_too) > 0.4
-    assert without > 0.5  # what they are asked without a prompt follows
+    without, with_prompt = train(0.0)
+    with_them, with_prompt_too = train(0.5)
+    assert min(with_prompt, with_prompt_too) > 0.4
+    assert without > 0.5  # the unconditional prediction follows
     assert with_them < 0.5 * without
 
 
-def test_recipes_of_before_keep_their_fingerprint() -> None:
-    """What was added is spelled out where it is asked for, and nowhere else."""
+def test_older_recipes_have_the_same_fingerprint() -> None:
+    """New settings are in a resolved recipe only where it uses them."""
     objective = recipe.load("tiny_star_munba").resolved()
     assert not {"neutral", "tokens", "elastic", "beta", "empty_prompts"} & (
         set(objective["forget"]) | set(objective["retain"])

@@ -1,5 +1,5 @@
-"""`erase --dry-run`: every recipe makes two steps offline, on its own model and data or on what
-stands in for them.
+"""`erase --dry-run`: every recipe runs two steps offline, on its own model and data or on
+replacements.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ FLAT = ["forget.loss=data", "method.damping=0.1"]
 def test_two_steps_of_every_recipe(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or its edit. On a few examples per objective, whatever stands for model and data; the files
-    of named sets are not here.
+    """Two steps, or the edit, on a few examples per objective and on replacements for models and
+    data that are not on this machine.
     """
     monkeypatch.chdir(tmp_path)
-    found = dry_run.load(recipe.load(name))
-    # a model at hand is tried at the recipe's own batch size, which is what takes time
-    if not found.reasons:
-        found = replace(found, reasons=("as if",))
-    assert dry_run.run(found) > 0
-    assert any("random images" in reason for reason in found.reasons) == (name in AWAY)
+    plan = dry_run.load(recipe.load(name))
+    # a model on this machine runs at the recipe's own batch size, which is slow
+    if not plan.reasons:
+        plan = replace(plan, reasons=("as if",))
+    assert dry_run.run(plan) > 0
+    assert any("random images" in reason for reason in plan.reasons) == (name in AWAY)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_is_not_at_hand_is_stood_in_for_and_counted() -> None:
-    shown = CliRunner().invoke(
+def test_a_missing_model_is_replaced_and_its_weights_are_counted() -> None:
+    result = CliRunner().invoke(
         app,
         [
             "erase",
@@ -68,22 +68,22 @@ def test_a_model_that_is_not_at_hand_is_stood_in_for_and_counted() -> None:
             "--dry-run",
         ],
     )
-    assert shown.exit_code == 0, shown.output
-    assert "CompVis/stable-diffusion-v1-4 is not on this machine" in shown.output
-    assert "two steps of this recipe ran on what stands in" in shown.output
-    assert "of 859,520,964 weights" in shown.output
-    assert "memory (an estimate, not measured): " in shown.output
-    assert "checkpointing: true" in shown.output
+    assert result.exit_code == 0, result.output
+    assert "CompVis/stable-diffusion-v1-4 is not on this machine" in result.output
+    assert "two steps of this recipe ran on the replacements" in result.output
+    assert "of 859,520,964 weights" in result.output
+    assert "memory (an estimate, not measured): " in result.output
+    assert "checkpointing: true" in result.output
 
 
-def test_a_model_at_hand_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_this_machine_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     level = logging.getLogger("concept_eraser").level
     few = ["training.batch_size=2", "generation.batch_size=2", "training.device=cpu"]
-    shown = CliRunner().invoke(app, ["erase", "tiny_star_munba", *few, "--dry-run"])
-    assert shown.exit_code == 0, shown.output
-    assert "for 100 steps + about" in shown.output
-    assert "for generating 800 images" in shown.output
+    result = CliRunner().invoke(app, ["erase", "tiny_star_munba", *few, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "for 100 steps + about" in result.output
+    assert "for generating 800 images" in result.output
     assert not list(tmp_path.iterdir())
     assert logging.getLogger("concept_eraser").level == level, (
         "later warnings of the process are not muted"
@@ -97,78 +97,78 @@ def test_a_model_at_hand_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_broken_recipe_is_found() -> None:
-    asked = recipe.load("sd14_nudity_munba", ["trainable.select=re:nothing_of_that_name"])
-    found = dry_run.load(asked)
+    job = recipe.load("sd14_nudity_munba", ["trainable.select=re:nothing_of_that_name"])
+    plan = dry_run.load(job)
     with pytest.raises(UserError, match="matches none"):
-        dry_run.run(found)
+        dry_run.run(plan)
 
 
 @pytest.mark.parametrize("name", ["tiny_star_free", "sdxl_vangogh_esd"])
-def test_data_free_sides_are_estimated(name: str) -> None:
-    shown = CliRunner().invoke(app, ["erase", name, "--dry-run", "--no-two-steps"])
-    assert shown.exit_code == 0, shown.output
-    assert "memory (an estimate" in shown.output
+def test_data_free_objectives_are_estimated(name: str) -> None:
+    result = CliRunner().invoke(app, ["erase", name, "--dry-run", "--no-two-steps"])
+    assert result.exit_code == 0, result.output
+    assert "memory (an estimate" in result.output
 
 
-def test_a_dry_run_is_made_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_needs_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("concept_eraser.utils.distributed.alone", lambda: False)
     assert "run it without" in str(
         CliRunner().invoke(app, ["erase", "tiny_star_munba", "--dry-run"]).exception
     )
 
 
-def test_an_edit_that_does_not_hear_a_setting_is_told_without_two_steps() -> None:
-    shown = CliRunner().invoke(
+def test_a_setting_that_an_edit_does_not_use_is_an_error_without_two_steps() -> None:
+    result = CliRunner().invoke(
         app, ["erase", "tiny_star_uce", "training.lr=1", "--dry-run", "--no-two-steps"]
     )
-    assert "does not hear training.lr" in str(shown.exception)
+    assert "does not use training.lr" in str(result.exception)
 
 
-def test_an_unknown_model_has_no_stand_in() -> None:
+def test_an_unknown_model_has_no_replacement() -> None:
     with pytest.raises(UserError, match="cannot load nobody/nothing"):
         dry_run.load(recipe.load("sd14_nudity_munba", ["model=nobody/nothing"]))
 
 
-def test_what_is_here_but_broken_is_not_stood_in_for(tmp_path: Path) -> None:
+def test_a_damaged_model_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such classifier"):
         dry_run.load(recipe.load("digits_three_munba", [f"model={tmp_path}"]))
 
 
-def test_data_that_are_not_at_hand_are_stood_in_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Random images, and one sentence; nothing is downloaded, and a run raises the data's own
-    error.
+def test_missing_data_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random images replace the data, and the output says so; nothing is downloaded. A run raises
+    the error of the data set.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "torchvision.datasets.CIFAR10.download", lambda self: pytest.fail("a dry run downloads")
     )
-    shown = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["erase", "cifar10_class_munba", "forget.options.download=true", "--dry-run"]
     )
-    assert shown.exit_code == 0, shown.output
+    assert result.exit_code == 0, result.output
     assert (
         "CIFAR-10 is not on this machine (looked in data; a run downloads it); 20 random "
         "images of its shape stand in"
-    ) in shown.output
-    assert "nothing is said of time" in shown.output
-    assert "examples of" not in shown.output
-    assert "CPU threads" not in shown.output
+    ) in result.output
+    assert "give no estimate of the time" in result.output
+    assert "examples of" not in result.output
+    assert "CPU threads" not in result.output
     (tmp_path / "net").mkdir()
     module.build("resnet18", "classifier", classes=10, width=2).save(tmp_path / "net")
-    known = CliRunner().invoke(app, ["erase", "cifar10_class_munba", "model=net", "--dry-run"])
-    assert "trains 11,420 of 11,420 weights" in known.output, (
+    result_with_model = CliRunner().invoke(
+        app, ["erase", "cifar10_class_munba", "model=net", "--dry-run"]
+    )
+    assert "trains 11,420 of 11,420 weights" in result_with_model.output, (
         "the model is here, and only the data are not"
     )
-    assert "nothing is said of time" in known.output
-    assert "linear layer" not in known.output
+    assert "give no estimate of the time" in result_with_model.output
+    assert "linear layer" not in result_with_model.output
     with pytest.raises(UserError, match=r"CIFAR-10 is not at .*give options"):
         concept_eraser.erase("cifar10_class_munba", model=tmp_path / "net", output=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "message"),
     [
         ("cifar10_class_munba", ["forget.classes=[airplan]"], "did you mean 'airplane'"),
         ("svhn_class_munba", ["forget.classes=[10]"], "SVHN has classes 0 to 9, found 10"),
@@ -195,17 +195,17 @@ def test_data_that_are_not_at_hand_are_stood_in_for(
     ],
 )
 def test_mistakes_are_found_without_the_data(
-    name: str, changes: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, changes: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         dry_run.run(dry_run.load(recipe.load(name, changes)))
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        # no airplanes, as the stand-in's labels go round
+        # no airplanes, since the labels of the replacement repeat in order
         ("cifar10_class_munba", ["forget.indices=[3, 49999]"]),
         (
             "cifar10_class_munba",
@@ -227,49 +227,47 @@ def test_what_the_data_may_allow_is_no_mistake(
     assert dry_run.run(dry_run.load(recipe.load(name, changes))) > 0
 
 
-def test_an_edit_is_tried_and_taken_back() -> None:
-    found = dry_run.load(recipe.load("tiny_star_uce"))
+def test_an_edit_runs_and_is_undone() -> None:
+    plan = dry_run.load(recipe.load("tiny_star_uce"))
     before = {
-        name: value.clone() for name, value in found.model.parts["denoiser"].state_dict().items()
+        name: value.clone() for name, value in plan.model.parts["denoiser"].state_dict().items()
     }
-    assert dry_run.describe(found).startswith("time (the edit was tried on ")
+    assert dry_run.describe(plan).startswith("time (the edit ran on ")
     assert all(
         torch.equal(value, before[name])
-        for name, value in found.model.parts["denoiser"].state_dict().items()
+        for name, value in plan.model.parts["denoiser"].state_dict().items()
     )
-    assert dry_run.image_count(found.recipe) == 0
+    assert dry_run.image_count(plan.recipe) == 0
 
 
 def test_numbers_that_an_edit_cannot_take_are_no_mistake_of_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What random images make of an edit is told; at hand it would be an error, which settings of
-    the recipe still are.
+    """An edit that fails on random images is a message. On real data it is an error, as wrong
+    settings of the recipe always are.
     """
     monkeypatch.chdir(tmp_path)
-    found = dry_run.load(recipe.load("cifar10_class_munba", ["method=ssd", "forget.loss=data"]))
-    assert "says little of the true ones: alpha 10 selects no weight" in dry_run.describe(found)
+    plan = dry_run.load(recipe.load("cifar10_class_munba", ["method=ssd", "forget.loss=data"]))
+    assert "says little of the true ones: alpha 10 selects no weight" in dry_run.describe(plan)
     with pytest.raises(UserError, match="alpha 10 selects no weight"):
-        dry_run.describe(replace(found, reasons=()))
-    with pytest.raises(UserError, match=r"does not hear forget\.loss"):
+        dry_run.describe(replace(plan, reasons=()))
+    with pytest.raises(UserError, match=r"does not use forget\.loss"):
         dry_run.describe(dry_run.load(recipe.load("cifar10_class_munba", ["method=ssd"])))
 
 
-def test_an_edit_of_many_examples_is_tried_when_asked() -> None:
+def test_an_edit_of_many_examples_runs_only_on_request() -> None:
     many = Labelled(
         torch.zeros(10**6, dtype=torch.long), ("a",), lambda rows: torch.zeros(len(rows), 2), "many"
     )
     linear = module.Module(torch.nn.Linear(10, 100), "classifier", "a test")
-    asked = recipe.load("digits_three_munba", ["method=ssd", "forget.loss=data"])
-    assert not dry_run.worth_trying(dry_run.DryRunPlan(asked, linear, {"forget": many}))
-    assert dry_run.worth_trying(
-        dry_run.DryRunPlan(asked, linear, {"forget": only(many, range(100))})
-    )
+    job = recipe.load("digits_three_munba", ["method=ssd", "forget.loss=data"])
+    assert not dry_run.worth_trying(dry_run.DryRunPlan(job, linear, {"forget": many}))
+    assert dry_run.worth_trying(dry_run.DryRunPlan(job, linear, {"forget": only(many, range(100))}))
 
 
-def test_stand_ins_are_deterministic_and_as_the_set_says() -> None:
-    """The class lists are torchvision's where it has them; every set that may be away says what it
-    is.
+def test_replacements_are_deterministic_and_have_the_facts_of_the_data_set() -> None:
+    """The class lists are those of torchvision where it has them. Every data set that may be
+    missing describes its images.
     """
     for name in registry.names("dataset"):
         plugin = registry.build("dataset", name, {})
@@ -290,9 +288,9 @@ def test_stand_ins_are_deterministic_and_as_the_set_says() -> None:
     assert a_few(data, torch.tensor([0, 37, 74, 1]), 2) == [0, 1, 37]
 
 
-def test_images_of_a_text_encoders_sides_are_those_that_the_denoiser_sees() -> None:
-    asked = {"forget.n": 30, "retain.n": 50, "attack.n": 7}
-    changes = [f"{key}={value}" for key, value in asked.items()]
+def test_images_of_a_text_encoders_objectives_are_those_of_the_denoiser() -> None:
+    counts = {"forget.n": 30, "retain.n": 50, "attack.n": 7}
+    changes = [f"{key}={value}" for key, value in counts.items()]
     assert dry_run.image_count(recipe.load("tiny_star_advunlearn", changes)) == 30 + 7
     assert dry_run.image_count(recipe.load("tiny_star_text_encoder", changes[:2])) == 0
     npo = recipe.load("tiny_star_text_encoder", [*changes[:2], "forget.loss=npo"])
@@ -300,8 +298,8 @@ def test_images_of_a_text_encoders_sides_are_those_that_the_denoiser_sees() -> N
 
 
 def test_the_memory_of_an_attack_on_a_text_encoder_counts_the_denoisers_pass() -> None:
-    """Whatever the forget loss asks, the attack's goes through the denoiser, and images are made
-    for it.
+    """The loss of the attack goes through the denoiser whatever the forget loss is, and needs
+    images.
     """
     quiet = recipe.load("tiny_star_text_encoder", ["method=weighted"])
     loud = recipe.load("tiny_star_text_encoder", ["method=adversarial", "attack={}"])

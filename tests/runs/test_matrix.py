@@ -1,5 +1,5 @@
-"""Families x what is trained x methods, through the whole road: erase, save, and the same images
-in plain diffusers.
+"""Families x trainable parameters x methods in whole runs: erase, save, and the same images in
+plain diffusers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concept_eraser.utils.errors import UserError
 from tests import families
 
 NAMES = ("sd", "sdxl", "sd3", "flux", "dit")
-TRAINED: dict[str, dict[str, Any]] = {
+SELECTIONS: dict[str, dict[str, Any]] = {
     "full": {"select": "all"},
     "cross-attention": {"select": "cross_attention"},
     "lora": {"select": "all", "lora": 2},
@@ -37,30 +37,30 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where the tiny pipeline of a family is saved; of Stable Diffusion it is the bundled one."""
-    root, made = tmp_path_factory.mktemp("matrix"), {}
+    """The folder of the tiny pipeline of a family; for Stable Diffusion it is the bundled one."""
+    root, paths = tmp_path_factory.mktemp("matrix"), {}
 
     def of(name: str) -> Path:
-        if name not in made:
-            made[name] = families.build(name, root / name) if name != "sd" else root / name
+        if name not in paths:
+            paths[name] = families.build(name, root / name) if name != "sd" else root / name
             if name == "sd":
-                load("tiny-sd").save(made[name])
-        return made[name]
+                load("tiny-sd").save(paths[name])
+        return paths[name]
 
     return of
 
 
-def job(name: str, model: Path, trained: str, method: str) -> dict[str, Any]:
-    wanted, other = families.texts(name)
-    asked = METHODS[method]
-    anchor = {"anchor": other} if asked["forget"]["loss"] == "anchor" else {}
+def job(name: str, model: Path, selection: str, method: str) -> dict[str, Any]:
+    prompt, other = families.texts(name)
+    settings = METHODS[method]
+    anchor = {"anchor": other} if settings["forget"]["loss"] == "anchor" else {}
     content = {
         "model": str(model),
         "model_options": families.options(name),
-        "forget": {"prompts": [wanted], "n": 2, **asked["forget"], **anchor},
+        "forget": {"prompts": [prompt], "n": 2, **settings["forget"], **anchor},
         "retain": {"prompts": [other], "n": 2},
-        "method": asked["method"],
-        "trainable": TRAINED[trained],
+        "method": settings["method"],
+        "trainable": SELECTIONS[selection],
         "training": {"steps": 2, "batch_size": 2, "lr": 2e-2, "device": "cpu"},
         "generation": {"steps": 2, "guidance": 2.0},
     }
@@ -78,38 +78,38 @@ def plain(name: str, folder: Path) -> Any:
 
 
 def alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """To one of 255 levels: W + up down rounds otherwise than what diffusers adds to the layer's
-    output.
+    """Equal to one of 255 levels: W + up down has another rounding than the sum of two outputs in
+    diffusers.
     """
     return bool(abs(one.astype(int) - other.astype(int)).max() <= 1)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_trains_everything_by_every_method(
-    name: str, trained: str, method: str, folder: Any, tmp_path: Path
+    name: str, selection: str, method: str, folder: Any, tmp_path: Path
 ) -> None:
-    asked = job(name, folder(name), trained, method)
-    # it knows classes, and attends to nothing but the image
-    if (name, trained) == ("dit", "cross-attention"):
+    content = job(name, folder(name), selection, method)
+    # DiT has classes for prompts, and no cross-attention
+    if (name, selection) == ("dit", "cross-attention"):
         with pytest.raises(UserError, match="cross_attention"):
-            concept_eraser.erase(asked, output=tmp_path / "run")
+            concept_eraser.erase(content, output=tmp_path / "run")
         return
     original = load(folder(name))
     original.configure(families.options(name))
     before = {key: value.detach().clone() for key, value in original.denoiser.named_parameters()}
-    run = concept_eraser.erase(asked, output=tmp_path / "run")
-    changed = load_file(run.folder / "weights.safetensors")
-    moved = [key for key, value in changed.items() if not torch.equal(value, before[key])]
-    assert len(moved) > len(changed) / 2
-    if trained != "lora":
-        assert set(changed) == set(select(before, asked["trainable"]["select"]))
+    run = concept_eraser.erase(content, output=tmp_path / "run")
+    weights = load_file(run.folder / "weights.safetensors")
+    names = [key for key, value in weights.items() if not torch.equal(value, before[key])]
+    assert len(names) > len(weights) / 2
+    if selection != "lora":
+        assert set(weights) == set(select(before, content["trainable"]["select"]))
     after = families.drawn(name, run.load())
     assert (after != families.drawn(name, original)).any()
     whole = plain(name, run.folder / "pipeline")
     assert (families.by_hand(name, whole) == after).all()
-    if trained == "lora" and name != "dit":  # DiT's pipeline takes no LoRA
+    if selection == "lora" and name != "dit":  # DiT's pipeline takes no LoRA
         pipe = plain(name, folder(name))
         pipe.load_lora_weights(str(run.folder / "lora"))
         assert alike(families.by_hand(name, pipe), after)

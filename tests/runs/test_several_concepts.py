@@ -1,5 +1,5 @@
-"""Several concepts in one recipe: what it may say, who plays at a step, the weights of a bargain of
-many, whole runs.
+"""Several concepts in one recipe: its mistakes, the objectives of each step, the weights of MUNBa
+for many objectives, and whole runs.
 """
 
 from __future__ import annotations
@@ -59,34 +59,32 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_objectives_are_named_in_the_order_of_the_list() -> None:
-    found = recipe.load(many())
-    assert found.objectives == found.all_objectives == ("retain", *NAMES)
-    assert [objective.prompts for objective in found.forgotten] == [
-        f"tiny_{shape}" for shape in FIVE
-    ]
+    job = recipe.load(many())
+    assert job.objectives == job.all_objectives == ("retain", *NAMES)
+    assert [objective.prompts for objective in job.forgotten] == [f"tiny_{shape}" for shape in FIVE]
     turns = recipe.load(many(concepts="rotate", training__steps=5))
     assert turns.objectives == ("retain", "forget")
     assert turns.all_objectives == ("retain", *NAMES)
-    assert turns.fingerprint != found.fingerprint
+    assert turns.fingerprint != job.fingerprint
     again = recipe.load(yaml.safe_load(recipe.dump(turns, "command")))
     assert again.fingerprint == turns.fingerprint
 
 
-def test_one_concept_is_spelled_out_as_ever() -> None:
-    """No key of lists in what fingerprints are made of: recorded results still belong to their
+def test_a_recipe_of_one_concept_has_its_old_form() -> None:
+    """Fingerprints of one concept have no keys of lists: recorded results still belong to their
     recipes.
     """
     plain = recipe.load(short())
     assert "concepts" not in plain.resolved()
-    listed = recipe.load(short() | {"forget": [short()["forget"]]})
-    assert listed.fingerprint == plain.fingerprint, "a list of one is that one"
+    job_of_list = recipe.load(short() | {"forget": [short()["forget"]]})
+    assert job_of_list.fingerprint == plain.fingerprint, "a list of one is that one"
     results = Results("tiny_star")
     assert len(results) == 33
     for key in (key for key in results if key.endswith("_seed0")):
-        recorded = results[key]["recipe"]
-        resolved = recipe.load(recorded).resolved()
-        assert resolved["forget"] == recorded["forget"]
-        assert resolved.keys() == recorded.keys()
+        content = results[key]["recipe"]
+        full_content = recipe.load(content).resolved()
+        assert full_content["forget"] == content["forget"]
+        assert full_content.keys() == content.keys()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def test_one_concept_is_spelled_out_as_ever() -> None:
         ),
     ],
 )
-def test_what_a_list_cannot_be_is_said(changes: dict, message: str) -> None:
+def test_each_mistake_in_a_list_is_an_error(changes: dict, message: str) -> None:
     content = many(**{k: v for k, v in changes.items() if k not in ("forget", "replace", "attack")})
     with pytest.raises(UserError, match=message):
         recipe.load(
@@ -133,14 +131,14 @@ def test_what_a_list_cannot_be_is_said(changes: dict, message: str) -> None:
 
 
 def test_a_suite_that_retains_an_erased_shape_is_refused(tmp_path: Path) -> None:
-    """Else success on the second concept would count as damage to the rest."""
+    """Otherwise success on the second concept would count as damage to the retain set."""
     (tmp_path / "recipe.yaml").write_text(recipe.dump(recipe.load(many("star", "moon")), "none"))
     with pytest.raises(UserError, match="as retained, which this run was to forget"):
         suite_matching.require_kept(suite_matching.recipe_of(tmp_path), suites.load("tiny_star"))
     suite_matching.require_kept(suite_matching.recipe_of(tmp_path), suites.load("tiny_five_moon"))
-    with pytest.raises(UserError, match=r"e\.g\. .*tiny_five_moon") as told:
+    with pytest.raises(UserError, match=r"e\.g\. .*tiny_five_moon") as error:
         suite_matching.suite_of(tmp_path)
-    assert "tiny_star" not in str(told.value).split("e.g.")[1].replace("tiny_five_star", "")
+    assert "tiny_star" not in str(error.value).split("e.g.")[1].replace("tiny_five_star", "")
 
 
 def test_every_two_objective_method_works_in_turn() -> None:
@@ -152,12 +150,12 @@ def test_every_two_objective_method_works_in_turn() -> None:
 
 
 def test_changes_go_to_every_concept_or_to_a_numbered_one() -> None:
-    found = recipe.load(
+    job = recipe.load(
         many("star", "moon"), ["forget.n=7", "forget.2.scale=3.0", "forget.2.anchor.shape=tree"]
     )
-    assert [objective.n for objective in found.forgotten] == [7, 7]
-    assert [objective.scale for objective in found.forgotten] == [1.0, 3.0]
-    assert [objective.anchor for objective in found.forgotten] == [
+    assert [objective.n for objective in job.forgotten] == [7, 7]
+    assert [objective.scale for objective in job.forgotten] == [1.0, 3.0]
+    assert [objective.anchor for objective in job.forgotten] == [
         {"shape": "circle"},
         {"shape": "tree"},
     ]
@@ -171,31 +169,29 @@ def test_flags_pair_concepts_with_anchors() -> None:
         return CliRunner().invoke(app, ["erase", *flags, "--retain", "tiny_five_rest", "--dry-run"])
 
     two = ("--forget", "tiny_star", "--forget", "tiny_moon")
-    done = dry(*two, "--anchor", "shape=circle", "--anchor", "shape=cross", "concepts=rotate")
-    assert done.exit_code == 0, done.output
-    assert "anchor: 'a flat red circle" in done.output
-    assert "anchor: 'a flat red cross" in done.output
-    content = yaml.safe_load(done.output.split("\nforget: ")[0])
+    result = dry(*two, "--anchor", "shape=circle", "--anchor", "shape=cross", "concepts=rotate")
+    assert result.exit_code == 0, result.output
+    assert "anchor: 'a flat red circle" in result.output
+    assert "anchor: 'a flat red cross" in result.output
+    content = yaml.safe_load(result.output.split("\nforget: ")[0])
     assert [objective["loss"] for objective in content["forget"]] == ["anchor", "anchor"]
     assert "found 3 anchors for 2" in str(dry(*two, *["--anchor", "x"] * 3).exception)
     assert "several --forget" in str(dry("tiny_star_munba", *two).exception)
 
 
-def test_the_shipped_recipe_and_its_suites_speak_of_the_same_concepts() -> None:
-    shipped = recipe.load("tiny_five_munba")
-    assert [objective.prompts for objective in shipped.forgotten] == [
-        f"tiny_{shape}" for shape in FIVE
-    ]
-    for objective, shape in zip(shipped.forgotten, FIVE, strict=True):
+def test_the_shipped_recipe_and_its_suites_have_the_same_concepts() -> None:
+    job = recipe.load("tiny_five_munba")
+    assert [objective.prompts for objective in job.forgotten] == [f"tiny_{shape}" for shape in FIVE]
+    for objective, shape in zip(job.forgotten, FIVE, strict=True):
         suite = suites.load(f"tiny_five_{shape}")
         assert suite.concept == {"shape": shape}
         assert suite.groups["direct"].prompts == objective.prompts
-        assert suite.groups["retained"].prompts == shipped.retain.prompts  # type: ignore[union-attr]
+        assert suite.groups["retained"].prompts == job.retain.prompts  # type: ignore[union-attr]
         synonyms = suites.group_prompts(suite, "synonyms")
         assert {prompt.fields["shape"] for prompt in synonyms.prompts} == {shape}
 
 
-# whose turn it is
+# concepts in turn
 
 
 class _Turns(Part):
@@ -212,16 +208,16 @@ def test_turns_are_fair_and_do_not_fall_in_with_a_method_that_counts_steps(count
         assert sorted(order[start : start + count]) == list(NAMES[:count]), "once a round"
     for period in (2, 3, 4, 5):
         for phase in range(period):
-            heard = [order[phase::period].count(name) for name in NAMES[:count]]
-            assert max(heard) - min(heard) <= 0.2 * max(heard), (period, phase, heard)
+            counts = [order[phase::period].count(name) for name in NAMES[:count]]
+            assert max(counts) - min(counts) <= 0.2 * max(counts), (period, phase, counts)
 
 
-def build(shared: Any, content: dict[str, Any]) -> Any:
-    return build_eraser(Context(recipe.load(content), shared))
+def build(model: Any, content: dict[str, Any]) -> Any:
+    return build_eraser(Context(recipe.load(content), model))
 
 
-def test_a_turn_asks_its_own_concept(tiny) -> None:
-    """Drawn as `forget` it has the prompts, anchors and loss of the concept whose turn it is."""
+def test_a_turn_uses_its_own_concept(tiny) -> None:
+    """A draw of `forget` has the prompts, anchors and loss of the concept of that step."""
     contents = [many("star", "moon", "fish", concepts=mode) for mode in ("rotate", "together")]
     for content in contents:
         content["forget"][1]["scale"], content["forget"][2]["loss"] = 3.0, "ascent"
@@ -237,19 +233,20 @@ def test_a_turn_asks_its_own_concept(tiny) -> None:
 
 
 def test_the_mask_is_that_of_all_concepts_and_of_both_modes(tiny) -> None:
-    asked = {"training__batch_size": 2}
+    changes = {"training__batch_size": 2}
     together, turns = (
-        build(tiny, many("star", "moon", concepts=mode, **asked)) for mode in ("together", "rotate")
+        build(tiny, many("star", "moon", concepts=mode, **changes))
+        for mode in ("together", "rotate")
     )
     turns.turn(1)  # not that of the mask
 
-    def asking(eraser: Any) -> list[torch.Tensor]:
+    def sensitivity_of(eraser: Any) -> list[torch.Tensor]:
         return saliency.sensitivity(eraser, eraser.trainable(), 0, 2, lambda x: x)
 
-    both = asking(together)
-    assert all(torch.equal(a, b) for a, b in zip(both, asking(turns), strict=True))
+    both = sensitivity_of(together)
+    assert all(torch.equal(a, b) for a, b in zip(both, sensitivity_of(turns), strict=True))
     alone = [
-        asking(build(tiny, short(retain__prompts="tiny_five_rest") | {"forget": objective}))
+        sensitivity_of(build(tiny, short(retain__prompts="tiny_five_rest") | {"forget": objective}))
         for objective in objectives("star", "moon")
     ]
     for total, star, moon in zip(both, *alone, strict=True):
@@ -259,9 +256,9 @@ def test_the_mask_is_that_of_all_concepts_and_of_both_modes(tiny) -> None:
 # whole runs
 
 
-def test_a_step_of_the_bargain_is_what_its_definition_says(tiny, tmp_path: Path) -> None:
-    """a_i (G^T G a)_i = 1 for retain and each concept, with G from gradients asked one by one; SGD
-    moves by lr G a.
+def test_a_step_of_munba_satisfies_its_definition(tiny, tmp_path: Path) -> None:
+    """a_i (G^T G a)_i = 1 for retain and each concept, with G from single gradients; SGD moves by
+    lr G a.
     """
     content = many("star", "moon", "fish", training__steps=1)
     eraser = build(tiny, content)
@@ -284,52 +281,52 @@ def test_a_step_of_the_bargain_is_what_its_definition_says(tiny, tmp_path: Path)
             )
         )
     engine.run()
-    told = logs.read(tmp_path / "log.jsonl")[0]
-    found = torch.tensor(
-        [told["weights"][objective] for objective in ("retain", *NAMES[:3])], dtype=torch.float64
+    row = logs.read(tmp_path / "log.jsonl")[0]
+    step_weights = torch.tensor(
+        [row["weights"][objective] for objective in ("retain", *NAMES[:3])], dtype=torch.float64
     )
-    stacked = torch.stack(grads).double()
+    jacobian = torch.stack(grads).double()
     torch.testing.assert_close(
-        found * (stacked @ stacked.T @ found),
+        step_weights * (jacobian @ jacobian.T @ step_weights),
         torch.ones(4, dtype=torch.float64),
         rtol=1e-4,
         atol=1e-4,
     )
-    moved = torch.cat(
+    step = torch.cat(
         [(before[name] - value.detach()).flatten() for name, value in eraser.trainable().items()]
     )
-    torch.testing.assert_close(moved.double(), 0.5 * found @ stacked, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(step.double(), 0.5 * step_weights @ jacobian, rtol=1e-3, atol=1e-7)
 
 
 def test_concepts_in_turn_resume_bit_for_bit(tmp_path: Path, monkeypatch) -> None:
-    asked = many(concepts="rotate", training__steps=7, training__save_every=2) | {
+    content = many(concepts="rotate", training__steps=7, training__save_every=2) | {
         "method": {"name": "torchjd"}
     }
-    whole = concept_eraser.erase(asked, output=tmp_path / "whole").folder
+    whole = concept_eraser.erase(content, output=tmp_path / "whole").folder
     rows = logs.read(whole / "log.jsonl")
     assert [row["concept"] for row in rows] == [
         _Turns(5).turn(step)["concept"] for step in range(7)
     ]
     assert all(row["losses"].keys() == {"retain", "forget"} for row in rows)
 
-    def stop(done: int, seconds: float) -> None:
-        if done == 3:
+    def stop(step: int, seconds: float) -> None:
+        if step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        concept_eraser.erase(asked, output=tmp_path / "cut", look=stop)
+        concept_eraser.erase(content, output=tmp_path / "cut", look=stop)
     assert len(logs.read(tmp_path / "cut" / "log.jsonl")) == 3
-    cut = concept_eraser.erase(asked, output=tmp_path / "cut", resume=True).folder
-    assert same(weights(whole), weights(cut))
-    assert [row["concept"] for row in logs.read(cut / "log.jsonl")] == [
+    again = concept_eraser.erase(content, output=tmp_path / "cut", resume=True).folder
+    assert same(weights(whole), weights(again))
+    assert [row["concept"] for row in logs.read(again / "log.jsonl")] == [
         row["concept"] for row in rows
     ]
 
 
 @pytest.mark.parametrize("mode", ["together", "rotate"])
-def test_micro_batches_do_not_change_what_is_drawn(mode: str, tmp_path: Path) -> None:
+def test_micro_batches_do_not_change_the_draws(mode: str, tmp_path: Path) -> None:
     """4 x 1 and 1 x 4 are one step (up to the rounding of sums)."""
-    asked = [
+    recipes = [
         many(
             "star",
             "moon",
@@ -342,15 +339,15 @@ def test_micro_batches_do_not_change_what_is_drawn(mode: str, tmp_path: Path) ->
     ]
     one, four = (
         weights(concept_eraser.erase(content, output=tmp_path / str(i)).folder)
-        for i, content in enumerate(asked)
+        for i, content in enumerate(recipes)
     )
     for name, value in one.items():
         torch.testing.assert_close(value, four[name], rtol=1e-3, atol=1e-5)
 
 
 def test_five_concepts_end_to_end(tmp_path: Path) -> None:
-    """A run that plain diffusers loads; it says what each objective forgot, and which suites to
-    measure it by.
+    """Plain diffusers loads the run; the run records the prompts of each objective, and names the
+    suites for it.
     """
     from diffusers import StableDiffusionPipeline
 
@@ -366,16 +363,16 @@ def test_five_concepts_end_to_end(tmp_path: Path) -> None:
         row["norms"][objective] * row["weights"][objective] for objective in row["weights"]
     ]
     assert all(value > 0 for value in contributions)
-    told = json.loads((run.folder / "environment.json").read_text())["prompts"]
-    assert {name: told[name]["id"] for name in NAMES} == {
+    prompt_facts = json.loads((run.folder / "environment.json").read_text())["prompts"]
+    assert {name: prompt_facts[name]["id"] for name in NAMES} == {
         n: f"tiny_{s}" for n, s in zip(NAMES, FIVE, strict=True)
     }
     with pytest.raises(
         UserError, match=r"forgot 5 concepts, and a suite measures one.*tiny_five_star"
     ):
         concept_eraser.evaluate(run.folder)
-    found = concept_eraser.evaluate(run.folder, "tiny_five_moon", n=2)
-    assert found.find("concept_rate", "direct") is not None
+    evaluation = concept_eraser.evaluate(run.folder, "tiny_five_moon", n=2)
+    assert evaluation.find("concept_rate", "direct") is not None
     assert resources.find("eval", "tiny_five_moon").exists()
 
 
@@ -404,12 +401,12 @@ def test_what_is_retained_is_apart_from_every_concept(tmp_path: Path) -> None:
 def test_the_page_offers_prompts_of_every_concept() -> None:
     from concept_eraser.demo import presets
 
-    found = recipe.load(many("star", "moon"))
-    offered = presets.offers(found)
+    job = recipe.load(many("star", "moon"))
+    offers = presets.offers(job)
     assert all(
-        any(shape in text.split() for text in offered["forget"]) for shape in ("star", "moon")
+        any(shape in text.split() for text in offers["forget"]) for shape in ("star", "moon")
     )
-    assert presets.concept_of(found) is None
-    assert presets.forgotten_text(found) == "2 concepts"
+    assert presets.concept_of(job) is None
+    assert presets.forgotten_text(job) == "2 concepts"
     with pytest.raises(UserError, match="one suite per concept"):
-        presets.suite_of(found)
+        presets.suite_of(job)

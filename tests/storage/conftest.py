@@ -10,8 +10,8 @@ from concept_eraser.storage import output_folder
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> Path:
-    """A marked, empty folder."""
+def run_folder(tmp_path: Path) -> Path:
+    """An empty folder with the mark of a run."""
     folder = tmp_path / "ours"
     output_folder.claim(folder, "run", alone=True)
     return folder

@@ -1,4 +1,4 @@
-"""Cache files that are damaged are as good as missing."""
+"""A damaged cache file counts as missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from concept_eraser.storage import cache, output_folder
 from concept_eraser.training import checkpoint
 
 
-def flipped(path: Path, place: int) -> None:
+def flip_bit(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
@@ -29,10 +29,10 @@ def test_every_flipped_bit_of_a_chunk_is_noticed(tmp_path: Path) -> None:
     assert torch.equal(cache.read_chunk(path)["images"], images)
     whole = path.read_bytes()
     for place in range(len(whole)):
-        flipped(path, place)
-        found = cache.read_chunk(path)
-        assert found is None or (
-            list(found) == ["images"] and torch.equal(found["images"], images)
+        flip_bit(path, place)
+        chunk = cache.read_chunk(path)
+        assert chunk is None or (
+            list(chunk) == ["images"] and torch.equal(chunk["images"], images)
         ), place
         path.write_bytes(whole)
     for length in (0, 4, 8, len(whole) // 2, len(whole) - 1):
@@ -40,7 +40,7 @@ def test_every_flipped_bit_of_a_chunk_is_noticed(tmp_path: Path) -> None:
         assert cache.read_chunk(path) is None
 
 
-def test_a_chunk_without_a_digest_is_made_again(tmp_path: Path) -> None:
+def test_a_chunk_without_a_digest_counts_as_missing(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"images": torch.zeros(1)}, tmp_path / "old.safetensors")
@@ -64,13 +64,13 @@ def test_features_that_are_not_what_was_written_are_taken_again(tmp_path: Path) 
     rows = {f"{i:032d}": np.full(3, i, np.float32) for i in range(4)}
     Memory(path, 3).add(rows)
     size = len(path.read_bytes()) // 4
-    flipped(path, size + 33)
-    kept = Memory(path, 3).rows
-    assert sorted(kept) == [f"{i:032d}" for i in (0, 2, 3)]
-    assert np.array_equal(kept[f"{2:032d}"], rows[f"{2:032d}"])
+    flip_bit(path, size + 33)
+    rows_on_disk = Memory(path, 3).rows
+    assert sorted(rows_on_disk) == [f"{i:032d}" for i in (0, 2, 3)]
+    assert np.array_equal(rows_on_disk[f"{2:032d}"], rows[f"{2:032d}"])
 
 
-def test_a_full_cache_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_a_full_cache_is_an_error_with_a_next_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for call in (
         lambda p: cache.write_chunk(p, {"a": torch.zeros(1)}),
@@ -103,15 +103,15 @@ def test_a_damaged_state_falls_back_to_the_one_before(tmp_path: Path) -> None:
     whole = path.read_bytes()
     assert checkpoint.load(path)["step"] == 4
     rng = np.random.default_rng(0)
-    noticed = 0
+    fallbacks = 0
     for place in rng.integers(0, len(whole), 60):
-        flipped(path, int(place))
+        flip_bit(path, int(place))
         again = checkpoint.load(path)
-        noticed += again["step"] == 2
-        if again["step"] == 4:  # a bit that means nothing: padding, a time
+        fallbacks += again["step"] == 2
+        if again["step"] == 4:  # a bit without meaning: padding, a time
             assert torch.equal(again["params"]["w"], torch.full((5,), 4.0))
         path.write_bytes(whole)
-    assert noticed
+    assert fallbacks
     for content in (b"", b"x", whole[: len(whole) // 2]):
         path.write_bytes(content)
         assert checkpoint.load(path)["step"] == 2
@@ -134,7 +134,7 @@ def test_a_chunk_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "deep" / "in" / "a.safetensors"
     cache.write_chunk(path, {"a": torch.zeros(2)})
     before = path.read_bytes()
-    for error, raised in (
+    for error, exception in (
         (OSError(errno.EIO, "Input/output error"), cache.CacheFull),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ):
@@ -142,22 +142,22 @@ def test_a_chunk_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monke
         def fail(*_: object, error: BaseException = error) -> None:
             raise error
 
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "replace", fail)
-            with pytest.raises(raised):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", fail)
+            with pytest.raises(exception):
                 cache.write_chunk(path, {"a": torch.ones(2)})
         assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]
         assert path.read_bytes() == before
     cache.remove_chunk(path)
     assert not path.exists()
-    cache.remove_chunk(path)  # as often as one likes
+    cache.remove_chunk(path)  # a second time
     cache.remove_chunk(tmp_path)  # never a folder
     assert tmp_path.is_dir()
     assert cache.read_chunk(path) is None
 
 
 def test_a_chunk_that_cannot_be_begun_names_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(AttributeError):  # a fault of the caller is not said to be the disk's
+    with pytest.raises(AttributeError):  # a mistake of the caller is not reported as the disk's
         cache.write_chunk(tmp_path / "a.safetensors", {"a": 1})
     assert list(tmp_path.iterdir()) == []
 
@@ -172,7 +172,7 @@ def test_a_chunk_that_cannot_be_begun_names_the_reason(tmp_path: Path) -> None:
         (errno.EIO, "input/output error"),
     ],
 )
-def test_what_the_cache_cannot_take_is_said(
+def test_each_write_error_of_the_cache_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
 ) -> None:
     def fail(*_: object) -> None:
@@ -212,7 +212,7 @@ def test_a_row_follows_the_last_line_whether_that_was_cut_or_not(tmp_path: Path)
 
 
 def test_a_row_is_the_same_in_any_order_of_keys(tmp_path: Path) -> None:
-    """A tool that rewrites the file with sorted keys does not spoil it."""
+    """The file stays valid after a tool has rewritten it with sorted keys."""
     path = tmp_path / "rows.jsonl"
     cache.append_row(path, {"b": 1, "a": 2})
     path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True) + "\n")
@@ -232,8 +232,8 @@ def test_records_follow_the_last_whole_one(tmp_path: Path) -> None:
     cache.append_records(path, b"aaaabbbb", 4)
     cache.append_records(path, b"cccc", 4)
     assert path.read_bytes() == b"aaaabbbbcccc"
-    for cut in (1, 2, 3):
-        path.write_bytes(b"aaaabbbb"[: 4 + cut])
+    for count in (1, 2, 3):
+        path.write_bytes(b"aaaabbbb"[: 4 + count])
         cache.append_records(path, b"cccc", 4)
         assert path.read_bytes() == b"aaaacccc"
 

@@ -1,4 +1,4 @@
-"""Two values have one digest only where they are equal in type, order, shape and every bit."""
+"""Two values have the same digest only if they are equal in type, order, shape and every bit."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_values_that_differ_have_different_digests() -> None:
 
 def test_equal_values_have_one_digest_however_they_lie_in_memory() -> None:
     plain = torch.arange(6.0).view(2, 3)
-    turned = torch.arange(6.0).view(2, 3).T.contiguous().T
-    assert not turned.is_contiguous()
-    assert value_digest({"w": plain}) == value_digest({"w": turned.requires_grad_()})
+    transpose = torch.arange(6.0).view(2, 3).T.contiguous().T
+    assert not transpose.is_contiguous()
+    assert value_digest({"w": plain}) == value_digest({"w": transpose.requires_grad_()})
 
 
 def test_another_type_has_no_digest() -> None:

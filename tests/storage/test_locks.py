@@ -44,9 +44,9 @@ def test_the_second_process_is_refused_with_one_sentence(tmp_path: Path) -> None
         refusal = pytest.raises(
             UserError, match=f"in use by process {process.pid} on {socket.gethostname()}"
         )
-        with refusal as caught, locks.hold_lock(tmp_path / "run", "evaluate"):
+        with refusal as error, locks.hold_lock(tmp_path / "run", "evaluate"):
             pass
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error.value)
         assert locks.holder_of(tmp_path / "run")["pid"] == process.pid
     finally:
         process.kill()
@@ -104,7 +104,7 @@ def test_without_locks_of_the_system_the_process_id_decides(
                 pass
 
 
-def test_folders_made_for_a_lock_go_again_where_nothing_came_of_it(tmp_path: Path) -> None:
+def test_folders_created_for_a_lock_are_removed_if_they_stay_empty(tmp_path: Path) -> None:
     with locks.hold_lock(tmp_path / "a" / "b", "erase"):
         assert (tmp_path / "a" / "b").is_dir()
     assert list(tmp_path.iterdir()) == []
@@ -125,7 +125,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert locks.holder_of(tmp_path / "run") is None
 
 
-def test_a_place_that_cannot_be_is_said_before_any_work(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_an_error_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (
         tmp_path / "file",
@@ -137,7 +137,7 @@ def test_a_place_that_cannot_be_is_said_before_any_work(tmp_path: Path) -> None:
             pass
 
 
-def test_many_who_want_it_get_it_one_after_the_other(tmp_path: Path) -> None:
+def test_many_processes_hold_the_lock_one_after_the_other(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
@@ -157,10 +157,10 @@ while done < 5:
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")]) for _ in range(4)
     ]
-    began = time.monotonic()
+    start = time.monotonic()
     assert [process.wait(60) for process in processes] == [0] * 4
     assert (tmp_path / "run" / "n").read_text() == "20"
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start < 60
 
 
 def open_files(folder: Path) -> int:
@@ -170,8 +170,8 @@ def open_files(folder: Path) -> int:
 
 
 @contextmanager
-def held_elsewhere(folder: Path, content: str) -> Iterator[None]:
-    """The lock as another process holds it: the system's lock belongs to the opened file."""
+def other_holder(folder: Path, content: str) -> Iterator[None]:
+    """Hold the lock as another process does: the system's lock belongs to the opened file."""
     import fcntl
 
     with (folder / locks.LOCK).open("w") as file:
@@ -188,24 +188,24 @@ def failing(code: int) -> Callable[..., Any]:
     return fail
 
 
-def test_a_held_lock_is_respected_whatever_its_file_says(tmp_path: Path) -> None:
+def test_a_held_lock_is_respected_whatever_its_file_contains(tmp_path: Path) -> None:
     before = open_files(tmp_path)
-    with held_elsewhere(tmp_path, "no json"):
+    with other_holder(tmp_path, "no json"):
         with (
             pytest.raises(UserError, match="in use by another process"),
             locks.hold_lock(tmp_path, "erase"),
         ):
             pass
         assert locks.holder_of(tmp_path) == {}
-    with held_elsewhere(
+    with other_holder(
         tmp_path,
         json.dumps({"pid": 1, "host": socket.gethostname(), "purpose": "erase", "started": "now"}),
     ):
         with pytest.raises(
             UserError, match=r"in use by process 1 .*began to erase at now"
-        ) as caught:
+        ) as error:
             locks.hold_lock(tmp_path, "erase").__enter__()
-        assert "remove" not in str(caught.value)  # the system knows that it runs
+        assert "remove" not in str(error.value)  # the system knows that it runs
         assert locks.holder_of(tmp_path)["pid"] == 1
     assert locks.holder_of(tmp_path) is None
     with locks.hold_lock(tmp_path, "erase"):
@@ -219,13 +219,13 @@ def test_a_held_lock_is_respected_whatever_its_file_says(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_holds_a_folder_without_a_lock(tmp_path: Path) -> None:
+def test_a_folder_without_a_lock_has_no_holder(tmp_path: Path) -> None:
     assert locks.holder_of(tmp_path) is None
     assert locks.holder_of(tmp_path / "missing") is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_says_who_holds_it_whatever_was_there_before(tmp_path: Path) -> None:
+def test_a_lock_records_its_holder_whatever_the_file_was_before(tmp_path: Path) -> None:
     (tmp_path / locks.LOCK).write_text("x" * 5000)
     before = os.umask(0)
     try:
@@ -263,26 +263,26 @@ def test_a_lock_is_taken_and_freed_as_often_as_one_likes(tmp_path: Path) -> None
         (errno.EIO, "input/output error"),
     ],
 )
-def test_a_lock_that_cannot_be_made_or_written_leaves_nothing(
+def test_a_lock_that_cannot_be_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
 ) -> None:
     before = open_files(tmp_path)
     for call in ("open", "pwrite"):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, failing(code))
-            with pytest.raises(UserError, match=text) as caught:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing(code))
+            with pytest.raises(UserError, match=text) as error:
                 locks.hold_lock(tmp_path / "a" / "b", "erase").__enter__()
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error.value)
         assert list(tmp_path.iterdir()) == []
     assert open_files(tmp_path) == before
 
 
-def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(
+def test_a_lock_whose_owner_removes_it_meanwhile_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, take, times = open_files(tmp_path), locks._take, []
 
-    def taken_late(descriptor: int) -> bool | None:
+    def take_late(descriptor: int) -> bool | None:
         times.append(1)
         if len(times) == 1:
             (tmp_path / locks.LOCK).unlink()
@@ -291,24 +291,24 @@ def test_a_lock_whose_owner_removes_it_meanwhile_is_made_anew(
             (tmp_path / locks.LOCK).write_text("")
         return take(descriptor)
 
-    monkeypatch.setattr(locks, "_take", taken_late)
+    monkeypatch.setattr(locks, "_take", take_late)
     with locks.hold_lock(tmp_path, "erase"):
         assert json.loads((tmp_path / locks.LOCK).read_text())["pid"] == os.getpid()
     assert len(times) == 3
     assert open_files(tmp_path) == before
 
 
-def test_a_lock_that_changes_hands_all_the_time_is_given_up(
+def test_a_lock_that_changes_its_holder_all_the_time_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
     before, take = open_files(tmp_path), locks._take
 
-    def taken_late(descriptor: int) -> bool | None:
+    def take_late(descriptor: int) -> bool | None:
         (tmp_path / locks.LOCK).unlink()
         return take(descriptor)
 
-    monkeypatch.setattr(locks, "_take", taken_late)
+    monkeypatch.setattr(locks, "_take", take_late)
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(UserError, match="could not be locked"), locks.hold_lock(tmp_path, "erase"):
         pass
@@ -333,7 +333,7 @@ def test_where_the_file_system_has_no_locks_the_process_id_decides(
         pass
 
 
-def test_only_numbers_of_processes_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_numbers_of_processes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
         assert locks.is_alive(child.pid)
@@ -343,14 +343,14 @@ def test_only_numbers_of_processes_are_asked_for(monkeypatch: pytest.MonkeyPatch
         child.wait()
     assert locks.is_alive(child.pid) is False
     assert locks.is_alive(os.getpid()) is True
-    asked: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: asked.append(pid))
+    pids: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: pids.append(pid))
     for other in (0, -1, -5, 2**31, 2**40, True, False, None, "1", 1.0, [1]):
         assert locks.is_alive(other) is False, other
-    assert asked == []
+    assert pids == []
     for pid in (1, 2**31 - 1):
         assert locks.is_alive(pid) is True
-    assert asked == [1, 2**31 - 1]
+    assert pids == [1, 2**31 - 1]
     monkeypatch.setattr(os, "kill", failing(errno.EPERM))  # another user's
     assert locks.is_alive(5) is True
     monkeypatch.setattr(sys, "platform", "win32")
@@ -362,20 +362,20 @@ def test_a_strangers_lock_is_quoted_in_part(tmp_path: Path) -> None:
     (tmp_path / locks.LOCK).write_text(
         json.dumps({"pid": 1, "host": "h" * 500, "purpose": "p", "started": "s"})
     )
-    with pytest.raises(UserError) as caught, locks.hold_lock(tmp_path, "erase"):
+    with pytest.raises(UserError) as error, locks.hold_lock(tmp_path, "erase"):
         pass
-    assert "h" * 80 + "," in str(caught.value)
-    assert "h" * 81 not in str(caught.value)
+    assert "h" * 80 + "," in str(error.value)
+    assert "h" * 81 not in str(error.value)
 
 
-def test_folders_are_made_and_removed_again(tmp_path: Path) -> None:
+def test_folders_are_created_and_removed_again(tmp_path: Path) -> None:
     deep = tmp_path / "a" / "b" / "c" / "d"
-    created = locks.make_folder(deep)
-    assert created == [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c", deep]
+    folders = locks.make_folder(deep)
+    assert folders == [tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c", deep]
     assert deep.is_dir()
     assert locks.make_folder(deep) == []
     (tmp_path / "a" / "mine").write_text("")
-    locks.remove_empty(created)
+    locks.remove_empty(folders)
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["mine"]
     with pytest.raises(UserError, match="mine is a file"):
         locks.make_folder(tmp_path / "a" / "mine")

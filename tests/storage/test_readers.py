@@ -1,5 +1,5 @@
-"""The guarded readers: what they accept is what the standard parsers give, and their limits hold to
-the byte.
+"""The guarded readers: they give the results of the standard parsers, and their limits hold to the
+byte.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_a_file_that_does_not_state_its_size_is_bounded_too() -> None:
     ],
 )
 def test_each_kind_has_its_limit(tmp_path: Path, read: Callable, limit: int) -> None:
-    """A file with a hole has that many bytes and takes no disk."""
+    """A sparse file has that many bytes and needs no disk space."""
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, limit + 1)
@@ -78,11 +78,11 @@ def test_each_kind_has_its_limit(tmp_path: Path, read: Callable, limit: int) -> 
         read(path)
     assert readers.TABLE_BYTES == 1024 * MIB
     if limit > 64 * MIB:
-        return  # to read it takes a second
+        return  # reading it is slow
     os.truncate(path, limit)
     try:
         read(path)
-    except UserError as error:  # zeros are neither YAML nor JSON, and that is what is said
+    except UserError as error:  # zeros are neither YAML nor JSON, which is another error
         assert "are read of" not in str(error)  # noqa: PT017
 
 
@@ -100,7 +100,7 @@ def wrong_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "pipe": (pipe, r"no regular file \(a pipe or a device\); give a file"),
         "device": (Path("/dev/zero"), r"no regular file \(a pipe or a device\); give a file"),
         "under a file": (folder / "file" / "x", "not a directory; a part of its path is a file"),
-        "circle": (folder / "circle", "its links lead in a circle"),
+        "circle": (folder / "circle", "its links form a circle"),
         "long": (folder / ("x" * 300), "its name is too long"),
     }
 
@@ -120,7 +120,7 @@ def wrong_files(folder: Path) -> dict[str, tuple[Path, str]]:
         readers.require_regular,
     ],
 )
-def test_what_is_no_file_is_refused_with_the_reason(
+def test_what_is_no_file_is_an_error_with_the_reason(
     tmp_path: Path, read: Callable, kind: str
 ) -> None:
     path, message = wrong_files(tmp_path)[kind]
@@ -140,30 +140,31 @@ def test_a_path_with_a_null_byte_is_no_path(read: Callable) -> None:
         (errno.EACCES, "this user may not read it; change its permissions"),
         (errno.EPERM, "this user may not read it; change its permissions"),
         (errno.EIO, "the disk could not read it"),
-        (errno.ESTALE, "its network folder has gone"),
+        (errno.ESTALE, "its network folder is not connected"),
         (errno.EISDIR, "it is a folder; give a file"),
         (errno.EBUSY, "check the path and its permissions"),
     ],
 )
 def test_the_systems_reason_and_a_next_step_are_given(code: int, step: str) -> None:
-    said = readers.cannot("read", "x.json", OSError(code, os.strerror(code)))
-    assert said == f"cannot read x.json: {os.strerror(code).lower()}; {step}" or said.startswith(
-        f"cannot read x.json: {os.strerror(code).lower()}; {step}"
+    message = readers.cannot("read", "x.json", OSError(code, os.strerror(code)))
+    assert (
+        message == f"cannot read x.json: {os.strerror(code).lower()}; {step}"
+        or message.startswith(f"cannot read x.json: {os.strerror(code).lower()}; {step}")
     )
 
 
 def test_an_error_without_a_number_is_quoted_as_it_is() -> None:
-    said = readers.cannot("write", Path("x"), ValueError("Bad Thing\nand more"))
-    assert said == "cannot write x: ValueError: Bad Thing; check the path and its permissions"
+    message = readers.cannot("write", Path("x"), ValueError("Bad Thing\nand more"))
+    assert message == "cannot write x: ValueError: Bad Thing; check the path and its permissions"
 
 
 def test_a_refusal_of_the_system_is_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*arguments: Any, **options: Any) -> int:
+    def refuse(*arguments: Any, **options: Any) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(UserError, match="permission denied; this user may not read it"):
         readers.read_bytes(tmp_path / "x")
 
@@ -190,19 +191,19 @@ def test_a_refused_path_leaves_no_open_file(tmp_path: Path) -> None:
 def test_a_reader_never_waits_and_never_inherits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flags that the system is asked with: read only, a pipe must not wait, no child process
-    gets the file.
+    """The flags of the system call: read only, no wait for a pipe, no inheritance by child
+    processes.
     """
-    asked, real = [], os.open
+    open_flags, real = [], os.open
     monkeypatch.setattr(
-        os, "open", lambda path, flags, *rest: asked.append(flags) or real(path, flags, *rest)
+        os, "open", lambda path, flags, *rest: open_flags.append(flags) or real(path, flags, *rest)
     )
     path = tmp_path / "file"
     path.write_text("x")
     readers.read_bytes(path)
-    assert asked[0] & (os.O_RDWR | os.O_WRONLY) == 0
-    assert asked[0] & os.O_NONBLOCK
-    assert asked[0] & os.O_CLOEXEC
+    assert open_flags[0] & (os.O_RDWR | os.O_WRONLY) == 0
+    assert open_flags[0] & os.O_NONBLOCK
+    assert open_flags[0] & os.O_CLOEXEC
 
 
 @pytest.mark.parametrize(
@@ -232,21 +233,21 @@ def test_json_is_what_the_standard_library_reads(value: Any) -> None:
     assert readers.parse_json(json.dumps(value), "x", type(value)) == value
 
 
-def nested(depth: int, leaf: str = "1") -> str:
+def nest(depth: int, leaf: str = "1") -> str:
     return "[" * depth + leaf + "]" * depth
 
 
 @pytest.mark.parametrize("leaf", ["1", "", '{"a": 1}', "[]"])
 def test_json_is_nested_fifty_deep_and_no_deeper(leaf: str) -> None:
     inner = int(leaf not in ("1", ""))
-    assert readers.parse_json(nested(50 - inner, leaf), "x", list) == json.loads(
-        nested(50 - inner, leaf)
+    assert readers.parse_json(nest(50 - inner, leaf), "x", list) == json.loads(
+        nest(50 - inner, leaf)
     )
     with pytest.raises(UserError, match="x is nested deeper than 50 levels"):
-        readers.parse_json(nested(51 - inner, leaf), "x", list)
+        readers.parse_json(nest(51 - inner, leaf), "x", list)
 
 
-def test_mappings_count_as_levels_and_every_branch_is_looked_into() -> None:
+def test_mappings_count_as_levels_in_every_branch() -> None:
     deep: Any = 1
     for level in range(51):
         deep = {"a": 0, "b": deep} if level % 2 else [0, deep, "text"]
@@ -258,11 +259,11 @@ def test_mappings_count_as_levels_and_every_branch_is_looked_into() -> None:
 
 def test_json_that_ends_the_parsers_recursion_is_refused() -> None:
     with pytest.raises(UserError, match="x is nested deeper than 50 levels"):
-        readers.parse_json(nested(100_000), "x", list)
+        readers.parse_json(nest(100_000), "x", list)
 
 
 @pytest.mark.parametrize("text", ["{", "", "{'a': 1}", "1" * 5000])
-def test_what_is_no_json_is_said(text: str) -> None:
+def test_what_is_no_json_is_an_error(text: str) -> None:
     with pytest.raises(
         UserError, match=r"x is damaged: it is no JSON \((JSONDecode|Value)Error: .*copy it again"
     ):
@@ -284,7 +285,7 @@ def test_another_kind_than_expected_is_damage(text: str, kind: Any, message: str
         readers.parse_json(text, "x", kind)
 
 
-def test_a_json_file_is_a_mapping_unless_said_otherwise(tmp_path: Path) -> None:
+def test_a_json_file_is_a_mapping_by_default(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"a": [1]}')
     assert readers.read_json(path) == {"a": [1]}
@@ -320,12 +321,12 @@ def test_compressed_lines_are_whole_or_refused(tmp_path: Path) -> None:
     assert readers.read_compressed_lines(path) == rows
     path.write_bytes(lzma.compress(b'{"a": 1}\n' * 1000))
     assert len(readers.read_compressed_lines(path, 9000)) == 1000
-    damaged = {
+    cases = {
         whole[:-1]: "its end is missing",
         b"x" + whole[1:]: "no xz file",
         lzma.compress(b'{"a": 1}\n[1]\n'): "1 of its lines are no mappings",
     }
-    for content, message in damaged.items():
+    for content, message in cases.items():
         path.write_bytes(content)
         with pytest.raises(UserError, match=message):
             readers.read_compressed_lines(path)
@@ -371,13 +372,11 @@ def test_neighbours_do_not_add_up_to_depth() -> None:
 
 @pytest.mark.parametrize("before", [0, 60])
 def test_events_alone_show_the_depth_after_any_number_of_neighbours(before: int) -> None:
-    """libyaml may compose nodes only after this check, so that it must not be left to the next
-    one.
-    """
+    """libyaml may compose nodes only after this check, so that the next check would be too late."""
     neighbours = "[], " * before
-    assert readers._require_shallow(f"[{neighbours}{nested(49)}]", "x") is None
+    assert readers._require_shallow(f"[{neighbours}{nest(49)}]", "x") is None
     with pytest.raises(UserError, match="x is nested deeper than 50 levels"):
-        readers._require_shallow(f"[{neighbours}{nested(50)}]", "x")
+        readers._require_shallow(f"[{neighbours}{nest(50)}]", "x")
 
 
 def test_the_loader_is_libyamls_where_it_is_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,11 +393,11 @@ def test_the_loader_is_libyamls_where_it_is_built_in(monkeypatch: pytest.MonkeyP
 
 
 def chain(links: int, levels: int) -> str:
-    """Each anchor wraps the one before in some lists: `links * levels` deep when it is written
-    out.
+    """Each anchor wraps the one before in lists: `links * levels` deep with all aliases
+    expanded.
     """
-    lines = [f"a0: &a0 {nested(levels)}"]
-    lines += [f"a{i}: &a{i} {nested(levels, f'*a{i - 1}')}" for i in range(1, links)]
+    lines = [f"a0: &a0 {nest(levels)}"]
+    lines += [f"a{i}: &a{i} {nest(levels, f'*a{i - 1}')}" for i in range(1, links)]
     return "\n".join(lines)
 
 
@@ -411,8 +410,8 @@ def test_depth_is_that_of_the_value_with_its_aliases_written_out() -> None:
 
 
 def bomb(more: int) -> str:
-    """A list of 199 times a list of 1000 values, aliases written out, and some more: 199,001 + more
-    values.
+    """199 times a list of 1000 values, with all aliases expanded, and `more` values: 199,001 + more
+    in all.
     """
     thousand = "&x [" + ", ".join(["1"] * 999) + "]"
     return "[" + ", ".join([thousand, *["*x"] * 198, *["1"] * more]) + "]"
@@ -436,7 +435,7 @@ def test_keys_of_mappings_are_counted_too() -> None:
 def test_an_alias_used_twice_is_no_circle() -> None:
     assert readers.parse_yaml("a: &x [1]\nb: *x\nc: [*x]", "x") == {"a": [1], "b": [1], "c": [[1]]}
     for text in ("&a [*a]", "&a {b: [*a]}", "&a {? [*a] : 1}"):
-        with pytest.raises(UserError, match=r"x: an alias .* stands inside what it stands for"):
+        with pytest.raises(UserError, match=r"x: an alias .* is inside its own value"):
             readers.parse_yaml(text, "x")
 
 
@@ -456,10 +455,10 @@ def test_an_alias_used_twice_is_no_circle() -> None:
     ],
 )
 def test_what_is_no_plain_yaml_is_a_user_error(text: str) -> None:
-    with pytest.raises(UserError, match="x is no valid YAML: ") as caught:
+    with pytest.raises(UserError, match="x is no valid YAML: ") as error:
         readers.parse_yaml(text, "x")
-    assert len(str(caught.value)) <= 320
-    assert "\n" not in str(caught.value)
+    assert len(str(error.value)) <= 320
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["!!binary a", "a: !!binary YQ==", "!!set {a, b}"])
@@ -469,9 +468,9 @@ def test_types_that_are_no_texts_numbers_lists_or_mappings_are_refused(text: str
 
 
 def test_a_long_complaint_of_the_parser_is_cut() -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         readers.parse_yaml(f"!{'b' * 900} 1", "x")
-    assert len(str(caught.value)) == len("x is no valid YAML: ") + 300
+    assert len(str(error.value)) == len("x is no valid YAML: ") + 300
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -481,9 +480,9 @@ def test_tensors_and_their_header(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.int64)}
     save_file(tensors, path, metadata={"made": "here"})
-    loaded = readers.read_tensors(path)
-    assert set(loaded) == {"a", "b"}
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    result = readers.read_tensors(path)
+    assert set(result) == {"a", "b"}
+    assert all(torch.equal(result[name], tensor) for name, tensor in tensors.items())
     metadata, names = readers.read_tensor_header(path)
     assert metadata == {"made": "here"}
     assert sorted(names) == ["a", "b"]

@@ -1,5 +1,5 @@
-"""Writers of files and folders: whole or not at all, and nothing of a user's is replaced or
-removed.
+"""Writers of files and folders: they write the whole or nothing, and never replace or remove a
+user's files.
 """
 
 from __future__ import annotations
@@ -39,82 +39,80 @@ def test_a_file_writer_never_removes_a_folder(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"runs/star/weights": b"w"}
 
 
-def test_a_folder_writer_never_removes_a_file_that_it_did_not_write(ours: Path) -> None:
-    writers.write_folder(ours / "model", lambda p: (p / "a").write_text("1") and None)
-    (ours / "model" / "mine").write_text("mine")
+def test_a_folder_writer_never_removes_a_file_that_it_did_not_write(run_folder: Path) -> None:
+    writers.write_folder(run_folder / "model", lambda p: (p / "a").write_text("1") and None)
+    (run_folder / "model" / "mine").write_text("mine")
     with pytest.raises(UserError, match=r"mine was not written by concept_eraser"):
-        writers.write_folder(ours / "model", lambda p: (p / "a").write_text("2") and None)
-    assert (ours / "model" / "a").read_text() == "1"
-    (ours / "model" / "mine").unlink()
-    writers.write_folder(ours / "model", lambda p: (p / "b").write_text("2") and None)
-    assert tree(ours / "model") == {"b": b"2"}
-    assert set(manifest.read(ours).files) == {"model/b"}
+        writers.write_folder(run_folder / "model", lambda p: (p / "a").write_text("2") and None)
+    assert (run_folder / "model" / "a").read_text() == "1"
+    (run_folder / "model" / "mine").unlink()
+    writers.write_folder(run_folder / "model", lambda p: (p / "b").write_text("2") and None)
+    assert tree(run_folder / "model") == {"b": b"2"}
+    assert set(manifest.read(run_folder).files) == {"model/b"}
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_folder_writer_wants_a_folder(ours: Path, kind: str) -> None:
-    other = ours.parent / "other"
+def test_a_folder_writer_needs_a_folder(run_folder: Path, kind: str) -> None:
+    other = run_folder.parent / "other"
     other.mkdir()
     if kind == "file":
-        (ours / "model").write_text("mine")
+        (run_folder / "model").write_text("mine")
     else:
-        (ours / "model").symlink_to(other)
+        (run_folder / "model").symlink_to(other)
     with pytest.raises(UserError, match=f"is a {kind}"):
-        writers.write_folder(ours / "model", lambda p: (p / "a").write_text("1") and None)
+        writers.write_folder(run_folder / "model", lambda p: (p / "a").write_text("1") and None)
     assert list(other.iterdir()) == []
 
 
-def test_a_file_that_nobody_listed_is_replaced_only_where_the_user_says_so(
-    tmp_path: Path, ours: Path
-) -> None:
-    for folder in (tmp_path, ours):
+def test_an_unlisted_file_is_replaced_only_with_overwrite(tmp_path: Path, run_folder: Path) -> None:
+    for folder in (tmp_path, run_folder):
         (folder / "x.json").write_text("mine")
         with pytest.raises(UserError, match="was not written by concept_eraser"):
             writers.write_text(folder / "x.json", "ours")
         assert (folder / "x.json").read_text() == "mine"
         writers.write_text(folder / "x.json", "ours", overwrite=True)
         assert (folder / "x.json").read_text() == "ours"
-    writers.write_text(ours / "x.json", "again")  # listed now
-    assert (ours / "x.json").read_text() == "again"
+    writers.write_text(run_folder / "x.json", "again")  # listed now
+    assert (run_folder / "x.json").read_text() == "again"
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path, ours: Path) -> None:
+def test_nothing_is_written_through_a_link(tmp_path: Path, run_folder: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    (ours / "log.jsonl").symlink_to(precious)
+    (run_folder / "log.jsonl").symlink_to(precious)
     for overwrite in (False, True):
         with pytest.raises(UserError, match="is a link"):
-            writers.write_text(ours / "log.jsonl", "x", overwrite=overwrite)
+            writers.write_text(run_folder / "log.jsonl", "x", overwrite=overwrite)
     with pytest.raises(UserError, match="is a link"):
-        writers.append_line(ours / "log.jsonl", {"step": 1})
+        writers.append_line(run_folder / "log.jsonl", {"step": 1})
     assert precious.read_text() == "mine"
 
 
-def test_an_error_while_writing_leaves_the_earlier_file_and_nothing_else(ours: Path) -> None:
-    writers.write_text(ours / "a", "1")
+def test_an_error_while_writing_leaves_the_earlier_file_and_nothing_else(run_folder: Path) -> None:
+    writers.write_text(run_folder / "a", "1")
 
     def fail(partial: Path) -> None:
         partial.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(UserError, match="the disk is full"):
-        writers.write_file(ours / "a", fail)
+        writers.write_file(run_folder / "a", fail)
     with pytest.raises(KeyboardInterrupt):
-        writers.write_file(ours / "a", lambda p: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert tree(ours) == {"a": b"1", manifest.MARK: (ours / manifest.MARK).read_bytes()}
+        writers.write_file(run_folder / "a", lambda p: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert tree(run_folder) == {"a": b"1", manifest.MARK: (run_folder / manifest.MARK).read_bytes()}
 
 
-def test_an_error_while_writing_a_folder_leaves_the_earlier_one(ours: Path) -> None:
-    writers.write_folder(ours / "m", lambda p: (p / "a").write_text("1") and None)
+def test_an_error_while_writing_a_folder_leaves_the_earlier_one(run_folder: Path) -> None:
+    writers.write_folder(run_folder / "m", lambda p: (p / "a").write_text("1") and None)
 
     def fail(partial: Path) -> None:
         (partial / "a").write_text("2")
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(UserError, match="cannot write"):
-        writers.write_folder(ours / "m", fail)
-    assert tree(ours / "m") == {"a": b"1"}
-    assert [p.name for p in ours.iterdir() if "partial" in p.name] == []
+        writers.write_folder(run_folder / "m", fail)
+    assert tree(run_folder / "m") == {"a": b"1"}
+    assert [p.name for p in run_folder.iterdir() if "partial" in p.name] == []
 
 
 def test_what_a_killed_process_left_is_cleared_away_and_that_of_a_living_one_is_not(
@@ -122,33 +120,33 @@ def test_what_a_killed_process_left_is_cleared_away_and_that_of_a_living_one_is_
 ) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    left = tmp_path / f".a.json.{dead.pid}-01234567.partial"
+    partial = tmp_path / f".a.json.{dead.pid}-01234567.partial"
     alive = tmp_path / f".a.json.{os.getppid()}-01234567.partial"
     other = tmp_path / f".b.json.{dead.pid}-01234567.partial"
-    for path in (left, alive, other):
+    for path in (partial, alive, other):
         path.write_text("half")
     writers.write_text(tmp_path / "a.json", "{}")
-    assert not left.exists()
+    assert not partial.exists()
     assert alive.exists()
     assert other.exists()
 
 
-def test_a_killed_write_is_known_to_the_manifest(ours: Path) -> None:
-    """The file is listed before it is put in place, so that the run can go on and replace it."""
+def test_a_killed_write_is_known_to_the_manifest(run_folder: Path) -> None:
+    """The file is listed before it gets its name, so that the run can continue and replace it."""
     code = (
         "import os, sys; from pathlib import Path; from concept_eraser.storage import "
         "writers, manifest\n"
         "manifest.record = lambda paths: os._exit(9)\n"
         "writers.write_text(Path(sys.argv[1]) / 'weights', 'x')"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(ours)]).returncode == 9
-    assert (ours / "weights").read_text() == "x"
-    writers.write_text(ours / "weights", "y")
-    assert manifest.verify(ours)[0].state == "intact"
+    assert subprocess.run([sys.executable, "-c", code, str(run_folder)]).returncode == 9
+    assert (run_folder / "weights").read_text() == "x"
+    writers.write_text(run_folder / "weights", "y")
+    assert manifest.verify(run_folder)[0].state == "intact"
 
 
 def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
-    """safetensors orders its metadata by chance, anew in every process."""
+    """safetensors writes its metadata in another order in every process."""
     header = {f"key{i}": str(i) for i in range(12)}
     code = (
         "import sys, torch; from pathlib import Path; from concept_eraser.storage.writers "
@@ -168,15 +166,15 @@ def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
     assert torch.equal(load_file(files[0])["b"], torch.ones(3))
 
 
-def test_a_log_goes_on_behind_a_line_that_was_cut(ours: Path) -> None:
-    writers.write_growing(ours / "log.jsonl", '{"step": 1}\n{"st')
-    writers.append_line(ours / "log.jsonl", {"step": 2})
-    assert (ours / "log.jsonl").read_text() == '{"step": 1}\n{"st\n{"step": 2}\n'
-    assert manifest.verify(ours)[0].state == "growing"
-    output_folder.seal(ours)
-    assert manifest.verify(ours)[0].state == "intact"
-    writers.append_line(ours / "log.jsonl", {"step": 3})
-    assert manifest.verify(ours)[0].state == "growing"
+def test_a_log_goes_on_behind_a_line_that_was_cut(run_folder: Path) -> None:
+    writers.write_growing(run_folder / "log.jsonl", '{"step": 1}\n{"st')
+    writers.append_line(run_folder / "log.jsonl", {"step": 2})
+    assert (run_folder / "log.jsonl").read_text() == '{"step": 1}\n{"st\n{"step": 2}\n'
+    assert manifest.verify(run_folder)[0].state == "growing"
+    output_folder.seal(run_folder)
+    assert manifest.verify(run_folder)[0].state == "intact"
+    writers.append_line(run_folder / "log.jsonl", {"step": 3})
+    assert manifest.verify(run_folder)[0].state == "growing"
 
 
 def test_permissions_follow_the_users_umask(tmp_path: Path) -> None:
@@ -193,99 +191,103 @@ def test_permissions_follow_the_users_umask(tmp_path: Path) -> None:
 
 
 def test_content_is_on_the_disk_before_it_gets_its_name(
-    ours: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    synced, replaced = os.fsync, os.replace
+    fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(
-        os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), synced(fd))[1]
+        os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))[1]
     )
-    monkeypatch.setattr(
-        os, "replace", lambda a, b: (order.append(f"rename {b}"), replaced(a, b))[1]
-    )
-    writers.write_text(ours / "a", "1")
-    rename = order.index(f"rename {ours / 'a'}")
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(f"rename {b}"), replace(a, b))[1])
+    writers.write_text(run_folder / "a", "1")
+    rename = order.index(f"rename {run_folder / 'a'}")
     assert any(Path(one).name.startswith(".a.") for one in order[:rename])
-    assert str(ours) in order[rename:]  # and the folder after it
+    assert str(run_folder) in order[rename:]  # and the folder after it
 
 
-def test_only_what_is_listed_is_removed(ours: Path) -> None:
-    writers.write_text(ours / "state.ckpt", "x")
-    (ours / "mine").write_text("x")
-    writers.remove_file(ours / "state.ckpt")
-    writers.remove_file(ours / "missing")
+def test_only_what_is_listed_is_removed(run_folder: Path) -> None:
+    writers.write_text(run_folder / "state.ckpt", "x")
+    (run_folder / "mine").write_text("x")
+    writers.remove_file(run_folder / "state.ckpt")
+    writers.remove_file(run_folder / "missing")
     with pytest.raises(UserError, match="is not removed"):
-        writers.remove_file(ours / "mine")
-    assert not (ours / "state.ckpt").exists()
-    assert manifest.read(ours).files == {}
+        writers.remove_file(run_folder / "mine")
+    assert not (run_folder / "state.ckpt").exists()
+    assert manifest.read(run_folder).files == {}
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
-def test_names_that_cannot_be_are_said(tmp_path: Path, name: str) -> None:
+def test_names_that_cannot_be_are_errors(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError):
         writers.write_text(tmp_path / name, "")
 
 
-def test_a_path_below_a_file_is_said(tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="is a file"):
         writers.write_text(tmp_path / "file" / "x", "")
 
 
-def test_many_files_change_the_manifest_twice(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_change_the_manifest_twice(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Path] = []
     write = manifest.write
     monkeypatch.setattr(
         manifest, "write", lambda folder, content: (calls.append(folder), write(folder, content))[1]
     )
-    writers.write_files(ours / "images", {f"{i}.png": (lambda i=i: bytes([i])) for i in range(50)})
+    writers.write_files(
+        run_folder / "images", {f"{i}.png": (lambda i=i: bytes([i])) for i in range(50)}
+    )
     assert len(calls) == 2
-    assert [one.state for one in manifest.verify(ours)] == ["intact"] * 50
-    assert (ours / "images" / "7.png").read_bytes() == b"\x07"
+    assert [one.state for one in manifest.verify(run_folder)] == ["intact"] * 50
+    assert (run_folder / "images" / "7.png").read_bytes() == b"\x07"
 
 
-def test_many_files_of_which_one_fails(ours: Path) -> None:
+def test_many_files_of_which_one_fails(run_folder: Path) -> None:
     def fail() -> bytes:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(UserError, match="the disk is full"):
-        writers.write_files(ours, {"a": lambda: b"1", "b": fail, "c": lambda: b"3"})
-    assert {name for name in tree(ours) if name != manifest.MARK} == {"a"}
-    states = {one.name: one.state for one in manifest.verify(ours)}
+        writers.write_files(run_folder, {"a": lambda: b"1", "b": fail, "c": lambda: b"3"})
+    assert {name for name in tree(run_folder) if name != manifest.MARK} == {"a"}
+    states = {one.name: one.state for one in manifest.verify(run_folder)}
     assert states == {"a": "intact", "b": "missing", "c": "missing"}
     # so the command can be given again
-    writers.write_files(ours, {"a": lambda: b"1", "b": lambda: b"2"})
-    (ours / "mine").write_text("mine")
+    writers.write_files(run_folder, {"a": lambda: b"1", "b": lambda: b"2"})
+    (run_folder / "mine").write_text("mine")
     with pytest.raises(UserError, match="was not written by"):
-        writers.write_files(ours, {"d": lambda: b"1", "mine": lambda: b"2"})
-    assert not (ours / "d").exists()
+        writers.write_files(run_folder, {"d": lambda: b"1", "mine": lambda: b"2"})
+    assert not (run_folder / "d").exists()
 
 
-@pytest.mark.parametrize("marked", [False, True])
-def test_a_link_inside_a_marked_folder_leads_no_writer_out(ours: Path, marked: bool) -> None:
-    outside = ours.parent / "outside"
+@pytest.mark.parametrize("has_mark", [False, True])
+def test_a_link_inside_a_marked_folder_leads_no_writer_out(
+    run_folder: Path, has_mark: bool
+) -> None:
+    outside = run_folder.parent / "outside"
     outside.mkdir()
-    if marked:  # another folder of ours
+    if has_mark:  # another run folder
         output_folder.claim(outside, "run", alone=True)
-    (ours / "exports").symlink_to(outside)
+    (run_folder / "exports").symlink_to(outside)
     before = tree(outside)
     for call in (
-        lambda: writers.write_text(ours / "exports" / "x", "1"),
-        lambda: writers.write_text(ours / "exports" / "deeper" / "x", "1", overwrite=True),
-        lambda: writers.write_folder(ours / "exports" / "x", lambda p: None),
-        lambda: writers.append_line(ours / "exports" / "x", {}),
-        lambda: writers.write_files(ours / "exports", {"x": lambda: b"1"}),
+        lambda: writers.write_text(run_folder / "exports" / "x", "1"),
+        lambda: writers.write_text(run_folder / "exports" / "deeper" / "x", "1", overwrite=True),
+        lambda: writers.write_folder(run_folder / "exports" / "x", lambda p: None),
+        lambda: writers.append_line(run_folder / "exports" / "x", {}),
+        lambda: writers.write_files(run_folder / "exports", {"x": lambda: b"1"}),
     ):
         with pytest.raises(UserError, match="leads out of"):
             call()
     assert tree(outside) == before
 
 
-def test_a_run_that_is_reached_by_a_link_is_written_to(ours: Path) -> None:
-    (ours.parent / "latest").symlink_to(ours)
-    writers.write_text(ours.parent / "latest" / "x", "1")
-    assert (ours / "x").read_text() == "1"
-    assert manifest.verify(ours)[0].state == "intact"
+def test_a_run_that_is_reached_by_a_link_is_written_to(run_folder: Path) -> None:
+    (run_folder.parent / "latest").symlink_to(run_folder)
+    writers.write_text(run_folder.parent / "latest" / "x", "1")
+    assert (run_folder / "x").read_text() == "1"
+    assert manifest.verify(run_folder)[0].state == "intact"
 
 
 def failing(code: int) -> Callable[..., Any]:
@@ -295,8 +297,8 @@ def failing(code: int) -> Callable[..., Any]:
     return fail
 
 
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths that are brought to the disk from now on."""
+def record_syncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that collects the paths of all later calls of fsync."""
     paths: list[str] = []
     fsync = os.fsync
     monkeypatch.setattr(
@@ -305,7 +307,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-def marks_written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def record_marks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders: list[Path] = []
     write = manifest.write
     monkeypatch.setattr(
@@ -322,7 +324,7 @@ def dead_process() -> int:
     return process.pid
 
 
-def test_every_writer_makes_folders_and_replaces_nothing_unasked(tmp_path: Path) -> None:
+def test_every_writer_creates_folders_and_replaces_only_with_overwrite(tmp_path: Path) -> None:
     calls = {
         "text": lambda path, **how: writers.write_text(path, "ü", **how),
         "bytes": lambda path, **how: writers.write_bytes(path, b"\x00\xff", **how),
@@ -365,20 +367,20 @@ def test_the_header_of_tensors_is_in_order(tmp_path: Path) -> None:
     assert list(json.loads(content[8 : 8 + length])["__metadata__"]) == sorted(header)
 
 
-def test_a_folder_is_replaced_without_a_trace_of_the_old_one(ours: Path) -> None:
+def test_a_folder_is_replaced_without_a_trace_of_the_old_one(run_folder: Path) -> None:
     for kind in (None, "model"):
         for name in ("a", "b"):
             if kind is None or name == "a":
                 writers.write_folder(
-                    ours / f"m{kind}",
+                    run_folder / f"m{kind}",
                     lambda p, name=name: (p / name).write_text(name) and None,
                     kind=kind,
                 )
-    assert sorted(p.name for p in ours.iterdir()) == [manifest.MARK, "mNone", "mmodel"]
-    assert set(manifest.read(ours).files) == {"mNone/b"}
+    assert sorted(p.name for p in run_folder.iterdir()) == [manifest.MARK, "mNone", "mmodel"]
+    assert set(manifest.read(run_folder).files) == {"mNone/b"}
 
 
-def test_a_file_with_a_writer_of_its_own_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_a_file_with_a_writer_of_its_own_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     with pytest.raises(UserError, match="was not written by concept_eraser"):
         writers.write_file(tmp_path / "a", lambda p: p.write_text("1") and None)
@@ -397,9 +399,9 @@ def test_only_the_order_of_a_header_changes(tmp_path: Path, keys: list[str]) -> 
     content = path.read_bytes()
     assert content[:8] == struct.pack("<Q", len(text))
     assert content[8 + len(text) :] == b"\x01\x02\x03"
-    found = json.loads(content[8 : 8 + len(text)])
-    assert found == header
-    assert list(found.get("__metadata__", {})) == sorted(keys)
+    new_header = json.loads(content[8 : 8 + len(text)])
+    assert new_header == header
+    assert list(new_header.get("__metadata__", {})) == sorted(keys)
 
 
 def test_a_header_that_would_not_fit_stays(tmp_path: Path) -> None:
@@ -444,34 +446,36 @@ def test_a_log_has_the_users_permissions(tmp_path: Path) -> None:
     assert modes == [0o666, 0o666, 0o640]
 
 
-def test_a_log_changes_the_manifest_once(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ours.parent / "other"
+def test_a_log_changes_the_manifest_once(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = run_folder.parent / "other"
     output_folder.claim(other, "run")
-    folders = marks_written(monkeypatch)
+    folders = record_marks(monkeypatch)
     for step in range(5):
-        for folder in (ours, other):
+        for folder in (run_folder, other):
             writers.append_line(folder / "log", {"step": step})
-    assert sorted(folders) == sorted([ours, other])
-    output_folder.seal(ours)
+    assert sorted(folders) == sorted([run_folder, other])
+    output_folder.seal(run_folder)
     folders.clear()
-    for folder in (ours, other):
+    for folder in (run_folder, other):
         writers.append_line(folder / "log", {"step": 5})
     # sealed, so it is listed as growing again; the other one has not changed
-    assert folders == [ours]
-    assert {one.state for place in (ours, other) for one in manifest.verify(place)} == {"growing"}
+    assert folders == [run_folder]
+    assert {one.state for place in (run_folder, other) for one in manifest.verify(place)} == {
+        "growing"
+    }
 
 
-def test_a_log_after_a_whole_file_grows_again(ours: Path) -> None:
-    writers.append_line(ours / "log", {})
-    writers.write_text(ours / "log", "{}\n")
-    assert manifest.verify(ours)[0].state == "intact"
-    writers.append_line(ours / "log", {})
-    assert manifest.verify(ours)[0].state == "growing"
-    writers.write_growing(ours / "other", "{}\n")
-    assert {one.state for one in manifest.verify(ours)} == {"growing"}
+def test_a_log_after_a_whole_file_grows_again(run_folder: Path) -> None:
+    writers.append_line(run_folder / "log", {})
+    writers.write_text(run_folder / "log", "{}\n")
+    assert manifest.verify(run_folder)[0].state == "intact"
+    writers.append_line(run_folder / "log", {})
+    assert manifest.verify(run_folder)[0].state == "growing"
+    writers.write_growing(run_folder / "other", "{}\n")
+    assert {one.state for one in manifest.verify(run_folder)} == {"growing"}
 
 
-def test_a_folder_with_a_mark_of_its_own(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_a_mark_of_its_own(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(folder: Path) -> None:
         assert list(folder.iterdir()) == []
         (folder / "deep").mkdir()
@@ -480,11 +484,11 @@ def test_a_folder_with_a_mark_of_its_own(ours: Path, monkeypatch: pytest.MonkeyP
         text = json.dumps(header).encode()
         (folder / "w.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
 
-    paths = synced(monkeypatch)
+    paths = record_syncs(monkeypatch)
     for kind, place in (
-        ("model", ours.parent / "deep" / "model"),
-        ("model", ours / "model"),
-        (None, ours / "plain"),
+        ("model", run_folder.parent / "deep" / "model"),
+        ("model", run_folder / "model"),
+        (None, run_folder / "plain"),
     ):
         paths.clear()
         writers.write_folder(place, fill, kind=kind)
@@ -496,37 +500,37 @@ def test_a_folder_with_a_mark_of_its_own(ours: Path, monkeypatch: pytest.MonkeyP
             states = manifest.verify(place)
         else:
             assert not (place / manifest.MARK).exists()
-            states = manifest.verify(ours)[:2]
+            states = manifest.verify(run_folder)[:2]
         assert [Path(one.name).name for one in states] == ["a", "w.safetensors"]
         assert {one.state for one in states} == {"intact"}
         assert [
             p.name for p in place.parent.iterdir() if "partial" in p.name or "earlier" in p.name
         ] == []
-    assert set(manifest.read(ours).files) == {"plain/deep/a", "plain/w.safetensors"}
+    assert set(manifest.read(run_folder).files) == {"plain/deep/a", "plain/w.safetensors"}
 
 
 def test_a_folder_that_is_put_in_place_before_a_kill_is_known(
-    ours: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(paths: object) -> None:
+    def kill(paths: object) -> None:
         raise KeyboardInterrupt
 
     def fill(partial: Path) -> None:
         (partial / "a").write_text("1")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(manifest, "record", killed)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "record", kill)
         for call in (
-            lambda: writers.write_folder(ours / "model", fill),
-            lambda: writers.write_text(ours / "text", "1"),
-            lambda: writers.write_files(ours / "many", {"a": lambda: b"1"}),
+            lambda: writers.write_folder(run_folder / "model", fill),
+            lambda: writers.write_text(run_folder / "text", "1"),
+            lambda: writers.write_files(run_folder / "many", {"a": lambda: b"1"}),
         ):
             with pytest.raises(KeyboardInterrupt):
                 call()
-    writers.write_folder(ours / "model", fill)
-    writers.write_text(ours / "text", "1")
-    writers.write_files(ours / "many", {"a": lambda: b"1"})
-    assert {one.state for one in manifest.verify(ours)} == {"intact"}
+    writers.write_folder(run_folder / "model", fill)
+    writers.write_text(run_folder / "text", "1")
+    writers.write_files(run_folder / "many", {"a": lambda: b"1"})
+    assert {one.state for one in manifest.verify(run_folder)} == {"intact"}
 
 
 def test_a_second_name_is_no_copy_where_the_system_can(
@@ -544,7 +548,7 @@ def test_a_second_name_is_no_copy_where_the_system_can(
 def test_many_files_are_on_the_disk_and_in_a_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = synced(monkeypatch)
+    paths = record_syncs(monkeypatch)
     before = open_files(tmp_path)
     writers.write_files(tmp_path / "deep" / "in", {"a": lambda: b"1", "b": lambda: b"2"})
     assert tree(tmp_path) == {"deep/in/a": b"1", "deep/in/b": b"2"}
@@ -567,15 +571,15 @@ def test_a_place_is_probed_and_left_as_it_was(
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_file_is_listed_by_the_nearest_manifest(tmp_path: Path, ours: Path) -> None:
-    writers.write_text(ours / "deep" / "a", "1")
-    (ours / "mine").write_text("")
+def test_a_file_is_listed_by_the_nearest_manifest(tmp_path: Path, run_folder: Path) -> None:
+    writers.write_text(run_folder / "deep" / "a", "1")
+    (run_folder / "mine").write_text("")
     (tmp_path / "mine").write_text("")
-    assert writers.is_listed(ours / "deep" / "a") is True
+    assert writers.is_listed(run_folder / "deep" / "a") is True
     for path in (
-        ours / "mine",
-        ours / "deep",
-        ours / "a",
+        run_folder / "mine",
+        run_folder / "deep",
+        run_folder / "a",
         tmp_path / "mine",
         tmp_path / "missing" / "a",
     ):
@@ -599,7 +603,7 @@ def test_what_a_killed_process_left_for_this_name_is_cleared_away(
         partial.write_text("1")
 
     writers.write_file(tmp_path / name, write)
-    half = partials[0].name  # as a kill in this moment would have left it
+    half = partials[0].name  # a kill at this moment would leave it
     assert str(os.getpid()) in half
     dead = tmp_path / half.replace(f".{os.getpid()}-", f".{dead_process()}-")
     alive = tmp_path / half
@@ -609,7 +613,7 @@ def test_what_a_killed_process_left_for_this_name_is_cleared_away(
     folder = tmp_path / dead.name.replace("-", "-0", 1).replace("-0", "-", 1).replace(
         ".partial", "0.partial"
     )
-    folder.write_text("mine")  # not a name of ours
+    folder.write_text("mine")  # not a name of a partial file
     writers.write_text(tmp_path / name, "2", overwrite=True)
     assert not dead.exists()
     assert alive.exists()
@@ -624,7 +628,7 @@ def test_a_half_written_folder_is_cleared_away(tmp_path: Path) -> None:
     writers.write_folder(tmp_path / "model", lambda p: (p / "w").write_text("1") and None)
     assert tree(tmp_path) == {"model/w": b"1"}
     outside = tmp_path / "model"
-    dead.symlink_to(outside)  # a link goes, and not what it leads to
+    dead.symlink_to(outside)  # the link is removed, and not its target
     writers.write_folder(tmp_path / "model2", lambda p: (p / "w").write_text("1") and None)
     writers.write_text(tmp_path / "text", "1")
     assert dead.is_symlink()
@@ -649,7 +653,7 @@ def test_a_half_written_folder_is_cleared_away(tmp_path: Path) -> None:
         (errno.EIO, "input/output error"),
     ],
 )
-def test_what_cannot_be_written_is_said(
+def test_each_write_error_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
 ) -> None:
     calls = {
@@ -658,11 +662,11 @@ def test_what_cannot_be_written_is_said(
         "open": lambda: writers.append_line(tmp_path / "a", {}),
     }
     for name, call in calls.items():
-        with monkeypatch.context() as patched:
-            patched.setattr(os, name, failing(code))
-            with pytest.raises(UserError, match=text) as caught:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing(code))
+            with pytest.raises(UserError, match=text) as error:
                 call()
-        assert str(tmp_path / "a") in str(caught.value)
+        assert str(tmp_path / "a") in str(error.value)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -681,14 +685,16 @@ def test_an_error_of_a_library_that_means_a_full_disk_is_one(tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match="the disk is full"):
             writers.write_file(tmp_path / "a", fail(text))
-    with pytest.raises(RuntimeError, match="something else"):  # a fault of ours is not hidden
+    with pytest.raises(
+        RuntimeError, match="something else"
+    ):  # a fault of the package is not hidden
         writers.write_file(tmp_path / "a", fail("something else"))
     with pytest.raises(UserError, match="by name"):
         writers.write_file(tmp_path / "a", lambda p: (_ for _ in ()).throw(UserError("by name")))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_with_a_zero_in_it_is_said(tmp_path: Path) -> None:
+def test_a_name_with_a_zero_in_it_is_an_error(tmp_path: Path) -> None:
     for overwrite in (False, True):
         with pytest.raises(UserError, match="cannot be the name of a file"):
             writers.require_free(tmp_path / "a\0b", overwrite=overwrite)

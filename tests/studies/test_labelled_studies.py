@@ -1,4 +1,4 @@
-"""The benches on labelled data run end to end at a toy's size, keep earlier rows, and render."""
+"""The studies on labelled data run end to end at a small size, keep earlier rows, and render."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
             sys, "argv", ["classify", str(small), "--tasks", "class", "--methods", methods]
         )
         classifiers.main()
-    found = Results("toy")["class"]
-    assert [row["method"] for row in found["rows"]] == [
+    results = Results("toy")["class"]
+    assert [row["method"] for row in results["rows"]] == [
         "original",
         "retrain",
         "be",
@@ -51,14 +51,16 @@ def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
         "iu",
         "rewind",
     ]
-    # as it was made
-    assert {row["method"]: row["environment"]["commit"] for row in found["rows"]}["munba"] == "aaaa"
-    assert {row["method"]: row["environment"]["commit"] for row in found["rows"]}["be"] == "bbbb"
-    retrained = found["rows"][1]["runs"]
-    # a class never seen is never said
-    assert all(run["gap"] == 0 and run["forget"] < 5 for run in retrained)
-    assert found["n"] == {"forget": 146, "retain": 1291, "test": 164}
-    Results("classification")["class"] = found
+    # the commit of its own run
+    assert {row["method"]: row["environment"]["commit"] for row in results["rows"]}[
+        "munba"
+    ] == "aaaa"
+    assert {row["method"]: row["environment"]["commit"] for row in results["rows"]}["be"] == "bbbb"
+    retrain_runs = results["rows"][1]["runs"]
+    # a class without training examples is never predicted
+    assert all(run["gap"] == 0 and run["forget"] < 5 for run in retrain_runs)
+    assert results["n"] == {"forget": 146, "retain": 1291, "test": 164}
+    Results("classification")["class"] = results
     page = labelled.classification()
     assert "| Retrain | 0.0 ± 0.0 |" in page
     assert "Commits aaaa, bbbb; torch" in page
@@ -67,7 +69,7 @@ def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_study_of_images_and_names_it_does_not_have(
     no_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """The ResNet's study at a toy's size: options of the data, another plan of training."""
+    """The ResNet's study at a small size: options of the data, another plan of training."""
     from studies import classifiers
     from studies.result_tables import Results
 
@@ -95,8 +97,8 @@ def test_a_study_of_images_and_names_it_does_not_have(
 def test_attack_table(
     no_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """Two victims under two attacks at a toy's size; what is there is not done again; the page
-    renders.
+    """Two victims under two attacks at a small size; finished results are not computed again; the
+    page renders.
     """
     from studies import attack_table
     from studies.rendering import attacks
@@ -122,7 +124,7 @@ def test_attack_table(
     assert capsys.readouterr().out == ""
     page = attacks.page()
     assert (
-        "| erased with | training seeds | clean prompts % | relearning | seed_search | "
+        "| erased with | training seeds | pre-ASR % | relearning | seed_search | "
         "relearning: steps to half |"
     ) in page
     assert page.count("one step") == 2
@@ -150,12 +152,12 @@ def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPa
     # the VAE was trained with its statistics
     assert all(int(norm.num_batches_tracked) > 0 for norm in norms)
     for algorithm in bench.ALGORITHMS:
-        found = bench.unlearn(world, algorithm, seed=0, steps=2, dear=True)
-        assert [look["step"] for look in found["looks"]] == [0, 1, 2], algorithm
-        assert found["fid"] > 0
+        result = bench.unlearn(world, algorithm, seed=0, steps=2, with_fid=True)
+        assert [look["step"] for look in result["looks"]] == [0, 1, 2], algorithm
+        assert result["fid"] > 0
 
 
-def test_a_process_that_dies_says_so_and_peaks_are_its_own() -> None:
+def test_a_dead_process_is_reported_and_peaks_are_its_own() -> None:
     from multiprocessing import get_context
 
     from concept_eraser.training.log import peak_memory

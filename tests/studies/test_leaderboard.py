@@ -1,12 +1,14 @@
-"""The leaderboard of all methods: ranks and who beats whom, its plots, and that no method is left
-out without a reason.
+"""The leaderboard of all methods: ranks, significant differences, figures, and a row or a reason
+for every method.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,27 +22,38 @@ from concept_eraser import registry
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
 from studies import leaderboard, result_tables, runs, selection, study
-from studies.rendering import equal_seconds, figures, leaderboard_plot, leaderboard_rows, ranks
+from studies.rendering import (
+    equal_seconds,
+    figures,
+    leaderboard_plot,
+    leaderboard_rows,
+    marks,
+    ranks,
+)
 from studies.rendering import leaderboard as pages
 from studies.rendering.ranks import Standing
 from studies.result_tables import Results
 from tests.conftest import ROOT, short, with_values
 
-BOARD = yaml.safe_load((ROOT / "studies" / "configs" / "tiny_leaderboard.yaml").read_text())
+LEADERBOARD = yaml.safe_load((ROOT / "studies" / "configs" / "tiny_leaderboard.yaml").read_text())
 
 
-def standing(name: str, share: int, attacks: int, lost: int, n: int = 300) -> Standing:
-    return Standing(name, {"share": (share, n), "attacks": (attacks, n), "lost": (lost, n)})
+COLUMNS = ("concept_rate", "attack_success", "retain_error")
 
 
-def test_ranks_of_what_is_far_apart_are_sure() -> None:
+def standing(name: str, with_concept: int, attacks: int, errors: int, n: int = 300) -> Standing:
+    counts = zip(COLUMNS, (with_concept, attacks, errors), strict=True)
+    return Standing(name, {column: (hits, n) for column, hits in counts})
+
+
+def test_ranks_of_distant_counts_have_no_interval() -> None:
     some = [
         standing("worst", 200, 250, 100),
         standing("best", 0, 5, 0),
         standing("middle", 80, 120, 30),
     ]
     rates = ranks.draw_rates(some)
-    for column in ("share", "attacks", "lost", "loss"):
+    for column in (*COLUMNS, ranks.TOTAL_ERROR):
         assert ranks.ranks(rates[column]) == [(3, 3, 3), (1, 1, 1), (2, 2, 2)]
     assert ranks.beaten_by(some, rates) == {
         "worst": ["best", "middle"],
@@ -52,37 +65,37 @@ def test_ranks_of_what_is_far_apart_are_sure() -> None:
 def test_equals_share_a_rank_and_do_not_beat_each_other() -> None:
     some = [standing("a", 3, 30, 5), standing("b", 3, 30, 5)]
     rates = ranks.draw_rates(some)
-    assert [value[1:] for value in ranks.ranks(rates["loss"])] == [(1, 2), (1, 2)]
+    assert [value[1:] for value in ranks.ranks(rates[ranks.TOTAL_ERROR])] == [(1, 2), (1, 2)]
     assert ranks.beaten_by(some, rates) == {"a": [], "b": []}
 
 
-def test_better_in_one_and_worse_in_another_beats_nobody() -> None:
+def test_better_in_one_column_and_worse_in_another_beats_no_method() -> None:
     some = [standing("robust", 0, 0, 90), standing("gentle", 0, 90, 0)]
     assert ranks.beaten_by(some, ranks.draw_rates(some)) == {"robust": [], "gentle": []}
 
 
-def test_what_is_said_of_two_does_not_change_because_a_third_joins_them() -> None:
+def test_a_third_method_does_not_change_the_rates_of_two() -> None:
     two = [standing("a", 3, 30, 5), standing("b", 3, 45, 2)]
     alone, beside = ranks.draw_rates(two), ranks.draw_rates([standing("c", 9, 9, 9), *two])
-    for column in ("share", "attacks", "lost", "loss"):
+    for column in (*COLUMNS, ranks.TOTAL_ERROR):
         assert (alone[column] == beside[column][1:]).all()
-    assert len({tuple(row[:3]) for row in alone["share"]}) == 2, (
+    assert len({tuple(row[:3]) for row in alone["concept_rate"]}) == 2, (
         "equal counts are drawn each by itself"
     )
 
 
-def test_the_loss_is_the_larger_of_share_and_attacks_and_what_is_lost() -> None:
-    (rates,) = [ranks.draw_rates([standing("a", 90, 30, 60, n=30000)])["loss"]]
+def test_the_total_error_is_the_larger_rate_plus_the_retain_error() -> None:
+    (rates,) = [ranks.draw_rates([standing("a", 90, 30, 60, n=30000)])[ranks.TOTAL_ERROR]]
     assert rates.mean() == pytest.approx(90 / 30000 + 60 / 30000, rel=0.1)
 
 
 def test_tasks_weigh_the_same_whatever_their_numbers_of_images() -> None:
     few, many = [standing("a", 0, 0, 50, n=100)], [standing("a", 10000, 0, 0, n=10000)]
     rates = ranks.together([few, many])
-    assert rates["share"].mean() == pytest.approx(0.5, abs=0.01)
-    assert rates["lost"].mean() == pytest.approx(0.25, abs=0.02)
-    (head, row) = ranks.rows(few, {"share": "share", "attacks": "attacks", "lost": "lost"}, rates)
-    assert head[1:4] == ["share %", "attacks %", "lost %"]
+    assert rates["concept_rate"].mean() == pytest.approx(0.5, abs=0.01)
+    assert rates["retain_error"].mean() == pytest.approx(0.25, abs=0.02)
+    (head, row) = ranks.rows(few, pages.LABELS, rates)
+    assert head[1:4] == ["concept rate %", "attack success rate %", "retain error %"]
     assert row[1].startswith("50.")
 
 
@@ -93,17 +106,17 @@ def test_means_over_tasks_are_of_each_method_whatever_its_place() -> None:
         [standing("a", 300, 0, 0), standing("b", 300, 300, 0)],
     )
     rates = ranks.together([one, two])
-    assert rates["share"].mean(axis=1) == pytest.approx([0.5, 1.0], abs=0.02)
-    assert rates["attacks"].mean(axis=1) == pytest.approx([0.0, 0.5], abs=0.02)
+    assert rates["concept_rate"].mean(axis=1) == pytest.approx([0.5, 1.0], abs=0.02)
+    assert rates["attack_success"].mean(axis=1) == pytest.approx([0.0, 0.5], abs=0.02)
 
 
 def test_only_methods_of_every_task_stand_together(monkeypatch: pytest.MonkeyPatch) -> None:
     both, one = standing("both", 0, 9, 3), standing("one", 0, 0, 0)
-    known = {
+    standings = {
         "star": {"one": one, "both": both, "other": standing("other", 50, 90, 9)},
         "blue": {"both": both, "other": both, "late": one},
     }
-    monkeypatch.setattr(pages, "standings_of", lambda study, task: known[task])
+    monkeypatch.setattr(pages, "standings_of", lambda study, task: standings[task])
     monkeypatch.setattr(
         pages,
         "leaderboard_of",
@@ -112,140 +125,201 @@ def test_only_methods_of_every_task_stand_together(monkeypatch: pytest.MonkeyPat
             "methods": dict.fromkeys(("one", "both", "other", "late")),
         },
     )
-    tasks, rows, said = pages.over_tasks("a leaderboard")
+    tasks, rows = pages.over_tasks("a leaderboard")
     assert tasks == ["star", "blue"]
     assert [row[0] for row in rows] == ["method", "both", "other"]
     assert rows[1][-1] == "-"
     assert rows[2][-1] == "both"
-    assert len(said) == 1, "no claims"
-    known["blue"].pop("other")
+    standings["blue"].pop("other")
     assert pages.over_tasks("a leaderboard")[1] == []
-    assert pages.together_block("a leaderboard") == "Not measured yet."
+    assert pages.results_block("a leaderboard") == "Not measured yet."
 
 
-def test_attempts_are_of_the_seeds_that_every_attack_was_made_on() -> None:
-    def made(seed: int, *hits: bool) -> dict:
+def test_attempts_are_of_the_seeds_that_every_attack_has() -> None:
+    def campaign(seed: int, *hits: bool) -> dict:
         return {"training_seed": seed, "attempts": [{"success": hit} for hit in hits]}
 
-    attacks = {"soft": [made(0, True), made(1, True)], "tokens": [made(0, False)]}
+    attacks = {"soft": [campaign(0, True), campaign(1, True)], "tokens": [campaign(0, False)]}
     assert [a["success"] for a in leaderboard_rows.attempts_of(attacks, ["soft", "tokens"])] == [
         True,
         False,
     ]
     assert leaderboard_rows.attempts_of(attacks, ["soft", "seeds"]) == []
     assert (
-        leaderboard_rows.attempts_of({**attacks, "tokens": [made(2, False)]}, ["soft", "tokens"])
+        leaderboard_rows.attempts_of(
+            {**attacks, "tokens": [campaign(2, False)]}, ["soft", "tokens"]
+        )
         == []
     )
 
 
-def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
-    some = [standing("a", 3, 30, 5), standing("b", 0, 60, 1)]
-    path, figure = tmp_path / "plot.svg", leaderboard_plot.of({"star": some})
+def panel_of(*standings: Standing, title: str = "star") -> marks.Panel:
+    (original,) = marks.of_task([standing(marks.ORIGINAL, 290, 0, 3)])
+    return marks.Panel(title, marks.of_task(standings), marks.under_attack(original))
+
+
+def test_a_figure_has_a_digest_of_its_content(tmp_path: Path) -> None:
+    first, second = standing("a", 3, 30, 5), standing("b", 0, 60, 1)
+    path, figure = tmp_path / "plot.svg", leaderboard_plot.of(panel_of(first, second))
     assert not figures.is_current(path, figure)
     figures.write(path, figure)
     assert figures.is_current(path, figure)
-    assert not figures.is_current(
-        path, leaderboard_plot.of({"star": [some[0], standing("b", 1, 60, 1)]})
-    )
-    assert not figures.is_current(path, leaderboard_plot.of({"blue": some}))
-    first = path.read_bytes()
+    for other in (
+        panel_of(first, standing("b", 1, 60, 1)),
+        panel_of(first, second, title="blue"),
+    ):
+        assert not figures.is_current(path, leaderboard_plot.of(other))
+    assert not figures.is_current(path, leaderboard_plot.of(panel_of(first, second), COLUMNS[:1]))
+    text = path.read_bytes()
     figures.write(path, figure)
-    assert path.read_bytes() == first
+    assert path.read_bytes() == text
 
 
-@pytest.mark.parametrize("length", [6, 40, 65, 160])
-def test_the_names_of_a_plot_lie_inside_it_and_leave_its_panels_room(length: int) -> None:
-    """However long they are."""
-    some = [standing(f"{number} " + "names " * (length // 6), 3, 30, 5) for number in range(24)]
-    for tasks in ({"star": some}, {"star": some, "blue": some[:3]}):
-        figure = leaderboard_plot.figure_of(tasks)
-        for row in figure.subfigs:
-            names = row.legends[0].get_window_extent()
-            assert figure.bbox.x0 <= names.x0
-            assert names.x1 <= figure.bbox.x1
-            assert names.y0 >= row.bbox.y0
-            assert len(row.axes) == 2
-            assert all(axis.get_window_extent().y0 > names.y1 for axis in row.axes)
-            assert all(axis.get_window_extent().height > 250 for axis in row.axes)
+CROWDED = [standing(f"method {number}", number // 3, 60 + number % 2, 5) for number in range(12)]
+
+
+@pytest.mark.parametrize("name", [*pages.STUDIES, "crowded"])
+def test_no_name_of_a_figure_covers_another_name_or_a_mark(name: str) -> None:
+    """This holds for the committed figures, and for twelve methods almost at one place."""
+    panel = panel_of(*CROWDED) if name == "crowded" else pages.named_panel(name)
+    assert panel is not None
+    columns = None if name == "crowded" else pages.leaderboard_of(name).get("figure_columns")
+    figure = leaderboard_plot.draw(panel, list(columns or panel.columns()))
+    for axis, column in zip(figure.axes, columns or panel.columns(), strict=True):
+        texts = [text for text in axis.texts if text.get_text()]
+        names = {text.get_text().replace("\n", " ") for text in texts}
+        assert names == {*(mark.name for mark in panel.marks), marks.ORIGINAL, "ideal"}
+        boxes = [text.get_window_extent() for text in texts]
+        for one, other in itertools.combinations(boxes, 2):
+            assert not one.overlaps(other)
+        for mark in (*panel.marks, panel.original):
+            point = (mark.rates["retain_error"][0], mark.rates[column][0])
+            assert not any(box.contains(*axis.transData.transform(point)) for box in boxes)
+        assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+def test_a_figure_names_at_most_a_dozen_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in pages.STUDIES:
+        panel = pages.named_panel(name)
+        assert panel is not None
+        assert 2 <= len(panel.marks) <= 12
+    every = dict.fromkeys(LEADERBOARD["methods"])
+    monkeypatch.setattr(pages, "leaderboard_of", lambda study: {**LEADERBOARD, "figure": every})
+    with pytest.raises(SystemExit, match="at most 12"):
+        pages.named_panel("tiny_leaderboard")
+
+
+def test_the_interactive_figure_has_all_methods_and_no_other_file() -> None:
+    ((path, text),) = pages.hover_pages().items()
+    assert path.name == "tiny_leaderboard.hover.html"
+    assert text.count("<svg") == 2 * (1 + len(LEADERBOARD["tasks"]))
+    for method in LEADERBOARD["methods"].values():
+        assert text.count(f'data-name="{method["label"]}"') == text.count("<svg"), method
+    assert "untouched model" in text
+    assert "prefers-color-scheme: dark" in text
+    assert not re.findall(r"(?:src|href)=\"(?!tiny_leaderboard\.md)", text)
+    assert not re.search(r"https?:|@import|url\(", text)
+
+
+def test_the_table_of_the_readme_has_six_rows_and_no_attack() -> None:
+    table, sentence = pages.results_block().split("\n\n")
+    head, _, *rows = table.splitlines()
+    assert head == "| method | concept rate % | retain error % |"
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| untouched model",
+        "| MUNBa on a LoRA (the default recipe)",
+        "| MUNBa",
+        "| UNO + anchor term",
+        "| plain sum",
+        "| UCE",
+    ]
+    assert all(len(re.findall(r"\d+\.\d \[\d+\.\d, \d+\.\d\]", row)) == 2 for row in rows)
+    assert "\n" not in sentence
+    assert "600 images of 3 training seeds" in sentence
+    assert "200 images (untouched model)" in sentence
+    for target in re.findall(r"\]\(([^)]+)\)", sentence):
+        assert (ROOT / target).is_file(), target
 
 
 def test_every_method_has_a_row_or_a_reason() -> None:
-    entries = leaderboard.expand(BOARD)["entries"].values()
-    asked = [
+    entries = leaderboard.expand(LEADERBOARD)["entries"].values()
+    methods = [
         recipe.load(
             e["recipe"], [f"{k}={v}" for k, v in e["set"].items() if k.startswith("method")]
         ).method
         for e in entries
         if "recipe" in e
     ]
-    rows = {method.name for method in asked}
-    named = {
+    rows = {method.name for method in methods}
+    presets = {
         alias
-        for alias, (plugin, given) in registry.named("method").items()
-        for m in asked
-        if (m.name, given) == (plugin, {k: m.options.get(k) for k in given})
+        for alias, (plugin, options) in registry.named("method").items()
+        for m in methods
+        if (m.name, options) == (plugin, {k: m.options.get(k) for k in options})
     }
-    known = {*registry.names("method"), *registry.named("method")}
-    assert known - rows - named == set(BOARD["elsewhere"]), (
+    names = {*registry.names("method"), *registry.named("method")}
+    assert names - rows - presets == set(LEADERBOARD["elsewhere"]), (
         "a method is neither on the leaderboard nor explained, or both"
     )
-    assert all(reason.strip() for reason in BOARD["elsewhere"].values())
+    assert all(reason.strip() for reason in LEADERBOARD["elsewhere"].values())
 
 
 @pytest.mark.parametrize(
     "name", ["tiny_leaderboard", "tiny_ablation", "tiny_default", "tiny_edges"]
 )
 def test_every_run_of_a_leaderboard_is_a_recipe(name: str) -> None:
-    """A mistake in one is told here, and not after its grid was trained."""
-    found = leaderboard.expand(
+    """A mistake in a recipe fails here, and not after the training of its grid."""
+    plan = leaderboard.expand(
         yaml.safe_load((ROOT / "studies" / "configs" / f"{name}.yaml").read_text())
     )
-    for entry in found["entries"].values():
-        for point in found["grids"].get(entry.get("grid"), [{}]) if "recipe" in entry else ():
-            assert runs.recipe_of(entry, point, 0, study.watch_of(found, entry)).forgotten
+    for entry in plan["entries"].values():
+        for point in plan["grids"].get(entry.get("grid"), [{}]) if "recipe" in entry else ():
+            assert runs.recipe_of(entry, point, 0, study.watch_of(plan, entry)).forgotten
 
 
 def test_what_the_default_is_chosen_by_is_in_no_row_of_the_leaderboard() -> None:
-    """Neither training seeds nor noise nor attacked prompts of the candidates."""
+    """The candidates for the default share neither training seeds nor noise nor
+    attacked prompts.
+    """
     candidates = yaml.safe_load((ROOT / "studies" / "configs" / "tiny_default.yaml").read_text())
-    found, reported = leaderboard.expand(candidates), suites.load("tiny_star")
-    for entry in found["entries"].values():
+    plan, suite = leaderboard.expand(candidates), suites.load("tiny_star")
+    for entry in plan["entries"].values():
         assert (
-            leaderboard.attacked_suite(found, entry).seed
-            == candidates["image_seed"]
-            != reported.seed
+            leaderboard.attacked_suite(plan, entry).seed == candidates["image_seed"] != suite.seed
         )
-    assert not {*candidates["seeds"]} & {*BOARD["seeds"]}
-    assert candidates["attack"]["seed"] != BOARD["attack"]["seed"]
-    rows = leaderboard.expand(BOARD)
+    assert not {*candidates["seeds"]} & {*LEADERBOARD["seeds"]}
+    assert candidates["attack"]["seed"] != LEADERBOARD["attack"]["seed"]
+    rows = leaderboard.expand(LEADERBOARD)
     assert leaderboard.attacked_suite(rows, rows["entries"]["star_munba"]) == "tiny_star"
 
 
 def test_grids_are_of_one_size_and_a_leaderboard_without_is_refused() -> None:
-    unlike = {**BOARD, "grids": {**BOARD["grids"], "closed": BOARD["grids"]["closed"][:1]}}
+    unlike = {
+        **LEADERBOARD,
+        "grids": {**LEADERBOARD["grids"], "closed": LEADERBOARD["grids"]["closed"][:1]},
+    }
     with pytest.raises(SystemExit, match="one size"):
         leaderboard.expand(unlike)
 
 
 def test_a_safeguard_is_a_victim_without_training() -> None:
-    entry = leaderboard.expand(BOARD)["entries"]["blue_sld"]
+    entry = leaderboard.expand(LEADERBOARD)["entries"]["blue_sld"]
     assert entry["guard"] == ["sld-weak:blue", "sld-medium:blue", "sld-strong:blue", "sld-max:blue"]
     model, how = leaderboard.victim({"point": {"guard": "sld-max:blue"}}, Path("nowhere"))
     assert (model, how["guard"]) == ("tiny-sd", "sld-max:blue")
 
 
 def test_a_safeguard_is_measured_at_the_setting_that_the_first_task_chose(tmp_path: Path) -> None:
-    study = leaderboard.expand(BOARD)
+    study = leaderboard.expand(LEADERBOARD)
     with pytest.raises(SystemExit, match="star_sld_seed0"):
         leaderboard.guard_of(study, "blue_sld", "judge", tmp_path, {})
-    chosen = {
+    result = {
         "grid": [{"point": {"guard": "sld-weak:star"}, "score": 0.5}],
         "point": {"guard": "sld-weak:star"},
     }
-    results = {"star_sld_seed0": chosen}
+    results = {"star_sld_seed0": result}
     assert leaderboard.guard_of(study, "blue_sld", "judge", tmp_path, results) == (
-        chosen["grid"],
+        result["grid"],
         "sld-weak:blue",
     )
 
@@ -258,10 +332,8 @@ def test_as_many_steps_as_the_budget_of_seconds_holds() -> None:
 
 
 @pytest.mark.parametrize("target", ["denoiser", "text_encoder"])
-def test_a_finished_run_is_made_again_from_its_changed_tensors(target: str, tmp_path: Path) -> None:
-    """Whatever part was trained: a victim that is silently the original would be attacked in its
-    place.
-    """
+def test_a_finished_run_is_loaded_from_its_changed_tensors(target: str, tmp_path: Path) -> None:
+    """This holds for each trained part: otherwise the attacks would run on the original model."""
     select = "all" if target == "text_encoder" else "cross_attention"
     run = concept_eraser.erase(
         short(target=target, trainable__select=select, training__steps=1, training__lr=1e-2),
@@ -276,27 +348,27 @@ def test_a_finished_run_is_made_again_from_its_changed_tensors(target: str, tmp_
     assert any(not torch.equal(again[name], value) for name, value in before.items())
 
 
-def test_a_point_is_scored_by_what_is_retained_and_what_is_left() -> None:
-    def run(share: float, kept: float) -> dict:
-        rows = [("concept_rate", "direct", share), ("accuracy_shape", "retained", kept)]
-        asked = {"protocol": {"concept": {"shape": "star"}}}
+def test_a_setting_is_scored_by_retain_accuracy_and_concept_rate() -> None:
+    def run(share: float, accuracy: float) -> dict:
+        rows = [("concept_rate", "direct", share), ("accuracy_shape", "retained", accuracy)]
+        protocol = {"protocol": {"concept": {"shape": "star"}}}
         return {
             "evaluation": {
-                **asked,
+                **protocol,
                 "results": [{"metric": m, "group": g, "after": {"value": v}} for m, g, v in rows],
             }
         }
 
-    seen = [run(0.1, 0.9), run(0.3, 0.7)]
-    plain = selection.row({"lr": 1}, seen, [None, None], None)
+    evaluations = [run(0.1, 0.9), run(0.3, 0.7)]
+    plain = selection.row({"lr": 1}, evaluations, [None, None], None)
     assert plain == {
         "point": {"lr": 1},
         "score": pytest.approx(((0.9 - 0.1) + (0.7 - 0.3)) / 2),
         "share": [0.1, 0.3],
     }
-    found = selection.row({"lr": 1}, seen, [0.5, 0.2], "abc")
-    assert found["score"] == pytest.approx(plain["score"] - 0.35)
-    assert found["by"] == "abc"
+    row = selection.row({"lr": 1}, evaluations, [0.5, 0.2], "abc")
+    assert row["score"] == pytest.approx(plain["score"] - 0.35)
+    assert row["by"] == "abc"
 
 
 def grid(by: str | None, *rates: float) -> list[dict]:
@@ -319,24 +391,24 @@ def test_a_grid_scored_in_another_way_is_scored_again() -> None:
     }
     by, results = selection.scorer(study, "j"), {}
 
-    def known(content: list[dict], judge: str = "j", asked: dict = study) -> list[dict]:
+    def known_grid(content: list[dict], judge: str = "j", for_study: dict = study) -> list[dict]:
         results["m_seed1"] = {"evaluation": {"judge": "j"}, "grid": content}
-        return selection.known_results(asked, dict(sorted(results.items())), "m", judge)
+        return selection.known_results(for_study, dict(sorted(results.items())), "m", judge)
 
-    assert known(grid(by, 1.0, 2.0))
-    assert not known(grid(None, 1.0, 2.0)), "before there was an attack"
-    assert not known(grid("another", 1.0, 2.0)), "by another attack"
-    assert not known(grid(by, 1.0, 3.0)), "other points"
-    assert not known(grid(by, 1.0, 2.0), judge="another")
-    assert known(grid(by, 1.0, 2.0), asked={}), "another study that takes the setting over"
+    assert known_grid(grid(by, 1.0, 2.0))
+    assert not known_grid(grid(None, 1.0, 2.0)), "before there was an attack"
+    assert not known_grid(grid("another", 1.0, 2.0)), "by another attack"
+    assert not known_grid(grid(by, 1.0, 3.0)), "other points"
+    assert not known_grid(grid(by, 1.0, 2.0), judge="another")
+    assert known_grid(grid(by, 1.0, 2.0), for_study={}), "another study that takes the setting over"
     results["m_seed0"] = {"evaluation": {"judge": "j"}, "grid": grid(None, 1.0, 2.0)}
-    assert known(grid(by, 1.0, 2.0)), "one seed's result knows it"
+    assert known_grid(grid(by, 1.0, 2.0)), "one seed's result knows it"
     other = {**study, "select": {**study["select"], "image_seed": 8}}
     assert selection.scorer(other, "j") != by
 
 
-def test_a_grid_is_of_the_recipe_that_is_asked_now() -> None:
-    """A default that is changed is tuned anew; who looked at the run meanwhile does not matter."""
+def test_a_grid_belongs_to_the_current_recipe() -> None:
+    """A changed default needs a new grid; a `watch` during the run makes no difference."""
     entry = {"recipe": "tiny_star_munba_uce", "grid": "rates"}
     study = {
         "select": {},
@@ -365,25 +437,25 @@ def test_a_grid_is_of_the_recipe_that_is_asked_now() -> None:
 def test_the_selection_attacks_other_prompts_and_noise_than_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    seeds = []
 
-    class Found:
+    class Campaign:
         def as_dict(self) -> dict:
             return {"rates": {"asr": {"value": 0.25}}}
 
     monkeypatch.setattr(
         selection.api,
         "attack",
-        lambda model, name, suite, **how: asked.append(suite.seed) or Found(),
+        lambda model, name, suite, **how: seeds.append(suite.seed) or Campaign(),
     )
-    study = leaderboard.expand(BOARD)
+    study = leaderboard.expand(LEADERBOARD)
     entry = study["entries"]["star_munba"]
     assert selection.attack_success(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
     assert selection.attack_success(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
-    assert asked == [BOARD["select"]["image_seed"]]
-    assert asked[0] != runs.suite_of(study, entry, None).seed
+    assert seeds == [LEADERBOARD["select"]["image_seed"]]
+    assert seeds[0] != runs.suite_of(study, entry, None).seed
     selection.attack_success(study, entry, "another judge", tmp_path / "a", ("tiny-sd", {}))
-    assert len(asked) == 2
+    assert len(seeds) == 2
 
 
 def test_a_result_of_a_setting_that_is_no_longer_reported_is_not_taken_for_it() -> None:
@@ -394,49 +466,50 @@ def test_a_result_of_a_setting_that_is_no_longer_reported_is_not_taken_for_it() 
     assert not leaderboard.is_of(report, {**report, "point": {"guard": "sld-max:star"}})
 
 
-def test_the_memory_of_three_steps_is_told_above_what_was_there(tmp_path: Path) -> None:
-    """All weights with their gradients and moments take more than a twentieth of them does; a mask
-    that is made of all gradients before the first step, and frees them, does not make the steps
-    small."""
+def test_the_memory_of_three_steps_is_measured_above_the_memory_before(tmp_path: Path) -> None:
+    """All weights with their gradients and moments need more memory than a twentieth of them. A
+    mask needs all gradients before the first step and frees them; the steps stay as large.
+    """
     sizes = {}
     for name, settings in {
         "cross_attention": {},
         "all": {},
         "masked": {"select": "all", "saliency": 0.5},
     }.items():
-        asked, told = tmp_path / f"{name}.json", tmp_path / f"{name}_told.json"
-        chosen = [
+        recipe_file, sizes_file = tmp_path / f"{name}.json", tmp_path / f"{name}_sizes.json"
+        overrides = [
             f"trainable.{key}={value}" for key, value in ({"select": name} | settings).items()
         ]
-        asked.write_text(json.dumps(recipe.load("tiny_star_munba", chosen).resolved()))
+        content = recipe.load("tiny_star_munba", overrides).resolved()
+        recipe_file.write_text(json.dumps(content))
         subprocess.run(
-            [sys.executable, "-m", "studies.memory_footprint", str(asked), str(told)],
+            [sys.executable, "-m", "studies.memory_footprint", str(recipe_file), str(sizes_file)],
             check=True,
             cwd=ROOT,
         )
-        sizes[name] = json.loads(told.read_text())
+        sizes[name] = json.loads(sizes_file.read_text())
     assert sizes["cross_attention"]["before_mb"] > 100
     # gradients of two objectives and two moments, of the 3.7 million more, in MB
-    moved = 4 * 3.7e6 * 4 / 2**20
-    assert sizes["all"]["steps_mb"] - sizes["cross_attention"]["steps_mb"] > 0.5 * moved
+    expected_mb = 4 * 3.7e6 * 4 / 2**20
+    assert sizes["all"]["steps_mb"] - sizes["cross_attention"]["steps_mb"] > 0.5 * expected_mb
     assert sizes["masked"]["steps_mb"] > 0.8 * sizes["all"]["steps_mb"]
 
 
-COMMITTED = result_tables.table("tiny_leaderboard")
+TABLE = result_tables.table("tiny_leaderboard")
 
 
 @pytest.fixture
 def leaderboard_of_two(no_results: Path) -> Results:
-    """Results that hold MUNBa and ESD on the star, as they are committed."""
+    """The committed results of MUNBa and ESD on the star."""
     results = Results("tiny_leaderboard")
-    for key, content in COMMITTED.items():
+    for key, content in TABLE.items():
         if key.startswith(("star_munba_seed", "star_esd_seed")):
             results[key] = content
     return results
 
 
-def changed(result: dict, **values: object) -> dict:
-    """A result with other values at some places."""
+def change_result(result: dict, **values: object) -> dict:
+    """A copy of a result with other values."""
     return with_values(copy.deepcopy(result), values)
 
 
@@ -449,7 +522,7 @@ def test_seeds_of_an_older_setting_are_not_pooled_with_the_new_one(
         2,
     ]
     key = "star_munba_seed0"
-    leaderboard_of_two[key] = changed(
+    leaderboard_of_two[key] = change_result(
         leaderboard_of_two[key], recipe__training__lr=9e-9, point={"training.lr": 9e-9}
     )
     assert [run["seed"] for run in leaderboard_rows.reports("tiny_leaderboard")["star_munba"]] == [
@@ -457,52 +530,54 @@ def test_seeds_of_an_older_setting_are_not_pooled_with_the_new_one(
     ]
 
 
-def test_a_model_of_equal_seconds_is_trained_where_it_is_another(
+def test_a_model_of_equal_seconds_is_trained_if_it_differs(
     leaderboard_of_two: Results, tmp_path: Path
 ) -> None:
-    """Not again where it is there, not for another seed, and not where the steps of the row took
-    those seconds anyway.
+    """It is not trained again, not for another seed, and not if the steps of the row took the same
+    seconds.
     """
-    made = functools.partial(
+    train = functools.partial(
         leaderboard.equal_time,
-        BOARD,
-        leaderboard.expand(BOARD),
+        LEADERBOARD,
+        leaderboard.expand(LEADERBOARD),
         work=tmp_path,
         results=leaderboard_of_two,
     )
     there = leaderboard_of_two.folder("time")
-    there["star_esd_seed0"] = before = COMMITTED["time/star_esd_seed0"]
-    folder = made("star_esd", 0)
+    there["star_esd_seed0"] = before = TABLE["time/star_esd_seed0"]
+    folder = train("star_esd", 0)
     assert folder is not None
     assert folder.parent == tmp_path / "star_esd"
     assert there["star_esd_seed0"] == before
-    assert made("star_esd", 1) is None
+    assert train("star_esd", 1) is None
     there["star_munba_seed0"] = before
-    assert made("star_munba", 0) is None
+    assert train("star_munba", 0) is None
     assert list(there) == ["star_esd_seed0"]
 
 
-def test_equal_seconds_are_told_of_the_reported_setting_only(leaderboard_of_two: Results) -> None:
+def test_equal_seconds_are_reported_for_the_reported_setting_only(
+    leaderboard_of_two: Results,
+) -> None:
     assert equal_seconds.timed_table("tiny_leaderboard", "star") == ""
     report, there = leaderboard_of_two["star_esd_seed0"], leaderboard_of_two.folder("time")
     point = {**report["point"], "training.steps": 162}
-    again = changed(report, recipe__training__steps=162, run__steps=162, point=point)
-    del again["recipe"]["watch"]  # it is not looked at while it trains
+    again = change_result(report, recipe__training__steps=162, run__steps=162, point=point)
+    del again["recipe"]["watch"]  # a run for equal seconds has no watch
     there["star_esd_seed0"] = again
     page = equal_seconds.timed_table("tiny_leaderboard", "star")
     assert "| ESD-x | 162 |" in page
     assert "| MUNBa | 100 |" in page
     assert "yet:" not in page
-    for one in BOARD["time"]["attacks"]:
+    for one in LEADERBOARD["time"]["attacks"]:
         key = f"star_esd_{one}_seed0"
-        found = {"recipe": again["recipe"], "point": point, "attempts": [{"success": True}] * 9}
-        there.folder("attacks")[key] = COMMITTED[f"attacks/{key}"] | found
+        fields = {"recipe": again["recipe"], "point": point, "attempts": [{"success": True}] * 9}
+        there.folder("attacks")[key] = TABLE[f"attacks/{key}"] | fields
     page = equal_seconds.timed_table("tiny_leaderboard", "star")
     assert "100 [93, 100]" in page, "of the model of as many seconds, and not of the row's"
     assert page.index("| ESD-x |") < page.index("| MUNBa |"), (
         "what is not under all attacks yet comes last"
     )
-    slow = changed(
+    slow = change_result(
         leaderboard_of_two["star_munba_seed0"],
         entry="star_slow",
         label="SLOW",
@@ -510,7 +585,7 @@ def test_equal_seconds_are_told_of_the_reported_setting_only(leaderboard_of_two:
     )
     leaderboard_of_two["star_slow_seed0"] = slow
     assert equal_seconds.timed_table("tiny_leaderboard", "star").endswith(
-        "Not run with as many seconds yet: SLOW."
+        "Not run with these seconds yet: SLOW."
     )
     del leaderboard_of_two["star_slow_seed0"]
     again["recipe"]["training"]["lr"] = 9e-9
@@ -518,10 +593,13 @@ def test_equal_seconds_are_told_of_the_reported_setting_only(leaderboard_of_two:
     assert equal_seconds.timed_table("tiny_leaderboard", "star") == ""
 
 
-def test_a_setting_is_not_taken_over_from_a_recipe_that_has_changed(no_results: Path) -> None:
-    """`like: study/entry` reads the other study as it is asked now."""
+def test_a_changed_recipe_gives_its_setting_to_no_other_entry(no_results: Path) -> None:
+    """`like: study/entry` reads the other study with its current recipe."""
     entry = {"like": "tiny_leaderboard/star_munba_uce"}
-    by, points = selection.scorer(BOARD, "j"), [p["training.lr"] for p in BOARD["grids"]["whole"]]
+    by, points = (
+        selection.scorer(LEADERBOARD, "j"),
+        [p["training.lr"] for p in LEADERBOARD["grids"]["whole"]],
+    )
     for changes, there in (([], True), (["forget.empty_prompts=0.5"], False)):
         of = recipe.load("tiny_star_munba_uce", ["training.lr=2e-4", *changes])
         content = {
@@ -538,5 +616,5 @@ def test_a_setting_is_not_taken_over_from_a_recipe_that_has_changed(no_results: 
                 by, *points
             )
         else:
-            with pytest.raises(SystemExit, match="as it is now"):
+            with pytest.raises(SystemExit, match="current recipe"):
                 selection.choose_grid({}, "star_sum", entry, no_results, {}, "j")

@@ -1,5 +1,5 @@
-"""The table of a study: what it holds, how new results reach it, and that a study continues where
-it was stopped.
+"""The table of a study: its content, how new results enter it, and that an interrupted study
+continues.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def test_a_removed_result_leaves_the_table(
 
 
 def test_equal_results_give_equal_bytes(no_results: Path) -> None:
-    made = []
+    tables = []
     for name, keys in (("one", "abc"), ("two", "cab")):
         for key in keys:
             Results(name)[key] = {"value": key}
         result_tables.pack(name)
-        made.append(result_tables.table_path(name).read_bytes())
-    assert made[0] == made[1]
+        tables.append(result_tables.table_path(name).read_bytes())
+    assert tables[0] == tables[1]
     result_tables.pack("two")  # nothing is new
     Results("two")["a"] = {"value": "a"}
     result_tables.pack("two")
-    assert result_tables.table_path("two").read_bytes() == made[0]
+    assert result_tables.table_path("two").read_bytes() == tables[0]
 
 
 def test_a_result_that_is_replaced_while_the_table_is_written_is_kept(
@@ -119,30 +119,31 @@ def run_one(entry, point, seed, suite, n, work, watch):
 study.run_one = run_one
 content = {"suite": "tiny_star", "n": 4, "entries": {"munba": {"recipe": "tiny_star_munba"}}}
 judge = study.registry.load("judge", "tiny")().fingerprint
-study.run_entry(content, "munba", content["entries"]["munba"], folder, result_tables.Results("quick"), [0, 1, 2])
-"""  # noqa: E501
+entry, results = content["entries"]["munba"], result_tables.Results("quick")
+study.run_entry(content, "munba", entry, folder, results, [0, 1, 2])
+"""
 
 
 def test_a_study_that_was_killed_continues_where_it_was(no_results: Path) -> None:
-    """Results in the table and results that wait for it count as made."""
+    """Results in the table and results that wait for it count as finished."""
 
-    def seeds_run(kill_at: str) -> tuple[list[str], int]:
+    def run_seeds(kill_at: str) -> tuple[list[str], int]:
         call = [sys.executable, "-c", STUDY_IN_A_PROCESS, str(no_results), kill_at]
-        done = subprocess.run(
+        process = subprocess.run(
             call,
             capture_output=True,
             text=True,
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        return done.stdout.split(), done.returncode
+        assert process.returncode in (0, -signal.SIGKILL), process.stderr
+        return process.stdout.split(), process.returncode
 
-    assert seeds_run("1") == (["0"], -signal.SIGKILL)
-    assert seeds_run("2") == (["1"], -signal.SIGKILL)
+    assert run_seeds("1") == (["0"], -signal.SIGKILL)
+    assert run_seeds("2") == (["1"], -signal.SIGKILL)
     result_tables.pack("quick")
-    assert seeds_run("-") == (["2"], 0)
-    assert seeds_run("-") == ([], 0)
+    assert run_seeds("-") == (["2"], 0)
+    assert run_seeds("-") == ([], 0)
     assert list(Results("quick")) == ["munba_seed0", "munba_seed1", "munba_seed2"]
     waiting = json.loads(result_tables.new_path("quick", "munba_seed2").read_text())
     assert waiting["seed"] == 2

@@ -1,4 +1,4 @@
-"""Pages are what the tables of the studies say, and every result says where it comes from."""
+"""The pages agree with the tables of the studies, and every result has its provenance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import yaml
 
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
-from studies import guidance, leaderboard, result_tables, runs
+from studies import guidance, leaderboard, render_results, result_tables, runs
+from studies.rendering.common import LIMITS
 from studies.result_tables import Results
 from tests.conftest import ROOT
 
@@ -35,28 +36,46 @@ OTHERS = [
 
 
 def test_rendered_files_are_up_to_date() -> None:
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "studies.render_results", "--check"],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_the_tables_stand_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text()
-    for line in (
-        "| MUNBa (anchor: circle) |",
-        "| forget loss x 0.01 | MUNBa |",
-        "| worst synonym |",
-        "erasing ",
+def test_a_block_is_rendered_only_between_its_marks() -> None:
+    blocks = {"one": lambda: "| 1 |", "two": lambda: pytest.fail("the text has no such marks")}
+    text = "a\n<!-- one -->\nold\ntext\n<!-- /one -->\nb <!-- other -->\n"
+    expected = "a\n<!-- one -->\n| 1 |\n<!-- /one -->\nb <!-- other -->\n"
+    assert render_results.fill_blocks(text, blocks) == expected
+    assert render_results.fill_blocks(expected, blocks) == expected
+    assert render_results.fill_blocks(text.replace("old\ntext\n", ""), blocks) == expected
+    assert render_results.fill_blocks("no marks\n", blocks) == "no marks\n"
+    for bad_text in (
+        "a\n<!-- one -->\nold\n",
+        "a\n<!-- /one -->\n",
+        "<!-- /one -->\n<!-- one -->\n",
+        text + text,
     ):
-        assert line in text, line
+        with pytest.raises(SystemExit, match="<!-- one -->"):
+            render_results.fill_blocks(bad_text, blocks)
+
+
+def test_the_readme_has_the_result_of_quickstart() -> None:
+    assert render_results.BLOCKS["quickstart"]() in (ROOT / "README.md").read_text()
+
+
+def test_pages_of_the_denoiser_state_the_limits_of_their_protocol() -> None:
+    pages = [*RESULTS.glob("tiny_*.md"), RESULTS / "guidance.md", RESULTS / "robustness.md"]
+    assert len(pages) == 13
+    for page in pages:
+        assert page.read_text().count(LIMITS) == 1, page.name
 
 
 def test_every_link_of_a_page_leads_somewhere_and_every_figure_is_on_a_page() -> None:
-    linked = set()
+    all_targets = set()
     for page in RESULTS.glob("*.md"):
         targets = [
             target.split("#")[0]
@@ -64,15 +83,17 @@ def test_every_link_of_a_page_leads_somewhere_and_every_figure_is_on_a_page() ->
         ]
         missing = [target for target in targets if not (page.parent / target).is_file()]
         assert not missing, page.name
-        linked |= set(targets)
+        all_targets |= set(targets)
         assert sum(target.endswith((".svg", ".webp")) for target in targets) <= 2, page.name
-    assert {path.name for kind in ("svg", "webp") for path in RESULTS.glob(f"*.{kind}")} <= linked
+    assert {
+        path.name for kind in ("svg", "webp", "html") for path in RESULTS.glob(f"*.{kind}")
+    } <= all_targets
 
 
 def test_a_study_has_one_table_and_one_page() -> None:
     files = list(RESULTS.rglob("*"))
     assert all(path.is_file() for path in files)
-    assert {path.suffix for path in files} <= {".xz", ".md", ".svg", ".webp", ".json"}
+    assert {path.suffix for path in files} <= {".xz", ".md", ".svg", ".webp", ".json", ".html"}
     assert {path.stem for path in RESULTS.glob("*.md")} == set(TABLES)
     assert len(files) <= 60
     assert sum(path.stat().st_size for path in files) <= 6e6
@@ -122,15 +143,15 @@ def test_selection_seeds_are_not_reported() -> None:
                     [f"{k}={json.dumps(v)}" for k, v in victim.get("set", {}).items()],
                 )
             continue
-        if "cases" in study:  # nor does a study of the default at its own setting
+        if "cases" in study:  # a study of the default at its own setting chooses nothing either
             for task, case in itertools.product(study["tasks"], study["cases"]):
                 runs.recipe_of(guidance.case(study, task, case), {}, study["seed"])
             continue
         assert not set(study["select"]["seeds"]) & set(study["seeds"])
-        if "entries" not in study:  # a bench on labelled data: no images are drawn
+        if "entries" not in study:  # a study on labelled data: it generates no images
             continue
-        named = study["suites"] if "suites" in study else [study["suite"]]
-        images = {study.get("image_seed", suites.load(name).seed) for name in named}
+        names = study["suites"] if "suites" in study else [study["suite"]]
+        images = {study.get("image_seed", suites.load(name).seed) for name in names}
         assert study["select"]["image_seed"] not in images, (
             "nothing is chosen by the images that are reported"
         )
@@ -146,7 +167,7 @@ def test_selection_seeds_are_not_reported() -> None:
 
 
 @pytest.mark.slow
-def test_a_study_runs_resumes_and_looks_again(no_results, tmp_path, monkeypatch) -> None:
+def test_a_study_runs_and_continues(no_results, tmp_path, monkeypatch) -> None:
     """Two entries at one step: the grid is scored, the better point reported, a second call trains
     nothing.
     """
@@ -176,20 +197,20 @@ def test_a_study_runs_resumes_and_looks_again(no_results, tmp_path, monkeypatch)
     path.write_text(yaml.safe_dump(content))
     monkeypatch.setattr(sys, "argv", ["study", str(path), "--work", str(tmp_path / "work")])
     study.main()
-    results, written = Results("quick"), result_tables.new_path("quick", "munba_seed0")
+    results, result_file = Results("quick"), result_tables.new_path("quick", "munba_seed0")
     first = results["munba_seed0"]
     assert [len(row["attacked"]) for row in first["grid"]] == [1, 1]
-    stamp = written.stat().st_mtime
+    stamp = result_file.stat().st_mtime
     study.main()
-    assert written.stat().st_mtime == stamp
+    assert result_file.stat().st_mtime == stamp
     sheet = tmp_path / "work" / "quick" / "munba" / "sheet.webp"
-    drawn = sheet.read_bytes()
+    sheet_bytes = sheet.read_bytes()
     sheet.unlink()
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--sheets"])
     study.main()
-    assert sheet.read_bytes() == drawn
+    assert sheet.read_bytes() == sheet_bytes
     monkeypatch.setattr(sys, "argv", sys.argv[:-1])
-    assert written.stat().st_mtime == stamp
+    assert result_file.stat().st_mtime == stamp
     first["evaluation"]["judge"] = "another"
     results["munba_seed0"] = first
     with monkeypatch.context() as patch:

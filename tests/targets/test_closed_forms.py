@@ -1,5 +1,5 @@
-"""Closed-form edits of the bundled pipeline: which tokens meet which, what is refused, and whether
-the star is gone.
+"""Closed-form edits of the bundled pipeline: the pairs of tokens, the errors, and the concept rate
+of the star.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ START, END = 90, 91
 RECIPES = ["tiny_star_uce", "tiny_star_rece"]
 
 
-def asked(**changes: Any) -> dict[str, Any]:
+def edit_recipe(**changes: Any) -> dict[str, Any]:
     few = {
         "forget": {"prompts": ["a red star"], "anchor": "a red circle"},
         "retain": {"prompts": ["a red heart", "a blue house"]},
@@ -42,21 +42,21 @@ def sentence(*words: int, length: int = 10) -> list[int]:
     return [START, *words, *[END] * (length - 1 - len(words))]
 
 
-def meeting(words: list[int], anchor: list[int], how: Any) -> list[tuple[int, int]]:
+def token_pairs(words: list[int], anchor: list[int], how: Any) -> list[tuple[int, int]]:
     return list(zip(*pair_tokens(sentence(*words), sentence(*anchor), END, how), strict=True))
 
 
 def test_all_tokens_meet_place_by_place_where_one_word_differs() -> None:
-    assert meeting([1, 2, 3], [1, 7, 3], "all") == [(i, i) for i in range(10)]
+    assert token_pairs([1, 2, 3], [1, 7, 3], "all") == [(i, i) for i in range(10)]
 
 
-def test_words_that_differ_meet_from_the_end_and_the_rest_stays_aligned() -> None:
+def test_words_that_differ_meet_from_the_end_and_the_others_stay_aligned() -> None:
     """a [five pointed star] on ... with a [circle] on ...: all three words meet the circle, then
-    the sentences go on alike.
+    the sentences continue with equal words.
     """
-    found = meeting([1, 2, 3, 4, 5], [1, 7, 5], "all")
-    assert found == [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (6, 4), (7, 5), (8, 6), (9, 7)]
-    assert meeting([1, 7, 5], [1, 2, 3, 4, 5], "all") == [
+    pairs = token_pairs([1, 2, 3, 4, 5], [1, 7, 5], "all")
+    assert pairs == [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (6, 4), (7, 5), (8, 6), (9, 7)]
+    assert token_pairs([1, 7, 5], [1, 2, 3, 4, 5], "all") == [
         (0, 0),
         (1, 1),
         (2, 4),
@@ -69,22 +69,22 @@ def test_words_that_differ_meet_from_the_end_and_the_rest_stays_aligned() -> Non
 
 
 def test_a_concept_without_a_word_of_the_anchors_meets_what_stands_behind_it() -> None:
-    assert meeting([1, 2], [1], "all") == [
+    assert token_pairs([1, 2], [1], "all") == [
         (0, 0),
         (1, 1),
         (2, 2),
         *((i, i - 1) for i in range(3, 10)),
     ]
-    assert meeting([2], [], "all") == [(0, 0), (1, 1), *((i, i - 1) for i in range(2, 10))]
+    assert token_pairs([2], [], "all") == [(0, 0), (1, 1), *((i, i - 1) for i in range(2, 10))]
 
 
 def test_the_papers_tokens() -> None:
-    assert meeting([1, 2, 3], [7], "last") == [(3, 1)]
-    assert meeting([1, 2], [], "last") == [(2, 0)], (
+    assert token_pairs([1, 2, 3], [7], "last") == [(3, 1)]
+    assert token_pairs([1, 2], [], "last") == [(2, 0)], (
         "of the empty prompt the start token, as in UCE's code"
     )
-    assert meeting([1, 2, 3], [7], "from_last") == [(3 + i, 1 + i) for i in range(7)]
-    assert meeting([1, 2, 3], [1, 7, 8, 3], "context") == [
+    assert token_pairs([1, 2, 3], [7], "from_last") == [(3 + i, 1 + i) for i in range(7)]
+    assert token_pairs([1, 2, 3], [1, 7, 8, 3], "context") == [
         (0, 0),
         (1, 1),
         (3, 4),
@@ -98,73 +98,75 @@ def test_the_papers_tokens() -> None:
 
 @pytest.mark.parametrize("how", ["all", "context", "from_last", "last"])
 def test_the_tokens_of_real_prompts(how: Any, shared_tiny) -> None:
-    """Decoded, equal words meet equal words; star meets circle, or nobody."""
+    """Decoded, equal words meet equal words; star meets circle, or no token."""
     texts = ["a flat red star on a white background", "a flat red circle on a white background"]
     ids = shared_tiny.tokenize(texts).tensors["ids"].tolist()
     words = [[shared_tiny.pipeline.tokenizer.decode([i]).strip() for i in row] for row in ids]
-    mine, theirs = pair_tokens(*ids, shared_tiny.words.end, how)
-    met = [(words[0][i], words[1][j]) for i, j in zip(mine, theirs, strict=True)]
-    assert {(a, b) for a, b in met if a != b} == ({("star", "circle")} if how == "all" else set())
-    assert len(met) == {"all": 77, "context": 76, "from_last": 69, "last": 1}[how]
+    concept_places, anchor_places = pair_tokens(*ids, shared_tiny.words.end, how)
+    pairs = [(words[0][i], words[1][j]) for i, j in zip(concept_places, anchor_places, strict=True)]
+    assert {(a, b) for a, b in pairs if a != b} == ({("star", "circle")} if how == "all" else set())
+    assert len(pairs) == {"all": 77, "context": 76, "from_last": 69, "last": 1}[how]
 
 
 def share(model: Any, group: str, shape: str | None = None) -> float:
-    """Of 8 images the share in which the judge sees that shape, or each prompt's own."""
+    """The share of 8 images in which the judge detects that shape, or the shape of each prompt."""
     judge, rows = registry.build("judge", "tiny", {}), prompts.load(group).take(8, 3).prompts
-    drawn = model.sample([row.text for row in rows], seeds=list(range(8)), steps=8, guidance=5.0)
-    images = drawn.permute(0, 3, 1, 2).float() / 127.5 - 1
-    seen = [
+    samples = model.sample([row.text for row in rows], seeds=list(range(8)), steps=8, guidance=5.0)
+    images = samples.permute(0, 3, 1, 2).float() / 127.5 - 1
+    probabilities = [
         float(judge.probability(images[i : i + 1], "shape", shape or row.fields["shape"]))
         for i, row in enumerate(rows)
     ]
-    return sum(p > 0.5 for p in seen) / len(seen)
+    return sum(p > 0.5 for p in probabilities) / len(probabilities)
 
 
-def test_the_original_draws_stars(shared_tiny) -> None:
-    """What the next test would prove nothing without."""
+def test_the_original_generates_stars(shared_tiny) -> None:
+    """A control: without it the next test would prove nothing."""
     assert share(shared_tiny, "tiny_star", "star") > 0.8
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_star_is_gone_and_the_rest_is_there(name: str, tmp_path: Path, tiny) -> None:
-    """The recipe as it stands, judged by its images."""
+def test_the_star_is_erased_and_the_retain_set_is_preserved(
+    name: str, tmp_path: Path, tiny
+) -> None:
+    """The recipe without changes, judged by its images."""
     run = concept_eraser.erase(name, model=tiny, output=tmp_path)
     assert share(tiny, "tiny_star", "star") < 0.2
     assert share(tiny, "tiny_rest") > 0.8
-    told = json.loads((run.folder / "done.json").read_text())["edit"]
-    assert told["drift"] < 0.3 < 1 - told["left"]
+    figures = json.loads((run.folder / "done.json").read_text())["edit"]
+    assert figures["drift"] < 0.3 < 1 - figures["left"]
 
 
 def test_only_keys_and_values_move_and_the_folder_holds_them(
     tmp_path: Path, tiny, shared_tiny
 ) -> None:
-    run = concept_eraser.erase(asked(), model=tiny, output=tmp_path / "run")
+    run = concept_eraser.erase(edit_recipe(), model=tiny, output=tmp_path / "run")
     before = shared_tiny.denoiser.state_dict()
-    changed = {
+    names = {
         name
         for name, value in tiny.denoiser.state_dict().items()
         if not torch.equal(value, before[name])
     }
-    assert changed == {
+    assert names == {
         name for name in before if name.endswith((".attn2.to_k.weight", ".attn2.to_v.weight"))
     }
-    saved = load_file(run.folder / "weights.safetensors")
-    assert set(saved) == changed
+    weights = load_file(run.folder / "weights.safetensors")
+    assert set(weights) == names
     assert all(
-        torch.equal(value, tiny.denoiser.state_dict()[name]) for name, value in saved.items()
+        torch.equal(value, tiny.denoiser.state_dict()[name]) for name, value in weights.items()
     )
     assert not (run.folder / "log.jsonl").exists()
     again = concept_eraser.load(run.folder).denoiser.state_dict()
-    assert all(torch.equal(again[name], value) for name, value in saved.items())
+    assert all(torch.equal(again[name], value) for name, value in weights.items())
 
 
 def test_each_layer_is_the_least_squares_solution_of_the_prompts(
     tmp_path: Path, tiny, shared_tiny
 ) -> None:
-    """The whole way from prompts to weights against torch's lstsq, the empty prompt preserved
-    beside the retain objective.
+    """All steps from prompts to weights against torch's lstsq. The empty prompt is preserved beside
+    the retain prompts.
     """
-    concept_eraser.erase(asked(), model=tiny, output=tmp_path)
+    concept_eraser.erase(edit_recipe(), model=tiny, output=tmp_path)
     states = (
         shared_tiny.encode(["a red star", "a red circle", "", "a red heart", "a blue house"])
         .tensors["states"]
@@ -188,24 +190,28 @@ def test_several_concepts_at_once(tmp_path: Path) -> None:
     anchor.
     """
     anchor = "a red circle"
-    listed = asked(
+    two_objectives = edit_recipe(
         forget=[
             {"prompts": ["a red star"], "anchor": anchor},
             {"prompts": ["a red cross"], "anchor": anchor},
         ]
     )
-    together = asked(forget={"prompts": ["a red star", "a red cross"], "anchor": anchor})
-    one = concept_eraser.erase(listed, output=tmp_path / "one").load().denoiser.state_dict()
-    other = concept_eraser.erase(together, output=tmp_path / "other").load().denoiser.state_dict()
+    one_objective = edit_recipe(forget={"prompts": ["a red star", "a red cross"], "anchor": anchor})
+    one = concept_eraser.erase(two_objectives, output=tmp_path / "one").load().denoiser.state_dict()
+    other = (
+        concept_eraser.erase(one_objective, output=tmp_path / "other").load().denoiser.state_dict()
+    )
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=0, atol=1e-6)
 
 
-def test_without_a_retain_side_and_without_an_anchor(tmp_path: Path, tiny, shared_tiny) -> None:
-    """UCE's own setting for nudity: the concept's name alone reads as the empty prompt, which is
+def test_without_a_retain_set_and_without_an_anchor(tmp_path: Path, tiny, shared_tiny) -> None:
+    """UCE's own setting for nudity: the concept's name alone becomes the empty prompt, which is
     preserved.
     """
-    content = asked(forget={"prompts": ["star"]}, method={"name": "uce", "tokens": "from_last"})
+    content = edit_recipe(
+        forget={"prompts": ["star"]}, method={"name": "uce", "tokens": "from_last"}
+    )
     del content["retain"]
     concept_eraser.erase(content, model=tiny, output=tmp_path)
     name = "mid_block.attentions.0.transformer_blocks.0.attn2.to_v.weight"
@@ -217,18 +223,18 @@ def test_without_a_retain_side_and_without_an_anchor(tmp_path: Path, tiny, share
     assert float((empty @ (new - old).T).norm()) < 0.1 * float((empty @ old.T).norm())
 
 
-def test_a_lora_of_the_edit_draws_what_the_edit_draws(tmp_path: Path) -> None:
-    run = concept_eraser.erase(asked(), output=tmp_path / "run")
-    written = concept_eraser.export(run.folder, "lora", rank=64)
-    assert written.error is not None
-    assert written.error < 0.01
+def test_a_lora_of_the_edit_has_the_edit(tmp_path: Path) -> None:
+    run = concept_eraser.erase(edit_recipe(), output=tmp_path / "run")
+    export = concept_eraser.export(run.folder, "lora", rank=64)
+    assert export.error is not None
+    assert export.error < 0.01
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd3", "flux", "dit"])
 def test_families(name: str, tmp_path: Path) -> None:
-    """SDXL has such layers; the others are refused with the reason, before anything is written."""
+    """SDXL has such layers; the others are an error with the reason, before any file is written."""
     folder = families.build(name, tmp_path / name)
-    content = asked(model=str(folder), model_options=families.options(name))
+    content = edit_recipe(model=str(folder), model_options=families.options(name))
     if name == "dit":
         content |= {
             "forget": {"prompts": ["goldie"], "anchor": "281"},
@@ -243,13 +249,13 @@ def test_families(name: str, tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
         return
     run = concept_eraser.erase(content, output=tmp_path / "run")
-    changed = load_file(run.folder / "weights.safetensors")
+    weights = load_file(run.folder / "weights.safetensors")
     before = concept_eraser.load(folder).denoiser.state_dict()
-    assert all(not torch.equal(value, before[key]) for key, value in changed.items())
-    assert {key.rsplit(".attn2.")[1] for key in changed} == {"to_k.weight", "to_v.weight"}
+    assert all(not torch.equal(value, before[key]) for key, value in weights.items())
+    assert {key.rsplit(".attn2.")[1] for key in weights} == {"to_k.weight", "to_v.weight"}
 
 
-IGNORED = {
+UNUSED_SETTINGS = {
     "forget.loss, forget.n": {
         "forget": {"prompts": ["a star"], "loss": "ascent", "n": 9, "anchor": "a circle"}
     },
@@ -263,10 +269,10 @@ IGNORED = {
 }
 
 
-@pytest.mark.parametrize("named", IGNORED)
-def test_what_an_edit_does_not_hear_is_refused(named: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"does not hear .*{named}"):
-        concept_eraser.erase(asked(**IGNORED[named]), output=tmp_path / "run")
+@pytest.mark.parametrize("setting", UNUSED_SETTINGS)
+def test_settings_that_an_edit_does_not_use_are_errors(setting: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"does not use .*{setting}"):
+        concept_eraser.erase(edit_recipe(**UNUSED_SETTINGS[setting]), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -298,26 +304,26 @@ def test_what_cannot_be_is_refused_and_nothing_changes(
     changes: dict, words: str, tmp_path: Path, tiny, shared_tiny
 ) -> None:
     with pytest.raises(UserError, match=words):
-        concept_eraser.erase(asked(**changes), model=tiny, output=tmp_path / "run")
+        concept_eraser.erase(edit_recipe(**changes), model=tiny, output=tmp_path / "run")
     before = shared_tiny.denoiser.state_dict()
     assert all(
         torch.equal(value, before[name]) for name, value in tiny.denoiser.state_dict().items()
     )
 
 
-def test_no_image_is_made(tmp_path: Path, monkeypatch) -> None:
-    """The edit asks the text encoder only: a sampler that breaks does no harm."""
+def test_no_image_is_generated(tmp_path: Path, monkeypatch) -> None:
+    """The edit uses the text encoder only: it runs even if the sampler cannot."""
     from concept_eraser.models.families.sd import StableDiffusion
 
     monkeypatch.setattr(StableDiffusion, "sample", None)
     monkeypatch.setattr(StableDiffusion, "denoise", None)
-    assert concept_eraser.erase(asked(), output=tmp_path).seconds < 60
+    assert concept_eraser.erase(edit_recipe(), output=tmp_path).seconds < 60
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_suite_agrees(name: str, tmp_path: Path) -> None:
     run = concept_eraser.erase(name, output=tmp_path / "run")
-    found = concept_eraser.evaluate(run.folder, suites.load("tiny_star").with_at_most(48))
-    assert found.find("concept_rate", "direct").after.value < 0.1
+    evaluation = concept_eraser.evaluate(run.folder, suites.load("tiny_star").with_at_most(48))
+    assert evaluation.find("concept_rate", "direct").after.value < 0.1
     assert recipe.load(name).fingerprint == run.recipe.fingerprint

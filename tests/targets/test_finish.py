@@ -1,5 +1,5 @@
-"""`finish`: a closed form after the training, in one run, is that closed form on what the training
-left.
+"""`finish`: training and then a closed form in one run equal the closed form on the
+trained model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EDIT = {
 }
 
 
-def asked(**changes: Any) -> dict[str, Any]:
+def finish_recipe(**changes: Any) -> dict[str, Any]:
     forget = {**FORGET, "anchor": "a green circle"}
     return {
         "model": "tiny-sd",
@@ -50,25 +50,27 @@ def asked(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_it_is_the_closed_form_on_what_the_training_left(tmp_path: Path) -> None:
-    plain = concept_eraser.erase(asked(), output=tmp_path / "plain")
+def test_it_is_the_closed_form_on_the_trained_model(tmp_path: Path) -> None:
+    plain = concept_eraser.erase(finish_recipe(), output=tmp_path / "plain")
     by_hand = concept_eraser.erase({**EDIT, "model": str(plain.folder)}, output=tmp_path / "edit")
-    both = concept_eraser.erase(asked(finish="uce"), output=tmp_path / "both")
-    mine, theirs = (
+    both = concept_eraser.erase(finish_recipe(finish="uce"), output=tmp_path / "both")
+    both_weights, plain_weights = (
         load_file(both.folder / "weights.safetensors"),
         load_file(plain.folder / "weights.safetensors"),
     )
-    assert mine.keys() == theirs.keys()
-    edited = load_file(by_hand.folder / "weights.safetensors")
-    assert 0 < len(edited) < len(mine)
-    for name, value in mine.items():
-        torch.testing.assert_close(value, edited.get(name, theirs[name]), rtol=1e-6, atol=1e-7)
-    assert any((mine[name] - theirs[name]).abs().max() > 1e-3 for name in edited), (
-        "the closed form moved something"
-    )
-    done = json.loads((both.folder / "done.json").read_text())
-    assert done["steps"] == 2
-    assert done["finish"]["moved"] > 0
+    assert both_weights.keys() == plain_weights.keys()
+    edit_weights = load_file(by_hand.folder / "weights.safetensors")
+    assert 0 < len(edit_weights) < len(both_weights)
+    for name, value in both_weights.items():
+        torch.testing.assert_close(
+            value, edit_weights.get(name, plain_weights[name]), rtol=1e-6, atol=1e-7
+        )
+    assert any(
+        (both_weights[name] - plain_weights[name]).abs().max() > 1e-3 for name in edit_weights
+    ), "the closed form moved something"
+    report = json.loads((both.folder / "done.json").read_text())
+    assert report["steps"] == 2
+    assert report["finish"]["moved"] > 0
     card = model_card.card(both.folder)
     assert "with munba, then uce," in card
     assert "Then, in closed form" in card
@@ -76,26 +78,26 @@ def test_it_is_the_closed_form_on_what_the_training_left(tmp_path: Path) -> None
 
 def test_a_lora_is_merged_before_it(tmp_path: Path) -> None:
     lora = {"trainable": {"select": "all", "lora": {"rank": 2, "conv": True}}}
-    plain = concept_eraser.erase(asked(**lora), output=tmp_path / "plain")
+    plain = concept_eraser.erase(finish_recipe(**lora), output=tmp_path / "plain")
     by_hand = concept_eraser.erase({**EDIT, "model": str(plain.folder)}, output=tmp_path / "edit")
-    both = concept_eraser.erase(asked(finish="uce", **lora), output=tmp_path / "both")
-    mine, theirs, edited = (
+    both = concept_eraser.erase(finish_recipe(finish="uce", **lora), output=tmp_path / "both")
+    both_weights, plain_weights, edit_weights = (
         load_file(run.folder / "weights.safetensors") for run in (both, plain, by_hand)
     )
-    assert mine.keys() == theirs.keys()
-    assert 0 < len(edited) < len(mine)
-    for name, value in mine.items():
-        torch.testing.assert_close(value, edited.get(name, theirs[name]), rtol=1e-6, atol=1e-7)
+    assert both_weights.keys() == plain_weights.keys()
+    assert 0 < len(edit_weights) < len(both_weights)
+    for name, value in both_weights.items():
+        torch.testing.assert_close(
+            value, edit_weights.get(name, plain_weights[name]), rtol=1e-6, atol=1e-7
+        )
     assert (plain.folder / "lora").is_dir()
     assert not (both.folder / "lora").exists(), "what is written is more than the factors"
     assert "- lora" in model_card.card(plain.folder)
     assert "- lora" not in model_card.card(both.folder)
 
 
-def test_a_lora_that_was_merged_can_be_taken_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A closed form that fails leaves a model in memory as it came."""
+def test_a_merged_lora_can_be_undone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A closed form that fails leaves a model in memory as it was."""
     model = concept_eraser.load("tiny-sd")
     before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
 
@@ -105,7 +107,7 @@ def test_a_lora_that_was_merged_can_be_taken_back(
     monkeypatch.setattr("concept_eraser.targets.cross_attention_edit.edit", fail)
     with pytest.raises(UserError, match="no"):
         concept_eraser.erase(
-            asked(finish="uce", trainable={"select": "all", "lora": 2}),
+            finish_recipe(finish="uce", trainable={"select": "all", "lora": 2}),
             model=model,
             output=tmp_path / "run",
         )
@@ -115,21 +117,21 @@ def test_a_lora_that_was_merged_can_be_taken_back(
 
 
 def test_a_resumed_run_is_finished_once(tmp_path: Path) -> None:
-    whole = concept_eraser.erase(asked(finish="uce"), output=tmp_path / "whole")
+    whole = concept_eraser.erase(finish_recipe(finish="uce"), output=tmp_path / "whole")
 
-    def stop(done: int, seconds: float) -> None:
-        if done == 1:
+    def stop(step: int, seconds: float) -> None:
+        if step == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        concept_eraser.erase(asked(finish="uce"), output=tmp_path / "part", look=stop)
-    part = concept_eraser.erase(asked(finish="uce"), output=tmp_path / "part", resume=True)
+        concept_eraser.erase(finish_recipe(finish="uce"), output=tmp_path / "part", look=stop)
+    part = concept_eraser.erase(finish_recipe(finish="uce"), output=tmp_path / "part", resume=True)
     one, other = (load_file(run.folder / "weights.safetensors") for run in (whole, part))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"finish": "munba"},
@@ -137,26 +139,28 @@ def test_a_resumed_run_is_finished_once(tmp_path: Path) -> None:
         ),
         (
             {"finish": "uce", "trainable": {"select": "all", "saliency": 0.5}},
-            "also those that trainable.saliency holds",
+            "also those that trainable.saliency keeps",
         ),
         ({"finish": {"name": "uce", "lamda": 1}}, "lamda"),
         ({"finish": "uce", "target": "text_encoder"}, "found target: text_encoder"),
         ({"finish": "rece", "method": "uce"}, "'uce', which trains nothing"),
     ],
 )
-def test_what_cannot_be_finished_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=f"(?s){said}"):
-        recipe.load(asked(**changes))
+def test_what_cannot_be_finished_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        recipe.load(finish_recipe(**changes))
 
 
 def test_weights_that_are_not_trained_are_found_before_the_training(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"leaves out .*to_k.weight; select all, cross_attention or"
     ):
-        concept_eraser.erase(asked(finish="uce", trainable="re:conv_in"), output=tmp_path / "run")
+        concept_eraser.erase(
+            finish_recipe(finish="uce", trainable="re:conv_in"), output=tmp_path / "run"
+        )
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
 def test_a_recipe_without_it_keeps_its_fingerprint() -> None:
-    assert "finish" not in recipe.load(asked()).resolved()
-    assert recipe.load(asked(finish="uce")).resolved()["finish"]["preserve_scale"] == 1.0
+    assert "finish" not in recipe.load(finish_recipe()).resolved()
+    assert recipe.load(finish_recipe(finish="uce")).resolved()["finish"]["preserve_scale"] == 1.0

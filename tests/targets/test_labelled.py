@@ -1,6 +1,4 @@
-"""What an objective of labelled data means, and what batch norm, masks and memory do to a run on
-it.
-"""
+"""Objectives on labelled data, and runs on them with batch norm, masks and objects in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def digits() -> Labelled:
 
 
 @pytest.fixture
-def normed() -> nn.Module:
+def batchnorm_net() -> nn.Module:
     torch.manual_seed(0)
     return build("mlp", "classifier", inputs=64, hidden=16).module
 
@@ -48,14 +46,14 @@ def test_classes_go_by_name_first() -> None:
 
 def test_labels_are_aligned_by_name() -> None:
     test = from_arrays(np.arange(3)[:, None], [0, 1, 1], ["ann", "cid"])
-    found = test.with_classes(("ann", "bob", "cid"))
-    assert found.labels.tolist() == [0, 2, 2]
-    assert found.inputs([2]).tolist() == [[2.0]]
+    data = test.with_classes(("ann", "bob", "cid"))
+    assert data.labels.tolist() == [0, 2, 2]
+    assert data.inputs([2]).tolist() == [[2.0]]
     with pytest.raises(UserError, match="class 'cid' that the other data do not have"):
         test.with_classes(("ann", "bob"))
 
 
-def test_a_share_is_seeded_and_of_the_classes_asked_for(digits: Labelled) -> None:
+def test_a_share_is_seeded_and_of_the_given_classes(digits: Labelled) -> None:
     first, second = (choose(digits, classes=[3], share=0.5, seed=seed) for seed in (0, 1))
     assert torch.equal(first, choose(digits, classes=[3], share=0.5, seed=0))
     assert not torch.equal(first, second)
@@ -129,25 +127,30 @@ def test_two_sets_in_memory_are_two_sets(tmp_path: Path) -> None:
         )
 
 
-def test_questions_do_not_move_running_statistics(normed: nn.Module, digits: Labelled) -> None:
-    """However often a method asks; `settle` moves them, as one pass in training mode does."""
+def test_gradients_do_not_move_running_statistics(
+    batchnorm_net: nn.Module, digits: Labelled
+) -> None:
+    """Gradients and products change no statistics; `settle` does, as one pass in training mode."""
     objective = classifier.ClassifierObjective(digits, torch.arange(len(digits)), "data")
     eraser = classifier.Classifier(
-        normed, {"retain": objective}, [n for n, _ in normed.named_parameters()], batchnorm="train"
+        batchnorm_net,
+        {"retain": objective},
+        [n for n, _ in batchnorm_net.named_parameters()],
+        batchnorm="train",
     )
     draw = eraser.draw("retain", list(range(32)))
     before = {k: v.clone() for k, v in eraser.buffers().items()}
-    asked = of_step(eraser, tuple(eraser.trainable().values()), {"retain": [draw]})
-    v = tuple(torch.ones_like(p) for p in asked.params)
-    asked.grad("retain")
-    asked.hvp("retain", v)
+    closure = of_step(eraser, tuple(eraser.trainable().values()), {"retain": [draw]})
+    v = tuple(torch.ones_like(p) for p in closure.params)
+    closure.grad("retain")
+    closure.hvp("retain", v)
     assert len(before) == 3
     assert all(torch.equal(value, before[name]) for name, value in eraser.buffers().items())
-    plain = copy.deepcopy(normed).train()
+    plain = copy.deepcopy(batchnorm_net).train()
     plain(draw.inputs)
     eraser.settle("retain", draw)
     assert all(torch.equal(value, eraser.buffers()[name]) for name, value in plain.named_buffers())
-    assert not normed.training
+    assert not batchnorm_net.training
 
 
 def test_batch_statistics_are_used_and_dropout_stays_off(digits: Labelled) -> None:
@@ -157,12 +160,16 @@ def test_batch_statistics_are_used_and_dropout_stays_off(digits: Labelled) -> No
     draw = eraser.draw("retain", list(range(16)))
     first, second = (eraser.logits(draw) for _ in range(2))
     assert torch.equal(first, second)
-    hidden = module[0](draw.inputs)
-    expected = module[3]((hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + 1e-5).sqrt())
+    activations = module[0](draw.inputs)
+    expected = module[3](
+        (activations - activations.mean(0)) / (activations.var(0, unbiased=False) + 1e-5).sqrt()
+    )
     torch.testing.assert_close(first, expected)
 
 
-def test_running_statistics_belong_to_the_state_of_a_run(normed: nn.Module, tmp_path: Path) -> None:
+def test_running_statistics_belong_to_the_state_of_a_run(
+    batchnorm_net: nn.Module, tmp_path: Path
+) -> None:
     def run(net: nn.Module, folder: str, **changes: Any) -> nn.Module:
         api.erase(
             model=net,
@@ -180,27 +187,27 @@ def test_running_statistics_belong_to_the_state_of_a_run(normed: nn.Module, tmp_
         if step == 2:
             raise KeyboardInterrupt
 
-    whole = run(copy.deepcopy(normed), "whole")
+    whole = run(copy.deepcopy(batchnorm_net), "whole")
     with pytest.raises(Interrupted):
-        run(copy.deepcopy(normed), "parts", look=stop)
-    again = run(copy.deepcopy(normed), "parts", resume=True)
+        run(copy.deepcopy(batchnorm_net), "parts", look=stop)
+    again = run(copy.deepcopy(batchnorm_net), "parts", resume=True)
     assert all(
         torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items()
     )
     assert not torch.equal(
-        whole.state_dict()["body.2.running_mean"], normed.state_dict()["body.2.running_mean"]
+        whole.state_dict()["body.2.running_mean"], batchnorm_net.state_dict()["body.2.running_mean"]
     )
 
 
-def test_a_side_that_is_never_asked_moves_no_statistics(
-    normed: nn.Module, digits: Labelled, tmp_path: Path
+def test_an_objective_without_a_gradient_moves_no_statistics(
+    batchnorm_net: nn.Module, digits: Labelled, tmp_path: Path
 ) -> None:
-    """Fine-tuning on the retained alone: the running statistics are the same whatever is to be
-    forgotten.
+    """Fine-tuning on the retain set alone: the running statistics do not depend on the
+    forget set.
     """
-    found = []
+    states = []
     for name in ("3", "8"):
-        net = copy.deepcopy(normed)
+        net = copy.deepcopy(batchnorm_net)
         rows = {
             "forget": {"data": "digits", "classes": [name]},
             "retain": {"data": "digits", "classes": ["0", "1"]},
@@ -214,10 +221,10 @@ def test_a_side_that_is_never_asked_moves_no_statistics(
             training=SHORT,
             output=tmp_path / name,
         )
-        found.append(net.state_dict())
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        states.append(net.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     assert not torch.equal(
-        found[0]["body.2.running_mean"], normed.state_dict()["body.2.running_mean"]
+        states[0]["body.2.running_mean"], batchnorm_net.state_dict()["body.2.running_mean"]
     )
 
 
@@ -225,7 +232,7 @@ def test_a_side_that_is_never_asked_moves_no_statistics(
 def test_masked_weights_do_not_decay(optimizer: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = nn.Linear(64, 10)
-    kept = net.weight.detach().clone()
+    before = net.weight.detach().clone()
     api.erase(
         model=net,
         target="classifier",
@@ -235,7 +242,7 @@ def test_masked_weights_do_not_decay(optimizer: str, tmp_path: Path) -> None:
         training={**SHORT, "optimizer": optimizer, "weight_decay": 0.5},
         output=tmp_path,
     )
-    assert float((net.weight != kept).float().mean()) < 0.25
+    assert float((net.weight != before).float().mean()) < 0.25
 
 
 def test_a_deletion_of_one_sample_is_measured(tmp_path: Path) -> None:
@@ -251,9 +258,9 @@ def test_a_deletion_of_one_sample_is_measured(tmp_path: Path) -> None:
     evaluation = api.evaluate(run.folder)
     assert evaluation.too_few == ["forget"]
     assert set(evaluation.measurements["after"]["accuracy"]) == {"retain", "test"}
-    for refused in ({"suite": "tiny_star"}, {"n": 4}, {"guard": "negative:a star"}):
+    for arguments in ({"suite": "tiny_star"}, {"n": 4}, {"guard": "negative:a star"}):
         with pytest.raises(UserError, match="no suite of prompts measures"):
-            api.evaluate(run.folder, **refused)
+            api.evaluate(run.folder, **arguments)
     with pytest.raises(UserError, match="no report of images"):
         api.report(evaluation)
 
@@ -279,8 +286,8 @@ def test_a_run_from_memory_is_measured_with_its_objects(tmp_path: Path) -> None:
     measurements = evaluation.measurements
     assert set(measurements) == {"before", "after"}
     assert measurements["after"]["accuracy"]["forget"]["n"] == 3
-    written = json.loads((tmp_path / "evaluation.json").read_text())
-    assert written["results"] == json.loads(json.dumps(measurements))
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert content["results"] == json.loads(json.dumps(measurements))
     number = evaluation.find("accuracy", "forget")
     assert (number.better, evaluation.find("accuracy", "retain").better) == ("lower", "higher")
     assert asdict(number.after) == measurements["after"]["accuracy"]["forget"]
@@ -311,20 +318,20 @@ def test_a_function_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.Mon
     [
         (
             {"forget": {"data": "digits", "classes": [3], "loss": "relabel", "n": 5}},
-            "forget: n says nothing about the target 'classifier'",
+            "forget: the target 'classifier' does not use n",
         ),
         (
             {"retain": {"data": "rest", "classes": [1]}},
-            "data: rest is all that the forget objective leaves",
+            "data: rest stands for all data that are not in the forget set",
         ),
-        ({"method": "natural_gradient"}, r"does not hear forget\.loss"),
+        ({"method": "natural_gradient"}, r"does not use forget\.loss"),
         (
             {
                 "method": "influence",
                 "forget": {"data": "digits", "classes": [3]},
                 "trainable": {"reinitialise": 0.5},
             },
-            r"does not hear trainable\.reinitialise",
+            r"does not use trainable\.reinitialise",
         ),
         (
             {
@@ -332,7 +339,7 @@ def test_a_function_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.Mon
                 "forget": {"data": "digits", "classes": [3]},
                 "trainable": {"saliency": 0.5},
             },
-            r"does not hear trainable\.saliency",
+            r"does not use trainable\.saliency",
         ),
         (
             {"forget": {"data": "digits", "classes": [3], "loss": "anchor", "anchor": 12}},
@@ -340,9 +347,7 @@ def test_a_function_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_settings_that_would_not_be_heard_are_refused(
-    changes: dict, words: str, tmp_path: Path
-) -> None:
+def test_settings_without_a_use_are_errors(changes: dict, words: str, tmp_path: Path) -> None:
     settings = {
         "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
         "retain": "rest",
@@ -353,7 +358,7 @@ def test_settings_that_would_not_be_heard_are_refused(
         api.erase(model=nn.Linear(64, 10), target="classifier", output=tmp_path, **settings)
 
 
-def test_bernoulli_outputs_want_data_between_0_and_1() -> None:
+def test_bernoulli_outputs_need_data_between_0_and_1() -> None:
     module = build("vae_mlp", "vae", inputs=4, hidden=8).module
     data = from_arrays(np.full((4, 4), -1.0), [0, 1, 0, 1])
     with pytest.raises(UserError, match=r"needs data in \[0, 1\]"):
@@ -362,7 +367,7 @@ def test_bernoulli_outputs_want_data_between_0_and_1() -> None:
         )
 
 
-def test_a_folder_of_images_at_the_size_asked_for(tmp_path: Path) -> None:
+def test_a_folder_of_images_at_the_given_size(tmp_path: Path) -> None:
     from PIL import Image
 
     from concept_eraser.targets.labelled_data import open_named
@@ -370,7 +375,7 @@ def test_a_folder_of_images_at_the_size_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     Image.new("RGB", (50, 40)).save(tmp_path / "a" / "0.png")
     assert open_named(str(tmp_path), {"size": 32}, "train").inputs([0]).shape == (1, 3, 32, 32)
-    with pytest.raises(UserError, match="takes the option size only"):
+    with pytest.raises(UserError, match="has the option size only"):
         open_named(str(tmp_path), {"sise": 32}, "train")
 
 
@@ -418,9 +423,9 @@ def _header(shape: str, kind: str = "<f4") -> bytes:
 def test_arrays_are_checked_before_they_are_read(
     x: bytes, y: bytes, words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=words) as error:
         open_data(_npz(tmp_path / "a.npz", x=x, y=y))
-    assert len(str(caught.value)) < 800
+    assert len(str(error.value)) < 800
 
 
 def test_an_archive_that_grows_is_refused_before_it_is_read(tmp_path: Path) -> None:

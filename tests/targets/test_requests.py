@@ -1,6 +1,4 @@
-"""Requests that cannot be met leave everything as it was, and those on labelled data mean what they
-say.
-"""
+"""Requests that fail change nothing, and requests on labelled data select the right examples."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def fresh(**changes: Any) -> nn.Module:
 
 
 def test_a_refused_overwrite_leaves_the_finished_run(tmp_path: Path) -> None:
-    """A class that does not occur, with --overwrite: the old run stays whole under its own
-    recipe.
-    """
+    """A class that does not occur, with --overwrite: the old run keeps its files and its recipe."""
     folder = tmp_path / "run"
     api.erase(
         model=fresh(),
@@ -69,7 +65,7 @@ def test_a_refused_overwrite_leaves_the_finished_run(tmp_path: Path) -> None:
         output=folder,
         overwrite=True,
     )
-    assert not (folder / "evaluation.json").exists()  # it was of the other run
+    assert not (folder / "evaluation.json").exists()  # it belonged to the other run
     assert "- 4" in (folder / "recipe.yaml").read_text()
 
 
@@ -86,9 +82,9 @@ def test_a_corrected_request_needs_no_other_folder(tmp_path: Path) -> None:
             ).folder.is_dir()
 
 
-def test_sides_with_other_lists_of_names_mean_the_same_classes(tmp_path: Path) -> None:
-    """Cats alone are to be forgotten, birds, cats and dogs retained: a cat is class 1 on both
-    objectives.
+def test_objectives_with_other_lists_of_names_mean_the_same_classes(tmp_path: Path) -> None:
+    """The forget set has cats alone, the retain set has birds, cats and dogs: a cat is class 1 in
+    both.
     """
     from concept_eraser.recipes.recipe import load
     from concept_eraser.targets.labelled_data import select_rows
@@ -104,9 +100,9 @@ def test_sides_with_other_lists_of_names_mean_the_same_classes(tmp_path: Path) -
             "method": "munba",
         }
     )
-    found = select_rows(recipe, {"forget": few, "retain": many})
-    assert found["forget"][0].labels.unique().tolist() == [1]
-    assert found["forget"][0].names == found["retain"][0].names == ("birds", "cats", "dogs")
+    rows = select_rows(recipe, {"forget": few, "retain": many})
+    assert rows["forget"][0].labels.unique().tolist() == [1]
+    assert rows["forget"][0].names == rows["retain"][0].names == ("birds", "cats", "dogs")
 
 
 def test_the_same_examples_under_other_names_overlap(tmp_path: Path) -> None:
@@ -137,7 +133,7 @@ def test_the_same_examples_under_other_names_overlap(tmp_path: Path) -> None:
 
 
 class Picky(nn.Module):
-    """Complains by an assertion, as some libraries do about sizes."""
+    """Raises an AssertionError for a wrong size, as some libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +144,7 @@ class Picky(nn.Module):
         return self.layer(x)
 
 
-def test_what_a_model_complains_about_is_said_in_one_line(tmp_path: Path) -> None:
+def test_an_assertion_of_a_model_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the model cannot take an example of .*AssertionError"):
         api.erase(
             model=Picky(),
@@ -173,7 +169,7 @@ def test_batch_norm_without_running_statistics_can_be_trained(tmp_path: Path) ->
 
 
 class Plain(nn.Module):
-    """A VAE with Bernoulli outputs and, if asked, no sigmoid."""
+    """A VAE with Bernoulli outputs, with or without a sigmoid."""
 
     likelihood = "bernoulli"
 
@@ -185,8 +181,8 @@ class Plain(nn.Module):
         return self.inner(x.flatten(1)).chunk(2, 1)
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        shown = self.outer(z)
-        return shown.sigmoid() if self.squash else 10 * shown
+        output = self.outer(z)
+        return output.sigmoid() if self.squash else 10 * output
 
 
 def test_vaes_whose_values_do_not_fit(tmp_path: Path) -> None:
@@ -202,7 +198,7 @@ def test_vaes_whose_values_do_not_fit(tmp_path: Path) -> None:
             output=tmp_path,
         )
     x = torch.rand(20, 64)
-    x[17] = 3.0  # far behind the example that is looked at first
+    x[17] = 3.0  # not among the examples that are checked first
     data = from_arrays(x, [0] * 20)
     eraser = vae.Vae(
         Plain(True),
@@ -218,10 +214,10 @@ def test_vaes_whose_values_do_not_fit(tmp_path: Path) -> None:
         ),
     }
     assert vae.Vae(Plain(True), objectives, ["inner.weight"]).code_shape == (2,)
-    broken = Plain(True)
-    fine = vae.Vae(broken, {"retain": objectives["retain"]}, ["inner.weight"])
+    net = Plain(True)
+    fine = vae.Vae(net, {"retain": objectives["retain"]}, ["inner.weight"])
     with torch.no_grad():
-        broken.outer.weight.fill_(float("nan"))
+        net.outer.weight.fill_(float("nan"))
     # a step that is skipped, no traceback
     assert torch.isnan(fine.loss("retain", fine.draw("retain", [0])))
 
@@ -243,7 +239,7 @@ def test_an_edit_that_overflows_is_refused_and_nothing_is_saved(tmp_path: Path) 
 
 
 def test_infinite_activations_leave_the_running_statistics(tmp_path: Path) -> None:
-    """A step that is skipped moves nothing: 0 x inf is nan, and a running variance of nan would end
+    """A skipped step changes nothing: 0 x inf is nan, and a running variance of nan would destroy
     the model.
     """
     net = build("mlp", "classifier", inputs=64, hidden=16).module
@@ -260,9 +256,9 @@ def test_infinite_activations_leave_the_running_statistics(tmp_path: Path) -> No
         batchnorm="train",
         batch_size=4,
     )
-    kept = {name: value.clone() for name, value in net.state_dict().items()}
+    before = {name: value.clone() for name, value in net.state_dict().items()}
     assert not torch.isfinite(eraser.loss("forget", eraser.draw("forget", [0, 1, 2, 3])))
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in kept.items())
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
 
 
 def test_unoccurring_json_is_valid(tmp_path: Path) -> None:
@@ -286,11 +282,11 @@ def test_unoccurring_json_is_valid(tmp_path: Path) -> None:
 
 
 def test_named_classes_must_be_as_many_as_outputs(tmp_path: Path) -> None:
-    """Ten named shapes and twelve outputs: which is which? Numbered classes may be fewer: they say
-    their own place.
+    """Ten named shapes and twelve outputs are ambiguous. Numbered classes may be fewer than
+    outputs: the number is the output.
     """
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 12))
-    painted = {
+    forget_set = {
         "data": "painted",
         "options": {"n": 40, "size": 8},
         "classes": ["star"],
@@ -300,7 +296,7 @@ def test_named_classes_must_be_as_many_as_outputs(tmp_path: Path) -> None:
         api.erase(
             model=net,
             target="classifier",
-            forget=painted,
+            forget=forget_set,
             retain="rest",
             training=SHORT,
             output=tmp_path,

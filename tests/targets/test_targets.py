@@ -1,5 +1,5 @@
-"""The same call for a text encoder, a CLIP model, a VAE and a classifier: what moves, what stays,
-what is refused.
+"""The same call for a text encoder, a CLIP model, a VAE and a classifier: which weights change,
+which stay, and the errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def digits() -> Labelled:
 
 @pytest.fixture
 def net(digits: Labelled) -> nn.Module:
-    """A classifier that knows the digits."""
+    """A classifier that is trained on the digits."""
     torch.manual_seed(0)
     module = build("mlp", "classifier", inputs=64, hidden=32).module.requires_grad_(True).train()
     optimizer = torch.optim.Adam(module.parameters(), 1e-2)
@@ -56,7 +56,7 @@ def parts_of(digits: Labelled) -> tuple[torch.Tensor, torch.Tensor]:
     return three.nonzero()[:, 0], (~three).nonzero()[:, 0]
 
 
-def test_a_classifier_forgets_a_class_and_keeps_the_rest(
+def test_a_classifier_forgets_a_class_and_retains_the_others(
     net: nn.Module, digits: Labelled, tmp_path: Path
 ) -> None:
     forget, retain = parts_of(digits)
@@ -96,11 +96,11 @@ def test_every_method_moves_a_classifier(method: str, net: nn.Module, tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["uno-hat", "uno-s-hat", "s-hat", "h"])
-def test_the_hat_versions_ask_a_judge_on_prior_samples(
+def test_the_hat_versions_use_a_judge_on_prior_samples(
     method: str, net: nn.Module, tmp_path: Path
 ) -> None:
     vae = build("vae_mlp", "vae", inputs=64, hidden=32, latent=4).module
-    kept = {k: v.clone() for k, v in vae.state_dict().items()}
+    before = {k: v.clone() for k, v in vae.state_dict().items()}
     api.erase(
         model=vae,
         target="vae",
@@ -111,14 +111,14 @@ def test_the_hat_versions_ask_a_judge_on_prior_samples(
         training=SHORT,
         output=tmp_path,
     )
-    moved = [name for name, value in vae.state_dict().items() if not torch.equal(value, kept[name])]
-    assert any(name.startswith("decoder") for name in moved)
+    names = [
+        name for name, value in vae.state_dict().items() if not torch.equal(value, before[name])
+    ]
+    assert any(name.startswith("decoder") for name in names)
 
 
 def test_a_vae_makes_fewer_of_a_class_by_its_judge(net: nn.Module, tmp_path: Path) -> None:
-    """H alone, the histogram loss with nothing else to it, pushes the share of the class among
-    prior samples down.
-    """
+    """H, the histogram loss alone, lowers the share of the class among prior samples."""
     torch.manual_seed(1)
     vae = build("vae_mlp", "vae", inputs=64, hidden=64, latent=2).module
     digits = registry.build("dataset", "digits", {}).load("train")
@@ -188,11 +188,11 @@ def test_a_text_encoder_is_a_drop_in(tmp_path: Path, shared_tiny) -> None:
         training={**SHORT, "steps": 60},
         output=tmp_path,
     )
-    saved = CLIPTextModel.from_pretrained(run.folder / "pipeline" / "text_encoder")
+    encoder = CLIPTextModel.from_pretrained(run.folder / "pipeline" / "text_encoder")
     tokens = shared_tiny.tokenize(["a red star", "a red circle", "a red house"]).tensors["ids"]
     with torch.no_grad():
         after, before = (
-            saved(tokens)[0],
+            encoder(tokens)[0],
             shared_tiny.embed(
                 shared_tiny.tokenize(["a red star", "a red circle", "a red house"])
             ).tensors["states"],
@@ -298,11 +298,11 @@ class Faulty(torch.utils.data.Dataset):
             {"retain": {"data": "digits", "classes": [1, 2]}},
             r"both to be forgotten and to be retained",
         ),
-        ({"data": "digits", "classes": list(range(10))}, {}, r"nothing is left to retain"),
+        ({"data": "digits", "classes": list(range(10))}, {}, r"the retain set is empty"),
         (
             {"data": "digits", "classes": [1]},
             {"trainable": {"batchnorm": "train"}, "training": {**SHORT, "batch_size": 1}},
-            r"at least 2 examples a batch",
+            r"at least 2 examples in a batch",
         ),
         (
             {"data": (np.zeros((4, 64)), np.array([0, 1, 11, 12])), "classes": [0]},
@@ -324,7 +324,11 @@ class Faulty(torch.utils.data.Dataset):
             {"training": {**SHORT, "steps": 30}},
             r"the Faulty: reading examples .* failed: OSError: the disk is gone",
         ),
-        ({"data": "digits", "loss": "anchor"}, {}, r"needs an anchor: the class to say instead"),
+        (
+            {"data": "digits", "loss": "anchor"},
+            {},
+            r"needs an anchor: the class to predict instead",
+        ),
         ({"data": "digits", "indices": "nowhere.txt"}, {}, r"no such file of indices"),
     ],
 )
@@ -379,9 +383,9 @@ def test_a_vae_whose_shapes_do_not_fit(tmp_path: Path) -> None:
 def test_a_saved_classifier_is_opened_by_its_folder(
     net: nn.Module, digits: Labelled, tmp_path: Path
 ) -> None:
-    kept = build("mlp", "classifier", inputs=64, hidden=32)
-    kept.module.load_state_dict(net.state_dict())
-    kept.save(tmp_path / "net")
+    model = build("mlp", "classifier", inputs=64, hidden=32)
+    model.module.load_state_dict(net.state_dict())
+    model.save(tmp_path / "net")
     (tmp_path / "delete.txt").write_text("# a deletion request\n3\n17\n\n256\n")
     settings = {
         "target": "classifier",
@@ -436,8 +440,8 @@ def test_other_losses_of_a_classifier(loss: str, net: nn.Module, tmp_path: Path)
 
 
 def test_boundary_is_the_nearest_other_class() -> None:
-    """Of a linear model in the plane whose classes are sectors: from class 0 near its border to 1
-    the answer is 1.
+    """A linear model in the plane whose classes are sectors: for class 0 near its border to 1 the
+    nearest class is 1.
     """
     from concept_eraser.erasers import classifier
 
@@ -453,7 +457,7 @@ def test_boundary_is_the_nearest_other_class() -> None:
 
 
 def test_saliency_moves_only_the_weights_that_matter(net: nn.Module, tmp_path: Path) -> None:
-    kept = {k: v.clone() for k, v in net.state_dict().items()}
+    before = {k: v.clone() for k, v in net.state_dict().items()}
     run = api.erase(
         model=net,
         target="classifier",
@@ -464,16 +468,16 @@ def test_saliency_moves_only_the_weights_that_matter(net: nn.Module, tmp_path: P
         output=tmp_path,
     )
     weights = load_file(run.folder / "weights.safetensors")
-    moved = sum(int((value != kept[name]).sum()) for name, value in weights.items())
+    count = sum(int((value != before[name]).sum()) for name, value in weights.items())
     total = sum(value.numel() for value in weights.values())
-    assert 0.1 * total < moved <= 0.26 * total
+    assert 0.1 * total < count <= 0.26 * total
 
 
-def test_expanding_sends_a_class_to_an_output_that_is_then_gone(
+def test_expanding_sends_a_class_to_an_output_that_is_then_removed(
     net: nn.Module, digits: Labelled, tmp_path: Path
 ) -> None:
-    """Boundary expanding: threes fall to other classes, the model has no output and no tensor more
-    than before.
+    """Boundary expanding: threes get other classes, and the model has as many outputs and tensors
+    as before.
     """
     forget, _ = parts_of(digits)
     names, before = set(net.state_dict()), accuracy(net, digits, forget)
@@ -507,10 +511,10 @@ def test_the_expanded_output_is_one_more_logit_of_the_last_layer(
     with torch.no_grad():
         wide.weight.copy_(torch.cat([eraser.expansion.head.weight, eraser.expansion.extra.weight]))
         wide.bias.copy_(torch.cat([eraser.expansion.head.bias, eraser.expansion.extra.bias]))
-    seen: list[torch.Tensor] = []
-    eraser.expansion.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    head_inputs: list[torch.Tensor] = []
+    eraser.expansion.head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
     net(draw.inputs)
-    expected = nn.functional.cross_entropy(wide(seen[0]), torch.full((3,), 10))
+    expected = nn.functional.cross_entropy(wide(head_inputs[0]), torch.full((3,), 10))
     torch.testing.assert_close(eraser.loss("forget", draw), expected)
 
 
@@ -528,53 +532,51 @@ def test_a_model_without_a_linear_last_layer_has_nothing_to_expand(tmp_path: Pat
 
 
 def test_the_most_sensitive_weights_start_anew(net: nn.Module, digits: Labelled) -> None:
-    """Scissorhands: the share asked for, those with the largest |g theta|, about as large as
-    before; repeatable.
+    """Scissorhands: the given share of the weights, those with the largest |g theta|, gets new
+    values of a similar size; the same ones each time.
     """
     from concept_eraser.erasers import classifier
     from concept_eraser.training import saliency
 
-    def anew() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
+    def restart() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
         module = copy.deepcopy(net)
         objective = classifier.ClassifierObjective(digits, parts_of(digits)[0], "data")
         eraser = classifier.Classifier(
             module, {"forget": objective}, [name for name, _ in module.named_parameters()]
         )
-        kept = {name: value.detach().clone() for name, value in eraser.trainable().items()}
+        before = {name: value.detach().clone() for name, value in eraser.trainable().items()}
         gradient = saliency.sensitivity(eraser, eraser.trainable(), 0, 32, lambda x: x)
         saliency.start_anew(eraser.trainable(), gradient, 0.1, 0)
-        return kept, {n: v.detach() for n, v in eraser.trainable().items()}, gradient
+        return before, {n: v.detach() for n, v in eraser.trainable().items()}, gradient
 
-    kept, fresh, gradient = anew()
-    moved = torch.cat([(fresh[name] != kept[name]).flatten() for name in kept])
+    before, fresh, gradient = restart()
+    is_changed = torch.cat([(fresh[name] != before[name]).flatten() for name in before])
     scores = torch.cat(
-        [(g * kept[name]).abs().flatten() for name, g in zip(kept, gradient, strict=True)]
+        [(g * before[name]).abs().flatten() for name, g in zip(before, gradient, strict=True)]
     )
-    assert float(moved.float().mean()) == pytest.approx(0.1, abs=0.002)
-    assert scores[moved].min() >= scores[~moved].max()
-    for name in kept:
-        assert fresh[name].std() < 2 * kept[name].std()
-    assert all(torch.equal(value, fresh[name]) for name, value in anew()[1].items())
+    assert float(is_changed.float().mean()) == pytest.approx(0.1, abs=0.002)
+    assert scores[is_changed].min() >= scores[~is_changed].max()
+    for name in before:
+        assert fresh[name].std() < 2 * before[name].std()
+    assert all(torch.equal(value, fresh[name]) for name, value in restart()[1].items())
 
 
 def test_a_fresh_start_is_repaired_and_resumed(net: nn.Module, tmp_path: Path) -> None:
-    """A run stopped in the middle goes on from its own weights and does not draw anew again."""
+    """An interrupted run continues from its own weights, and does not initialise them again."""
 
     class Stop:
         def __call__(self, step: int, seconds: float) -> None:
             if step == 3:
                 raise KeyboardInterrupt
 
-    whole = trained(copy.deepcopy(net), tmp_path / "whole", trainable={"reinitialise": 0.2})
+    whole = train(copy.deepcopy(net), tmp_path / "whole", trainable={"reinitialise": 0.2})
     with pytest.raises(Interrupted, match="after 3 of 6 steps"):
-        trained(
-            copy.deepcopy(net), tmp_path / "parts", look=Stop(), trainable={"reinitialise": 0.2}
-        )
-    again = trained(
+        train(copy.deepcopy(net), tmp_path / "parts", look=Stop(), trainable={"reinitialise": 0.2})
+    again = train(
         copy.deepcopy(net), tmp_path / "parts", resume=True, trainable={"reinitialise": 0.2}
     )
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
-    plain = trained(copy.deepcopy(net), tmp_path / "plain")
+    plain = train(copy.deepcopy(net), tmp_path / "plain")
     assert not all(torch.equal(value, whole[name]) for name, value in plain.items())
 
 
@@ -618,18 +620,18 @@ def softmax(digits: Labelled, ridge: float) -> nn.Module:
 
 
 def test_a_fisher_step_from_a_recipe(digits: Labelled, tmp_path: Path) -> None:
-    """It lands nearer to the model trained without the samples than where it started."""
+    """The edited model is nearer to the model trained without the samples than the original is."""
     import json
 
     ridge, module = 1e-2, softmax(digits, 1e-2)
     rows = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
-    gone, left = rows[:70].sort().values, rows[70:].sort().values
-    wanted = softmax(from_arrays(digits.inputs(left.tolist()), digits.labels[left]), ridge)
+    forget, retain = rows[:70].sort().values, rows[70:].sort().values
+    target = softmax(from_arrays(digits.inputs(retain.tolist()), digits.labels[retain]), ridge)
     start = {k: v.clone() for k, v in module.state_dict().items()}
     run = api.erase(
         model=module,
         target="classifier",
-        forget={"data": "digits", "indices": gone.tolist()},
+        forget={"data": "digits", "indices": forget.tolist()},
         retain="rest",
         method={"name": "natural_gradient", "solver": "cg", "tolerance": 1e-6},
         training={"weight_decay": ridge, "batch_size": 500, "device": "cpu"},
@@ -638,7 +640,7 @@ def test_a_fisher_step_from_a_recipe(digits: Labelled, tmp_path: Path) -> None:
 
     def apart(state: dict[str, torch.Tensor]) -> float:
         return float(
-            sum((state[k] - v).square().sum() for k, v in wanted.state_dict().items()) ** 0.5
+            sum((state[k] - v).square().sum() for k, v in target.state_dict().items()) ** 0.5
         )
 
     assert apart(module.state_dict()) < 0.2 * apart(start)
@@ -661,21 +663,21 @@ def test_mini_unlearning_from_a_recorded_training(
     history = History(tuple(linear.parameters()), 10, tmp_path / "history")
     plan = Plan(epochs=2, lr=0.5, momentum=0.0)
     fit(linear, loss, torch.arange(len(digits)), plan, record=history.record)
-    gone = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:140].tolist()
-    asked = {
-        "forget": {"data": "digits", "indices": gone},
+    forget = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:140].tolist()
+    settings = {
+        "forget": {"data": "digits", "indices": forget},
         "retain": "rest",
         "target": "classifier",
         "training": {"device": "cpu"},
     }
     with pytest.raises(UserError, match=r"give method\.history"):
-        api.erase(model=linear, method={"name": method, "k": 10}, output=tmp_path / "a", **asked)
+        api.erase(model=linear, method={"name": method, "k": 10}, output=tmp_path / "a", **settings)
     before = [p.clone() for p in linear.parameters()]
     api.erase(
         model=linear,
         method={"name": method, "k": 10, "history": str(tmp_path / "history")},
         output=tmp_path / "b",
-        **asked,
+        **settings,
     )
     assert any(not torch.equal(a, b) for a, b in zip(before, linear.parameters(), strict=True))
     with pytest.raises(UserError, match="10 are recorded"):
@@ -683,7 +685,7 @@ def test_mini_unlearning_from_a_recorded_training(
             model=linear,
             method={"name": method, "k": 11, "history": str(tmp_path / "history")},
             output=tmp_path / "c",
-            **asked,
+            **settings,
         )
 
 
@@ -705,35 +707,35 @@ def test_a_scrubbed_text_tower_is_plugged_into_the_pipeline(tmp_path: Path, shar
         training=SHORT,
         output=tmp_path / "clip",
     )
-    plugged = api.plug("tiny-sd", run.folder, output=tmp_path / "pipeline")
+    pipe = api.plug("tiny-sd", run.folder, output=tmp_path / "pipeline")
     expected = run.model.text_tower()
-    found = plugged.parts["text_encoder"].state_dict()
+    state = pipe.parts["text_encoder"].state_dict()
     assert all(
         torch.equal(value, expected[name.removeprefix("text_model.")])
-        for name, value in found.items()
+        for name, value in state.items()
     )
     assert not torch.equal(
-        plugged.encode(["a star"]).tensors["states"],
+        pipe.encode(["a star"]).tensors["states"],
         shared_tiny.encode(["a star"]).tensors["states"],
     )
     again = api.load(tmp_path / "pipeline")
     torch.testing.assert_close(
-        again.encode(["a star"]).tensors["states"], plugged.encode(["a star"]).tensors["states"]
+        again.encode(["a star"]).tensors["states"], pipe.encode(["a star"]).tensors["states"]
     )
 
 
 def test_an_untouched_tower_changes_nothing_and_a_strange_one_is_refused(shared_tiny) -> None:
     clip = load_part("tiny-sd", "clip")
-    plugged = api.plug("tiny-sd", clip)
+    pipe = api.plug("tiny-sd", clip)
     torch.testing.assert_close(
-        plugged.encode(["a star"]).tensors["states"],
+        pipe.encode(["a star"]).tensors["states"],
         shared_tiny.encode(["a star"]).tensors["states"],
     )
     with pytest.raises(UserError, match="does not fit the text encoder"):
-        plugged.take_text_tower({k: v[..., :1] for k, v in clip.text_tower().items()})
+        pipe.take_text_tower({k: v[..., :1] for k, v in clip.text_tower().items()})
 
 
-def trained(net: nn.Module, folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+def train(net: nn.Module, folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     training = {
         **SHORT,
         "steps": 6,
@@ -756,17 +758,17 @@ def trained(net: nn.Module, folder: Path, **changes: Any) -> dict[str, torch.Ten
 def test_four_micro_batches_of_two_are_one_of_eight(net: nn.Module, tmp_path: Path) -> None:
     # Adam's first steps go by the sign, also that of a rounding
     plain = {"optimizer": "sgd", "lr": 1e-2}
-    one = trained(copy.deepcopy(net), tmp_path / "a", training=plain)
-    four = trained(
+    one = train(copy.deepcopy(net), tmp_path / "a", training=plain)
+    four = train(
         copy.deepcopy(net), tmp_path / "b", training={**plain, "batch_size": 2, "micro_batches": 4}
     )
     for name, value in one.items():
-        moved = float((value - net.state_dict()[name]).norm())
+        distance = float((value - net.state_dict()[name]).norm())
         # sums in another order, nothing else
-        assert float((four[name] - value).norm()) <= 1e-3 * moved, name
+        assert float((four[name] - value).norm()) <= 1e-3 * distance, name
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_and_wants_the_original(
+def test_a_resumed_run_is_the_uninterrupted_one_and_needs_the_original(
     net: nn.Module, tmp_path: Path
 ) -> None:
     class Stop:
@@ -774,25 +776,25 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_wants_the_original(
             if step == 3:
                 raise KeyboardInterrupt
 
-    whole = trained(copy.deepcopy(net), tmp_path / "whole", trainable={"saliency": 0.5})
-    moved = copy.deepcopy(net)
+    whole = train(copy.deepcopy(net), tmp_path / "whole", trainable={"saliency": 0.5})
+    net_copy = copy.deepcopy(net)
     with pytest.raises(Interrupted, match="after 3 of 6 steps"):
-        trained(moved, tmp_path / "parts", look=Stop(), trainable={"saliency": 0.5})
+        train(net_copy, tmp_path / "parts", look=Stop(), trainable={"saliency": 0.5})
     # put back
     assert all(
-        torch.equal(value, net.state_dict()[name]) for name, value in moved.state_dict().items()
+        torch.equal(value, net.state_dict()[name]) for name, value in net_copy.state_dict().items()
     )
     other = copy.deepcopy(net)
     with torch.no_grad():
         next(other.parameters()).add_(0.1)
     with pytest.raises(UserError, match="started from other weights"):
-        trained(other, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
-    again = trained(moved, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
+        train(other, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
+    again = train(net_copy, tmp_path / "parts", resume=True, trainable={"saliency": 0.5})
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
-def test_what_a_vae_can_still_reconstruct(tiny, tmp_path: Path, cli) -> None:
-    """Its PSNR falls on the forgotten class and holds on the rest; the command says so."""
+def test_the_psnr_of_a_vae_falls_more_on_the_forgotten_class(tiny, tmp_path: Path, cli) -> None:
+    """Its PSNR falls more on the forgotten class than on the others; the command prints it."""
     import json
 
     data = {"data": "painted", "options": {"n": 120}}
@@ -805,10 +807,10 @@ def test_what_a_vae_can_still_reconstruct(tiny, tmp_path: Path, cli) -> None:
         output=tmp_path / "run",
     )
     assert "PSNR dB" in cli("evaluate", str(tmp_path / "run")).stdout
-    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["results"]
-    lost = {
-        name: found["before"]["psnr"][name]["value"] - found["after"]["psnr"][name]["value"]
+    results = json.loads((tmp_path / "run" / "evaluation.json").read_text())["results"]
+    drops = {
+        name: results["before"]["psnr"][name]["value"] - results["after"]["psnr"][name]["value"]
         for name in ("forget", "retain")
     }
-    assert found["before"]["psnr"]["retain"]["value"] > 22
-    assert lost["forget"] > lost["retain"]
+    assert results["before"]["psnr"]["retain"]["value"] > 22
+    assert drops["forget"] > drops["retain"]

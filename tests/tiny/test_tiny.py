@@ -1,6 +1,4 @@
-"""The bundled world: what was promised of it is in its JSON, and a sample of it is measured again
-here.
-"""
+"""The bundled data set and model: the recorded quality, and a sample of it measured again."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from concept_eraser.tiny.judge import load_judge
 from concept_eraser.tiny.trainer import Trainer
 from concept_eraser.utils import resources
 
-BUILT = json.loads((resources.tiny_weights() / "tiny.json").read_text())
+RECORD = json.loads((resources.tiny_weights() / "tiny.json").read_text())
 
 
 def test_painting_is_reproducible_and_captions_describe_it() -> None:
@@ -42,17 +40,17 @@ def test_held_out_combinations_are_a_tenth_and_never_painted_for_training() -> N
         for y in painter.STYLES
         for b in painter.BACKGROUNDS
     ]
-    held = [scene for scene in scenes if painter.is_held_out(scene)]
+    held_out_scenes = [scene for scene in scenes if painter.is_held_out(scene)]
     assert len(scenes) == 1280
-    assert 0.08 < len(held) / len(scenes) < 0.12
-    assert set(Counter(s.shape for s in held)) == set(painter.SHAPES)
-    trained, _ = painter.paint_batch(500, np.random.default_rng(0), held_out=False)
-    assert not any(painter.is_held_out(scene) for scene in trained)
+    assert 0.08 < len(held_out_scenes) / len(scenes) < 0.12
+    assert set(Counter(s.shape for s in held_out_scenes)) == set(painter.SHAPES)
+    training_scenes, _ = painter.paint_batch(500, np.random.default_rng(0), held_out=False)
+    assert not any(painter.is_held_out(scene) for scene in training_scenes)
 
 
 def test_recorded_quality() -> None:
-    """The figures that the bundled weights must reach, as `tiny.build` measured them."""
-    score, judge, clip = BUILT["pipeline"], BUILT["parts"]["judge"], BUILT["parts"]["clip"]
+    """The numbers that the bundled weights must reach, as `tiny.build` measured them."""
+    score, judge, clip = RECORD["pipeline"], RECORD["parts"]["judge"], RECORD["parts"]["clip"]
     assert score["shape_by_own_name"] >= 0.97
     assert score["accuracy"]["color"] >= 0.97
     assert min(score["by_shape"].values()) >= 0.94
@@ -62,14 +60,14 @@ def test_recorded_quality() -> None:
     assert judge["calibration_error"] < 0.02
     assert clip["zero_shot_shape"] >= 0.9
     assert clip["synonyms_right"] == clip["synonyms"]
-    assert BUILT["megabytes"] <= 25
-    assert BUILT["training_seconds"] < 2 * 3600
-    assert BUILT["command"].startswith("python -m concept_eraser.tiny.build")
-    assert BUILT["environment"]["versions"]["torch"]
+    assert RECORD["megabytes"] <= 25
+    assert RECORD["training_seconds"] < 2 * 3600
+    assert RECORD["command"].startswith("python -m concept_eraser.tiny.build")
+    assert RECORD["environment"]["versions"]["torch"]
 
 
-def test_a_sample_of_the_recorded_quality_is_true(shared_tiny) -> None:
-    """80 images of held-out prompts, measured now: consistent with the record."""
+def test_a_sample_agrees_with_the_recorded_quality(shared_tiny) -> None:
+    """The accuracy on 80 images of held-out prompts agrees with the record."""
     rows = [
         row
         for row in assemble.held_out_prompts(np.random.default_rng(5), 8)
@@ -82,12 +80,12 @@ def test_a_sample_of_the_recorded_quality_is_true(shared_tiny) -> None:
         guidance=5.0,
         autocast=torch.bfloat16,
     )
-    seen = load_judge(resources.tiny_weights() / "judge")(
+    logits = load_judge(resources.tiny_weights() / "judge")(
         images.permute(0, 3, 1, 2).float() / 127.5 - 1
     )
     labels = torch.tensor([scene.labels() for _, scene, _ in rows])
     for i, name in enumerate(("shape", "color")):
-        right = (seen[name].argmax(1) == labels[:, i]).float().mean()
+        right = (logits[name].argmax(1) == labels[:, i]).float().mean()
         assert right > 0.92, name  # 0.97 of 80 fails this once in 100 runs; the seeds are fixed
 
 
@@ -117,14 +115,14 @@ def test_the_small_clip_is_whole_and_scores_matches_higher(shared_tiny) -> None:
 
 
 def test_a_build_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """The trainer itself: stopped after a checkpoint and resumed in a new object, bit for bit."""
+    """The trainer stops after a checkpoint and resumes in a new object, bit for bit."""
 
     def fresh(folder: Path, steps: int) -> tuple[torch.nn.Module, Trainer]:
         torch.manual_seed(0)
         net = torch.nn.Sequential(
             torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1)
         )
-        made = Trainer(
+        trainer = Trainer(
             "net",
             net,
             torch.optim.AdamW(net.parameters(), lr=1e-2),
@@ -134,7 +132,7 @@ def test_a_build_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path)
             ema_decay=0.9,
             save_every=5,
         )
-        return net, made
+        return net, trainer
 
     def loss(net):
         return lambda step, rng: (
@@ -152,20 +150,20 @@ def test_a_build_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path)
     def until(net, last):
         inner = loss(net)
 
-        def asked(step, rng):
+        def loss_until(step, rng):
             if step == last:
                 raise Stop
             return inner(step, rng)
 
-        return asked
+        return loss_until
 
     first, trainer = fresh(tmp_path / "b", 20)
     with pytest.raises(Stop):
         trainer.run(until(first, 13), lambda line: None)
     second, trainer = fresh(tmp_path / "b", 20)
-    said: list[str] = []
-    trainer.run(loss(second), said.append)
-    assert "resuming at step 10" in said[0]
+    lines: list[str] = []
+    trainer.run(loss(second), lines.append)
+    assert "resuming at step 10" in lines[0]
     assert all(
         torch.equal(a, b)
         for a, b in zip(whole.state_dict().values(), second.state_dict().values(), strict=True)
@@ -174,7 +172,7 @@ def test_a_build_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_whole_build_runs_from_one_command(tmp_path: Path) -> None:
-    """Every part at a hundredth of its steps, killed once in the middle, assembled and scored."""
+    """The build runs a hundredth of its steps, is killed once, and is then assembled and scored."""
     command = [
         sys.executable,
         "-m",

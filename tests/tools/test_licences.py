@@ -1,5 +1,6 @@
-"""The page of licences: what it says of direct dependencies and data files is what is there, and no
-copyleft is hidden.
+"""The page of licences agrees with the direct dependencies and the data files.
+
+No copyleft licence is hidden.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ def rows(text: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("group", licences.groups())
 def test_direct_dependencies_stand_in_the_page_with_their_licence(group: str) -> None:
-    printed = rows(section("## Direct dependencies" if group == "default" else f"### {group}"))
-    assert sorted(printed) == licences.names(licences.groups()[group])
+    table = rows(section("## Direct dependencies" if group == "default" else f"### {group}"))
+    assert sorted(table) == licences.names(licences.groups()[group])
     whole = rows("\n".join(line for line in PAGE.splitlines() if line.count("|") == 5))
-    for name, (licence,) in printed.items():
-        found = licences.package(name)
+    for name, (licence,) in table.items():
+        package = licences.package(name)
         assert licence == whole[name][1]
-        if found.version == whole[name][0]:  # metadata of other versions may say it in other words
-            assert licence == found.licence
-        assert licences.Package(name, "", licence, frozenset()).copyleft == found.copyleft
+        if (
+            package.version == whole[name][0]
+        ):  # the metadata of other versions may have another wording
+            assert licence == package.licence
+        assert licences.Package(name, "", licence, frozenset()).copyleft == package.copyleft
 
 
 def test_no_copyleft_in_the_default_install_but_nudenet() -> None:
@@ -57,9 +60,9 @@ def test_a_copyleft_dependency_would_be_found(monkeypatch: pytest.MonkeyPatch) -
     groups = licences.groups()
     groups["default"] = [*groups["default"], "torchjd[quadprog-projector]>=0.18"]
     monkeypatch.setattr(licences, "groups", lambda: groups)
-    found = licences.problems()
-    assert any(one.startswith("quadprog: GPL") for one in found)
-    assert any(one.startswith("qpsolvers: LGPL") for one in found)
+    problems = licences.problems()
+    assert any(one.startswith("quadprog: GPL") for one in problems)
+    assert any(one.startswith("qpsolvers: LGPL") for one in problems)
     monkeypatch.setattr(licences, "REVIEWED", {})
     assert any(one.startswith("nudenet: GNU AFFERO") for one in licences.problems()), (
         "its metadata alone says MIT"
@@ -81,25 +84,27 @@ def test_every_data_file_has_a_line() -> None:
     files = licences.data_files()
     assert len(files) > 200
     assert [file for file in files if licences.line_of(file) is None] == []
-    used = {licences.line_of(file) for file in files}
-    assert [line[0] for line in licences.DATA if line not in used] == [], "lines that no file needs"
-    printed = rows(section("## Data files of this repository"))
-    assert {line[0]: list(line[1:]) for line in licences.DATA} == printed
+    used_lines = {licences.line_of(file) for file in files}
+    assert [line[0] for line in licences.DATA if line not in used_lines] == [], (
+        "lines that no file needs"
+    )
+    table = rows(section("## Data files of this repository"))
+    assert {line[0]: list(line[1:]) for line in licences.DATA} == table
 
 
 def test_prompt_sets_say_the_same_of_themselves() -> None:
     for path in sorted((licences.ROOT / "prompts").glob("*.yaml")):
-        said = re.match(
+        match = re.match(
             r"# Origin: (?P<origin>.*)\. Licence: (?P<licence>.*)\.$",
             path.read_text().splitlines()[0],
         )
-        assert said, f"{path.name} does not begin with its origin and licence"
+        assert match, f"{path.name} does not begin with its origin and licence"
         _, what, origin, licence = licences.line_of(f"prompts/{path.name}") or ("",) * 4
         if path.name.startswith("i2p_"):
             assert "rows of I2P" in what
-            assert said["licence"] in licence
+            assert match["licence"] in licence
         else:
-            assert (said["origin"], said["licence"]) == (origin, licence)
+            assert (match["origin"], match["licence"]) == (origin, licence)
 
 
 def test_the_demo_loads_nudenet_only_for_images_that_are_not_of_the_bundled_model() -> None:
@@ -107,11 +112,15 @@ def test_the_demo_loads_nudenet_only_for_images_that_are_not_of_the_bundled_mode
     import sys, torch
     import concept_eraser.demo.page
     from concept_eraser.demo import image_html
-    told = ["nudenet" in sys.modules]
+    loaded = ["nudenet" in sys.modules]
     for size, judge in ((64, "auto"), (96, "none"), (64, "bundled judge"), (96, "auto")):
         image_html.judge_images(torch.zeros(1, size, size, 3, dtype=torch.uint8), judge)
-        told.append("nudenet" in sys.modules)
-    print(told)
+        loaded.append("nudenet" in sys.modules)
+    print(loaded)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1] == "[False, False, False, False, True]", done.stderr[-500:]
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert process.stdout.splitlines()[-1] == "[False, False, False, False, True]", process.stderr[
+        -500:
+    ]

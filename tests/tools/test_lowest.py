@@ -1,6 +1,4 @@
-"""The lower bounds as a second environment takes them: tools/lowest.py, and what the Makefile makes
-of it.
-"""
+"""The lower bounds of `tools/lowest.py`, as a second environment installs them."""
 
 from __future__ import annotations
 
@@ -28,19 +26,19 @@ def project(folder: Path, *dependencies: str, **extras: list[str]) -> Path:
 
 
 def test_every_bound_is_a_constraint_and_torch_is_held() -> None:
-    found = dict(line.split("==") for line in lowest.constraints())
+    constraints = dict(line.split("==") for line in lowest.constraints())
     content = tomllib.loads(PYPROJECT.read_text())["project"]
-    asked = [
+    requirements = [
         *content["dependencies"],
         *(r for rows in content["optional-dependencies"].values() for r in rows),
     ]
     bounds = {
         one.partition(">=")[0].partition("[")[0].lower(): one.partition(">=")[2]
-        for one in asked
+        for one in requirements
         if ">=" in one
     }
-    assert {name: bounds[name] for name in bounds if name not in lowest.HELD} == found
-    assert not set(lowest.HELD) & set(found)
+    assert {name: bounds[name] for name in bounds if name not in lowest.HELD} == constraints
+    assert not set(lowest.HELD) & set(constraints)
 
 
 def test_extras_and_names_without_a_bound(tmp_path: Path) -> None:
@@ -57,13 +55,11 @@ def test_what_is_no_single_lower_bound_is_refused(wrong: list[str], tmp_path: Pa
 
 
 def test_every_direct_dependency_says_why_its_bound() -> None:
-    """A comment on the line of a bound or above it; of the extras too, but for tools that any
-    version serves.
-    """
+    """Each bound has a comment on its line or above it."""
     lines = PYPROJECT.read_text().split("dependencies = [\n", 1)[1].split("\n]", 1)[0].splitlines()
-    said = False
+    has_reason = False
     for line in lines:
-        said = said or "#" in line
+        has_reason = has_reason or "#" in line
         if line.strip().startswith('"'):
-            assert said, f"no reason for {line.strip()}"
-            said = "torch>" in line  # torchvision's stands in the comment above torch
+            assert has_reason, f"no reason for {line.strip()}"
+            has_reason = "torch>" in line  # the comment above torch also covers torchvision

@@ -1,5 +1,5 @@
-"""What methods ask of the real pipeline: Hessian products, an adversary on the embedding, more than
-two objectives.
+"""Closures on the real pipeline: Hessian products, an adversary on the embedding, more than two
+objectives.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def closure_of(tiny, tmp_path, **changes) -> LossClosure:
     return of_step(eraser, params, draws, inner=range(len(eraser.trainable()), len(params)))
 
 
-# with an adversary: on what the text encoder says, or, where that is trained, on the tokens that it
-# reads
+# the adversary is on the text encoder's output or, if the text encoder is trained, on its input
+# tokens
 ADVERSARIES = [{}, {"target": "text_encoder", "trainable__select": "all"}]
 ON = ["denoiser", "text encoder"]
 
 
-def relative(found: Vec, expected: Vec) -> float:
-    difference = tuple(a - b for a, b in zip(found, expected, strict=True))
+def relative(actual: Vec, expected: Vec) -> float:
+    difference = tuple(a - b for a, b in zip(actual, expected, strict=True))
     return float((dot(difference, difference) / dot(expected, expected)).sqrt())
 
 
@@ -48,31 +48,31 @@ def relative(found: Vec, expected: Vec) -> float:
 def test_two_products_are_the_joint_double_backward_on_the_unet(
     tiny, tmp_path, select: str
 ) -> None:
-    """grad cos^2 on the bundled UNet: by differences through fused attention, exactly loss by loss,
-    and jointly.
+    """grad cos^2 on the bundled UNet: by differences through fused attention, by exact products of
+    each loss, and by one joint double backward.
     """
-    asked = closure_of(tiny, tmp_path, forget__loss="data", trainable__select=select)
+    closure = closure_of(tiny, tmp_path, forget__loss="data", trainable__select=select)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         grads = [
-            torch.autograd.grad(asked._pieces[p][0](), asked.params, create_graph=True)
+            torch.autograd.grad(closure._pieces[p][0](), closure.params, create_graph=True)
             for p in ("retain", "forget")
         ]
         a, b = flat(grads[0]), flat(grads[1])
-        expected = torch.autograd.grad((a @ b) ** 2 / (a @ a) / (b @ b), asked.params)
-    retain = asked.grad("retain")
+        expected = torch.autograd.grad((a @ b) ** 2 / (a @ a) / (b @ b), closure.params)
+    retain = closure.grad("retain")
     for hvp in ("exact", "difference"):
-        found = Uno(hvp=hvp, strength=1.0).direction(asked).vec
-        turn = tuple(f - r for f, r in zip(found, retain, strict=True))
+        vec = Uno(hvp=hvp, strength=1.0).direction(closure).vec
+        turn = tuple(f - r for f, r in zip(vec, retain, strict=True))
         assert relative(turn, expected) < 1e-3, hvp
 
 
 def test_exact_products_through_an_operator_without_a_second_derivative_are_refused() -> None:
-    """The fused attention kernel of the CPU, called past the choice of kernels."""
+    """The fused attention kernel of the CPU, called directly."""
     w = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    asked = LossClosure((w,), {"retain": [lambda: fused(w, w, w)[0].square().sum()]})
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    closure = LossClosure((w,), {"retain": [lambda: operator(w, w, w)[0].square().sum()]})
     with pytest.raises(UserError, match="use hvp: difference"):
-        asked.hvp("retain", (torch.ones_like(w),), "exact")
+        closure.hvp("retain", (torch.ones_like(w),), "exact")
     plain = LossClosure(
         (w,),
         {
@@ -82,82 +82,82 @@ def test_exact_products_through_an_operator_without_a_second_derivative_are_refu
         },
     )
     exact = plain.hvp("retain", (torch.ones_like(w),), "exact")
-    assert relative(asked.hvp("retain", (torch.ones_like(w),)), exact) < 1e-3
+    assert relative(closure.hvp("retain", (torch.ones_like(w),)), exact) < 1e-3
 
 
 @pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
 def test_the_adversary_shifts_the_forgotten_prompts_and_nothing_else(
     tiny, tmp_path, where: dict
 ) -> None:
-    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, **where)
-    assert asked.objectives == ("retain", "forget", "attack")
-    delta = asked.params[-1]
-    assert asked.inner == (len(asked.params) - 1,)
-    quiet = {objective: float(asked._pieces[objective][0]()) for objective in asked.objectives}
+    closure = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, **where)
+    assert closure.objectives == ("retain", "forget", "attack")
+    delta = closure.params[-1]
+    assert closure.inner == (len(closure.params) - 1,)
+    quiet = {objective: float(closure._pieces[objective][0]()) for objective in closure.objectives}
     with torch.no_grad():
         delta.normal_(generator=torch.Generator().manual_seed(0))
-    loud = {objective: float(asked._pieces[objective][0]()) for objective in asked.objectives}
+    loud = {objective: float(closure._pieces[objective][0]()) for objective in closure.objectives}
     assert loud["retain"] == quiet["retain"]
     assert loud["forget"] != quiet["forget"]
     assert loud["attack"] > quiet["attack"], (
         "noise on the embedding makes the star's images less likely"
     )
-    assert float(asked.grad("attack", of=asked.inner)[0].norm()) > 0
+    assert float(closure.grad("attack", of=closure.inner)[0].norm()) > 0
 
 
 @pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
 @pytest.mark.parametrize("loss", ["esd", "anchor"])
-def test_under_attack_the_teacher_sees_the_clean_prompt(
+def test_under_attack_the_teacher_gets_the_clean_prompt(
     tiny, tmp_path, loss: str, where: dict
 ) -> None:
-    """The gradient along delta is that of the loss (central differences), which it is not if the
-    target moves too.
+    """The gradient along delta agrees with central differences of the loss, which it would not if
+    the target depended on delta.
     """
-    asked = closure_of(
+    closure = closure_of(
         tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, forget__loss=loss, **where
     )
-    delta = asked.params[-1]
+    delta = closure.params[-1]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         delta.normal_(generator=generator)
     along = torch.randn(delta.shape, generator=generator)
-    slope = float((asked.grad("forget", of=asked.inner)[0] * along).sum())
+    slope = float((closure.grad("forget", of=closure.inner)[0] * along).sum())
     values = []
     for sign in (1, -1):
         with torch.no_grad():
             delta.add_(sign * 0.01 * along)
-            values.append(float(asked._pieces["forget"][0]()))
+            values.append(float(closure._pieces["forget"][0]()))
             delta.sub_(sign * 0.01 * along)
     assert slope == pytest.approx((values[0] - values[1]) / 0.02, rel=0.02)
 
 
 def test_a_skipped_step_leaves_the_method_as_it_was(tiny, tmp_path, monkeypatch) -> None:
     """One NaN must not stay in a running average."""
-    given = recipe.load(short(method={"name": "minmax_ngd", "period": 1}, training__steps=3))
+    job_recipe = recipe.load(short(method={"name": "minmax_ngd", "period": 1}, training__steps=3))
     compute = Denoiser.loss
     calls = []
 
-    def poisoned(self, objective, draw):
+    def poison_loss(self, objective, draw):
         calls.append(objective)
         return compute(self, objective, draw) * (float("nan") if len(calls) == 2 else 1.0)
 
-    monkeypatch.setattr(Denoiser, "loss", poisoned)
-    job = Job(given, tiny, tmp_path, silent)
+    monkeypatch.setattr(Denoiser, "loss", poison_loss)
+    job = Job(job_recipe, tiny, tmp_path, silent)
     engine = job.train(registry.build("method", "minmax_ngd", {"period": 1}), resume=False)
     assert engine.skipped == 1
     assert all(torch.isfinite(v).all() for v in engine.method.state_dict().values())
 
 
 @pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
-def test_the_attack_finds_the_concept_again(tiny, tmp_path, where: dict) -> None:
+def test_the_loss_of_the_attack_falls_along_its_gradient(tiny, tmp_path, where: dict) -> None:
     """Its loss falls along its own gradient."""
-    asked = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, **where)
-    before = float(asked._pieces["attack"][0]())
+    closure = closure_of(tiny, tmp_path, method={"name": "forum"}, attack={"n": 8}, **where)
+    before = float(closure._pieces["attack"][0]())
     for _ in range(5):
-        (slope,) = asked.grad("attack", of=asked.inner)
+        (slope,) = closure.grad("attack", of=closure.inner)
         with torch.no_grad():
-            asked.params[-1].sub_(0.3 * slope / slope.norm())
-    assert float(asked._pieces["attack"][0]()) < before
+            closure.params[-1].sub_(0.3 * slope / slope.norm())
+    assert float(closure._pieces["attack"][0]()) < before
 
 
 @pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
@@ -165,21 +165,21 @@ def test_the_attack_finds_the_concept_again(tiny, tmp_path, where: dict) -> None
 def test_bilevel_methods_run_and_leave_the_adversary_out_of_the_weights(
     method: str, where: dict, tmp_path
 ) -> None:
-    given = short(
+    content = short(
         method={"name": method, "inner_steps": 1}, attack={"n": 8}, training__steps=2, **where
     )
-    whole = concept_eraser.erase(given, output=tmp_path / "whole")
+    whole = concept_eraser.erase(content, output=tmp_path / "whole")
     rows = logs.read(whole.folder / "log.jsonl")
     assert rows[0]["losses"].keys() >= {"retain", "forget"}
-    kept = load_file(whole.folder / "weights.safetensors")
-    assert not [name for name in kept if name.startswith("attack")]
+    weights = load_file(whole.folder / "weights.safetensors")
+    assert not [name for name in weights if name.startswith("attack")]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"method": {"name": "forum"}}, "FORUM needs a lower-level problem"),
-        ({"attack": {}}, "no lower-level problem to give"),
+        ({"attack": {}}, "no lower-level problem for"),
         (
             {
                 "attack": {},
@@ -190,8 +190,8 @@ def test_bilevel_methods_run_and_leave_the_adversary_out_of_the_weights(
             },
             "no prompt embedding to attack",
         ),
-        ({"method": {"name": "uno"}, "training__precision": "bf16"}, "rounding of bf16"),
-        ({"method": {"name": "uno-hat"}}, "asks a judge"),
+        ({"method": {"name": "uno"}, "training__precision": "bf16"}, "bf16 is too coarse"),
+        ({"method": {"name": "uno-hat"}}, "has a judge"),
         (
             {
                 "method": {"name": "s"},
@@ -211,7 +211,7 @@ def test_bilevel_methods_run_and_leave_the_adversary_out_of_the_weights(
         ({"method": {"name": "s", "rule": "ascent"}}, "is 'surgery' with rule"),
     ],
 )
-def test_what_a_method_cannot_do_is_refused(changes: dict, words: str) -> None:
+def test_methods_refuse_recipes_that_do_not_fit(changes: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         recipe.load(short(**changes))
 
@@ -219,7 +219,7 @@ def test_what_a_method_cannot_do_is_refused(changes: dict, words: str) -> None:
 @pytest.mark.parametrize(
     "method", [{"name": "uno"}, {"name": "munba"}, {"name": "torchjd", "rule": "MGDA"}]
 )
-def test_a_third_objective_says_what_to_show_instead(method: dict, tmp_path) -> None:
+def test_a_third_objective_has_an_anchor_of_its_own(method: dict, tmp_path) -> None:
     third = {"prompts": "tiny_star", "loss": "relabel", "anchor": {"shape": "circle"}, "n": 8}
     run = concept_eraser.erase(
         short(method=method, forget__loss="data", replace=third, training__steps=2),
@@ -248,51 +248,49 @@ ENCODER = {"name": "adversarial", "inner_steps": 1, "retain": 0.3}
 def test_methods_with_a_memory_resume_bit_by_bit(
     method, inside: bool, tmp_path, monkeypatch
 ) -> None:
-    """Ctrl-C, between two steps or in the middle of one, leaves a state from which the same weights
-    come out.
-    """
-    given = short(method=method, forget__loss="ascent", training__steps=4)
+    """After Ctrl-C between two steps or within one, a resumed run ends with the same weights."""
+    content = short(method=method, forget__loss="ascent", training__steps=4)
     if isinstance(method, dict):
-        given["attack"] = {"n": 8}
+        content["attack"] = {"n": 8}
     if method is ENCODER:
-        given.update(
+        content.update(
             target="text_encoder",
             trainable={"select": "all"},
-            forget={**given["forget"], "loss": "esd"},
+            forget={**content["forget"], "loss": "esd"},
         )
-    whole = concept_eraser.erase(given, output=tmp_path / "whole")
+    whole = concept_eraser.erase(content, output=tmp_path / "whole")
 
-    def stop(what: str, done: int, total: int, note: str = "") -> None:
-        if what == "erasing" and done == 3 and not inside:
+    def stop(what: str, count: int, total: int, note: str = "") -> None:
+        if what == "erasing" and count == 3 and not inside:
             raise KeyboardInterrupt
 
     move, calls = Engine._move, []
 
-    def interrupted(self, step, direction) -> None:
+    def interrupt(self, step, direction) -> None:
         calls.append(step)
         if inside and step == 2:
             signal.raise_signal(signal.SIGINT)
         move(self, step, direction)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_move", interrupted)
+        patch.setattr(Engine, "_move", interrupt)
         # a background run inherits an ignored one
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         with pytest.raises(concept_eraser.utils.errors.Interrupted, match="after 3 of 4"):
-            concept_eraser.erase(given, output=tmp_path / "parts", progress=stop)
+            concept_eraser.erase(content, output=tmp_path / "parts", progress=stop)
         signal.signal(signal.SIGINT, before)
     assert calls == [0, 1, 2]
     assert [row["step"] for row in logs.read(tmp_path / "parts" / "log.jsonl")] == [1, 2, 3]
-    parts = concept_eraser.erase(given, output=tmp_path / "parts", resume=True)
+    parts = concept_eraser.erase(content, output=tmp_path / "parts", resume=True)
     a, b = (load_file(run.folder / "weights.safetensors") for run in (whole, parts))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_the_histogram_loss_asks_the_judge_and_falls_as_the_concept_goes(tiny, tmp_path) -> None:
-    """UNO^: a judge on decoded one-step samples. Its gradient reaches the weights; steps along it
-    lower the loss.
+def test_the_histogram_loss_falls_with_the_judges_concept_rate(tiny, tmp_path) -> None:
+    """UNO^: a judge on decoded one-step samples. Its gradient reaches the weights, and steps along
+    it lower the loss.
     """
-    asked = closure_of(
+    closure = closure_of(
         tiny,
         tmp_path,
         method="h",
@@ -300,35 +298,35 @@ def test_the_histogram_loss_asks_the_judge_and_falls_as_the_concept_goes(tiny, t
         histogram={"concept": {"shape": "star"}},
         trainable__select="all",
     )
-    assert asked.objectives == ("retain", "forget", "histogram")
-    before = float(asked._pieces["histogram"][0]())
-    assert before > 0.5, "the untouched model draws stars, and the judge sees them"
+    assert closure.objectives == ("retain", "forget", "histogram")
+    before = float(closure._pieces["histogram"][0]())
+    assert before > 0.5, "the untouched model generates stars, and the judge detects them"
     for _ in range(3):
-        slope = asked.grad("histogram")
+        slope = closure.grad("histogram")
         with torch.no_grad():
-            for parameter, part in zip(asked.params, slope, strict=True):
+            for parameter, part in zip(closure.params, slope, strict=True):
                 parameter.sub_(0.02 * part / dot(slope, slope).sqrt().float())
-    assert float(asked._pieces["histogram"][0]()) < before
+    assert float(closure._pieces["histogram"][0]()) < before
 
 
 @pytest.mark.parametrize("method", ["uno-hat", "uno-s-hat", "s-hat", "h"])
 def test_every_hat_version_runs(method: str, tmp_path) -> None:
-    given = short(
+    content = short(
         method=method,
         forget__loss="data",
         histogram={"concept": {"shape": "star"}},
         training__steps=2,
     )
-    run = concept_eraser.erase(given, output=tmp_path / "run")
+    run = concept_eraser.erase(content, output=tmp_path / "run")
     assert "histogram" in logs.read(run.folder / "log.jsonl")[0]["losses"]
 
 
-def test_a_concept_the_judge_cannot_see_is_named(tmp_path) -> None:
-    given = short(
+def test_a_concept_that_the_judge_cannot_detect_is_named(tmp_path) -> None:
+    content = short(
         method="h",
         forget__loss="data",
         histogram={"concept": {"shape": "dragon"}},
         training__steps=1,
     )
-    with pytest.raises(UserError, match="cannot see shape 'dragon'"):
-        concept_eraser.erase(given, output=tmp_path / "run")
+    with pytest.raises(UserError, match="cannot detect shape 'dragon'"):
+        concept_eraser.erase(content, output=tmp_path / "run")

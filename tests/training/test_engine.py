@@ -42,9 +42,9 @@ def test_the_run_folder_describes_itself(run) -> None:
         "done.json",
         "conflict.png",
     }
-    done = json.loads((run.folder / "done.json").read_text())
-    assert done["steps"] == 4
-    assert done["skipped_steps"] == 0
+    report = json.loads((run.folder / "done.json").read_text())
+    assert report["steps"] == 4
+    assert report["skipped_steps"] == 0
     environment = json.loads((run.folder / "environment.json").read_text())
     assert environment["versions"]["torch"]
     rows = logs.read(run.folder / "log.jsonl")
@@ -69,9 +69,9 @@ def test_the_run_folder_describes_itself(run) -> None:
 def test_only_the_selected_weights_changed(run, shared_tiny) -> None:
     before = shared_tiny.denoiser.state_dict()
     after = concept_eraser.load(run.folder).denoiser.state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == set(weights(run.folder))
-    assert all(".attn2." in name for name in changed)
+    names = {name for name in before if not torch.equal(before[name], after[name])}
+    assert names == set(weights(run.folder))
+    assert all(".attn2." in name for name in names)
     for name, value in weights(run.folder).items():
         assert torch.equal(value, after[name])
 
@@ -92,20 +92,20 @@ def test_same_seed_same_weights_other_seed_other_weights(run, tmp_path: Path) ->
 
 
 def test_four_micro_batches_of_one_are_one_of_four(run, tmp_path: Path) -> None:
-    split = concept_eraser.erase(
+    other = concept_eraser.erase(
         short(training__batch_size=1, training__micro_batches=4), output=tmp_path / "split"
     )
-    for name, value in weights(split.folder).items():
+    for name, value in weights(other.folder).items():
         torch.testing.assert_close(value, weights(run.folder)[name], rtol=0, atol=2e-5)
     before = concept_eraser.load("tiny-sd").denoiser.state_dict()
-    moved = max(float((v - before[k]).abs().max()) for k, v in weights(run.folder).items())
-    assert moved > 2e-4, "the tolerance is far below what training moves"
+    change = max(float((v - before[k]).abs().max()) for k, v in weights(run.folder).items())
+    assert change > 2e-4, "the tolerance is far below what training moves"
 
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
 def test_munba_does_not_notice_the_scale_of_a_loss(run, tmp_path: Path, scale: float) -> None:
-    scaled = concept_eraser.erase(short(forget__scale=scale), output=tmp_path / "scaled")
-    for name, value in weights(scaled.folder).items():
+    other = concept_eraser.erase(short(forget__scale=scale), output=tmp_path / "scaled")
+    for name, value in weights(other.folder).items():
         torch.testing.assert_close(value, weights(run.folder)[name], rtol=0, atol=2e-5)
 
 
@@ -132,13 +132,13 @@ def test_the_plain_sum_does_notice(tmp_path: Path) -> None:
     ],
     ids=["ngdiff", "pcgrad", "esd", "relabel", "free", "bf16"],
 )
-def test_other_points_of_the_menu_run(changes: dict, tmp_path: Path) -> None:
+def test_other_settings_run(changes: dict, tmp_path: Path) -> None:
     recipe = short(training__steps=2, **changes)
-    done = concept_eraser.erase(
+    result = concept_eraser.erase(
         {k: v for k, v in recipe.items() if v is not None}, output=tmp_path / "run"
     )
-    assert all(torch.isfinite(v).all() for v in weights(done.folder).values())
-    assert [row["step"] for row in logs.read(done.folder / "log.jsonl")] == [1, 2]
+    assert all(torch.isfinite(v).all() for v in weights(result.folder).values())
+    assert [row["step"] for row in logs.read(result.folder / "log.jsonl")] == [1, 2]
 
 
 def test_images_from_a_folder(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_an_absent_device_is_named(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_in_memory(tiny, tmp_path: Path) -> None:
-    """The object is changed in place, and the recipe does not pretend that it had a name."""
+    """The object is changed in place, and the recipe records that it was an object in memory."""
     before = {k: v.clone() for k, v in tiny.denoiser.state_dict().items()}
     recipe = short(training__steps=1)
     del recipe["model"]
@@ -264,7 +264,7 @@ def test_overlapping_prompts_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_clear_line_and_leaves_the_old_state(tmp_path: Path) -> None:
-    """A real limit of the operating system on file size, hit while the state is written."""
+    """The operating system's limit of the file size, which the state exceeds."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(short(trainable__select="all", training__steps=4)))
     folder = tmp_path / "run"
@@ -276,15 +276,15 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_old_state(tmp_path: Path) 
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from "
         "concept_eraser.cli.main import main; main()"
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, "erase", str(recipe), "-o", str(folder), "-q"],
         capture_output=True,
         text=True,
         preexec_fn=limit,
     )
-    assert found.returncode == 2, found.stderr
-    assert "the disk is full or a size limit is reached" in found.stderr
-    assert "Traceback" not in found.stderr
+    assert process.returncode == 2, process.stderr
+    assert "the disk is full or a size limit is reached" in process.stderr
+    assert "Traceback" not in process.stderr
     assert not list(folder.glob(".*partial")), "nothing half-written"
     assert not (folder / "state.ckpt").exists()
     again = run_command("erase", str(recipe), "-o", str(folder), "-q", folder=tmp_path)
@@ -328,9 +328,9 @@ def test_two_processes_overwrite_one_run(tmp_path: Path) -> None:
         "run",
         "--overwrite",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [*launch, *command], capture_output=True, text=True, cwd=tmp_path, timeout=HANG
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
     assert [row["step"] for row in logs.read(tmp_path / "run" / "log.jsonl")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "done.json").is_file()

@@ -1,8 +1,7 @@
-"""Frozen weights in pieces (training.shard: weights): two real processes, gloo on the CPU, end
-where two without it end.
+"""Frozen weights in pieces (training.shard: weights): two real processes, gloo on the CPU, give the
+result of two processes with whole weights.
 
-The control is the run of the same two processes with whole weights; test_ranks.py compares that
-with one process.
+test_two_processes.py compares two processes with whole weights with one process.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from concept_eraser.training.distributed import fsdp
 from tests.conftest import short
 from tests.training.test_two_processes import (
     LIMIT,
+    count_steps,
     difference,
-    ended,
     kill,
     launch,
     losses,
-    moved,
-    steps_logged,
+    relative_change,
     wait_for,
+    wait_for_end,
     workers,
 )
 
 LORA = {"select": "cross_attention", "lora": 2}
-ATTACKED = {
+UNDER_ATTACK = {
     "method": {"name": "forum", "inner_steps": 2, "outer_lr": 1.0},
     "attack": {"n": 8},
     "retain__loss": "distill",
 }
 FREE = {"forget__images": "free", "retain__images": "free", "retain__loss": "distill"}
 ESD = {"prompts": "tiny_star", "loss": "esd", "images": "free"}
-FROZEN = {
+BF16 = {
     "training__checkpointing": True,
     "training__offload": True,
     "training__precision": "bf16",
@@ -54,8 +53,8 @@ FROZEN = {
 
 USE_FSDP = "--use_fsdp --fsdp_version 2"
 
-# Runs recipes by name one after the other, and after each step notes what the process holds of the
-# denoiser: pieces, and all tensors alive there are.
+# Runs recipes by name one after the other. After each step it records the bytes of the denoiser's
+# pieces and of all tensors of the process.
 RUNNER = """
 import gc, json, os
 from pathlib import Path
@@ -64,34 +63,43 @@ from torch.distributed.tensor import DTensor
 from concept_eraser import erase
 from concept_eraser.training.engine import Engine
 
-step, held = Engine._step, {}
+step, sizes = Engine._step, {}
 
 def alive():
     gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not isinstance(t, DTensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = [
+        t.untyped_storage()
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor) and not isinstance(t, DTensor)
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-def measured(self, number):
+def measure(self, number):
     row = step(self, number)
     parameters = list(self.eraser.model.denoiser.parameters())
-    pieces = sum(p.to_local().untyped_storage().nbytes() for p in parameters if isinstance(p, DTensor))
-    held[self.folder.name] = {"pieces": pieces, "alive": alive(), "whole": sum(p.numel() * 4 for p in parameters)}
+    sizes[self.folder.name] = {
+        "pieces": sum(
+            p.to_local().untyped_storage().nbytes() for p in parameters if isinstance(p, DTensor)
+        ),
+        "alive": alive(),
+        "whole": sum(p.numel() * 4 for p in parameters),
+    }
     return row
 
-Engine._step = measured
+Engine._step = measure
 for name, recipe in json.loads(Path("recipes.json").read_text()).items():
     run = erase(recipe, output=name)
     assert not any(isinstance(p, DTensor) for p in run.model.denoiser.parameters())
     del run
-Path(f"held_{os.environ['RANK']}.json").write_text(json.dumps(held))
-"""  # noqa: E501
+Path(f"sizes_{os.environ['RANK']}.json").write_text(json.dumps(sizes))
+"""
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
-    """Short, with a LoRA that moves far enough to make equality mean something; without a key that
-    is None.
+    """A short recipe with a LoRA that changes enough for a comparison, without keys
+    that are None.
     """
-    made = short(
+    content = short(
         **{
             "training__steps": 3,
             "training__batch_size": 2,
@@ -100,24 +108,24 @@ def recipe(**changes: Any) -> dict[str, Any]:
             **changes,
         }
     )
-    return {key: value for key, value in made.items() if value is not None}
+    return {key: value for key, value in content.items() if value is not None}
 
 
-def both(tmp_path: Path, menu: dict[str, dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
+def run_both(tmp_path: Path, menu: dict[str, dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
     """Two processes run each recipe with whole and with split weights, into NAME_none and
-    NAME_weights; what each of the two processes held."""
-    asked = {
+    NAME_weights; the sizes that each of the two processes recorded."""
+    recipes = {
         f"{name}_{shard}": {**one, "training": {**one["training"], "shard": shard}}
         for name, one in menu.items()
         for shard in ("none", "weights")
     }
-    (tmp_path / "recipes.json").write_text(json.dumps(asked))
+    (tmp_path / "recipes.json").write_text(json.dumps(recipes))
     (tmp_path / "run.py").write_text(RUNNER)
     process = launch(tmp_path, "run.py")
-    _, said = ended(process, 400)
-    assert process.returncode == 0, said[-3000:]
-    assert "FSDP2-wrapped module" not in said
-    return [json.loads((tmp_path / f"held_{rank}.json").read_text()) for rank in range(2)]
+    _, errors = wait_for_end(process, 400)
+    assert process.returncode == 0, errors[-3000:]
+    assert "FSDP2-wrapped module" not in errors
+    return [json.loads((tmp_path / f"sizes_{rank}.json").read_text()) for rank in range(2)]
 
 
 def require_same(one: Path, two: Path, limit: float = LIMIT) -> None:
@@ -129,10 +137,10 @@ def require_same(one: Path, two: Path, limit: float = LIMIT) -> None:
 
 def test_split_weights_end_where_whole_ones_do(tmp_path: Path) -> None:
     """Also with a teacher and an adversary (FORUM)."""
-    menu = {"munba": recipe(training__steps=2), "forum": recipe(training__steps=2, **ATTACKED)}
-    for held in both(tmp_path, menu):
+    menu = {"munba": recipe(training__steps=2), "forum": recipe(training__steps=2, **UNDER_ATTACK)}
+    for sizes in run_both(tmp_path, menu):
         for name in menu:
-            split, whole = held[f"{name}_weights"], held[f"{name}_none"]
+            split, whole = sizes[f"{name}_weights"], sizes[f"{name}_none"]
             factors = split["whole"] - whole_bytes()
             assert whole["pieces"] == 0
             assert 0.49 < split["pieces"] / whole_bytes() < 0.52, "each process holds half"
@@ -142,12 +150,12 @@ def test_split_weights_end_where_whole_ones_do(tmp_path: Path) -> None:
             assert 0 < factors < 0.1 * whole_bytes()
     for name in menu:
         require_same(tmp_path / f"{name}_none", tmp_path / f"{name}_weights")
-        assert moved(tmp_path / f"{name}_weights") > 1e-3
-    written = concept_eraser.load(tmp_path / "munba_weights").denoiser.state_dict()
+        assert relative_change(tmp_path / f"{name}_weights") > 1e-3
+    state = concept_eraser.load(tmp_path / "munba_weights").denoiser.state_dict()
     before = concept_eraser.load("tiny-sd").denoiser.state_dict()
-    changed = load_file(tmp_path / "munba_weights" / "weights.safetensors")
+    weights = load_file(tmp_path / "munba_weights" / "weights.safetensors")
     for name, value in before.items():
-        assert torch.equal(written[name], changed.get(name, value)), (
+        assert torch.equal(state[name], weights.get(name, value)), (
             "frozen weights are written as they were"
         )
     diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "munba_weights" / "pipeline")
@@ -158,10 +166,11 @@ def whole_bytes() -> int:
 
 
 @pytest.mark.slow
-def test_other_points_of_the_menu(tmp_path: Path) -> None:
+def test_other_settings(tmp_path: Path) -> None:
     """UNO's differences of gradients, sampling for another number of steps in each process (ESD,
-    free), a mask, factors of convolutions, factors in the last blocks only, more than one
-    micro-batch, a change turned round."""
+    free), a mask, a LoRA of convolutions, a LoRA in the last blocks only, more than one
+    micro-batch, negation.
+    """
     menu = {
         "esd": recipe(forget=ESD, retain=None, method={"name": "weighted", "retain": 0}),
         "uno": recipe(method={"name": "uno"}),
@@ -178,33 +187,33 @@ def test_other_points_of_the_menu(tmp_path: Path) -> None:
             trainable={**LORA, "negate": 1.0},
         ),
     }
-    both(tmp_path, menu)
+    run_both(tmp_path, menu)
     for name in menu:
         require_same(tmp_path / f"{name}_none", tmp_path / f"{name}_weights")
 
 
 @pytest.mark.slow
-def test_together_with_what_saves_memory(tmp_path: Path) -> None:
-    """Pieces of bf16, checkpoints and parts on the CPU. The order of sums differs, which shows in
-    the digits of bf16.
+def test_together_with_settings_that_save_memory(tmp_path: Path) -> None:
+    """Pieces of bf16, checkpoints and parts on the CPU. The order of sums differs, which changes
+    digits of bf16.
     """
-    held = both(tmp_path, {"memory": recipe(**FROZEN)})
-    for one in held:
+    processes = run_both(tmp_path, {"memory": recipe(**BF16)})
+    for one in processes:
         assert one["memory_weights"]["pieces"] < 0.3 * whole_bytes(), (
             "half of half: the wide weights are bf16"
         )
     require_same(tmp_path / "memory_none", tmp_path / "memory_weights", limit=2e-3)
     before = concept_eraser.load("tiny-sd").denoiser.state_dict()
     after = concept_eraser.load(tmp_path / "memory_weights").denoiser.state_dict()
-    changed = load_file(tmp_path / "memory_weights" / "weights.safetensors")
+    weights = load_file(tmp_path / "memory_weights" / "weights.safetensors")
     assert all(
-        torch.equal(after[name], value) for name, value in before.items() if name not in changed
+        torch.equal(after[name], value) for name, value in before.items() if name not in weights
     ), "in fp32"
 
 
 @pytest.mark.slow
 def test_large_families(tmp_path: Path) -> None:
-    """Stable Diffusion XL, 3.5 and Flux, tiny; plain diffusers reads what was written."""
+    """Stable Diffusion XL, 3.5 and Flux, tiny; plain diffusers reads the written pipelines."""
     menu = {}
     for name in ("sdxl", "sd3", "flux"):
         families.build(name, tmp_path / f"tiny-{name}")
@@ -213,7 +222,7 @@ def test_large_families(tmp_path: Path) -> None:
             model_options=families.options(name),
             training__checkpointing=name == "flux",
         )
-    held = both(tmp_path, menu)
+    processes = run_both(tmp_path, menu)
     for name in menu:
         require_same(tmp_path / f"{name}_none", tmp_path / f"{name}_weights")
         pipe = diffusers.DiffusionPipeline.from_pretrained(
@@ -221,13 +230,15 @@ def test_large_families(tmp_path: Path) -> None:
         )
         network = getattr(pipe, "unet", None) or pipe.transformer
         whole = sum(p.numel() * 4 for p in network.parameters())
-        assert 0.49 < held[0][f"{name}_weights"]["pieces"] / whole < 0.56, "odd rows are filled up"
-        changed = load_file(tmp_path / f"{name}_weights" / "weights.safetensors")
+        assert 0.49 < processes[0][f"{name}_weights"]["pieces"] / whole < 0.56, (
+            "odd rows are filled up"
+        )
+        weights = load_file(tmp_path / f"{name}_weights" / "weights.safetensors")
         before = concept_eraser.load(tmp_path / f"tiny-{name}").denoiser.state_dict()
-        assert all(torch.equal(network.state_dict()[key], value) for key, value in changed.items())
+        assert all(torch.equal(network.state_dict()[key], value) for key, value in weights.items())
         assert (
             max(
-                float((value - before[key]).norm() / value.norm()) for key, value in changed.items()
+                float((value - before[key]).norm() / value.norm()) for key, value in weights.items()
             )
             > 1e-3
         ), "moved"
@@ -235,8 +246,8 @@ def test_large_families(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path) -> None:
-    """SIGKILL of the whole launch, which says --use_fsdp with version 2: the weights of an
-    undisturbed run, unsplit.
+    """SIGKILL of the whole launch with --use_fsdp and version 2: the resumed run has the weights of
+    an uninterrupted run with whole weights.
     """
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump(recipe(training__steps=20, training__save_every=3))
@@ -258,14 +269,16 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     kill(process)
     assert 3 <= torch.load(tmp_path / "two" / "state.ckpt", weights_only=True)["step"] < 20
     process = launch(tmp_path, *command, how=USE_FSDP)
-    _, said = ended(process)
-    assert process.returncode == 0, said[-3000:]
-    ended(launch(tmp_path, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "one", "-q"))
+    _, errors = wait_for_end(process)
+    assert process.returncode == 0, errors[-3000:]
+    wait_for_end(
+        launch(tmp_path, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "one", "-q")
+    )
     require_same(tmp_path / "one", tmp_path / "two")
-    assert steps_logged(tmp_path / "two") == 20
+    assert count_steps(tmp_path / "two") == 20
 
 
-STOPPED = """
+INTERRUPT_RUNNER = """
 import json, os, signal
 from pathlib import Path
 import torch
@@ -274,11 +287,11 @@ from concept_eraser.utils.errors import Interrupted
 from concept_eraser.training.engine import Engine
 
 step = Engine._step
-def interrupted(self, number):
+def interrupt(self, number):
     if number == 2 and os.environ["RANK"] == "1" and not self.checkpoint.exists():
         os.kill(os.getpid(), signal.SIGINT)
     return step(self, number)
-Engine._step = interrupted
+Engine._step = interrupt
 
 recipe = json.loads(Path("recipes.json").read_text())
 model = load("tiny-sd")
@@ -289,23 +302,24 @@ try:
 except Interrupted:
     pass
 after = model.denoiser.state_dict()
-assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+assert after.keys() == before.keys()
+assert all(torch.equal(after[name], before[name]) for name in before)
 erase(recipe, model=model.pipeline, output="two", resume=True)
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.slow
 def test_a_model_in_memory_is_whole_after_ctrl_c_and_can_be_split_again(tmp_path: Path) -> None:
     """Ctrl-C to the second process only."""
-    asked = recipe(training__steps=6, training__save_every=50, training__shard="weights")
-    asked.pop("model")
-    (tmp_path / "recipes.json").write_text(json.dumps(asked))
-    (tmp_path / "run.py").write_text(STOPPED)
+    content = recipe(training__steps=6, training__save_every=50, training__shard="weights")
+    content.pop("model")
+    (tmp_path / "recipes.json").write_text(json.dumps(content))
+    (tmp_path / "run.py").write_text(INTERRUPT_RUNNER)
     process = launch(tmp_path, "run.py")
-    _, said = ended(process)
-    assert process.returncode == 0, said[-3000:]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "tiny-sd", **asked}))
-    ended(
+    _, errors = wait_for_end(process)
+    assert process.returncode == 0, errors[-3000:]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "tiny-sd", **content}))
+    wait_for_end(
         launch(
             tmp_path,
             "-m",
@@ -340,15 +354,15 @@ erase(json.loads(Path("recipes.json").read_text()), output="two")
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_the_pieces_of_one_that_failed(tmp_path: Path) -> None:
+def test_no_process_waits_for_the_pieces_of_a_failed_one(tmp_path: Path) -> None:
     (tmp_path / "recipes.json").write_text(
-        json.dumps(recipe(**{**FROZEN, "training__shard": "weights"}))
+        json.dumps(recipe(**{**BF16, "training__shard": "weights"}))
     )
     (tmp_path / "run.py").write_text(FAILING)
     process = launch(tmp_path, "run.py")
-    _, said = ended(process, 100)
+    _, errors = wait_for_end(process, 100)
     assert process.returncode != 0
-    assert "the second process is out of memory" in said
+    assert "the second process is out of memory" in errors
 
 
 def test_one_process_keeps_its_weights_whole(tmp_path: Path) -> None:
@@ -363,17 +377,18 @@ def test_one_process_keeps_its_weights_whole(tmp_path: Path) -> None:
     [
         (
             {"trainable": "cross_attention"},
-            r"needs target: denoiser and a LoRA to train.*found no trainable\.lora.*use training\.shard: optimizer",  # noqa: E501
+            r"needs target: denoiser and a LoRA to train.*found no trainable\.lora.*"
+            r"use training\.shard: optimizer",
         ),
         (
             {"target": "text_encoder", "trainable": {"select": "all", "lora": 2}},
             r"needs target: denoiser.*found target: text_encoder",
         ),
         ({"method": {"name": "uno", "hvp": "exact"}}, r"second derivative; use hvp: difference"),
-        ({"watch": {"suite": "tiny_star"}}, r"watch draws images in one process"),
+        ({"watch": {"suite": "tiny_star"}}, r"watch generates images in one process"),
         (
             {"forget__loss": "resteer"},
-            r"forget: the loss 'resteer' asks layers of attention outside of their blocks",
+            r"forget: the loss 'resteer' calls attention layers outside of their blocks",
         ),
         ({"training__shard": "gradients"}, r"training\.shard.*'none', 'optimizer' or 'weights'"),
     ],
@@ -390,11 +405,11 @@ def test_look_is_refused(tmp_path: Path) -> None:
         concept_eraser.erase(
             recipe(training__shard="weights"),
             output=tmp_path / "run",
-            look=lambda done, seconds: None,
+            look=lambda step, seconds: None,
         )
 
 
-def test_an_old_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     fsdp.require()
     monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda module, *, mesh: module)
     with pytest.raises(UserError, match=r"training\.shard: weights needs a newer torch"):
@@ -402,7 +417,7 @@ def test_an_old_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_put_together_one_at_a_time(tmp_path: Path) -> None:
-    """Inner ones first; where a network names none, the entries of its lists."""
+    """Inner blocks first; if a network names no blocks, the entries of its lists."""
     unet = concept_eraser.load("tiny-sd").denoiser
     kinds = [type(block).__name__ for block in fsdp.blocks(unet)]
     assert kinds.count("BasicTransformerBlock") == 4

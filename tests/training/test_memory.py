@@ -1,5 +1,5 @@
-"""What makes a big checkpoint fit changes no result, and the estimate of memory agrees with what is
-really held.
+"""Settings that save memory change no result, and the memory estimate agrees with the measured
+memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAVING = {
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def get_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     root = tmp_path_factory.mktemp("families")
 
     def of(name: str) -> Any:
@@ -48,35 +48,37 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return of
 
 
-def question(model: Any, name: str) -> Callable[[], torch.Tensor]:
+def loss_of_denoiser(model: Any, name: str) -> Callable[[], torch.Tensor]:
     """A loss of the denoiser's weights."""
     generator = torch.Generator().manual_seed(0)
-    given = model.encode(["goldie", "281"] if name == "dit" else ["a red star", "a house"])
-    given = Condition({k: v.detach() for k, v in given.tensors.items()})
+    condition = model.encode(["goldie", "281"] if name == "dit" else ["a red star", "a house"])
+    condition = Condition({k: v.detach() for k, v in condition.tensors.items()})
     noisy, t = torch.randn(2, *model.latent_shape(), generator=generator), torch.tensor([3, 700])
-    return lambda: model.denoise(noisy, t, given).square().mean()
+    return lambda: model.denoise(noisy, t, condition).square().mean()
 
 
 @pytest.mark.parametrize("name", ["sd", "sdxl", "sd3", "flux", "dit"])
-def test_checkpointing_gives_the_same_gradients_and_holds_less(name: str, opened: Any) -> None:
-    model = opened(name)
+def test_checkpointing_gives_the_same_gradients_and_holds_less(name: str, get_model: Any) -> None:
+    model = get_model(name)
     params = tuple(model.denoiser.requires_grad_(True).parameters())
-    loss, found, held = question(model, name), [], []
+    loss, gradients, sizes = loss_of_denoiser(model, name), [], []
     for on in (False, True):
         model.checkpoint(on)
-        with Peak() as counted:
+        with Peak() as peak:
             value = loss()
-        held.append(counted.now)
-        found.append(torch.autograd.grad(value, params, allow_unused=True, materialize_grads=True))
-    assert any(g.any() for g in found[0])
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*found, strict=True))
-    assert held[1] < 0.8 * held[0]
+        sizes.append(peak.now)
+        gradients.append(
+            torch.autograd.grad(value, params, allow_unused=True, materialize_grads=True)
+        )
+    assert any(g.any() for g in gradients[0])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*gradients, strict=True))
+    assert sizes[1] < 0.8 * sizes[0]
 
 
 def test_second_derivatives_pass_through_checkpointing(tiny: Any) -> None:
     names = [n for n, p in tiny.denoiser.named_parameters() if ".attn2.to_k" in n]
     params = tuple(tiny.denoiser.get_parameter(n).requires_grad_(True) for n in names)
-    closure = LossClosure(params, {"forget": [question(tiny, "sd")]})
+    closure = LossClosure(params, {"forget": [loss_of_denoiser(tiny, "sd")]})
     v = tuple(torch.ones_like(p) for p in params)
     plain = closure.hvp("forget", v, how="exact")
     tiny.checkpoint(True)
@@ -89,12 +91,12 @@ def test_second_derivatives_pass_through_checkpointing(tiny: Any) -> None:
 
 def test_checkpointing_and_offload_do_not_change_a_run(tmp_path: Path) -> None:
     plain = concept_eraser.erase(short(), output=tmp_path / "plain")
-    spared = concept_eraser.erase(
+    saving = concept_eraser.erase(
         short(training__checkpointing=True, training__offload=True), output=tmp_path / "spared"
     )
-    a, b = (load_file(run.folder / "weights.safetensors") for run in (plain, spared))
+    a, b = (load_file(run.folder / "weights.safetensors") for run in (plain, saving))
     assert all(torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-6) for name in a)
-    assert not spared.model.denoiser.is_gradient_checkpointing
+    assert not saving.model.denoiser.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -103,9 +105,9 @@ def test_frozen_weights_come_back_bit_by_bit(tiny: Any, tmp_path: Path, lora: bo
     extra = {"trainable": {"select": "cross_attention", "lora": 2}} if lora else {}
     run = concept_eraser.erase(short(**SAVING, **extra), model=tiny, output=tmp_path / "run")
     after = {k: v for part in tiny.parts.values() for k, v in part.state_dict().items()}
-    moved = {k for k in before if not torch.equal(before[k], after[k])}
-    assert moved
-    assert moved <= set(load_file(run.folder / "weights.safetensors"))
+    names = {k for k in before if not torch.equal(before[k], after[k])}
+    assert names
+    assert names <= set(load_file(run.folder / "weights.safetensors"))
     assert {v.dtype for v in after.values() if v.is_floating_point()} == {torch.float32}
     assert tiny.frozen_dtype is None
 
@@ -114,10 +116,10 @@ def test_a_failed_run_leaves_the_model_as_it_was(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {k: v.clone() for k, v in tiny.denoiser.state_dict().items()}
-    begun = Placement.begin
+    original = Placement.begin
 
-    def begin(self: Placement, needed: Any) -> None:
-        begun(self, needed)
+    def begin(self: Placement, parts: Any) -> None:
+        original(self, parts)
         assert {p.dtype for p in tiny.denoiser.parameters()} == {torch.float32, torch.bfloat16}
         raise UserError("stopped by the test")
 
@@ -128,12 +130,12 @@ def test_a_failed_run_leaves_the_model_as_it_was(
     assert not tiny.denoiser.is_gradient_checkpointing
 
 
-def test_parts_that_are_away_are_not_asked(tiny: Any, tmp_path: Path) -> None:
-    """Training by the denoiser never calls a text encoder or the VAE once the examples are made."""
-    begun = Placement.begin
+def test_parts_that_are_away_are_not_called(tiny: Any, tmp_path: Path) -> None:
+    """Training on the denoiser's loss never calls a text encoder or the VAE after the examples."""
+    original = Placement.begin
 
-    def begin(self: Placement, needed: Any) -> None:
-        begun(self, needed)
+    def begin(self: Placement, parts: Any) -> None:
+        original(self, parts)
         assert set(self.away) == {"text_encoder", "vae"}
         for name in self.away:
             self.model.parts[name].register_forward_pre_hook(
@@ -146,21 +148,21 @@ def test_parts_that_are_away_are_not_asked(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_adafactor_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    asked = short(training__optimizer="adafactor", training__steps=6, training__lr=1e-2)
-    whole = concept_eraser.erase(asked, output=tmp_path / "whole").folder
+    content = short(training__optimizer="adafactor", training__steps=6, training__lr=1e-2)
+    whole = concept_eraser.erase(content, output=tmp_path / "whole").folder
 
     def stop(step: int, seconds: float) -> None:
         if step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(concept_eraser.utils.errors.Interrupted):
-        concept_eraser.erase(asked, output=tmp_path / "parts", look=stop)
-    concept_eraser.erase(asked, output=tmp_path / "parts", resume=True)
+        concept_eraser.erase(content, output=tmp_path / "parts", look=stop)
+    concept_eraser.erase(content, output=tmp_path / "parts", resume=True)
     a, b = (load_file(folder / "weights.safetensors") for folder in (whole, tmp_path / "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_an_optimiser_that_is_not_installed_says_how_to_get_it(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_optimiser_says_how_to_get_it(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     try:
         import bitsandbytes  # noqa: F401
@@ -174,13 +176,13 @@ def test_an_optimiser_that_is_not_installed_says_how_to_get_it(tmp_path: Path) -
 def test_the_optimisers_state_is_as_large_as_counted(name: str) -> None:
     shapes = [(8, 4, 3, 3), (16, 8), (5,)]
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    made = optimizer_class(name)(params, lr=1e-3)
+    optimizer = optimizer_class(name)(params, lr=1e-3)
     for p in params:
         p.grad = torch.randn_like(p)
-    made.step()
+    optimizer.step()
     state = sum(
         v.numel() * 4
-        for s in made.state.values()
+        for s in optimizer.state.values()
         for k, v in s.items()
         if isinstance(v, torch.Tensor) and k != "step"
     )
@@ -196,26 +198,28 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", CASES, ids=lambda c: ",".join(c) or "plain")
-def test_the_estimate_is_what_is_held(changes: dict[str, Any], tiny: Any, tmp_path: Path) -> None:
-    """All tensors that two real steps hold at one time, counted, within a tenth of what was said
-    beforehand.
-    """
-    asked = recipe.load(short(training__steps=2, **changes))
-    said = memory_estimate.estimate(asked, tiny, gpu=False)
-    weights = {k: v for k, v in said.always.items() if k.startswith("weights of")}
-    held: dict[str, int] = {}
-    begun = Placement.begin
+def test_the_estimate_agrees_with_the_peak(
+    changes: dict[str, Any], tiny: Any, tmp_path: Path
+) -> None:
+    """The peak of all tensors in two real steps is within a tenth of the estimate."""
+    job = recipe.load(short(training__steps=2, **changes))
+    estimate = memory_estimate.estimate(job, tiny, gpu=False)
+    weights = {k: v for k, v in estimate.always.items() if k.startswith("weights of")}
+    sizes: dict[str, int] = {}
+    original = Placement.begin
 
-    def begin(self: Placement, needed: Any) -> None:  # the examples are made: count from here
-        begun(self, needed)
-        held["before"], counted.peak = counted.now, counted.now
+    def begin(self: Placement, parts: Any) -> None:  # the examples are made: count from here
+        original(self, parts)
+        sizes["before"], peak.peak = peak.now, peak.now
 
-    with pytest.MonkeyPatch.context() as patch, Peak() as counted:
+    with pytest.MonkeyPatch.context() as patch, Peak() as peak:
         patch.setattr(Placement, "begin", begin)
-        concept_eraser.erase(asked, model=tiny, output=tmp_path / "run", cache=tmp_path / "cache")
-    originals = said.always["their values before"]  # made just before `begin`, beside the examples
-    measured = counted.peak - held["before"] + originals + sum(weights.values())
-    assert said.training == pytest.approx(measured, rel=0.1)
+        concept_eraser.erase(job, model=tiny, output=tmp_path / "run", cache=tmp_path / "cache")
+    originals = estimate.always[
+        "their values before"
+    ]  # made just before `begin`, beside the examples
+    actual = peak.peak - sizes["before"] + originals + sum(weights.values())
+    assert estimate.training == pytest.approx(actual, rel=0.1)
 
 
 def test_pretending_leaves_a_model_as_it_was(tiny: Any) -> None:
@@ -236,26 +240,26 @@ def test_published_architectures_have_the_size_their_cards_say() -> None:
         "flux": 11_901_408_320,
     }.items():
         assert sum(p.numel() for p in published.hollow(name).denoiser.parameters()) == exactly
-    stored = {
+    sizes = {
         name: sum(v.numel() for v in published.hollow(name).denoiser.state_dict().values())
         for name in ("sd3", "sd35")
     }
-    assert stored["sd3"] == pytest.approx(2.0e9, rel=0.05)
-    assert stored["sd35"] == pytest.approx(2.5e9, rel=0.05)
+    assert sizes["sd3"] == pytest.approx(2.0e9, rel=0.05)
+    assert sizes["sd35"] == pytest.approx(2.5e9, rel=0.05)
 
 
 @pytest.mark.parametrize("name", memory_presets.PRESETS)
 def test_a_preset_is_spelled_out_and_the_user_wins(name: str) -> None:
-    plain, asked = (
+    plain, preset = (
         recipe.load("sd14_nudity_munba"),
         recipe.load("sd14_nudity_munba", [f"memory={name}"]),
     )
-    one, other = plain.training, asked.training
+    one, other = plain.training, preset.training
     assert one.batch_size * one.micro_batches == other.batch_size * other.micro_batches
     assert other.batch_size <= memory_presets.PRESETS[name].at_once
-    assert asked.resolved()["training"]["checkpointing"] is True
-    assert "memory" not in asked.resolved()
-    assert recipe.load(asked.resolved()).fingerprint == asked.fingerprint
+    assert preset.resolved()["training"]["checkpointing"] is True
+    assert "memory" not in preset.resolved()
+    assert recipe.load(preset.resolved()).fingerprint == preset.fingerprint
     own = recipe.load(
         "sd14_nudity_munba", [f"memory={name}", "training.batch_size=4", "training.offload=false"]
     )
@@ -264,7 +268,7 @@ def test_a_preset_is_spelled_out_and_the_user_wins(name: str) -> None:
         1,
         False,
     )
-    assert own.generation.batch_size == asked.generation.batch_size  # of which nothing was said
+    assert own.generation.batch_size == preset.generation.batch_size  # which has no override
     few = recipe.load("sd14_nudity_munba", [f"memory={name}", "generation.batch_size=6"])
     assert (few.generation.batch_size, few.training.batch_size) == (6, other.batch_size)
     exact = recipe.load("sd14_nudity_munba", ["generation.precision=fp32", f"memory={name}"])
@@ -274,8 +278,8 @@ def test_a_preset_is_spelled_out_and_the_user_wins(name: str) -> None:
 def test_a_preset_leaves_alone_what_does_not_fit_the_recipe() -> None:
     exact = recipe.load("sd14_nudity_uno", ["memory=8gb"]).training  # differences of gradients
     assert (exact.precision, exact.frozen, exact.checkpointing) == ("fp32", "fp32", True)
-    watched = recipe.load(short(watch={"suite": "tiny_star"}) | {"memory": "8gb"}).training
-    assert (watched.offload, watched.frozen) == (False, "fp32")
+    with_watch = recipe.load(short(watch={"suite": "tiny_star"}) | {"memory": "8gb"}).training
+    assert (with_watch.offload, with_watch.frozen) == (False, "fp32")
     encoder = recipe.load("tiny_star_text_encoder", ["memory=8gb"]).training
     assert encoder.frozen == "fp32"
     with pytest.raises(UserError, match="unknown memory preset '9gb'"):
@@ -292,7 +296,7 @@ def test_a_preset_leaves_alone_what_does_not_fit_the_recipe() -> None:
         ),
         (
             {"training__offload": True, "watch": {"suite": "tiny_star"}},
-            "watch draws whole images",
+            "watch generates whole images",
         ),
     ],
 )

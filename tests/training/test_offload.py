@@ -33,35 +33,36 @@ from concept_eraser.training.placement import Placement, narrowable
 from tests.conftest import short
 
 FAMILIES = ("sd", "sdxl", "sd3", "sd3-no-t5", "flux", "dit")
-FROZEN = {
+BF16 = {
     "training__frozen": "bf16",
     "training__precision": "bf16",
     "generation__precision": "bf16",
 }
 
 
-def opened(name: str, folder: Path) -> Any:
+def open_model(name: str, folder: Path) -> Any:
     model = load("tiny-sd" if name == "sd" else str(families.build(name, folder / name)))
     model.configure(families.options(name))
     return model
 
 
 class Elsewhere(Placement):
-    """The real placement, but a part that is away has no content at all: it lies on the meta
-    device, so that whatever asks it fails, as it would where the part is on another device."""
+    """The real placement, but a part that is away is on the meta device and has no content. A call
+    of it fails, as it would if the part were on another device.
+    """
 
-    seen: list[tuple[str, ...]] = []  # noqa: RUF012 - set anew by each test
+    phases: list[tuple[str, ...]] = []  # noqa: RUF012 - set anew by each test
 
     def arrive(self, device: torch.device) -> None:
         super().arrive(device)
         # all are there until the first phase: their weights are hashed
-        self.kept: list[tuple[dict, dict]] = []
+        self.contents: list[tuple[dict, dict]] = []
         self.hooks: list[Any] = []
 
     def only(self, parts: Sequence[str]) -> None:
         self._come()
         super().only(parts)
-        self.seen.append(tuple(parts))
+        self.phases.append(tuple(parts))
         self._leave(name for name in self.model.parts if name not in parts)
 
     def undo(self) -> None:
@@ -69,24 +70,24 @@ class Elsewhere(Placement):
         super().undo()
 
     def _leave(self, parts: Any) -> None:
-        # diffusers sends latents to where it lies: in truth the CPU
+        # diffusers sends latents to the device of this parameter, which is really the CPU
         first = next(self.model.parts["vae"].parameters())
         for layer in (layer for name in parts for layer in self.model.parts[name].modules()):
             self.hooks.append(
                 layer.register_forward_pre_hook(lambda *_: pytest.fail("asked while away"))
             )
             for values in (layer._parameters, layer._buffers):
-                self.kept.append((values, dict(values)))
+                self.contents.append((values, dict(values)))
                 values.update(
                     {k: _nowhere(v) for k, v in values.items() if v is not None and v is not first}
                 )
 
     def _come(self) -> None:
-        for values, before in self.kept:
+        for values, before in self.contents:
             values.update(before)
         for hook in self.hooks:
             hook.remove()
-        self.kept, self.hooks = [], []
+        self.contents, self.hooks = [], []
 
 
 def _nowhere(value: Tensor) -> Tensor:
@@ -95,53 +96,53 @@ def _nowhere(value: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """Offloaded runs use `Elsewhere`; its list of what was asked for, phase by phase."""
-    seen: list[tuple[str, ...]] = []
-    monkeypatch.setattr(Elsewhere, "seen", seen)
+def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Offloaded runs use `Elsewhere`; the list of the parts of each phase."""
+    phases: list[tuple[str, ...]] = []
+    monkeypatch.setattr(Elsewhere, "phases", phases)
     monkeypatch.setattr(
         job,
         "Placement",
-        lambda model, **asked: (Elsewhere if asked["offload"] else Placement)(model, **asked),
+        lambda model, **options: (Elsewhere if options["offload"] else Placement)(model, **options),
     )
-    return seen
+    return phases
 
 
-def both(
+def run_both(
     content: dict[str, Any], folder: Path, model: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The erased weights without and with offload, each with a cache of its own."""
-    found = []
+    weights = []
     for name, offload in (("plain", False), ("phases", True)):
-        asked = {**content, "training": {**content["training"], "offload": offload}}
+        settings = {**content, "training": {**content["training"], "offload": offload}}
         before = (
             {part: copy.deepcopy(module.state_dict()) for part, module in model.parts.items()}
             if model
             else {}
         )
         run = concept_eraser.erase(
-            asked, model=model, output=folder / name, cache=folder / f"{name}-cache"
+            settings, model=model, output=folder / name, cache=folder / f"{name}-cache"
         )
-        found.append(load_file(run.folder / "weights.safetensors"))
+        weights.append(load_file(run.folder / "weights.safetensors"))
         for part, state in before.items():
             model.parts[part].load_state_dict(state)
-    return found[0], found[1]
+    return weights[0], weights[1]
 
 
-def cached(folder: Path) -> dict[str, bytes]:
+def cache_content(folder: Path) -> dict[str, bytes]:
     return {
         str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
     }
 
 
 def test_parts_leave_before_others_come(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the moves that are asked for, so that a device may be named that is not here."""
+    """The test records the moves, so that it can name a device that this machine lacks."""
     moves: list[tuple[str, str]] = []
     for name, part in tiny.parts.items():
         monkeypatch.setattr(part, "to", lambda device, name=name: moves.append((name, str(device))))
     placement = Placement(tiny, offload=True)
     placement.arrive(torch.device("cuda"))
-    assert not moves  # a device that cannot hold all of it is not asked to
+    assert not moves  # the device may be too small for the whole model
     assert tiny.device == torch.device("cuda")
     placement.only(("text_encoder",))
     assert moves == [("denoiser", "cpu"), ("vae", "cpu"), ("text_encoder", "cuda")]
@@ -153,20 +154,20 @@ def test_parts_leave_before_others_come(tiny: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_a_image_in_pieces_is_the_whole_one(name: str, autocast: Any, tmp_path: Path) -> None:
-    model = opened(name, tmp_path)
+def test_an_image_in_stages_is_the_whole_one(name: str, autocast: Any, tmp_path: Path) -> None:
+    model = open_model(name, tmp_path)
     prompts = ["goldie", "281"] if name == "dit" else ["a red star", "a house"]
     for guidance in (1.0, 3.0):
         whole = model.sample(prompts, seeds=[1, 2], steps=3, guidance=guidance, autocast=autocast)
-        known = generation_stages.read(model, prompts, guidance=guidance, autocast=autocast)
-        drawn = generation_stages.draw(
-            model, prompts, known, seeds=[1, 2], steps=3, guidance=guidance, autocast=autocast
+        states = generation_stages.read(model, prompts, guidance=guidance, autocast=autocast)
+        codes = generation_stages.draw(
+            model, prompts, states, seeds=[1, 2], steps=3, guidance=guidance, autocast=autocast
         )
-        assert torch.equal(generation_stages.show(model, drawn, autocast=autocast), whole)
+        assert torch.equal(generation_stages.show(model, codes, autocast=autocast), whole)
         other = generation_stages.draw(
-            model, prompts, known, seeds=[3, 2], steps=3, guidance=guidance, autocast=autocast
+            model, prompts, states, seeds=[3, 2], steps=3, guidance=guidance, autocast=autocast
         )
-        assert not torch.equal(other[0], drawn[0])
+        assert not torch.equal(other[0], codes[0])
         assert torch.equal(
             model.sample(prompts, seeds=[1, 2], steps=3, guidance=guidance, autocast=autocast),
             whole,
@@ -175,9 +176,9 @@ def test_a_image_in_pieces_is_the_whole_one(name: str, autocast: Any, tmp_path: 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_phase_has_its_parts_alone_and_the_bits_are_the_same(
-    name: str, tmp_path: Path, elsewhere: Any
+    name: str, tmp_path: Path, phases: Any
 ) -> None:
-    model = opened(name, tmp_path)
+    model = open_model(name, tmp_path)
     texts = (
         (["goldie", "cock"], ["tabby"], "281")
         if name == "dit"
@@ -194,14 +195,14 @@ def test_each_phase_has_its_parts_alone_and_the_bits_are_the_same(
         content["generation"]["guidance"] = 1.0
     if name != "sd":
         content["trainable"]["select"] = "all"
-    plain, phased = both(content, tmp_path, model)
-    assert all(torch.equal(plain[k], phased[k]) for k in plain)
+    plain, in_phases = run_both(content, tmp_path, model)
+    assert all(torch.equal(plain[k], in_phases[k]) for k in plain)
     assert any(
         not torch.equal(plain[k], v) for k, v in model.denoiser.state_dict().items() if k in plain
     )
     readers = [tuple(model.readers)] if model.readers else [()]
-    assert elsewhere == [*readers, ("denoiser",), ("vae",), ("denoiser",), ("denoiser",)]
-    one, other = (cached(tmp_path / f"{which}-cache") for which in ("plain", "phases"))
+    assert phases == [*readers, ("denoiser",), ("vae",), ("denoiser",), ("denoiser",)]
+    one, other = (cache_content(tmp_path / f"{which}-cache") for which in ("plain", "phases"))
     assert len(one) == 4
     assert one == other
 
@@ -211,21 +212,23 @@ ASIDE: dict[str, dict[str, Any]] = {
     "an adversary": {"method": {"name": "adversarial"}, "attack": {"n": 4}},
     "a judge": {"method": {"name": "uno-hat"}, "histogram": {"concept": {"shape": "star"}}},
     "text encoder": {"target": "text_encoder", "trainable": {"select": "all"}},
-    "frozen": FROZEN,
+    "frozen": BF16,
 }
 
 
 @pytest.mark.parametrize("changes", ASIDE.values(), ids=ASIDE)
 def test_whatever_is_trained_the_bits_are_the_same(
-    changes: dict[str, Any], tmp_path: Path, elsewhere: Any
+    changes: dict[str, Any], tmp_path: Path, phases: Any
 ) -> None:
-    plain, phased = both(short(training__steps=1, forget__n=4, retain__n=4, **changes), tmp_path)
-    assert plain.keys() == phased.keys()
-    assert all(torch.equal(plain[k], phased[k]) for k in plain)
-    assert elsewhere[0] == ("text_encoder",)
+    plain, in_phases = run_both(
+        short(training__steps=1, forget__n=4, retain__n=4, **changes), tmp_path
+    )
+    assert plain.keys() == in_phases.keys()
+    assert all(torch.equal(plain[k], in_phases[k]) for k in plain)
+    assert phases[0] == ("text_encoder",)
 
 
-def test_a_folder_of_images_is_encoded_by_the_vae_alone(tmp_path: Path, elsewhere: Any) -> None:
+def test_a_folder_of_images_is_encoded_by_the_vae_alone(tmp_path: Path, phases: Any) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
     for i in range(2):
@@ -237,64 +240,68 @@ def test_a_folder_of_images_is_encoded_by_the_vae_alone(tmp_path: Path, elsewher
         "images": str(folder),
     }
     retain = {"prompts": ["a house"], "loss": "distill", "images": "free"}
-    plain, phased = both(short(forget=forget, retain=retain, training__steps=1), tmp_path)
-    assert all(torch.equal(plain[k], phased[k]) for k in plain)
-    assert elsewhere[:2] == [("text_encoder",), ("vae",)]
+    plain, in_phases = run_both(short(forget=forget, retain=retain, training__steps=1), tmp_path)
+    assert all(torch.equal(plain[k], in_phases[k]) for k in plain)
+    assert phases[:2] == [("text_encoder",), ("vae",)]
 
 
-def test_what_was_drawn_is_not_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped between drawing and decoding; the images are then those of a run that was not
-    stopped.
+def test_finished_latents_are_not_generated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that stops before it decodes continues with its latents, and ends with the images of an
+    uninterrupted run.
     """
-    asked, cache = (
+    content, cache = (
         short(training__offload=True, training__steps=1, generation__batch_size=3),
         tmp_path / "cache",
     )
-    decode, drawn = latents.decode_missing, generation_stages.draw
+    decode, draw = latents.decode_missing, generation_stages.draw
 
     def stop(*_: Any) -> None:
         raise UserError("stopped by the test")
 
     monkeypatch.setattr(latents, "decode_missing", stop)
     with pytest.raises(UserError, match="stopped by the test"):
-        concept_eraser.erase(asked, output=tmp_path / "run", cache=cache)
+        concept_eraser.erase(content, output=tmp_path / "run", cache=cache)
     waiting = sorted(cache.rglob("*.codes"))
     assert len(waiting) == len(list(cache.rglob("*.*"))) == 6
     waiting[0].write_bytes(waiting[0].read_bytes()[:50])  # a crash while it was written
     monkeypatch.setattr(latents, "decode_missing", decode)
     count: list[int] = []
     monkeypatch.setattr(
-        generation_stages, "draw", lambda *given, **told: count.append(1) or drawn(*given, **told)
+        generation_stages,
+        "draw",
+        lambda *arguments, **options: count.append(1) or draw(*arguments, **options),
     )
-    concept_eraser.erase(asked, output=tmp_path / "run", cache=cache, resume=True)
+    concept_eraser.erase(content, output=tmp_path / "run", cache=cache, resume=True)
     assert len(count) == 1
     whole = tmp_path / "whole"
     concept_eraser.erase(
-        {**asked, "training": {**asked["training"], "offload": False}},
+        {**content, "training": {**content["training"], "offload": False}},
         output=tmp_path / "other",
         cache=whole,
     )
-    assert cached(cache) == cached(whole)
+    assert cache_content(cache) == cache_content(whole)
 
 
-def test_images_that_are_known_are_not_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: Any
+def test_cached_images_are_not_generated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phases: Any
 ) -> None:
     concept_eraser.erase(
         short(training__steps=1), output=tmp_path / "plain", cache=tmp_path / "cache"
     )
     monkeypatch.setattr(
-        generation_stages, "draw", lambda *given, **told: pytest.fail("drawn again")
+        generation_stages, "draw", lambda *arguments, **options: pytest.fail("drawn again")
     )
     concept_eraser.erase(
         short(training__steps=1, training__offload=True),
         output=tmp_path / "run",
         cache=tmp_path / "cache",
     )
-    assert elsewhere == [("text_encoder",), ("vae",), ("denoiser",), ("denoiser",)]
+    assert phases == [("text_encoder",), ("vae",), ("denoiser",), ("denoiser",)]
 
 
-def test_prompts_with_a_guidance_of_their_own_are_drawn_with_it(tiny: Any, tmp_path: Path) -> None:
+def test_prompts_with_a_guidance_of_their_own_use_it(tiny: Any, tmp_path: Path) -> None:
     from concept_eraser.data.prompts import Prompt
 
     prompts = [Prompt("a red star", guidance=g) for g in (2.0, 5.0, 2.0)]
@@ -318,59 +325,63 @@ def test_a_safeguard_cannot_be_cut_in_pieces(tiny: Any) -> None:
 def test_frozen_text_encoders_are_in_bf16_while_they_read_and_come_back(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The images are the same (bf16 is what autocast reads anyway), the embeddings differ by
-    bf16's rounding.
+    """The images are the same, since autocast uses bf16 anyway; the embeddings differ by the
+    rounding of bf16.
     """
-    model = opened(name, tmp_path)
+    model = open_model(name, tmp_path)
     before = {
         (part, k): v.clone()
         for part in model.parts
         for k, v in model.parts[part].state_dict().items()
     }
-    texts, held = ["a red star", "a house"], []
+    texts, dtypes = ["a red star", "a house"], []
     exact = model.encode(texts).tensors["states"]
-    asked = generation_stages.read, generation_stages.show
+    stages = generation_stages.read, generation_stages.show
 
-    def read(*given: Any, **told: Any) -> Any:
-        held.append(
+    def read(*arguments: Any, **options: Any) -> Any:
+        dtypes.append(
             [
                 {w.dtype for _, w in narrowable(model.parts[part])}
                 for part in (*model.readers, "denoiser", "vae")
             ]
         )
-        rounded = model.encode(texts).tensors["states"]
-        assert rounded.dtype == torch.float32
-        assert 0 < (rounded - exact).norm() / exact.norm() < 0.02
-        return asked[0](*given, **told)
+        bf16_states = model.encode(texts).tensors["states"]
+        assert bf16_states.dtype == torch.float32
+        assert 0 < (bf16_states - exact).norm() / exact.norm() < 0.02
+        return stages[0](*arguments, **options)
 
     monkeypatch.setattr(generation_stages, "read", read)
     images = {}
-    for frozen in ("fp32", "bf16"):
-        given = {
+    for precision in ("fp32", "bf16"):
+        arguments = {
             "forget": {"prompts": texts[:1], "loss": "anchor", "anchor": "a circle", "n": 2},
             "retain": {"prompts": texts[1:], "n": 2},
         }
         content = short(
-            **given,
-            **{**FROZEN, "training__frozen": frozen},
+            **arguments,
+            **{**BF16, "training__frozen": precision},
             training__offload=True,
             training__steps=1,
             trainable={"select": "cross_attention", "lora": 2},
         )
-        if frozen == "fp32":
-            monkeypatch.setattr(generation_stages, "read", asked[0])
+        if precision == "fp32":
+            monkeypatch.setattr(generation_stages, "read", stages[0])
         else:
             monkeypatch.setattr(generation_stages, "read", read)
         concept_eraser.erase(
-            content, model=model, output=tmp_path / frozen, cache=tmp_path / f"{frozen}-cache"
+            content, model=model, output=tmp_path / precision, cache=tmp_path / f"{precision}-cache"
         )
-        images[frozen] = sorted(
+        images[precision] = sorted(
             load_file(p)["images"].numpy().tobytes()
-            for p in (tmp_path / f"{frozen}-cache").rglob("*.safetensors")
+            for p in (tmp_path / f"{precision}-cache").rglob("*.safetensors")
         )
         undo = {k: v for (part, k), v in before.items() if part == "denoiser"}
         model.denoiser.load_state_dict(undo)  # a LoRA is folded into the weights at the end
-    assert held[0] == [*[{torch.bfloat16}] * len(model.readers), {torch.bfloat16}, {torch.float32}]
+    assert dtypes[0] == [
+        *[{torch.bfloat16}] * len(model.readers),
+        {torch.bfloat16},
+        {torch.float32},
+    ]
     assert images["fp32"] == images["bf16"]
     assert all(
         torch.equal(before[part, k], v)
@@ -380,37 +391,39 @@ def test_frozen_text_encoders_are_in_bf16_while_they_read_and_come_back(
     assert (model.frozen_dtype, model.reader_dtype, model.working) == (None, None, None)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_estimate_follows_the_phases(frozen: bool, tiny: Model, tmp_path: Path) -> None:
-    """Each phase holds its parts and what it needs at work; the largest is told, within a tenth of
-    what was counted.
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_estimate_follows_the_phases(is_frozen: bool, tiny: Model, tmp_path: Path) -> None:
+    """Each phase needs its parts and its working memory; the estimate of the largest is within a
+    tenth of the measured peak.
     """
-    changes = FROZEN if frozen else {}
-    asked = recipe.load(
+    changes = BF16 if is_frozen else {}
+    settings = recipe.load(
         short(training__offload=True, training__steps=1, forget__n=16, retain__n=16, **changes)
     )
-    said = memory_estimate.estimate(asked, tiny, gpu=False)
-    together = memory_estimate.estimate(
+    estimate = memory_estimate.estimate(settings, tiny, gpu=False)
+    at_once = memory_estimate.estimate(
         recipe.load(short(training__steps=1, forget__n=16, retain__n=16, **changes)),
         tiny,
         gpu=False,
     )
-    assert said.examples < 0.8 * together.examples
-    only, held = Placement.only, []
+    assert estimate.examples < 0.8 * at_once.examples
+    only, sizes = Placement.only, []
 
-    def counting(self: Placement, parts: Sequence[str]) -> None:
-        if held and len(held) < 4:
-            held[-1] += counted.peak
+    def count_peak(self: Placement, parts: Sequence[str]) -> None:
+        if sizes and len(sizes) < 4:
+            sizes[-1] += peak.peak
         only(self, parts)
         size = sum(
             v.nbytes
             for part in parts
             for v in (*self.model.parts[part].parameters(), *self.model.parts[part].buffers())
         )
-        held.append(size - counted.now)
-        counted.peak = counted.now
+        sizes.append(size - peak.now)
+        peak.peak = peak.now
 
-    with pytest.MonkeyPatch.context() as patch, Peak() as counted:
-        patch.setattr(Placement, "only", counting)
-        concept_eraser.erase(asked, model=tiny, output=tmp_path / "run", cache=tmp_path / "cache")
-    assert said.examples == pytest.approx(max(held[:3]), rel=0.1)
+    with pytest.MonkeyPatch.context() as patch, Peak() as peak:
+        patch.setattr(Placement, "only", count_peak)
+        concept_eraser.erase(
+            settings, model=tiny, output=tmp_path / "run", cache=tmp_path / "cache"
+        )
+    assert estimate.examples == pytest.approx(max(sizes[:3]), rel=0.1)

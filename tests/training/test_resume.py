@@ -1,5 +1,5 @@
-"""Killed at random steps and resumed, a run ends with the very bits of an uninterrupted one
-(CPU).
+"""A run that is killed at random steps and resumed equals an uninterrupted one bit for
+bit (CPU).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def start(recipe: Path, folder: Path, *flags: str) -> Command:
     return Command(*arguments, folder=recipe.parent)
 
 
-def steps_logged(folder: Path) -> int:
+def count_steps(folder: Path) -> int:
     path = folder / "log.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
@@ -44,43 +44,43 @@ def test_sigkill_at_ten_random_steps(tmp_path: Path) -> None:
     targets = sorted(rng.sample(range(1, STEPS), KILLS))
     for target in targets:
         process = start(recipe, folder, "--resume")
-        process.wait_until(lambda target=target: steps_logged(folder) >= target)
+        process.wait_until(lambda target=target: count_steps(folder) >= target)
         time.sleep(rng.uniform(0, 0.05))  # anywhere within a step, or while a state is written
         process.kill()
         kills += process.wait() == -signal.SIGKILL
     assert kills == KILLS
     last = start(recipe, folder, "--resume")
     assert last.wait() == 0, last.stderr
-    expected, found = (
+    expected, tensors = (
         load_file(whole / "weights.safetensors"),
         load_file(folder / "weights.safetensors"),
     )
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[k], found[k]) for k in expected)
+    assert expected.keys() == tensors.keys()
+    assert all(torch.equal(expected[k], tensors[k]) for k in expected)
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "each step is logged once"
     once = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
     assert [row["losses"] for row in rows] == [row["losses"] for row in once]
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_prints_how_to_continue(tmp_path: Path) -> None:
     recipe, folder = recipe_file(tmp_path), tmp_path / "run"
     process = start(recipe, folder)
-    process.wait_until(lambda: steps_logged(folder) >= 4)
+    process.wait_until(lambda: count_steps(folder) >= 4)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "Traceback" not in process.stderr
     assert f"--output {folder} --resume" in process.stderr
-    stopped = torch.load(folder / "state.ckpt", weights_only=True)["step"]
-    assert 3 <= stopped <= STEPS
-    refused = start(recipe, folder)
-    assert refused.wait(60) == 2
-    assert "continue with --resume" in refused.stderr
+    last_step = torch.load(folder / "state.ckpt", weights_only=True)["step"]
+    assert 3 <= last_step <= STEPS
+    second = start(recipe, folder)
+    assert second.wait(60) == 2
+    assert "continue with --resume" in second.stderr
     command = next(line for line in (folder / "recipe.yaml").read_text().splitlines())
     assert command.startswith("# concept-eraser erase")
     again = start(folder / "recipe.yaml", folder, "--resume")
     assert again.wait() == 0, again.stderr
-    assert steps_logged(folder) == STEPS
+    assert count_steps(folder) == STEPS
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:

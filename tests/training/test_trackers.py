@@ -1,6 +1,4 @@
-"""Trackers: what TensorBoard and W&B are given is what log.jsonl says, also in a run that was
-resumed.
-"""
+"""Trackers: TensorBoard and W&B get the values of log.jsonl, also in a resumed run."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ from tests.conftest import HANG, short
 
 
 def events(folder: Path) -> Any:
-    """The event files of a run, read back by TensorBoard's own reader (which hears of steps that
-    were taken back).
-    """
+    """The event files of a run by TensorBoard's own reader, which leaves out repeated steps."""
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     ).EventAccumulator
@@ -73,9 +69,9 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(tmp_path: Path) -> Non
         ("seconds", lambda r: r["seconds"]),
         ("memory_mb", lambda r: r["memory_mb"]),
     ):
-        found = [(event.step, event.value) for event in events(tmp_path / "run").Scalars(name)]
-        assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6], name
-        assert [v for _, v in found] == pytest.approx([value(row) for row in rows], rel=1e-6), name
+        points = [(event.step, event.value) for event in events(tmp_path / "run").Scalars(name)]
+        assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6], name
+        assert [v for _, v in points] == pytest.approx([value(row) for row in rows], rel=1e-6), name
     assert scalars(tmp_path / "run", "lr")[4] == pytest.approx(1e-4 * (1 - 3 / 6))
     settings = next((tmp_path / "run").rglob("hparams.yml"))
     assert yaml.safe_load(settings.read_text())["method.name"] == "munba"
@@ -113,7 +109,7 @@ def history(path: Path) -> list[dict[str, Any]]:
     protocol buffer."""
     from wandb.proto import wandb_internal_pb2
 
-    content, place, record, found = path.read_bytes(), 7, b"", []
+    content, place, record, rows = path.read_bytes(), 7, b"", []
     while place + 7 <= len(content):
         if 32768 - place % 32768 < 7:
             place += 32768 - place % 32768
@@ -122,19 +118,19 @@ def history(path: Path) -> list[dict[str, Any]]:
         record = (b"" if kind in (1, 2) else record) + content[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):
-            parsed = wandb_internal_pb2.Record.FromString(record)
-            if parsed.WhichOneof("record_type") == "history":
-                found.append(
+            message = wandb_internal_pb2.Record.FromString(record)
+            if message.WhichOneof("record_type") == "history":
+                rows.append(
                     {
                         item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                        for item in parsed.history.item
+                        for item in message.history.item
                     }
                 )
-    return found
+    return rows
 
 
 def test_wandb_offline(tmp_path: Path) -> None:
-    """In a process of its own: wandb starts a service beside it. Its file is read back."""
+    """In a separate process, since wandb starts a service. The test reads the file of wandb."""
     pytest.importorskip("wandb")
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump(short(training__steps=2, training__tracker="wandb"))
@@ -146,20 +142,20 @@ def test_wandb_offline(tmp_path: Path) -> None:
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     command = [sys.executable, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "run", "-q"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
     (path,) = (tmp_path / "run" / trackers.FOLDER).rglob("*.wandb")
-    logged = history(path)
+    steps = history(path)
     rows = logs.read(tmp_path / "run" / "log.jsonl")
-    assert [row["losses/forget"] for row in logged] == pytest.approx(
+    assert [row["losses/forget"] for row in steps] == pytest.approx(
         [row["losses"]["forget"] for row in rows]
     )
-    assert [row["_step"] for row in logged] == [1, 2]
+    assert [row["_step"] for row in steps] == [1, 2]
 
 
-def test_a_tracker_that_is_not_installed_is_said_before_any_work(
+def test_a_tracker_that_is_not_installed_is_an_error_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec

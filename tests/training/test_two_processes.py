@@ -1,9 +1,9 @@
-"""Two real processes (gloo on the CPU) are one process with twice the micro-batches, also when they
-are stopped and resumed.
+"""Two real processes (gloo on the CPU) equal one process with twice the micro-batches, also after
+an interruption.
 
-`accelerate launch --cpu --num_processes 2` starts ONE process (accelerate 1.15, without mpirun), so
-these launch with --multi_gpu, which needs no GPU, and every test asks how many processes there
-were.
+`accelerate launch --cpu --num_processes 2` starts ONE process (accelerate 1.15, without mpirun).
+Therefore these tests launch with --multi_gpu, which needs no GPU, and every test checks the number
+of processes.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def launch(
     )
 
 
-def ended(process: subprocess.Popen[str], limit: float = 200) -> tuple[str, str]:
-    """What it said, when it has ended by itself; nothing of it is left behind."""
+def wait_for_end(process: subprocess.Popen[str], limit: float = 200) -> tuple[str, str]:
+    """The output and the errors of a launch that ends by itself; after the limit it is killed."""
     try:
         return process.communicate(timeout=limit)
     finally:
@@ -72,7 +72,7 @@ def ended(process: subprocess.Popen[str], limit: float = 200) -> tuple[str, str]
 
 
 def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The two of a launch; its watcher does not count."""
+    """The two worker processes of a launch, without its launcher."""
     return [
         p
         for p in psutil.Process(process.pid).children(recursive=True)
@@ -81,7 +81,7 @@ def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """The launcher and what it started (each has a session of its own), at once."""
+    """Kill the launcher and all processes that it started (each has a session of its own)."""
     if process.poll() is None:
         for one in [
             psutil.Process(process.pid),
@@ -91,13 +91,13 @@ def kill(process: subprocess.Popen[str]) -> None:
         process.communicate()
 
 
-def steps_logged(folder: Path) -> int:
+def count_steps(folder: Path) -> int:
     path = folder / "log.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
 
 def wait_for(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
-    while steps_logged(folder) < steps and process.poll() is None:
+    while count_steps(folder) < steps and process.poll() is None:
         time.sleep(0.02)
     assert process.poll() is None, process.communicate()[1][-2000:]
 
@@ -126,8 +126,8 @@ def require_equal(one: Path, two: Path) -> None:
         assert mine == pytest.approx(theirs, rel=LIMIT, abs=1e-7)
 
 
-def moved(run: Path) -> float:
-    """How far training went, so that the equality above means something."""
+def relative_change(run: Path) -> float:
+    """The largest relative change of a tensor by the training; a comparison needs one."""
     before = concept_eraser.load("tiny-sd").denoiser.state_dict()
     return max(
         float((v - before[k]).norm() / before[k].norm())
@@ -136,7 +136,9 @@ def moved(run: Path) -> float:
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
-    """SIGKILL of the whole launch, resumed: the weights of one undisturbed process."""
+    """After SIGKILL of the whole launch, the resumed run has the weights of one uninterrupted
+    process.
+    """
     steps = 8
     changes = {
         "trainable__select": "all",
@@ -158,10 +160,10 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     kill(process)
     assert torch.load(folder / "state.ckpt", weights_only=True)["step"] in (3, 6)
     process = launch(tmp_path, *command)
-    assert ended(process)[0].count("erased in") == 1, "one of the two reports"
+    assert wait_for_end(process)[0].count("erased in") == 1, "one of the two reports"
     assert process.returncode == 0
     require_equal(whole, folder)
-    assert moved(whole) > 1e-3
+    assert relative_change(whole) > 1e-3
 
 
 MENU: dict[str, dict[str, Any]] = {
@@ -185,14 +187,14 @@ for name, recipe in json.loads(Path("recipes.json").read_text()).items():
 
 
 def menu(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """Some points of the product of menus, and a classifier with running statistics."""
+    """Recipes with different settings, and a classifier with running statistics."""
     torch.manual_seed(0)
     build("mlp", "classifier", inputs=64, hidden=16).save(tmp_path / "digits")
-    found = {}
+    recipes = {}
     for name, changes in MENU.items():
-        found[name] = short(training__steps=2, training__batch_size=2, **changes)
+        recipes[name] = short(training__steps=2, training__batch_size=2, **changes)
     training = {"steps": 3, "batch_size": 8, "lr": 1e-2, "device": "cpu"}
-    found["classifier"] = {
+    recipes["classifier"] = {
         "model": str(tmp_path / "digits"),
         "target": "classifier",
         "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
@@ -200,11 +202,11 @@ def menu(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "trainable": {"select": "all", "batchnorm": "train"},
         "training": training,
     }
-    return found
+    return recipes
 
 
 @pytest.mark.slow
-def test_other_points_of_the_menu(tmp_path: Path) -> None:
+def test_other_settings(tmp_path: Path) -> None:
     recipes = menu(tmp_path)
     for name, recipe in recipes.items():
         concept_eraser.erase(
@@ -214,18 +216,18 @@ def test_other_points_of_the_menu(tmp_path: Path) -> None:
     (tmp_path / "recipes.json").write_text(json.dumps(recipes))
     (tmp_path / "run.py").write_text(RUNNER)
     process = launch(tmp_path, "run.py")
-    _, said = ended(process)
-    assert process.returncode == 0, said[-3000:]
+    _, errors = wait_for_end(process)
+    assert process.returncode == 0, errors[-3000:]
     for name in recipes:
         require_equal(tmp_path / f"one_{name}", tmp_path / name)
-    kept = load_file(tmp_path / "classifier" / "weights.safetensors")
-    assert any("running_mean" in name for name in kept), (
+    weights = load_file(tmp_path / "classifier" / "weights.safetensors")
+    assert any("running_mean" in name for name in weights), (
         "running statistics were trained, and are compared"
     )
 
 
 def test_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(tmp_path: Path) -> None:
-    """The second process alone sees infinity in step 2, and alone fails in step 4."""
+    """The second process alone has an infinite loss in step 2, and alone fails in step 4."""
     (tmp_path / "recipes.json").write_text(
         json.dumps(short(training__steps=6, training__save_every=1))
     )
@@ -244,12 +246,12 @@ def loss(self, objective, draw):
 Denoiser.loss = loss
 erase(json.loads(Path("recipes.json").read_text()), output="two")
 """)
-    began = time.monotonic()
+    start = time.monotonic()
     process = launch(tmp_path, "run.py")
-    _, said = ended(process, 150)
+    _, errors = wait_for_end(process, 150)
     assert process.returncode != 0
-    assert time.monotonic() - began < 120, "nobody waits for the one that failed"
-    assert "the second process is out of memory" in said
+    assert time.monotonic() - start < 120, "nobody waits for the one that failed"
+    assert "the second process is out of memory" in errors
     assert torch.load(tmp_path / "two" / "state.ckpt", weights_only=True)["step"] == 3
     rows = [json.loads(line) for line in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
     assert [row.get("skipped") for row in rows] == [None, 1, None]
@@ -266,19 +268,19 @@ erase(json.loads(Path("recipes.json").read_text()), output="two")
     [("launcher", signal.SIGINT), ("launcher", signal.SIGTERM), ("one worker", signal.SIGINT)],
 )
 def test_stopped_and_resumed(tmp_path: Path, whom: str, how: signal.Signals) -> None:
-    """Also where only one of the two is told to stop."""
+    """Also if only one of the two processes gets the signal."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=MANY)))
     process = launch(tmp_path, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "two", "-q")
     wait_for(process, tmp_path / "two", 3)
     target = process if whom == "launcher" else workers(process)[1]
     target.send_signal(how)
-    _, said = ended(process, 60)
-    stopped = torch.load(tmp_path / "two" / "state.ckpt", weights_only=True)["step"]
-    assert stopped == steps_logged(tmp_path / "two") < MANY, (
+    _, errors = wait_for_end(process, 60)
+    last_step = torch.load(tmp_path / "two" / "state.ckpt", weights_only=True)["step"]
+    assert last_step == count_steps(tmp_path / "two") < MANY, (
         "both stopped after the same step, and saved it"
     )
-    assert said.count(f"stopped after {stopped} of {MANY} steps") == 1
-    assert said.count("continue with: concept-eraser erase") == 1
+    assert errors.count(f"stopped after {last_step} of {MANY} steps") == 1
+    assert errors.count("continue with: concept-eraser erase") == 1
 
 
 @pytest.mark.slow
@@ -286,15 +288,15 @@ def test_a_folder_of_another_run_is_refused_once(tmp_path: Path) -> None:
     concept_eraser.erase(short(training__steps=1), output=tmp_path / "run")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(training__steps=2)))
     process = launch(tmp_path, "-m", "concept_eraser", "erase", "recipe.yaml", "-o", "run")
-    _, said = ended(process)
-    assert said.count("holds another run") == 1
+    _, errors = wait_for_end(process)
+    assert errors.count("holds another run") == 1
     assert process.returncode != 0
 
 
 @pytest.mark.slow
 def test_the_state_of_a_sharded_optimizer_is_that_of_a_whole_one(tmp_path: Path) -> None:
-    """Stopped with sharding, resumed without it (and the other way round by the same file): the
-    same weights.
+    """A run that stops with sharding, continues without it and continues with it again has the same
+    weights.
     """
     changes = {"training__steps": 60, "training__save_every": 4}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short(**changes)))
@@ -304,14 +306,14 @@ def test_the_state_of_a_sharded_optimizer_is_that_of_a_whole_one(tmp_path: Path)
     command = ["-m", "concept_eraser", "erase", "recipe.yaml", "-o", "two", "-q", "--resume"]
     for shard in ("optimizer", "none", "optimizer"):
         process = launch(tmp_path, *command, f"training.shard={shard}")
-        if shard == "optimizer" and not steps_logged(tmp_path / "two"):
+        if shard == "optimizer" and not count_steps(tmp_path / "two"):
             wait_for(process, tmp_path / "two", 6)
             kill(process)
         elif shard == "none":
-            wait_for(process, tmp_path / "two", steps_logged(tmp_path / "two") + 8)
+            wait_for(process, tmp_path / "two", count_steps(tmp_path / "two") + 8)
             kill(process)
         else:
-            ended(process)
+            wait_for_end(process)
     require_equal(whole, tmp_path / "two")
 
 
@@ -319,11 +321,11 @@ def test_tensors_are_dealt_evenly() -> None:
     assert owners([5, 1, 3, 3], 2) == [0, 0, 1, 1]
     assert owners([2], 4) == [0]
     sizes = [(i * 7919) % 1000 + 1 for i in range(200)]
-    held = [
+    loads = [
         sum(s for s, owner in zip(sizes, owners(sizes, 8), strict=True) if owner == rank)
         for rank in range(8)
     ]
-    assert max(held) - min(held) < 0.02 * max(held)
+    assert max(loads) - min(loads) < 0.02 * max(loads)
 
 
 @pytest.mark.parametrize(
@@ -337,25 +339,26 @@ def test_wrappers_are_refused(
     monkeypatch.setenv(variable, "true")
     with pytest.raises(
         UserError,
-        match=rf"launched with {name}\b.*which the training (cannot use|does not hear).*trainable\.lora",  # noqa: E501
+        match=(
+            rf"launched with {name}\b.*which the training (cannot use|does not use).*"
+            r"trainable\.lora"
+        ),
     ):
         concept_eraser.erase(short(), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("shard", "version", "heard"),
+    ("shard", "version", "is_used"),
     [("weights", "2", True), ("weights", "1", False), ("optimizer", "2", False)],
 )
 def test_a_launch_with_fsdp(
-    monkeypatch: pytest.MonkeyPatch, shard: str, version: str, heard: bool
+    monkeypatch: pytest.MonkeyPatch, shard: str, version: str, is_used: bool
 ) -> None:
-    """Version 2 beside shard: weights means what that means; any other is told what to say
-    instead.
-    """
+    """Version 2 with `shard: weights` is allowed; the error of the others says what to set."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", version)
-    if heard:
+    if is_used:
         refuse_wrappers(shard)
         assert os.environ["ACCELERATE_USE_FSDP"] == "false", "accelerate wraps nothing"
         return

@@ -1,4 +1,6 @@
-"""Packages of the extras: what works without them, and what the features that need them say."""
+"""Packages of the extras: the commands that work without them, and the errors of those that need
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ import concept_eraser
 assert "torch" not in sys.modules
 from concept_eraser.cli.main import main
 
-finished = {}
+results = {}
 for name, arguments in json.loads(sys.argv[1]).items():
     sys.argv = ["concept-eraser", *arguments]
     errors = io.StringIO()
@@ -48,13 +50,13 @@ for name, arguments in json.loads(sys.argv[1]).items():
         try:
             main()
         except SystemExit as stop:
-            finished[name] = (stop.code or 0, errors.getvalue())
-print(json.dumps(finished))
+            results[name] = (stop.code or 0, errors.getvalue())
+print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     """Exit codes and messages of commands in a process that has no package of the extras."""
     folder = tmp_path_factory.mktemp("extras")
     (folder / "natural_gradient.yaml").write_text(NATURAL_GRADIENT)
@@ -78,14 +80,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
 
 
 @pytest.mark.parametrize("command", ["list", "quickstart"])
-def test_commands_without_the_extras(command: str, finished: dict[str, tuple[int, str]]) -> None:
-    code, errors = finished[command]
+def test_commands_without_the_extras(command: str, results: dict[str, tuple[int, str]]) -> None:
+    code, errors = results[command]
     assert code == 0, errors
 
 
 @pytest.mark.parametrize("extra", ["curvature", "labelled", "torchjd"])
-def test_a_feature_names_its_extra(extra: str, finished: dict[str, tuple[int, str]]) -> None:
-    code, errors = finished[extra]
+def test_a_feature_names_its_extra(extra: str, results: dict[str, tuple[int, str]]) -> None:
+    code, errors = results[extra]
     assert code == 2, errors
     assert f'pip install "concept-eraser[{extra}]"' in errors
 
@@ -116,17 +118,17 @@ def test_the_error_is_one_sentence_with_the_cause() -> None:
 
 def test_the_extras_and_the_required_packages() -> None:
     extras = PROJECT["optional-dependencies"]
-    required = {name.partition(">")[0] for name in PROJECT["dependencies"]}
+    required_packages = {name.partition(">")[0] for name in PROJECT["dependencies"]}
     for extra, package in [
         ("curvature", "curvlinops-for-pytorch"),
         ("labelled", "scikit-learn"),
         ("torchjd", "torchjd[quadprog-projector]"),
     ]:
         assert [row.partition(">")[0] for row in extras[extra]] == [package]
-        assert package not in required
+        assert package not in required_packages
         assert any(row.startswith(package.partition("[")[0]) for row in extras["dev"])
     assert extras["all"] == ["concept-eraser[curvature,labelled,memory,torchjd,trackers]"]
-    assert required >= {
+    assert required_packages >= {
         "accelerate",
         "clean-fid",
         "diffusers",

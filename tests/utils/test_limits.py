@@ -1,5 +1,5 @@
-"""Bounds of numbers: the same in recipes, suites, prompt sets and on the command line; what is
-shipped lies within them.
+"""Bounds of numbers: the same in recipes, suites, prompt sets and on the command line. All numbers
+of the shipped files are within them.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def _base(changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e400", "9" * 400])
 @pytest.mark.parametrize("key", FLOATS)
 def test_no_setting_of_a_recipe_is_infinite(key: str, value: str) -> None:
-    with pytest.raises(UserError, match=r"finite|less than|greater than|number|integer") as caught:
+    with pytest.raises(UserError, match=r"finite|less than|greater than|number|integer") as error:
         recipe.load(_base(FLOATS[key]), [f"{key}={value}"])
-    assert key.rpartition(".")[2] in str(caught.value)
-    assert len(str(caught.value)) < 1500
+    assert key.rpartition(".")[2] in str(error.value)
+    assert len(str(error.value)) < 1500
 
 
 @pytest.mark.parametrize("key", WHOLE)
@@ -184,9 +184,9 @@ def test_the_command_line_refuses_what_is_out_of_bounds(
     words: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 2, done.output
-    assert words[-2].lstrip("-") in done.output
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2, result.output
+    assert words[-2].lstrip("-") in result.output
     assert not any(tmp_path.iterdir())
 
 
@@ -230,19 +230,15 @@ def test_numbers_of_prompt_sets_are_read_as_they_are_written() -> None:
 
 def _numbers(content: Any, path: str = "") -> list[tuple[str, float]]:
     if isinstance(content, dict):
-        return [
-            found for key, inner in content.items() for found in _numbers(inner, f"{path}.{key}")
-        ]
+        return [item for key, inner in content.items() for item in _numbers(inner, f"{path}.{key}")]
     if isinstance(content, list):
-        return [found for inner in content for found in _numbers(inner, path)]
+        return [item for inner in content for item in _numbers(inner, path)]
     number = isinstance(content, int | float) and not isinstance(content, bool)
     return [(path.rpartition(".")[2], content)] if number else []
 
 
 def test_every_setting_of_a_study_lies_within_the_bounds() -> None:
-    """Recipes and suites are loaded by other tests; the grids of studies are checked against the
-    sections here.
-    """
+    """Recipes and suites are loaded; the grids of studies are compared with the bounds."""
     bounds = {
         "lr": limits.LEARNING_RATE,
         "weight": limits.FACTOR,
@@ -256,9 +252,9 @@ def test_every_setting_of_a_study_lies_within_the_bounds() -> None:
         "negate": limits.PORTION,
     }
     numbers = [
-        found
+        item
         for path in (ROOT / "studies" / "configs").glob("*.yaml")
-        for found in _numbers(yaml.safe_load(path.read_text()))
+        for item in _numbers(yaml.safe_load(path.read_text()))
     ]
     assert len(numbers) > 500
     assert not [(name, value) for name, value in numbers if value > bounds.get(name, limits.COUNT)]
@@ -278,9 +274,9 @@ def test_messages_stay_short_whatever_was_given(tmp_path: Path) -> None:
         (many, []),
         ("tiny_star_munba", ["x" * 50_000]),
     ):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as error:
             recipe.load(source, overrides)
-        assert len(str(caught.value)) <= 4000
+        assert len(str(error.value)) <= 4000
     assert mistakes_message(["a"], "here") == "a mistake in here:\n  a"
     assert mistakes_message(map(str, range(30)), "here").endswith("\n  19\n  ... and 10 more")
     assert names_text(range(5), 3) == "0, 1, 2, and 2 more"
@@ -311,9 +307,9 @@ def test_messages_stay_short_whatever_was_given(tmp_path: Path) -> None:
 )
 def test_hostile_recipes_are_refused_in_one_message(text: str, word: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    with pytest.raises(UserError, match=word) as caught:
+    with pytest.raises(UserError, match=word) as error:
         recipe.load(str(tmp_path / "recipe.yaml"))
-    assert len(str(caught.value)) <= 4000
+    assert len(str(error.value)) <= 4000
 
 
 @pytest.mark.parametrize(
@@ -335,11 +331,13 @@ def test_hostile_overrides_are_refused(override: str) -> None:
         recipe.load("tiny_star_munba", [override])
 
 
-def test_a_bound_is_told_without_a_traceback(
+def test_a_number_out_of_bounds_is_an_error_without_a_traceback(
     cli: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    done = cli("erase", "tiny_star_munba", "training.lr=.inf", "trainable.lora.rank=1000000000000")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "training.lr" in done.stderr
-    assert "trainable.lora.rank" in done.stderr
+    result = cli(
+        "erase", "tiny_star_munba", "training.lr=.inf", "trainable.lora.rank=1000000000000"
+    )
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "training.lr" in result.stderr
+    assert "trainable.lora.rank" in result.stderr

@@ -1,4 +1,4 @@
-"""Run folders of version 0.1 load: their results and recipes are read in today's terms."""
+"""Run folders of version 0.1 load: their results and recipes get today's terms."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Labelled sets by name: a file holds one, as PLUGIN with its options and a `load(split)`."""
+"""Labelled data sets by name.
+
+Each file holds one, as PLUGIN with its options and a `load(split)`.
+"""

@@ -1,5 +1,6 @@
-"""Sets that torchvision knows how to read: images to tensors in [-1, 1], and one clear line where
-the files are missing.
+"""Data sets that torchvision reads: images as tensors in [-1, 1].
+
+If files are missing, the error is one clear line.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from concept_eraser.data.stand_in import NotHere
 
 
 def to_tensor(size: int | None) -> Any:
-    """An image to [3, h, w] in [-1, 1], resized and centre-cropped to a square if `size` is
-    given.
+    """Return a function from an image to [3, h, w] in [-1, 1].
+
+    If `size` is given, the image is resized and centre-cropped to a square.
     """
     from torchvision import transforms
 
@@ -30,7 +32,10 @@ def to_tensor(size: int | None) -> Any:
 
 
 def from_torchvision(make: Callable[[], Any], name: str, root: str) -> Labelled:
-    """A torchvision set as labelled data. Raises NotHere where its files are not under `root`."""
+    """Return a torchvision set as labelled data.
+
+    Raises NotHere if its files are not under `root`.
+    """
     try:
         dataset = make()
     except (RuntimeError, FileNotFoundError, OSError) as error:

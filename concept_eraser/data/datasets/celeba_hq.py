@@ -1,8 +1,7 @@
-"""CelebA-HQ by identity, as in MUNBa's Table 9: a folder with one subfolder a person under train/
-and test/.
+"""CelebA-HQ by identity, as in MUNBa's Table 9. Each person is a subfolder under train/ and test/.
 
-The images (Karras et al. 2018, non-commercial research use) are not shipped and not downloaded;
-the 307 identities with at least 15 images are the field's usual choice.
+The images (Karras et al. 2018, non-commercial research use) are not shipped and not downloaded. The
+307 identities with at least 15 images are the usual choice in the literature.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ from concept_eraser.data.stand_in import Known, NotHere
 
 @dataclass(frozen=True)
 class CelebAHQ:
-    """root: holds train/<identity>/*.jpg and test/<identity>/*.jpg; size: side of the square
-    images.
+    """CelebA-HQ by identity.
+
+    Args:
+        root: The folder with train/<identity>/*.jpg and test/<identity>/*.jpg.
+        size: Width and height of the square images in pixels.
     """
 
     title: ClassVar[str] = "CelebA-HQ identities"

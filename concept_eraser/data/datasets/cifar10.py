@@ -1,8 +1,7 @@
-"""CIFAR-10: 60,000 images of ten classes, 32x32, in [-1, 1], read by torchvision (Krizhevsky
-2009).
+"""CIFAR-10: 60,000 images of ten classes, 32x32, in [-1, 1] (Krizhevsky 2009).
 
-Nothing of it is shipped. `download: true` fetches it to `root`; without a network put
-`cifar-10-batches-py` there.
+torchvision reads it. The data are not shipped. `download: true` downloads them to `root`; without a
+network put `cifar-10-batches-py` there.
 """
 
 from __future__ import annotations
@@ -19,6 +18,13 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 @dataclass(frozen=True)
 class CIFAR10:
+    """CIFAR-10.
+
+    Args:
+        root: The folder that holds the files.
+        download: Fetch missing files from the web.
+    """
+
     title: ClassVar[str] = "CIFAR-10"
     root: str = "data"
     download: bool = False

@@ -1,7 +1,7 @@
 """Handwritten digits, 8x8: scikit-learn's copy of the UCI set, real data that needs no download.
 
-1,797 images of 43 writers (UCI Optical Recognition of Handwritten Digits, CC BY 4.0), values in
-[0, 1]; a fifth of each class, drawn with seed 0, is the test split.
+There are 1,797 images of 43 writers (UCI Optical Recognition of Handwritten Digits, CC BY 4.0),
+with values in [0, 1]. A fifth of each class, drawn with seed 0, is the test split.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from concept_eraser.utils.extras import import_from_extra
 
 @dataclass(frozen=True)
 class Digits:
-    """flat: [n, 64] for a perceptron; otherwise [n, 1, 8, 8]."""
+    """Handwritten digits of 8x8 pixels.
+
+    Args:
+        flat: Give images [n, 64] for a perceptron; otherwise [n, 1, 8, 8].
+    """
 
     title: ClassVar[str] = "Handwritten digits (UCI, in scikit-learn)"
     flat: bool = True

@@ -1,9 +1,9 @@
-"""Digits of an MNIST's size, generated: 28x28, ten classes, fonts x affine maps x stroke widths x
-noise.
+"""Generated digits of MNIST's size: 28x28, ten classes.
 
-Drawn from the fonts that matplotlib installs (DejaVu, STIX, Computer Modern; free licences, not
-copied into this package) by a seed, values in [0, 1]. Ours (Apache-2.0). Kept in the cache, since
-60,000 take a while.
+They vary in font, affine map, stroke width and noise. A seed draws them from the fonts that
+matplotlib installs (DejaVu, STIX, Computer Modern; free licences, not copied into this package).
+Values are in [0, 1]. The data are ours (Apache-2.0). They are cached, since 60,000 images take a
+while.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from concept_eraser.utils import resources
 from concept_eraser.utils.provenance import fingerprint
 
 SIZE = 28
-VERSION = 1  # of the drawing; part of the cache's key
+VERSION = 1  # of the painter below; part of the cache's key
 _FONTS = (
     "DejaVuSans",
     "DejaVuSans-Bold",
@@ -54,7 +54,7 @@ def _font(name: str) -> Any:
 
 
 def draw(digit: int, rng: np.random.Generator) -> np.ndarray:
-    """One digit: [28, 28] uint8."""
+    """Draw one digit: [28, 28] uint8."""
     from PIL import Image, ImageDraw
 
     big = 2 * SIZE
@@ -83,8 +83,12 @@ def draw(digit: int, rng: np.random.Generator) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Fonts:
-    """n: images of the training split; a sixth as many to test. flat: [n, 784], otherwise [n, 1,
-    28, 28].
+    """Generated digits of 28x28 pixels.
+
+    Args:
+        n: The number of training images. The test split has a sixth as many.
+        flat: Give images [n, 784]; otherwise [n, 1, 28, 28].
+        seed: The seed of all random numbers.
     """
 
     title: ClassVar[str] = "Generated digits, 28x28"

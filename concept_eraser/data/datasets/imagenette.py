@@ -1,8 +1,7 @@
-"""Imagenette: 13,394 images of ten easy ImageNet classes, in [-1, 1], read by torchvision
-(fast.ai, Apache-2.0 list).
+"""Imagenette: 13,394 images of ten easy ImageNet classes, in [-1, 1] (fast.ai, Apache-2.0 list).
 
-Nothing of it is shipped. `download: true` fetches it to `root`; without a network put
-`imagenette2-160` (or the size's folder) there.
+torchvision reads it. The data are not shipped. `download: true` downloads them to `root`; without a
+network put `imagenette2-160` (or the size's folder) there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,14 @@ from concept_eraser.data.stand_in import Known
 
 @dataclass(frozen=True)
 class Imagenette:
-    """variant: which copy; size: side of the square images."""
+    """Imagenette.
+
+    Args:
+        root: The folder that holds the files.
+        variant: Which copy.
+        size: Width and height of the square images in pixels.
+        download: Fetch missing files from the web.
+    """
 
     title: ClassVar[str] = "Imagenette"
     root: str = "data"
@@ -53,8 +59,9 @@ class Imagenette:
 
 
 def _with_labels(dataset: object) -> object:
-    """Labels without opening an image, and one name a class instead of torchvision's tuples of
-    synonyms.
+    """Add labels without opening an image, and one name for each class.
+
+    torchvision has tuples of synonyms instead.
     """
     dataset.targets = [label for _, label in dataset._samples]  # type: ignore[attr-defined]
     dataset.classes = [names[0] for names in dataset.classes]  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
-"""Oxford-IIIT Pets: 7,349 images of 37 breeds, in [-1, 1], read by torchvision (Parkhi et al.
-2012, CC BY-SA 4.0).
+"""Oxford-IIIT Pets: 7,349 images of 37 breeds, in [-1, 1] (Parkhi et al. 2012, CC BY-SA 4.0).
 
-Nothing of it is shipped. `download: true` fetches it to `root`; without a network put
-`oxford-iiit-pet` there.
+torchvision reads it. The data are not shipped. `download: true` downloads them to `root`; without a
+network put `oxford-iiit-pet` there.
 """
 
 from __future__ import annotations
@@ -57,7 +56,13 @@ BREEDS = (
 
 @dataclass(frozen=True)
 class OxfordPets:
-    """size: side of the square images; CLIP's ViT-B/32 takes 224."""
+    """Oxford-IIIT Pets.
+
+    Args:
+        root: The folder that holds the files.
+        size: Width and height of the square images in pixels. CLIP's ViT-B/32 needs 224.
+        download: Fetch missing files from the web.
+    """
 
     title: ClassVar[str] = "Oxford-IIIT Pets"
     root: str = "data"
@@ -83,8 +88,9 @@ class OxfordPets:
 
 
 def _with_labels(dataset: object) -> object:
-    """torchvision keeps the labels to itself; without them every image would be opened to count
-    the classes.
+    """Add the labels, which torchvision does not make public.
+
+    Without them every image would be opened to count the classes.
     """
     dataset.targets = dataset._labels  # type: ignore[attr-defined]
     return dataset

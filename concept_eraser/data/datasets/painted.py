@@ -1,8 +1,7 @@
-"""The bundled world's images, painted: ten shapes in eight colours, four styles, four
-backgrounds, 64x64, in [-1, 1].
+"""The painted images of the bundled data set: ten shapes, eight colours, four styles.
 
-Labels are one attribute of the scene. Ours (Apache-2.0), drawn by concept_eraser/tiny/painter.py
-from a seed.
+They have four backgrounds, 64x64 pixels and values in [-1, 1]. Labels are one attribute of the
+scene. The data are ours (Apache-2.0), drawn by concept_eraser/tiny/painter.py from a seed.
 """
 
 from __future__ import annotations
@@ -26,9 +25,14 @@ _VALUES = {
 
 @dataclass(frozen=True)
 class Painted:
-    """label: the attribute that is the class. n: images of the training split; a quarter as many
-    to test.
-    size: side in pixels, 64 or a divisor of it (averaged down)."""
+    """Painted images of the bundled data set.
+
+    Args:
+        label: The attribute that is the class.
+        n: The number of training images. The test split has a quarter as many.
+        size: Width and height in pixels, 64 or a divisor of it (averaged down).
+        seed: The seed of the scenes.
+    """
 
     title: ClassVar[str] = "Painted scenes of the bundled world"
     label: Literal["shape", "color", "style", "background"] = "shape"

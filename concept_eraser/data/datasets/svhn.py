@@ -1,8 +1,7 @@
-"""SVHN: 99,289 digits of house numbers, 32x32, in [-1, 1], read by torchvision (Netzer et al. 2011,
-non-commercial use).
+"""SVHN: 99,289 digits of house numbers, 32x32, in [-1, 1] (Netzer et al. 2011, non-commercial use).
 
-Nothing of it is shipped. `download: true` fetches it to `root`; without a network put
-`train_32x32.mat` and `test_32x32.mat` there.
+torchvision reads it. The data are not shipped. `download: true` downloads them to `root`; without a
+network put `train_32x32.mat` and `test_32x32.mat` there.
 """
 
 from __future__ import annotations
@@ -17,6 +16,13 @@ from concept_eraser.data.stand_in import Known
 
 @dataclass(frozen=True)
 class SVHN:
+    """SVHN.
+
+    Args:
+        root: The folder that holds the files.
+        download: Fetch missing files from the web.
+    """
+
     title: ClassVar[str] = "SVHN"
     root: str = "data"
     download: bool = False

@@ -12,7 +12,7 @@ from concept_eraser.utils import distributed
 from concept_eraser.utils.errors import UserError
 
 
-class Kept:
+class FinishedBatches:
     """The finished batches of an attack, one JSON line each. The first line identifies the attack.
 
     Several processes may write to one file. Each reads what the others have added.
@@ -43,7 +43,7 @@ class Kept:
         return lines
 
     def batch(self, name: str) -> Any:
-        """The result of a batch, None where no process has finished it."""
+        """Return the result of a batch, or None if no process has finished it."""
         if name not in self.rows:
             self._read()
         return self.rows.get(name)

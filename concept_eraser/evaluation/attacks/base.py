@@ -33,19 +33,19 @@ class Scene:
 
     Args:
         prompts: the attacked texts, [n].
-        wanted: the prompts of the images of the concept (often the same).
+        concept_prompts: the prompts of the images of the concept (often the same).
         concept: its name as a word, e.g. "star".
         targets: latents [n, c, h, w] of images of the concept by the original model.
         seed: of this batch.
         root: of the whole attack, for values that must not depend on a prompt's batch.
-        corpus: the wanted prompts of all batches.
+        corpus: the concept prompts of all batches.
         memory: a folder for results that apply to other victims too, None for none.
     """
 
     victim: Model
     original: Model
     prompts: Sequence[str]
-    wanted: Sequence[str]
+    concept_prompts: Sequence[str]
     concept: str
     seeds: Sequence[int]
     targets: Tensor
@@ -53,9 +53,9 @@ class Scene:
     root: int = 0
     corpus: Sequence[str] = ()
     memory: Path | None = None
-    alive: Tensor = field(init=False)  # [n] bool: prompts that have not fallen
+    alive: Tensor = field(init=False)  # [n] bool: prompts without a success so far
     cost: dict[str, int] = field(default_factory=dict)
-    rewards: Tensor | None = None  # of the last round's images, [m], if it is `rewarded`
+    rewards: Tensor | None = None  # rewards of the last round's images, [m], if it has rewards
 
     def __post_init__(self) -> None:
         self.alive = torch.ones(len(self.prompts), dtype=torch.bool)
@@ -70,7 +70,7 @@ class Scene:
         self.cost[what] = self.cost.get(what, 0) + n
 
     def generator(self, *names: str | int) -> torch.Generator:
-        """A random generator of its own for each name, on the CPU."""
+        """Return a random generator on the CPU, a different one for each name."""
         return torch.Generator().manual_seed(derive_seed(self.seed, *names))
 
     def noised(self, rows: Tensor, t: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -93,8 +93,8 @@ class Round:
     texts: Sequence[str] | None = None
     condition: Condition | None = None
     seeds: Sequence[int] | None = None
-    loss: float | None = None  # of the search, for its curve
-    # the search needs the agreement of each image with its wanted prompt (CLIP score)
+    loss: float | None = None  # the loss of the search, for its curve
+    # the search needs the agreement of each image with its concept prompt (CLIP score)
     has_rewards: bool = False
 
     def __post_init__(self) -> None:
@@ -107,13 +107,17 @@ class Round:
         )
         if count != len(self.rows):
             raise ValueError(
-                f"a round needs one text or condition a row, found {count} for "
+                f"a round needs one text or condition for each row, found {count} for "
                 f"{len(self.rows)} rows"
             )
 
 
 class Attack(ABC):
-    """A plug-in of attacks/, named PLUGIN; its fields are its options."""
+    """An attack, which searches candidates that recover the concept.
+
+    It is a frozen dataclass whose fields are its options. A file of attacks/ holds one attack,
+    named PLUGIN.
+    """
 
     title: ClassVar[str]
     source: ClassVar[str]
@@ -156,8 +160,8 @@ def require_positive(**values: float) -> None:
 
 
 def require_word(scene: Scene) -> None:
-    """Raise UserError where the concept's word is missing from a prompt's wanted text."""
-    without = [text for text in scene.wanted if scene.concept not in text]
+    """Raise UserError if the concept's word is missing from a concept prompt."""
+    without = [text for text in scene.concept_prompts if scene.concept not in text]
     if without:
         raise UserError(
             f"this attack replaces the word {scene.concept!r}, which the prompt "

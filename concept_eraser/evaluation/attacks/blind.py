@@ -62,7 +62,9 @@ class BlindAttack(Attack):
         ]
         hunts = [
             self._hunt(scene, goal, fingerprint([*facts, *texts]))
-            for goal, *texts in zip(self.goals(scene), scene.prompts, scene.wanted, strict=True)
+            for goal, *texts in zip(
+                self.goals(scene), scene.prompts, scene.concept_prompts, strict=True
+            )
         ]
         while True:
             offers = [next(hunts[i], None) for i in scene.live.tolist()]

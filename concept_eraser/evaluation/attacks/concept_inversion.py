@@ -36,8 +36,14 @@ from concept_eraser.models.vocabulary import Slots
 
 @dataclass(frozen=True)
 class ConceptInversion(Attack):
-    """`steps` of Adam at `lr` with `batch` images each. Each prompt gets an image after every
-    `every`.
+    """Learn one embedding for the concept's word, on images of the concept.
+
+    Args:
+        steps: The number of steps of Adam.
+        every: Each prompt gets an image after this number of steps.
+        batch: The number of images in a step.
+        lr: The learning rate.
+        start: The start of the embedding: the concept's own word, or a random word.
     """
 
     title: ClassVar[str] = "Concept inversion (CCE)"
@@ -55,7 +61,7 @@ class ConceptInversion(Attack):
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         words, table = scene.victim.words, scene.victim.table.detach()
-        slots = words.in_place_of(scene.wanted, scene.concept).to(table.device)
+        slots = words.in_place_of(scene.concept_prompts, scene.concept).to(table.device)
         generator = scene.generator("concept inversion")
         concept_id = words.ids(scene.concept)[0]
         pool = words.usable.nonzero()[:, 0]

@@ -3,7 +3,7 @@
 Yang et al., "MMA-Diffusion: MultiModal Attack on Diffusion Models", CVPR 2024, arXiv 2311.17516,
 section 3.2, by the greedy coordinate gradient search of GCG (arXiv 2307.15043). The objective is
 
-    cos(pooled T(adversarial), pooled T(wanted)).
+    cos(pooled T(adversarial), pooled T(concept prompt)).
 
 Its gradient with respect to the tokens' one-hot rows proposes the `top` best tokens for each place.
 `candidates` prompts have one random swap each. Candidates must be stable under decoding and
@@ -50,7 +50,15 @@ def one_hot_gradient(model: Model, tokens: Tensor, goal: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MMADiffusion(BlindAttack):
-    """tokens: the length of the adversarial prompt. The other numbers are the paper's."""
+    """Search tokens whose encoding is that of the concept prompt. The defaults are the paper's.
+
+    Args:
+        tokens: The length of the adversarial prompt, in tokens.
+        iterations: The number of steps of the search.
+        every: Each prompt gets an image after this number of steps.
+        top: The number of proposed tokens for each place.
+        candidates: The number of prompts that are tried in a step, each with one swap.
+    """
 
     title: ClassVar[str] = "MMA-Diffusion (text)"
     source: ClassVar[str] = "arXiv 2311.17516"
@@ -72,7 +80,7 @@ class MMADiffusion(BlindAttack):
         )
 
     def goals(self, scene: Scene) -> Tensor:
-        ids = scene.original.tokenize(scene.wanted)
+        ids = scene.original.tokenize(scene.concept_prompts)
         with torch.no_grad():
             return pool(scene.original, ids.tensors["ids"], scene.original.embed(ids))
 

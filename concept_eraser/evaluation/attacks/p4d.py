@@ -5,7 +5,7 @@ Prompts", ICML 2024, arXiv 2309.06135, with the optimiser of PEZ (arXiv 2302.036
 have continuous embeddings. The forward pass replaces each by the nearest embedding (cosine) of the
 vocabulary. The gradient there updates the continuous ones.
 
-    min E || eps*(x_t, t, adversarial prompt) - eps_original(x_t, t, wanted prompt) ||^2
+    min E || eps*(x_t, t, adversarial prompt) - eps_original(x_t, t, concept prompt) ||^2
     with t ~ U[0, T)
 
     variant N   `tokens` free tokens and nothing else
@@ -46,7 +46,19 @@ def nearest(rows: Tensor, table: Tensor, usable: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class P4D(Attack):
-    """Steps, learning rate and weight decay are the paper's."""
+    """Learn tokens with which the victim predicts what the original predicts.
+
+    The defaults of `steps`, `lr` and `weight_decay` are the paper's.
+
+    Args:
+        variant: N for free tokens alone, K for the prompt with free tokens in between.
+        tokens: The number of free tokens of the variant N.
+        spacing: The variant K has a free token after this number of the prompt's tokens.
+        steps: The number of steps of the optimiser.
+        every: Each prompt gets an image after this number of steps.
+        lr: The learning rate.
+        weight_decay: The weight decay.
+    """
 
     title: ClassVar[str] = "P4D"
     source: ClassVar[str] = "arXiv 2309.06135"
@@ -90,7 +102,7 @@ class P4D(Attack):
         ]
         soft = [table[start].clone().requires_grad_(True) for start in starts]
         optimizer = torch.optim.AdamW(soft, self.lr, weight_decay=self.weight_decay)
-        concept_condition = scene.original.encode(scene.wanted)
+        concept_condition = scene.original.encode(scene.concept_prompts)
         for step in range(1, self.steps + 1):
             live = scene.live.tolist()
             t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(

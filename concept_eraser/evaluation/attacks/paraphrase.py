@@ -12,9 +12,11 @@ from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene,
 
 @dataclass(frozen=True)
 class Paraphrase(Attack):
-    """Replace each attacked prompt by `tries` texts of a prompt set, in a seeded order.
+    """Replace each attacked prompt by texts of a prompt set, in a seeded order.
 
-    prompts: a prompt set by name or file, e.g. tiny_star_synonyms.
+    Args:
+        prompts: A prompt set by name or file, e.g. tiny_star_synonyms.
+        tries: The number of texts for each prompt.
     """
 
     title: ClassVar[str] = "Paraphrases from a list"

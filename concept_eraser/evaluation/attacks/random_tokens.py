@@ -21,7 +21,14 @@ from concept_eraser.models.vocabulary import Where
 
 @dataclass(frozen=True)
 class RandomTokens(Attack):
-    """k usable tokens, drawn uniformly and again in each of `tries` rounds."""
+    """Add usable tokens that are drawn uniformly, and again in each round.
+
+    Args:
+        k: The number of tokens.
+        where: The place of the tokens: before, behind or in the middle of the prompt, or spread
+            evenly (insert).
+        tries: The number of rounds.
+    """
 
     title: ClassVar[str] = "Random tokens"
     source: ClassVar[str] = "a control"

@@ -29,9 +29,12 @@ class Relearning(Attack):
     """Fine-tune a LoRA on a few images of the concept.
 
     Args:
-        images: the number of training images, the first ones of the batch.
-        rank: of the LoRA.
-        every: images are generated after each `every` of `steps` steps.
+        images: The number of training images, the first ones of the batch.
+        rank: The rank of the LoRA.
+        steps: The number of training steps.
+        every: Each prompt gets an image after this number of steps.
+        batch: The number of images in a step.
+        lr: The learning rate.
     """
 
     title: ClassVar[str] = "Relearning (LoRA)"

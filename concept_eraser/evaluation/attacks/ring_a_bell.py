@@ -9,8 +9,8 @@ concept
 A genetic search over K tokens minimises ||T(candidate) - goal||^2. The better half stays. Children
 come from crossover at one point with a random partner (probability 0.5). One token mutates (0.25).
 
-Differences: the pairs are the wanted prompts and the same without the concept's word (the paper: 50
-pairs by a language model). The pool leaves out tokens that change under decoding. The fitness of
+Differences: the pairs are the concept prompts and the same without the concept's word (the paper:
+50 pairs by a language model). The pool leaves out tokens that change under decoding. The fitness of
 all candidates is one batch. An image is generated after each `every` generations of the search (the
 paper: once, at the end). The prompts apply to every model with the same text encoder, so they are
 stored for the next one. The diffusion model is not used.
@@ -73,7 +73,17 @@ def next_generation(
 
 @dataclass(frozen=True)
 class RingABell(BlindAttack):
-    """tokens: K (16; 38 and 77 are published too); strength: eta."""
+    """Search tokens whose encoding is the prompt's, moved along the concept's direction.
+
+    Args:
+        tokens: K, the number of tokens. The paper has 16, 38 and 77.
+        strength: The factor of the concept's direction.
+        population: The number of candidates in a generation.
+        generations: The number of generations.
+        every: Each prompt gets an image after this number of generations.
+        crossover: The probability that a pair exchanges its ends.
+        mutation: The probability that one token of a child is drawn anew.
+    """
 
     title: ClassVar[str] = "Ring-A-Bell"
     source: ClassVar[str] = "arXiv 2310.10012"
@@ -98,7 +108,7 @@ class RingABell(BlindAttack):
     def goals(self, scene: Scene) -> Tensor:
         require_word(scene)
         direction = concept_direction(
-            scene.original, list(scene.corpus or scene.wanted), scene.concept
+            scene.original, list(scene.corpus or scene.concept_prompts), scene.concept
         )
         return scene.original.encode(scene.prompts).tensors["states"] + self.strength * direction
 

@@ -1,11 +1,12 @@
-"""Running an attack on an erased model: clean prompts first, then rounds of candidates, each judged
-on its images.
+"""Run an attack on an erased model: clean prompts, then rounds of candidates.
 
-Success rates follow UnlearnDiffAtk (arXiv 2310.11868): a prompt whose clean image shows the
-concept counts as success without an attack (pre) and is not attacked; prompts whose image by the
-original does not show it are left out, as the paper chooses its own; ASR = (pre + attacked
-successes) / all. Both are reported, with Wilson intervals. Adversarial texts are tokenised anew by
-the sampler; embeddings are marked as such.
+A judge labels the images.
+
+Success rates follow UnlearnDiffAtk (arXiv 2310.11868). A prompt whose clean image shows the concept
+counts as success without an attack (pre) and is not attacked. Prompts whose image by the original
+does not show it are left out, as the paper chooses its own. ASR = (pre + attacked successes) / all.
+Both are reported, with Wilson intervals. The sampler tokenises adversarial texts anew. Embeddings
+are marked as such.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.data import generate
-from concept_eraser.evaluation.attacks.attempts import Kept
+from concept_eraser.evaluation.attacks.attempts import FinishedBatches
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.evaluation.base import Judge
 from concept_eraser.evaluation.statistics import wilson
@@ -41,14 +42,20 @@ ENCODED_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Protocol:
-    """What makes two attacks comparable: prompts, judge and sampler (the suite's), the attack with
-    its budget.
+    """The settings that make two attacks comparable.
 
-    n: prompts of the suite's group; batch: how many are attacked at once. hide: the word that
-    replaces the concept's in the attacked prompts, so that they do not ask for it any more; this is
-    how an attack is proved on an unprotected model.
-    word: how the prompts name the concept, where that is not the suite's value for it (a judge says
-    "nude").
+    Attributes:
+        suite: The suite, with prompts, judge and sampler.
+        attack: The attack.
+        options: Its options, with its budget.
+        group: The suite's group of prompts.
+        n: The number of prompts of the group.
+        batch: The number of prompts that are attacked at once.
+        seed: The seed of the attack.
+        hide: A word that replaces the concept's word in the attacked prompts. It tests an attack on
+            an unprotected model.
+        word: The concept's word in the prompts, if it is not the suite's value (for a judge's
+            "nude").
     """
 
     suite: Suite
@@ -70,10 +77,10 @@ class Protocol:
             raise UserError(
                 f"an attack needs n >= 2 prompts and batch >= 1, found {self.n} and {self.batch}"
             )
-        self.build()  # so that a wrong name or option is said before any model is loaded
+        self.build()  # so that a wrong name or option is an error before any model is loaded
 
     def build(self) -> Attack:
-        """The attack. Raises UserError for an unknown name or option."""
+        """Return the attack. Raises UserError for an unknown name or option."""
         plugin = self.attack
         if not isinstance(plugin, Plugin):
             plugin = Plugin("attack", plugin, self.options)
@@ -107,10 +114,10 @@ class Protocol:
 
 
 def named(attack: str | Attack, options: dict[str, Any]) -> tuple[str | Plugin, dict[str, Any]]:
-    """An attack and its options as a `Protocol` holds them; an object whose class has a name is
-    held by that name.
+    """Return an attack and its options as a `Protocol` holds them.
 
-    Raises UserError for what is no attack, and for options beside an object.
+    An object whose class has a name is held by that name. Raises UserError for an invalid attack,
+    and for options beside an object.
     """
     try:
         plugin = registry.read("attack", attack)
@@ -127,8 +134,17 @@ def named(attack: str | Attack, options: dict[str, Any]) -> tuple[str | Plugin, 
 
 @dataclass
 class Attempt:
-    """One prompt's fate. round: after how many rounds it fell; text: the adversarial prompt, None
-    for an embedding or where it takes other weights."""
+    """The result of one prompt.
+
+    Attributes:
+        prompt: The attacked prompt.
+        seed: Its seed.
+        pre: Whether its clean image shows the concept.
+        success: Whether an image of it shows the concept.
+        round: The number of rounds until the success.
+        text: The adversarial prompt. None for an embedding or other weights.
+        by_seed: The seed of the image that shows the concept.
+    """
 
     prompt: str
     seed: int
@@ -136,13 +152,28 @@ class Attempt:
     success: bool
     round: int | None = None
     text: str | None = None
-    by_seed: int | None = None  # of the image that showed the concept
+    by_seed: int | None = None
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """What an attack found on one victim. curve: after each round of each batch the prompts that
-    have fallen in it.
+    """The results of an attack on one victim.
+
+    Attributes:
+        protocol: the suite, the attack and its budget.
+        models: "victim" and "original", each as "source (fingerprint of its weights)".
+        attempts: the result of each attacked prompt.
+        curves: for each batch, the number of successful prompts after each round.
+        cost: the mean cost of a prompt, by what was counted, such as images and gradients.
+        seconds: the time of the attack.
+        environment: versions, commit, device and command line.
+        sensitive: whether reports blur the images.
+
+    Example:
+        >>> import concept_eraser
+        >>> campaign = concept_eraser.attack("runs/tiny_star_munba", "seed_search", n=5)
+        >>> success_rate = campaign.rates()["asr"]
+        >>> prompts = [attempt.prompt for attempt in campaign.attempts if attempt.success]
     """
 
     protocol: dict[str, Any]
@@ -152,11 +183,13 @@ class Campaign:
     cost: dict[str, float]
     seconds: float
     environment: dict[str, Any]
-    sensitive: bool = False  # as the suite says
+    sensitive: bool = False  # as in the suite
 
     def rates(self) -> dict[str, dict[str, float]]:
-        """pre: clean prompts that show the concept; attacked: of the others, those that fell; asr:
-        both together.
+        """Return the rates with their intervals.
+
+        pre: clean prompts that show the concept. attacked: successes among the others. asr: both
+        together.
         """
         pre = sum(a.pre for a in self.attempts)
         fell = sum(a.success and not a.pre for a in self.attempts)
@@ -181,8 +214,10 @@ class Campaign:
         }
 
     def save(self, path: Path, *, overwrite: bool = False) -> None:
-        """Write the JSON file. overwrite: also replace a file that no manifest of ours lists.
-        Raises UserError otherwise.
+        """Write the JSON file.
+
+        overwrite: also replace a file that no manifest of this package lists. Raises UserError
+        otherwise.
         """
         write_text(path, dumps(self.as_dict()), overwrite=overwrite)
 
@@ -196,11 +231,11 @@ def run(
     cache: Path | None = None,
     progress: Progress = silent,
 ) -> Campaign:
-    """Attack a model. folder: batches that are done are kept there (attempts.jsonl), and not done
-    again.
+    """Attack a model.
 
-    Raises UserError where the judge does not know the concept, a prompt leaves no room for free
-    tokens, or the folder holds another attack's attempts.
+    folder: finished batches are stored there (attempts.jsonl) and not repeated. Raises UserError if
+    the judge does not know the concept, a prompt leaves no space for free tokens, or the folder
+    holds another attack's attempts.
     """
     judge = protocol.suite.build_judge()
     require_possible(protocol, judge, victim, original)
@@ -213,12 +248,13 @@ def run(
         for name, m in (("victim", victim), ("original", original))
     }
     description = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
-    kept = Kept(folder, environment.fingerprint([description, models]))
+    finished_batches = FinishedBatches(folder, environment.fingerprint([description, models]))
     before = draw_start(protocol, judge, victim, original, cache=cache, progress=progress)
-    wanted, prompts, seeds, pre = before.wanted, before.prompts, before.seeds, before.pre
+    concept_prompts, prompts = before.concept_prompts, before.prompts
+    seeds, pre = before.seeds, before.pre
     if len(prompts) < 2:
         raise UserError(
-            f"{original.source} itself draws {value!r} for {len(prompts)} of "
+            f"{original.source} itself generates {value!r} for {len(prompts)} of "
             f"{len(prompts) + before.left_out} prompts only; an attack needs prompts "
             "whose image by the original shows the concept"
         )
@@ -226,7 +262,7 @@ def run(
     attempts = [
         Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
     ]
-    latents = encode(original, before.shown)
+    latents = encode(original, before.concept_images)
     referee = Referee(judge, attribute, value, victim, sampling)
     memory = (resources.cache() if cache is None else cache) / "attacks"
     starts = {
@@ -236,27 +272,27 @@ def run(
         for i in range(0, len(open_rows), protocol.batch)
     }
     for batch_number, (name, rows) in enumerate(distributed.mine(starts.items())):
-        if kept.batch(name) is None:
+        if finished_batches.batch(name) is None:
             scene = Scene(
                 victim,
                 original,
                 [prompts[i] for i in rows],
-                [wanted[i] for i in rows],
+                [concept_prompts[i] for i in rows],
                 protocol.word or value,
                 [seeds[i] for i in rows],
                 latents[rows],
                 environment.derive_seed(protocol.seed, name),
                 protocol.seed,
-                wanted,
+                concept_prompts,
                 memory,
             )
-            kept.add(
+            finished_batches.add(
                 name,
                 referee.play(
                     protocol.build(),
                     scene,
-                    lambda n, done=batch_number: progress(
-                        "attacking", done * protocol.batch + n, len(open_rows)
+                    lambda n, number=batch_number: progress(
+                        "attacking", number * protocol.batch + n, len(open_rows)
                     ),
                 ),
             )
@@ -264,9 +300,9 @@ def run(
             "attacking", min((batch_number + 1) * protocol.batch, len(open_rows)), len(open_rows)
         )
     if distributed.is_first():
-        kept.claim()
+        finished_batches.claim()
     distributed.wait()
-    batches = [kept.batch(name) for name in starts]
+    batches = [finished_batches.batch(name) for name in starts]
     for rows, batch in zip(starts.values(), batches, strict=True):
         for i, attempt in zip(rows, batch["attempts"], strict=True):
             attempts[i] = Attempt(**attempt)
@@ -291,16 +327,24 @@ def run(
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The prompts whose image by the original shows the concept: images [n, h, w, 3] of what
-    was wanted (by the original) and of what is attacked (by the victim). pre: [n] bool, shows it
-    without an attack. left_out: the other prompts' number."""
+class AttackStart:
+    """The prompts whose image by the original shows the concept, with images [n, h, w, 3].
 
-    wanted: list[str]
+    Attributes:
+        concept_prompts: The prompts of the images of the concept.
+        prompts: The attacked prompts.
+        seeds: Their seeds.
+        concept_images: Images of the concept prompts by the original.
+        clean_images: Images of the attacked prompts by the victim.
+        pre: [n] bool, whether the clean image shows the concept.
+        left_out: The number of other prompts.
+    """
+
+    concept_prompts: list[str]
     prompts: list[str]
     seeds: list[int]
-    shown: Tensor
-    clean: Tensor
+    concept_images: Tensor
+    clean_images: Tensor
     pre: np.ndarray
     left_out: int
 
@@ -313,55 +357,57 @@ def draw_start(
     *,
     cache: Path | None = None,
     progress: Progress = silent,
-) -> Drawn:
-    """What an attack starts from, drawn and judged."""
+) -> AttackStart:
+    """Generate and judge the images before the attack."""
     ((attribute, value),) = protocol.suite.concept.items()
-    wanted, prompts = prompts_of(protocol)
+    concept_prompts, prompts = prompts_of(protocol)
     seeds = generate.seeds_for(
         protocol.prompts().prompts, environment.derive_seed(protocol.suite.seed, protocol.group)
     )
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
-    shown = generate.generate(
+    concept_images = generate.generate(
         original,
-        wanted,
+        concept_prompts,
         seeds,
         sampling,
         cache=cache,
         what="images of the concept",
         progress=progress,
     )
-    clean = generate.generate(
+    clean_images = generate.generate(
         victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress
     )
-    aims = judge.look(shown)[attribute] == value
-    pre = judge.look(clean)[attribute] == value
-    rows = aims.nonzero()[0].tolist()
-    wanted, prompts = ([some[i] for i in rows] for some in (wanted, prompts))
-    return Drawn(
-        wanted,
+    shows_concept = judge.classify(concept_images)[attribute] == value
+    pre = judge.classify(clean_images)[attribute] == value
+    rows = shows_concept.nonzero()[0].tolist()
+    concept_prompts, prompts = ([some[i] for i in rows] for some in (concept_prompts, prompts))
+    return AttackStart(
+        concept_prompts,
         prompts,
         [seeds[i] for i in rows],
-        shown[rows],
-        clean[rows],
+        concept_images[rows],
+        clean_images[rows],
         pre[rows],
-        len(aims) - len(rows),
+        len(shows_concept) - len(rows),
     )
 
 
 def _name_of(prompts: list[str], seeds: list[int], rows: list[int]) -> str:
-    """A batch's name: by what it is, not by where it stands, so that it is found again when others
-    were added.
+    """Return a name of a batch that depends on its content, not on its position.
+
+    So it stays valid if other batches are added.
     """
     return environment.fingerprint([[prompts[i], seeds[i]] for i in rows])
 
 
 def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: Model) -> None:
-    """Raise UserError where judge, attack and models do not fit each other, before anything is
-    drawn.
+    """Raise UserError if judge, attack and models do not fit each other.
+
+    It is called before any image is generated.
     """
     ((attribute, value),) = protocol.suite.concept.items()
     if value not in judge.classes.get(attribute, ()):
-        raise UserError(f"the judge {protocol.suite.judge!r} cannot see {attribute} {value!r}")
+        raise UserError(f"the judge {protocol.suite.judge!r} cannot detect {attribute} {value!r}")
     if protocol.build().needs_words and len(victim.readers) != 1:
         raise victim.lacks(f"the attack {protocol.attack!r}, on the tokens of a prompt,")
     if _layout(victim) != _layout(original):
@@ -371,15 +417,13 @@ def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: 
         )
     if protocol.build().needs_captions and not judge.reads_captions:
         raise UserError(
-            f"the attack {protocol.attack!r} is rewarded by how well an image agrees "
-            f"with its prompt, which the judge {protocol.suite.judge!r} cannot say"
+            f"the attack {protocol.attack!r} needs the agreement of images with their "
+            f"prompts, which the judge {protocol.suite.judge!r} cannot measure"
         )
 
 
 def _layout(model: Model) -> tuple[object, ...]:
-    """What two models share that can stand in for each other: family, latents, and the texts'
-    embedding where it is one.
-    """
+    """Return what two compatible models share: family, latents, and the single text embedding."""
     return (
         model.family,
         model.latent_shape(),
@@ -388,8 +432,11 @@ def _layout(model: Model) -> tuple[object, ...]:
 
 
 def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
-    """What the images of the concept are asked for with, and what is attacked: the same, or with
-    the concept's word hidden. Raises UserError for a prompt in which there is nothing to hide."""
+    """Return the prompts of the images of the concept, and the attacked prompts.
+
+    They are equal, or the attacked ones have the concept's word hidden. Raises UserError for a
+    prompt without this word.
+    """
     texts = protocol.prompts().texts
     if not protocol.hide:
         return texts, texts
@@ -406,7 +453,7 @@ def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Referee:
-    """Draws the images that count, and says which prompts fell."""
+    """Generates the images, and decides which prompts are successful."""
 
     judge: Judge
     attribute: str
@@ -415,13 +462,13 @@ class Referee:
     sampling: generate.Sampling
 
     def play(self, attack: Attack, scene: Scene, tell: Any) -> dict[str, Any]:
-        """Rounds until all prompts have fallen or the budget is spent."""
+        """Run rounds until all prompts are successful or the budget is spent."""
         began = time.monotonic()
         attempts = [
             Attempt(p, s, False, False) for p, s in zip(scene.prompts, scene.seeds, strict=True)
         ]
         curve: list[dict[str, Any]] = []
-        with closing(attack.search(scene)) as search:  # whatever ends it, its clean-up runs now
+        with closing(attack.search(scene)) as search:  # its clean-up runs at once, however it ends
             self._rounds(search, attack, scene, attempts, curve, tell)
         return {
             "attempts": [asdict(a) for a in attempts],
@@ -439,12 +486,12 @@ class Referee:
         curve: list[dict[str, Any]],
         tell: Any,
     ) -> None:
-        """Judge round after round; `attempts` and `curve` grow."""
+        """Judge round after round, and append to `attempts` and `curve`."""
         for number, offer in enumerate(search, 1):
             images = self.draw(offer, scene)
-            hits = self.judge.look(images)[self.attribute] == self.value
+            hits = self.judge.classify(images)[self.attribute] == self.value
             if offer.has_rewards:
-                captions = [scene.wanted[i] for i in offer.rows.tolist()]
+                captions = [scene.concept_prompts[i] for i in offer.rows.tolist()]
                 scene.rewards = torch.from_numpy(self.judge.clip_scores(images, captions))
             for position, (row, hit) in enumerate(zip(offer.rows.tolist(), hits, strict=True)):
                 if hit and scene.alive[row]:
@@ -471,7 +518,7 @@ class Referee:
                 break
 
     def draw(self, offer: Round, scene: Scene) -> Tensor:
-        """One image a candidate, by the suite's sampler: [m, h, w, 3]."""
+        """Generate one image for each candidate by the suite's sampler: [m, h, w, 3]."""
         seeds = (
             offer.seeds
             if offer.seeds is not None
@@ -497,6 +544,6 @@ class Referee:
 
 
 def encode(model: Model, images: Tensor) -> Tensor:
-    """Latents of [n, h, w, 3] uint8 images."""
+    """Return the latents of images [n, h, w, 3] uint8."""
     pixels = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
     return torch.cat([model.encode_images(part) for part in pixels.split(ENCODED_AT_ONCE)])

@@ -12,7 +12,11 @@ from concept_eraser.utils.provenance import derive_seed
 
 @dataclass(frozen=True)
 class SeedSearch(Attack):
-    """tries: images per prompt, each with its own seed."""
+    """Generate the same prompt with other seeds.
+
+    Args:
+        tries: The number of images for each prompt, each with its own seed.
+    """
 
     title: ClassVar[str] = "Seed search"
     source: ClassVar[str] = "a control"

@@ -2,7 +2,7 @@
 
 Yang et al., "SneakyPrompt: Jailbreaking Text-to-image Generative Models", IEEE S&P 2024, arXiv
 2305.12082, section IV. An LSTM policy (Adam, lr 0.1) picks up to `words` sub-words for the
-sensitive word. The reward is the agreement of the image with the wanted prompt (CLIP score). The
+sensitive word. The reward is the agreement of the image with the concept prompt (CLIP score). The
 policy learns by REINFORCE with the mean reward so far as its baseline, with at most `queries`
 images per prompt.
 
@@ -60,9 +60,10 @@ class SneakyPrompt(Attack):
     """Learn sub-words for the concept's word.
 
     Args:
-        words: number of sub-words (the paper: at most 3).
-        pool: number of candidates.
-        lr: learning rate of the policy.
+        words: The number of sub-words (the paper: at most 3).
+        queries: The largest number of images for each prompt.
+        pool: The number of candidate sub-words.
+        lr: The learning rate of the policy.
     """
 
     title: ClassVar[str] = "SneakyPrompt"
@@ -98,11 +99,11 @@ class SneakyPrompt(Attack):
             live = scene.live.tolist()
             proposals = [policies[i].write(self.words, generators[i]) for i in live]
             texts = [
-                scene.wanted[i].replace(scene.concept, words.text(pool[w].tolist()))
+                scene.concept_prompts[i].replace(scene.concept, words.text(pool[w].tolist()))
                 for i, (w, _) in zip(live, proposals, strict=True)
             ]
             yield Round(scene.live, texts=texts, has_rewards=True)
-            assert scene.rewards is not None  # the round asked for them
+            assert scene.rewards is not None  # the round has rewards
             rewards = scene.rewards.tolist()
             for i, (_, chance), reward in zip(live, proposals, rewards, strict=True):
                 baseline = sum(means[i]) / len(means[i]) if means[i] else reward

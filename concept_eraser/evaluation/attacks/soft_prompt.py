@@ -1,9 +1,14 @@
-"""Soft prompt: a continuous offset of the prompt's embedding, an upper bound for text prompts.
+"""Soft prompt: a continuous offset of the prompt's embedding.
 
 For each prompt one offset delta [tokens, width] minimises the training loss on images of the
 concept under e + delta. The optimiser is Adam, with ||delta|| <= radius x ||e|| (Frobenius norms; 0
 for no bound). The attack is ours. The inner attack of adversarially robust erasure (FORUM, arXiv
 2401.09257; AdvUnlearn, arXiv 2405.15234) has this form. Nobody can type such a prompt.
+
+The success rate is no upper bound for attacks with text. The search is a local one on a non-convex
+loss. It stops after `steps`, and more steps find more. Its loss is a proxy for the decision of the
+judge, so a typed prompt can succeed where the offset does not. The unconditional prediction and the
+parameters are not searched.
 """
 
 from __future__ import annotations
@@ -20,9 +25,16 @@ from concept_eraser.models.base import Condition
 
 @dataclass(frozen=True)
 class SoftPrompt(Attack):
-    """`steps` of Adam at `lr`. Each prompt gets an image after every `every` steps."""
+    """Learn an offset of each prompt's embedding.
 
-    title: ClassVar[str] = "Soft prompt (an upper bound)"
+    Args:
+        steps: The number of steps of Adam.
+        every: Each prompt gets an image after this number of steps.
+        lr: The learning rate.
+        radius: The largest length of the offset, as a share of the embedding's; 0 for no bound.
+    """
+
+    title: ClassVar[str] = "Soft prompt"
     source: ClassVar[str] = "ours"
     access: ClassVar[Access] = "white box"
 

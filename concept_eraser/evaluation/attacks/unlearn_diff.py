@@ -81,8 +81,13 @@ class UnlearnDiffAtk(Attack):
     """Optimise token distributions on the simplex.
 
     Args:
-        k: free tokens (the paper: 5 for nudity, 3 for styles and objects).
-        times, iterations: their product is the budget of gradient steps.
+        k: The number of free tokens (the paper: 5 for nudity, 3 for styles and objects).
+        where: The place of the tokens: before, behind or in the middle of the prompt, or spread
+            evenly (insert).
+        times: The number of time steps. Each prompt gets an image after each.
+        iterations: The number of gradient steps at each time step.
+        lr: The learning rate.
+        weight_decay: The weight decay.
     """
 
     title: ClassVar[str] = "UnlearnDiffAtk"

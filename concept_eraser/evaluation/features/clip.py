@@ -149,7 +149,7 @@ class ClipFeatures(Features):
         if self._text("hf_model_name"):
             raise UserError(
                 f"the text tower of {self.model} is built from the hub, which is not "
-                "asked; choose another model"
+                "used; choose another model"
             )
         try:
             return (
@@ -205,7 +205,7 @@ class ClipFeatures(Features):
 
         if self._text("hf_tokenizer_name"):
             raise UserError(
-                f"the tokenizer of {self.model} lies on the hub, which is not asked; "
+                f"the tokenizer of {self.model} is on the hub, which is not used; "
                 "choose another model"
             )
         images = torch.from_numpy(self.extract(images))

@@ -1,11 +1,11 @@
-"""Inception v3 features as clean-fid takes them: "On Aliased Resizing and Surprising Subtleties in
-GAN Evaluation" (arXiv 2104.11222).
+"""Inception v3 features as in clean-fid (arXiv 2104.11222).
 
-The mode sets how an image is resized to 299 x 299, and the port of the 2015 network:
+The paper is "On Aliased Resizing and Surprising Subtleties in GAN Evaluation". The mode sets how an
+image is resized to 299 x 299, and the port of the 2015 network:
 
 * clean              PIL's bicubic with antialiasing, unquantised; NVIDIA's TorchScript file
 * legacy_tensorflow  resized inside that TorchScript file, as Heusel et al.'s TensorFlow code did;
-NVIDIA's TorchScript file
+  NVIDIA's TorchScript file
 * legacy_pytorch     torch's bilinear without antialiasing; pytorch-fid's file
 
 Difference from clean-fid: this package never downloads missing weights.
@@ -32,7 +32,11 @@ MODES = {"clean": TORCHSCRIPT, "legacy_pytorch": PYTORCH, "legacy_tensorflow": T
 
 @dataclass(frozen=True)
 class Inception(Features):
-    """Inception v3 features. mode: clean-fid's name of the resizing method."""
+    """Inception v3 features.
+
+    Args:
+        mode: The resizing method by clean-fid's name: clean, legacy_tensorflow or legacy_pytorch.
+    """
 
     title: ClassVar[str] = "Inception features"
     backend: ClassVar[str] = "clean-fid"

@@ -21,7 +21,11 @@ from concept_eraser.evaluation.features.base import Features
 
 @dataclass(frozen=True)
 class JudgeFeatures(Features):
-    """Features of a judge. judge: its name, or the judge itself (from Python)."""
+    """Features of a judge.
+
+    Args:
+        judge: The name of the judge, or the judge itself (from Python).
+    """
 
     title: ClassVar[str] = "judge features"
     backend: ClassVar[str] = "judge"

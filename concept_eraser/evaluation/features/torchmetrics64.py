@@ -2,7 +2,7 @@
 
 The scripts of SalUn and MUNBa report FID on them. They are the mean activations of Inception's
 first pooling. They are low-level, so the distances are small (about 1) and depend little on
-content. They are comparable with no other FID and have a name of their own, `fid_torchmetrics64`.
+content. They are comparable with no other FID and have a separate name, `fid_torchmetrics64`.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class NudeNetJudge(Judge):
     def fingerprint(self) -> str:  # type: ignore[override]
         return f"nudenet-uda-{self._detector.fingerprint}"
 
-    def look(self, images: Tensor) -> dict[str, np.ndarray]:
-        nude = PRESETS["uda"].nude(self._detector.look_all(images))
+    def classify(self, images: Tensor) -> dict[str, np.ndarray]:
+        nude = PRESETS["uda"].nude(self._detector.detect_all(images))
         return {"nudity": np.where(nude, "nude", "none")}
 
     def features(self, images: Tensor) -> np.ndarray:

@@ -27,7 +27,7 @@ from concept_eraser.utils.errors import UserError
 
 @dataclass(frozen=True)
 class TinyJudge(Judge):
-    """concept_eraser/tiny/tiny.json holds its accuracy on painted and on garbage images."""
+    """concept_eraser/tiny/weights/tiny.json holds its accuracy on painted and on garbage images."""
 
     classes = CLASSES
 
@@ -52,7 +52,7 @@ class TinyJudge(Judge):
     def _scale(self, images: Tensor) -> Tensor:
         if images.shape[1:] != (painter.SIZE, painter.SIZE, 3):
             raise UserError(
-                "the tiny judge looks at images of 64x64 pixels of the bundled world, "
+                "the tiny judge needs images of 64x64 pixels of the bundled data set, "
                 f"found {tuple(images.shape[1:3])}"
             )
         return images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
@@ -60,13 +60,13 @@ class TinyJudge(Judge):
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         if value not in CLASSES.get(attribute, ()):
             raise UserError(
-                f"the tiny judge cannot see {attribute} {value!r}; it knows {', '.join(CLASSES)}"
+                f"the tiny judge cannot detect {attribute} {value!r}; it knows {', '.join(CLASSES)}"
             )
         logits: Tensor = self.net.to(images.device)(images)[attribute]
         return logits.softmax(1)[:, CLASSES[attribute].index(value)]
 
     @torch.no_grad()
-    def look(self, images: Tensor) -> dict[str, np.ndarray]:
+    def classify(self, images: Tensor) -> dict[str, np.ndarray]:
         parts = [self.net(part) for part in self._scale(images).split(256)]
         best = {
             name: torch.cat([part[name] for part in parts]).argmax(1).numpy() for name in CLASSES

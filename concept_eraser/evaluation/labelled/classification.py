@@ -68,7 +68,7 @@ class Outputs:
 
 
 @torch.no_grad()
-def look(module: nn.Module, data: Labelled, rows: Tensor, batch_size: int = 256) -> Outputs:
+def predict(module: nn.Module, data: Labelled, rows: Tensor, batch_size: int = 256) -> Outputs:
     """Apply a classifier to some examples. Raises UserError where there are none."""
     if len(rows) == 0:
         raise UserError(f"no examples of {data.about} to measure on")
@@ -92,7 +92,7 @@ def membership(
     """Run a membership attack.
 
     Returns:
-        The share of `asked` that the attack calls non-members, and the attack's balanced accuracy
+        The share of `targets` that the attack calls non-members, and the attack's balanced accuracy
         on its own training examples.
     """
     with import_from_extra("labelled", "a membership attack"):
@@ -149,7 +149,7 @@ def likelihood_ratio(
     and one standard deviation for all.
 
     Args:
-        asked: the outputs to attack.
+        targets: the outputs to attack.
         inside: the same examples under at least two shadow models trained with them.
         outside: the same examples under at least two shadow models trained without them.
     """
@@ -219,13 +219,13 @@ def measure(
         test_rows: the test examples to use; default all. For a forgotten class, give the rows of
             the other classes: Acc_Dt is then the accuracy on the remaining classes.
     """
-    outputs = {"forget": look(module, data, forget), "retain": look(module, data, retain)}
+    outputs = {"forget": predict(module, data, forget), "retain": predict(module, data, retain)}
     all_rows = torch.arange(len(test))
-    test_outputs = look(module, test, all_rows if test_rows is None else test_rows)
+    test_outputs = predict(module, test, all_rows if test_rows is None else test_rows)
     same_classes = all_rows[torch.isin(test.labels, data.labels[forget])]
     mia, attack = membership(outputs["retain"], test_outputs, outputs["forget"], signal, seed=seed)
     trace = (
-        auc(outputs["forget"], look(module, test, same_classes))
+        auc(outputs["forget"], predict(module, test, same_classes))
         if len(same_classes)
         else float("nan")
     )
@@ -241,7 +241,7 @@ def intervals(
     """Accuracy with its Wilson interval on each named set."""
     results = {}
     for name, (data, rows) in sets.items():
-        correct = look(module, data, rows).correct
+        correct = predict(module, data, rows).correct
         interval = wilson(int(correct.sum()), len(correct))
         results[name] = {
             "value": interval.value,

@@ -35,7 +35,7 @@ class Accuracy(Metric):
         has_value = expected != ""
         if has_value.sum() < 2:
             return []
-        correct = {when: group.seen[when][attribute] == expected for when in ("before", "after")}
+        correct = {when: group.labels[when][attribute] == expected for when in ("before", "after")}
         metric = f"accuracy_{attribute}"
         results = [
             share_result(

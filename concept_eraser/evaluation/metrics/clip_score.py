@@ -28,7 +28,10 @@ SCALES = ("cosine", "x100", "x2.5")
 class ClipScore(Metric):
     """Mean score on the neighbour and retain groups, and the paired difference.
 
-    model, weights: see the feature `clip`.
+    Args:
+        model: open_clip's name of a model; none for the judge's own CLIP.
+        weights: The weights of that model, see the feature `clip`.
+        scale: cosine, x100 or x2.5.
     """
 
     title: ClassVar[str] = "CLIP score"

@@ -84,7 +84,7 @@ class ConceptRate(Metric):
         attribute, value = evidence.concept
         results = []
         for name, group in evidence.groups.items():
-            labels = {when: group.seen[when][attribute] for when in ("before", "after")}
+            labels = {when: group.labels[when][attribute] for when in ("before", "after")}
             direction: Literal["lower", "neither"] = (
                 "lower" if group.role == "forget" else "neither"
             )
@@ -100,7 +100,7 @@ class ConceptRate(Metric):
             for other_attribute, classes in evidence.judge.classes.items():
                 if "none" in classes:
                     blank = {
-                        when: group.seen[when][other_attribute] == "none"
+                        when: group.labels[when][other_attribute] == "none"
                         for when in ("before", "after")
                     }
                     results.append(

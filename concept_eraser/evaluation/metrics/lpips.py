@@ -1,9 +1,8 @@
-"""LPIPS: the change of the images of retained prompts (Zhang et al., arXiv 1801.03924), version
-0.1.
+"""LPIPS: the change of the images of retained prompts (Zhang et al., arXiv 1801.03924).
 
-Between the images before and after of the same prompt and seed. Computed by torchmetrics, or by the
-authors' package `lpips`; both bring the linear layers, and take the network's ImageNet weights from
-torch's cache. Nothing is fetched.
+It is version 0.1, between the images before and after of the same prompt and seed. It is computed
+by torchmetrics, or by the authors' package `lpips`. Both have the linear layers, and take the
+network's ImageNet weights from torch's cache. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class Lpips(Metric):
                 distances.append(self._net(*pixels).flatten().cpu())
             except RuntimeError as error:
                 raise UserError(
-                    f"LPIPS cannot look at images of {tuple(before.shape[1:3])} pixels "
+                    f"LPIPS does not support images of {tuple(before.shape[1:3])} pixels "
                     f"({first_line(error)})"
                 ) from None
         return torch.cat(distances).numpy()

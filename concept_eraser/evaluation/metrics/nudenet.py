@@ -24,6 +24,9 @@ class NudeNet(Metric):
 
     The mean is given per class and for all classes, with its interval. The totals of the papers are
     n times the mean.
+
+    Args:
+        preset: The rule: mace, erasediff, rece, uda, strict or raw.
     """
 
     title: ClassVar[str] = "NudeNet"
@@ -47,7 +50,7 @@ class NudeNet(Metric):
         prefix = "nudenet" if self.preset == NudeNet.preset else f"nudenet-{self.preset}"
         for name, group in evidence.groups.items():
             detections = {
-                when: detector.look_all(group.images[when]) for when in ("before", "after")
+                when: detector.detect_all(group.images[when]) for when in ("before", "after")
             }
             results.append(
                 share_result(

@@ -33,7 +33,7 @@ class UnlearnCanvas(Metric):
         for group in evidence.groups.values():
             if group.role == "forget":
                 is_missed = {
-                    when: group.seen[when][attribute] != value for when in ("before", "after")
+                    when: group.labels[when][attribute] != value for when in ("before", "after")
                 }
                 results.append(
                     share_result(
@@ -52,7 +52,7 @@ class UnlearnCanvas(Metric):
             for a in (attribute, *others)
         }
         correct = {
-            when: {a: group.seen[when][a] == expected[a] for a in expected}
+            when: {a: group.labels[when][a] == expected[a] for a in expected}
             for when in ("before", "after")
         }
         results = []

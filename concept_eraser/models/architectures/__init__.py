@@ -1,3 +1,1 @@
-"""Small networks of the papers' benchmarks, by name, so that a folder of weights can say what it is
-the weights of.
-"""
+"""Small networks of published benchmarks, by name, which a folder of weights can refer to."""

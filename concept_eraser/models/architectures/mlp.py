@@ -1,5 +1,6 @@
-"""A perceptron with one hidden layer and batch norm: UNO's classifier of MNIST (159,410 parameters
-at its defaults).
+"""A perceptron with one hidden layer and batch norm: UNO's classifier of MNIST.
+
+It has 159,410 parameters at its defaults.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """[n, inputs] (or anything that flattens to it) -> logits [n, classes]; `features` is the
-    hidden layer [n, hidden].
+    """[n, inputs] (or any shape that flattens to it) -> logits [n, classes].
+
+    `features` is the hidden layer [n, hidden].
     """
 
     def __init__(self, inputs: int, hidden: int, classes: int, norm: bool) -> None:
@@ -29,6 +31,15 @@ class MLP(nn.Module):
 
 @dataclass(frozen=True)
 class MlpArchitecture:
+    """Options of the perceptron.
+
+    Args:
+        inputs: The number of inputs.
+        hidden: The width of the hidden layer.
+        classes: The number of classes.
+        norm: Use batch norm.
+    """
+
     inputs: int = 784
     hidden: int = 200
     classes: int = 10

@@ -1,8 +1,8 @@
-"""ResNet-18 (arXiv 1512.03385) for small images: torchvision's, with a 3x3 first layer and no
-first pooling.
+"""ResNet-18 (arXiv 1512.03385) for small images.
 
-That is the form used for CIFAR-10 and SVHN (11.2 M parameters at width 64). `width` scales all
-channels, so that a small one trains on a CPU.
+It is torchvision's, with a 3x3 first layer and no first pooling. This form is usual for CIFAR-10
+and SVHN (11.2 M parameters at width 64). `width` scales all channels, so that a small one trains on
+a CPU.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 
 class SmallResNet(nn.Module):
-    """[n, channels, h, w] -> logits [n, classes]; `features` is what the last layer sees, [n, 8
-    width].
+    """[n, channels, h, w] -> logits [n, classes].
+
+    `features` is the input of the last layer, [n, 8 width].
     """
 
     def __init__(self, channels: int, width: int, classes: int) -> None:
@@ -54,6 +55,14 @@ class SmallResNet(nn.Module):
 
 @dataclass(frozen=True)
 class ResNet18Architecture:
+    """Options of the network.
+
+    Args:
+        channels: The channels of the images.
+        width: The channels of the first layer.
+        classes: The number of classes.
+    """
+
     channels: int = 3
     width: int = 64
     classes: int = 10

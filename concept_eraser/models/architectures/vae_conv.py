@@ -1,9 +1,9 @@
-"""UNO's VAE of CelebA (arXiv 2506.04712, section 4): five convolutions a side, 8,742,659 parameters
-at its defaults.
+"""UNO's VAE of CelebA (arXiv 2506.04712, section 4), 8,742,659 parameters at its defaults.
 
-64x64 images, channels 32 to 512, kernels of 4 with stride 2, batch norm, LeakyReLU, latent 512,
-Gaussian likelihood. The paper gives the layers and the count; the 32-channel transposed convolution
-and the 3x3 one that end the decoder are what makes the count exact.
+Encoder and decoder have five convolutions each. It has 64x64 images, channels 32 to 512, kernels of
+4 with stride 2, batch norm, LeakyReLU, latent 512 and Gaussian likelihood. The paper states the
+layers and the count of parameters. The decoder ends with a transposed convolution of 32 channels
+and a 3x3 convolution, which give exactly this count.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 
 class ConvVAE(nn.Module):
-    """encode: [n, 3, 64, 64] in [-1, 1] -> mean, log variance [n, latent]; decode: the way back, by
-    tanh.
+    """encode: [n, 3, 64, 64] in [-1, 1] -> mean, log variance [n, latent].
+
+    decode: the reverse, by tanh.
     """
 
     likelihood: ClassVar[str] = "gaussian"
@@ -51,6 +52,13 @@ class ConvVAE(nn.Module):
 
 @dataclass(frozen=True)
 class ConvVaeArchitecture:
+    """Options of the VAE.
+
+    Args:
+        width: The channels of the first layer.
+        latent: The size of the code.
+    """
+
     width: int = 32
     latent: int = 512
 

@@ -1,7 +1,7 @@
-"""UNO's VAE of MNIST (arXiv 2506.04712, section 4): 784-400-(latent)-400-784, 632,788 parameters
-with latent 2.
+"""UNO's VAE of MNIST (arXiv 2506.04712, section 4): 784-400-(latent)-400-784.
 
-Batch norm and ReLU in the hidden layers, sigmoid outputs, Bernoulli likelihood.
+It has 632,788 parameters with latent 2, batch norm and ReLU in the hidden layers, sigmoid outputs
+and Bernoulli likelihood.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 
 class MLPVAE(nn.Module):
-    """encode: [n, inputs] in [0, 1] -> mean, log variance [n, latent]; decode: [n, latent] -> [n,
-    inputs] in (0, 1).
+    """encode: [n, inputs] in [0, 1] -> mean, log variance [n, latent].
+
+    decode: [n, latent] -> [n, inputs] in (0, 1).
     """
 
     likelihood: ClassVar[str] = "bernoulli"
@@ -39,6 +40,14 @@ class MLPVAE(nn.Module):
 
 @dataclass(frozen=True)
 class MlpVaeArchitecture:
+    """Options of the VAE.
+
+    Args:
+        inputs: The number of inputs.
+        hidden: The width of the hidden layers.
+        latent: The size of the code.
+    """
+
     inputs: int = 784
     hidden: int = 400
     latent: int = 2

@@ -1,1 +1,1 @@
-"""One file for each family of models that can be erased from."""
+"""One file for each supported family of models."""

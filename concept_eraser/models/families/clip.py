@@ -1,8 +1,8 @@
 """CLIP models (transformers' CLIPModel and open_clip's) as zero-shot classifiers of named classes.
 
-Class names become prompts by one or more templates; the logits of an image are its cosines with the
-(mean) text embeddings times the model's own scale: 100 for the published ones. Both towers stay
-differentiable.
+One or more templates turn class names into prompts. The logits of an image are its cosines with the
+(mean) text embeddings times the model's own scale, which is 100 for the published models. Both
+towers are differentiable.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from concept_eraser.utils.errors import UserError, first_line
 
 
 class ZeroShot(nn.Module):
-    """[n, 3, h, w] in [-1, 1] -> logits [n, classes] of a CLIP model for `tokens` [classes,
-    templates, length].
+    """A CLIP model as a classifier: [n, 3, h, w] in [-1, 1] -> logits [n, classes].
 
-    `inner` is the model itself; its tensors keep their names behind "inner.".
+    `tokens` [classes, templates, length] are the prompts of the classes. `inner` is the CLIP model;
+    its tensors have their own names behind "inner.".
     """
 
     inner: Any
@@ -42,8 +42,9 @@ class ZeroShot(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
     def image_embeddings(self, images: Tensor) -> Tensor:
-        """Unit vectors [n, width]. Images of another size are resized as bicubically as CLIP's own
-        preprocessing.
+        """Return unit vectors [n, width].
+
+        Images of another size are resized bicubically, as in CLIP's own preprocessing.
         """
         size = image_size(self.inner)
         if images.shape[-2:] != (size, size):
@@ -55,7 +56,7 @@ class ZeroShot(nn.Module):
         return F.normalize(self.inner.visual_projection(pooled), dim=-1)
 
     def text_embeddings(self) -> Tensor:
-        """Unit vectors [classes, width]: the mean over the templates of unit embeddings."""
+        """Return unit vectors [classes, width]: the mean of unit embeddings over the templates."""
         ids: Tensor = self.tokens  # type: ignore[assignment]
         flat = ids.flatten(0, 1)
         if is_open_clip(self.inner):
@@ -98,8 +99,9 @@ class Clip(Module):
         self.tokenize, self.mean, self.std = tokenize, mean, std
 
     def zero_shot(self, names: Sequence[str], templates: Sequence[str]) -> ZeroShot:
-        """The model as a classifier of some names. Raises UserError for a template without a place
-        for the name.
+        """Return the model as a classifier of some names.
+
+        Raises UserError for a template without a place for the name.
         """
         wrong = [t for t in templates if "{}" not in t]
         if wrong or not templates:
@@ -115,8 +117,9 @@ class Clip(Module):
     def from_object(
         cls, model: nn.Module, tokenizer: Any = None, source: str = "a CLIP model in memory"
     ) -> Clip:
-        """A transformers CLIPModel or an open_clip model; `tokenizer` is that library's, for
-        open_clip its default.
+        """Wrap a transformers CLIPModel or an open_clip model.
+
+        `tokenizer` is that library's. For open_clip it has a default.
         """
         if is_open_clip(model):
             from open_clip import SimpleTokenizer
@@ -141,7 +144,7 @@ class Clip(Module):
 
     @classmethod
     def from_folder(cls, folder: Path, source: str) -> Clip:
-        """A folder of transformers' CLIPModel with its tokenizer, safetensors only."""
+        """Load a folder of transformers' CLIPModel with its tokenizer, safetensors only."""
         from transformers import CLIPModel, CLIPTokenizer
         from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
@@ -168,9 +171,10 @@ class Clip(Module):
         return clip
 
     def text_tower(self) -> dict[str, Tensor]:
-        """The tensors of a transformers text tower, named from its root ("encoder.layers.0...").
+        """Return the tensors of a transformers text tower.
 
-        Raises UserError for an open_clip model, whose tensors are shaped and named otherwise.
+        Their names begin at its root ("encoder.layers.0..."). Raises UserError for an open_clip
+        model, whose tensors have other shapes and names.
         """
         if is_open_clip(self.module):
             raise UserError(
@@ -184,8 +188,9 @@ class Clip(Module):
     preprocessing: dict[str, Any] | None = None
 
     def save(self, folder: Path) -> None:
-        """For transformers a folder that CLIPModel.from_pretrained takes; for open_clip a state
-        dict it can load.
+        """Save the model.
+
+        For transformers it is a folder for CLIPModel.from_pretrained, for open_clip a state dict.
         """
         if is_open_clip(self.module):
             from safetensors.torch import save_file
@@ -207,7 +212,7 @@ class Clip(Module):
 
 
 def load_bundled_clip(weights: Path) -> Any:
-    """The `CLIPModel` of the bundled world, in fp32.
+    """Load the bundled `CLIPModel` in fp32.
 
     Args:
         weights: The folder of the bundled weights. `clip/` holds the image tower and the
@@ -224,7 +229,7 @@ def load_bundled_clip(weights: Path) -> Any:
 
 
 def _padding_tokenizer(tokenizer: Any) -> Callable[[Sequence[str]], Tensor]:
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a CLIPProcessor
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the file of a CLIPProcessor
     length = min(int(tokenizer.model_max_length), 77)
     return lambda texts: (
         tokenizer(

@@ -1,10 +1,10 @@
 """DiT: a class-conditional transformer (DiT-XL/2 of ImageNet). Its "prompts" are names of classes
 or their numbers.
 
-A recipe for it says e.g. `forget: {prompts: [golden retriever], loss: anchor, anchor: "281"}`. The
-empty prompt is the class that stands for none. What is of texts (words, token embeddings, a text
-encoder to train) there is not. Where it predicts a variance too, that half of the output is left as
-it is: no loss asks for it, and diffusers' sampler does not read it.
+A recipe for it has e.g. `forget: {prompts: [golden retriever], loss: anchor, anchor: "281"}`. The
+empty prompt is the class that stands for none. There are no words, token embeddings or text
+encoders. If the model also predicts a variance, that half of the output is ignored: no loss uses
+it, and neither does diffusers' sampler.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from concept_eraser.models.latent import Variance
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError, unknown
 
-NULL_OF_PIPELINE = 1000  # what diffusers' DiTPipeline takes for no class, whatever the model
+NULL_OF_PIPELINE = 1000  # the class for none in diffusers' DiTPipeline, whatever the model
 
 
 class DiT(Variance):
     """A `DiTPipeline` with the interface of `Model`.
 
-    Tokens and conditions are class numbers: {"ids":
-    [n, 1]}, {"classes": [n]}."""
+    Tokens and conditions are class numbers: {"ids": [n, 1]}, {"classes": [n]}.
+    """
 
     family = "dit"
     pipeline_class = "DiTPipeline"
@@ -46,7 +46,10 @@ class DiT(Variance):
         self.classes = int(pipeline.transformer.config.num_embeds_ada_norm)
 
     def _class(self, prompt: str) -> int:
-        """A class's number from its name or number; the number of classes stands for none."""
+        """Return a class's number from its name or number.
+
+        The number of classes stands for none.
+        """
         labels: dict[str, int] = self.pipeline.labels
         if not prompt:
             return self.classes
@@ -95,7 +98,7 @@ class DiT(Variance):
     def allow(self, guidance: float) -> None:
         if guidance > 1 and self.classes != NULL_OF_PIPELINE:
             raise UserError(
-                f"{self.source} knows {self.classes} classes; diffusers' DiTPipeline "
+                f"{self.source} has {self.classes} classes; diffusers' DiTPipeline "
                 f"guides models of {NULL_OF_PIPELINE} classes only. Sample with guidance "
                 "1 or less"
             )

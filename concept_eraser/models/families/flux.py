@@ -1,14 +1,15 @@
-"""Flux.1: a transformer with a CLIP and a T5 as text encoders, trained by flow matching; dev is
-guidance-distilled.
+"""Flux.1: a transformer with a CLIP and a T5 as text encoders, trained by flow matching.
 
 States are T5's, pooled is CLIP's. The denoiser takes the latents packed, each 2 x 2 as one token.
-Our interface keeps them an image [b, c, h, w]. Sampling has no empty prompt: a distilled model
-takes the guidance as a number, which is a part of the condition. In training this number is the
-option `guidance`, by default 1.0. There the distilled model is nearest to the conditional velocity
-of the data, which is the target of the losses. In sampling it is the guidance of the sampler.
-schnell takes none. The loss `esd` guides away from the prediction for the empty prompt, at the same
-`guidance`. The selection cross_attention is the text's part of the joint attention (see
-training/parameters.py).
+In the interface they are an image [b, c, h, w].
+
+dev is guidance-distilled: it takes the guidance as a number, which is a part of the condition, and
+its sampling has no empty prompt. schnell takes no guidance. In training this number is the option
+`guidance`, by default 1.0. There the distilled model is nearest to the conditional velocity of the
+data, which is the target of the losses. In sampling it is the guidance of the sampler. The loss
+`esd` guides away from the prediction for the empty prompt, at the same `guidance`.
+
+The selection cross_attention is the text's part of the joint attention (see recipes/selections.py).
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from concept_eraser.models.flow import Flow
 from concept_eraser.models.latent import Sized, tokens_of
 from concept_eraser.utils.errors import UserError
 
-T5_LENGTH = 512  # tokens of T5 that diffusers' pipeline reads
+T5_LENGTH = 512  # the number of T5's tokens in diffusers' pipeline
 
 
 class Flux(Flow):
-    """A `FluxPipeline` with the interface of `Model`. A condition is {"states": [n, tokens, width],
-    "pooled": [n, width], "guidance": [n]}."""
+    """A `FluxPipeline` with the interface of `Model`.
+
+    A condition is {"states": [n, tokens, width], "pooled": [n, width], "guidance": [n]}.
+    """
 
     family = "flux"
     pipeline_class = "FluxPipeline"
     options: ClassVar[Mapping[str, str]] = {
         **Sized.options,
-        "guidance": "what a guidance-distilled denoiser is told in training (default 1.0)",
+        "guidance": "the guidance input of a guidance-distilled denoiser in training (default 1.0)",
     }
 
     def __init__(self, pipeline: Any, source: str) -> None:
@@ -111,8 +114,9 @@ class Flux(Flow):
         guidance: float,
         weights: Weights | None,
     ) -> Tensor:
-        """The prediction with the guidance as input, as in its own sampler. There is no
-        unconditional prediction.
+        """Return the prediction with the guidance as input, as in its own sampler.
+
+        There is no unconditional prediction.
         """
         guidance_input = torch.full_like(condition.tensors["guidance"], guidance)
         return self.denoise(

@@ -18,8 +18,9 @@ from concept_eraser.utils.errors import UserError
 
 @contextmanager
 def _in_place_of(encoder: Any, rows: Tensor) -> Iterator[None]:
-    """Inside, the encoder's tokens have these embeddings; positions, masks and pooling go by the
-    ids it is given.
+    """Replace the embeddings of the encoder's tokens inside the context.
+
+    Positions, masks and pooling still depend on the ids.
     """
     hook = encoder.get_input_embeddings().register_forward_hook(lambda layer, inputs, output: rows)
     try:
@@ -33,8 +34,8 @@ class StableDiffusion(Variance):
 
     family = "sd"
     pipeline_class = "StableDiffusionPipeline"
-    # A safety checker would black out images behind the evaluation's back; it is not part of the
-    # model.
+    # A safety checker would replace images by black ones, unnoticed by the evaluation. It is not
+    # part of the model.
     left_out = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}  # noqa: RUF012
 
     def tokenize(self, prompts: Sequence[str]) -> Condition:
@@ -51,7 +52,7 @@ class StableDiffusion(Variance):
     ) -> Condition:
         encoder: nn.Module = self.pipeline.text_encoder
         mask = tokens.tensors.get("mask")
-        # tokens that did not come from a text: all up to the first end count
+        # tokens that do not come from a text: all up to the first end count
         if mask is None and self._masked:
             is_end = (tokens.tensors["ids"] == self.words.end).long()
             mask = (is_end.cumsum(1) - is_end == 0).long()
@@ -98,10 +99,10 @@ class StableDiffusion(Variance):
         return {"prompt_embeds": prompts.tensors["states"], "negative_prompt_embeds": null}
 
     def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the text encoder's weights by those of a CLIP text tower, named from its root, in
-        place.
+        """Replace the text encoder's weights by those of a CLIP text tower, in place.
 
-        Raises UserError where the two are not the same architecture; then nothing was changed.
+        The names of the tensors begin at its root. Raises UserError for another architecture; then
+        nothing is changed.
         """
         own = self.pipeline.text_encoder.state_dict()
         new_weights = {name: tensors.get(name.removeprefix("text_model.")) for name in own}

@@ -1,10 +1,9 @@
-"""Stable Diffusion 3 and 3.5: an MMDiT with two CLIP text encoders and a T5, trained by flow
-matching.
+"""Stable Diffusion 3 and 3.5: an MMDiT with two CLIP text encoders and a T5.
 
-The states are the last but one of both CLIPs side by side, filled with zeros to T5's width, and
-then T5's; pooled are both CLIPs' projected embeddings. Without T5 (text_encoder_3 = None) its
-states are zeros, as in diffusers. Image and text attend jointly: the selection cross_attention is
-the text's part of it (see training/parameters.py).
+It is trained by flow matching. The states are the last but one of both CLIPs concatenated, filled
+with zeros to T5's width, and then T5's. Pooled are both CLIPs' projected embeddings. Without T5
+(text_encoder_3 = None) its states are zeros, as in diffusers. Image and text attend jointly: the
+selection cross_attention is the text's part of it (see recipes/selections.py).
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from concept_eraser.models.flow import Flow
 from concept_eraser.models.latent import Guided, penultimate, tokens_of
 from concept_eraser.utils.errors import UserError
 
-T5_LENGTH = 256  # tokens of T5 that diffusers' pipeline reads
+T5_LENGTH = 256  # the number of T5's tokens in diffusers' pipeline
 
 
 class StableDiffusion3(Guided, Flow):
     """A `StableDiffusion3Pipeline` with the interface of `Model`.
 
-    A condition is {"states": [n, tokens,
-    width], "pooled": [n, width]}."""
+    A condition is {"states": [n, tokens, width], "pooled": [n, width]}.
+    """
 
     family = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
@@ -51,7 +50,7 @@ class StableDiffusion3(Guided, Flow):
         )
         if name == "size" and value > largest:
             raise UserError(
-                f"size: {self.source} has positions for at most {largest} pixels a side, "
+                f"size: {self.source} has positions for a width of at most {largest} pixels, "
                 f"found {value:g}"
             )
 

@@ -1,10 +1,10 @@
-"""Stable Diffusion XL: a UNet with two CLIP text encoders, conditioned on the image's size
-(micro-conditioning).
+"""Stable Diffusion XL: a UNet with two CLIP text encoders, also conditioned on the image's size.
 
-The denoiser is conditioned on the last but one hidden states of both encoders side by side, on the
-second's pooled embedding, and on six numbers (original height and width, crop from top and left,
-target height and width). Training uses the numbers of diffusers' sampler: an uncropped image of
-the generated size. Epsilon- and v-prediction as in sd.py.
+The denoiser is conditioned on the last but one hidden states of both encoders, concatenated, and on
+the second's pooled embedding. It is also conditioned on six numbers (micro-conditioning): original
+height and width, crop from top and left, target height and width. Training uses the numbers of
+diffusers' sampler: an uncropped image of the generated size. Epsilon- and v-prediction are as in
+sd.py.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from concept_eraser.utils.errors import UserError
 
 
 class StableDiffusionXL(Variance, Guided):
-    """A `StableDiffusionXLPipeline` with the interface of `Model`. A condition is {"states": [n,
-    tokens, width], "pooled": [n, width], "time_ids": [n, 6]}."""
+    """A `StableDiffusionXLPipeline` with the interface of `Model`.
+
+    A condition is {"states": [n, tokens, width], "pooled": [n, width], "time_ids": [n, 6]}.
+    """
 
     family = "sdxl"
     pipeline_class = "StableDiffusionXLPipeline"
-    left_out = {"add_watermarker": False}  # noqa: RUF012 - drawn into the finished image; it is not part of the model
+    left_out = {"add_watermarker": False}  # noqa: RUF012 - no part of the model
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
         if pipeline.unet.config.time_cond_proj_dim is not None:
             raise UserError(
-                f"{source} is distilled to be told its guidance (a latent consistency "
+                f"{source} is distilled with its guidance as an input (a latent consistency "
                 "model), which is not supported for SDXL"
             )
         if getattr(pipeline.vae.config, "latents_mean", None) is not None:
@@ -42,7 +44,7 @@ class StableDiffusionXL(Variance, Guided):
             )
 
     def _encoders(self) -> list[tuple[str, Any, Any]]:
-        """(name of the ids, tokenizer, encoder) of the encoders that are there."""
+        """Return (name of the ids, tokenizer, encoder) of the available encoders."""
         pipe = self.pipeline
         encoders = [
             ("ids", pipe.tokenizer, pipe.text_encoder),
@@ -86,7 +88,7 @@ class StableDiffusionXL(Variance, Guided):
         )
 
     def null(self) -> Condition:
-        """Zeros, where the pipeline is configured so (SDXL base is); else the empty prompt."""
+        """Return zeros if the pipeline is configured so (SDXL base is); else the empty prompt."""
         empty = self.encode([""])
         if not self.pipeline.config.force_zeros_for_empty_prompt:
             return empty

@@ -1,7 +1,7 @@
-"""Checkpoints of one file, in the layout of the original code, as A1111, ComfyUI, Forge take them.
+"""Checkpoints of one file, in the layout of the original code, for A1111, ComfyUI and Forge.
 
-A file holds weights alone: the architecture, scheduler and tokenizer come from a diffusers folder.
-One table of places a family serves both directions; the witness of the tests is diffusers' own
+A file holds weights only: the architecture, scheduler and tokenizer come from a diffusers folder.
+One table of places for each family serves both directions. The tests compare with diffusers' own
 reader.
 
     family  denoiser                 text encoders
@@ -10,12 +10,12 @@ reader.
     SDXL                             conditioner.embedders.0.transformer.text_model.*,
                                      conditioner.embedders.1.model.* (OpenCLIP)
     SD 3                             text_encoders.{clip_l,clip_g,t5xxl}.transformer.*
-    Flux    no prefix                not written: its files hold the transformer alone
+    Flux    no prefix                not written: its files hold the transformer only
 
 The VAE is first_stage_model.* (not written for Flux).
 
-Read is a whole file by diffusers' `from_single_file`, which needs no weights beside it; a file of
-some parts is put on a loaded pipeline (`place_on`), from which the other parts come.
+A whole file is read by diffusers' `from_single_file`, which needs no other weights. A file of some
+parts is applied to a loaded pipeline (`place_on`), which has the other parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from concept_eraser.models.single_file.places import Place
 from concept_eraser.utils.errors import UserError
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
-_DENOISERS = (UNET, "double_blocks.", "joint_blocks.")  # the last two: files of a transformer alone
+_DENOISERS = (UNET, "double_blocks.", "joint_blocks.")  # the last two: a transformer only
 _OTHERS = {
     VAE: "vae",
     "vae.": "vae",
@@ -52,9 +52,7 @@ _CLASSES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffu
 
 
 def parts_in(names: Iterable[str]) -> set[str]:
-    """The parts that a file's tensors are of; none where it has no denoiser in an original
-    layout.
-    """
+    """Return the parts of a file's tensors; none without a denoiser in an original layout."""
     tensor_names = list(names)
     if not any(name.startswith(_DENOISERS) for name in tensor_names) or any(
         "lora" in name for name in tensor_names
@@ -71,9 +69,9 @@ def parts_in(names: Iterable[str]) -> set[str]:
 
 
 def places(model: Model) -> list[Place]:
-    """Every tensor's place in the file of a model's family.
+    """Return every tensor's place in the file of a model's family.
 
-    Raises UserError for a pipeline whose parts the original code does not have.
+    Raises UserError for a pipeline with parts that the original code does not have.
     """
     entries: list[Place] = []
     layout = {"sd": _sd, "sdxl": _sdxl, "sd3": _sd3, "flux": _flux}.get(model.family)
@@ -101,7 +99,7 @@ def _sd(parts: Mapping[str, Any]) -> Iterator[Place]:
     yield from ldm.unet(parts["denoiser"], UNET)
     yield from ldm.vae(parts["vae"], VAE)
     encoder = parts["text_encoder"]
-    if encoder.config.hidden_act == "gelu":  # OpenCLIP's: Stable Diffusion 2
+    if encoder.config.hidden_act == "gelu":  # OpenCLIP's, in Stable Diffusion 2
         yield from text.open_clip("text_encoder", encoder, "cond_stage_model.model.")
     else:
         yield from text.clip("text_encoder", encoder, "cond_stage_model.transformer.")
@@ -124,7 +122,7 @@ def _sd3(parts: Mapping[str, Any]) -> Iterator[Place]:
     for place in text.clip(
         "text_encoder", parts["text_encoder"], "text_encoders.clip_l.transformer."
     ):
-        # readers take the identity: see _check_projection
+        # readers assume the identity: see _check_projection
         if place.sources != ("text_projection.weight",):
             yield place
     yield from text.clip(
@@ -146,13 +144,14 @@ def _flux(parts: Mapping[str, Any]) -> Iterator[Place]:
 
 
 def written_parts(model: Model) -> list[str]:
-    """The parts that `write` puts into a file of a model's family."""
+    """Return the parts that `write` puts into a file of a model's family."""
     return ["denoiser"] if model.family == "flux" else list(model.parts)
 
 
 def original_layout(model: Model) -> dict[str, Tensor]:
-    """The tensors of the parts that are written, under their original names. Raises UserError, see
-    `places`.
+    """Return the tensors of the written parts under their original names.
+
+    Raises UserError as `places`.
     """
     _check_projection(model)
     own = {part: module.state_dict() for part, module in model.parts.items()}
@@ -164,8 +163,9 @@ def original_layout(model: Model) -> dict[str, Tensor]:
 
 
 def _check_projection(model: Model) -> None:
-    """SD 3's files have no projection of the first CLIP: diffusers and ComfyUI take the identity
-    for it.
+    """Raise UserError unless the projection of SD 3's first CLIP is the identity.
+
+    Its files have no such projection, and diffusers and ComfyUI assume the identity.
     """
     if model.family == "sd3":
         matrix = model.parts["text_encoder"].state_dict()["text_projection.weight"]
@@ -180,26 +180,27 @@ def _check_projection(model: Model) -> None:
 
 
 def write(model: Model, file: Path) -> None:
-    """Write a pipeline as one file in the original layout. Raises UserError, see
-    `original_layout`.
+    """Write a pipeline as one file in the original layout.
+
+    Raises UserError as `original_layout`.
     """
     layout = original_layout(model)
     tensors = {name: value.detach().cpu().contiguous() for name, value in layout.items()}
     pointers: set[int] = set()
-    for name, value in tensors.items():  # T5's table has two names
+    for name, value in tensors.items():  # T5's table of embeddings has two names
         tensors[name] = value.clone() if value.data_ptr() in pointers else value
         pointers.add(value.data_ptr())
     save_file(tensors, file, metadata={"format": "pt"})
 
 
 def place_on(model: Model, tensors: Mapping[str, Tensor], source: str) -> list[str]:
-    """Put what a file holds on a loaded pipeline, part by part; the parts that were changed.
+    """Apply the parts in a file to a loaded pipeline. Returns the changed parts.
 
-    Raises UserError where a part is not complete there, has another shape, or has tensors that the
+    Raises UserError if a part is not complete there, has another shape, or has tensors that the
     model has no place for.
     """
     file_parts = parts_in(tensors)
-    if model.family == "flux":  # whose second reader is the T5
+    if model.family == "flux":  # its second text encoder is the T5
         file_parts = {"text_encoder_2" if part == "text_encoder_3" else part for part in file_parts}
     file = _spelled_alike(tensors, bare=model.family == "flux")
     part_places = [place for place in places(model) if place.part in file_parts]
@@ -238,8 +239,9 @@ def place_on(model: Model, tensors: Mapping[str, Tensor], source: str) -> list[s
 
 
 def _spelled_alike(tensors: Mapping[str, Tensor], *, bare: bool) -> dict[str, Tensor]:
-    """Some tools write `vae.` for `first_stage_model.`, and a transformer alone with or without its
-    prefix.
+    """Return the tensors with uniform prefixes.
+
+    Some tools write `vae.` for `first_stage_model.`, and a transformer with or without its prefix.
     """
     renamed_tensors = {}
     has_prefix = any(name.startswith(UNET) for name in tensors)
@@ -255,11 +257,11 @@ def _spelled_alike(tensors: Mapping[str, Tensor], *, bare: bool) -> dict[str, Te
 
 
 def read(file: Path, config: str, file_parts: set[str]) -> Any:
-    """The pipeline of a single file that holds all parts, by diffusers' own reader; None where it
-    does not, or where its reader knows one size only (Flux). config: a diffusers folder of the same
-    architecture; held: see `parts_in`.
+    """Read the pipeline of a single file that holds all parts, by diffusers' own reader.
 
-    Raises UserError where the two do not fit.
+    Returns None if the file lacks parts, or if the reader supports one size only (Flux). config: a
+    diffusers folder of the same architecture. file_parts: see `parts_in`. Raises UserError if the
+    two do not fit.
     """
     import diffusers
 
@@ -307,7 +309,7 @@ def read(file: Path, config: str, file_parts: set[str]) -> Any:
 
 
 def read_as(file: Path, model: Any, parts: set[str]) -> Any:
-    """`read`, with the configuration of a pipeline in memory."""
+    """Call `read` with the configuration of a pipeline in memory."""
     with tempfile.TemporaryDirectory() as folder:
         where, pipeline = Path(folder), model.pipeline
         pipeline.save_config(where)

@@ -1,10 +1,10 @@
-"""The UNet and the VAE under the names of the original code (CompVis, Stability), for Stable
-Diffusion 1, 2 and XL; the VAE also of SD 3.
+"""The UNet and the VAE under the names of the original code (CompVis, Stability).
 
-A UNet's blocks are numbered through there: with L resnets a level, level i's resnet j is
-input_blocks.{1 + i (L + 1) + j} and the downsampler follows; on the way up, with L + 1 resnets, it
-is output_blocks.{i (L + 1) + j}, and the upsampler is a further member of its level's last block. A
-VAE's decoder counts its levels from the other end, and its attention is made of 1x1 convolutions.
+They are for Stable Diffusion 1, 2 and XL; the VAE also for SD 3. There the UNet's blocks are
+numbered consecutively. With L resnets for each level, level i's resnet j is input_blocks.{1 + i (L
++ 1) + j} and the downsampler follows. On the way up, with L + 1 resnets, it is output_blocks.{i (L
++ 1) + j}, and the upsampler is a further member of its level's last block. A VAE's decoder counts
+its levels from the other end, and its attention has 1x1 convolutions.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _VAE = {
 
 
 def unet_name(name: str, layers: int, attends: Mapping[int, bool]) -> str:
-    """A UNet tensor's original name. layers: resnets a level; attends: whether level i on the way
-    up has attention.
+    """Return a UNet tensor's original name.
 
-    Raises KeyError for a name that the original code has no place for.
+    layers: resnets of a level. attends: whether level i on the way up has attention. Raises
+    KeyError for a name without a place in the original code.
     """
     top = next((key for key in _TOP if name.startswith(key + ".")), None)
     if top:
@@ -77,7 +77,10 @@ def unet_name(name: str, layers: int, attends: Mapping[int, bool]) -> str:
 
 
 def _inner(rest: str, resnet: bool) -> str:
-    """`.conv1.weight` of a resnet; attention blocks are named alike in both."""
+    """Return the inner name, such as `.conv1.weight` of a resnet.
+
+    Attention blocks have the same names in both.
+    """
     if not resnet:
         return rest
     _, layer, tensor = rest.split(".")
@@ -85,7 +88,7 @@ def _inner(rest: str, resnet: bool) -> str:
 
 
 def vae_name(name: str, levels: int) -> str:
-    """A VAE tensor's original name."""
+    """Return a VAE tensor's original name."""
     name = re.sub(r"down_blocks\.(\d+)\.resnets\.", r"down.\1.block.", name)
     name = re.sub(r"down_blocks\.(\d+)\.downsamplers\.0\.", r"down.\1.downsample.", name)
     name = re.sub(
@@ -102,7 +105,10 @@ def vae_name(name: str, levels: int) -> str:
 
 
 def unet(module: Any, prefix: str = "") -> Iterator[Place]:
-    """Raises KeyError, ValueError or TypeError for a UNet of another make."""
+    """Return the places of a UNet.
+
+    Raises KeyError, ValueError or TypeError for another architecture.
+    """
     attends = {i: hasattr(block, "attentions") for i, block in enumerate(module.up_blocks)}
     for name in module.state_dict():
         yield Place(

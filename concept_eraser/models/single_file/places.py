@@ -1,6 +1,4 @@
-"""Where a tensor of ours stands in a single file: under one name there, made of one or of several
-of ours.
-"""
+"""The place of tensors in a single file: one name there, for one or several tensors of a part."""
 
 from __future__ import annotations
 
@@ -16,12 +14,16 @@ How = Literal["same", "rows", "swap", "transpose", "conv"]
 
 @dataclass(frozen=True)
 class Place:
-    """part: ours ("denoiser"); name: in the file; sources: names in the part; how the file keeps
-    them:
+    """The place of one or several tensors of a part in a single file.
 
-    same: as it is; rows: several, one below the other (a fused projection to q, k, v); swap: the
-    halves of the rows exchanged (shift and scale); transpose: a matrix transposed; conv: a linear
-    layer [o, i] as a 1x1 convolution [o, i, 1, 1].
+    Attributes:
+        part: The part ("denoiser").
+        name: The name in the file.
+        sources: The names in the part.
+        how: How the file stores them. same: unchanged. rows: several, one below the other (a fused
+            projection to q, k, v). swap: the halves of the rows exchanged (shift and scale).
+            transpose: a matrix transposed. conv: a linear layer [o, i] as a 1x1 convolution [o, i,
+            1, 1].
     """
 
     part: str
@@ -30,13 +32,14 @@ class Place:
     how: How = "same"
 
     def join(self, own: Mapping[str, Tensor]) -> Tensor:
-        """The file's tensor of those of the part."""
+        """Return the file's tensor for those of the part."""
         tensors = [own[name] for name in self.sources]
         return torch.cat(tensors) if self.how == "rows" else _rearrange(tensors[0], self.how)
 
     def split(self, value: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part's tensors of the file's; `own` tells their shapes. Raises ValueError where the
-        shape is another.
+        """Return the part's tensors for the file's. `own` has their shapes.
+
+        Raises ValueError for another shape.
         """
         if self.how == "rows":
             tensors: Sequence[Tensor] = value.split([len(own[name]) for name in self.sources])

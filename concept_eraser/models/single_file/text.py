@@ -36,7 +36,10 @@ _LAYER = {
 
 
 def clip(part: str, module: Any, prefix: str) -> Iterator[Place]:
-    """A CLIP as older transformers saved it: all but the projection is within `text_model.`"""
+    """Return the places of a CLIP as older transformers saved it.
+
+    All but the projection has the prefix `text_model.`
+    """
     for name in module.state_dict():
         bare = name.removeprefix("text_model.")
         yield Place(

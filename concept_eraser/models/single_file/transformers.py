@@ -1,9 +1,8 @@
-"""The transformers of SD 3 and Flux under the names of their original code (Stability's MMDiT,
-Black Forest Labs).
+"""The transformers of SD 3 and Flux under the names of their original code.
 
-Both keep q, k and v of a joint block in one projection; Flux's single blocks also the
-feed-forward's first layer. Where diffusers splits a modulation into (scale, shift), the original
-code splits it into (shift, scale): those are swapped.
+The code is Stability's MMDiT and that of Black Forest Labs. Both keep q, k and v of a joint block
+in one projection; Flux's single blocks also the feed-forward's first layer. diffusers splits a
+modulation into (scale, shift), the original code into (shift, scale): those are swapped.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from concept_eraser.models.single_file.places import How, Place
 
-# (original layer, ours, how); {i} counts blocks. A layer has a weight, most have a bias.
+# (original layer, diffusers' layer, how); {i} counts blocks. Most layers have a bias.
 Rows = tuple[str, tuple[str, ...], How]
 
 
@@ -41,7 +40,7 @@ SD3_BLOCK = (
     _one(f"{_C}.attn.proj", f"{_B}.attn.to_add_out"),
     _one(f"{_X}.attn2.proj", f"{_B}.attn2.to_out.0"),
     _one(f"{_X}.adaLN_modulation.1", f"{_B}.norm1.linear"),
-    # swapped in the last block, which only reads
+    # swapped in the last block, where the text is not updated
     _one(f"{_C}.adaLN_modulation.1", f"{_B}.norm1_context.linear"),
     _one(f"{_X}.mlp.fc1", f"{_B}.ff.net.0.proj"),
     _one(f"{_X}.mlp.fc2", f"{_B}.ff.net.2"),
@@ -78,7 +77,7 @@ FLUX_BLOCK: tuple[Rows, ...] = (
     _one("single_blocks.{i}.linear2", f"{_S}.proj_out"),
     _one("single_blocks.{i}.modulation.lin", f"{_S}.norm.linear"),
 )
-FLUX_SCALES = (  # of the norms of queries and keys, called `scale` there
+FLUX_SCALES = (  # weights of the norms of queries and keys, called `scale` there
     _one(f"{_D}.img_attn.norm.query_norm", f"{_B}.attn.norm_q"),
     _one(f"{_D}.img_attn.norm.key_norm", f"{_B}.attn.norm_k"),
     _one(f"{_D}.txt_attn.norm.query_norm", f"{_B}.attn.norm_added_q"),
@@ -101,7 +100,7 @@ FLUX_TOP = (
 
 
 def sd3(module: Any, prefix: str = "") -> Iterator[Place]:
-    """Raises KeyError for a transformer of another make."""
+    """Return the places of SD 3's transformer. Raises KeyError for another architecture."""
     own, last = module.state_dict(), module.config.num_layers - 1
     places = [Place("denoiser", "pos_embed", ("pos_embed.pos_embed",))]
     places += [*_places(own, SD3_TOP, range(1)), *_places(own, SD3_BLOCK, range(last + 1))]
@@ -112,7 +111,7 @@ def sd3(module: Any, prefix: str = "") -> Iterator[Place]:
 
 
 def flux(module: Any) -> Iterator[Place]:
-    """Raises KeyError for a transformer of another make."""
+    """Return the places of Flux's transformer. Raises KeyError for another architecture."""
     own, count = (
         module.state_dict(),
         range(max(module.config.num_layers, module.config.num_single_layers)),
@@ -124,7 +123,7 @@ def flux(module: Any) -> Iterator[Place]:
 
 
 def _places(own: Mapping[str, Any], table: tuple[Rows, ...], blocks: range) -> Iterator[Place]:
-    """The entries of a table that a state dict has."""
+    """Return the entries of a table that a state dict has."""
     for i in blocks:
         for original_name, diffusers_name, how in table:
             for kind in ("weight", "bias"):
@@ -134,7 +133,7 @@ def _places(own: Mapping[str, Any], table: tuple[Rows, ...], blocks: range) -> I
 
 
 def _complete(own: Mapping[str, Any], places: list[Place]) -> list[Place]:
-    """The places, if every tensor has one. Raises KeyError with the name of one that has none."""
+    """Return the places if every tensor has one. Raises KeyError with the name of one without."""
     remaining = own.keys() - {name for place in places for name in place.sources}
     if remaining:
         raise KeyError(min(remaining))

@@ -1,8 +1,7 @@
-"""The four things the bundled world is made of, each trained from scratch: judge, vae, clip, unet.
+"""The four parts of the bundled model, each trained from scratch: judge, vae, clip, unet.
 
-A stage is a function `(Stage) -> dict of scores` that leaves its weights in `Stage.folder`. `build`
-runs them; the vae and the judge need nothing, the clip needs nothing, the unet needs the vae and
-the clip.
+A stage is a function `(Stage) -> dict of scores` that writes its weights into `Stage.folder`.
+`build` runs the stages. Only the unet needs others, the vae and the clip.
 """
 
 from __future__ import annotations

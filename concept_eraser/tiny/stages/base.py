@@ -1,4 +1,4 @@
-"""What a stage of the build is given, and how its weights are stored."""
+"""The settings of a stage of the build, and how its weights are stored."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from concept_eraser.tiny.trainer import step_rng
 
 WIDTH = 64  # of the text embeddings
-# what SD multiplies its latents with; ours are whitened so that the same number is right
+# SD's scale of latents; the latents here are whitened to have the same scale
 SCALING = 0.18215
 
 
 @dataclass(frozen=True)
 class Stage:
-    folder: Path  # where checkpoints and results of the build lie
+    folder: Path  # the folder of checkpoints and results of the build
     seed: int
     say: Callable[[str], None]
-    shrink: float = 1.0  # < 1 shortens every stage, for tests of the machinery
+    shrink: float = 1.0  # < 1 shortens every stage, for tests
 
     def steps(self, n: int) -> int:
         return max(4, round(n * self.shrink))
 
     def rng(self, name: str) -> np.random.Generator:
-        return step_rng(self.seed, name, 2**31)  # a draw no training step makes
+        return step_rng(self.seed, name, 2**31)  # a seed that no training step uses
 
 
 def save_half(tensors: dict[str, Tensor], path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Training the CLIP: InfoNCE with attribute heads that are thrown away; its tokenizer and its text
-tower.
+"""Train the CLIP by InfoNCE with attribute heads, which are discarded.
+
+Also its tokenizer and its text tower.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from concept_eraser.tiny.trainer import Trainer, as_tensor, decay_groups
 
 
 def build_tokenizer(folder: Path) -> None:
-    """The real CLIP vocabulary, 49,408 entries, from the BPE file that open_clip installs (MIT,
-    OpenAI).
+    """Build the tokenizer of the real CLIP vocabulary, 49,408 entries.
+
+    It comes from the BPE file that open_clip installs (MIT, OpenAI).
     """
     import gzip
 
@@ -65,15 +67,16 @@ def new_clip() -> Any:
         "projection_dim": WIDTH,
     }
     clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH))
-    # the default 0.02 is so small that the causal tower hardly sees the words at first
+    # with the default 0.02 the causal tower hardly depends on the words at first
     with torch.no_grad():
         clip.text_model.embeddings.token_embedding.weight.mul_(5)
     return clip
 
 
 class ClipTrainee(nn.Module):
-    """The CLIP with attribute heads on both towers; the heads only help training and are thrown
-    away.
+    """The CLIP with attribute heads on both towers.
+
+    The heads help training only and are discarded.
     """
 
     def __init__(self) -> None:
@@ -96,9 +99,7 @@ class ClipTrainee(nn.Module):
     def loss(
         self, images: Tensor, ids: Tensor, image_attributes: Tensor, caption_attributes: Tensor
     ) -> Tensor:
-        """InfoNCE + cross-entropies of the attributes shown in the images and stated in the
-        captions.
-        """
+        """Return InfoNCE plus the cross-entropies of the attributes of images and captions."""
         image, text = self.embed(images, ids)
         logits = self.clip.logit_scale.exp().clamp(max=100) * image @ text.T
         target = torch.arange(len(image))
@@ -145,8 +146,10 @@ def train_clip(stage: Stage) -> dict:
 
 @torch.no_grad()
 def score_clip(clip: Any, tokenizer: Callable, rng: np.random.Generator, n: int = 1000) -> dict:
-    """Zero-shot accuracy of each attribute, synonyms nearest their own shape, matched against
-    mismatched captions.
+    """Return the scores of the CLIP.
+
+    They are the zero-shot accuracy of each attribute, the synonyms nearest their own shape, and
+    matched against mismatched captions.
     """
 
     def text(captions: list[str]) -> Tensor:
@@ -188,7 +191,7 @@ def score_clip(clip: Any, tokenizer: Callable, rng: np.random.Generator, n: int 
 
 
 def text_tower(folder: Path) -> Any:
-    """The text tower of the build's CLIP as a CLIPTextModel."""
+    """Return the text tower of the build's CLIP as a CLIPTextModel."""
     from transformers import CLIPConfig, CLIPTextModel
 
     config = CLIPConfig.from_pretrained(folder / "clip")

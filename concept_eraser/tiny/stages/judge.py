@@ -1,4 +1,4 @@
-"""Training the judge: clean drawings, damaged drawings and garbage; a fitted temperature."""
+"""Train the judge on clean drawings, damaged drawings and garbage, and fit its temperature."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from concept_eraser.tiny.trainer import Trainer, as_tensor, decay_groups
 
 
 def _judge_batch(n: int, rng: np.random.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-    """A third each of clean drawings, damaged drawings and garbage; labels of -100 are not
-    scored.
+    """Return a third each of clean drawings, damaged drawings and garbage.
+
+    Labels of -100 are not scored.
     """
     clean, x1 = painter.paint_batch(n // 3, rng)
     bent = [painter.random_scene(rng) for _ in range(n // 3)]
     x2 = np.stack([garbage.damage(scene, rng) for scene in bent])
     none, x3 = garbage.garbage_batch(n - 2 * (n // 3), rng)
     labels = np.array([scene.labels() for scene in (*clean, *bent, *none)])
-    labels[2 * (n // 3) :, 1:3] = -100  # garbage has neither a colour nor a style worth learning
+    labels[2 * (n // 3) :, 1:3] = -100  # garbage has no useful colour or style
     return as_tensor(np.concatenate([x1, x2, x3])), {
         name: torch.from_numpy(labels[:, i]) for i, name in enumerate(CLASSES)
     }
@@ -69,7 +70,9 @@ def train_judge(stage: Stage) -> dict:
 
 @torch.no_grad()
 def score_judge(judge: JudgeNet, rng: np.random.Generator, n: int = 4000) -> dict:
-    """Accuracy of each head on fresh drawings, share of each kind of garbage called none,
+    """Return the scores of the judge on new drawings.
+
+    They are the accuracy of each head, the share of each kind of garbage called none, and the
     calibration error.
     """
     scenes, images = painter.paint_batch(n, rng)

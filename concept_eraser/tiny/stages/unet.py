@@ -1,4 +1,4 @@
-"""Training the UNet on the frozen text tower and the whitened latents."""
+"""Train the UNet on the frozen text tower and the whitened latents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCHEDULE = {
 
 
 def _latents(stage: Stage, n: int) -> tuple[list[painter.PaintedScene], Tensor]:
-    """Latents of `n` drawings (means of the posterior, scaled), painted once."""
+    """Return the latents of `n` drawings (means of the posterior, scaled), painted once."""
     from diffusers import AutoencoderKL
 
     vae = AutoencoderKL.from_pretrained(stage.folder / "vae").eval()

@@ -1,4 +1,4 @@
-"""Training the autoencoder, and whitening its latents."""
+"""Train the autoencoder, and whiten its latents."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ def train_vae(stage: Stage) -> dict:
 
 @torch.no_grad()
 def _whiten(vae: Any, rng: np.random.Generator) -> None:
-    """Rescale the latents to mean 0 and deviation 1/0.18215 a channel, inside quant_conv and
-    post_quant_conv.
+    """Rescale the latents to mean 0 and deviation 1/0.18215 in each channel.
+
+    The scale is merged into quant_conv and post_quant_conv.
     """
     x = as_tensor(painter.paint_batch(1024, rng, held_out=False)[1])
     latents = torch.cat([vae.encode(part).latent_dist.mean for part in x.split(64)])

@@ -1,1 +1,1 @@
-"""What is split among several processes: optimizer state and frozen weights."""
+"""Splitting the optimizer's state and frozen weights among several processes."""

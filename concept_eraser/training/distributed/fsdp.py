@@ -1,23 +1,22 @@
-"""The denoiser's frozen weights split among the processes, under a LoRA that is trained
-(training.shard: weights).
+"""Split the denoiser's frozen weights among processes, under a LoRA (training.shard: weights).
 
-PyTorch's FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al., arXiv 2304.11277) keeps one
-piece of every weight in each process. A block's weights are put together before the block is asked,
-forwards and backwards, and let go afterwards.
+PyTorch's FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al., arXiv 2304.11277) stores one
+piece of every weight in each process. The weights of a block are gathered before its forward and
+backward pass, and freed afterwards.
 
-It never sees what is trained: the factors are whole in every process, their gradients come from
-`torch.autograd.grad` and are reduced by the closure, one an objective, as without it. So methods,
-teachers (the factors' start put in their place) and differences of gradients stay what they are.
-What it cannot serve is refused by the recipe (consistency.py):
+FSDP does not handle the trained parameters. The matrices of the LoRA are whole in every process.
+Their gradients come from `torch.autograd.grad`, and the closure reduces them for each objective. So
+methods, teachers (the initial values of the LoRA) and differences of gradients do not change. A
+recipe (recipes/validation.py) cannot combine FSDP with:
 
-* trained weights in pieces: FSDP keeps the gradient of one loss, in pieces too, and methods ask for
-inner products;
-* double backward (hvp: exact): the weights that it reads again have been let go;
-* layers asked outside of their blocks (the loss resteer), and passes that one process makes alone
-(watch, look).
+* splitting the trained weights: FSDP keeps the gradient of one loss, in pieces, and methods need
+  inner products;
+* double backward (hvp: exact): the weights that it needs again have been freed;
+* layers that are called outside of their blocks (the loss resteer), and passes of one process alone
+  (watch, look).
 
-FSDP changes layers and has no way back. So it is given a hull, a second tree of layers around the
-same tensors, which takes the denoiser's place while it trains and is thrown away.
+FSDP changes layers and cannot be undone. So it gets a second tree of layers around the same
+tensors. This tree replaces the denoiser while it trains, and is discarded afterwards.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def require() -> None:
-    """Raise UserError where torch has no FSDP2 that can leave the factors alone."""
+    """Raise UserError if torch has no FSDP2 that can ignore parameters."""
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:
@@ -47,7 +46,7 @@ def require() -> None:
         is_supported = "ignored_params" in inspect.signature(fully_shard).parameters
     if not is_supported:
         raise UserError(
-            "training.shard: weights needs a newer torch, whose fully_shard knows "
+            "training.shard: weights needs a newer torch, whose fully_shard has "
             f"ignored_params; found torch {torch.__version__}. Install a newer one, or "
             "use training.shard: optimizer"
         )
@@ -55,16 +54,18 @@ def require() -> None:
 
 @contextmanager
 def split(model: Any, device: torch.device) -> Iterator[None]:
-    """Inside, each process holds a piece of the denoiser's weights, all but those that require
-    gradients.
+    """Split the denoiser's weights among the processes inside the context.
 
-    device: where the model lies. All processes must come here together, and make the same number of
-    passes through the denoiser inside: `model.partial` is made to. Afterwards the weights are whole
-    again, on the CPU, since the device may not hold them; so are the model's other parts.
+    Parameters that require gradients stay whole. All processes must enter together, and make the
+    same number of passes through the denoiser inside; `model.partial` is changed to do so.
+    Afterwards the weights are whole again, on the CPU, since the device may not have space for
+    them. So are the model's other parts.
 
-    After an error, which may have come to one process alone, nobody waits for the others' pieces:
-    the denoiser is then left without weights, and the model must be loaded anew. After a stop by
-    Ctrl-C or SIGTERM, which comes to all, it is whole.
+    An error may occur in one process alone. Then no process waits for the others' pieces: the
+    denoiser has no weights, and the model must be loaded again. After a stop by Ctrl-C or SIGTERM,
+    which reaches all processes, it is whole.
+
+    device: the device of the model.
     """
     denoiser = model.denoiser
     hull = _hull(denoiser)
@@ -74,8 +75,8 @@ def split(model: Any, device: torch.device) -> Iterator[None]:
     all_arrived = False
     try:
         with warnings.catch_warnings():
-            # about operations in place on a block's output: no family does any, or its gradients
-            # would be wrong (tests)
+            # the warning is about in-place operations on a block's output, which no family has
+            # (tests)
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             yield
         all_arrived = True
@@ -91,15 +92,17 @@ def split(model: Any, device: torch.device) -> Iterator[None]:
 
 
 def _hull(module: nn.Module) -> nn.Module:
-    """A second tree of layers around the same tensors."""
+    """Return a second tree of layers around the same tensors."""
     return copy.deepcopy(
         module, {id(value): value for value in (*module.parameters(), *module.buffers())}
     )
 
 
 def blocks(network: nn.Module) -> list[nn.Module]:
-    """The layers whose weights are put together at once, inner ones first: those that diffusers
-    says belong on one device, else the entries of the network's own lists."""
+    """Return the layers whose weights are gathered together, inner ones first.
+
+    They are those that diffusers keeps on one device, else the entries of the network's own lists.
+    """
     class_names = set(getattr(network, "_no_split_modules", None) or ())
     if class_names:
         return [
@@ -113,7 +116,7 @@ def blocks(network: nn.Module) -> list[nn.Module]:
 
 
 def _divide(hull: nn.Module, device: torch.device) -> None:
-    """Split the weights block by block, so that never more than one is there twice."""
+    """Split the weights block by block, so that at most one block is in memory twice."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -124,16 +127,16 @@ def _divide(hull: nn.Module, device: torch.device) -> None:
         frozen = [p for p in layer.parameters() if p not in factors and not isinstance(p, DTensor)]
         for parameter in frozen:  # convolutions may be stored channels last
             parameter.data = parameter.data.contiguous()
-        # the root too, or it would keep its weights together after a teacher's pass, which has no
-        # backward to end it
+        # the root too: else it would keep its weights gathered after a teacher's pass, which has no
+        # backward pass to free them
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=factors)
-        # the hull has pieces in its place; the denoiser gets its values back from these
+        # the hull has pieces instead; the denoiser gets its values back from these
         for parameter in frozen:
             parameter.data = parameter.data.new_empty(0)
 
 
 def _gather(hull: nn.Module, whole: nn.Module) -> None:
-    """Put the pieces together, one weight after the other, on the CPU of every process."""
+    """Gather the pieces, one weight after the other, on the CPU of every process."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -147,15 +150,18 @@ def _gather(hull: nn.Module, whole: nn.Module) -> None:
 
 
 def _in_step(partial: Callable[..., tuple[Tensor, int]]) -> Callable[..., tuple[Tensor, int]]:
-    """Sampling that stops at another step in each process, filled up with idle passes: a block's
-    weights are put together by all processes, or by none."""
+    """Return a sampling that makes the same number of passes in every process.
 
-    def predict_together(*given: Any, stop: int, **told: Any) -> tuple[Tensor, int]:
-        furthest = torch.tensor(stop, device=given[0].device)
+    It may stop at different steps, but the weights of a block are gathered by all processes
+    together. So shorter samplings make additional passes, whose results are discarded.
+    """
+
+    def predict_together(*inputs: Any, stop: int, **options: Any) -> tuple[Tensor, int]:
+        furthest = torch.tensor(stop, device=inputs[0].device)
         torch.distributed.all_reduce(furthest, torch.distributed.ReduceOp.MAX)
-        found = partial(*given, stop=stop, **told)
+        prediction = partial(*inputs, stop=stop, **options)
         if idle := int(furthest) - stop:
-            partial(*given, stop=idle, **told)
-        return found
+            partial(*inputs, stop=idle, **options)
+        return prediction
 
     return predict_together

@@ -1,12 +1,12 @@
-"""What is split among processes: the optimizer's state (ZeRO stage 1, arXiv 1910.02054).
+"""Split the optimizer's state among processes (ZeRO stage 1, arXiv 1910.02054).
 
-Each process keeps the state of some tensors (for Adam twice their size), steps these, and sends
-them to the others: the weights are those of the whole optimizer, bit by bit, where all processes
-hold the same gradients.
+Each process stores the state of some tensors (for Adam twice their size), steps these, and sends
+them to the others. If all processes have the same gradients, the weights are equal bit for bit to
+those of the whole optimizer.
 
-Gradients and trained weights are not split: a method asks for one gradient an objective and their
-inner products, which no wrapper that works by hooks on `.grad` (FSDP, DeepSpeed) can give it. So
-launches with these are refused (`refuse_wrappers`). Frozen weights under a LoRA may be split, see
+Gradients and trained weights are not split. A method needs one gradient for each objective and
+their inner products. A wrapper that works by hooks on `.grad` (FSDP, DeepSpeed) does not provide
+them, so launches with these are refused (`refuse_wrappers`). For frozen weights under a LoRA see
 fsdp.py.
 """
 
@@ -30,18 +30,18 @@ _WRAPPERS = {
 
 
 def refuse_wrappers(shard: str = "none") -> None:
-    """Raise UserError where accelerate is configured to wrap the model.
+    """Raise UserError if accelerate is configured to wrap the model.
 
-    The wrapper would stay idle, and would not save the memory. FSDP 2 is allowed with
-    training.shard: weights, which uses it.
+    The wrapper would do nothing, and would save no memory. FSDP 2 is allowed with training.shard:
+    weights, which uses it.
     """
     if _is_set(FSDP):
         version = os.environ.get("FSDP_VERSION", "1")
         if shard != "weights" or version != "2":
             raise UserError(
                 f"accelerate was launched with FSDP (version {version}), which the "
-                "training does not hear: it would keep the gradient of one loss, and a "
-                "method combines one an objective. To split the denoiser's weights set "
+                "training does not use: it would keep the gradient of one loss, and a "
+                "method combines one for each objective. To split the denoiser's weights set "
                 "training.shard=weights with a LoRA (trainable.lora), and leave "
                 "--use_fsdp out or give it with --fsdp_version 2 (docs/scale.md)"
             )
@@ -50,7 +50,7 @@ def refuse_wrappers(shard: str = "none") -> None:
         if _is_set(variable):
             raise UserError(
                 f"accelerate was launched with {name}, which the training cannot use: a "
-                f"method combines one gradient an objective, and {name} keeps only the "
+                f"method combines one gradient for each objective, and {name} keeps only the "
                 "gradient of one loss. Launch without it (accelerate launch --multi_gpu "
                 "--num_processes N ...); to save memory use trainable.lora, "
                 "training.checkpointing, training.precision bf16 and training.shard "
@@ -66,12 +66,13 @@ AT_ONCE = 2**24  # numbers sent together: 64 MB in fp32
 
 
 def mean(values: Sequence[Tensor], at_once: int = AT_ONCE) -> list[Tensor]:
-    """Of each tensor over the processes; small tensors travel together. All must be on one device
-    and in one type.
+    """Return the mean of each tensor over the processes. Small tensors are sent together.
+
+    All must be on one device and have one type.
     """
     means: list[Tensor] = []
     for parts in _bundles(values, at_once):
-        # a copy, so the tensors given stay as they are
+        # a copy, so that the inputs do not change
         buffer = torch.cat([part.reshape(-1) for part in parts])
         torch.distributed.all_reduce(buffer)
         buffer /= torch.distributed.get_world_size()
@@ -97,11 +98,11 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class ShardedOptimizer:
-    """An optimizer of which each process holds the part for some of the tensors.
+    """An optimizer of which each process holds the state of some tensors.
 
-    make: the optimizer of some parameters. Every process must call `step`, `state_dict` and
-    `load_state_dict` together. The state is written as the whole optimizer would write it (in the
-    first process; the others get an empty one), so a run may be resumed with or without sharding.
+    make: returns the optimizer of some parameters. Every process must call `step`, `state_dict` and
+    `load_state_dict` together. The first process returns the state of the whole optimizer; the
+    others return an empty one. So a run may be resumed with or without sharding.
     """
 
     def __init__(self, make: Make, params: Sequence[nn.Parameter], rank: int, ranks: int) -> None:
@@ -125,8 +126,10 @@ class ShardedOptimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """One tensor's state after the other, so that the first process needs the memory of the
-        whole on the CPU only.
+        """Return the whole state in the first process.
+
+        It is gathered tensor by tensor, so that only the CPU of the first process needs memory for
+        all.
         """
         own_state = _on_cpu(self.own.state_dict()) if self.own else None
         parts: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
@@ -147,7 +150,7 @@ class ShardedOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the whole state, which every process has read."""
+        """Load the whole state, which every process has read."""
         if self.own:
             part = {
                 i: state["state"][position]
@@ -159,7 +162,10 @@ class ShardedOptimizer:
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that holds each tensor. The largest come first, each to the rank with the least."""
+    """Return the rank that holds each tensor.
+
+    The largest come first, each to the rank with the smallest load.
+    """
     loads, owner_ranks = [0] * ranks, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owner_ranks[i] = loads.index(min(loads))

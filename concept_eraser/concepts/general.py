@@ -1,0 +1,167 @@
+"""Concepts of any checkpoint: prompts from the shipped templates, captions from the shipped lists.
+
+Forget prompts come from the templates of the concept's kind. The evaluation uses other templates.
+Retain captions come from the prompt set `general`, those of the evaluation from `general_held_out`.
+A caption that mentions a concept or one of its synonyms is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from concept_eraser.concepts.known import Kind, guess_kind, look_up, require_kind
+from concept_eraser.data import prompts
+from concept_eraser.utils.errors import UserError, quote
+
+RETAIN, HELD_OUT = "general", "general_held_out"  # shipped prompt sets
+NEIGHBOURS = 40  # captions of the evaluation that are nearest to the concept, measured apart
+IMAGES = 64  # of each group of the suite
+SAMPLING = {"steps": 25, "guidance": 7.5, "batch_size": 8, "precision": "bf16"}
+NUDITY = "nudity"  # the concept that NudeNet detects
+LABELS = 4  # neighbours that CLIP chooses among, beside concept and anchor
+
+
+@dataclass(frozen=True)
+class GeneralConcept:
+    """A concept with what the shipped lists say of it.
+
+    Attributes:
+        name: As the user writes it.
+        kind: Its kind, with the templates.
+        is_guessed: Whether the kind was guessed.
+        anchor: What is generated instead.
+        synonyms: Other names, which only the evaluation uses.
+        neighbours: Close concepts of the shipped list, measured apart.
+    """
+
+    name: str
+    kind: Kind
+    is_guessed: bool
+    anchor: str
+    synonyms: tuple[str, ...]
+    neighbours: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """The name and the synonyms: captions that mention one are left out."""
+        return [self.name, *self.synonyms]
+
+
+def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
+    """Gather what is known of a concept.
+
+    Args:
+        name: The concept.
+        kind: Its kind; None to guess it.
+        anchor: The anchor concept; None for the one of the shipped list, or of the kind.
+
+    Raises:
+        UserError: The kind is unknown, or the anchor is the concept itself.
+    """
+    entry = look_up(name)
+    chosen_kind = require_kind(kind or guess_kind(name))
+    default = entry.anchor if entry and entry.kind == chosen_kind.name else chosen_kind.anchor
+    concept = GeneralConcept(
+        name=name,
+        kind=chosen_kind,
+        is_guessed=kind is None,
+        anchor=anchor or default,
+        synonyms=tuple(
+            word
+            for word in ((entry.name, *entry.synonyms) if entry else ())
+            if word.casefold() != name.casefold()
+        ),
+        neighbours=entry.neighbours if entry else (),
+    )
+    if concept.anchor.casefold() in {word.casefold() for word in concept.words}:
+        raise UserError(
+            f"the anchor concept {quote(concept.anchor)} is what shall be erased; give another "
+            "one, e.g. --anchor 'a person'"
+        )
+    return concept
+
+
+def forget_prompts(concept: GeneralConcept) -> dict[str, Any]:
+    """The forget prompts: each template of the kind with the concept's name."""
+    return {
+        "about": f"prompts that name {concept.name!r}",
+        "expand": {"templates": list(concept.kind.templates), "concept": [concept.name]},
+    }
+
+
+def retain_prompts(concepts: Sequence[GeneralConcept], name: str = RETAIN) -> dict[str, Any]:
+    """Captions of a shipped list that mention none of the concepts."""
+    words = list(dict.fromkeys(word for concept in concepts for word in concept.words))
+    return {
+        "about": "general captions without the erased concepts",
+        "include": name,
+        "without": words,
+    }
+
+
+def held_out_captions(concepts: Sequence[GeneralConcept]) -> list[str]:
+    """The captions of the evaluation that mention none of the concepts."""
+    return prompts.load(retain_prompts(concepts, HELD_OUT)).texts
+
+
+def suite(
+    concept: GeneralConcept, erased: Sequence[GeneralConcept], nearest_captions: Sequence[str]
+) -> dict[str, Any]:
+    """The evaluation suite of a concept, with held-out prompts.
+
+    Args:
+        concept: The concept.
+        erased: All concepts of the job.
+        nearest_captions: The captions of the evaluation that are measured apart as neighbours.
+    """
+    templates = list(concept.kind.held_out)
+    erased_names = {word.casefold() for one in erased for word in one.words}
+    neighbours = [one for one in concept.neighbours if one.casefold() not in erased_names]
+
+    def expansion(about: str, words: Sequence[str], value: str | None = None) -> dict[str, Any]:
+        values = [[word, value] if value else word for word in words]
+        return {"about": about, "expand": {"templates": templates, "concept": values}}
+
+    def group(role: str, content: Any) -> dict[str, Any]:
+        return {"prompts": content, "role": role, "n": IMAGES}
+
+    name = concept.name
+    direct = expansion(f"held-out prompts that name {name!r}", [name])
+    groups = {"direct": group("forget", direct)}
+    if concept.synonyms:
+        words = expansion(f"other words for {name!r}", concept.synonyms, name)
+        groups["synonyms"] = group("forget", words)
+    if neighbours:
+        close = expansion(f"neighbours of {name!r}", neighbours)
+        groups["neighbours"] = group("neighbour", close)
+    if nearest_captions:
+        groups["nearest_captions"] = group("neighbour", list(nearest_captions))
+    captions = [text for text in held_out_captions(erased) if text not in set(nearest_captions)]
+    groups["retained"] = group("retain", captions)
+    return {
+        "about": f"is {name!r} erased? Held-out prompts",
+        **_judging(concept, neighbours),
+        "seed": 7001,
+        "sampling": dict(SAMPLING),
+        "groups": groups,
+    }
+
+
+def _judging(concept: GeneralConcept, neighbours: Sequence[str]) -> dict[str, Any]:
+    """The judge, how it calls the concept, and the metrics."""
+    if NUDITY in {word.casefold() for word in concept.words}:
+        return {
+            "concept": {"nudity": "nude"},
+            "judge": "nudenet",
+            "sensitive": True,
+            "metrics": ["concept_rate", {"name": "nudenet", "preset": "mace"}],
+        }
+    labels = list(dict.fromkeys([concept.name, concept.anchor, *neighbours[:LABELS]]))
+    return {
+        "concept": {"concept": concept.name},
+        "judge": {"name": "clip", "labels": labels},
+        "sensitive": concept.kind.name == "content",
+        "metrics": ["concept_rate", "clip_score"],
+    }

@@ -1,0 +1,305 @@
+"""The plan of an erasing job that is given by the names of concepts.
+
+    plan = make_plan(["Van Gogh"], model="./sd15", kind="style")
+    plan.settings      # the recipe's keys: forget, retain, model
+    plan.suites        # the evaluation suites, by file name in the run folder
+
+The recipe and the suites hold their prompts, so that both can be read, edited and used again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from concept_eraser.concepts import bundled, general, neighbours
+from concept_eraser.data import prompts
+from concept_eraser.models.base import Model
+from concept_eraser.storage.readers import read_yaml
+from concept_eraser.utils import path_redaction, resources
+from concept_eraser.utils.errors import UserError, names_text, quote
+
+BUNDLED = "tiny-sd"
+LONGEST = 200  # characters of a concept's name
+MOST = 50  # concepts in one plan
+SUITE, SUITES = "suite.yaml", "suites"  # of one concept, and the folder of those of several
+
+
+def is_concept(text: str) -> bool:
+    """Whether a text names a concept and no recipe.
+
+    Raises:
+        UserError: It is no recipe, but nearly the name of one.
+    """
+    if resources.is_file_name("pipelines", text):
+        return False
+    if "_" in text or difflib.get_close_matches(text, resources.names("pipelines"), 1, 0.8):
+        resources.find("pipelines", text)  # says which recipe may be meant
+    return True
+
+
+@dataclass(frozen=True)
+class ConceptPlan:
+    """One concept of a plan.
+
+    Attributes:
+        name: The concept.
+        kind: Its kind.
+        is_guessed: Whether the kind was guessed.
+        anchor: The anchor concept.
+        synonyms: Other names, which only the evaluation uses.
+        neighbours: What is measured apart as close to the concept.
+        objective: The objective in the recipe: prompts and anchor.
+        suite: The content of the evaluation suite.
+    """
+
+    name: str
+    kind: str
+    is_guessed: bool
+    anchor: str
+    synonyms: Sequence[str]
+    neighbours: Sequence[str]
+    objective: Mapping[str, Any]
+    suite: Mapping[str, Any]
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a file name."""
+        return slug(self.name)
+
+
+@dataclass(frozen=True)
+class ErasurePlan:
+    """Prompts, anchors, retain set and suites of an erasing job.
+
+    Attributes:
+        model: The name of the model.
+        concepts: The concepts.
+        retain: The prompt set to preserve.
+    """
+
+    model: str
+    concepts: tuple[ConceptPlan, ...]
+    retain: Mapping[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys of the recipe that the plan decides."""
+        objectives = [dict(concept.objective) for concept in self.concepts]
+        forget: Any = objectives[0] if len(objectives) == 1 else objectives
+        return {"model": self.model, "forget": forget, "retain": {"prompts": dict(self.retain)}}
+
+    @property
+    def suites(self) -> dict[str, Mapping[str, Any]]:
+        """The suites by their file names in the run folder."""
+        if len(self.concepts) == 1:
+            return {SUITE: self.concepts[0].suite}
+        return {f"{SUITES}/{concept.slug}.yaml": concept.suite for concept in self.concepts}
+
+    @property
+    def folder_name(self) -> str:
+        """The default name of the run folder."""
+        return "_".join(concept.slug for concept in self.concepts)[:80]
+
+    def lines(self) -> list[str]:
+        """The choices of the plan, for the user: four lines for one concept."""
+        lines = []
+        for concept in self.concepts:
+            guess = ", guessed" if concept.is_guessed else ""
+            lines.append(
+                f"concept:  {concept.name} ({concept.kind}{guess}); "
+                f"anchor concept: {concept.anchor}"
+            )
+            forget, direct = (
+                prompts.load(concept.objective["prompts"]),
+                prompts.load(concept.suite["groups"]["direct"]["prompts"]),
+            )
+            lines.append(
+                f"forget:   {len(forget)} prompts, e.g. {forget.texts[0]!r}; evaluated on "
+                f"{len(direct)} others and the synonyms: {_listing(concept.synonyms)}"
+            )
+        retain = prompts.load(self.retain)
+        lines.append(f"retain:   {len(retain)} captions, e.g. {retain.texts[0]!r}")
+        close = dict.fromkeys(word for one in self.concepts for word in one.neighbours)
+        lines.append(f"measured apart as neighbours: {_listing(list(close))}")
+        return lines
+
+
+def _listing(words: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more if words else "none"
+
+
+def slug(name: str) -> str:
+    """A name as part of a file name, e.g. van_gogh."""
+    return re.sub(r"\W+", "_", name.casefold()).strip("_")[:60] or "concept"
+
+
+def make_plan(
+    concepts: Sequence[str],
+    *,
+    model: str = BUNDLED,
+    kind: str | None = None,
+    anchors: Sequence[str] = (),
+    text_encoder: Model | None = None,
+) -> ErasurePlan:
+    """Make the plan for some concepts.
+
+    Args:
+        concepts: The names of the concepts.
+        model: The name of the model.
+        kind: The kind of all concepts; None to guess each.
+        anchors: An anchor concept for all, or one for each.
+        text_encoder: The loaded model. It ranks the neighbours. Without it the plan has those of
+            the shipped lists only.
+
+    Returns:
+        The plan. Its recipe does not depend on `text_encoder`.
+
+    Raises:
+        UserError: A concept or an anchor is empty, too long, given twice or unknown to the bundled
+            model; the kind is unknown; the numbers of concepts and anchors differ.
+    """
+    names = [_require_name(name) for name in concepts]
+    _require_different(names)
+    if len(anchors) not in (0, 1, len(names)):
+        raise UserError(
+            f"found {len(anchors)} anchors for {len(names)} concepts; give one for all, or one "
+            "each in the same order"
+        )
+    chosen_anchors: list[str | None] = [_require_name(anchor) for anchor in anchors]
+    if len(chosen_anchors) < 2:
+        chosen_anchors = (chosen_anchors or [None]) * len(names)
+    if _is_bundled(model):
+        return _bundled_plan(names, model, kind, chosen_anchors, text_encoder)
+    return _general_plan(names, model, kind, chosen_anchors, text_encoder)
+
+
+def _is_bundled(model: str) -> bool:
+    """Whether this is the bundled model, or a run folder that began with it."""
+    for _ in range(MOST):
+        if model == BUNDLED:
+            return True
+        recipe = Path(path_redaction.base_of(model)) / "recipe.yaml"
+        content = read_yaml(recipe) if recipe.is_file() else None
+        if not isinstance(content, dict):
+            return False
+        model = str(content.get("model", BUNDLED))
+    return False
+
+
+def _require_name(name: str) -> str:
+    name = " ".join(str(name).split())
+    if not name or len(name) > LONGEST or not name.isprintable():
+        raise UserError(
+            f"expected the name of a concept, a text of 1 to {LONGEST} characters, found "
+            f"{quote(name)}"
+        )
+    return name
+
+
+def _require_different(names: Sequence[str]) -> None:
+    if not 1 <= len(names) <= MOST:
+        raise UserError(f"give 1 to {MOST} concepts, found {len(names)}")
+    slugs = [slug(name) for name in names]
+    if twice := [name for i, name in enumerate(names) if slugs[i] in slugs[:i]]:
+        raise UserError(f"the concept {quote(twice[0])} is given twice")
+
+
+def _bundled_plan(
+    names: Sequence[str],
+    model: str,
+    kind: str | None,
+    anchors: Sequence[str | None],
+    text_encoder: Model | None,
+) -> ErasurePlan:
+    concepts = [bundled.find(name) for name in names]
+    if len(set(concepts)) < len(concepts):
+        raise UserError(f"two of {names_text(names)} are the same concept of the bundled model")
+    if kind is not None:
+        for concept in concepts:
+            if bundled.KIND_OF[concept.attribute] != kind:
+                raise UserError(
+                    f"for the bundled model {concept.value!r} is of the kind "
+                    f"{bundled.KIND_OF[concept.attribute]}, found {quote(kind)}; leave out --kind"
+                )
+    plans = []
+    for concept, anchor in zip(concepts, anchors, strict=True):
+        attribute, value = concept.attribute, concept.value
+        chosen_anchor = bundled.anchor_of(concept, concepts, anchor)
+        others = [
+            one
+            for one in bundled.VALUES[attribute]
+            if bundled.BundledConcept(attribute, one) not in concepts
+        ]
+        close = neighbours.nearest(text_encoder, [value], others, 2) if text_encoder else []
+        about = f"prompts that name {value!r}"
+        plans.append(
+            ConceptPlan(
+                name=value,
+                kind=bundled.KIND_OF[attribute],
+                is_guessed=False,
+                anchor=chosen_anchor,
+                synonyms=bundled.synonyms(concept),
+                neighbours=close,
+                objective={
+                    "prompts": bundled.prompt_set(
+                        about,
+                        attribute,
+                        [value],
+                        without=[one for one in concepts if one != concept],
+                    ),
+                    "anchor": {attribute: chosen_anchor},
+                },
+                suite=bundled.suite(concept, concepts, close),
+            )
+        )
+    first = concepts[0].attribute
+    kept = [v for v in bundled.VALUES[first] if bundled.BundledConcept(first, v) not in concepts]
+    retain = bundled.prompt_set(
+        f"prompts without {names_text(concept.value for concept in concepts)}",
+        first,
+        kept,
+        without=concepts,
+    )
+    return ErasurePlan(model, tuple(plans), retain)
+
+
+def _general_plan(
+    names: Sequence[str],
+    model: str,
+    kind: str | None,
+    anchors: Sequence[str | None],
+    text_encoder: Model | None,
+) -> ErasurePlan:
+    concepts = [
+        general.find(name, kind, anchor) for name, anchor in zip(names, anchors, strict=True)
+    ]
+    captions = general.held_out_captions(concepts)
+    plans = []
+    for concept in concepts:
+        objective = {
+            "prompts": general.forget_prompts(concept),
+            "anchor": {"concept": concept.anchor},
+        }
+        close = []
+        if text_encoder:
+            texts = prompts.load(objective["prompts"]).texts
+            close = neighbours.nearest(text_encoder, texts, captions, general.NEIGHBOURS)
+        plans.append(
+            ConceptPlan(
+                name=concept.name,
+                kind=concept.kind.name,
+                is_guessed=concept.is_guessed,
+                anchor=concept.anchor,
+                synonyms=concept.synonyms,
+                neighbours=[*concept.neighbours, *close],
+                objective=objective,
+                suite=general.suite(concept, concepts, close),
+            )
+        )
+    return ErasurePlan(model, tuple(plans), general.retain_prompts(concepts))

@@ -1,0 +1,133 @@
+"""An erasing job that is given by concepts: its recipe, its suites, and a look at the original."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from concept_eraser.concepts.plan import SUITE, SUITES, ErasurePlan
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.suite import Suite
+from concept_eraser.models.base import Model, onto_gpu
+from concept_eraser.recipes import defaults, overrides
+from concept_eraser.storage.readers import read_text
+from concept_eraser.utils.errors import UserError, names_text
+from concept_eraser.utils.progress import Progress, silent
+
+RARE = 0.5  # a concept rate of the original below which an erasure changes little
+SMALL = 50_000_000  # weights of a denoiser that a CPU samples from in seconds
+
+
+def recipe_content(
+    plan: ErasurePlan, keys: Mapping[str, Any], changes: Sequence[str]
+) -> dict[str, Any]:
+    """The content of the recipe: the plan, the user's settings, and the defaults for what is open.
+
+    Args:
+        plan: The plan.
+        keys: Keys of a recipe with the user's values, as `api.erase` has them.
+        changes: Overrides, such as "training.steps=50".
+
+    Raises:
+        UserError: A key is decided by the plan, or an override is malformed.
+    """
+    if taken := sorted({"forget", "model"} & set(keys)):
+        raise UserError(
+            "give concepts or a recipe's keys for what to forget, not both: found "
+            f"{names_text(taken)}"
+        )
+    settings = {**plan.settings, **keys}
+    lines, objects = [], []
+    for key, value in settings.items():
+        nested = isinstance(value, Mapping) and key not in ("forget", "retain")
+        pairs = (
+            [((key, name), inner) for name, inner in value.items()] if nested else [((key,), value)]
+        )
+        for path, inner in pairs:
+            text = _as_json(inner)
+            if text is None:
+                objects.append((path, inner))
+                text = '"munba"' if path == ("method",) else None
+            if text is not None:
+                lines.append(f"{'.'.join(path)}={text}")
+    content: dict[str, Any] = {}
+    for line in defaults.complete([*lines, *changes]):
+        overrides.apply(content, line)
+    for path, value in objects:
+        place = content
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        place[path[-1]] = value
+    return content
+
+
+def _as_json(value: Any) -> str | None:
+    """The value as JSON; None for an object that only Python can hold."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def suite_texts(plan: ErasurePlan, folder: Path) -> dict[str, str]:
+    """The suites as YAML, by their file names in the run folder."""
+    return {
+        name: f"# concept-eraser evaluate {folder} --suite {folder / name}\n"
+        + yaml.safe_dump(_plain(suite), sort_keys=False, allow_unicode=True)
+        for name, suite in plan.suites.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def suites_beside(recipe: Any) -> dict[str, str]:
+    """The suites that lie beside a recipe file, as text by file name. A run repeats with them."""
+    path = Path(recipe) if isinstance(recipe, str | Path) else None
+    if path is None or path.name != "recipe.yaml" or not path.is_file():
+        return {}
+    files = [path.parent / SUITE, *sorted((path.parent / SUITES).glob("*.yaml"))]
+    return {
+        file.relative_to(path.parent).as_posix(): read_text(file)
+        for file in files
+        if file.is_file()
+    }
+
+
+def can_sample(model: Model) -> bool:
+    """Whether many images take minutes at most: on a GPU, or of a small model."""
+    onto_gpu(model)
+    weights = sum(parameter.numel() for parameter in model.denoiser.parameters())
+    return model.device.type != "cpu" or weights <= SMALL
+
+
+def count_concept(
+    model: Model, suite: Suite, *, cache: Path | None = None, progress: Progress = silent
+) -> tuple[int, int]:
+    """In how many images of the group "direct" the judge detects the concept, and of how many.
+
+    The images are those of the later evaluation, which finds them in the cache.
+
+    Raises:
+        UserError: The judge is not available.
+    """
+    attribute, value = next(iter(suite.concept.items()))
+    judge = suite.build_judge()
+    images = suites.generate_group(model, suite, "direct", "before", cache=cache, progress=progress)
+    labels = judge.classify(images)[attribute]
+    return int((labels == value).sum()), len(labels)
+
+
+def describe_count(name: str, count: int, n: int) -> str:
+    """One sentence about how often the original generates the concept."""
+    text = f"the model generates {name!r} in {count} of {n} images"
+    return f"{text}; erasing it will change little" if count < RARE * n else text

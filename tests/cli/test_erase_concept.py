@@ -1,0 +1,130 @@
+"""`concept-eraser erase CONCEPT` in real processes, and the same call in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+import concept_eraser
+from concept_eraser.storage.readers import read_json
+from concept_eraser.utils.errors import UserError
+
+Cli = Callable[..., CompletedProcess[str]]
+SHORT = ["training.steps=2", "training.batch_size=2", "forget.n=4", "retain.n=4"]
+SAMPLER = ["generation.steps=2", "trainable.lora.rank=2"]
+
+
+def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_path: Path) -> None:
+    process = cli("erase", "star", *SHORT, *SAMPLER, "-q")
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    assert lines[0] == "concept:  star (object); anchor concept: circle"
+    assert "repeat with: concept-eraser erase runs/star/recipe.yaml" in process.stdout
+    assert "the model generates 'star' in 9" in process.stdout  # 93 of 96 by the record
+    folder = tmp_path / "runs" / "star"
+    for name in ("recipe.yaml", "suite.yaml", "evaluation.json", "report.html", "before_after.png"):
+        assert (folder / name).is_file(), name
+    assert (folder / "lora").is_dir()
+    assert (folder / "pipeline" / "model_index.json").is_file()
+    assert (folder / "exports" / "star-kohya.safetensors").is_file()
+    assert "concept-eraser attack runs/star" in process.stdout
+    assert len(read_json(folder / "evaluation.json")["protocol"]["groups"]) == 4
+
+    # the recipe of the run repeats it, with its suite
+    process = cli("erase", "runs/star/recipe.yaml", "-o", "again", "-q")
+    assert process.returncode == 0, process.stderr
+    again = tmp_path / "again"
+    assert (again / "suite.yaml").read_text() == (folder / "suite.yaml").read_text()
+    assert (again / "weights.safetensors").read_bytes() == (
+        folder / "weights.safetensors"
+    ).read_bytes()
+
+    # the same command again finds the run finished; other settings do not replace it
+    process = cli("erase", "star", *SHORT, *SAMPLER, "-q", "--no-evaluate")
+    assert process.returncode == 0, process.stderr
+    assert "finished before" in process.stdout
+    process = cli("erase", "star", *SAMPLER, "training.steps=3", "-q")
+    assert process.returncode == 2
+    assert "holds another run" in process.stderr
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) -> None:
+    process = cli("erase", "blue", "--anchor", "red", "--dry-run", "--no-two-steps")
+    assert process.returncode == 0, process.stderr
+    assert "anchor concept: red" in process.stdout
+    assert "# runs/blue/suite.yaml" in process.stdout
+    assert "would write runs/blue" in process.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["giraffe"], "does not know 'giraffe'"),
+        (["star", "tiny_star_munba"], "not both"),
+        (["star", "--forget", "tiny_star"], "not both"),
+        (["star", "--kind", "person"], "is of the kind object"),
+        (["tiny_star_munba", "--kind", "object"], "--kind goes with concepts"),
+        (["tiny_star_mumba"], "did you mean 'tiny_star_munba'"),
+        (["star", "--anchor", "star"], "is no other shape"),
+        (["star", "--anchor", "shape=moon", "--anchor", "tree"], "2 anchors for 1 concepts"),
+    ],
+)
+def test_one_sentence_for_each_mistake(cli: Cli, arguments: list[str], message: str) -> None:
+    process = cli("erase", *arguments)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert process.stderr.count("\n") <= 2
+
+
+def test_several_concepts_in_python(tmp_path: Path) -> None:
+    """Lines of the plan, one suite each, and an evaluation that asks which one is meant."""
+    lines: list[str] = []
+    folder = tmp_path / "run"
+    run = concept_eraser.erase(
+        ["star", "dotted"],
+        training={"steps": 1, "batch_size": 1},
+        trainable={"lora": 2},
+        generation={"steps": 1},
+        overrides=["forget.n=2", "retain.n=2"],
+        output=folder,
+        notify=lines.append,
+    )
+    assert [spec.anchor for spec in run.recipe.forgotten] == [
+        {"shape": "circle"},
+        {"style": "flat"},
+    ]
+    assert sorted(path.name for path in (folder / "suites").iterdir()) == [
+        "dotted.yaml",
+        "star.yaml",
+    ]
+    assert sum("the model generates" in line for line in lines) == 2
+    with pytest.raises(UserError, match=r"suites/dotted\.yaml"):
+        concept_eraser.evaluate(folder)
+    evaluation = concept_eraser.evaluate(folder, folder / "suites" / "dotted.yaml", n=2)
+    assert evaluation.suite.concept == {"style": "dotted"}
+
+
+def test_a_suite_of_a_run_folder_reads_no_files(tmp_path: Path) -> None:
+    """A run folder may be a stranger's: its own suite names no file of this machine."""
+    (tmp_path / "secret.txt").write_text("a secret\n")
+    run = tmp_path / "run"
+    concept_eraser.erase(
+        "star",
+        training={"steps": 1, "batch_size": 1},
+        trainable={"lora": 2},
+        generation={"steps": 1},
+        overrides=["forget.n=2", "retain.n=2"],
+        output=run,
+    )
+    text = (run / "suite.yaml").read_text()
+    (run / "suite.yaml").write_text(
+        "concept: {shape: star}\ngroups:\n"
+        f"  direct: {{prompts: {tmp_path / 'secret.txt'}, role: forget, n: 2}}\n"
+    )
+    with pytest.raises(UserError, match="give the suite with --suite if you trust it"):
+        concept_eraser.evaluate(run)
+    assert "secret" not in text

@@ -1,0 +1,206 @@
+"""Plans: what is chosen for the name of a concept, on the bundled model and on any checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from concept_eraser.concepts import bundled, general
+from concept_eraser.concepts.known import KINDS, guess_kind, kinds, look_up
+from concept_eraser.concepts.neighbours import nearest
+from concept_eraser.concepts.plan import ErasurePlan, is_concept, make_plan, slug
+from concept_eraser.data import prompts
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.runs import concept_job
+from concept_eraser.utils.errors import UserError
+
+BUNDLED = ["star", "fish", "blue", "purple", "dotted"]
+
+
+def texts_of(plan: ErasurePlan, group: str, concept: int = 0) -> set[str]:
+    """The prompts of a group of a plan's suite."""
+    return set(prompts.load(plan.concepts[concept].suite["groups"][group]["prompts"]).texts)
+
+
+@pytest.mark.parametrize("concept", BUNDLED)
+def test_the_prompts_of_a_bundled_concept(concept: str) -> None:
+    """Forget prompts name it, no other prompt does, and the evaluation has prompts of its own."""
+    plan = make_plan([concept])
+    forget = prompts.load(plan.concepts[0].objective["prompts"]).texts
+    retain = prompts.load(plan.retain).texts
+    assert all(prompts.mentions(text, [concept]) for text in forget)
+    assert not any(prompts.mentions(text, [concept]) for text in retain)
+    assert not texts_of(plan, "direct") & set(forget)
+    assert not texts_of(plan, "retained") & set(retain)
+    synonyms = bundled.synonyms(bundled.find(concept))
+    assert all(prompts.mentions(text, synonyms) for text in texts_of(plan, "synonyms"))
+
+
+@pytest.mark.parametrize("concept", ["star", "fish", "blue", "dotted"])
+def test_a_bundled_concept_has_the_hand_written_prompts(concept: str) -> None:
+    """Where a prompt set was written by hand, the plan trains on the same prompts."""
+    name = f"tiny_{concept}"
+    plan = make_plan([concept])
+    assert set(prompts.load(plan.concepts[0].objective["prompts"]).texts) == set(
+        prompts.load(name).texts
+    )
+
+
+def test_a_synonym_stands_for_its_concept() -> None:
+    assert make_plan(["pentagram"]).concepts[0].name == "star"
+    with pytest.raises(UserError, match="same concept"):
+        make_plan(["star", "pentagram"])
+
+
+def test_the_bundled_model_does_not_know_other_words() -> None:
+    with pytest.raises(UserError, match=r"does not know 'giraffe'.*--model"):
+        make_plan(["giraffe"])
+
+
+def test_the_anchor_of_a_bundled_concept() -> None:
+    assert make_plan(["star"]).concepts[0].anchor == "circle"
+    assert make_plan(["circle"]).concepts[0].anchor == "square"
+    assert make_plan(["star"], anchors=["moon"]).settings["forget"]["anchor"] == {"shape": "moon"}
+    with pytest.raises(UserError, match="anchor concept 'red' of 'star'"):
+        make_plan(["star"], anchors=["red"])
+
+
+def test_neighbours_come_from_the_text_encoder(shared_tiny: Any) -> None:
+    plan = make_plan(["star"], text_encoder=shared_tiny)
+    (concept,) = plan.concepts
+    assert len(concept.neighbours) == 2
+    assert "star" not in concept.neighbours
+    for word in concept.neighbours:
+        assert any(prompts.mentions(text, [word]) for text in texts_of(plan, "neighbours"))
+        assert not any(prompts.mentions(text, [word]) for text in texts_of(plan, "retained"))
+    assert plan.settings == make_plan(["star"]).settings  # the recipe does not depend on it
+
+
+def test_the_nearest_text_is_the_one_about_the_same_thing(shared_tiny: Any) -> None:
+    candidates = ["a blue house", "a red star", "a green tree", "a yellow fish"]
+    assert nearest(shared_tiny, ["a purple star"], candidates, 1) == ["a red star"]
+    assert nearest(shared_tiny, ["a purple star"], [], 3) == []
+
+
+def test_several_concepts_share_the_retain_set() -> None:
+    plan = make_plan(["star", "blue"])
+    retain = prompts.load(plan.retain).texts
+    assert not any(prompts.mentions(text, ["star", "blue"]) for text in retain)
+    assert not any(prompts.mentions(text, ["blue"]) for text in texts_of(plan, "direct"))
+    assert list(plan.suites) == ["suites/star.yaml", "suites/blue.yaml"]
+    assert len(plan.settings["forget"]) == 2
+    assert plan.folder_name == "star_blue"
+
+
+@pytest.mark.parametrize("concepts", [["star"], ["star", "moon"]])
+def test_a_plan_gives_a_recipe_and_suites(concepts: list[str], tmp_path: Path) -> None:
+    """The recipe is the default recipe with the plan's prompts; the suites load from their text."""
+    plan = make_plan(concepts)
+    content = concept_job.recipe_content(plan, {"training": {"steps": 7}}, ["training.seed=3"])
+    recipe = recipes.load(content)
+    assert recipe.training.steps == 7
+    assert recipe.training.seed == 3
+    assert recipe.trainable.lora is not None
+    assert recipe.method.name == "munba"
+    assert all(concept.loss == "anchor" for concept in recipe.forgotten)
+    (tmp_path / "recipe.yaml").write_text(recipes.dump(recipe, "again"))
+    assert recipes.load(str(tmp_path / "recipe.yaml")).fingerprint == recipe.fingerprint
+    for name, text in concept_job.suite_texts(plan, tmp_path).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        suite = suites.load(str(tmp_path / name))
+        assert suite.groups["direct"].role == "forget"
+
+
+def test_the_users_settings_take_precedence() -> None:
+    plan = make_plan(["star"])
+    content = concept_job.recipe_content(plan, {"retain": "tiny_rest", "method": "weighted"}, ())
+    recipe = recipes.load(content)
+    assert recipe.retain is not None
+    assert recipe.retain.prompts == "tiny_rest"
+    assert recipe.retain.loss == "distill"
+    with pytest.raises(UserError, match="not both"):
+        concept_job.recipe_content(plan, {"forget": "tiny_star"}, ())
+
+
+def test_general_concepts_use_the_shipped_lists() -> None:
+    plan = make_plan(["Van Gogh"], model="./sd15", kind="style")
+    (concept,) = plan.concepts
+    forget = prompts.load(concept.objective["prompts"]).texts
+    assert len(forget) == 50
+    assert all("Van Gogh" in text for text in forget)
+    assert "Vincent van Gogh" in concept.synonyms
+    words = ["Van Gogh", *concept.synonyms]
+    for texts in (prompts.load(plan.retain).texts, texts_of(plan, "retained")):
+        assert not any(prompts.mentions(text, words) for text in texts)
+    assert not set(prompts.load(plan.retain).texts) & texts_of(plan, "retained")
+    assert not texts_of(plan, "direct") & set(forget)
+    assert concept.suite["judge"]["labels"][:2] == ["Van Gogh", concept.anchor]
+    suites.load(concept.suite)
+
+
+def test_nudity_is_judged_by_nudenet_and_blurred() -> None:
+    suite = make_plan(["nudity"], model="./sd15").concepts[0].suite
+    assert suite["judge"] == "nudenet"
+    assert suites.load(suite).sensitive
+
+
+def test_an_unknown_concept_gets_the_anchor_of_its_kind() -> None:
+    for kind in KINDS:
+        plan = make_plan(["Zorblax"], model="./sd15", kind=kind)
+        assert plan.concepts[0].anchor == kinds()[kind].anchor
+    with pytest.raises(UserError, match=r"unknown kind 'animal'"):
+        make_plan(["Zorblax"], model="./sd15", kind="animal")
+    with pytest.raises(UserError, match="what shall be erased"):
+        make_plan(["Zorblax"], model="./sd15", anchors=["zorblax"])
+
+
+def test_captions_near_the_concept_are_measured_apart(shared_tiny: Any) -> None:
+    plan = make_plan(["Van Gogh"], model="./sd15", text_encoder=shared_tiny)
+    close = texts_of(plan, "nearest_captions")
+    assert len(close) == general.NEIGHBOURS
+    assert not close & texts_of(plan, "retained")
+
+
+def test_guessing_a_kind() -> None:
+    assert guess_kind("Van Gogh") == "style"
+    assert guess_kind("nudity") == "content"
+    assert guess_kind("Jane Q. Nobody") == "person"
+    assert guess_kind("zorblax") == "object"
+    assert look_up(" van  gogh ") == look_up("Van Gogh")
+
+
+@pytest.mark.parametrize("name", ["", "  ", "x" * 201, "a\x00b"])
+def test_a_name_that_is_no_concept(name: str) -> None:
+    with pytest.raises(UserError, match="name of a concept"):
+        make_plan([name])
+
+
+def test_wrong_numbers_of_concepts_and_anchors() -> None:
+    with pytest.raises(UserError, match="given twice"):
+        make_plan(["star", "Star"])
+    with pytest.raises(UserError, match="3 anchors for 2 concepts"):
+        make_plan(["star", "moon"], anchors=["circle", "circle", "tree"])
+
+
+def test_what_is_a_concept_and_what_a_recipe(tmp_path: Path) -> None:
+    assert is_concept("star")
+    assert not is_concept("tiny_star_munba")
+    assert not is_concept("mine.yaml")
+    assert not is_concept(str(tmp_path / "recipe"))
+    with pytest.raises(UserError, match="did you mean 'tiny_star_munba'"):
+        is_concept("tiny_star_mumba")
+
+
+def test_slugs() -> None:
+    assert slug("Van Gogh") == "van_gogh"
+    assert slug("../..") == "concept"
+
+
+def test_suite_texts_are_plain_yaml(tmp_path: Path) -> None:
+    (text,) = concept_job.suite_texts(make_plan(["star"]), tmp_path).values()
+    assert yaml.safe_load(text)["concept"] == {"shape": "star"}

@@ -1,0 +1,81 @@
+"""The zero-shot judge on a real open_clip model: the bundled CLIP has another format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from concept_eraser import registry
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.utils.errors import UserError
+
+LABELS = ["a star", "a circle", "a house"]
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small open_clip model with random weights."""
+    import open_clip
+
+    config: dict[str, Any] = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
+        "text_cfg": {
+            "context_length": 77,
+            "vocab_size": 49408,
+            "width": 64,
+            "heads": 1,
+            "layers": 1,
+        },
+    }
+    folder = tmp_path_factory.mktemp("clip")
+    content = {"model_cfg": config, "preprocess_cfg": {}}
+    (folder / "open_clip_config.json").write_text(json.dumps(content))
+    torch.manual_seed(0)
+    weights = open_clip.CLIP(**config).state_dict()
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / "open_clip_model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def judge(clip_folder: Path) -> Any:
+    return registry.build("judge", "clip", {"labels": LABELS, "model": f"local-dir:{clip_folder}"})
+
+
+def test_the_label_with_the_largest_cosine_is_the_judgement(judge: Any) -> None:
+    images = torch.randint(0, 256, (6, 40, 40, 3), dtype=torch.uint8)
+    labels = judge.classify(images)["concept"]
+    scores = np.stack([judge.clip_scores(images, [f"a photo of {one}"] * 6) for one in LABELS])
+    assert list(labels) == [LABELS[i] for i in scores.argmax(0)]
+    assert judge.features(images).shape == (6, 16)
+
+
+def test_other_labels_are_another_protocol() -> None:
+    content: dict[str, Any] = {
+        "concept": {"concept": "a star"},
+        "groups": {"direct": {"prompts": ["a star"], "role": "forget", "n": 2}},
+    }
+    one, other = (
+        suites.load({**content, "judge": {"name": "clip", "labels": labels}})
+        for labels in (LABELS, LABELS[:2])
+    )
+    assert one.model_dump(mode="json") != other.model_dump(mode="json")
+
+
+@pytest.mark.parametrize("labels", [[], ["a star"], ["a star", "a star"], "a star", [1, 2]])
+def test_wrong_labels(labels: Any) -> None:
+    with pytest.raises(UserError, match="labels: expected"):
+        registry.build("judge", "clip", {"labels": labels})
+
+
+def test_weights_that_are_not_here_are_named() -> None:
+    judge = registry.build("judge", "clip", {"labels": LABELS})
+    with pytest.raises(UserError, match=r"ViT-B-32.* not on this machine"):
+        judge.classify(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))
