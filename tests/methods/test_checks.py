@@ -54,19 +54,50 @@ def projection(error: float) -> Solve:
     return lambda gram: [1.0, -float(gram[0, 1] / gram[1, 1]) * (1 - error)]
 
 
+def projection_unless(condition: Callable[[float], bool]) -> Solve:
+    """The exact projection, with a small error at some cosines of the gradients."""
+
+    def solve(gram: Tensor) -> list[float]:
+        cosine = float(gram[0, 1] / (gram[0, 0] * gram[1, 1]).sqrt())
+        return projection(1e-6 if condition(cosine) else 0.0)(gram)
+
+    return solve
+
+
+def where(condition: Callable[[Tensor], bool], factor: float = 1 + 1e-5) -> Solve:
+    """Weights of `unit_sum`, with another second weight for some Gram matrices."""
+    return lambda gram: [
+        float(gram[0, 0] ** -0.5),
+        float(gram[1, 1] ** -0.5) * (factor if condition(gram) else 1.0),
+    ]
+
+
+def scaled(factor: float) -> Solve:
+    """Weights of `unit_sum` times a factor."""
+    return lambda gram: [factor * weight for weight in unit_sum()(gram)]
+
+
 BREAKS = [
+    ("pareto_descent", Weights(lambda gram: [0.0, 0.0])),
     ("pareto_descent", Weights(lambda gram: [1.0, 1.0])),
     ("pareto_descent", Weights(lambda gram: [1.0, 0.0])),
     ("scale_invariance", Weights(lambda gram: [1.0, 1.0])),
     ("scale_invariance", Weights(lambda gram: [float(gram[0, 0] ** -0.5), 1.0])),
+    ("scale_invariance", Weights(where(lambda gram: bool(gram[1, 1] > 1e15)))),
+    ("scale_invariance", Weights(where(lambda gram: bool(gram[1, 1] < 1e-15)))),
     ("permutation", Weights(lambda gram: [1.0, 1.0 + 1e-6])),
+    ("permutation", Weights(lambda gram: [1.0, 1.0 + 1e-6 * float(gram.trace() < 1e-3)])),
     ("equal_contribution", Weights(lambda gram: [1.0, 1.0])),
     ("equal_contribution", Weights(unit_sum(1e-7))),
     ("equal_contribution", Weights(unit_sum(-1e-7))),
     ("orthogonality", Weights(projection(1e-6))),
+    ("orthogonality", Weights(projection_unless(lambda cosine: cosine < -0.8))),
+    ("orthogonality", Weights(projection_unless(lambda cosine: cosine > 0.8))),
     ("orthogonality", Weights(projection(0.0), removed_objective="retain")),
     ("forget_sign", Weights(lambda gram: [1.0, 1.0])),
     ("stationarity", Weights(lambda gram: [1.0, 1.0])),
+    ("stationarity", Weights(where(lambda gram: bool(gram[1, 1] < 1e-4 * gram[0, 0]), 2.0))),
+    ("stationarity", Weights(where(lambda gram: bool(gram[1, 1] > 1e4 * gram[0, 0]), 2.0))),
     ("zero_step", GradientSum(lambda tensor: tensor + 1e-9)),
     ("shapes", GradientSum(lambda tensor: tensor.double())),
     ("shapes", GradientSum(lambda tensor: tensor[None])),
@@ -87,6 +118,8 @@ HOLDS = [
     ("orthogonality", Weights(projection(0.0))),
     ("forget_sign", Weights(lambda gram: [1.0, 0.0])),
     ("stationarity", Weights(unit_sum())),
+    ("stationarity", Weights(scaled(1e12))),  # its step is zero up to rounding
+    ("stationarity", Weights(lambda gram: [1e-12, 1e-12])),  # too short to count as a step
     ("zero_step", GradientSum()),
     ("shapes", GradientSum()),
 ]
@@ -120,3 +153,46 @@ def test_pairs_have_their_cosines_and_norms() -> None:
         assert float(second.norm()) == pytest.approx(0.5)
         assert float(first @ second) / 1.5 == pytest.approx(cosine)
     assert len(checks.PAIRS) == len(checks.COSINES) * len(checks.SCALES) ** 2
+
+
+def test_the_pairs_reach_from_opposed_to_parallel_and_over_all_lengths() -> None:
+    for values in (checks.SCALES, checks.COSINES):
+        assert list(values) == sorted(set(values))
+    assert checks.SCALES[0] == 1e-12
+    assert checks.SCALES[-1] == 1e12
+    assert checks.COSINES[0] < -0.99999
+    assert checks.COSINES[-1] == 1.0
+    assert {-0.9, 0.0, 0.9} <= set(checks.COSINES)
+
+
+def test_the_closure_of_fixed_gradients_counts_its_calls() -> None:
+    retain, forget = checks.pair(0.3, 1.0, 1.0)
+    fixed = checks.closure(retain, forget)
+    assert (fixed.step, fixed.inner, fixed.last_loss) == (0, (), 0.0)
+    assert fixed.terms("forget") == 1
+    fixed.grad("forget")
+    assert len(fixed.grad("retain", [0, 2])) == 2
+    assert fixed.requests == ["forget", "retain"]
+
+
+@dataclass(frozen=True)
+class Declaring(Weights):
+    """Weights that declare laws."""
+
+    names: frozenset[str] = frozenset()
+
+    def laws(self) -> frozenset[str]:
+        return self.names
+
+
+def test_all_declared_laws_are_checked() -> None:
+    laws_of_unit_sum = frozenset({"scale_invariance", "equal_contribution"})
+    method = Declaring(
+        lambda gram: unit_sum()(gram) if gram.trace() > 0 else [0.0, 0.0], names=laws_of_unit_sum
+    )
+    laws = checks.check_laws(method)
+    assert laws == ("equal_contribution", "scale_invariance", "zero_step", "shapes")
+    with pytest.raises(checks.LawError, match="Declaring declares nothing; known laws: pareto"):
+        checks.check_laws(Declaring(unit_sum(), names=frozenset({"nothing"})))
+    with pytest.raises(TypeError, match="expected a Method, found str"):
+        checks.check_laws("munba")  # type: ignore[arg-type]
