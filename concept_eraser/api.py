@@ -295,7 +295,15 @@ def erase(
         if plan is not None and isinstance(loaded_model, Model):
             plan = plan_concepts(text_encoder=loaded_model)
             suite_texts = concept_job.suite_texts(plan, folder)
-            _announce(plan, job, loaded_model, folder, notify or _log_line, progress, cache)
+            _announce(
+                plan,
+                job,
+                model=loaded_model,
+                folder=folder,
+                notify=notify or _log_line,
+                progress=progress,
+                cache=cache,
+            )
         command = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
         work = jobs.Job(
             recipe=job,

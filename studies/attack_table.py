@@ -46,11 +46,11 @@ def victim(spec: dict[str, Any], seed: int, folder: Path) -> tuple[Any, dict[str
 def protocol_of(study: dict[str, Any], attack: str) -> dict[str, Any]:
     """Return the protocol that a result of this study must have."""
     protocol = Protocol(
-        suites.load(study["suite"]),
-        attack,
-        study["attacks"][attack],
-        study["group"],
-        study["n"],
+        suite=suites.load(study["suite"]),
+        attack=attack,
+        options=study["attacks"][attack],
+        group=study["group"],
+        n=study["n"],
         seed=study["seed"],
     )
     # a result has fewer prompts where the original does not show the concept
@@ -93,7 +93,12 @@ def main() -> None:
                 require_asked(results, keys.pop(attack), protocol_of(study, attack))
             if keys:
                 under_attack(
-                    study, name, seed, args.work / args.study.stem / f"{name}_{seed}", keys, results
+                    study,
+                    name,
+                    seed=seed,
+                    work=args.work / args.study.stem / f"{name}_{seed}",
+                    keys=keys,
+                    results=results,
                 )
 
 

@@ -109,10 +109,10 @@ class Bench:
         """Return the accuracies and membership attacks of a model."""
         return measure(
             module,
-            self.train,
-            self.forget,
-            self.retain,
-            self.tests[use],
+            data=self.train,
+            forget=self.forget,
+            retain=self.retain,
+            test=self.tests[use],
             test_rows=self.test_rows[use],
             seed=seed,
         )

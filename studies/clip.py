@@ -194,7 +194,14 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
             best, grid = choose_setting(study, spec, classes, work / method)
             runs = [
                 row(
-                    erase(spec, study, classes, best, seed, work / f"{method}_report_{seed}"),
+                    erase(
+                        spec,
+                        study,
+                        classes=classes,
+                        point=best,
+                        seed=seed,
+                        folder=work / f"{method}_report_{seed}",
+                    ),
                     seed,
                     spec.get("plug", False),
                 )
@@ -257,10 +264,10 @@ def choose_setting(
             run = erase(
                 spec,
                 study,
-                classes,
-                point,
-                study["select"]["seeds"][0],
-                work.with_name(f"{work.name}_{i}"),
+                classes=classes,
+                point=point,
+                seed=study["select"]["seeds"][0],
+                folder=work.with_name(f"{work.name}_{i}"),
             )
         except UserError as error:  # the loss diverged at this setting
             grid.append({"point": _named(point), "score": None, "failed": str(error).split(";")[0]})

@@ -115,7 +115,9 @@ def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
     ):
         return
     folder = work / key
-    result, _ = run_one(entry, {}, seed, suite_of(study, entry, None), study["n"], folder)
+    result, _ = run_one(
+        entry, point={}, seed=seed, suite=suite_of(study, entry, None), n=study["n"], folder=folder
+    )
     run = api.erase(recipe, output=folder, resume=True)
     concept_rows = (
         prompts.load(study["tasks"][task]["forget"])
@@ -127,7 +129,11 @@ def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
         [row.anchor_prompt(study["tasks"][task]["anchor"]) for row in concept_rows],
     )
     measurements = rows(
-        api.load(recipe.model), run.model or erased_model(run), texts, anchors, study["states"]
+        original=api.load(recipe.model),
+        erased_model=run.model or erased_model(run),
+        concept=texts,
+        anchors=anchors,
+        how=study["states"],
     )
     results[key] = {
         "task": task,

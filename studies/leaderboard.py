@@ -124,7 +124,7 @@ def measure_guarded(study: dict[str, Any], name: str, work: Path, results: Resul
         and selection.is_scored(study, name, reusable["grid"], judge)
     ):
         return
-    grid, best = guard_of(study, name, judge, work, results)
+    grid, best = guard_of(study, name, judge=judge, work=work, results=results)
     if reusable and reusable["grid"] == grid and reusable["point"] == {"guard": best}:
         return
     evaluation = api.evaluate(
@@ -181,7 +181,11 @@ def guard_of(
         }
         victim = (ORIGINAL, {"before": ORIGINAL, "guard": guard})
         success_rate = selection.attack_success(
-            study, about, judge, work / name / f"select_{guard.partition(':')[0]}", victim
+            study,
+            entry=about,
+            judge=judge,
+            folder=work / name / f"select_{guard.partition(':')[0]}",
+            victim=victim,
         )
         grid.append(
             selection.row(
@@ -318,7 +322,12 @@ def equal_time(
     )
     if key not in folder_results or folder_results[key]["point"] != point:
         result, _ = runs.run_one(
-            entry, point, seed, runs.suite_of(study, entry, None), study["n"], folder
+            entry,
+            point,
+            seed=seed,
+            suite=runs.suite_of(study, entry, None),
+            n=study["n"],
+            folder=folder,
         )
         folder_results[key] = {
             "entry": name,
@@ -420,15 +429,22 @@ def main() -> None:
                     measure_guarded(study, name, args.work, results)
                 else:
                     studies.run_entry(
-                        study, name, study["entries"][name], args.work, results, seeds
+                        study,
+                        name,
+                        entry=study["entries"][name],
+                        work=args.work,
+                        results=results,
+                        seeds=seeds,
                     )
             for seed in seeds if args.stage in ("implicit", "all") else []:
-                implicit(leaderboard, name, seed, args.work, results)
+                implicit(leaderboard, name, seed=seed, work=args.work, results=results)
             # the memory does not depend on the seed
             for seed in seeds[:1] if args.stage in ("memory", "all") else []:
                 memory(name, seed, args.work, results)
             for seed in seeds if args.stage in ("time", "all") else []:
-                folder = equal_time(leaderboard, study, name, seed, args.work, results)
+                folder = equal_time(
+                    leaderboard, study, name=name, seed=seed, work=args.work, results=results
+                )
                 if folder is not None:
                     chosen_attacks = [
                         one for one in leaderboard["time"].get("attacks", []) if one in attacks
@@ -436,15 +452,23 @@ def main() -> None:
                     attack(
                         leaderboard,
                         study,
-                        name,
-                        seed,
-                        args.work,
-                        results.folder("time"),
-                        chosen_attacks,
-                        folder,
+                        name=name,
+                        seed=seed,
+                        work=args.work,
+                        results=results.folder("time"),
+                        attack_names=chosen_attacks,
+                        folder=folder,
                     )
             for seed in seeds if args.stage in ("attack", "all") else []:
-                attack(leaderboard, study, name, seed, args.work, results, attacks)
+                attack(
+                    leaderboard,
+                    study,
+                    name=name,
+                    seed=seed,
+                    work=args.work,
+                    results=results,
+                    attack_names=attacks,
+                )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def main() -> None:
             key = f"{concept}_{way}"
             if key in results and arguments.steps is None:
                 continue
-            content = measure(study, concept, way, arguments.work, arguments.steps)
+            content = measure(study, concept, way=way, work=arguments.work, steps=arguments.steps)
             if arguments.steps is None:
                 results[key] = content
             print(key, f"{content['seconds']:.0f} s", flush=True)

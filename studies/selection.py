@@ -31,8 +31,10 @@ def choose_grid(
     one.
     """
     if "like" in entry:
-        return _elsewhere(study, entry, work, results, judge)
-    return known_results(study, results, name, judge) or select(study, name, entry, work, judge)
+        return _elsewhere(study, entry, work=work, results=results, judge=judge)
+    return known_results(study, results, name, judge) or select(
+        study, name, entry=entry, work=work, judge=judge
+    )
 
 
 def _elsewhere(
@@ -52,7 +54,7 @@ def _elsewhere(
             )
         return scores
     return known_results(study, results, name, judge) or select(
-        study, name, study["entries"][name], work, judge
+        study, name, entry=study["entries"][name], work=work, judge=judge
     )
 
 
@@ -77,7 +79,14 @@ def select(study: dict, name: str, entry: dict, work: Path, judge: str) -> list[
     for point in points:
         folder = work / name / ("select_" + "_".join(str(v) for v in point.values()))
         runs = [
-            run_one(entry, point, s, suite, study["select"]["n"], Path(f"{folder}_{s}"))[0]
+            run_one(
+                entry,
+                point,
+                seed=s,
+                suite=suite,
+                n=study["select"]["n"],
+                folder=Path(f"{folder}_{s}"),
+            )[0]
             for s in study["select"]["seeds"]
         ]
         success_rates = [

@@ -230,7 +230,13 @@ def main() -> None:
     study = yaml.safe_load(args.study.read_text())
     is_short_run = args.steps is not None or args.n is not None
     work = args.work / (args.study.stem + ("_short" if is_short_run else ""))
-    bench = Bench(study, work, {} if is_short_run else Results(args.study.stem), args.steps, args.n)
+    bench = Bench(
+        study,
+        work,
+        results={} if is_short_run else Results(args.study.stem),
+        steps=args.steps,
+        n=args.n,
+    )
     for name in args.entries.split(",") if args.entries else study["entries"]:
         entry_seeds = study["entries"][name].get("seeds", study["seeds"])
         bench.run(

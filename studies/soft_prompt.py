@@ -130,7 +130,9 @@ def main() -> None:
         model.denoiser.requires_grad_(False)
         for radius in RADII if path else (0.0, RADII[-1]):
             start = time.monotonic()
-            offset = train(model, list(training), latents, radius, args.seed)
+            offset = train(
+                model, texts=list(training), latents=latents, radius=radius, seed=args.seed
+            )
             noise = torch.randn(offset.shape, generator=torch.Generator().manual_seed(args.seed))
             offsets = (
                 {"trained": offset, "random": noise * (offset.norm() / noise.norm())}

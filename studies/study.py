@@ -50,7 +50,7 @@ def run_entry(
     """
     suite = suite_of(study, entry, study.get("image_seed"))
     judge = registry.load("judge", suite.judge)().fingerprint
-    scores = choose_grid(study, name, entry, work, results, judge)
+    scores = choose_grid(study, name, entry=entry, work=work, results=results, judge=judge)
     best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
     watch = watch_of(study, entry)
     for seed in seeds:
@@ -65,7 +65,13 @@ def run_entry(
                 results[key] = {**previous, "grid": scores}
             continue
         result, evaluation = run_one(
-            entry, best, seed, suite, entry.get("n", study["n"]), folder, watch
+            entry,
+            point=best,
+            seed=seed,
+            suite=suite,
+            n=entry.get("n", study["n"]),
+            folder=folder,
+            watch=watch,
         )
         results[key] = {
             "entry": name,
@@ -167,9 +173,18 @@ def main() -> None:
             if not args.seeds or str(s) in args.seeds.split(",")
         ]
         if args.sheets:
-            draw_sheet(study, name, args.work / args.study.stem, results, seeds[0])
+            draw_sheet(
+                study, name, work=args.work / args.study.stem, results=results, seed=seeds[0]
+            )
         else:
-            run_entry(study, name, entry, args.work / args.study.stem, results, seeds)
+            run_entry(
+                study,
+                name,
+                entry=entry,
+                work=args.work / args.study.stem,
+                results=results,
+                seeds=seeds,
+            )
 
 
 if __name__ == "__main__":

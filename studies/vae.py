@@ -200,7 +200,16 @@ def make_world(name: str, seed: int = 0) -> World:
         return value
 
     fit(vae, loss, everything, Plan(settings["vae_epochs"], 128, 1e-3, "adam"), what="VAE")
-    world = World(name, -1, data, vae, judge, witness, np.zeros(0), accuracy)
+    world = World(
+        name,
+        forgotten_class=-1,
+        data=data,
+        vae=vae,
+        judge=judge,
+        witness=witness,
+        reference=np.zeros(0),
+        accuracy=accuracy,
+    )
     world.forgotten_class = int(world.rates(vae).argmax())
     others = (data.labels != world.forgotten_class).nonzero()[:, 0][:FID_SAMPLES]
     with torch.no_grad():
@@ -274,7 +283,10 @@ def _work(path: str, algorithm: str, runs: int, steps: int, batchnorm: str, queu
         )
         before = reset_peak_memory()
         results = [
-            unlearn(world, algorithm, seed, steps, seed == 0, batchnorm) for seed in range(runs)
+            unlearn(
+                world, algorithm, seed=seed, steps=steps, with_fid=seed == 0, batchnorm=batchnorm
+            )
+            for seed in range(runs)
         ]
         queue.put({"runs": results, "memory_mb": peak_memory(), "memory_before_mb": before})
     except Exception as error:  # without a message the parent would wait
@@ -347,7 +359,7 @@ def main() -> None:
                 ),
                 flush=True,
             )
-            write(args, world, rate, fid, train_seconds, results)
+            write(args, world, rate=rate, fid=fid, seconds=train_seconds, results=results)
 
 
 def write(

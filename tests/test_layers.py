@@ -257,6 +257,30 @@ def test_no_print_and_no_notebook_of_asserts_in_the_library() -> None:
             )
 
 
+# Calls that may have more than four positional arguments. All others name their arguments.
+POSITIONAL_CALLS = {
+    "nn.Sequential": "takes any number of modules",
+    "log.warning": "takes the values of the message's format",
+    "field_validator": "pydantic's; takes any number of names of fields",
+    "_results": "of the api; takes any number of names of files",
+}
+STUDIES = ROOT.parent / "studies"
+
+
+@pytest.mark.parametrize("folder", [ROOT, STUDIES], ids=lambda folder: folder.name)
+def test_long_calls_name_their_arguments(folder: Path) -> None:
+    """A call with more than four arguments passes them by keyword."""
+    calls = [
+        f"{path.relative_to(ROOT.parent)}:{node.lineno}: {_dotted_name(node.func)}"
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and sum(not isinstance(argument, ast.Starred) for argument in node.args) > 4
+        and _dotted_name(node.func) not in POSITIONAL_CALLS
+    ]
+    assert not calls, "pass these arguments by keyword:\n" + "\n".join(calls)
+
+
 # Which parts may write to a disk. All others use storage/, which never removes the files of others.
 WRITERS = {
     "storage": "the writers themselves",

@@ -96,11 +96,11 @@ def describe(kind: str, name: str) -> PluginDescription:
     origins = getattr(cls, "defaults", {})
     options = tuple(
         OptionDescription(
-            option,
-            hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", ""),
-            fixed.get(option, default),
-            "the name" if option in fixed else origins.get(option, ""),
-            texts.get(option, ""),
+            name=option,
+            type_name=hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", ""),
+            value=fixed.get(option, default),
+            origin="the name" if option in fixed else origins.get(option, ""),
+            text=texts.get(option, ""),
         )
         for option, (hint, default) in registry.options(cls).items()
     )

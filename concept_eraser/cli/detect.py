@@ -76,7 +76,7 @@ def detect(
             if skipped:
                 typer.echo(f"  left out, {when}: {len(skipped)}, e.g. {skipped[0]}", err=True)
         output_folder.claim(output, "detections")
-        _write(output, preset, rule, results, counts)
+        _write(output, name=preset, rule=rule, by_image=results, counts=counts)
         if before:
             plots.save(plots.counts(counts, f"NudeNet, {preset}"), output / "nudenet.png")
         typer.echo(f"numbers: {output / 'detections.json'}")

@@ -74,11 +74,11 @@ def distance(
             )
         values, reasons = fid.distances(a, b, seed)
         settings = fid.distance_settings(
-            features,
-            extractor,
-            len(a),
-            len(b),
-            f"folder {reference_summary['folder']} ({reference_summary['hash']})",
+            name=features,
+            features=extractor,
+            n=len(a),
+            m=len(b),
+            reference=f"folder {reference_summary['folder']} ({reference_summary['hash']})",
         )
         for key, value in settings.items():
             typer.echo(f"  {key:<12} {value}")
@@ -93,11 +93,11 @@ def distance(
         _write(
             output,
             features,
-            seed,
-            settings,
-            values,
-            reasons,
-            {"after": after_summary, "reference": reference_summary},
+            seed=seed,
+            settings=settings,
+            distances=values,
+            reasons=reasons,
+            folders={"after": after_summary, "reference": reference_summary},
         )
         typer.echo(f"numbers: {output / 'distance.json'}")
         if reasons:

@@ -258,13 +258,13 @@ def erase(
     run(
         names[0] if names else {},
         overrides,
-        output,
-        resume,
-        overwrite,
-        dry_run,
-        allow_pickle,
-        quiet,
-        two_steps,
+        output=output,
+        resume=resume,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        allow_pickle=allow_pickle,
+        quiet=quiet,
+        two_steps=two_steps,
         allow_code=allow_code,
     )
 
@@ -416,7 +416,13 @@ def _dry_run_of_concepts(
     for name, text in concept_job.suite_texts(plan, folder).items():
         typer.echo(f"\n# {folder / name}\n{text}")
     content = concept_job.recipe_content(plan, {}, request.overrides)
-    _dry_run(recipes.load(content), folder, allow_pickle, two_steps, request.model is not None)
+    _dry_run(
+        recipe=recipes.load(content),
+        folder=folder,
+        allow_pickle=allow_pickle,
+        two_steps=two_steps,
+        allow_code=request.model is not None,
+    )
 
 
 @contextmanager
@@ -468,7 +474,13 @@ def run(
     if dry_run and not distributed.alone():
         raise UserError("a dry run is made by one process; run it without `accelerate launch`")
     if dry_run:
-        _dry_run(recipe_content, folder, allow_pickle, two_steps, allow_code)
+        _dry_run(
+            recipe=recipe_content,
+            folder=folder,
+            allow_pickle=allow_pickle,
+            two_steps=two_steps,
+            allow_code=allow_code,
+        )
         return
     from concept_eraser import api
 

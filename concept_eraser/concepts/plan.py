@@ -175,8 +175,10 @@ def make_plan(
     if len(chosen_anchors) < 2:
         chosen_anchors = (chosen_anchors or [None]) * len(names)
     if _is_bundled(model):
-        return _bundled_plan(names, model, kind, chosen_anchors, text_encoder)
-    return _general_plan(names, model, kind, chosen_anchors, text_encoder)
+        return _bundled_plan(
+            names, model, kind=kind, anchors=chosen_anchors, text_encoder=text_encoder
+        )
+    return _general_plan(names, model, kind=kind, anchors=chosen_anchors, text_encoder=text_encoder)
 
 
 def _is_bundled(model: str) -> bool:

@@ -77,7 +77,7 @@ class Examples:
         null = self.null.repeat(len(index)).to(device)
         positions = None if self.positions is None else self.positions[index].to(device)
         condition = _or_nothing(self.condition[self.rows[index]], self.null, blank).to(device)
-        return Batch(latents, condition, anchor, null, positions)
+        return Batch(latents, condition, anchor=anchor, null=null, positions=positions)
 
 
 def make_examples(
@@ -90,7 +90,9 @@ def make_examples(
     """Encode the prompts (and anchors) of some examples; `latents[i]` belongs to `prompts[i]`."""
     condition, rows = _encode_once(model, prompts)
     anchor, anchor_rows = (None, None) if anchors is None else _encode_once(model, anchors)
-    return Examples(latents, condition, rows, anchor, anchor_rows, model.null())
+    return Examples(
+        latents, condition, rows=rows, anchors=anchor, anchor_rows=anchor_rows, null=model.null()
+    )
 
 
 def _encode_once(model: Model, texts: Sequence[str]) -> tuple[Condition, Tensor]:

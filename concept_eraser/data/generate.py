@@ -164,7 +164,7 @@ def request_images(
     if sampling.precision == "bf16" and emulates_bf16(model.device):
         content["computed in"] = "fp32"
     folder = (resources.cache() if cache is None else cache) / "images" / fingerprint(content)
-    return ImageRequest(folder, texts, list(seeds), scales, sampling)
+    return ImageRequest(folder, texts, seeds=list(seeds), scales=scales, sampling=sampling)
 
 
 def generate(

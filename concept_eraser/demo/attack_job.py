@@ -121,13 +121,13 @@ def run_attack(spec: dict[str, Any], progress: Progress) -> None:
     folder = Path(spec["folder"])
     output_folder.claim(folder, "attack")
     protocol = runner.Protocol(
-        suite.load(spec["suite"]),
-        spec["attack"],
-        spec["options"],
-        "direct",
-        spec["n"],
-        spec["n"],
-        spec["seed"],
+        suite=suite.load(spec["suite"]),
+        attack=spec["attack"],
+        options=spec["options"],
+        group="direct",
+        n=spec["n"],
+        batch=spec["n"],
+        seed=spec["seed"],
     )
     progress("loading the models", 0, 0)
     victim, original = api.load(spec["run"]), api.load(spec["base"])
@@ -135,20 +135,22 @@ def run_attack(spec: dict[str, Any], progress: Progress) -> None:
     judge = protocol.suite.build_judge()
     runner.require_possible(protocol, judge, victim, original)
     onto_gpu(victim, original)
-    scene, clean = _scene(protocol, victim, original, judge, folder, progress)
+    scene, clean = _scene(
+        protocol, victim, original=original, judge=judge, folder=folder, progress=progress
+    )
     ((attribute, value),) = protocol.suite.concept.items()
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
     progress("attacking", 0, spec["rounds"])
     referee = RecordingReferee(
         judge,
         attribute,
-        value,
-        victim,
-        sampling,
-        folder,
-        clean,
-        (spec["rounds"], spec["seconds"]),
-        lambda count, total, note: progress("attacking", count, total, note),
+        value=value,
+        victim=victim,
+        sampling=sampling,
+        folder=folder,
+        clean=clean,
+        budget=(spec["rounds"], spec["seconds"]),
+        tell=lambda count, total, note: progress("attacking", count, total, note),
     )
     attack: Attack = protocol.build()
     end_reason = "every prompt succeeded"
@@ -203,14 +205,14 @@ def _scene(
     scene = Scene(
         victim,
         original,
-        texts,
-        concept_texts,
-        protocol.word or value,
-        seeds,
-        latents,
-        provenance.derive_seed(protocol.seed, "demo"),
-        protocol.seed,
-        before.concept_prompts,
-        None,
+        prompts=texts,
+        concept_prompts=concept_texts,
+        concept=protocol.word or value,
+        seeds=seeds,
+        targets=latents,
+        seed=provenance.derive_seed(protocol.seed, "demo"),
+        root=protocol.seed,
+        corpus=before.concept_prompts,
+        memory=None,
     )
     return scene, before.clean_images[rows]

@@ -40,14 +40,14 @@ class ComparisonSettings:
             )
         runs = tuple(str(run)[:80] for run in self.runs)
         return ComparisonSettings(
-            safety.prompt(self.prompt),
-            runs,
-            safety.number("strength", self.strength),
-            safety.whole_number("sampler steps", self.steps),
-            safety.number("guidance", self.guidance),
-            safety.whole_number("number of seeds", self.seeds),
-            safety.whole_number("first seed", self.first),
-            safety.require_choice("judge", self.judge, image_html.JUDGES),
+            prompt=safety.prompt(self.prompt),
+            runs=runs,
+            strength=safety.number("strength", self.strength),
+            steps=safety.whole_number("sampler steps", self.steps),
+            guidance=safety.number("guidance", self.guidance),
+            seeds=safety.whole_number("number of seeds", self.seeds),
+            first=safety.whole_number("first seed", self.first),
+            judge=safety.require_choice("judge", self.judge, image_html.JUDGES),
         )
 
     def query(self) -> str:
@@ -114,11 +114,22 @@ def column_requests(desk: Desk, settings: ComparisonSettings, ladder: bool) -> l
         for name in [name for name in runs if origins[name] == (base, options)]:
             if ladder:
                 columns += [
-                    ColumnRequest(f"{name} at {s:g}", name, base, s, options) for s in LADDER
+                    ColumnRequest(
+                        title=f"{name} at {s:g}", run=name, base=base, strength=s, options=options
+                    )
+                    for s in LADDER
                 ]
             else:
                 at = "" if settings.strength == 1 else f" at {settings.strength:g}"
-                columns.append(ColumnRequest(name + at, name, base, settings.strength, options))
+                columns.append(
+                    ColumnRequest(
+                        title=name + at,
+                        run=name,
+                        base=base,
+                        strength=settings.strength,
+                        options=options,
+                    )
+                )
     return columns
 
 
@@ -154,7 +165,12 @@ def draw(
                 )
 
         images = desk.library.draw(
-            column.run, image_settings, column.strength, tell, column.base, column.options
+            name=column.run,
+            image_settings=image_settings,
+            strength=column.strength,
+            tell=tell,
+            base=column.base,
+            options=column.options,
         )
         facts = {
             "model": column.run or column.base,
@@ -169,9 +185,9 @@ def draw(
             image_html.ImageColumn(
                 column.title,
                 images,
-                judgements,
-                [{**facts, "seed": s} for s in seeds],
-                column.run is None,
+                judgements=judgements,
+                settings=[{**facts, "seed": s} for s in seeds],
+                before=column.run is None,
             )
         )
     return _summary(columns) + image_html.comparison(columns, [str(seed) for seed in seeds])
@@ -304,7 +320,19 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
             message = gr.HTML(elem_id="compare-said")
             view = gr.HTML(elem_id="shown", min_height=320)
     fields = [prompt, runs, strength, steps, guidance, seeds, seed, judge]
-    _wire(gr, desk, fields, view, message, link, go, ladder, stop, buttons, drop)
+    _wire(
+        gr,
+        desk,
+        fields=fields,
+        gallery=view,
+        message=message,
+        link=link,
+        go=go,
+        ladder=ladder,
+        stop=stop,
+        buttons=buttons,
+        drop=drop,
+    )
     return {
         "fields": fields,
         "runs": runs,
@@ -338,10 +366,10 @@ def _wire(
     }
 
     def draw_images(*values: Any, progress: Any = gr.Progress()) -> tuple[Any, str, Any]:
-        return answer(gr, desk, values, False, progress)
+        return answer(gr, desk, values=values, ladder=False, progress=progress)
 
     def draw_ladder(*values: Any, progress: Any = gr.Progress()) -> tuple[Any, str, Any]:
-        return answer(gr, desk, values, True, progress)
+        return answer(gr, desk, values=values, ladder=True, progress=progress)
 
     def choose(kind: str) -> Callable:
         def pick(now: str, names: list[str]) -> tuple[Any, str]:

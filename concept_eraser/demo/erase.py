@@ -265,7 +265,15 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
         "shown": live_view,
         "left": unfinished_runs,
         "model": model,
-        "events": _wire(gr, desk, fields, message, unfinished_runs, go, resume_button),
+        "events": _wire(
+            gr,
+            desk,
+            fields=fields,
+            message=message,
+            unfinished_runs=unfinished_runs,
+            go=go,
+            resume_button=resume_button,
+        ),
     }
 
 

@@ -107,7 +107,13 @@ def curves(
         if points
     )
     return _frame(
-        title, description, "".join(lines), x, (0, right), (bottom, top), to_value=to_value
+        title,
+        description,
+        content="".join(lines),
+        x=x,
+        x_range=(0, right),
+        y_range=(bottom, top),
+        to_value=to_value,
     )
 
 
@@ -138,7 +144,9 @@ def scatter(title: str, points: Sequence[tuple[str, float, float]], x: str, y: s
         )
     description = "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, a, b in points)
     return (
-        _frame(title, description, "".join(dots), x, x_range, y_range, y)
+        _frame(
+            title, description, content="".join(dots), x=x, x_range=x_range, y_range=y_range, y=y
+        )
         + f'<ol class="ce-names">{"".join(names)}</ol>'
     )
 

@@ -203,7 +203,7 @@ def _cell(columns: Sequence[ImageColumn], k: int, i: int) -> str:
     )
     return (
         '<figure role="cell" '
-        f'class="ce-cell">{image_cell(column.files[i], alt, judgement, k, i)}'
+        f'class="ce-cell">{image_cell(column.files[i], alt, judgement=judgement, k=k, i=i)}'
         f"<figcaption>{mark}{escape(judgement.text)}"
         f'<span class="ce-actions">{pick}{save}</span></figcaption></figure>'
     )

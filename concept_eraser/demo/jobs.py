@@ -106,7 +106,11 @@ class Jobs:
                     "page"
                 )
             job = DemoJob(
-                (self._jobs[-1].number if self._jobs else 0) + 1, kind, title, spec, folder
+                number=(self._jobs[-1].number if self._jobs else 0) + 1,
+                kind=kind,
+                title=title,
+                spec=spec,
+                folder=folder,
             )
             old_jobs = [j for j in self._jobs if not j.active][:-MAX_FINISHED_JOBS]
             self._jobs = [j for j in self._jobs if j not in old_jobs] + [job]

@@ -120,7 +120,9 @@ def _pair(folder: Path, stamp: float) -> Pair:
         )
 
     before = module(load_part(recipe.model, recipe.target)) if is_reloadable else None
-    return Pair(recipe.target, before, module(after), data.names, inputs, labels)
+    return Pair(
+        recipe.target, before, after=module(after), names=data.names, inputs=inputs, labels=labels
+    )
 
 
 def as_inputs(files: Sequence[str], like: Any) -> Any:

@@ -116,9 +116,13 @@ def build(desk: Desk) -> Any:
             ):
                 with gr.Tab(name, id=name.lower(), elem_id=f"tab-{name.lower()}"):
                     parts[name] = module.tab(gr, desk)
-        events = _wire_jobs(gr, desk, parts["Compare"], menu, cancel, message)
+        events = _wire_jobs(
+            gr, desk, part=parts["Compare"], which=menu, cancel=cancel, message=message
+        )
         events += [event for part in parts.values() for event in part.get("events", [])]
-        polling.add_timer(gr, desk, parts, jobs, row, menu, events)
+        polling.add_timer(
+            gr, desk, parts=parts, jobs=jobs, row=row, cancel_menu=menu, events=events
+        )
         _wire_start(gr, desk, parts["Compare"], page)
     return page
 
@@ -180,7 +184,7 @@ def _wire_start(gr: Any, desk: Desk, part: dict[str, Any], page: Any) -> None:
         }
         if bases - {BUNDLED}:  # a large model generates only after a click
             return gr.skip(), "", gr.skip()
-        return compare.answer(gr, desk, values, False, progress)
+        return compare.answer(gr, desk, values=values, ladder=False, progress=progress)
 
     def draw_without_runs(*values: Any, progress: Any = gr.Progress()) -> Any:
         return (

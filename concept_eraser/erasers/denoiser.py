@@ -113,7 +113,13 @@ class Denoiser(Part):
         noisy = self.model.corrupt(batch.latents, noise, t)
         target = self.model.target(batch.latents, noise, t)
         return DenoiserDraw(
-            noisy, t, batch.condition, batch.anchor, batch.null, target, batch.positions
+            noisy,
+            t,
+            condition=batch.condition,
+            anchor=batch.anchor,
+            null=batch.null,
+            target=target,
+            positions=batch.positions,
         )
 
     def _draw_free(
@@ -148,7 +154,13 @@ class Denoiser(Part):
         )
         times = torch.full((len(batch),), t, device=noisy.device)
         return DenoiserDraw(
-            noisy, times, batch.condition, batch.anchor, batch.null, None, batch.positions
+            noisy,
+            t=times,
+            condition=batch.condition,
+            anchor=batch.anchor,
+            null=batch.null,
+            target=None,
+            positions=batch.positions,
         )
 
     def predict(

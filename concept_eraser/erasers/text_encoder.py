@@ -115,7 +115,12 @@ class TextEncoder(Part):
         ).to(device)
         noisy = self.model.corrupt(latents, noise, t)
         return TextEncoderDraw(
-            tokens, anchors, noisy, t, self.model.target(latents, noise, t), noisy.numel()
+            tokens,
+            anchors,
+            noisy=noisy,
+            t=t,
+            target=self.model.target(latents, noise, t),
+            terms=noisy.numel(),
         )
 
     def embed(

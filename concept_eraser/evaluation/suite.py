@@ -281,7 +281,9 @@ def evaluate(
             when: generate_group(model, suite, name, when, cache=cache, progress=progress)
             for when, model in (("before", before), ("after", after))
         }
-        groups[name] = _judge_images(judge, name, suite, group_prompts(suite, name), images)
+        groups[name] = _judge_images(
+            judge, name, suite=suite, rows=group_prompts(suite, name), images=images
+        )
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
     results: list[Result] = []
     reasons: dict[str, str] = {}
@@ -300,12 +302,12 @@ def evaluate(
     return PromptEvaluation(
         suite,
         models,
-        results,
-        groups,
-        environment.describe(),
-        judge.fingerprint,
-        reasons,
-        after.configured(),
+        results=results,
+        groups=groups,
+        environment=environment.describe(),
+        judge=judge.fingerprint,
+        refused=reasons,
+        options=after.configured(),
     )
 
 
@@ -313,4 +315,4 @@ def _judge_images(
     judge: Judge, name: str, suite: Suite, rows: prompts.PromptSet, images: dict[str, Tensor]
 ) -> Group:
     labels = {when: judge.classify(some) for when, some in images.items()}
-    return Group(name, suite.groups[name].role, rows.prompts, images, labels)
+    return Group(name, suite.groups[name].role, prompts=rows.prompts, images=images, labels=labels)

@@ -115,11 +115,11 @@ def export(
         )
     if to in ("lora", "kohya"):
         return _write_lora(
-            Path(source),
-            original,
-            changes,
-            to,
-            place,
+            source=Path(source),
+            model=original,
+            changes=changes,
+            to=to,
+            place=place,
             strength=strength,
             rank=rank,
             max_error=max_error,

@@ -266,10 +266,10 @@ def _upload(
     return HubUpload(
         push.repository,
         push.uploads,
-        push.card,
-        push.warnings,
-        commit.commit_url,
-        push.left_out,
+        card=push.card,
+        warnings=push.warnings,
+        url=commit.commit_url,
+        left_out=push.left_out,
     )
 
 

@@ -109,7 +109,13 @@ def merge(
         first_sources[digest] = source
         lengths.append(_add(sums, changes, factor))
     result = MergeResult(
-        place, original.source, source_names, factors, lengths, _length(sums), len(sums)
+        path=place,
+        before=original.source,
+        sources=source_names,
+        weights=factors,
+        lengths=lengths,
+        length=_length(sums),
+        tensors=len(sums),
     )
     _write(original, sums, result)
     return result

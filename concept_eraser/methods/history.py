@@ -58,7 +58,11 @@ class History:
         weights = tuple(p.detach().clone() for p in self.params)
         before = tuple(v.detach().clone() for v in velocity) if velocity is not None else None
         step = Iteration(
-            weights, tuple(int(i) for i in indices), float(lr), float(momentum), before
+            weights,
+            indices=tuple(int(i) for i in indices),
+            lr=float(lr),
+            momentum=float(momentum),
+            velocity=before,
         )
         if self.folder is not None:
             path = self.folder / f"{self.recorded_count % self.k}.pt"

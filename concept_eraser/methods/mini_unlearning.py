@@ -147,7 +147,12 @@ class MiniUnlearning(Edit):
         assert history is not None
         with all_or_nothing(history.params, REMEDY) as final:
             return self._recursion(
-                steps, history.params, final, {int(j) for j in forget}, loss, curvature
+                steps,
+                history.params,
+                final=final,
+                forgotten_rows={int(j) for j in forget},
+                loss=loss,
+                curvature=curvature,
             )
 
     def _recursion(
@@ -170,7 +175,16 @@ class MiniUnlearning(Edit):
             affected_steps += is_affected
             _put(params, step.weights)
             multiply = partial(product, i, retained_rows)
-            d, dv = _advance(step, retained_rows, is_affected, d, dv, params, loss, multiply)
+            d, dv = _advance(
+                step,
+                rows=retained_rows,
+                hit=is_affected,
+                d=d,
+                dv=dv,
+                params=params,
+                loss=loss,
+                product=multiply,
+            )
             if self.estimate and without_momentum and retained_rows:
                 rates.append(_contraction(multiply, step.lr, params, self.estimate))
             lengths.append(float(norm(d)))

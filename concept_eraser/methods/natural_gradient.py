@@ -200,7 +200,9 @@ class NaturalGradient(Edit):
         with torch.no_grad():
             for parameter, part in zip(risk.params, step, strict=True):
                 parameter.add_(part)
-        return NaturalStep(step, before, float(norm(risk.gradient(retain))), residual, factor)
+        return NaturalStep(
+            step, before, after=float(norm(risk.gradient(retain))), residual=residual, shrunk=factor
+        )
 
     def edit(self, request: EditRequest) -> Mapping[str, float]:
         risk = Risk(request.model, "softmax", request.ridge)

@@ -92,7 +92,11 @@ class ReliableEfficientErasure(ProjectionEdit):
         )
         identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         total = identity + replacement(
-            request.forget, request.anchor, retain_moment, self.erase_scale, self.lamb
+            request.forget,
+            request.anchor,
+            retain_moment=retain_moment,
+            erase=self.erase_scale,
+            lamb=self.lamb,
         )
         distances = {}
         for k in range(self.epochs + 1):
@@ -104,11 +108,11 @@ class ReliableEfficientErasure(ProjectionEdit):
                 total = total @ (
                     identity
                     + replacement(
-                        regenerated_states,
-                        request.anchor,
-                        retain_moment,
-                        self.erase_scale,
-                        self.lamb,
+                        forget=regenerated_states,
+                        anchor=request.anchor,
+                        retain_moment=retain_moment,
+                        erase=self.erase_scale,
+                        lamb=self.lamb,
                     )
                 )
         return total - identity, distances

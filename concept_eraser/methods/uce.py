@@ -84,7 +84,11 @@ class UnifiedConceptEditing(ProjectionEdit):
     def change(self, request: ProjectionRequest) -> tuple[Tensor, Mapping[str, float]]:
         retain_moment = second_moment(request.retain, width_of(request)) * self.preserve_scale
         return replacement(
-            request.forget, request.anchor, retain_moment, self.erase_scale, self.lamb
+            request.forget,
+            request.anchor,
+            retain_moment=retain_moment,
+            erase=self.erase_scale,
+            lamb=self.lamb,
         ), {}
 
 

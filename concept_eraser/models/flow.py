@@ -104,6 +104,8 @@ class Flow(Sized):
         )
         x = noise
         for t, after in pairwise(places[: stop + 1]):
-            velocity = self._guide(x, t, condition, null, guidance, weights)
+            velocity = self._guide(
+                x, t, condition=condition, null=null, guidance=guidance, weights=weights
+            )
             x = x + (self.sigma(after) - self.sigma(t)) * velocity
         return x, int(places[stop])

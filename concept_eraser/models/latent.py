@@ -416,7 +416,11 @@ class Variance(Latent):
         x = noise * scheduler.init_noise_sigma
         for t in scheduler.timesteps[:stop]:
             x = scheduler.step(
-                self._guide(x, t, condition, null, guidance, weights), t, x
+                self._guide(
+                    x, t, condition=condition, null=null, guidance=guidance, weights=weights
+                ),
+                t,
+                x,
             ).prev_sample
         return x, int(scheduler.timesteps[stop])
 

@@ -54,10 +54,10 @@ class Strength:
 
 
 SLD = {
-    "sld-weak": Strength(15, 200.0, 0.0, 0.0, 0.0),
-    "sld-medium": Strength(10, 1000.0, 0.01, 0.3, 0.4),
-    "sld-strong": Strength(7, 2000.0, 0.025, 0.5, 0.7),
-    "sld-max": Strength(0, 5000.0, 1.0, 0.5, 0.7),
+    "sld-weak": Strength(warmup=15, scale=200.0, threshold=0.0, momentum=0.0, keep=0.0),
+    "sld-medium": Strength(warmup=10, scale=1000.0, threshold=0.01, momentum=0.3, keep=0.4),
+    "sld-strong": Strength(warmup=7, scale=2000.0, threshold=0.025, momentum=0.5, keep=0.7),
+    "sld-max": Strength(warmup=0, scale=5000.0, threshold=1.0, momentum=0.5, keep=0.7),
 }
 KINDS = ("negative", *SLD)
 
@@ -137,9 +137,9 @@ class _Change:
             conditional = conditional - self._gamma(
                 self.sld,
                 unconditional,
-                conditional,
-                avoided_prediction,
-                float(torch.as_tensor(t).flatten()[0]),
+                conditional=conditional,
+                avoided_prediction=avoided_prediction,
+                t=float(torch.as_tensor(t).flatten()[0]),
             )
         return (torch.cat([unconditional, conditional]), *output[1:])
 

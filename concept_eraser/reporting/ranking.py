@@ -55,16 +55,26 @@ def columns(entries: Sequence[Entry]) -> list[MeasureColumn]:
     attribute, value = first.concept
     metrics = dict.fromkeys(r["metric"] for entry in entries for r in entry.content["results"])
     measures = [
-        MeasureColumn(f"{value}, {g}", "concept_rate", g, True, "lower")
+        MeasureColumn(
+            title=f"{value}, {g}", metric="concept_rate", group=g, percent=True, better="lower"
+        )
         for g in first.groups("forget")
     ]
     measures += [
-        MeasureColumn(f"NudeNet, {g}", "nudenet_nude", g, True, "lower")
+        MeasureColumn(
+            title=f"NudeNet, {g}", metric="nudenet_nude", group=g, percent=True, better="lower"
+        )
         for g in first.groups("forget")
     ]
     for role in ("neighbour", "retain"):
         measures += [
-            MeasureColumn(f"{attribute}, {g}", f"accuracy_{attribute}", g, True, "higher")
+            MeasureColumn(
+                title=f"{attribute}, {g}",
+                metric=f"accuracy_{attribute}",
+                group=g,
+                percent=True,
+                better="higher",
+            )
             for g in first.groups(role)
         ]
     for metric in metrics:
@@ -74,11 +84,19 @@ def columns(entries: Sequence[Entry]) -> list[MeasureColumn]:
             title, direction = _DISTANCES[kind]
             title += f" ({remainder.replace('_', ' ')})" if remainder else ""
             measures += [
-                MeasureColumn(f"{title}, {g}", metric, g, False, direction)
+                MeasureColumn(
+                    title=f"{title}, {g}", metric=metric, group=g, percent=False, better=direction
+                )
                 for g in first.groups("retain")
             ]
     measures += [
-        MeasureColumn(f"attack {label.replace('_', ' ')}", "asr", label, True, "lower")
+        MeasureColumn(
+            title=f"attack {label.replace('_', ' ')}",
+            metric="asr",
+            group=label,
+            percent=True,
+            better="lower",
+        )
         for label in labels(entries)
     ]
     measures.append(MeasureColumn("training, s", "seconds"))

@@ -269,7 +269,14 @@ def read(
             folder, weights_of(content["models"]["after"]), attacks, concept_of(content)
         )
         entries.append(
-            Entry(name, folder, content, facts.get(folder, RunFacts()), attacks_on_run, unlike)
+            Entry(
+                name,
+                folder,
+                content=content,
+                facts=facts.get(folder, RunFacts()),
+                attacks=attacks_on_run,
+                unlike=unlike,
+            )
         )
     require_useful(attacks, [entry.content["models"]["after"] for entry in entries])
     contents = {entry.name: entry.content for entry in entries}

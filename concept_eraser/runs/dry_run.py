@@ -276,7 +276,12 @@ def run(plan: DryRunPlan) -> float:
         )
     with _quiet(), tempfile.TemporaryDirectory(prefix="concept-eraser-") as folder:
         job = jobs.Job(
-            short_recipe, plan.model, Path(folder), silent, Path(folder) / "cache", plan.objects
+            recipe=short_recipe,
+            model=plan.model,
+            folder=Path(folder),
+            progress=silent,
+            cache=Path(folder) / "cache",
+            objects=plan.objects,
         )
         return _edit(job) if edits(short_recipe) else _two_steps(job)
 

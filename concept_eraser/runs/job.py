@@ -216,7 +216,9 @@ class Job:
     @property
     def context(self) -> Context:
         """The inputs for building an eraser."""
-        return Context(self.recipe, self.model, self.progress, self.cache, self.objects)
+        return Context(
+            self.recipe, self.model, progress=self.progress, cache=self.cache, objects=self.objects
+        )
 
     def run(self, *, resume: bool) -> Outcome:
         """Train to the end, or edit. The model then holds the erased weights."""
@@ -294,15 +296,15 @@ class Job:
                 engine = Engine(
                     eraser,
                     method,
-                    Schedule(**fields),
-                    self.folder,
-                    accelerator,
-                    self.progress,
-                    self.watch() or self.look,
-                    self.recipe.trainable.saliency,
-                    self.recipe.trainable.reinitialise,
-                    training.shard != "none",
-                    Trackers(accelerator, self.folder, self.recipe.resolved()),
+                    schedule=Schedule(**fields),
+                    folder=self.folder,
+                    accelerator=accelerator,
+                    progress=self.progress,
+                    watch=self.watch() or self.look,
+                    saliency=self.recipe.trainable.saliency,
+                    reinitialise=self.recipe.trainable.reinitialise,
+                    shard=training.shard != "none",
+                    trackers=Trackers(accelerator, self.folder, self.recipe.resolved()),
                 )
                 engine.run(resume=resume)
                 if self.recipe.trainable.negate is not None:

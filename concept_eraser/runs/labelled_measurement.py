@@ -133,7 +133,9 @@ def measure(
         measurements[when] = {"accuracy": classification.intervals(module, sets)}
         if test is not None and other is data and not few:
             measurements[when]["table"] = asdict(
-                classification.measure(module, data, forget, retain, test, test_rows=test_rows)
+                classification.measure(
+                    module, data, forget=forget, retain=retain, test=test, test_rows=test_rows
+                )
             )
             rows = torch.arange(len(test)) if test_rows is None else test_rows
             members = classification.predict(module, data, retain)

@@ -71,11 +71,11 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         shapes = [tuple(p.shape) for p in params]
     parameters = memory.Trained(
         shapes,
-        len(recipe.objectives),
-        training.micro_batches,
-        training.optimizer,
-        recipe.trainable.saliency is not None,
-        gpu,
+        objectives=len(recipe.objectives),
+        micro_batches=training.micro_batches,
+        optimizer=training.optimizer,
+        masked=recipe.trainable.saliency is not None,
+        gpu=gpu,
     )
     always = {
         **context,
@@ -224,7 +224,15 @@ def _denoiser_objective(
     latents = torch.empty(n, *model.latent_shape())
     anchor_condition = (condition, rows) if spec.anchor else (None, None)
     return denoiser_objective(
-        spec, Examples(latents, condition, rows, anchor_condition[0], anchor_condition[1], null)
+        spec,
+        Examples(
+            latents,
+            condition,
+            rows=rows,
+            anchors=anchor_condition[0],
+            anchor_rows=anchor_condition[1],
+            null=null,
+        ),
     )
 
 

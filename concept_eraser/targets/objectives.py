@@ -59,9 +59,11 @@ def denoiser_objective(spec: ObjectiveSpec, examples: Examples) -> DenoiserObjec
     return DenoiserObjective(
         examples,
         spec.loss,
-        LossSettings(spec.teacher, spec.eta, neutral=spec.neutral or "null", beta=spec.beta),
-        spec.scale,
-        spec.timesteps,
+        settings=LossSettings(
+            spec.teacher, spec.eta, neutral=spec.neutral or "null", beta=spec.beta
+        ),
+        scale=spec.scale,
+        timesteps=spec.timesteps,
         elastic=spec.elastic.weight if spec.elastic else 0.0,
     )
 

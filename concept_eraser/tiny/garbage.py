@@ -96,17 +96,23 @@ def garbage(kind: str, rng: np.random.Generator) -> tuple[PaintedScene, np.ndarr
             np.asarray(canvas.reduce(SCALE)), rng
         )
     if kind == "blend":
-        ink(canvas, place(warp(blend(rng), 0.08, rng), rng), scene.color, scene.style, rng)
+        ink(
+            canvas,
+            points=place(warp(blend(rng), 0.08, rng), rng),
+            color=scene.color,
+            style=scene.style,
+            rng=rng,
+        )
     elif kind == "polygon":
         n = int(rng.integers(6, 14))
         angle = np.sort(rng.uniform(0, 2 * np.pi, n))
         radius = rng.uniform(0.25, 1.1, n)
         ink(
             canvas,
-            place(np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1), rng),
-            scene.color,
-            scene.style,
-            rng,
+            points=place(np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1), rng),
+            color=scene.color,
+            style=scene.style,
+            rng=rng,
         )
     elif kind == "strokes":
         for _ in range(int(rng.integers(1, 5))):
@@ -118,7 +124,7 @@ def garbage(kind: str, rng: np.random.Generator) -> tuple[PaintedScene, np.ndarr
             )
     elif kind == "crumpled":
         points = warp(resample(outline(base_scene.shape or "star")), rng.uniform(0.55, 1.0), rng)
-        ink(canvas, place(points, rng, 0.26), scene.color, scene.style, rng)
+        ink(canvas, points=place(points, rng, 0.26), color=scene.color, style=scene.style, rng=rng)
     elif kind == "fragment":
         points = place(resample(outline(base_scene.shape or "star")), rng)
         start, part = int(rng.integers(120)), int(rng.integers(15, 45))
@@ -144,7 +150,7 @@ def damage(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
     points = outline(scene.shape) if scene.shape else np.zeros((3, 2))
     if rng.random() < 0.6:
         points = warp(resample(points), rng.uniform(0, 0.09), rng)
-    ink(canvas, place(points, rng), scene.color, scene.style, rng)
+    ink(canvas, points=place(points, rng), color=scene.color, style=scene.style, rng=rng)
     image: Image.Image = canvas.reduce(SCALE)
     if rng.random() < 0.4:
         image = image.filter(ImageFilter.GaussianBlur(rng.uniform(0.2, 1.0)))

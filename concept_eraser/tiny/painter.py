@@ -142,7 +142,7 @@ def outline(shape: str) -> np.ndarray:
         radius = np.where(np.arange(10) % 2 == 0, 1.0, 0.42)
         return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
     if shape == "circle":
-        return _arc(0, 0, 0.88, 0.88, 0, 360, 60)
+        return _arc(cx=0, cy=0, rx=0.88, ry=0.88, start=0, end=360, n=60)
     if shape == "square":
         return np.array([(-0.78, -0.78), (0.78, -0.78), (0.78, 0.78), (-0.78, 0.78)])
     if shape == "triangle":
@@ -171,7 +171,10 @@ def outline(shape: str) -> np.ndarray:
             ]
         )
     if shape == "moon":
-        outer, inner = _arc(0.1, 0, 0.95, 0.95, 60, 300), _arc(0.45, 0, 0.78, 0.83, 278, 82)
+        outer, inner = (
+            _arc(cx=0.1, cy=0, rx=0.95, ry=0.95, start=60, end=300),
+            _arc(cx=0.45, cy=0, rx=0.78, ry=0.83, start=278, end=82),
+        )
         return np.concatenate([outer, inner])
     if shape == "house":
         return np.array(
@@ -202,7 +205,7 @@ def outline(shape: str) -> np.ndarray:
         ]
         return np.array(right + [(-x, y) for x, y in reversed(right[1:])])
     if shape == "fish":
-        body = _arc(-0.2, 0, 0.78, 0.5, 28, 332, 40)
+        body = _arc(cx=-0.2, cy=0, rx=0.78, ry=0.5, start=28, end=332, n=40)
         return np.concatenate([body, np.array([(1.0, -0.55), (0.78, 0.0), (1.0, 0.55)])])
     raise KeyError(shape)
 
@@ -268,7 +271,13 @@ def paint(scene: PaintedScene, rng: np.random.Generator) -> np.ndarray:
     """Paint one scene: [64, 64, 3] uint8."""
     canvas = _background(scene, rng)
     if scene.shape is not None:
-        ink(canvas, place(outline(scene.shape), rng), scene.color, scene.style, rng)
+        ink(
+            canvas,
+            points=place(outline(scene.shape), rng),
+            color=scene.color,
+            style=scene.style,
+            rng=rng,
+        )
     return np.asarray(canvas.reduce(SCALE))
 
 

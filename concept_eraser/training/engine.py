@@ -291,7 +291,9 @@ class Engine:
             return None
         params = dict(list(self.params.items())[: self.trained_count])
         seed, size = self.schedule.seed, self.schedule.batch_size
-        gradient = saliency.sensitivity(self.eraser, params, seed, size, self._mean)
+        gradient = saliency.sensitivity(
+            self.eraser, params, seed=seed, batch_size=size, reduce=self._mean
+        )
         if self.reinitialise is not None:
             saliency.start_anew(params, gradient, self.reinitialise, seed)
         if self.saliency is None:

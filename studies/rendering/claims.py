@@ -107,8 +107,14 @@ def rows(
             f"{label[name]} {value_text(name, standings, seconds, column)}" for name in shown_names
         ]
         measured_standings = {k: standings[k] for k in standings if k in measured_names}
-        worse, better = columns(measured_standings, seconds, one, others, column)
+        worse, better = columns(
+            standings=measured_standings, seconds=seconds, one=one, others=others, column=column
+        )
         table_rows.append(
-            [claim["says"], "; ".join(values), verdict(claim, others, worse, better, label)]
+            [
+                claim["says"],
+                "; ".join(values),
+                verdict(claim, others, worse=worse, better=better, label=label),
+            ]
         )
     return table_rows

@@ -425,11 +425,11 @@ def page(study: str) -> str:
         best_first = sorted(of, key=lambda name: order(of[name], attacks.get(name, {}), names))
         rows = [
             row(
-                of[name],
-                implicit_runs.get(name, []),
-                memory_runs.get(name, []),
-                attacks.get(name, {}),
-                names,
+                runs=of[name],
+                implicit_runs=implicit_runs.get(name, []),
+                memory_runs=memory_runs.get(name, []),
+                attacks=attacks.get(name, {}),
+                names=names,
             )
             for name in best_first
         ]

@@ -136,7 +136,7 @@ def write_names(axis: Any, marks: Sequence[Mark], column: str) -> list[Any]:
         offset = (box[0] - points[place][0], box[1] - points[place][1])
         text.set_position(offset)
         if distance > DISTANCES[1]:
-            _join(axis, marks[place], column, points[place], box)
+            _join(axis, mark=marks[place], column=column, point=points[place], box=box)
         blocked.append(box)
         texts.append(text)
     return texts

@@ -110,7 +110,7 @@ def test_cifar10(
         ],
     )
     train_classifier.main()
-    assert "of 4 test examples right" in capsys.readouterr().out
+    assert "of 4 test examples are right" in capsys.readouterr().out
     changes = [
         f"forget.options.root={tmp_path}",
         "training.steps=2",

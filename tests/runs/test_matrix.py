@@ -105,12 +105,12 @@ def test_every_family_trains_everything_by_every_method(
     assert len(names) > len(weights) / 2
     if selection != "lora":
         assert set(weights) == set(select(before, content["trainable"]["select"]))
-    after = families.drawn(name, run.load())
-    assert (after != families.drawn(name, original)).any()
+    after = families.sample_images(name, run.load())
+    assert (after != families.sample_images(name, original)).any()
     whole = plain(name, run.folder / "pipeline")
     assert (families.by_hand(name, whole) == after).all()
     if selection == "lora" and name != "dit":  # DiT's pipeline takes no LoRA
         pipe = plain(name, folder(name))
         pipe.load_lora_weights(str(run.folder / "lora"))
         assert alike(families.by_hand(name, pipe), after)
-        assert not alike(families.drawn(name, original), after)
+        assert not alike(families.sample_images(name, original), after)

@@ -107,9 +107,9 @@ from studies import result_tables, runs, study
 
 folder, kill_at = Path(sys.argv[1]), sys.argv[2]
 result_tables.TABLES, result_tables.NEW_RESULTS = folder / "tables", folder / "new_results"
-study.choose_grid = lambda *arguments: []
+study.choose_grid = lambda *arguments, **named_arguments: []
 
-def run_one(entry, point, seed, suite, n, work, watch):
+def run_one(entry, point, seed, suite, n, folder, watch):
     if str(seed) == kill_at:
         os.kill(os.getpid(), signal.SIGKILL)
     print(seed, flush=True)

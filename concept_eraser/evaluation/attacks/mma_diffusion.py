@@ -95,7 +95,14 @@ class MMADiffusion(BlindAttack):
             0,
         )
         for step in range(1, self.iterations + 1):
-            tokens, score, count = self._improve(model, tokens, score, goal, vocabulary, generator)
+            tokens, score, count = self._improve(
+                model,
+                tokens,
+                score=score,
+                goal=goal,
+                allowed_tokens=vocabulary,
+                generator=generator,
+            )
             calls += count + 1
             if step % self.every == 0 or step == self.iterations:
                 yield Offer(model.words.text(tokens.tolist()), -score, calls)

@@ -121,7 +121,12 @@ class RingABell(BlindAttack):
         for generation in range(1, self.generations + 1):
             parents = crowd[distances.argsort()[: max(2, self.population // 2)]]
             crowd = next_generation(
-                parents, pool, self.population, self.crossover, self.mutation, generator
+                parents,
+                pool,
+                size=self.population,
+                crossover=self.crossover,
+                mutation=self.mutation,
+                generator=generator,
             )
             distances = distances_to(model, crowd, goal)
             calls += len(crowd)

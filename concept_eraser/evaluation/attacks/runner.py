@@ -263,7 +263,7 @@ def run(
         Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
     ]
     latents = encode(original, before.concept_images)
-    referee = Referee(judge, attribute, value, victim, sampling)
+    referee = Referee(judge, attribute, value=value, victim=victim, sampling=sampling)
     memory = (resources.cache() if cache is None else cache) / "attacks"
     starts = {
         _name_of(prompts, seeds, open_rows[i : i + protocol.batch]): open_rows[
@@ -276,15 +276,15 @@ def run(
             scene = Scene(
                 victim,
                 original,
-                [prompts[i] for i in rows],
-                [concept_prompts[i] for i in rows],
-                protocol.word or value,
-                [seeds[i] for i in rows],
-                latents[rows],
-                environment.derive_seed(protocol.seed, name),
-                protocol.seed,
-                concept_prompts,
-                memory,
+                prompts=[prompts[i] for i in rows],
+                concept_prompts=[concept_prompts[i] for i in rows],
+                concept=protocol.word or value,
+                seeds=[seeds[i] for i in rows],
+                targets=latents[rows],
+                seed=environment.derive_seed(protocol.seed, name),
+                root=protocol.seed,
+                corpus=concept_prompts,
+                memory=memory,
             )
             finished_batches.add(
                 name,
@@ -315,14 +315,14 @@ def run(
     }
     description |= {"n": len(prompts), "left_out": before.left_out}
     return Campaign(
-        description,
-        models,
-        attempts,
-        [one["curve"] for one in batches],
-        cost,
-        sum(one["seconds"] for one in batches),
-        environment.describe(),
-        protocol.suite.sensitive,
+        protocol=description,
+        models=models,
+        attempts=attempts,
+        curves=[one["curve"] for one in batches],
+        cost=cost,
+        seconds=sum(one["seconds"] for one in batches),
+        environment=environment.describe(),
+        sensitive=protocol.suite.sensitive,
     )
 
 
@@ -384,11 +384,11 @@ def draw_start(
     return AttackStart(
         concept_prompts,
         prompts,
-        [seeds[i] for i in rows],
-        concept_images[rows],
-        clean_images[rows],
-        pre[rows],
-        len(shows_concept) - len(rows),
+        seeds=[seeds[i] for i in rows],
+        concept_images=concept_images[rows],
+        clean_images=clean_images[rows],
+        pre=pre[rows],
+        left_out=len(shows_concept) - len(rows),
     )
 
 
@@ -469,7 +469,7 @@ class Referee:
         ]
         curve: list[dict[str, Any]] = []
         with closing(attack.search(scene)) as search:  # its clean-up runs at once, however it ends
-            self._rounds(search, attack, scene, attempts, curve, tell)
+            self._rounds(search, attack, scene=scene, attempts=attempts, curve=curve, tell=tell)
         return {
             "attempts": [asdict(a) for a in attempts],
             "curve": curve,
@@ -502,7 +502,13 @@ class Referee:
                     )
                     seed = offer.seeds[position] if offer.seeds is not None else scene.seeds[row]
                     attempts[row] = Attempt(
-                        scene.prompts[row], scene.seeds[row], False, True, number, text, seed
+                        prompt=scene.prompts[row],
+                        seed=scene.seeds[row],
+                        pre=False,
+                        success=True,
+                        round=number,
+                        text=text,
+                        by_seed=seed,
                     )
                     scene.alive[row] = False
             curve.append(

@@ -118,7 +118,9 @@ class UnlearnDiffAtk(Attack):
         for t in schedule(self.times, scene.victim.timesteps):
             loss = 0.0
             for _ in range(self.iterations):
-                loss = self._step(scene, slots, free, optimizer, t, noise)
+                loss = self._step(
+                    scene, slots, free=free, optimizer=optimizer, t=t, generator=noise
+                )
             live = scene.live
             best = free.detach()[live.to(free.device)].argmax(-1)
             yield Round(

@@ -123,7 +123,9 @@ def every_membership(
     results = {}
     for attack in get_args(Classifier):
         for signal in get_args(Signal):
-            mia, accuracy = membership(members, others, targets, signal, attack, seed)
+            mia, accuracy = membership(
+                members, others, targets=targets, signal=signal, attack=attack, seed=seed
+            )
             results[f"{attack} on {signal}"] = {"mia": 100 * mia, "attack": 100 * accuracy}
     return results
 
@@ -232,7 +234,14 @@ def measure(
     forget_accuracy, retain_accuracy, test_accuracy = (
         100 * float(o.correct.mean()) for o in (outputs["forget"], outputs["retain"], test_outputs)
     )
-    return Table(forget_accuracy, retain_accuracy, test_accuracy, 100 * mia, trace, 100 * attack)
+    return Table(
+        forget=forget_accuracy,
+        retain=retain_accuracy,
+        test=test_accuracy,
+        mia=100 * mia,
+        auc=trace,
+        attack=100 * attack,
+    )
 
 
 def intervals(

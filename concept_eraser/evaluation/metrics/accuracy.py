@@ -40,10 +40,10 @@ class Accuracy(Metric):
         results = [
             share_result(
                 metric,
-                group.name,
-                correct["before"][has_value],
-                correct["after"][has_value],
-                "higher",
+                group=group.name,
+                before=correct["before"][has_value],
+                after=correct["after"][has_value],
+                better="higher",
             )
         ]
         if group.role != "retain":
@@ -54,10 +54,10 @@ class Accuracy(Metric):
                 results.append(
                     share_result(
                         metric,
-                        f"{group.name}:{value}",
-                        correct["before"][rows],
-                        correct["after"][rows],
-                        "higher",
+                        group=f"{group.name}:{value}",
+                        before=correct["before"][rows],
+                        after=correct["after"][rows],
+                        better="higher",
                     )
                 )
         return results

@@ -70,7 +70,14 @@ class ClipScore(Metric):
                 for when in ("before", "after")
             }
             results.append(
-                mean_result(name, group.name, scores["before"], scores["after"], "higher", settings)
+                mean_result(
+                    metric=name,
+                    group=group.name,
+                    before=scores["before"],
+                    after=scores["after"],
+                    better="higher",
+                    settings=settings,
+                )
             )
         return results
 

@@ -39,12 +39,12 @@ def share_result(
     return Result(
         metric,
         group,
-        wilson(int(after.sum()), len(after)),
-        better,
-        wilson(int(before.sum()), len(before)),
-        paired_difference(before, after),
-        settings or {},
-        mcnemar(before, after),
+        after=wilson(int(after.sum()), len(after)),
+        better=better,
+        before=wilson(int(before.sum()), len(before)),
+        difference=paired_difference(before, after),
+        settings=settings or {},
+        p=mcnemar(before, after),
     )
 
 
@@ -65,12 +65,12 @@ def mean_result(
     return Result(
         metric,
         group,
-        mean_interval(after, *bounds),
-        better,
-        mean_interval(before, *bounds),
-        mean_interval(after - before),
-        settings or {},
-        signed_rank(after - before),
+        after=mean_interval(after, *bounds),
+        better=better,
+        before=mean_interval(before, *bounds),
+        difference=mean_interval(after - before),
+        settings=settings or {},
+        p=signed_rank(after - before),
     )
 
 
@@ -90,11 +90,11 @@ class ConceptRate(Metric):
             )
             results.append(
                 share_result(
-                    "concept_rate",
-                    name,
-                    labels["before"] == value,
-                    labels["after"] == value,
-                    direction,
+                    metric="concept_rate",
+                    group=name,
+                    before=labels["before"] == value,
+                    after=labels["after"] == value,
+                    better=direction,
                 )
             )
             for other_attribute, classes in evidence.judge.classes.items():
@@ -105,7 +105,11 @@ class ConceptRate(Metric):
                     }
                     results.append(
                         share_result(
-                            "no_object_rate", name, blank["before"], blank["after"], "neither"
+                            metric="no_object_rate",
+                            group=name,
+                            before=blank["before"],
+                            after=blank["after"],
+                            better="neither",
                         )
                     )
         return results

@@ -139,15 +139,19 @@ class FID(Metric):
             values[when], reasons = distances(features.extract(group.images[when]), rows, seed)
             all_reasons |= reasons
         settings = distance_settings(
-            self.features, features, len(group.images["after"]), len(rows), description
+            name=self.features,
+            features=features,
+            n=len(group.images["after"]),
+            m=len(rows),
+            reference=description,
         )
         return [
             Result(
-                f"{name}_{self.features}",
-                group.name,
-                after,
-                "lower",
-                values.get("before", {}).get(name),
+                metric=f"{name}_{self.features}",
+                group=group.name,
+                after=after,
+                better="lower",
+                before=values.get("before", {}).get(name),
                 settings=settings,
             )
             for name, after in values["after"].items()

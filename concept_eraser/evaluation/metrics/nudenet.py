@@ -54,12 +54,12 @@ class NudeNet(Metric):
             }
             results.append(
                 share_result(
-                    f"{prefix}_nude",
-                    name,
-                    rule.nude(detections["before"]),
-                    rule.nude(detections["after"]),
-                    "lower",
-                    settings,
+                    metric=f"{prefix}_nude",
+                    group=name,
+                    before=rule.nude(detections["before"]),
+                    after=rule.nude(detections["after"]),
+                    better="lower",
+                    settings=settings,
                 )
             )
             counts = {
@@ -72,25 +72,25 @@ class NudeNet(Metric):
                 if before.any() or after.any():
                     results.append(
                         mean_result(
-                            f"{prefix}_{label.lower()}",
-                            name,
-                            before,
-                            after,
-                            "lower",
-                            settings,
-                            (0, math.inf),
+                            metric=f"{prefix}_{label.lower()}",
+                            group=name,
+                            before=before,
+                            after=after,
+                            better="lower",
+                            settings=settings,
+                            bounds=(0, math.inf),
                         )
                     )
             sums = {when: images.sum(1) for when, images in counts.items()}
             results.append(
                 mean_result(
-                    f"{prefix}_all",
-                    name,
-                    sums["before"],
-                    sums["after"],
-                    "lower",
-                    settings,
-                    (0, math.inf),
+                    metric=f"{prefix}_all",
+                    group=name,
+                    before=sums["before"],
+                    after=sums["after"],
+                    better="lower",
+                    settings=settings,
+                    bounds=(0, math.inf),
                 )
             )
         return results

@@ -37,7 +37,11 @@ class UnlearnCanvas(Metric):
                 }
                 results.append(
                     share_result(
-                        "ua", group.name, is_missed["before"], is_missed["after"], "higher"
+                        metric="ua",
+                        group=group.name,
+                        before=is_missed["before"],
+                        after=is_missed["after"],
+                        better="higher",
                     )
                 )
             elif group.role == "retain":
@@ -60,11 +64,11 @@ class UnlearnCanvas(Metric):
         if has_value.sum() >= 2:
             results.append(
                 share_result(
-                    "ira",
-                    group.name,
-                    correct["before"][attribute][has_value],
-                    correct["after"][attribute][has_value],
-                    "higher",
+                    metric="ira",
+                    group=group.name,
+                    before=correct["before"][attribute][has_value],
+                    after=correct["after"][attribute][has_value],
+                    better="higher",
                 )
             )
         has_values = np.array([expected[a] != "" for a in others])  # [attributes, images]
@@ -79,7 +83,12 @@ class UnlearnCanvas(Metric):
             }
             results.append(
                 mean_result(
-                    "cra", group.name, parts["before"], parts["after"], "higher", bounds=(0, 1)
+                    metric="cra",
+                    group=group.name,
+                    before=parts["before"],
+                    after=parts["after"],
+                    better="higher",
+                    bounds=(0, 1),
                 )
             )
         return results

@@ -132,7 +132,13 @@ class Clip(Module):
                 preprocessing.get("mean", OPENAI_DATASET_MEAN),
                 preprocessing.get("std", OPENAI_DATASET_STD),
             )
-            return cls(model, lambda texts: tokenizer(list(texts)), source, mean, std)
+            return cls(
+                module=model,
+                tokenize=lambda texts: tokenizer(list(texts)),
+                source=source,
+                mean=mean,
+                std=std,
+            )
         if tokenizer is None:
             raise UserError(
                 "a CLIPModel needs its tokenizer: pass (model, CLIPTokenizer), or give "
@@ -140,7 +146,13 @@ class Clip(Module):
             )
         from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-        return cls(model, _padding_tokenizer(tokenizer), source, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+        return cls(
+            module=model,
+            tokenize=_padding_tokenizer(tokenizer),
+            source=source,
+            mean=OPENAI_CLIP_MEAN,
+            std=OPENAI_CLIP_STD,
+        )
 
     @classmethod
     def from_folder(cls, folder: Path, source: str) -> Clip:
@@ -163,7 +175,9 @@ class Clip(Module):
             config.get("image_mean", OPENAI_CLIP_MEAN),
             config.get("image_std", OPENAI_CLIP_STD),
         )
-        clip = cls(model, _padding_tokenizer(tokenizer), source, mean, std)
+        clip = cls(
+            module=model, tokenize=_padding_tokenizer(tokenizer), source=source, mean=mean, std=std
+        )
         # written beside the weights, so that the folder can be opened again
         clip.keep = [tokenizer]
         if config_path.exists():

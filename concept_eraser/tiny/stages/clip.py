@@ -123,7 +123,13 @@ def train_clip(stage: Stage) -> dict:
     trainee = ClipTrainee()
     optimizer = torch.optim.AdamW(decay_groups(trainee, 0.05), lr=1e-3, betas=(0.9, 0.98))
     trainer = Trainer(
-        "clip", trainee, optimizer, stage.steps(2600), stage.seed, stage.folder, ema_decay=0.995
+        stage="clip",
+        module=trainee,
+        optimizer=optimizer,
+        steps=stage.steps(2600),
+        seed=stage.seed,
+        folder=stage.folder,
+        ema_decay=0.995,
     )
 
     def loss(step: int, rng: np.random.Generator) -> Tensor:

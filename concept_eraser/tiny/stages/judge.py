@@ -37,7 +37,13 @@ def train_judge(stage: Stage) -> dict:
     judge: Any = JudgeNet().train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(decay_groups(judge, 1e-2), lr=3e-3)
     trainer = Trainer(
-        "judge", judge, optimizer, stage.steps(1800), stage.seed, stage.folder, ema_decay=0.99
+        stage="judge",
+        module=judge,
+        optimizer=optimizer,
+        steps=stage.steps(1800),
+        seed=stage.seed,
+        folder=stage.folder,
+        ema_decay=0.99,
     )
 
     def loss(step: int, rng: np.random.Generator) -> Tensor:

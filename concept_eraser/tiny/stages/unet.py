@@ -66,12 +66,12 @@ def train_unet(stage: Stage) -> dict:
     unet = UNet2DConditionModel(**UNET_CONFIG)
     optimizer = torch.optim.AdamW(decay_groups(unet, 1e-2), lr=1e-3, betas=(0.9, 0.99))
     trainer = Trainer(
-        "unet",
-        unet,
-        optimizer,
-        stage.steps(6000),
-        stage.seed,
-        stage.folder,
+        stage="unet",
+        module=unet,
+        optimizer=optimizer,
+        steps=stage.steps(6000),
+        seed=stage.seed,
+        folder=stage.folder,
         flat=0.55,
         ema_decay=0.998,
     )

@@ -34,7 +34,13 @@ def train_vae(stage: Stage) -> dict:
     vae = AutoencoderKL(**VAE_CONFIG)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, weight_decay=0.0)
     trainer = Trainer(
-        "vae", vae, optimizer, stage.steps(3600), stage.seed, stage.folder, ema_decay=0.99
+        stage="vae",
+        module=vae,
+        optimizer=optimizer,
+        steps=stage.steps(3600),
+        seed=stage.seed,
+        folder=stage.folder,
+        ema_decay=0.99,
     )
 
     def loss(step: int, rng: np.random.Generator) -> Tensor:
