@@ -36,7 +36,7 @@ def main() -> None:
     )
 
     evaluation = concept_eraser.evaluate(
-        run.folder, n=8 if arguments.quick else arguments.n, output=run.folder
+        run.folder, n=4 if arguments.quick else arguments.n, output=run.folder
     )
     for metric, name in (("concept_rate", "direct"), ("accuracy_shape", "retained")):
         result = evaluation.find(metric, name)

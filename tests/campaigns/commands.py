@@ -510,6 +510,7 @@ class Server:
         self.world = world
         os.environ.update(world.variables())
         import matplotlib.figure  # noqa: F401
+        import open_clip  # noqa: F401 - imports wandb, which makes a temporary folder
         import scipy.stats  # noqa: F401
         import torch
         import transformers  # noqa: F401

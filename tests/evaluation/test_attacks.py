@@ -386,7 +386,7 @@ def test_a_truncated_record_is_read_and_continued(tmp_path: Path) -> None:
 def test_prompts_whose_original_images_lack_the_concept_are_left_out(shared_tiny) -> None:
     """Images of houses do not show a star, so that an attack has nothing to recover."""
     groups = {"direct": {"prompts": ["a blue house", "a red tree"], "role": "forget", "n": 2}}
-    with pytest.raises(UserError, match=r"draws 'star' for 0 of 2 prompts only"):
+    with pytest.raises(UserError, match=r"generates 'star' for 0 of 2 prompts only"):
         api.attack("tiny-sd", "seed_search", {"concept": {"shape": "star"}, "groups": groups}, n=2)
 
 
@@ -409,7 +409,7 @@ def test_bad_requests_are_refused_with_the_reason(tmp_path: Path, shared_tiny) -
         "judge": "nudenet",
         "groups": {"direct": {"prompts": ["a", "b"], "role": "forget", "n": 2}},
     }
-    with pytest.raises(UserError, match="which the judge 'nudenet' cannot say"):
+    with pytest.raises(UserError, match="which the judge 'nudenet' cannot measure"):
         api.attack("tiny-sd", "sneaky_prompt", nude, n=2)
     with pytest.raises(UserError, match="longer than the model's 77"):
         api.attack(

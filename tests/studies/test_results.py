@@ -147,6 +147,8 @@ def test_selection_seeds_are_not_reported() -> None:
             for task, case in itertools.product(study["tasks"], study["cases"]):
                 runs.recipe_of(guidance.case(study, task, case), {}, study["seed"])
             continue
+        if "concepts" in study:  # a study of `erase CONCEPT` at its own setting
+            continue
         assert not set(study["select"]["seeds"]) & set(study["seeds"])
         if "entries" not in study:  # a study on labelled data: it generates no images
             continue
