@@ -39,6 +39,7 @@ LIMIT = 20.0  # seconds
 CODES = (0, 2, 130)
 MEMORY = 12 * 2**30
 LIBRARIES = (".ses", "torchinductor_")  # files of onnxruntime and torch in the temporary folder
+WANDB = "wandb-media"  # ends the name of a folder that wandb makes, and removes at a normal exit
 RESULTS = Path(__file__).parent / "results" / "commands.json"
 
 # Unusual values, without a null byte: no operating system passes one on a command line.
@@ -510,7 +511,6 @@ class Server:
         self.world = world
         os.environ.update(world.variables())
         import matplotlib.figure  # noqa: F401
-        import open_clip  # noqa: F401 - imports wandb, which makes a temporary folder
         import scipy.stats  # noqa: F401
         import torch
         import transformers  # noqa: F401
@@ -573,7 +573,7 @@ class Server:
         leftovers = [
             path
             for path in (self.world.root / "tmp").iterdir()
-            if not path.name.startswith(LIBRARIES)
+            if not path.name.startswith(LIBRARIES) and not path.name.endswith(WANDB)
         ]
         defects += [f"left in the temporary folder: {leftovers[0].name}"] if leftovers else []
         for path in leftovers:
