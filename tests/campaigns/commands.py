@@ -39,7 +39,7 @@ LIMIT = 20.0  # seconds
 CODES = (0, 2, 130)
 MEMORY = 12 * 2**30
 LIBRARIES = (".ses", "torchinductor_")  # files of onnxruntime and torch in the temporary folder
-WANDB = "wandb-media"  # ends the name of a folder that wandb makes, and removes at a normal exit
+WANDB = "wandb-"  # in the names of folders that wandb makes, and removes at a normal exit
 RESULTS = Path(__file__).parent / "results" / "commands.json"
 
 # Unusual values, without a null byte: no operating system passes one on a command line.
@@ -573,7 +573,7 @@ class Server:
         leftovers = [
             path
             for path in (self.world.root / "tmp").iterdir()
-            if not path.name.startswith(LIBRARIES) and not path.name.endswith(WANDB)
+            if not path.name.startswith(LIBRARIES) and WANDB not in path.name
         ]
         defects += [f"left in the temporary folder: {leftovers[0].name}"] if leftovers else []
         for path in leftovers:
