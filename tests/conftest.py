@@ -21,42 +21,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 ROOT = Path(__file__).parent.parent
 HANG = processes.HANG
 collect_less_often()
-# The files that take longest, by `pytest --durations=0`. They are run first, so that no worker
-# waits for another one that has just begun a long file.
-LONG = (
-    "cli/test_cli.py",
-    "campaigns/test_campaigns.py",
-    "demo/test_browser.py",
-    "evaluation/test_attacks.py",
-    "training/test_offload.py",
-    "docs/test_docs.py",
-    "docs/test_tutorials.py",
-    "training/test_resume.py",
-    "exporting/test_output.py",
-    "exporting/test_merge.py",
-    "training/test_two_processes.py",
-    "exporting/test_card_concepts.py",
-    "cli/test_erase_concept.py",
-    "examples/test_examples.py",
-    "training/test_closure.py",
-    "runs/test_dry_run.py",
-    "training/test_memory.py",
-    "training/test_trackers.py",
-    "studies/test_labelled_studies.py",
-    "studies/test_leaderboard.py",
-    "docs/test_site.py",
-    "test_trust.py",
-    "training/test_fsdp.py",
-    "training/test_engine.py",
-    "runs/test_several_concepts.py",
-    "runs/test_baselines.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of long files first, in the order of LONG; the others keep their order."""
-    places = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)
