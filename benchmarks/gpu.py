@@ -121,7 +121,7 @@ def step(
                 model=pipeline,
                 output=folder,
                 cache=Path(scratch),
-                look=_Reader(folder, rows),
+                on_step=_Reader(folder, rows),
             )
         except torch.cuda.OutOfMemoryError as error:
             return {"fits": False, "said": str(error).splitlines()[0][:120]}

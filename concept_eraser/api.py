@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from concept_eraser.concepts.known import KindName
-from concept_eraser.concepts.plan import BUNDLED, ErasurePlan, is_concept, make_plan
+from concept_eraser.concepts.plan import BUNDLED, make_plan
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
@@ -41,8 +40,6 @@ from concept_eraser.training import log as logs
 from concept_eraser.utils import distributed
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def erase(
     command: str = "",
     progress: Progress = silent,
     cache: Path | None = None,
-    look: Callable[[int, float], None] | None = None,
+    on_step: Callable[[int, float], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Run:
     """Erase a concept and write a run folder.
@@ -201,11 +198,12 @@ def erase(
         command: the command line that the recipe in the run folder states.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
-        look: called before the first step and after each step, with the number of steps and the
+        on_step: called before the first step and after each step, with the number of steps and the
             seconds of training. Its own time is not counted. The model in memory is the one in
             training, so it must not change the weights.
         notify: with concepts: called before the training with each line about the plan, and with
-            how often the original generates the concept.
+            how often the original generates the concept. Without it the lines are logged, and a
+            concept that the original rarely generates is a warning.
 
     Returns:
         The run, with the erased model.
@@ -251,7 +249,7 @@ def erase(
         "memory": memory,
     }
     name = model if source is None else _name_of(source)
-    names = _concept_names(recipe, kind, anchor)
+    names = concept_job.concept_names(recipe, kind, anchor)
     suite_texts = concept_job.suites_beside(recipe)
     plan_concepts = partial(
         make_plan,
@@ -295,12 +293,12 @@ def erase(
         if plan is not None and isinstance(loaded_model, Model):
             plan = plan_concepts(text_encoder=loaded_model)
             suite_texts = concept_job.suite_texts(plan, folder)
-            _announce(
+            concept_job.announce(
                 plan,
                 job,
                 model=loaded_model,
                 folder=folder,
-                notify=notify or _log_line,
+                notify=notify,
                 progress=progress,
                 cache=cache,
             )
@@ -312,7 +310,7 @@ def erase(
             progress=progress,
             cache=cache,
             objects=objects,
-            look=look,
+            on_step=on_step,
             claim=lambda: jobs.claim_folder(
                 folder, job, overwrite=overwrite, command=command, suites=suite_texts
             ),
@@ -323,59 +321,6 @@ def erase(
             output_folder.seal(folder)
             output_folder.remove_set_aside(folder)
         return Run(folder, job, summary["seconds"], loaded_model)
-
-
-def _concept_names(recipe: Any, kind: Any, anchor: Any) -> list[str]:
-    """Return the concepts that were given in place of a recipe.
-
-    Raises UserError for `kind` or `anchor` without concepts.
-    """
-    if isinstance(recipe, str) and is_concept(recipe):
-        return [recipe]
-    if isinstance(recipe, list | tuple) and recipe and all(isinstance(one, str) for one in recipe):
-        return list(recipe)
-    if kind is not None or anchor is not None:
-        raise UserError("kind and anchor go with concepts; in a recipe the anchor is forget.anchor")
-    return []
-
-
-def _announce(
-    plan: ErasurePlan,
-    job: Recipe,
-    model: Model,
-    folder: Path,
-    notify: Callable[[str], None],
-    progress: Progress,
-    cache: Path | None,
-) -> None:
-    """Give the lines of a plan, and count each concept in images of the original."""
-    if not distributed.is_first():
-        notify = _ignore_line
-    for line in plan.lines():
-        notify(line)
-    files = ", ".join(str(folder / name) for name in ("recipe.yaml", *plan.suites))
-    again = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}_again"
-    notify(f"files:    {files}; repeat with: {again}")
-    if job.training.offload or job.training.shard != "none" or not concept_job.can_sample(model):
-        notify("not checked whether the model generates it: this takes long here")
-        return
-    for concept in plan.concepts:
-        try:
-            count, n = concept_job.count_concept(
-                model, suites.load(concept.suite), cache=cache, progress=progress
-            )
-        except UserError as error:
-            notify(f"not checked whether the model generates {concept.name!r}: {error}")
-        else:
-            notify(concept_job.describe_count(concept.name, count, n))
-
-
-def _ignore_line(text: str) -> None:
-    """Ignore a line."""
-
-
-def _log_line(text: str) -> None:
-    _LOG.info("%s", text)
 
 
 def _content(recipe: Any, keys: Mapping[str, Any]) -> Any:
@@ -523,7 +468,7 @@ def evaluate(
     Args:
         model: what to measure, see `load`; for labelled data its run folder.
         suite: an evaluation suite by name or path, or a mapping (default: the one named like the
-            prompt set that the run forgot, else tiny_star).
+            forget set of the run, else tiny_star).
         before: the original (default: the model that the run's recipe names, else tiny-sd).
             Required for a LoRA or another part of a pipeline. Also required for a run on labelled
             data whose model was in memory.

@@ -48,12 +48,12 @@ def measure(recipe: dict[str, Any], folder: Path) -> dict[str, float]:
     """Return in MB the memory before the first step, and the peak of the steps above it."""
     readings: list[float] = []
 
-    def look(step: int, seconds: float) -> None:
+    def on_step(step: int, seconds: float) -> None:
         if step == 0:
             give_back()
         readings.append(reset_peak_memory() if step == 0 else peak_memory())
 
-    api.erase(recipes.validate(shorten(recipe), "the recipe"), output=folder, look=look)
+    api.erase(recipes.validate(shorten(recipe), "the recipe"), output=folder, on_step=on_step)
     return {"before_mb": round(readings[0], 1), "steps_mb": round(max(readings) - readings[0], 1)}
 
 

@@ -224,10 +224,10 @@ def unlearn(
     spec, module = ALGORITHMS[algorithm], copy.deepcopy(world.vae)
     rows: list[dict[str, Any]] = []
 
-    def look(step: int, seconds: float) -> None:
+    def on_step(step: int, seconds: float) -> None:
         if step in EVALUATION_STEPS or step == steps:
-            row = {"step": step, "seconds": seconds, "share": world.rate(module)}
-            is_below = row["share"] < BELOW and all(r["share"] >= BELOW for r in rows)
+            row = {"step": step, "seconds": seconds, "concept_rate": world.rate(module)}
+            is_below = row["concept_rate"] < BELOW and all(r["concept_rate"] >= BELOW for r in rows)
             if is_below or step == steps or (with_fid and step in FID_STEPS):
                 row["fid"] = world.fid(module)
             rows.append(row)
@@ -258,19 +258,19 @@ def unlearn(
         }
     with tempfile.TemporaryDirectory() as folder:
         run = api.erase(
-            model=module, target="vae", output=Path(folder) / "run", look=look, **settings
+            model=module, target="vae", output=Path(folder) / "run", on_step=on_step, **settings
         )
     end = crossing(rows, BELOW)
-    at = next((row["fid"] for row in rows if row["share"] < BELOW), None)
+    at = next((row["fid"] for row in rows if row["concept_rate"] < BELOW), None)
     return {
         "seed": seed,
         "steps": end["steps"],
         "seconds": end["seconds"],
-        "fid_there": at,
+        "fid_at_bound": at,
         "fid": rows[-1]["fid"],
-        "share": rows[-1]["share"],
+        "concept_rate": rows[-1]["concept_rate"],
         "per_step": run.seconds / steps,
-        "looks": rows if with_fid else [],
+        "measurements": rows if with_fid else [],
     }
 
 
@@ -385,7 +385,7 @@ def write(
             "fid_samples": FID_SAMPLES,
         },
         "original": {
-            "share": rate,
+            "concept_rate": rate,
             "fid": fid,
             "judge_accuracy": world.accuracy,
             "seconds": seconds,

@@ -297,7 +297,7 @@ def test_weights_that_are_not_finite_are_no_run(tmp_path: Path, tiny: Any) -> No
             ] = torch.inf
 
     with pytest.raises(UserError, match=r"the erased weights are not finite \(1 values"):
-        concept_eraser.erase(short(), model=tiny.pipeline, output=tmp_path / "run", look=spoil)
+        concept_eraser.erase(short(), model=tiny.pipeline, output=tmp_path / "run", on_step=spoil)
     assert not (tmp_path / "run" / "done.json").exists()
     after = tiny.pipeline.unet.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -407,7 +407,7 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(cli: Cli, tmp_path
         "import os, sys, concept_eraser\n"
         "def stop(step, seconds):\n"
         "    if step == 5: os._exit(9)\n"
-        "concept_eraser.erase('recipe.yaml', output='run', look=stop)"
+        "concept_eraser.erase('recipe.yaml', output='run', on_step=stop)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 9
     state = tmp_path / "run" / "state.ckpt"

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import typer
+
+
+def show(
+    recipe: Any, folder: Path, *, allow_pickle: bool, two_steps: bool | None, allow_code: bool
+) -> None:
+    """Check data and model, count weights and memory, make two steps and estimate the time."""
+    import os
+
+    os.environ["HF_HUB_OFFLINE"] = "1"  # only the run itself downloads gigabytes
+    from concept_eraser.recipes import recipe as recipes
+
+    lines = report(recipe, allow_pickle, two_steps, allow_code)
+    typer.echo(recipes.dump(recipe, f"concept-eraser erase <this file> --output {folder}"))
+    typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")
 
 
 def report(

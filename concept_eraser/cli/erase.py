@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
+from concept_eraser.cli import erase_concepts
 from concept_eraser.cli.bounds import finite
+from concept_eraser.cli.erase_concepts import ConceptRequest
+from concept_eraser.cli.next_step import with_next_step
 from concept_eraser.utils import limits
-from concept_eraser.utils.errors import Interrupted, Told, UserError
+from concept_eraser.utils.errors import UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
 
@@ -218,7 +218,7 @@ def erase(
         f"{_FLAGS[key]}={_quote(value)}" for key, value in flags.items() if value is not None
     ]
     settings += [item for item in items or [] if item not in names]
-    if concepts := _concepts_among(names):
+    if concepts := erase_concepts.concepts_among(names):
         if forget:
             raise UserError(
                 f"give concepts ({', '.join(concepts)}) or --forget with a prompt set, not both"
@@ -227,14 +227,14 @@ def erase(
             names=concepts,
             model=_on_base(model, base) if model or base else None,
             kind=kind,
-            anchors=[_anchor_word(text) for text in anchor or []],
+            anchors=[erase_concepts.anchor_word(text) for text in anchor or []],
             overrides=settings,
         )
         options = {"allow_pickle": allow_pickle, "resume": resume, "overwrite": overwrite}
         if dry_run:
-            _dry_run_of_concepts(request, output, allow_pickle, two_steps)
+            erase_concepts.dry_run(request, output, allow_pickle=allow_pickle, two_steps=two_steps)
         else:
-            run_concepts(request, output, measure=measure, quiet=quiet, **options)
+            erase_concepts.run(request, output, measure=measure, quiet=quiet, **options)
         return
     if kind is not None:
         raise UserError("--kind goes with concepts, e.g. concept-eraser erase 'Van Gogh'")
@@ -291,30 +291,6 @@ def _anchor(text: str) -> str | dict[str, str]:
     return {match[1]: match[2]} if match else text
 
 
-def _anchor_word(text: str) -> str:
-    """Read the anchor of a concept: `shape=circle` is its value, all else is the text itself."""
-    anchor = _anchor(text)
-    return anchor if isinstance(anchor, str) else next(iter(anchor.values()))
-
-
-def _concepts_among(names: list[str]) -> list[str]:
-    """Return the names if they are concepts, or [] if they are recipes.
-
-    Raises UserError for a mixture.
-    """
-    if not names:
-        return []
-    from concept_eraser.concepts.plan import is_concept
-
-    concepts = [name for name in names if is_concept(name)]
-    if concepts and len(concepts) < len(names):
-        recipes = [name for name in names if name not in concepts]
-        raise UserError(
-            f"give concepts ({', '.join(concepts)}) or a recipe ({', '.join(recipes)}), not both"
-        )
-    return concepts
-
-
 def _objectives(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[str]:
     """Return the overrides for --forget and --anchor. Raises UserError if the numbers differ."""
     if len(forget) < 2:
@@ -353,104 +329,6 @@ def _quote(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str | dict | list) else str(value)
 
 
-@dataclass(frozen=True)
-class ConceptRequest:
-    """Concepts to erase, with what the user chose about them."""
-
-    names: list[str]
-    model: str | None
-    kind: str | None
-    anchors: list[str]
-    overrides: list[str]
-
-
-def run_concepts(
-    request: ConceptRequest, output: Path | None, *, measure: bool, quiet: bool, **options: Any
-) -> None:
-    """Erase concepts, evaluate the run, and print where everything is."""
-    from concept_eraser import api
-    from concept_eraser.cli import concept_result
-    from concept_eraser.cli.progress_bars import bars
-    from concept_eraser.concepts.plan import BUNDLED, make_plan
-    from concept_eraser.utils import distributed
-
-    kind: Any = request.kind  # checked by the plan
-    plan = make_plan(
-        request.names, kind=kind, anchors=request.anchors, model=request.model or BUNDLED
-    )
-    folder = output or Path("runs") / plan.folder_name
-    with bars(quiet) as progress, _with_next_step(folder):
-        finished_run = api.erase(
-            request.names,
-            model=request.model,
-            kind=kind,
-            anchor=request.anchors or None,
-            overrides=request.overrides,
-            output=folder,
-            command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
-            progress=progress,
-            notify=typer.echo,
-            **options,
-        )
-    if not distributed.is_first():
-        return
-    note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
-    typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}")
-    concept_result.show(finished_run, measure=measure, quiet=quiet)
-
-
-def _dry_run_of_concepts(
-    request: ConceptRequest, output: Path | None, allow_pickle: bool, two_steps: bool | None
-) -> None:
-    """Print the plan, then what `--dry-run` prints of its recipe."""
-    from concept_eraser.concepts.plan import BUNDLED, make_plan
-    from concept_eraser.recipes import recipe as recipes
-    from concept_eraser.runs import concept_job
-
-    plan = make_plan(
-        request.names, kind=request.kind, anchors=request.anchors, model=request.model or BUNDLED
-    )
-    folder = output or Path("runs") / plan.folder_name
-    typer.echo("\n".join(plan.lines()))
-    typer.echo("more neighbours are chosen by the model's text encoder when the run starts")
-    for name, text in concept_job.suite_texts(plan, folder).items():
-        typer.echo(f"\n# {folder / name}\n{text}")
-    content = concept_job.recipe_content(plan, {}, request.overrides)
-    _dry_run(
-        recipe=recipes.load(content),
-        folder=folder,
-        allow_pickle=allow_pickle,
-        two_steps=two_steps,
-        allow_code=request.model is not None,
-    )
-
-
-@contextmanager
-def _with_next_step(folder: Path) -> Iterator[None]:
-    """Add to an interruption how to continue, and to an error where a previous run is."""
-    from concept_eraser.utils import distributed
-
-    resume_command = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
-    try:
-        yield
-    except Interrupted as interruption:
-        launch = (
-            ""
-            if distributed.alone()
-            else (
-                " (under the same launch: accelerate launch ... -m "
-                f"{resume_command.replace('-', '_', 1)})"
-            )
-        )
-        raise Interrupted(
-            f"{interruption}\ncontinue with: {resume_command}{launch}{_set_aside(folder)}"
-        ) from None
-    except Told:
-        raise
-    except UserError as error:
-        raise UserError(f"{error}{_set_aside(folder)}") from None
-
-
 def run(
     recipe: Any,
     overrides: list[str],
@@ -465,6 +343,7 @@ def run(
     allow_code: bool = False,
 ) -> None:
     """Resolve and check a recipe, train, and print the run folder and the next command."""
+    from concept_eraser.cli import dry_run as dry_run_report
     from concept_eraser.cli.progress_bars import bars
     from concept_eraser.recipes import recipe as recipes
     from concept_eraser.utils import distributed
@@ -474,9 +353,9 @@ def run(
     if dry_run and not distributed.alone():
         raise UserError("a dry run is made by one process; run it without `accelerate launch`")
     if dry_run:
-        _dry_run(
-            recipe=recipe_content,
-            folder=folder,
+        dry_run_report.show(
+            recipe_content,
+            folder,
             allow_pickle=allow_pickle,
             two_steps=two_steps,
             allow_code=allow_code,
@@ -484,7 +363,7 @@ def run(
         return
     from concept_eraser import api
 
-    with bars(quiet) as progress, _with_next_step(folder):
+    with bars(quiet) as progress, with_next_step(folder):
         finished_run = api.erase(
             recipe if isinstance(recipe, str) else recipe_content,
             overrides=overrides if isinstance(recipe, str) else (),
@@ -511,14 +390,6 @@ def run(
     )
 
 
-def _set_aside(folder: Path) -> str:
-    """Say where the previous run is that an unfinished run will replace."""
-    from concept_eraser.storage import output_folder
-
-    places = output_folder.places_set_aside(folder) if folder.is_dir() else []
-    return f"\nthe previous run is in {places[0]} until the new one is finished" if places else ""
-
-
 def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str:
     """Return the default name of a run folder.
 
@@ -530,18 +401,3 @@ def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str
     path = Path(recipe)
     stem = path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
     return f"{stem}-{recipe_content.fingerprint[:8]}" if overrides else stem
-
-
-def _dry_run(
-    recipe: Any, folder: Path, allow_pickle: bool, two_steps: bool | None, allow_code: bool
-) -> None:
-    """Check data and model, count weights and memory, make two steps and estimate the time."""
-    import os
-
-    os.environ["HF_HUB_OFFLINE"] = "1"  # only the run itself downloads gigabytes
-    from concept_eraser.cli import dry_run
-    from concept_eraser.recipes import recipe as recipes
-
-    lines = dry_run.report(recipe, allow_pickle, two_steps, allow_code)
-    typer.echo(recipes.dump(recipe, f"concept-eraser erase <this file> --output {folder}"))
-    typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from concept_eraser.utils.collector import collect_less_often
-from concept_eraser.utils.errors import Interrupted, Told, UserError, first_line
+from concept_eraser.utils.errors import Interrupted, ReportedElsewhere, UserError, first_line
 
 _STOP_MESSAGE = "stopped; nothing half-written is left"
 _IMPORTING = "<frozen importlib._bootstrap"
@@ -87,7 +87,7 @@ def main() -> None:
         from concept_eraser.cli.application import app
 
         app()
-    except Told:  # the first of several processes prints the error
+    except ReportedElsewhere:  # the first of several processes prints the error
         sys.exit(2)
     except Interrupted as interrupted:
         from concept_eraser.utils import distributed

@@ -53,7 +53,7 @@ class BundledConcept:
 
 
 def find(text: str) -> BundledConcept:
-    """The concept that a word stands for; a synonym stands for its value.
+    """Return the concept of a word. A synonym gives the value that it is a synonym of.
 
     Raises:
         UserError: The bundled model does not know the word.
@@ -63,10 +63,10 @@ def find(text: str) -> BundledConcept:
         for value in values:
             if word in (value, *synonyms(BundledConcept(attribute, value))):
                 return BundledConcept(attribute, value)
-    known = "; ".join(f"{key}: {', '.join(values)}" for key, values in VALUES.items())
+    vocabulary = "; ".join(f"{key}: {', '.join(values)}" for key, values in VALUES.items())
     raise UserError(
         f"the text encoder of tiny-sd, the bundled model, does not know {quote(text)}, so the "
-        f"model does not generate it. It knows {known}. Give another model with --model"
+        f"model does not generate it. It knows {vocabulary}. Give another model with --model"
     )
 
 
@@ -81,16 +81,16 @@ def synonyms(concept: BundledConcept) -> list[str]:
 
 
 def anchor_of(concept: BundledConcept, erased: Sequence[BundledConcept], anchor: str | None) -> str:
-    """The anchor concept: the given one, or the default of the attribute.
+    """Return the anchor concept: `anchor`, or the default of the attribute.
 
     Raises:
-        UserError: The given one is no value of the attribute, or is erased itself.
+        UserError: `anchor` is no value of the attribute, or is erased itself.
     """
-    taken = {one.value for one in erased if one.attribute == concept.attribute}
+    erased_values = {one.value for one in erased if one.attribute == concept.attribute}
     if anchor is None:
         others = (*ANCHORS[concept.attribute], *VALUES[concept.attribute])
-        return next(value for value in others if value not in taken)
-    choices = [value for value in VALUES[concept.attribute] if value not in taken]
+        return next(value for value in others if value not in erased_values)
+    choices = [value for value in VALUES[concept.attribute] if value not in erased_values]
     if anchor not in choices:
         raise UserError(
             f"the anchor concept {quote(anchor)} of {concept.value!r} is no other "
@@ -150,8 +150,10 @@ def suite(
     """
     attribute, value = concept.attribute, concept.value
     others = [one for one in erased if one != concept]
-    kept = [one for one in VALUES[attribute] if BundledConcept(attribute, one) not in erased]
-    rest = [one for one in kept if one not in neighbours]
+    retain_values = [
+        one for one in VALUES[attribute] if BundledConcept(attribute, one) not in erased
+    ]
+    rest = [one for one in retain_values if one not in neighbours]
 
     def group(role: str, about: str, values: Sequence[Any], n: int = IMAGES) -> dict[str, Any]:
         without = others if role == "forget" else erased

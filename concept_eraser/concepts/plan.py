@@ -261,11 +261,13 @@ def _bundled_plan(
             )
         )
     first = concepts[0].attribute
-    kept = [v for v in bundled.VALUES[first] if bundled.BundledConcept(first, v) not in concepts]
+    retain_values = [
+        v for v in bundled.VALUES[first] if bundled.BundledConcept(first, v) not in concepts
+    ]
     retain = bundled.prompt_set(
         f"prompts without {names_text(concept.value for concept in concepts)}",
         first,
-        kept,
+        retain_values,
         without=concepts,
     )
     return ErasurePlan(model, tuple(plans), retain)

@@ -179,7 +179,7 @@ def _modification_time(source: Any) -> float:
 
 
 def forgotten_text(recipe: Recipe) -> str:
-    """Describe what a run forgot if `concept_of` finds no concept."""
+    """Describe the forget set of a run if `concept_of` finds no concept."""
     several = len(recipe.forgotten)
     return (
         f"{several} concepts"
@@ -198,7 +198,7 @@ def suite_of(recipe: Recipe) -> dict[str, Any] | str:
     """
     if len(recipe.forgotten) > 1:
         raise UserError(
-            f"this run forgot {len(recipe.forgotten)} concepts, and this page measures "
+            f"this run erased {len(recipe.forgotten)} concepts, and this page measures "
             "and attacks one; use `concept-eraser evaluate --suite`, one suite per concept"
         )
     name = recipe.forgotten[0].prompts

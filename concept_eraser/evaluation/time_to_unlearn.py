@@ -25,13 +25,13 @@ from concept_eraser.utils.progress import Progress, silent
 
 @dataclass
 class Watch:
-    """Call `share` every `every` steps and write each result to a file, one JSON line each.
+    """Call `concept_rate` every `every` steps and write each result to a file, one JSON line each.
 
     The engine calls it after each step with the step number and the seconds of training so far. A
     resumed run measures again from its first step on.
     """
 
-    share: Callable[[], float]
+    concept_rate: Callable[[], float]
     path: Path
     every: int
     below: float
@@ -42,15 +42,19 @@ class Watch:
 
     def __call__(self, step: int, seconds: float) -> None:
         self.rows = [row for row in self.rows if row["step"] < step]
-        below_bound = bool(self.rows) and self.rows[-1]["share"] < self.below
+        below_bound = bool(self.rows) and self.rows[-1]["concept_rate"] < self.below
         if step % self.every or below_bound:
             return
-        self.rows.append({"step": step, "seconds": seconds, "share": self.share()})
+        self.rows.append({"step": step, "seconds": seconds, "concept_rate": self.concept_rate()})
         write_growing(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def summary(self) -> dict[str, Any]:
         """Steps and seconds to the bound (None where it was not reached), and the measurements."""
-        return {"below": self.below, **crossing(self.rows, self.below), "looks": self.rows}
+        return {
+            "below": self.below,
+            **crossing(self.rows, self.below),
+            "measurements": self.rows,
+        }
 
 
 def crossing(rows: Sequence[dict[str, float]], below: float) -> dict[str, float | None]:
@@ -58,12 +62,12 @@ def crossing(rows: Sequence[dict[str, float]], below: float) -> dict[str, float 
     none.
     """
     for i, after in enumerate(rows):
-        if after["share"] >= below:
+        if after["concept_rate"] >= below:
             continue
         if i == 0:
             return {"steps": after["step"], "seconds": after["seconds"]}
         before = rows[i - 1]
-        part = (before["share"] - below) / (before["share"] - after["share"])
+        part = (before["concept_rate"] - below) / (before["concept_rate"] - after["concept_rate"])
         return {
             "steps": before["step"] + part * (after["step"] - before["step"]),
             "seconds": before["seconds"] + part * (after["seconds"] - before["seconds"]),
@@ -71,7 +75,7 @@ def crossing(rows: Sequence[dict[str, float]], below: float) -> dict[str, float 
     return {"steps": None, "seconds": None}
 
 
-def share_of(
+def concept_rate_of(
     model: Model, suite: Suite, group: str, n: int, *, progress: Progress = silent
 ) -> Callable[[], float]:
     """Make a function that measures the concept rate on `n` images of a suite's group.
@@ -84,7 +88,7 @@ def share_of(
     seeds = generate.seeds_for(rows.prompts, provenance.derive_seed(suite.seed, group))
     sampling = generate.Sampling(**suite.sampling.model_dump())
 
-    def share() -> float:
+    def concept_rate() -> float:
         count = 0
         for start in range(0, len(seeds), sampling.batch_size):
             part = slice(start, start + sampling.batch_size)
@@ -99,4 +103,4 @@ def share_of(
             progress("watching", min(start + sampling.batch_size, len(seeds)), len(seeds))
         return count / len(seeds)
 
-    return share
+    return concept_rate

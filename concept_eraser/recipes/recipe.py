@@ -1,7 +1,7 @@
 """Recipes: pydantic models <-> YAML. Every mistake is reported at once, each with its path.
 
-A recipe is one flat file that names a point in the product of menus: which model, which part of it,
-what forget and retain mean, how the two gradients become one step, which weights may move.
+A recipe is one flat file. It names the model, the part that is trained, the losses of the forget
+and retain objectives, the rule that combines their gradients, and the trainable parameters.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from concept_eraser.utils.provenance import fingerprint
 
 # closed forms of the cross-attention, which may follow a training
 CLOSED = ("mace-cfr", "rece", "uce")
-# names that promise ascent; the rules behind them take any loss
-CLIMBING = ("a", "ga", "a-d", "gdiff", "sa")
+# names of gradient ascent; their rules take any loss, so the forget loss must be the negative one
+ASCENT = ("a", "ga", "a-d", "gdiff", "sa")
 
 
 class Recipe(RecipeFields):
@@ -39,9 +39,7 @@ class Recipe(RecipeFields):
     @field_validator("forget", "retain", "replace", "method", "finish", "trainable", mode="before")
     @classmethod
     def _shorthand(cls, value: Any, info: Any) -> Any:
-        """`method: munba`, `forget: tiny_star`, `trainable: all` stand for mappings with one
-        entry.
-        """
+        """Expand a short form such as `method: munba` or `forget: tiny_star` to a mapping."""
         key = changes.SHORT.get(info.field_name, "prompts")
         if key == "prompts" and value == "rest":
             return {"data": "rest"}
@@ -66,12 +64,10 @@ class Recipe(RecipeFields):
         if wrong:
             raise ValueError("; ".join(wrong))
         forget = info.data.get("forget")
-        if value.name in CLIMBING and any(
-            objective.loss == "data" for objective in as_list(forget)
-        ):
+        if value.name in ASCENT and any(objective.loss == "data" for objective in as_list(forget)):
             raise ValueError(
-                f"the method {value.name!r} climbs the forget loss, so as it stands it "
-                "would train on what is to be forgotten; set forget.loss: ascent"
+                f"the method {value.name!r} is gradient ascent, but with forget.loss: data it "
+                "trains on the forget set; set forget.loss: ascent"
             )
         name, options = registry.resolve("method", value.name, value.options)
         return MethodSpec(name=name, **options)
@@ -91,7 +87,7 @@ class Recipe(RecipeFields):
         )
 
     def resolved(self) -> dict[str, Any]:
-        """Everything spelled out, defaults and method options included, ready for YAML."""
+        """Return the content for YAML, with all defaults and all options of the method."""
         content = self.model_dump(mode="json", exclude_none=True, exclude=self._irrelevant())
         for key in ("method", "finish"):
             if (spec := getattr(self, key)) and spec.plugin:
@@ -105,8 +101,9 @@ class Recipe(RecipeFields):
 
     @property
     def _settings_of_no_objective(self) -> set[str]:
-        """Settings of a loss or a term that no objective has: left out, so that a run keeps the
-        fingerprint it had before them.
+        """Return the settings of a loss or a term that no objective has.
+
+        They are left out, so that new settings do not change the fingerprint of older runs.
         """
         specs = self.objective_specs.values()
         uses = {
@@ -117,7 +114,7 @@ class Recipe(RecipeFields):
         return {key for key, is_used in uses.items() if not is_used}
 
     def _irrelevant(self) -> dict[str, Any]:
-        """Settings that say nothing about this job, so that they are not spelled out."""
+        """Return the settings without effect on this job. A resolved recipe leaves them out."""
         left_out: dict[str, Any] = dict.fromkeys(
             ("forget", "retain", "replace"), self.unused_settings | self._settings_of_no_objective
         )
@@ -134,7 +131,7 @@ class Recipe(RecipeFields):
             for key in (*MEMORY, *ASIDE)
             if getattr(self.training, key) == TrainingSpec.model_fields[key].default
         }
-        if unused_keys:  # so that a run keeps the fingerprint it had before there were any
+        if unused_keys:  # new settings must not change the fingerprint of older runs
             left_out["training"] = unused_keys
         if self.target in PROMPTED:
             left_out["trainable"] = {"batchnorm"}
@@ -150,10 +147,13 @@ class Recipe(RecipeFields):
 
 
 def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = ()) -> Recipe:
-    """A recipe from a name, a path or a mapping, with `key.path=value` overrides. Raises UserError
-    with every mistake.
+    """Load a recipe from a name, a path or a mapping, with `key.path=value` overrides.
 
-    `memory`, a preset of training/presets.py, is no key of a recipe but stands for several of them.
+    `memory` names a preset of recipes/memory_presets.py. It is no key of a recipe, but stands for
+    several keys.
+
+    Raises:
+        UserError: The recipe has mistakes. The message lists all of them.
     """
     if isinstance(source, dict):
         content, where = dict(source), "the recipe"
@@ -171,8 +171,9 @@ def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = 
 
 
 def _with_preset(content: dict[str, Any], overrides: typing.Sequence[str]) -> dict[str, Any]:
-    """`memory: 8gb` spelled out as the settings it stands for; what the recipe or the overrides say
-    themselves wins.
+    """Replace `memory: 8gb` by the settings of the preset.
+
+    Settings of the recipe and of the overrides take precedence.
     """
     name = content.pop("memory", None)
     if name is None:
@@ -182,20 +183,20 @@ def _with_preset(content: dict[str, Any], overrides: typing.Sequence[str]) -> di
     try:
         exact = MethodSpec.model_validate(content.get("method", {})).build().needs_fp32
     except (ValidationError, UserError, TypeError, ValueError):
-        exact = False  # the recipe's own check will say what is wrong with the method
+        exact = False  # the check of the recipe reports what is wrong with the method
     try:
         return memory_presets.expand(
             content,
             name,
             needs_fp32=exact,
-            deal=[s for s in ("training", "generation") if not _deals(overrides, s)],
+            deal=[s for s in ("training", "generation") if not _sets_batches(overrides, s)],
         )
     except ValueError as error:
         raise UserError(f"memory: {error}") from None
 
 
-def _deals(overrides: typing.Sequence[str], section: str) -> bool:
-    """Whether an override says how much of a section is done at once."""
+def _sets_batches(overrides: typing.Sequence[str], section: str) -> bool:
+    """Whether an override sets the batch size or the micro-batches of a section."""
     own = (f"{section}.batch_size=", f"{section}.micro_batches=")
     return any(
         o.startswith(own) or (o.startswith(f"{section}=") and "batch" in o) for o in overrides
@@ -214,5 +215,5 @@ def validate(content: dict[str, Any], where: str) -> Recipe:
 
 
 def dump(recipe: Recipe, command: str) -> str:
-    """The resolved recipe as YAML, opening with the command that runs it."""
+    """Return the resolved recipe as YAML. The first line is the command that runs it."""
     return f"# {command}\n" + yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)

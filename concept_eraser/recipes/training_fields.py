@@ -58,7 +58,7 @@ class TrainingSpec(Strict):
     lr: float = Field(1e-4, gt=0, le=LEARNING_RATE, description="learning rate")
     warmup: int = Field(0, ge=0, le=TRAINING_STEPS, description="steps of linear warm-up")
     decay: Literal["none", "linear"] = Field(
-        "none", description="linear: the learning rate falls to 0 at the last step"
+        "none", description="linear: the learning rate decreases to 0 at the last step"
     )
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adamw8bit"] = Field(
         "adam",

@@ -1,25 +1,46 @@
-"""An erasing job that is given by concepts: its recipe, its suites, and a look at the original."""
+"""An erasing job that is given by concepts: its recipe, its suites, and a count in the original."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from concept_eraser.concepts.plan import SUITE, SUITES, ErasurePlan
+from concept_eraser.concepts.plan import SUITE, SUITES, ErasurePlan, is_concept
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Suite
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.recipes import defaults, overrides
+from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_text
+from concept_eraser.utils import distributed
 from concept_eraser.utils.errors import UserError, names_text
 from concept_eraser.utils.progress import Progress, silent
 
+_LOG = logging.getLogger(__name__)
 RARE = 0.5  # a concept rate of the original below which an erasure changes little
 SMALL = 50_000_000  # weights of a denoiser that a CPU samples from in seconds
+
+
+def concept_names(
+    recipe: Any, kind: str | None = None, anchor: str | Sequence[str] | None = None
+) -> list[str]:
+    """The concepts that were given in place of a recipe; [] for a recipe.
+
+    Raises:
+        UserError: `kind` or `anchor` were given without concepts.
+    """
+    if isinstance(recipe, str) and is_concept(recipe):
+        return [recipe]
+    if isinstance(recipe, list | tuple) and recipe and all(isinstance(one, str) for one in recipe):
+        return list(recipe)
+    if kind is not None or anchor is not None:
+        raise UserError("kind and anchor go with concepts; in a recipe the anchor is forget.anchor")
+    return []
 
 
 def recipe_content(
@@ -35,10 +56,10 @@ def recipe_content(
     Raises:
         UserError: A key is decided by the plan, or an override is malformed.
     """
-    if taken := sorted({"forget", "model"} & set(keys)):
+    if plan_keys := sorted({"forget", "model"} & set(keys)):
         raise UserError(
             "give concepts or a recipe's keys for what to forget, not both: found "
-            f"{names_text(taken)}"
+            f"{names_text(plan_keys)}"
         )
     settings = {**plan.settings, **keys}
     lines, objects = [], []
@@ -131,3 +152,46 @@ def describe_count(name: str, count: int, n: int) -> str:
     """One sentence about how often the original generates the concept."""
     text = f"the model generates {name!r} in {count} of {n} images"
     return f"{text}; erasing it will change little" if count < RARE * n else text
+
+
+def announce(
+    plan: ErasurePlan,
+    job: Recipe,
+    *,
+    model: Model,
+    folder: Path,
+    notify: Callable[[str], None] | None,
+    progress: Progress,
+    cache: Path | None,
+) -> None:
+    """Give the lines of a plan, and count each concept in images of the original.
+
+    notify: called with each line. None: the lines are logged, and a rare concept is a warning.
+    """
+
+    def say(text: str, level: int = logging.INFO) -> None:
+        if not distributed.is_first():
+            return
+        if notify is None:
+            _LOG.log(level, "%s", text)
+        else:
+            notify(text)
+
+    for line in plan.lines():
+        say(line)
+    files = ", ".join(str(folder / name) for name in ("recipe.yaml", *plan.suites))
+    again = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}_again"
+    say(f"files:    {files}; repeat with: {again}")
+    if job.training.offload or job.training.shard != "none" or not can_sample(model):
+        say("not checked whether the model generates it: this takes long here")
+        return
+    for concept in plan.concepts:
+        try:
+            count, n = count_concept(
+                model, suites.load(concept.suite), cache=cache, progress=progress
+            )
+        except UserError as error:
+            say(f"not checked whether the model generates {concept.name!r}: {error}")
+        else:
+            level = logging.WARNING if count < RARE * n else logging.INFO
+            say(describe_count(concept.name, count, n), level)

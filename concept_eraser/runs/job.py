@@ -14,7 +14,7 @@ from torch import Tensor
 
 from concept_eraser.erasers.base import Eraser
 from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.time_to_unlearn import Watch, share_of
+from concept_eraser.evaluation.time_to_unlearn import Watch, concept_rate_of
 from concept_eraser.methods.base import Method
 from concept_eraser.models import lora_files
 from concept_eraser.models.base import Loaded, Model, require_finite
@@ -201,7 +201,7 @@ class Job:
     cache: Path | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
     # called between steps, unless the recipe has `watch`
-    look: Callable[[int, float], None] | None = None
+    on_step: Callable[[int, float], None] | None = None
     # called once, when all inputs are checked
     claim: Callable[[], None] = lambda: None
 
@@ -248,7 +248,7 @@ class Job:
             "cpu_seconds": round(engine.cpu_seconds, 2),
         }
         if isinstance(engine.watch, Watch):
-            notes["forgotten"] = engine.watch.summary()
+            notes["time_to_unlearn"] = engine.watch.summary()
         facts, more = self.finish(engine)
         return Outcome(
             engine.eraser, engine.seconds + more, notes | ({"finish": dict(facts)} if facts else {})
@@ -300,7 +300,7 @@ class Job:
                     folder=self.folder,
                     accelerator=accelerator,
                     progress=self.progress,
-                    watch=self.watch() or self.look,
+                    watch=self.watch() or self.on_step,
                     saliency=self.recipe.trainable.saliency,
                     reinitialise=self.recipe.trainable.reinitialise,
                     shard=training.shard != "none",
@@ -347,9 +347,11 @@ class Job:
         """
         settings = {key: getattr(self.recipe.training, key) for key in MEMORY}
         split = self.recipe.training.shard == "weights"
-        if self.look is not None and (settings["offload"] or settings["frozen"] == "bf16" or split):
+        if self.on_step is not None and (
+            settings["offload"] or settings["frozen"] == "bf16" or split
+        ):
             raise UserError(
-                "look is called between steps, when training.offload, training.frozen: "
+                "on_step is called between steps, when training.offload, training.frozen: "
                 "bf16 or training.shard: weights have moved, rounded or split the model's "
                 "weights; leave out one of the two"
             )
@@ -372,8 +374,10 @@ class Job:
         suite = suites.load(watch.suite)
         if watch.group not in suite.groups:
             raise unknown("group of the suite to watch", watch.group, suite.groups)
-        share = share_of(self.model, suite, watch.group, watch.n, progress=self.progress)
-        return Watch(share, self.folder / "watch.jsonl", watch.every, watch.below)
+        concept_rate = concept_rate_of(
+            self.model, suite, watch.group, watch.n, progress=self.progress
+        )
+        return Watch(concept_rate, self.folder / "watch.jsonl", watch.every, watch.below)
 
     def write(self, outcome: Outcome) -> dict[str, Any]:
         """Write the finished run.

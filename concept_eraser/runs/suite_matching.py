@@ -1,5 +1,6 @@
-"""Which suite measures a run: the one that asks for what it forgot, and counts none of that as
-retained.
+"""Which suite measures a run.
+
+Its forget groups have a prompt of the run's forget set, and its retain groups have none.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from concept_eraser.utils.errors import UserError, quote
 
 
 def recipe_of(model: Any) -> Recipe | None:
-    """The recipe of a run folder; None for anything else."""
+    """Return the recipe of a run folder; None for anything else."""
     path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
     return recipes.load(str(path)) if path is not None and path.is_file() else None
 
 
 def _overlap(recipe: Recipe, suite: Suite, role: str) -> str | None:
-    """A prompt that the run was to forget in a group of that role; None where there is none."""
-    forgotten_texts = {
+    """Return a prompt of the run's forget set that is in a group of that role; None if none is."""
+    forget_texts = {
         text
         for objective in recipe.forgotten
         if objective.prompts
@@ -37,13 +38,11 @@ def _overlap(recipe: Recipe, suite: Suite, role: str) -> str | None:
         if group.role == role
         for text in prompts.load(group.prompts).texts
     )
-    return next((text for text in own_prompts if text in forgotten_texts), None)
+    return next((text for text in own_prompts if text in forget_texts), None)
 
 
 def _measures(recipe: Recipe, suite: Suite) -> bool:
-    """Whether a suite asks for what the run forgot, and calls none of it retained; no, where its
-    prompts are not here.
-    """
+    """Whether a suite measures the concept of a run. False if its prompts are not available."""
     try:
         return (
             _overlap(recipe, suite, "forget") is not None
@@ -54,25 +53,28 @@ def _measures(recipe: Recipe, suite: Suite) -> bool:
 
 
 def _is_here(suite: str) -> bool:
-    """Whether its prompts need no hub: a message must not wait for a network."""
+    """Whether the prompts need no download. An error message must not wait for a network."""
     return "hf://" not in resources.find("eval", suite).read_text(encoding="utf-8")
 
 
 def require_kept(recipe: Recipe | None, suite: Suite) -> None:
-    """Raise UserError where a run forgot several concepts and the suite of one of them calls
-    another one retained: success would be counted as damage."""
+    """Check that a suite counts no erased concept as retained.
+
+    Raises:
+        UserError: The run erased several concepts, and the retain groups have a prompt of one.
+    """
     if recipe is None or len(recipe.forgotten) < 2 or _overlap(recipe, suite, "forget") is None:
         return
     overlap = _overlap(recipe, suite, "retain")
     if overlap is not None:
         raise UserError(
-            f"the suite counts {overlap!r} as retained, which this run was to forget; give "
-            "one that does not (`concept-eraser list suites`), or a file of your own"
+            f"the suite counts {overlap!r} as retained, but it is in the forget set of this run; "
+            "give one that does not (`concept-eraser list suites`), or a file of your own"
         )
 
 
 def own_suites(model: Any) -> list[str]:
-    """The paths of the suites in a run folder, which `erase CONCEPT` writes there."""
+    """Return the paths of the suites that `erase CONCEPT` wrote into a run folder."""
     if not isinstance(model, str | Path) or recipe_of(model) is None:
         return []
     folder = Path(model)
@@ -81,9 +83,10 @@ def own_suites(model: Any) -> list[str]:
 
 
 def _require_own_prompts(path: str) -> None:
-    """Raise UserError where a suite of a run folder reads a file.
+    """Check that a suite of a run folder reads no file, since the folder may be a stranger's.
 
-    The folder may be a stranger's.
+    Raises:
+        UserError: The prompts of a group are a file.
     """
     for name, group in suites.load(path).groups.items():
         if isinstance(group.prompts, str) and group.prompts not in resources.names("prompts"):
@@ -94,10 +97,10 @@ def _require_own_prompts(path: str) -> None:
 
 
 def suite_of(model: Any) -> str:
-    """The suite in the run folder, or the one named like the set that the run forgot.
+    """Return the suite in the run folder, or the one with the name of the run's forget set.
 
     Raises:
-        UserError: There is none, or there are several. Another concept's would mislead.
+        UserError: There is none, or there are several.
     """
     own_files = own_suites(model)
     if len(own_files) == 1:
@@ -113,7 +116,7 @@ def suite_of(model: Any) -> str:
         ]
         raise UserError(
             (
-                f"this run forgot {len(names)} concepts, and a suite measures one; give one "
+                f"this run erased {len(names)} concepts, and a suite measures one; give one "
                 "with --suite, and one after the other to see them all"
             )
             + (f", e.g. {', '.join(suite_names)}" if suite_names else "")
@@ -123,7 +126,7 @@ def suite_of(model: Any) -> str:
         return name
     if recipe:
         raise UserError(
-            f"no suite is named like what this run forgot ({name}); give one with "
+            f"no suite has the name of the forget set of this run ({name}); give one with "
             "--suite (`concept-eraser list suites`, or a file of your own)"
         )
     return "tiny_star"

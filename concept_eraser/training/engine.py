@@ -52,7 +52,7 @@ class Schedule:
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step.
 
-        It has a linear warm-up, and is then constant or falls to 0 after the last step.
+        It has a linear warm-up, and is then constant or decreases to 0 at the last step.
         """
         up = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         return self.lr * up * ((1 - step / self.steps) if self.decay == "linear" else 1.0)

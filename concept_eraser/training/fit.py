@@ -25,7 +25,7 @@ Record = Callable[[Sequence[int], float, float, Vec | None], None]
 class Plan:
     """The settings of a training: SGD (with heavy ball) or Adam.
 
-    With `decay` the learning rate falls to 0 along a cosine.
+    With `decay` the learning rate decreases to 0 along a cosine.
     """
 
     epochs: int = 10

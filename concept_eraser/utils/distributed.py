@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from concept_eraser.utils.errors import Told, UserError
+from concept_eraser.utils.errors import ReportedElsewhere, UserError
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def agree(ask: Callable[[], T]) -> T:
         ask: The call; its result must be picklable.
 
     Raises:
-        UserError: The call raised one. In the other processes it is a `Told`.
+        UserError: The call raised one. In the other processes it is a `ReportedElsewhere`.
     """
     state = join()
     if state is None:
@@ -93,7 +93,7 @@ def agree(ask: Callable[[], T]) -> T:
     if own_error is not None:
         raise own_error
     if answer_and_message[1] is not None:
-        raise Told(answer_and_message[1])
+        raise ReportedElsewhere(answer_and_message[1])
     return answer_and_message[0]
 
 

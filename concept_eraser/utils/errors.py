@@ -18,7 +18,7 @@ class UserError(ValueError):
     """
 
 
-class Told(UserError):
+class ReportedElsewhere(UserError):
     """An error that another process reports already.
 
     The command line of this process does not print it again.

@@ -1,6 +1,4 @@
-"""Where the data files are: pipelines/, prompts/ and eval/ in a checkout, or inside the installed
-wheel.
-"""
+"""Paths of the data files: pipelines/, prompts/ and eval/, and the folder of the image cache."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ _TABLES = (".csv", ".tsv", ".jsonl", ".json")  # of prompts
 
 
 def folder(kind: str) -> Path:
-    """The folder of a kind of data. In a wheel it lies inside the package, in a checkout beside
-    it.
-    """
+    """Return the folder of a kind of data: in a wheel inside the package, else beside it."""
     for root in (_PACKAGE / "data_files", _PACKAGE.parent):
         if (root / kind).is_dir():
             return root / kind
@@ -30,7 +26,7 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str) -> Path:
-    """A data file by name, or a path of the user's own."""
+    """Return the path of a shipped data file by its name, or the path of the user's own file."""
     own = Path(name)
     if own.suffix in (*_SUFFIXES, *(_TABLES if kind == "prompts" else ())) or os.sep in name:
         if os.path.isfile(own):  # False also for a name that the system cannot have
@@ -48,7 +44,7 @@ def find(kind: str, name: str) -> Path:
 
 
 def is_file_name(kind: str, name: str) -> bool:
-    """Whether a text is the name of a shipped data file, or reads like a path."""
+    """Whether a text is the name of a shipped data file, or has the form of a path."""
     return (
         Path(name).suffix in (*_SUFFIXES, *_TABLES)
         or os.sep in name
@@ -58,7 +54,7 @@ def is_file_name(kind: str, name: str) -> bool:
 
 
 def cache() -> Path:
-    """Where generated images are kept: $CONCEPT_ERASER_CACHE, else ~/.cache/concept_eraser."""
+    """Return the folder of the image cache: $CONCEPT_ERASER_CACHE, else ~/.cache/concept_eraser."""
     return Path(os.environ.get("CONCEPT_ERASER_CACHE") or Path.home() / ".cache" / "concept_eraser")
 
 
@@ -70,5 +66,5 @@ WHOLE_MODEL = ("model", "pipeline")  # subfolders of a run
 
 
 def whole_model(family: str) -> str:
-    """The subfolder of a run that holds the whole model: a diffusers pipeline, or one module."""
+    """Return the subfolder of a run with the whole model: a diffusers pipeline, or one module."""
     return WHOLE_MODEL[0] if family in ("module", "clip") else WHOLE_MODEL[1]

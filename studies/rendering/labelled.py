@@ -241,7 +241,9 @@ def vae() -> str:
         ]
         for name, result in content["algorithms"].items():
             column = {
-                k: [run[k] for run in result["runs"]] for k in result["runs"][0] if k != "looks"
+                k: [run[k] for run in result["runs"]]
+                for k in result["runs"][0]
+                if k != "measurements"
             }
             count = sum(s is not None for s in column["steps"])
             rows.append(
@@ -250,9 +252,9 @@ def vae() -> str:
                     f"{count} of {len(result['runs'])}",
                     spread(column["steps"]),
                     spread(column["seconds"], 3),
-                    spread(column["fid_there"]),
+                    spread(column["fid_at_bound"]),
                     spread(column["fid"]),
-                    spread([100 * s for s in column["share"]]),
+                    spread([100 * s for s in column["concept_rate"]]),
                     spread([1000 * s for s in column["per_step"]]),
                     f"{result['memory_mb'] - result['memory_before_mb']:.0f}",
                 ]
@@ -262,8 +264,8 @@ def vae() -> str:
             + (", running statistics frozen" if settings["batchnorm"] == "frozen" else ""),
             "",
             (
-                f"Original: {100 * original['share']:.1f} % of prior samples are of the class, FID "
-                f"{original['fid']:.1f}; the accuracy of the classifier is "
+                f"Original: {100 * original['concept_rate']:.1f} % of prior samples are of the "
+                f"class, FID {original['fid']:.1f}; the accuracy of the classifier is "
                 f"{100 * original['judge_accuracy']:.1f} % on test images."
             ),
             "",
@@ -282,10 +284,12 @@ def trajectories(content: dict[str, Any]) -> Any:
     figure = canvas(11, 7)
     axes = figure.subplots(2, 2)
     for name, result in content["algorithms"].items():
-        rows = result["runs"][0]["looks"]
+        rows = result["runs"][0]["measurements"]
         for column, key in enumerate(("step", "seconds")):
             axes[0, column].plot(
-                [max(r[key], 1e-3) for r in rows], [100 * r["share"] for r in rows], label=name
+                [max(r[key], 1e-3) for r in rows],
+                [100 * r["concept_rate"] for r in rows],
+                label=name,
             )
             rows_with_fid = [r for r in rows if "fid" in r]
             axes[1, column].plot(

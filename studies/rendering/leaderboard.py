@@ -78,7 +78,7 @@ def row(
 ) -> list[str]:
     """Return the row of a method on a task."""
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
-    rules = studies.rules_row(runs) if "forgotten" in runs[0]["run"] else None
+    rules = studies.rules_row(runs) if "time_to_unlearn" in runs[0]["run"] else None
     prompts = [name for name in names if name != "relearning"]
     fid = mean(runs, "fid_judge", "retained", "after") - mean(
         runs, "fid_judge", "retained", "before"
@@ -117,7 +117,7 @@ def cost(runs: Runs) -> list[str]:
     without seconds of the process have the seconds of the clock.
     """
     whole = [run["run"].get("cpu_seconds", run["run"]["seconds"]) for run in runs]
-    steps_by_seed = [run["run"].get("forgotten", {}).get("steps") for run in runs]
+    steps_by_seed = [run["run"].get("time_to_unlearn", {}).get("steps") for run in runs]
     until_below = [
         run["cpu_seconds"][int(steps) - 1]
         for run, steps in zip(runs, steps_by_seed, strict=True)
@@ -378,7 +378,7 @@ def claim_table(study: str, task: str) -> str:
         claims.rows(
             leaderboard["claims"],
             complete,
-            {k: until(of[k]) for k in complete if "forgotten" in of[k][0]["run"]},
+            {k: until(of[k]) for k in complete if "time_to_unlearn" in of[k][0]["run"]},
             label,
         )
     )
@@ -401,13 +401,13 @@ def selection_table(study: str, task: str) -> str:
 
 def until(runs: Runs) -> list[float]:
     """Return the seconds of each training seed until the concept rate is below 2 %, or NEVER."""
-    steps_by_seed = [run["run"]["forgotten"]["steps"] for run in runs]
+    steps_by_seed = [run["run"]["time_to_unlearn"]["steps"] for run in runs]
     return [
         claims.NEVER
         if not steps
         else run["cpu_seconds"][int(steps) - 1]
         if run.get("cpu_seconds")
-        else run["run"]["forgotten"]["seconds"]
+        else run["run"]["time_to_unlearn"]["seconds"]
         for run, steps in zip(runs, steps_by_seed, strict=True)
     ]
 

@@ -210,7 +210,7 @@ def rules_row(runs: list[dict]) -> list[str]:
     ]
     n = results(runs[0], "concept_rate", "direct")["after"]["n"]  # type: ignore[index]
     fid = [results(run, "fid_judge", "retained") for run in runs]
-    crossings = [run["run"]["forgotten"] for run in runs]
+    crossings = [run["run"]["time_to_unlearn"] for run in runs]
 
     def steps_until(key: str) -> str:
         values = [crossing[key] for crossing in crossings if crossing[key] is not None]

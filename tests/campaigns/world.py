@@ -251,7 +251,7 @@ def make_runs() -> None:
             raise KeyboardInterrupt
 
     with contextlib.suppress(Interrupted, KeyboardInterrupt):
-        api.erase(recipe(training__seed=1), output="runs/half", look=stop)
+        api.erase(recipe(training__seed=1), output="runs/half", on_step=stop)
     shutil.copytree(star / "pipeline", "model")
     (Path("model") / ".concept_eraser.json").unlink(missing_ok=True)
 

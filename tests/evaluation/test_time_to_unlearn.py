@@ -19,7 +19,9 @@ WATCH = {"suite": "tiny_star", "every": 2, "n": 4}
 
 
 def measurements(*rates: float) -> list[dict[str, float]]:
-    return [{"step": 10 * i, "seconds": 2.0 * i, "share": rate} for i, rate in enumerate(rates)]
+    return [
+        {"step": 10 * i, "seconds": 2.0 * i, "concept_rate": rate} for i, rate in enumerate(rates)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_measurements_end_below_the_bound_and_continue_after_a_kill(
         file.write('{"step": 15, "sec')  # truncated by a kill
     again = Watch(lambda: 0.25, watch.path, every=5, below=0.02)
     again(5, 0.5)  # resumed from a state of step 5: later measurements are dropped
-    assert [(row["step"], row["share"]) for row in again.rows] == [(0, 1.0), (5, 0.25)]
+    assert [(row["step"], row["concept_rate"]) for row in again.rows] == [(0, 1.0), (5, 0.25)]
 
 
 def test_watching_changes_no_weights_and_records_the_time(tmp_path: Path) -> None:
@@ -59,11 +61,13 @@ def test_watching_changes_no_weights_and_records_the_time(tmp_path: Path) -> Non
     watch_run = api.erase(short(watch=WATCH), output=tmp_path / "seen")
     weights = [load_file(run.folder / "weights.safetensors") for run in (plain_run, watch_run)]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    summary = json.loads((watch_run.folder / "done.json").read_text())["forgotten"]
-    assert [row["step"] for row in summary["looks"]] == [0, 2, 4]
-    assert summary["looks"][0]["share"] >= 0.75  # the original model shows the concept
+    summary = json.loads((watch_run.folder / "done.json").read_text())["time_to_unlearn"]
+    assert [row["step"] for row in summary["measurements"]] == [0, 2, 4]
+    assert (
+        summary["measurements"][0]["concept_rate"] >= 0.75
+    )  # the original model shows the concept
     # the time of the measurements is not counted
-    assert summary["looks"][-1]["seconds"] == pytest.approx(watch_run.seconds, abs=0.01)
+    assert summary["measurements"][-1]["seconds"] == pytest.approx(watch_run.seconds, abs=0.01)
 
 
 def test_a_group_that_the_suite_does_not_have(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_a_resumed_run_takes_the_same_turns(network: nn.Module, tmp_path: Path) 
     whole, parts = copy.deepcopy(network), copy.deepcopy(network)
     api.erase(model=whole, output=tmp_path / "whole", **short)
     with pytest.raises(Interrupted):
-        api.erase(model=parts, output=tmp_path / "parts", look=stop, **short)
+        api.erase(model=parts, output=tmp_path / "parts", on_step=stop, **short)
     api.erase(model=parts, output=tmp_path / "parts", resume=True, **short)
     assert all(
         torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True)

@@ -332,7 +332,7 @@ def test_a_run_from_loading_to_sampling(
 
     whole = concept_eraser.erase(job, output=tmp_path / "whole")
     with pytest.raises(Interrupted):
-        concept_eraser.erase(job, output=tmp_path / "run", look=stop)
+        concept_eraser.erase(job, output=tmp_path / "run", on_step=stop)
     run = concept_eraser.erase(job, output=tmp_path / "run", resume=True)
     weights, once = (load_file(r.folder / "weights.safetensors") for r in (run, whole))
     assert all(torch.equal(weights[k], once[k]) for k in once)

@@ -187,7 +187,7 @@ def test_an_error_leaves_a_model_in_memory_as_it_was(tiny, shared_tiny, tmp_path
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        concept_eraser.erase(one_step_recipe(), model=tiny, output=tmp_path / "run", look=stop)
+        concept_eraser.erase(one_step_recipe(), model=tiny, output=tmp_path / "run", on_step=stop)
     own_state, original_state = tiny.denoiser.state_dict(), shared_tiny.denoiser.state_dict()
     assert list(own_state) == list(original_state)
     assert all(torch.equal(own_state[name], original_state[name]) for name in original_state)

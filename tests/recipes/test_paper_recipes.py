@@ -166,7 +166,7 @@ def test_a_run_records_its_prompts(name: str, folder: Callable[[str], str], tmp_
         "hash": forget_set.hash,
     }
     if content["forget"]["prompts"] not in resources.names("eval"):
-        with pytest.raises(UserError, match="no suite is named like"):
+        with pytest.raises(UserError, match="no suite has the name of"):
             concept_eraser.evaluate(run.folder)
     assert (run.folder / "lora").is_dir() == ("lora" in content["trainable"])
 

@@ -173,7 +173,7 @@ def test_a_method_that_promises_ascent_does_not_train_on_the_forgotten(name: str
         "method": name,
     }
     with pytest.raises(
-        UserError, match=rf"the method '{name}' climbs the forget loss.*set forget.loss: ascent"
+        UserError, match=rf"the method '{name}' is gradient ascent.*set forget.loss: ascent"
     ):
         recipe.load(content)
     content["forget"] = {"data": "digits", "classes": [3], "loss": "ascent"}

@@ -409,7 +409,7 @@ def test_elastic_weights_stay_nearer_and_a_resumed_run_is_the_same(tmp_path: Pat
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        concept_eraser.erase(amnesia(), output=tmp_path / "cut", look=stop)
+        concept_eraser.erase(amnesia(), output=tmp_path / "cut", on_step=stop)
     again = concept_eraser.erase(amnesia(), output=tmp_path / "cut", resume=True).folder
     one, other = (load_file(folder / "weights.safetensors") for folder in (elastic, again))
     assert all(torch.equal(one[key], other[key]) for key in one)

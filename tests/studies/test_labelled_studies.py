@@ -153,7 +153,7 @@ def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPa
     assert all(int(norm.num_batches_tracked) > 0 for norm in norms)
     for algorithm in bench.ALGORITHMS:
         result = bench.unlearn(world, algorithm, seed=0, steps=2, with_fid=True)
-        assert [look["step"] for look in result["looks"]] == [0, 1, 2], algorithm
+        assert [row["step"] for row in result["measurements"]] == [0, 1, 2], algorithm
         assert result["fid"] > 0
 
 

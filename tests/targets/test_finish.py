@@ -124,7 +124,7 @@ def test_a_resumed_run_is_finished_once(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        concept_eraser.erase(finish_recipe(finish="uce"), output=tmp_path / "part", look=stop)
+        concept_eraser.erase(finish_recipe(finish="uce"), output=tmp_path / "part", on_step=stop)
     part = concept_eraser.erase(finish_recipe(finish="uce"), output=tmp_path / "part", resume=True)
     one, other = (load_file(run.folder / "weights.safetensors") for run in (whole, part))
     assert all(torch.equal(one[name], other[name]) for name in one)

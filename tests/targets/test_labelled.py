@@ -189,7 +189,7 @@ def test_running_statistics_belong_to_the_state_of_a_run(
 
     whole = run(copy.deepcopy(batchnorm_net), "whole")
     with pytest.raises(Interrupted):
-        run(copy.deepcopy(batchnorm_net), "parts", look=stop)
+        run(copy.deepcopy(batchnorm_net), "parts", on_step=stop)
     again = run(copy.deepcopy(batchnorm_net), "parts", resume=True)
     assert all(
         torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items()

@@ -571,7 +571,9 @@ def test_a_fresh_start_is_repaired_and_resumed(net: nn.Module, tmp_path: Path) -
 
     whole = train(copy.deepcopy(net), tmp_path / "whole", trainable={"reinitialise": 0.2})
     with pytest.raises(Interrupted, match="after 3 of 6 steps"):
-        train(copy.deepcopy(net), tmp_path / "parts", look=Stop(), trainable={"reinitialise": 0.2})
+        train(
+            copy.deepcopy(net), tmp_path / "parts", on_step=Stop(), trainable={"reinitialise": 0.2}
+        )
     again = train(
         copy.deepcopy(net), tmp_path / "parts", resume=True, trainable={"reinitialise": 0.2}
     )
@@ -779,7 +781,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_needs_the_original(
     whole = train(copy.deepcopy(net), tmp_path / "whole", trainable={"saliency": 0.5})
     net_copy = copy.deepcopy(net)
     with pytest.raises(Interrupted, match="after 3 of 6 steps"):
-        train(net_copy, tmp_path / "parts", look=Stop(), trainable={"saliency": 0.5})
+        train(net_copy, tmp_path / "parts", on_step=Stop(), trainable={"saliency": 0.5})
     # put back
     assert all(
         torch.equal(value, net.state_dict()[name]) for name, value in net_copy.state_dict().items()

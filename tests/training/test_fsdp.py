@@ -400,12 +400,14 @@ def test_what_cannot_be_split_is_refused(changes: dict[str, Any], why: str) -> N
         recipes.load(recipe(**{"training__shard": "weights", **changes}))
 
 
-def test_look_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"look is called between steps.*training\.shard: weights"):
+def test_on_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"on_step is called between steps.*training\.shard: weights"
+    ):
         concept_eraser.erase(
             recipe(training__shard="weights"),
             output=tmp_path / "run",
-            look=lambda step, seconds: None,
+            on_step=lambda step, seconds: None,
         )
 
 

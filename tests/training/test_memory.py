@@ -156,7 +156,7 @@ def test_adafactor_resumes_to_the_same_bits(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(concept_eraser.utils.errors.Interrupted):
-        concept_eraser.erase(content, output=tmp_path / "parts", look=stop)
+        concept_eraser.erase(content, output=tmp_path / "parts", on_step=stop)
     concept_eraser.erase(content, output=tmp_path / "parts", resume=True)
     a, b = (load_file(folder / "weights.safetensors") for folder in (whole, tmp_path / "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -49,17 +49,17 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(tmp_path: Path) -> Non
     )
     stop: dict[str, Any] = {"at": 5}
 
-    def look(step: int, seconds: float) -> None:
+    def on_step(step: int, seconds: float) -> None:
         if step == stop["at"]:
             raise stop["by"]
 
     stop["by"] = RuntimeError("killed")  # after step 5; the state is of step 4
     with pytest.raises(RuntimeError, match="killed"):
-        concept_eraser.erase(recipe, output=tmp_path / "run", look=look)
+        concept_eraser.erase(recipe, output=tmp_path / "run", on_step=on_step)
     assert set(scalars(tmp_path / "run", "losses/forget")) == {1, 2, 3, 4, 5}
     stop["by"] = KeyboardInterrupt()
     with pytest.raises(Interrupted, match="stopped after 5 of 6 steps"):
-        concept_eraser.erase(recipe, output=tmp_path / "run", resume=True, look=look)
+        concept_eraser.erase(recipe, output=tmp_path / "run", resume=True, on_step=on_step)
     concept_eraser.erase(recipe, output=tmp_path / "run", resume=True)
     rows = logs.read(tmp_path / "run" / "log.jsonl")
     for name, value in (

@@ -13,7 +13,7 @@ recipe (recipes/validation.py) cannot combine FSDP with:
   inner products;
 * double backward (hvp: exact): the weights that it needs again have been freed;
 * layers that are called outside of their blocks (the loss resteer), and passes of one process alone
-  (watch, look).
+  (watch, on_step).
 
 FSDP changes layers and cannot be undone. So it gets a second tree of layers around the same
 tensors. This tree replaces the denoiser while it trains, and is discarded afterwards.
