@@ -111,6 +111,7 @@ def erase(
     *,
     kind: KindName | None = None,
     anchor: str | Sequence[str] | None = None,
+    images: int | None = None,
     model: ModelSource | None = None,
     base: str | Path | None = None,
     model_options: Mapping[str, float] | None = None,
@@ -162,6 +163,8 @@ def erase(
         kind: with concepts: object, style, person, character or content (default: guessed).
         anchor: with concepts: what is generated instead, one for all or one for each (default: from
             the shipped list, else of the kind).
+        images: with concepts: how many images each group of the suite has (default: 96 for the
+            bundled model, else 64). As many are generated before the training to count the concept.
         model: the model to erase from, in place of the recipe's: a name, a folder, a hub id, or an
             object in memory (a pipeline, a torch module, a CLIP model with its tokenizer).
         base: for a single-file checkpoint or a part of a pipeline, the folder or hub id of the
@@ -249,7 +252,7 @@ def erase(
         "memory": memory,
     }
     name = model if source is None else _name_of(source)
-    names = concept_job.concept_names(recipe, kind, anchor)
+    names = concept_job.concept_names(recipe, kind=kind, anchor=anchor, images=images)
     suite_texts = concept_job.suites_beside(recipe)
     plan_concepts = partial(
         make_plan,
@@ -257,6 +260,7 @@ def erase(
         model=BUNDLED if name is None else str(name),
         kind=kind,
         anchors=[anchor] if isinstance(anchor, str) else list(anchor or ()),
+        images=images,
     )
     plan = plan_concepts() if names else None
     objects: dict[str, Any] = {}

@@ -25,8 +25,15 @@ collect_less_often()
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of generated images for this session; also for the processes that tests start."""
-    folder = tmp_path_factory.mktemp("cache")
+    """A cache of generated images for this session.
+
+    The workers and the processes that tests start share it.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # above the folders of the workers
+    folder = folder / "cache"
+    folder.mkdir(exist_ok=True)
     os.environ["CONCEPT_ERASER_CACHE"] = str(folder)
     return folder
 

@@ -72,6 +72,14 @@ def erase(
             help=("with concepts: object, style, person, character or content (default: guessed)")
         ),
     ] = None,
+    images: Annotated[
+        Optional[int],
+        typer.Option(
+            min=1,
+            max=limits.IMAGES,
+            help="with concepts: images of each group of the evaluation (default: 96 or 64)",
+        ),
+    ] = None,
     model: Annotated[
         Optional[str],
         typer.Option(
@@ -228,6 +236,7 @@ def erase(
             model=_on_base(model, base) if model or base else None,
             kind=kind,
             anchors=[erase_concepts.anchor_word(text) for text in anchor or []],
+            images=images,
             overrides=settings,
         )
         options = {"allow_pickle": allow_pickle, "resume": resume, "overwrite": overwrite}
@@ -236,8 +245,9 @@ def erase(
         else:
             erase_concepts.run(request, output, measure=measure, quiet=quiet, **options)
         return
-    if kind is not None:
-        raise UserError("--kind goes with concepts, e.g. concept-eraser erase 'Van Gogh'")
+    for flag, value in (("--kind", kind), ("--images", images)):
+        if value is not None:
+            raise UserError(f"{flag} goes with concepts, e.g. concept-eraser erase 'Van Gogh'")
     overrides = [f"model={_quote(_on_base(model, base))}"] if model or base else []
     overrides += _objectives(forget or [], [_anchor(text) for text in anchor or []], bool(names))
     overrides += settings

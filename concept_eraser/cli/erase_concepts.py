@@ -45,6 +45,7 @@ class ConceptRequest:
     model: str | None
     kind: str | None
     anchors: list[str]
+    images: int | None
     overrides: list[str]
 
 
@@ -60,7 +61,11 @@ def run(
 
     kind: Any = request.kind  # checked by the plan
     plan = make_plan(
-        request.names, kind=kind, anchors=request.anchors, model=request.model or BUNDLED
+        request.names,
+        model=request.model or BUNDLED,
+        kind=kind,
+        anchors=request.anchors,
+        images=request.images,
     )
     folder = output or Path("runs") / plan.folder_name
     with bars(quiet) as progress, with_next_step(folder):
@@ -69,6 +74,7 @@ def run(
             model=request.model,
             kind=kind,
             anchor=request.anchors or None,
+            images=request.images,
             overrides=request.overrides,
             output=folder,
             command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
@@ -93,7 +99,11 @@ def dry_run(
     from concept_eraser.runs import concept_job
 
     plan = make_plan(
-        request.names, kind=request.kind, anchors=request.anchors, model=request.model or BUNDLED
+        request.names,
+        model=request.model or BUNDLED,
+        kind=request.kind,
+        anchors=request.anchors,
+        images=request.images,
     )
     folder = output or Path("runs") / plan.folder_name
     typer.echo("\n".join(plan.lines()))

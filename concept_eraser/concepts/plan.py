@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from concept_eraser.concepts import bundled, general, neighbours
 from concept_eraser.data import prompts
 from concept_eraser.models.base import Model
 from concept_eraser.storage.readers import read_yaml
-from concept_eraser.utils import path_redaction, resources
+from concept_eraser.utils import limits, path_redaction, resources
 from concept_eraser.utils.errors import UserError, names_text, quote
 
 BUNDLED = "tiny-sd"
@@ -65,6 +65,11 @@ class ConceptPlan:
     neighbours: Sequence[str]
     objective: Mapping[str, Any]
     suite: Mapping[str, Any]
+
+    def with_images(self, n: int) -> ConceptPlan:
+        """The plan with n images in each group of its suite."""
+        groups = {name: {**group, "n": n} for name, group in self.suite["groups"].items()}
+        return replace(self, suite={**self.suite, "groups": groups})
 
     @property
     def slug(self) -> str:
@@ -145,6 +150,7 @@ def make_plan(
     model: str = BUNDLED,
     kind: str | None = None,
     anchors: Sequence[str] = (),
+    images: int | None = None,
     text_encoder: Model | None = None,
 ) -> ErasurePlan:
     """Make the plan for some concepts.
@@ -154,6 +160,8 @@ def make_plan(
         model: The name of the model.
         kind: The kind of all concepts; None to guess each.
         anchors: An anchor concept for all, or one for each.
+        images: How many images each group of a suite has (default: 96 for the bundled model, else
+            64).
         text_encoder: The loaded model. It ranks the neighbours. Without it the plan has those of
             the shipped lists only.
 
@@ -162,7 +170,8 @@ def make_plan(
 
     Raises:
         UserError: A concept or an anchor is empty, too long, given twice or unknown to the bundled
-            model; the kind is unknown; the numbers of concepts and anchors differ.
+            model; the kind is unknown; the numbers of concepts and anchors differ; `images` is
+            out of bounds.
     """
     names = [_require_name(name) for name in concepts]
     _require_different(names)
@@ -174,11 +183,13 @@ def make_plan(
     chosen_anchors: list[str | None] = [_require_name(anchor) for anchor in anchors]
     if len(chosen_anchors) < 2:
         chosen_anchors = (chosen_anchors or [None]) * len(names)
-    if _is_bundled(model):
-        return _bundled_plan(
-            names, model, kind=kind, anchors=chosen_anchors, text_encoder=text_encoder
-        )
-    return _general_plan(names, model, kind=kind, anchors=chosen_anchors, text_encoder=text_encoder)
+    make = _bundled_plan if _is_bundled(model) else _general_plan
+    plan = make(names, model, kind=kind, anchors=chosen_anchors, text_encoder=text_encoder)
+    if images is None:
+        return plan
+    if not isinstance(images, int) or not 1 <= images <= limits.IMAGES:
+        raise UserError(f"images: expected 1 to {limits.IMAGES:,}, found {quote(images)}")
+    return replace(plan, concepts=tuple(one.with_images(images) for one in plan.concepts))
 
 
 def _is_bundled(model: str) -> bool:

@@ -27,19 +27,25 @@ SMALL = 50_000_000  # weights of a denoiser that a CPU samples from in seconds
 
 
 def concept_names(
-    recipe: Any, kind: str | None = None, anchor: str | Sequence[str] | None = None
+    recipe: Any,
+    *,
+    kind: str | None = None,
+    anchor: str | Sequence[str] | None = None,
+    images: int | None = None,
 ) -> list[str]:
     """The concepts that were given in place of a recipe; [] for a recipe.
 
     Raises:
-        UserError: `kind` or `anchor` were given without concepts.
+        UserError: `kind`, `anchor` or `images` were given without concepts.
     """
     if isinstance(recipe, str) and is_concept(recipe):
         return [recipe]
     if isinstance(recipe, list | tuple) and recipe and all(isinstance(one, str) for one in recipe):
         return list(recipe)
-    if kind is not None or anchor is not None:
-        raise UserError("kind and anchor go with concepts; in a recipe the anchor is forget.anchor")
+    if any(value is not None for value in (kind, anchor, images)):
+        raise UserError(
+            "kind, anchor and images go with concepts; in a recipe the anchor is forget.anchor"
+        )
     return []
 
 

@@ -18,12 +18,12 @@ SAMPLER = ["generation.steps=2", "trainable.lora.rank=2"]
 
 
 def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_path: Path) -> None:
-    process = cli("erase", "star", *SHORT, *SAMPLER, "-q")
+    process = cli("erase", "star", "--images", "16", *SHORT, *SAMPLER, "-q")
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
     assert lines[0] == "concept:  star (object); anchor concept: circle"
     assert "repeat with: concept-eraser erase runs/star/recipe.yaml" in process.stdout
-    assert "the model generates 'star' in 9" in process.stdout  # 93 of 96 by the record
+    assert "the model generates 'star' in 15 of 16 images" in process.stdout
     folder = tmp_path / "runs" / "star"
     for name in ("recipe.yaml", "suite.yaml", "evaluation.json", "report.html", "before_after.png"):
         assert (folder / name).is_file(), name
@@ -31,7 +31,8 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     assert (folder / "pipeline" / "model_index.json").is_file()
     assert (folder / "exports" / "star-kohya.safetensors").is_file()
     assert "concept-eraser attack runs/star" in process.stdout
-    assert len(read_json(folder / "evaluation.json")["protocol"]["groups"]) == 4
+    groups = read_json(folder / "evaluation.json")["protocol"]["groups"]
+    assert [group["n"] for group in groups.values()] == [16] * 4
 
     # the recipe of the run repeats it, with its suite
     process = cli("erase", "runs/star/recipe.yaml", "-o", "again", "-q")
@@ -68,6 +69,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) -
         (["star", "--forget", "tiny_star"], "not both"),
         (["star", "--kind", "person"], "is of the kind object"),
         (["tiny_star_munba", "--kind", "object"], "--kind goes with concepts"),
+        (["tiny_star_munba", "--images", "8"], "--images goes with concepts"),
         (["tiny_star_mumba"], "did you mean 'tiny_star_munba'"),
         (["star", "--anchor", "star"], "is no other shape"),
         (["star", "--anchor", "shape=moon", "--anchor", "tree"], "2 anchors for 1 concepts"),
@@ -91,6 +93,7 @@ def test_several_concepts_in_python(tmp_path: Path) -> None:
         generation={"steps": 1},
         overrides=["forget.n=2", "retain.n=2"],
         output=folder,
+        images=8,
         notify=lines.append,
     )
     assert [spec.anchor for spec in run.recipe.forgotten] == [
@@ -119,6 +122,7 @@ def test_a_suite_of_a_run_folder_reads_no_files(tmp_path: Path) -> None:
         generation={"steps": 1},
         overrides=["forget.n=2", "retain.n=2"],
         output=run,
+        images=2,
     )
     text = (run / "suite.yaml").read_text()
     (run / "suite.yaml").write_text(

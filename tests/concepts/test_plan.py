@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from concept_eraser import api
 from concept_eraser.concepts import bundled, general
 from concept_eraser.concepts.known import KINDS, guess_kind, kinds, look_up
 from concept_eraser.concepts.neighbours import nearest
@@ -17,6 +18,7 @@ from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.runs import concept_job
 from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.progress import silent
 
 BUNDLED = ["star", "fish", "blue", "purple", "dotted"]
 
@@ -187,6 +189,17 @@ def test_wrong_numbers_of_concepts_and_anchors() -> None:
         make_plan(["star", "moon"], anchors=["circle", "circle", "tree"])
 
 
+def test_the_number_of_images_of_each_group() -> None:
+    for images, numbers in ((None, {96}), (7, {7})):
+        (concept,) = make_plan(["star"], images=images).concepts
+        assert {group["n"] for group in concept.suite["groups"].values()} == numbers
+    for wrong in (0, -3, 10**9, 2.5):
+        with pytest.raises(UserError, match="images: expected 1 to 1,000,000"):
+            make_plan(["star"], images=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="images go with concepts"):
+        api.erase("tiny_star_munba", images=7)
+
+
 def test_what_is_a_concept_and_what_a_recipe(tmp_path: Path) -> None:
     assert is_concept("star")
     assert not is_concept("tiny_star_munba")
@@ -204,3 +217,31 @@ def test_slugs() -> None:
 def test_suite_texts_are_plain_yaml(tmp_path: Path) -> None:
     (text,) = concept_job.suite_texts(make_plan(["star"]), tmp_path).values()
     assert yaml.safe_load(text)["concept"] == {"shape": "star"}
+
+
+@pytest.mark.parametrize(("count", "level"), [(3, "WARNING"), (8, "INFO")])
+def test_a_concept_that_the_original_rarely_generates_is_a_warning(
+    count: int,
+    level: str,
+    shared_tiny: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Python without `notify`: the warning appears without any setting of the logging module."""
+    monkeypatch.setattr(concept_job, "count_concept", lambda *_, **__: (count, 8))
+    plan = make_plan(["star"])
+    job = recipes.load(concept_job.recipe_content(plan, {}, []))
+    caplog.set_level("INFO", logger="concept_eraser")
+    concept_job.announce(
+        plan,
+        job,
+        model=shared_tiny,
+        folder=tmp_path,
+        notify=None,
+        progress=silent,
+        cache=None,
+    )
+    last = caplog.records[-1]
+    assert (last.levelname, f"in {count} of 8 images" in last.getMessage()) == (level, True)
+    assert ("will change little" in last.getMessage()) == (level == "WARNING")
