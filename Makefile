@@ -9,6 +9,9 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# A worker takes whole files, in the order of tests/conftest.py: the longest first, so that both end together.
+SUITE  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # A part of the suite, e.g. make test-lowest TESTS="tests/models/test_models.py tests/models/test_lora.py"; empty: all of it.
 TESTS ?=
 PIP    := -m pip install -q --disable-pip-version-check
@@ -44,12 +47,12 @@ quickstart: $(STAMP)
 	@INSTALL_SECONDS=$$(cat $(STAMP)) $(BIN)/concept-eraser quickstart
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest $(SUITE)
 
 # Before a release, not in CI. Both hold torch at TORCH: the other builds are not at hand everywhere, and large.
 test-lowest: .venv-lowest/.installed
 	@echo "lowest libraries, with $$(cat .venv-lowest/torch.txt); the bound of torch itself is not tested here"
-	.venv-lowest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	.venv-lowest/bin/python -m pytest $(SUITE) $(TESTS)
 
 .venv-lowest/.installed: pyproject.toml tools/lowest.py tools/mend_torchvision.py
 	$(PYTHON) -m venv --clear .venv-lowest
@@ -62,7 +65,7 @@ test-lowest: .venv-lowest/.installed
 
 test-newest: .venv-newest/.installed
 	@echo "newest libraries, with $$(cat .venv-newest/torch.txt)"
-	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	.venv-newest/bin/python -m pytest $(SUITE) $(TESTS)
 
 .venv-newest/.installed: pyproject.toml tools/mend_torchvision.py
 	$(PYTHON) -m venv --clear .venv-newest

@@ -19,8 +19,45 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).parent.parent
+# The files that take longest, the longest first: a worker that begins one late keeps the other
+# one waiting.
+LONG_FILES = [
+    "cli/test_cli",
+    "campaigns/test_campaigns",
+    "demo/test_browser",
+    "evaluation/test_attacks",
+    "training/test_offload",
+    "docs/test_how_to",
+    "docs/test_docs",
+    "docs/test_tutorials",
+    "training/test_resume",
+    "exporting/test_output",
+    "exporting/test_merge",
+    "training/test_two_processes",
+    "exporting/test_card_concepts",
+    "cli/test_erase_concept",
+    "examples/test_examples",
+    "training/test_closure",
+    "runs/test_dry_run",
+    "training/test_memory",
+    "training/test_trackers",
+    "studies/test_labelled_studies",
+    "studies/test_leaderboard",
+    "docs/test_site",
+    "test_trust",
+    "training/test_fsdp",
+    "training/test_engine",
+    "runs/test_several_concepts",
+    "runs/test_baselines",
+]
 HANG = processes.HANG
 collect_less_often()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first. The order within a file stays."""
+    ranks = {f"tests/{name}.py": rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.split("::")[0], len(ranks)))
 
 
 @pytest.fixture(scope="session", autouse=True)
