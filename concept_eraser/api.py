@@ -295,6 +295,7 @@ def erase(
         )
         loaded_model.configure(job.model_options)
         if plan is not None and isinstance(loaded_model, Model):
+            concept_job.require_text_encoder(loaded_model)
             plan = plan_concepts(text_encoder=loaded_model)
             suite_texts = concept_job.suite_texts(plan, folder)
             concept_job.announce(

@@ -15,24 +15,23 @@ BATCH = 64  # texts at once
 
 @torch.no_grad()
 def embed_texts(model: Model, texts: Sequence[str]) -> Tensor:
-    """The mean of the text encoder's outputs over the tokens of each text, [texts, width].
+    """An embedding of each text by the model's text encoders, [texts, width].
 
-    A pooled output, where the family has one, is appended.
+    It is the pooled output of the CLIP text encoders (SDXL, SD 3, Flux). A family without one has
+    the mean of the text encoder's outputs over the tokens of the text.
     """
     rows = []
     for start in range(0, len(texts), BATCH):
         batch = list(texts[start : start + BATCH])
-        lengths = torch.tensor([len(model.words.ids(text)) + 2 for text in batch])
-        vectors = []
-        for tensor in model.encode(batch).tensors.values():
-            values = tensor.float().cpu()
-            if values.dim() == 3:
-                inside = torch.arange(values.shape[1])[None] < lengths[:, None]
-                counts = inside.sum(1, keepdim=True)
-                values = (values * inside[..., None]).sum(1) / counts
-            if values.dim() == 2:
-                vectors.append(F.normalize(values, dim=-1))
-        rows.append(torch.cat(vectors, dim=-1))
+        tensors = model.encode(batch).tensors
+        if "pooled" in tensors:
+            vectors = tensors["pooled"].float().cpu()
+        else:
+            states = tensors["states"].float().cpu()
+            lengths = torch.tensor([len(model.words.ids(text)) + 2 for text in batch])
+            inside = torch.arange(states.shape[1])[None] < lengths[:, None]
+            vectors = (states * inside[..., None]).sum(1) / inside.sum(1, keepdim=True)
+        rows.append(F.normalize(vectors, dim=-1))
     return torch.cat(rows)
 
 

@@ -130,6 +130,16 @@ def suites_beside(recipe: Any) -> dict[str, str]:
     }
 
 
+def require_text_encoder(model: Model) -> None:
+    """Raise UserError for a model that is conditioned on classes, such as DiT."""
+    if not model.readers:
+        raise UserError(
+            f"{model.source} ({model.family}) is conditioned on classes, not on prompts about a "
+            "concept; give its class names as prompts: concept-eraser erase --model MODEL --forget "
+            "FILE --retain FILE"
+        )
+
+
 def can_sample(model: Model) -> bool:
     """Whether many images take minutes at most: on a GPU, or of a small model."""
     onto_gpu(model)

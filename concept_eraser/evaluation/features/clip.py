@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.evaluation.features.base import Features, device, file_hash, places
-from concept_eraser.utils.errors import UserError, first_line, unknown
+from concept_eraser.utils.errors import UserError, first_line, names_text, unknown
 
 FOLDER = "local-dir:"
 
@@ -64,12 +64,12 @@ class ClipFeatures(Features):
             return Path(self.weights)
         if path_on_disk := next((path for path in self._candidates() if path.is_file()), None):
             return path_on_disk
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(self.model))
+        tags = names_text(open_clip.list_pretrained_tags_by_model(self.model), 4)
         raise UserError(
             f"the CLIP weights {self.weights!r} of {self.model} are not on this machine, "
-            "and nothing is downloaded: give `weights` the path of a file (open_clip's "
-            f"names of them: {tags}), or leave the judge's own in use (`features: "
-            "judge`, clip_score without `model`)"
+            "and nothing is downloaded: `concept-eraser doctor` says where they go; or give "
+            f"`weights` the path of a file (open_clip's names of them: {tags}), or leave the "
+            "judge's own in use (`features: judge`, clip_score without `model`)"
         )
 
     def _candidates(self) -> list[Path]:
