@@ -194,7 +194,8 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
 def test_quickstart_erases_measures_and_reports(cold_cli, tmp_path: Path) -> None:
     """A new user's first command, with fewer images: verdict, report and a low concept rate."""
     few = ["forget.n=96", "retain.n=96", "generation.steps=6"]
-    short = ["quickstart", *few, "training.steps=50", "training.batch_size=8", "-n", "16", "-q"]
+    few += ["training.steps=24", "training.batch_size=8", "training.lr=3e-3"]
+    short = ["quickstart", *few, "-n", "16", "-q"]
     result = cold_cli(*short)
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "runs" / "quickstart"
