@@ -14,6 +14,7 @@ import io
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,8 +33,34 @@ LIBRARIES = [
     "peft",
     "accelerate",
     "scipy.stats",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "concept_eraser.api",
     "concept_eraser.cli.application",
 ]
+
+
+def launch_command(*options: str) -> list[str]:
+    """The beginning of a command that starts two processes by accelerate, on a free port.
+
+    Port 0, which lets accelerate choose one, hangs with accelerate 1.0.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    port_words = ["--main_process_port", str(port)]
+    return [sys.executable, "-m", "accelerate.commands.launch", *options, *words, *port_words]
+
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(LIBRARIES)

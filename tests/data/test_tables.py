@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from concept_eraser.data import generate, prompts, tables
 from concept_eraser.models.loading import load
 from concept_eraser.utils.errors import UserError
+from tests import processes
 from tests.conftest import HANG
 from tests.processes import run_command
 
@@ -194,7 +195,6 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
     No image is generated twice, and one process writes the results.
     """
     import subprocess
-    import sys
 
     (tmp_path / "suite.yaml").write_text(
         "concept: {shape: star}\nsampling: {steps: 3, batch_size: 2}\ngroups: {direct: "
@@ -202,23 +202,7 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
         "tiny_star_neighbours, role: neighbour, n: 2}}\nmetrics: [concept_rate, "
         "clip_score, nudenet]\n"
     )
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        "0",
-        "-m",
-    ]
+    launch = [*processes.launch_command("--multi_gpu"), "-m"]
     options = ["--suite", "suite.yaml", "--before", "tiny-sd"]
     model = load("tiny-sd")
     with torch.no_grad():

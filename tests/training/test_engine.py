@@ -17,6 +17,7 @@ import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.erasers.denoiser import Denoiser
 from concept_eraser.training import log as logs
+from tests import processes
 from tests.conftest import HANG, short
 from tests.processes import run_command
 
@@ -296,28 +297,12 @@ def test_two_processes_overwrite_one_run(tmp_path: Path) -> None:
     whole.
     """
     import subprocess
-    import sys
 
     import yaml
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short()))
     concept_eraser.erase(short(training__steps=2), output=tmp_path / "run")
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        "0",
-    ]
+    launch = processes.launch_command("--multi_gpu")
     command = [
         "-m",
         "concept_eraser.cli.main",

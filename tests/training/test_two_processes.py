@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,9 @@ import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.models.module import build
 from concept_eraser.training.distributed.sharding import owners, refuse_wrappers
+from tests import processes
 from tests.conftest import ROOT, short
 
-LAUNCH = [
-    sys.executable,
-    "-m",
-    "accelerate.commands.launch",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-    "--mixed_precision",
-    "no",
-    "--dynamo_backend",
-    "no",
-    "--main_process_port",
-    "0",
-]
 LIMIT = 1e-5  # the largest relative difference of a tensor, in fp32
 MANY = 500  # steps, more than a test waits for
 
@@ -54,7 +39,7 @@ def launch(
     """Two processes and their launcher."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
-        [*LAUNCH, *how.split(), *arguments],
+        [*processes.launch_command(*how.split()), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
