@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from concept_eraser.data import prompts
 from concept_eraser.evaluation.statistics import Interval
 from studies.rendering.common import results, share, table
 from studies.result_tables import STUDIES, Results
@@ -39,7 +40,8 @@ def page() -> str:
 
 {table(rows)}
 
-{study["about"].strip()} One training seed; n = {study["images"]} images of each group; 95 % Wilson
+{study["about"].strip()}
+One training seed; n = {study["images"]} images of each group; 95 % Wilson
 intervals, which do not cover the choice of the training seed. Accuracy is that of the concept's
 attribute. The column s has seconds of training on one thread, on a busy machine. Neighbours are the
 two values that are nearest to the concept by the text encoder.
@@ -54,20 +56,20 @@ def _row(run: Any, when: str, label: str) -> list[str]:
     cells = []
     for metric, group in COLUMNS:
         name = f"accuracy_{attribute}" if metric == "accuracy" else metric
-        row = results(run["evaluation"], name, group)
+        row = results(run, name, group)
         cells.append(share(Interval(**row[when])) if row else "-")
     seconds = f"{run['seconds']:.0f}" if when == "after" else ""
     return [run["concept"], label, *cells, seconds]
 
 
 def _conclusion(runs: Any, concepts: list[str]) -> str:
-    """Say for how many concepts each number of the named run lies in the other one's interval."""
-    inside, outside = [], []
+    """Compare each number of a run by name with the interval of the run with written prompts."""
+    inside, outside, better = [], [], []
     for concept in concepts:
         if f"{concept}_hand_written" not in runs:
             continue
-        named, written = (runs[f"{concept}_{way}"]["evaluation"] for way in WAYS)
-        attribute = next(iter(named["protocol"]["concept"]))
+        named, written = (runs[f"{concept}_{way}"] for way in WAYS)
+        attribute = next(iter(named["evaluation"]["protocol"]["concept"]))
         differences = []
         for metric, group in COLUMNS:
             name = f"accuracy_{attribute}" if metric == "accuracy" else metric
@@ -75,14 +77,35 @@ def _conclusion(runs: Any, concepts: list[str]) -> str:
             if not one or not other:
                 continue
             value, interval = one["after"]["value"], other["after"]
-            if not interval["low"] <= value <= interval["high"]:
-                differences.append(f"{metric}, {group} ({share(Interval(**one['after']))})")
+            if interval["low"] <= value <= interval["high"]:
+                continue
+            text = f"{metric}, {group} ({share(Interval(**one['after']))})"
+            is_better = (value > interval["high"]) == (metric == "accuracy")
+            (better if is_better else differences).append(
+                f"{concept}: {text}" if is_better else text
+            )
         (outside if differences else inside).append((concept, differences))
     text = f"For {len(inside)} of {len(inside) + len(outside)} concepts every number of the run by "
-    text += "name lies within the interval of the run with hand-written prompts."
+    text += "name lies within the interval of the run with hand-written prompts, or is better."
+    if better:
+        text += f" Better are {'; '.join(better)}."
+    if same := [name for name, _ in inside if _has_equal_prompts(runs, name)]:
+        text += (
+            f" For {', '.join(same)} both runs have the same prompts, and therefore equal weights."
+        )
     for concept, differences in outside:
-        text += f" For {concept} these lie outside: {'; '.join(differences)}."
+        text += f" For {concept} these are worse: {'; '.join(differences)}."
     return text
+
+
+def _has_equal_prompts(runs: Any, concept: str) -> bool:
+    """Whether both runs of a concept have the same forget and retain prompts in the same order."""
+    named, written = (runs[f"{concept}_{way}"]["recipe"] for way in WAYS)
+    return all(
+        prompts.load(named[objective]["prompts"]).texts
+        == prompts.load(written[objective]["prompts"]).texts
+        for objective in ("forget", "retain")
+    )
 
 
 PAGES = {STUDY: page}

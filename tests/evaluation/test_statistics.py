@@ -48,6 +48,15 @@ def test_paired_difference_detects_what_an_unpaired_one_would_not() -> None:
     )
 
 
+def test_an_interval_is_written_in_percent_or_as_a_number() -> None:
+    interval = statistics.Interval(0.5, 0.25, 0.75, 8)
+    assert statistics.interval_text(interval, percent=True) == "50.0 [25.0, 75.0]"
+    assert statistics.interval_text(interval, percent=False) == "0.500 [0.250, 0.750]"
+    without_ends = statistics.Interval(0.5, math.nan, math.nan, 8)
+    assert statistics.interval_text(without_ends, percent=True) == "50.0"
+    assert statistics.interval_text(None, percent=True) == "-"
+
+
 def test_refusals() -> None:
     with pytest.raises(UserError, match="at least 2"):
         statistics.wilson(1, 1)

@@ -72,9 +72,9 @@ def where(condition: Callable[[Tensor], bool], factor: float = 1 + 1e-5) -> Solv
     ]
 
 
-def scaled(factor: float) -> Solve:
-    """Weights of `unit_sum` times a factor."""
-    return lambda gram: [factor * weight for weight in unit_sum()(gram)]
+def scaled(factor: float, solve: Solve = unit_sum()) -> Solve:
+    """Other weights times a factor."""
+    return lambda gram: [factor * weight for weight in solve(gram)]
 
 
 BREAKS = [
@@ -85,6 +85,7 @@ BREAKS = [
     ("scale_invariance", Weights(lambda gram: [float(gram[0, 0] ** -0.5), 1.0])),
     ("scale_invariance", Weights(where(lambda gram: bool(gram[1, 1] > 1e15)))),
     ("scale_invariance", Weights(where(lambda gram: bool(gram[1, 1] < 1e-15)))),
+    ("scale_invariance", Weights(where(lambda gram: bool(1e-5 < gram[1, 1] < 1e-3)))),
     ("permutation", Weights(lambda gram: [1.0, 1.0 + 1e-6])),
     ("permutation", Weights(lambda gram: [1.0, 1.0 + 1e-6 * float(gram.trace() < 1e-3)])),
     ("equal_contribution", Weights(lambda gram: [1.0, 1.0])),
@@ -94,10 +95,14 @@ BREAKS = [
     ("orthogonality", Weights(projection_unless(lambda cosine: cosine < -0.8))),
     ("orthogonality", Weights(projection_unless(lambda cosine: cosine > 0.8))),
     ("orthogonality", Weights(projection(0.0), removed_objective="retain")),
+    ("orthogonality", Weights(projection(1e-11))),  # the angle counts, whatever the lengths
+    ("orthogonality", Weights(scaled(1e-4, projection(1e-9)))),
     ("forget_sign", Weights(lambda gram: [1.0, 1.0])),
     ("stationarity", Weights(lambda gram: [1.0, 1.0])),
     ("stationarity", Weights(where(lambda gram: bool(gram[1, 1] < 1e-4 * gram[0, 0]), 2.0))),
     ("stationarity", Weights(where(lambda gram: bool(gram[1, 1] > 1e4 * gram[0, 0]), 2.0))),
+    ("stationarity", Weights(unit_sum(1.5e-6))),
+    ("stationarity", Weights(scaled(100, unit_sum(1.5e-6)))),
     ("zero_step", GradientSum(lambda tensor: tensor + 1e-9)),
     ("shapes", GradientSum(lambda tensor: tensor.double())),
     ("shapes", GradientSum(lambda tensor: tensor[None])),
@@ -118,6 +123,7 @@ HOLDS = [
     ("orthogonality", Weights(projection(0.0))),
     ("forget_sign", Weights(lambda gram: [1.0, 0.0])),
     ("stationarity", Weights(unit_sum())),
+    ("stationarity", Weights(scaled(100, unit_sum(0.7e-6)))),  # the tolerance is relative
     ("stationarity", Weights(scaled(1e12))),  # its step is zero up to rounding
     ("stationarity", Weights(lambda gram: [1e-12, 1e-12])),  # too short to count as a step
     ("zero_step", GradientSum()),
@@ -153,6 +159,10 @@ def test_pairs_have_their_cosines_and_norms() -> None:
         assert float(second.norm()) == pytest.approx(0.5)
         assert float(first @ second) / 1.5 == pytest.approx(cosine)
     assert len(checks.PAIRS) == len(checks.COSINES) * len(checks.SCALES) ** 2
+    for vector in checks.pair(0.3, 1.0, 1.0):
+        sizes = [len(part) for part in vector]
+        assert len(set(sizes)) == 3, "a mistaken order of the tensors is an error of shape"
+        assert sum(sizes) == 12, "a dozen numbers, as the module says"
 
 
 def test_the_pairs_reach_from_opposed_to_parallel_and_over_all_lengths() -> None:
@@ -196,3 +206,46 @@ def test_all_declared_laws_are_checked() -> None:
         checks.check_laws(Declaring(unit_sum(), names=frozenset({"nothing"})))
     with pytest.raises(TypeError, match="expected a Method, found str"):
         checks.check_laws("munba")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("law", sorted(checks.LAWS))
+def test_a_declared_law_that_does_not_hold_is_refused(law: str) -> None:
+    """`check_laws` reports the law; a method without a declared law passes."""
+    breaking = next(method for name, method in BREAKS if name == law)
+    assert isinstance(breaking, Weights)
+    declared = Declaring(breaking.weights_of, breaking.removed_objective, frozenset({law}))
+    with pytest.raises(checks.LawError, match=f"^Declaring, {law}: "):
+        checks.check_laws(declared)
+
+
+def test_pairs_are_three_tensors_and_the_same_each_time() -> None:
+    """The numbers of `pair(0.3, 1.0, 2.0)` with torch's generator on the CPU, seed 0."""
+    assert checks.SCALES == (1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e12)
+    retain, forget = checks.pair(0.3, 1.0, 2.0)
+    assert [tuple(part.shape) for part in retain] == [(3,), (4,), (5,)]
+    assert [tuple(part.shape) for part in forget] == [(3,), (4,), (5,)]
+    same = checks.pair(0.3, 1.0, 2.0, seed=0)
+    for one, other in zip((retain, forget), same, strict=True):
+        assert torch.equal(checks.flat(one), checks.flat(other))
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(12, generator=generator, dtype=torch.float64) for _ in range(2))
+    assert float(checks.flat(retain) @ first) == pytest.approx(float(first.norm()))
+    assert float(checks.flat(forget) @ (second - second @ first / (first @ first) * first)) > 0
+
+
+@pytest.mark.parametrize(
+    ("law", "solve", "calls"),
+    [
+        ("scale_invariance", unit_sum(), 5 * 7),  # a pair as it is, and four factors
+        ("permutation", lambda gram: [1.0, 1.0], 2 * 36),
+        ("orthogonality", projection(0.0), 5 * 5),  # five seeds of each cosine inside
+        ("forget_sign", lambda gram: [1.0, 0.0], 2 * 51),
+    ],
+)
+def test_how_many_pairs_a_law_tries(law: str, solve: Solve, calls: int) -> None:
+    grams: list[Tensor] = []
+    checks.check_law(law, Weights(lambda gram: grams.append(gram.clone()) or solve(gram)))
+    assert len(grams) == calls
+    lengths = {"scale_invariance": [1.0, 1.0], "orthogonality": [9.0, 0.04]}.get(law)
+    if lengths is not None:
+        assert grams[0].diagonal().tolist() == pytest.approx(lengths)

@@ -369,3 +369,32 @@ def test_the_proximal_iteration_is_accelerated() -> None:
         solution = proximal(center, metric, penalty, iterations=k)
         assert value(solution) - value(best) <= 2 * distance / (k + 1) ** 2
     assert value(center) > value(proximal(center, metric, penalty, iterations=1)) > value(best)
+
+
+@pytest.mark.parametrize("penalty", [0.05, 0.4])
+def test_the_proximal_iteration_is_the_sequence_of_beck_and_teboulle(penalty: float) -> None:
+    """FISTA with y_1 = x_0, t_1 = 1 and steps of 1 / L, written out; the first iterates differ."""
+    root = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=FLOAT)
+    metric = root @ root.T + 0.1 * torch.eye(4, dtype=FLOAT)
+    center = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=FLOAT)
+    length = float(torch.linalg.matrix_norm(metric, 2))
+    x, y, t = center, center, 1.0
+    for k in range(1, 7):
+        slope = y - metric @ (y - center) / length
+        following = torch.nn.functional.softshrink(slope, penalty / length)
+        t, before = (1 + math.sqrt(1 + 4 * t**2)) / 2, t
+        x, y = following, following + (before - 1) / t * (following - x)
+        torch.testing.assert_close(
+            proximal(center, metric, penalty, iterations=k), x, rtol=0, atol=1e-12
+        )
+
+
+def test_lissa_by_default_takes_200_steps_with_a_scale_from_50_power_iterations() -> None:
+    model, (x, labels, _) = linear(), samples(12)
+    fisher = Fisher(Risk(model), [(x, labels)], 1e-3)
+    v = (torch.randn(2, 3, generator=torch.Generator().manual_seed(3), dtype=FLOAT),)
+    sigma = 1.1 * algebra.spectral_norm(fisher.product, v, 50)
+    expected = algebra.lissa(fisher.product, v, sigma, 200)
+    assert torch.equal(algebra.solve(fisher, v, "lissa")[0], expected[0])
+    fewer = algebra.solve(fisher, v, "lissa", iterations=199)
+    assert not torch.equal(fewer[0], expected[0])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from concept_eraser.methods.checks import closure, pair
 from concept_eraser.methods.forum import (
     Forum,
     any_objectives,
@@ -73,6 +74,24 @@ def test_the_closed_form_is_the_general_solver(seed: int) -> None:
         torch.testing.assert_close(
             two_objectives(gram, inner, tau), any_objectives(gram, inner, tau), atol=1e-8, rtol=0
         )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_closed_form_does_not_depend_on_the_common_length(seed: int) -> None:
+    g, q = problem(2, seed)
+    gram, inner = g @ g.T, g @ (q / q.norm())
+    for tau in (0.3, 5.0):
+        expected = two_objectives(gram, inner, tau)
+        for scale in (1e-6, 1e6):
+            short = two_objectives(scale**2 * gram, scale * inner, scale * tau)
+            torch.testing.assert_close(short, expected, atol=1e-8, rtol=0)
+
+
+def test_two_gradients_that_differ_along_the_constraint_alone() -> None:
+    """g = p -+ u with p across u: psi falls towards the gradient that points against u."""
+    gram, inner = 2 * torch.eye(2, dtype=torch.float64), torch.tensor([-1.0, 1.0]).double()
+    assert two_objectives(gram, inner, 0.5).tolist() == [1.0, 0.0]
+    assert two_objectives(gram, -inner, 0.5).tolist() == [0.0, 1.0]
 
 
 def test_a_floor_is_kept_and_optimal_above_it() -> None:
@@ -603,9 +622,16 @@ def test_more_than_ten_objectives_are_refused() -> None:
         any_objectives(
             torch.eye(11, dtype=torch.float64), torch.zeros(11, dtype=torch.float64), -float("inf")
         )
+    ten = any_objectives(
+        torch.eye(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64), -float("inf")
+    )
+    assert ten.tolist() == pytest.approx([0.1] * 10)
 
 
 def test_a_program_without_a_solution_is_an_error() -> None:
+    inner = torch.full((3,), float("nan"), dtype=torch.float64)
+    with pytest.raises(ValueError, match="no solution; are all gradients finite"):
+        any_objectives(torch.eye(3, dtype=torch.float64), inner, -float("inf"))
     gram = torch.full((3, 3), float("nan"), dtype=torch.float64)
     with pytest.raises((ValueError, RuntimeError)):
         any_objectives(gram, torch.zeros(3, dtype=torch.float64), -float("inf"))
@@ -624,3 +650,45 @@ def test_a_value_of_the_attack_that_is_not_finite_is_a_step_not_taken() -> None:
     closure._pieces["attack"] = [lambda: (omega**2).sum() + float("inf")]
     result = Forum().direction(closure)
     assert result.notes == {"inner_diverged": 1}
+
+
+def test_gradients_of_zero_and_of_very_different_lengths_have_weights() -> None:
+    """Zeros take any weights; lengths of 1, 1e-9 and 2e-9 at right angles take 1 / length^2."""
+    none = torch.zeros(3, dtype=torch.float64)
+    assert float(any_objectives(torch.zeros(3, 3).double(), none, -float("inf")).sum()) == 1
+    gram = torch.diag(torch.tensor([1.0, 1e-18, 4e-18], dtype=torch.float64))
+    weights = any_objectives(gram, none, -float("inf"))
+    assert weights.tolist() == pytest.approx([0.0, 0.8, 0.2], abs=1e-9)
+
+
+def test_an_attack_at_its_optimum_is_no_constraint() -> None:
+    """grad q~ = 0 and q~ = 0: no multiplier, and no negative gap is counted."""
+    notes = Forum().direction(eq24((1.5, (1.5, 1.5)))[2]).notes
+    assert (notes["nu"], notes["q"], notes["q_negative"]) == (0, 0, 0)
+
+
+def test_the_smallest_negative_gap_is_counted() -> None:
+    """Steps of 1.02 times the residual lengthen it by 1.04: q~ = (1 - 1.04^2) f."""
+    result = Forum(inner_steps=1, inner_lr=1.02).direction(eq24((0.0, (1.0, 2.0)))[2])
+    assert result.notes["q"] == pytest.approx(5 * (1 - 1.04**2))
+    assert result.notes["q_negative"] == 1
+
+
+def test_opposed_gradients_leave_a_stationary_point() -> None:
+    """The square of a step of zero may be -1e-17 by rounding; kkt is a number all the same."""
+    for seed in range(8):
+        retain, _ = pair(0.3, 1.0, 1.0, seed=seed)
+        method = Forum()
+        opposed = closure(retain, tuple(-7.0 * part for part in retain), method)
+        assert method.direction(opposed).notes["kkt"] < 1e-7
+
+
+def test_a_step_needs_an_attack_and_full_precision() -> None:
+    """`direction` makes the check of objectives itself; the default rate of the attack is 0.1."""
+    with pytest.raises(ValueError, match="lower-level problem"):
+        Forum().direction(closure(*pair(0.3, 1.0, 1.0)))
+    assert Forum.needs_fp32
+    start = (0.5, (1.5, -1.0))
+    default = Forum().direction(eq24(start)[2])
+    tenth = Forum(outer_lr=0.1).direction(eq24(start)[2])
+    assert torch.equal(default.vec[1], tenth.vec[1])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from concept_eraser.methods import mini_unlearning as mini
 from concept_eraser.methods.base import EditRequest
-from concept_eraser.methods.history import History
+from concept_eraser.methods.history import History, Iteration
 from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
 from concept_eraser.methods.vectors import Vec, norm
 
@@ -272,6 +272,12 @@ def test_pairs_without_positive_curvature_are_left_out() -> None:
     assert float(product[0]) == pytest.approx(2.0)
 
 
+def test_pairs_of_weights_that_stood_still_are_left_out() -> None:
+    still, v = (torch.zeros(2, dtype=torch.float64),), (torch.ones(2, dtype=torch.float64),)
+    assert mini.lbfgs_product([still], [still], v)[0].tolist() == [0.0, 0.0]
+    assert mini.lbfgs_product([still, v], [still, v], v)[0].tolist() == pytest.approx([1.0, 1.0])
+
+
 def test_m8_contraction_needs_a_step_below_two_over_l() -> None:
     for lr, contracts in ((0.1, True), (2.0, False)):
         training = ridge(steps=6, lr=lr)
@@ -473,6 +479,59 @@ def test_no_estimate_no_truncation() -> None:
         assert np.isnan(outcome.truncation) == (rates == 0)
 
 
+def test_one_iteration_with_momentum_is_enough_for_no_estimate() -> None:
+    training = ridge(steps=3)
+    history = History(training.params, 2)
+    training.run(history=history)
+    history._iterations[0] = replace(history._iterations[0], momentum=0.5)
+    outcome = MiniUnlearning(k=2, estimate=5).apply(history, training.mean_loss, FORGET)
+    assert outcome.contraction == ()
+
+
+@pytest.mark.parametrize(
+    ("count", "places"),
+    [
+        (5, [[0, 1, 2], [0, 1, 2], [1, 2, 3], [2, 3, 4], [2, 3, 4]]),
+        (2, [[0, 1], [0, 1]]),
+        (1, [[0]]),
+    ],
+)
+def test_differences_are_taken_along_the_nearest_three_iterations(
+    count: int, places: list[list[int]]
+) -> None:
+    """The secant of iteration i sees the iterations around i, oldest first, and only these."""
+    w = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    steps = [Iteration((torch.tensor([float(i)]).double(),), (0,), 0.1) for i in range(count)]
+    seen: list[int] = []
+
+    def loss(rows: Sequence[int]) -> Tensor:
+        seen.append(int(w.detach()))
+        return (w**4).sum()
+
+    product = MiniUnlearning(hvp="lbfgs")._product(steps, (w,), loss, None)
+    for i, expected in enumerate(places):
+        seen.clear()
+        product(i, [0], (torch.ones(1, dtype=torch.float64),))
+        assert seen == expected
+        assert float(w.detach()) == i, "the weights are those of the iteration afterwards"
+
+
+def test_weights_that_a_loss_does_not_use_have_a_gradient_of_zero() -> None:
+    used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+    gradient = mini.mean_gradient(lambda rows: used.sum(), [0], (used, unused))
+    assert [part.tolist() for part in gradient] == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_a_first_step_with_momentum_has_no_velocity_yet() -> None:
+    w = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    history = History((w,), 2)
+    for _ in range(2):
+        history.record([0], 0.1, 0.9)  # no velocity is recorded
+        with torch.no_grad():
+            w -= 0.1 * torch.ones(2)
+    mini.require_same_loss(history, lambda rows: w.sum())
+
+
 def test_the_figures_of_an_outcome() -> None:
     """touched: the share of iterations with a forgotten sample; lengths: ||D_i||, the last of which
     was added.
@@ -567,7 +626,7 @@ def test_rounding_of_large_weights_is_no_other_loss() -> None:
     mini.require_same_loss(history, lambda rows: (w * slope).sum())
 
 
-def classifier(folder: Path, decay: float = 0.02) -> EditRequest:
+def classifier(folder: Path, decay: float = 0.02, kept: int = 8) -> EditRequest:
     """Softmax regression, trained by SGD with weight decay and recorded, with three samples to
     forget.
     """
@@ -586,7 +645,7 @@ def classifier(folder: Path, decay: float = 0.02) -> EditRequest:
         mean = torch.nn.functional.cross_entropy(model(x[list(rows)]), y[list(rows)])
         return mean + decay / 2 * sum(p.square().sum() for p in params)
 
-    history = History(params, 8, folder=folder)
+    history = History(params, kept, folder=folder)
     for step in range(12):
         rows = [(3 * step + j) % 30 for j in range(10)]
         history.record(rows, 0.5)
@@ -620,6 +679,11 @@ def test_the_edit_of_a_recipe_reads_the_history_from_its_folder(
         expected["truncation"] = outcome.truncation
     assert figures == pytest.approx(expected)
     assert figures["step"] > 1e-3
+
+
+def test_an_edit_from_a_history_of_one_iteration(tmp_path: Path) -> None:
+    request = classifier(tmp_path, kept=1)
+    assert MiniUnlearning(k=1, history=str(tmp_path)).edit(request)["touched"] == 1
 
 
 def test_an_edit_without_its_history_or_with_another_models_is_refused(tmp_path: Path) -> None:

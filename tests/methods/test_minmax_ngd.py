@@ -201,6 +201,15 @@ def test_a_gradient_of_zero_stays_zero() -> None:
     )
 
 
+def test_a_short_gradient_in_single_precision_is_turned_like_a_long_one() -> None:
+    """Its squares are 1e-24, and the squares of these are below the least number of float32."""
+    grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    turned = precondition_axis(grad, axis_covariance(grad, 0), 0, 4.0)
+    short = 1e-12 * grad
+    also_turned = precondition_axis(short, axis_covariance(short, 0), 0, 4.0)
+    torch.testing.assert_close(1e12 * also_turned, turned)
+
+
 def test_it_takes_turns_between_two() -> None:
     MinMaxNGD().check_objectives(("forget", "retain"))
     for objectives in (("forget",), ("retain", "forget", "replace")):

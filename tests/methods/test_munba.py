@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from concept_eraser.methods.checks import PAIRS, closure, flat, pair
-from concept_eraser.methods.munba import Munba, exact_weights, nash_weights
+from concept_eraser.methods.munba import Munba, _newton, exact_weights, nash_weights
 from concept_eraser.methods.ngdiff import NGDiff
 from concept_eraser.methods.vectors import dot, norm
 
@@ -267,6 +267,18 @@ def test_newtons_method_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None
             residual(rows @ rows.T, weights), torch.ones(objectives, dtype=torch.float64)
         )
         assert len(calls) <= 15
+
+
+def test_long_steps_are_damped_so_that_they_stay_positive() -> None:
+    """With these cosines a full step of Newton's method leaves u > 0, and then ends at u < 0."""
+    rng = np.random.default_rng(161)
+    assert int(rng.integers(3, 9)) == 8
+    rows = rng.normal(size=(8, 7))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    cosines = torch.from_numpy(rows @ rows.T) + 1e-3 * torch.eye(8)
+    u = _newton(cosines, float("inf"))
+    assert float(u.min()) > 0
+    torch.testing.assert_close(cosines @ u, 1 / u, rtol=1e-9, atol=0)
 
 
 def test_no_objective_and_one_objective() -> None:

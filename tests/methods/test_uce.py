@@ -193,6 +193,7 @@ def test_what_is_singular_does_not_depend_on_units(scale: float) -> None:
         ([1e-12, 1e-12, 1.0], True),
         ([1e-14, 1e-13, 1.0], False),
         ([0.0, 1.0, 2.0], False),
+        ([0.0, 0.0, 0.0], False),
         ([-1.0, 1.0, 2.0], False),
     ):
         matrix = scale * torch.diag(torch.tensor(values, dtype=torch.float64))

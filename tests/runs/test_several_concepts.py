@@ -368,7 +368,7 @@ def test_five_concepts_end_to_end(tmp_path: Path) -> None:
         n: f"tiny_{s}" for n, s in zip(NAMES, FIVE, strict=True)
     }
     with pytest.raises(
-        UserError, match=r"forgot 5 concepts, and a suite measures one.*tiny_five_star"
+        UserError, match=r"erased 5 concepts, and a suite measures one.*tiny_five_star"
     ):
         concept_eraser.evaluate(run.folder)
     evaluation = concept_eraser.evaluate(run.folder, "tiny_five_moon", n=2)

@@ -125,6 +125,14 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert locks.holder_of(tmp_path / "run") is None
 
 
+def test_a_link_to_the_open_file_is_not_the_file(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "lock")
+    with (tmp_path / "lock").open() as file:
+        assert locks._is_still(tmp_path / "lock", file.fileno())
+        assert not locks._is_still(tmp_path / "link", file.fileno())
+
+
 def test_a_folder_that_cannot_be_is_an_error_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (

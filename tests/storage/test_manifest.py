@@ -289,6 +289,17 @@ def test_a_folder_belongs_to_the_nearest_mark(tmp_path: Path, run_folder: Path) 
     assert manifest.read(tmp_path) is None
 
 
+def test_names_in_a_mark_are_as_long_as_names_of_files() -> None:
+    """A part has at most 255 bytes, and a name at most 1000 characters."""
+    long_name = "/".join(["a" * 200, *["a" * 199] * 4])
+    assert len(long_name) == 1000
+    for name in (long_name, "a" * 255, "b/" + "é" * 127 + "a"):
+        assert manifest._name(name) == name
+    for name in (long_name + "a", "a" * 256, "b/" + "a" * 256, "b/" + "é" * 128):
+        with pytest.raises(ValueError, match="cannot be the name of a file"):
+            manifest._name(name)
+
+
 def test_a_mark_holds_what_was_put_into_it(tmp_path: Path) -> None:
     records = {"b": manifest.FileRecord(1, 2, "x"), "a/c": manifest.FileRecord(0, 0, None)}
     content = manifest.Manifest("run", records, ["z", "tracking"])

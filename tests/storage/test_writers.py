@@ -188,6 +188,9 @@ def test_permissions_follow_the_users_umask(tmp_path: Path) -> None:
         0o644,
         0o644,
     ]
+    (tmp_path / "a.txt").chmod(0o601)  # not what safetensors sets
+    writers._finish(tmp_path / "a.txt")
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o601
 
 
 def test_content_is_on_the_disk_before_it_gets_its_name(
