@@ -62,7 +62,8 @@ def _row(run: Any, when: str, label: str) -> list[str]:
 
 def _conclusion(runs: Any, concepts: list[str]) -> str:
     """Say for how many concepts each number of the named run lies in the other one's interval."""
-    inside, outside = [], []
+    inside: list[tuple[str, list[str]]] = []
+    outside: list[tuple[str, list[str]]] = []
     for concept in concepts:
         if f"{concept}_hand_written" not in runs:
             continue
