@@ -38,7 +38,7 @@ from concept_eraser.models.module import build
 from concept_eraser.training.fit import Plan, fit
 from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
-from studies import tasks
+from studies import grids, tasks
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Bench:
 
 def choose_setting(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, list[dict]]:
     """Return the setting with the least mean gap on the selection seeds, and all settings."""
-    points = spec.get("grid", [{}])
+    points = grids.points(spec.get("grid", [{}]))
     if len(points) == 1:
         return points[0], []
     grid = []
@@ -206,7 +206,7 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
             "rte": seconds / world.seconds["retrained"],
         }
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "method": "original",
             "label": "original",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from concept_eraser.models.loading import load_part
 from concept_eraser.tiny.painter import SHAPES
 from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
-from studies import tasks
+from studies import grids, tasks
 
 OTHER = ("color", "style")  # labels for generalisation
 SAMPLING = generate.Sampling(8, 5.0, 64, "bf16")
@@ -112,8 +112,13 @@ def erase(
             "device": "cpu",
             "save_every": 10**6,
         },
+        "trainable": {
+            "select": "text_attention",
+            "saliency": spec.get("saliency"),
+            "reinitialise": spec.get("reinitialise"),
+        },
     }
-    for key, value in _named(point).items():
+    for key, value in grids.named(point).items():
         section, name = key.split(".")
         settings[section] = {**settings[section], name: value}
     return api.erase(
@@ -133,18 +138,9 @@ def erase(
             "l1": spec.get("l1", 0.0),
             "distill": spec.get("distill", 0.0),
         },
-        trainable={
-            "select": "text_attention",
-            "saliency": spec.get("saliency"),
-            "reinitialise": spec.get("reinitialise"),
-        },
         output=folder,
         **settings,
     )
-
-
-def _named(point: float | dict) -> dict[str, Any]:
-    return point if isinstance(point, dict) else {"training.lr": point}
 
 
 def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str, Any]:
@@ -165,8 +161,8 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
         result: dict[str, Any] = {
             "seed": seed,
             "seconds": run.seconds,
-            "accuracy": accuracies(run.model, study, classes),
-        }  # type: ignore[arg-type]
+            "accuracy": accuracies(cast(Clip, run.model), study, classes),
+        }
         if plug:
             after = generated_rates(run.model, study)
             result |= {"drawn": after["rates"], "fid_to_original": distance(after)}
@@ -214,7 +210,7 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
             {
                 "method": method,
                 "label": spec["label"],
-                "point": _named(best),
+                "point": grids.named(best),
                 "grid": grid,
                 "runs": runs,
             }
@@ -259,7 +255,7 @@ def choose_setting(
     test images of selection.
     """
     grid: list[dict[str, Any]] = []
-    for i, point in enumerate(spec["grid"]):
+    for i, point in enumerate(grids.points(spec["grid"])):
         try:
             run = erase(
                 spec,
@@ -270,11 +266,16 @@ def choose_setting(
                 folder=work.with_name(f"{work.name}_{i}"),
             )
         except UserError as error:  # the loss diverged at this setting
-            grid.append({"point": _named(point), "score": None, "failed": str(error).split(";")[0]})
+            grid.append(
+                {"point": grids.named(point), "score": None, "failed": str(error).split(";")[0]}
+            )
             continue
         values = accuracies(run.model, study, classes, seed=1)  # type: ignore[arg-type]
         grid.append(
-            {"point": _named(point), "score": values["test"]["value"] - values["forget"]["value"]}
+            {
+                "point": grids.named(point),
+                "score": values["test"]["value"] - values["forget"]["value"],
+            }
         )
     finite = [s for s in grid if s["score"] is not None]
     if not finite:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -130,7 +130,7 @@ def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
     )
     measurements = rows(
         original=api.load(recipe.model),
-        erased_model=run.model or erased_model(run),
+        erased_model=cast(Model, run.model or erased_model(run)),
         concept=texts,
         anchors=anchors,
         how=study["states"],

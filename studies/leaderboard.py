@@ -67,6 +67,7 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
         how["recipe"], [f"{k}={json.dumps(v)}" for k, v in how.get("set", {}).items()]
     )
     overrides = dict(how.get("set", {}))
+    forget: Any = recipe.forget
     for objective, prompts in (
         ("forget", where["forget"]),
         ("replace", where["forget"]),
@@ -76,7 +77,7 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
         if spec is None:
             continue
         # some retain sets hold the anchor or the concept
-        concept = spec.prompts == recipe.forget.prompts
+        concept = spec.prompts == forget.prompts
         overrides[f"{objective}.prompts"] = where["forget"] if concept else prompts
         if isinstance(spec.anchor, dict):
             overrides[f"{objective}.anchor"] = where["anchor"]

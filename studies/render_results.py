@@ -89,16 +89,17 @@ def pages() -> dict[Path, str]:
     contents[TABLES / "papers.md"] = others.paper_problems()
     if Results("robustness"):
         contents[TABLES / "robustness.md"] = others.robustness()
-    for name, render in {
+    renderers: dict[str, Callable[[], str]] = {
         **labelled.PAGES,
         **attacks.PAGES,
         **several_concepts.PAGES,
         **leaderboard.PAGES,
         **guidance.PAGES,
         **one_line.PAGES,
-    }.items():
+    }
+    for name, renderer in renderers.items():
         if Results(name):
-            contents[TABLES / f"{name}.md"] = render()
+            contents[TABLES / f"{name}.md"] = renderer()
     contents = {path: current_label(text) for path, text in contents.items()}
     contents |= leaderboard.hover_pages()
     contents |= benchmarks.pages()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -41,7 +42,7 @@ def project(delta: Tensor, longest: float) -> None:
             delta.mul_(longest / length)
 
 
-def train(model, texts: list[str], latents: Tensor, radius: float, seed: int) -> Tensor:
+def train(model: Any, texts: list[str], latents: Tensor, radius: float, seed: int) -> Tensor:
     """Return the offset with the least training loss on the concept's images, within the radius."""
     states = model.encode(texts).tensors["states"]
     longest = radius * float(states.flatten(1).norm(dim=1).mean())
@@ -68,7 +69,7 @@ def train(model, texts: list[str], latents: Tensor, radius: float, seed: int) ->
 
 
 @torch.no_grad()
-def draw(model, texts: list[str], seeds: list[int], delta: Tensor) -> Tensor:
+def draw(model: Any, texts: list[str], seeds: list[int], delta: Tensor) -> Tensor:
     """Return images [n, h, w, 3] of prompts with an offset of their embedding."""
     image_batches = []
     for start in range(0, len(texts), SAMPLING.batch_size):
@@ -91,7 +92,7 @@ def draw(model, texts: list[str], seeds: list[int], delta: Tensor) -> Tensor:
     return torch.cat(image_batches)
 
 
-def rate(judge, images: Tensor, value: str) -> dict[str, float]:
+def rate(judge: Any, images: Tensor, value: str) -> dict[str, float]:
     """Return the share of images that the judge gives a label, with its Wilson interval."""
     labels = judge.classify(images)[CONCEPT[0]]
     interval = wilson(int((labels == value).sum()), len(labels))

@@ -28,7 +28,7 @@ import yaml
 from PIL import Image
 
 from concept_eraser import api, registry
-from concept_eraser.evaluation.suite import Evaluation
+from concept_eraser.evaluation.suite import PromptEvaluation
 from concept_eraser.reporting import plots
 from studies.result_tables import Results, figure_path
 from studies.runs import clear, erased_model, recipe_of, run_one, same, suite_name, suite_of
@@ -117,7 +117,7 @@ def sheet_path(study: dict, name: str, work: Path, results: Results) -> Path:
     return figure_path(results.study, f"{name}.webp") if on_page else work / name / "sheet.webp"
 
 
-def write_sheet(evaluation: Evaluation, path: Path) -> None:
+def write_sheet(evaluation: PromptEvaluation, path: Path) -> None:
     """Write 16 images of each group, before above after, as WebP."""
     groups = [evaluation.groups[group] for group in ("direct", "synonyms", "retained")]
     sheet = plots.grid(_rows(groups, "before"), _rows(groups, "after"), 16, zoom=1)
@@ -135,7 +135,7 @@ def conflict(path: Path) -> dict:
         "steps": len(rows),
         "mean_cosine": sum(cosines) / len(cosines) if cosines else None,
         "share_negative": sum(c < 0 for c in cosines) / len(cosines) if cosines else None,
-        "clamped": sum(row.get("clamped", 0) for row in rows),
+        "clamped": sum(row.get("clamped", 0) or row.get("opposed", 0) for row in rows),
         "degenerate": sum(row.get("degenerate", 0) for row in rows),
     }
 

@@ -134,7 +134,7 @@ class World:
     @torch.no_grad()
     def samples(self, module: nn.Module, n: int, seed: int) -> Tensor:
         """Return n prior samples of a VAE."""
-        z = torch.randn(n, *module.latent_shape, generator=torch.Generator().manual_seed(seed))  # type: ignore[misc, arg-type]
+        z = torch.randn(n, *module.latent_shape, generator=torch.Generator().manual_seed(seed))  # type: ignore[misc]
         return module.eval().decode(z)  # type: ignore[operator]
 
     @torch.no_grad()

@@ -70,12 +70,15 @@ SHORT = {"training": {"steps": 3}}
 # Methods on the denoiser of tiny-sd: name -> what is added to DENOISER.
 METHODS: dict[str, dict[str, Any]] = {
     "adversarial": {"method": {"name": "adversarial", "inner_steps": 1, "inner_lr": 100}, **ATTACK},
+    "bome": {"method": {"name": "bome", "inner_steps": 1, "inner_lr": 100}, **ATTACK},
     "erasediff": {"method": "erasediff", **IMAGES},
     "forum": {
         "method": {"name": "forum", "inner_steps": 1, "inner_lr": 100, "outer_lr": 1.0},
         **ATTACK,
     },
     "minmax_ngd": {"method": "minmax_ngd", **IMAGES},
+    "moco": {"method": {"name": "moco", "inner_steps": 1, "inner_lr": 100}, **ATTACK},
+    "moml": {"method": {"name": "moml", "inner_steps": 1, "inner_lr": 100}, **ATTACK},
     "munba": {"method": "munba"},
     "ngdiff": {"method": "ngdiff", **ASCENT},
     "scrub": {"method": {"name": "scrub", "retain_steps": 4}},
@@ -115,6 +118,9 @@ CLASSIFIER: dict[str, Any] = {
     "training": {"steps": 10, "batch_size": 16, "lr": 1e-3, "device": "cpu"},
 }
 CLASSIFIER_METHODS: dict[str, dict[str, Any]] = {
+    "amnesiac": {"method": {"name": "amnesiac", "k": 5}},
+    "certified_removal": {"method": "certified_removal", "training": {"weight_decay": 0.01}},
+    "deltagrad": {"method": {"name": "deltagrad", "k": 5}},
     "influence": {"method": {"name": "influence", "samples": 20}},
     "mini_unlearning": {"method": {"name": "mini_unlearning", "k": 5}},
     "rewind": {"method": {"name": "rewind", "k": 5}},

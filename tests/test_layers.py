@@ -389,6 +389,10 @@ READERS = {  # (module, call): why
         "evaluation.features.inception",
         "torch.load",
     ): "weights that the user has put there, as plain tensors",
+    (
+        "evaluation.judges.base",
+        "torch.load",
+    ): "weights as plain tensors, published by torchvision or allowed by the user",
     ("methods.history", "torch.load"): "what the user's own training recorded, as plain tensors",
     ("models.loading", "safe_open"): "the check of a model folder's weights",
     ("models.overlay", "load_file"): "the reader of parts of a pipeline",

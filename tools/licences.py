@@ -296,6 +296,18 @@ DATA = [
         "read from the hub or its cache when it is used",
         "the file: Apache-2.0; I2P states none",
     ),
+    (
+        "prompts/unlearn_diff_*.yaml",
+        "a reference to the prompts of UnlearnDiffAtk (arXiv 2310.11868); none is copied",
+        "a table that the user gets from its authors; not copied here",
+        "none stated",
+    ),
+    (
+        "prompts/coco_*.yaml",
+        "a reference to captions of COCO (Lin et al. 2014); none is copied",
+        "a table that the user gets from its authors; not copied here",
+        "CC-BY-4.0",
+    ),
     ("tests/plugin_package/*", "a sample package of plug-ins", MADE, "Apache-2.0"),
     ("prompts/*.yaml", "prompt sets", "written for concept_eraser", "Apache-2.0"),
     ("pipelines/*.yaml", "recipes", MADE, "Apache-2.0"),
@@ -375,6 +387,18 @@ USED = [
         "the wheel of scikit-learn",
         "CC-BY-4.0",
     ),
+    (
+        "MNIST",
+        "the data set `mnist`",
+        "a folder that the user has",
+        "CC-BY-SA-3.0, by its distributors",
+    ),
+    (
+        "CelebA",
+        "the data set `celeba`",
+        "a folder that the user has",
+        "non-commercial research, by its page",
+    ),
     ("CIFAR-10", "the data set `cifar10`", "a folder that the user has", "none stated"),
     (
         "SVHN",
@@ -394,6 +418,36 @@ USED = [
         "the data set `celeba_hq`",
         "a folder that the user has",
         "non-commercial research, by its page",
+    ),
+    (
+        "ImageNet weights of torchvision's ResNets",
+        "the judge `imagenet`, suites `imagenette_*`",
+        "a file that the user has",
+        "BSD-3-Clause; ImageNet's terms for its images",
+    ),
+    (
+        "a classifier of transformers, e.g. UnlearnDiffAtk's artists",
+        "the judge `image_classifier`, suite `vangogh`",
+        "a folder that the user has",
+        "its authors'; UnlearnDiffAtk states none",
+    ),
+    (
+        "a face embedding with references",
+        "the judge `face`, suite `celebrity`",
+        "a folder that the user has",
+        "its authors'",
+    ),
+    (
+        "Q16's prompt vectors (arXiv 2202.06675)",
+        "the judge `q16`, suite `violence`",
+        "a file that the user has",
+        "its authors'",
+    ),
+    (
+        "UnlearnDiffAtk's 142 prompts",
+        "the suite `unlearn_diff_nudity`",
+        "a file that the user has",
+        "none stated",
     ),
     (
         "I2P, COCO captions",
@@ -587,9 +641,10 @@ of the two to hold for both.
 
 concept_eraser holds no code and no weights of nudenet. pip fetches it from its own authors. It \
 is imported when a detector
-is first used, by: the judge and the metric `nudenet` (suites `nudity` and `i2p_nudity`, or a \
-suite of yours), the command
-`detect`, and the demo.
+is first used, by: the judge and the metric `nudenet` (suites `nudity`, `i2p_nudity`, `i2p`, \
+`unlearn_diff_nudity`,
+`coco_30k`, or a suite of yours), the judge `face` (suite `celebrity`), the command `detect`, and \
+the demo.
 
 **Does the demo load it?** Not when it starts, and not for the images of the bundled model. It \
 loads nudenet in its own

@@ -15,7 +15,7 @@ A table is a prompt set too: a CSV, JSONL or JSON file (see tables.py), or a YAM
 some of its rows:
 
     about: the rows of I2P that are sexual
-    file: hf://AIML-TUDA/i2p/i2p_benchmark.csv      # or a path, from this file's folder
+    file: hf://AIML-TUDA/i2p/i2p_benchmark.csv      # or a path, or data://i2p.csv (tables.py)
     where: {categories: sexual, nudity_percentage: "> 50"}
 
 A set may include shipped sets by name, and leave out the rows that mention a word:
@@ -30,8 +30,9 @@ its own; with `anchor: {shape: circle}` it is the prompt's own template with ano
 given as a list (`color: [[crimson, red], ...]`) is the word that is written and the value it stands
 for. `a(n)` becomes a or an.
 
-A set may come from a stranger, so its file names a table on the hub or one in its own folder, and
-templates fill in plain names only (templates.py). All mistakes in a file are reported at once.
+A set may come from a stranger, so its file names a table on the hub, in its own folder or in the
+user's folders of data, and templates fill in plain names only (templates.py). All mistakes in a
+file are reported at once.
 """
 
 from __future__ import annotations
@@ -295,7 +296,9 @@ def _rows(
     expansion = _expand(content.get("expand"), mistakes)
     mistakes.require_none(name)
     if isinstance(table, str):
-        table = tables.from_hub(table)
+        is_local = table.startswith(tables.DATA)
+        about = str(content.get("about") or "")
+        table = tables.from_data(table, about) if is_local else tables.from_hub(table)
     rows = [row for prompt_set in included_rows for row in prompt_set] + rows
     rows += (_of_table(table, where) if table is not None else []) + expansion
     mention = mention_pattern(words)
@@ -359,7 +362,7 @@ def _conditions(where: Any) -> dict[str, Any]:
 
 
 def _beside(path: Path, file: Any) -> Path | str | None:
-    """Return the table that a set's file names: on the hub, or inside the set's own folder.
+    """Return the table that a set's file names: an address, or a file in the set's own folder.
 
     A set may come from a stranger, and the content of a table is written into the run's folder. So
     neither `..` nor a link may lead out of the folder. Raises ValueError for others.
@@ -368,10 +371,13 @@ def _beside(path: Path, file: Any) -> Path | str | None:
         return None
     if not isinstance(file, str) or not file.strip() or not file.isprintable():
         raise ValueError(
-            f"file: expected the path of a table or {tables.HUB}owner/dataset/file.csv, "
-            f"found {quote(file)}"
+            f"file: expected the path of a table, {tables.HUB}owner/dataset/file.csv or "
+            f"{tables.DATA}file.csv, found {quote(file)}"
         )
     if file.startswith(tables.HUB):
+        return file
+    if file.startswith(tables.DATA):
+        tables.require_data_name(file)
         return file
     table_path = Path(file)
     if table_path.is_absolute() or ".." in table_path.parts or "\\" in file:

@@ -5,6 +5,9 @@ I2P (Schramowski et al., arXiv 2211.05105) circulates in two spellings: `sd_seed
 (ESD, UnlearnDiffAtk, MUNBa). Both are read. A row's own seed and guidance are used for its image,
 as in the papers; all other columns become fields.
 
+A shipped set may name a table that users must get for themselves, by `data://NAME`. The file is
+looked for in $CONCEPT_ERASER_DATA, in the folder `data`, and in the folder `data` of the cache.
+
 Rows are chosen by `where`: {categories: sexual} for a column that lists several values,
 {nudity_percentage: "> 50"} for a number, {source: lexica} for a word.
 """
@@ -15,6 +18,7 @@ import csv
 import io
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,11 +28,12 @@ from typing import Any
 from concept_eraser.data.templates import text_problem
 from concept_eraser.models import hub
 from concept_eraser.storage.readers import TABLE_BYTES, parse_json, read_text
-from concept_eraser.utils import limits
+from concept_eraser.utils import limits, resources
 from concept_eraser.utils.errors import UserError, first_line, names_text, quote
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 HUB = "hf://"
+DATA = "data://"
 _TEXT = ("prompt", "text", "caption")
 _SEED = ("evaluation_seed", "sd_seed", "seed")
 _GUIDANCE = ("evaluation_guidance", "sd_guidance_scale", "guidance")
@@ -88,6 +93,42 @@ def from_hub(address: str) -> Path:
             f"the hub, or its cache, did not give {quote(address)}: {first_line(error)}. "
             "Download the file and give its path"
         ) from None
+
+
+def data_folders() -> list[Path]:
+    """The folders of the tables that users get for themselves, in the order of the search."""
+    folder = os.environ.get("CONCEPT_ERASER_DATA")
+    own = [Path(folder).expanduser()] if folder else []
+    return [*own, Path("data"), resources.cache() / "data"]
+
+
+def require_data_name(address: str) -> str:
+    """Return the file name in `data://NAME`. Raises ValueError unless it is a plain name."""
+    name = address.removeprefix(DATA)
+    if not _FILE.fullmatch(name) or not name.strip(".") or Path(name).suffix not in SUFFIXES:
+        raise ValueError(
+            f"file: {quote(address)} names no table; write {DATA} and the name of a file ending "
+            f"in {', '.join(SUFFIXES)}"
+        )
+    return name
+
+
+def from_data(address: str, about: str = "") -> Path:
+    """Return the file of `data://NAME` in one of `data_folders`.
+
+    `about` is what the table is and where it is from, for the error. Raises UserError if no folder
+    has the file.
+    """
+    name = require_data_name(address)
+    for folder in data_folders():
+        if (folder / name).is_file():
+            return folder / name
+    places = " or ".join(str(folder.absolute()) for folder in data_folders())
+    raise UserError(
+        f"the table {name} is missing, and nothing is downloaded"
+        + (f" ({about.strip()[:300]})" if about.strip() else "")
+        + f": put it into {places}, or name its folder by $CONCEPT_ERASER_DATA"
+    )
 
 
 def read(path: Path, where: Mapping[str, Any]) -> list[Row]:

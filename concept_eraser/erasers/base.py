@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -71,6 +71,13 @@ class Eraser(Protocol):
         """The loss of an objective on a micro-batch of `draw`."""
         ...
 
+    def training_loss(self, objective: str, draw: Any) -> Tensor:
+        """The loss that the model was trained with, on a micro-batch of an objective.
+
+        Without images it is the loss of the objective.
+        """
+        ...
+
     def turn(self, step: int | None) -> dict[str, str]:
         """Begin a step, and choose its concept if concepts take turns.
 
@@ -115,6 +122,26 @@ class Eraser(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AttackTerms:
+    """How an adversary enters the losses. recipes/objective_fields.AttackSpec explains each key.
+
+    Attributes:
+        warmup: The number of steps at the start without an attack.
+        is_sum: Whether the forget loss is the sum of its values without and with the attack.
+        tokens: The number of learned tokens before the prompt; 0 for an offset of all tokens.
+        seed: The seed of the random tokens from which these are learned.
+    """
+
+    warmup: int = 0
+    is_sum: bool = True
+    tokens: int = 0
+    seed: int = 0
+
+
+NO_TERMS = AttackTerms()
+
+
 class Part:
     """A module of which the tensors named in `selected` are trained.
 
@@ -130,6 +157,7 @@ class Part:
             of them, as the objective `forget` (`turn`).
         adapter: The LoRA whose matrices `selected` names. They have their initial values, so the
             teacher is the module without them.
+        attack: How an adversary enters the losses, if there is one.
     """
 
     delta: nn.Parameter | None = None  # the offset of an adversary, if a target has one
@@ -144,7 +172,10 @@ class Part:
         batch_size: int = 2,
         adapter: Adapter | None = None,
         rotate: bool = False,
+        attack: AttackTerms = NO_TERMS,
     ) -> None:
+        self.attack = attack
+        self.is_warming_up = attack.warmup > 0
         self.module, self.selected_names, self.batchnorm = module, tuple(selected_names), batchnorm
         self.concepts = tuple(
             objective for objective in objectives if objective.partition(".")[0] == "forget"
@@ -182,7 +213,10 @@ class Part:
         Every round of K steps trains each concept once, in a random order. With a fixed order, a
         method that itself alternates (ascent and descent in turn, say) would train some concepts by
         one kind of step only.
+
+        No prompt is attacked during the warm-up of an adversary, nor between steps if it has one.
         """
+        self.is_warming_up = self.attack.warmup > (0 if step is None else step)
         if not self.rotate or step is None:
             self.now = "forget"
             return {}
@@ -205,6 +239,9 @@ class Part:
 
     def loss(self, objective: str, draw: Any) -> Tensor:
         raise NotImplementedError("a part that is edited in closed form has no losses")
+
+    def training_loss(self, objective: str, draw: Any) -> Tensor:
+        return self.loss(objective, draw)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         parameters = dict(self.module.named_parameters())
@@ -291,14 +328,19 @@ class Part:
         """Return an objective's loss on a draw, where an adversary may shift the forgotten prompts.
 
         The adversary's own loss is computed at its offset, with c/2 ||delta||^2 added. The loss of
-        forgotten prompts is the sum of the losses without and with the offset. All others do not
-        change.
+        forgotten prompts is the sum of the losses without and with the offset, or the latter alone
+        (`attack.is_sum`). All others do not change. During the warm-up the adversary's loss is 0,
+        so that it does not move, and forgotten prompts are not attacked.
         """
         if self.delta is None or objective_name not in ("attack", "forget"):
             return objective.scale * compute(draw)
-        attacked_draw = replace(draw, is_attacked=True)
+        if objective_name == "attack" and self.is_warming_up:
+            return 0.0 * self.delta.sum()
+        attacked_draw = replace(draw, is_attacked=not self.is_warming_up)
         if objective_name == "attack":
             return compute(attacked_draw) + 0.5 * objective.decay * self.delta.square().sum()
+        if not self.attack.is_sum:
+            return objective.scale * compute(attacked_draw)
         return objective.scale * (compute(draw) + compute(attacked_draw))
 
     def settle(self, objective: str, draw: Any) -> None:

@@ -143,6 +143,11 @@ class Classifier(Part):
             with torch.no_grad(), self.batch_statistics(moving=True):
                 self.ask("forward", draw.inputs)
 
+    def training_loss(self, objective_name: str, draw: ClassifierDraw) -> Tensor:
+        """The training loss of the model on a draw: cross-entropy to the examples' own labels."""
+        settings = self.objective_by_name[objective_name].settings
+        return CLASSIFIER_LOSSES["data"].compute(self, draw, settings)
+
     def loss(self, objective_name: str, draw: ClassifierDraw) -> Tensor:
         objective = self.objective_by_name[objective_name]
         loss, settings = find(CLASSIFIER_LOSSES, objective.loss), objective.settings

@@ -3,8 +3,10 @@
 With an objective named `attack` there is an adversary: one offset delta of the text embedding [1,
 tokens, width]. It is added to the forgotten prompts of the model in training, never of its teacher.
 The attack's loss is the training loss on the forgotten images under e_c + delta, plus c/2
-||delta||^2. So it regenerates the concept. The forget loss is then the sum of its values at delta
-and at 0. For examples without their prompt (`empty_prompts`), delta is added to the empty one.
+||delta||^2. So it regenerates the concept. With `attack.loss: prediction` it is `distill` under
+that condition in place of the training loss. The forget loss is then the sum of its values at delta
+and at 0, or that at delta alone (`attack.forget`). For examples without their prompt
+(`empty_prompts`), delta is added to the empty one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.data.batches import Batch, Examples
-from concept_eraser.erasers.base import Part
+from concept_eraser.erasers.base import NO_TERMS, AttackTerms, Part
 from concept_eraser.erasers.elastic import fisher, penalty
 from concept_eraser.losses import LossSettings, Teacher, find
 from concept_eraser.losses.denoiser import LOSSES, DenoiserDraw, no_grad_prediction
@@ -51,7 +53,7 @@ class Denoiser(Part):
         model: The text-to-image model, whose denoiser is trained.
         objectives: The objectives by name, in their order.
         selected: The names of the trained tensors.
-        adapter, rotate: See `Part`.
+        adapter, rotate, attack: See `Part`.
     """
 
     def __init__(
@@ -62,9 +64,15 @@ class Denoiser(Part):
         *,
         adapter: Adapter | None = None,
         rotate: bool = False,
+        attack: AttackTerms = NO_TERMS,
     ) -> None:
         super().__init__(
-            model.denoiser, selected_names, list(objectives), adapter=adapter, rotate=rotate
+            model.denoiser,
+            selected_names,
+            list(objectives),
+            adapter=adapter,
+            rotate=rotate,
+            attack=attack,
         )
         self.model, self.objective_by_name = model, objectives
         # of the objectives that hold the weights elastically
@@ -213,6 +221,12 @@ class Denoiser(Part):
             self.fisher[name] = fisher(
                 (LOSSES["data"].compute(self, draw, LossSettings()) for draw in draws), params
             )
+
+    def training_loss(self, objective_name: str, draw: DenoiserDraw) -> Tensor:
+        """The training loss of the model on a draw; without images the objective's own loss."""
+        if draw.target is None:
+            return self.loss(objective_name, draw)
+        return LOSSES["data"].compute(self, draw, LossSettings())
 
     def loss(self, objective_name: str, draw: DenoiserDraw) -> Tensor:
         name = self.objective_of(objective_name)

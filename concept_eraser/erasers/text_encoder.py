@@ -5,12 +5,16 @@ Its losses are those of losses/text_encoder.py.
 With an objective named `attack` there is an adversary: one offset delta of the embeddings of the
 tokens [1, tokens, width]. It is added to the forgotten prompts that the encoder in training reads,
 never to those of its teacher. Its loss is `data` on the forgotten images under E(c + delta), plus
-c/2 ||delta||^2. The forget loss is then the sum of its values at delta and at 0.
+c/2 ||delta||^2; with `attack.loss: prediction` it is `distill_prediction` in place of `data`. The
+forget loss is then the sum of its values at delta and at 0, or that at delta alone
+(`attack.forget`).
 
 The denoiser's adversary shifts the output of the text encoder. No training of the encoder could
-counter such an offset, so here the offset is at its input. AdvUnlearn's adversary is a prefix of
-one token or a few, and its forget loss is computed under attack alone. Here the offset shifts all
-tokens of the prompt, start, end and padding included.
+counter such an offset, so here the offset is at its input. It shifts all tokens of the prompt,
+start, end and padding included. With `attack.tokens` the adversary is AdvUnlearn's: the embeddings
+of some tokens between the start token and the prompt, learned anew from random tokens in each step
+(OPTML-Group/AdvUnlearn, train-scripts/utils/attack_util.py, lines 5-20 and 232-234, with its
+options attack_type prefix_k and attack_init random).
 
 The result is a drop-in `text_encoder/` folder for every pipeline with the same encoder.
 """
@@ -23,13 +27,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.erasers.base import Part, Teacher
+from concept_eraser.erasers.base import NO_TERMS, AttackTerms, Part, Teacher
 from concept_eraser.losses import LossSettings, find
 from concept_eraser.losses.text_encoder import LOSSES, TextEncoderDraw
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter
 from concept_eraser.registry import Plugin
 from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.provenance import derive_seed
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class TextEncoder(Part):
         *,
         adapter: Adapter | None = None,
         rotate: bool = False,
+        attack: AttackTerms = NO_TERMS,
     ) -> None:
         super().__init__(
             model.parts["text_encoder"],
@@ -74,18 +80,46 @@ class TextEncoder(Part):
             list(objectives),
             adapter=adapter,
             rotate=rotate,
+            attack=attack,
         )
         self.model, self.objective_by_name = model, objectives
         self.null = model.tokenize([""])
         if "attack" in objectives:
             # [1, tokens, width]
-            self.delta = nn.Parameter(torch.zeros_like(model.table[self.null.tensors["ids"]]))
+            offset = torch.zeros_like(model.table[self.null.tensors["ids"]])
+            self.delta = nn.Parameter(
+                offset[:, : attack.tokens].clone() if attack.tokens else offset
+            )
+            for name in ("forget", "attack") if attack.tokens else ():
+                self._require_room(name, objectives[name].tokens)
         for name, objective in objectives.items():
             if find(LOSSES, objective.loss).needs_images and objective.latents is None:
                 raise UserError(
                     f"{name}: the loss {objective.loss!r} goes through the denoiser and "
                     "needs images; losses on the embeddings need none: anchor, distill"
                 )
+
+    def _require_room(self, name: str, tokens: Condition) -> None:
+        """Raise UserError if an objective's prompts leave no room for learned tokens."""
+        ids, end = tokens.tensors["ids"], self.model.words.end
+        longest = int((ids == end).int().argmax(1).max()) + 1
+        if longest + self.attack.tokens > ids.shape[1]:
+            raise UserError(
+                f"attack.tokens: {self.attack.tokens} do not fit before the prompts of {name}: the "
+                f"longest has {longest} of {ids.shape[1]} tokens; use fewer or shorter prompts"
+            )
+
+    def turn(self, step: int | None) -> dict[str, str]:
+        """Begin a step. Learned tokens start from the embeddings of random ones at every step."""
+        if self.delta is not None and self.attack.tokens and step is not None:
+            usable = self.model.words.usable.nonzero()[:, 0]
+            generator = torch.Generator().manual_seed(
+                derive_seed(self.attack.seed, step, "attack tokens")
+            )
+            chosen = usable[torch.randint(len(usable), (self.attack.tokens,), generator=generator)]
+            with torch.no_grad():
+                self.delta.copy_(self.model.table[chosen.to(self.delta.device)][None])
+        return super().turn(step)
 
     def draw(self, objective_name: str, seeds: Sequence[int]) -> TextEncoderDraw:
         objective, device = (
@@ -128,14 +162,39 @@ class TextEncoder(Part):
     ) -> Condition:
         assert tokens is not None
         if teacher is None:
-            rows = (
-                self.model.table[tokens.tensors["ids"]] + self.delta
-                if is_attacked and self.delta is not None
-                else None
-            )
+            if not is_attacked or self.delta is None:
+                return self.model.embed(tokens)
+            if self.attack.tokens:
+                return self._embed_behind_learned_tokens(tokens)
+            rows = self.model.table[tokens.tensors["ids"]] + self.delta
             return self.model.embed(tokens, rows=rows)
         with torch.no_grad():
             return self.model.embed(tokens, self.originals if teacher == "frozen" else None)
+
+    def _embed_behind_learned_tokens(self, tokens: Condition) -> Condition:
+        """Encode prompts with the learned tokens between the start token and the first own token.
+
+        The same number of tokens is cut off at the end, where there is only padding.
+        """
+        assert self.delta is not None
+        k = self.attack.tokens
+
+        def insert(values: Tensor) -> Tensor:  # the inserted ids are replaced by rows
+            return torch.cat(
+                [values[:, :1], values[:, 1:2].expand(-1, k), values[:, 1 : values.shape[1] - k]], 1
+            )
+
+        shifted = Condition({name: insert(value) for name, value in tokens.tensors.items()})
+        rows = self.model.table[shifted.tensors["ids"]]
+        learned = self.delta.to(rows.dtype).expand(len(rows), -1, -1)
+        rows = torch.cat([rows[:, :1], learned, rows[:, 1 + k :]], 1)
+        return self.model.embed(shifted, rows=rows)
+
+    def training_loss(self, objective_name: str, draw: TextEncoderDraw) -> Tensor:
+        """The training loss of the model on a draw; without images the objective's own loss."""
+        if draw.target is None:
+            return self.loss(objective_name, draw)
+        return LOSSES["data"].compute(self, draw, LossSettings())
 
     def loss(self, objective_name: str, draw: TextEncoderDraw) -> Tensor:
         objective = self.objective_by_name[self.objective_of(objective_name)]

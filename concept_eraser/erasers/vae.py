@@ -132,6 +132,11 @@ class Vae(Part):
             reconstruction.float() - target.reshape(reconstruction.shape)
         ).square().flatten(1).sum(1)
 
+    def training_loss(self, objective_name: str, draw: VaeDraw) -> Tensor:
+        """The training loss of the model on a draw: the negative of its evidence lower bound."""
+        settings = self.objective_by_name[objective_name].settings
+        return VAE_LOSSES["data"].compute(self, draw, settings)
+
     def loss(self, objective_name: str, draw: VaeDraw) -> Tensor:
         objective = self.objective_by_name[objective_name]
         loss = find(VAE_LOSSES, objective.loss)

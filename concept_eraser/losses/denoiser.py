@@ -5,26 +5,43 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
 
 * data ||eps(x_t, c) - target||^2: the training loss of the model
 * ascent -||eps(x_t, c) - target||^2: gradient ascent
-* anchor ||eps(x_t, c) - eps*(x_t, a)||^2: MUNBa section 4.1; concept ablation (arXiv 2303.13516)
+* anchor ||eps(x_t, c) - eps*(x_t, a)||^2: MUNBa section 4.1; concept ablation (arXiv 2303.13516);
+  with `teacher: current` SalUn and EraseDiff, see below
 * esd ||eps(x_t, c) - (eps*(x_t, "") - eta (eps*(x_t, c) - eps*(x_t, "")))||^2: ESD (arXiv
   2303.07345, Eq. 6)
 * distill ||eps(x_t, c) - eps*(x_t, c)||^2: preserve the model's predictions
-* relabel ||eps(x_t^a, c) - target||^2, x_t^a from images of the anchor: UNO's L_1, SalUn
+* relabel ||eps(x_t^a, c) - target||^2, x_t^a from images of the anchor: UNO's L_1, the surrogate of
+  Selective Amnesia (arXiv 2305.10120)
 * histogram d_KL(p || 1 - alpha), p the mean probability, by a judge, that x_0 decoded from
   eps(x_t, c) does not show the concept: UNO's hat versions (arXiv 2506.04712)
 * npo (2 / beta) mean softplus(-beta (L_i - L*_i)), L_i `data` of one example: NPO (arXiv
   2404.05868, Eq. 3)
 * resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591)
 
+SalUn (arXiv 2310.12508) and EraseDiff (arXiv 2401.05779) have the forget loss
+
+    ||eps(x_t, c) - sg(eps(x_t, a))||^2,    x_t from images of the concept, sg: a constant,
+
+with one model in both places, the one in training. This is `anchor` with `teacher: current` and the
+default `noised: own`. The authors' code has it in OPTML-Group/Unlearn-Saliency,
+SD/train-scripts/random_label.py, lines 119-146, and nsfw_removal.py, lines 114-146; and in
+JingWu321/EraseDiff, sd/train_scripts/erasediff.py, lines 188-224, and erasediff_nsfw.py, lines
+205-238. In EraseDiff's code the prompt a is "a photo of a pokemon" for every concept. In concept
+ablation's loss and in the text of MUNBa's paper eps* is the model before the training.
+
 Settings of `esd`: `neutral: anchor` puts the anchor in the place of the empty prompt (SPM, arXiv
 2312.16145, Eq. 4). For a model that predicts v or a flow, "eps" is that prediction.
 
 Differences from the papers:
-* ESD makes x_t by partial sampling of the model. Data-free training does so here too. With images,
-  x_t is a noised image.
+* ESD makes x_t by partial sampling of the model in training. Data-free training samples here too,
+  by the teacher: the model before the training by default. With images, x_t is a noised image.
 * NPO is about likelihoods. log p_theta(x | c) - log p*(x | c) becomes -(L_i - L*_i), a denoiser's
   bound on it. The bound's weights are left out and the mean is over the example's numbers, so beta
   is in units of 1 / loss.
+* SalUn's and EraseDiff's code encode each image twice, so the two x_t have different samples of the
+  VAE's posterior. Here both predictions have the same x_t.
+* EraseDiff's code has a second target that is commented out, uniform noise in place of eps(x_t, a)
+  (ddpm/runners/diffusion.py, lines 768-770 and 819-821). It is not offered here.
 * Forget-Me-Not's code takes the norm of all the maps, which has the same minimum. The mean does not
   grow with images or layers.
 

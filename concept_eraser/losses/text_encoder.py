@@ -5,12 +5,15 @@ the anchor prompt:
 
 * anchor ||E(c) - E*(a)||^2: no images and no denoiser needed, seconds instead of minutes
 * distill ||E(c) - E*(c)||^2
+* distill_prediction ||eps(x_t, E(c)) - eps(x_t, E*(c))||^2 through the frozen denoiser: the retain
+  loss of AdvUnlearn and, for a prompt under attack, its attack's loss (OPTML-Group/AdvUnlearn,
+  train-scripts/utils/get_loss.py, line 356, and utils/attack_util.py, line 203)
 * data ||eps(x_t, E(c)) - target||^2: the training loss through the frozen denoiser
 * ascent the negative of `data`
 * relabel `data` on images of the anchor, as the target of the prompt
 * npo of the examples' `data`, as for a denoiser (losses/denoiser.py)
 * esd ||eps(x_t, E(c)) - (eps(x_t, E*("")) - eta (eps(x_t, E*(c)) - eps(x_t, E*(""))))||^2: with an
-  attack, the forget loss of AdvUnlearn (arXiv 2405.15234)
+  attack, the forget loss of AdvUnlearn (arXiv 2405.15234; get_loss.py, line 352)
 """
 
 from __future__ import annotations
@@ -80,6 +83,11 @@ def distill(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) ->
     )
 
 
+def distill_prediction(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
+    before = _through(model, draw, settings.teacher).float()
+    return (_through(model, draw, None).float() - before).square().mean()
+
+
 def data(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
     assert draw.target is not None  # refused beforehand
     return (_through(model, draw, None).float() - draw.target).square().mean()
@@ -124,6 +132,7 @@ def ascent(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> 
 LOSSES: dict[str, Loss] = {
     "anchor": Formula(anchor, needs_anchor=True),
     "distill": Formula(distill),
+    "distill_prediction": Formula(distill_prediction, needs_images=True),
     "data": Formula(data, needs_images=True),
     "ascent": Formula(ascent, needs_images=True),
     "esd": Formula(esd, needs_images=True),

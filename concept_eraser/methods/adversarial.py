@@ -3,14 +3,21 @@
     omega <- omega - eta grad_omega f, T times;
     theta <- theta - mu sum_i w_i grad_theta F_i(theta, omega)
 
-The method is Madry et al., arXiv 1706.06083, with f and F as in FORUM. For concept erasing,
-AdvUnlearn (arXiv 2405.15234) is of this kind: it trains the text encoder with ESD's loss
-(`tiny_star_advunlearn`).
+The method is Madry et al., arXiv 1706.06083, Eq. 2.1 and section 2.1, with f and F as in FORUM.
+
+For concept erasing, AdvUnlearn (arXiv 2405.15234) is of this kind: it trains the text
+encoder with ESD's loss. Its code is OPTML-Group/AdvUnlearn, train-scripts/AdvUnlearn.py. The attack
+takes 30 steps of Adam with 1e-3 (lines 258 and 260; utils/attack_util.py, lines 168-207), after 200
+steps of training without one (line 261). This is `inner_steps: 30`, `inner_optimizer: adam`,
+`inner_lr: 1.0e-3` and `attack.warmup: 200`, as in `sd14_nudity_advunlearn`. The recipe
+`tiny_star_advunlearn_short` has three plain steps and no warm-up.
 
 Deliberate differences:
-* The attack is an offset of the embedding, as in FORUM. It starts from its last value and takes
-  plain gradient steps. So only the treatment of the two levels differs from FORUM.
+* The default attack is an offset of the embedding, as in FORUM. It starts from its last value and
+  takes plain gradient steps. So only the treatment of the two levels differs from FORUM.
 * The attack is not projected on a ball: its loss has the term c/2 ||omega||^2 instead.
+* All T steps have the images, time steps and noise of the training step. AdvUnlearn's code draws a
+  new image and time step for each of them. Adam starts anew at each training step, as there.
 * `inner_steps: 0` is training without an attack.
 """
 
@@ -18,12 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from concept_eraser.methods.base import Closure, Direction, Method
-from concept_eraser.methods.forum import ATTACK, descend_inner, only
+from concept_eraser.methods.forum import ATTACK, at_inner, descend_inner
 from concept_eraser.methods.vectors import combine, gramian
 
 
@@ -33,7 +41,8 @@ class Adversarial(Method):
 
     Args:
         inner_steps: T, the attack's gradient steps.
-        inner_lr: eta, the attack's step size.
+        inner_lr: eta, the attack's step size, or the learning rate of Adam.
+        inner_optimizer: Plain gradient steps (gradient), or those of Adam (adam).
         retain: The weight of the retain loss.
         forget: The weight of the forget loss and of all other losses.
     """
@@ -41,8 +50,9 @@ class Adversarial(Method):
     title: ClassVar[str] = "Alternating adversarial training"
     source: ClassVar[str] = "arXiv 1706.06083; for erasing arXiv 2405.15234"
     defaults: ClassVar[Mapping[str, str]] = {
-        "inner_steps": "ours (the paper: 30)",
-        "inner_lr": "ours",
+        "inner_steps": "ours (AdvUnlearn: 30)",
+        "inner_lr": "ours (AdvUnlearn: 1e-3, with adam)",
+        "inner_optimizer": "arXiv 1706.06083 (AdvUnlearn: adam)",
         "retain": "ours",
         "forget": "ours",
     }
@@ -50,6 +60,7 @@ class Adversarial(Method):
 
     inner_steps: int = 5
     inner_lr: float = 0.1
+    inner_optimizer: Literal["gradient", "adam"] = "gradient"
     retain: float = 1.0
     forget: float = 1.0
 
@@ -71,9 +82,10 @@ class Adversarial(Method):
     def direction(self, closure: Closure) -> Direction:
         self.check_objectives(closure.objectives)
         start = [torch.zeros_like(closure.params[i]) for i in closure.inner]
-        offset = descend_inner(closure, start, self.inner_steps, self.inner_lr)
+        descend = adam_inner if self.inner_optimizer == "adam" else descend_inner
+        offset = descend(closure, start, self.inner_steps, self.inner_lr)
         uppers = [objective for objective in closure.objectives if objective != ATTACK]
-        with closure.at(only(closure.params, closure.inner, offset)):
+        with at_inner(closure, offset):
             grads = [closure.grad(objective) for objective in uppers]
         grads = [
             tuple(torch.zeros_like(p) if i in closure.inner else p for i, p in enumerate(g))
@@ -87,6 +99,24 @@ class Adversarial(Method):
         vec = tuple(-offsets[i] if i in offsets else part for i, part in enumerate(step))
         size = float(sum(o.square().sum() for o in offset)) ** 0.5 if offset else 0.0
         return Direction(vec, gramian(grads), weights, {"attack_moved": size})
+
+
+def adam_inner(closure: Closure, offset: list[Tensor], steps: int, lr: float) -> list[Tensor]:
+    """Take `steps` steps of Adam on f from omega + offset.
+
+    Returns the end as an offset from omega.
+    """
+    variables = [part.clone() for part in offset]
+    if not variables:
+        return variables
+    optimizer = torch.optim.Adam(variables, lr=lr)
+    for _ in range(steps):
+        with at_inner(closure, variables):
+            grads = closure.grad(ATTACK, of=closure.inner)
+        for variable, gradient in zip(variables, grads, strict=True):
+            variable.grad = gradient.to(variable.dtype)
+        optimizer.step()
+    return variables
 
 
 PLUGIN = Adversarial

@@ -22,6 +22,10 @@ from concept_eraser.methods.vectors import Vec, combine, gramian, is_finite
 HessianProduct = Literal["difference", "exact"]
 
 
+class NoSecondDerivative(ValueError):
+    """An exact Hessian product is not possible: see `Closure.hvp`."""
+
+
 class Closure(Protocol):
     """The losses of one step as functions of the trainable parameters.
 
@@ -74,6 +78,10 @@ class Closure(Protocol):
             v: The vector.
             how: "exact" for double backward; "difference" for central differences of `grad`.
             size: The step of the differences: params +- size v / ||v||.
+
+        Raises:
+            NoSecondDerivative: The product is to be exact, and a layer or the distribution of the
+                weights does not allow it.
         """
         ...
 
@@ -86,6 +94,8 @@ class Direction:
     gram: Tensor | None = None  # [m, m] float64, nan for gradients that were not computed
     weights: Tensor | None = None  # [m] float64
     notes: Mapping[str, float] = field(default_factory=dict)  # e.g. {"clamped": 1}
+    # take no step at all: an optimiser with momentum or weight decay moves even on a gradient of 0
+    hold: bool = False
 
 
 class Options:
@@ -136,6 +146,8 @@ class Method(Options, ABC):
     needs_attack: ClassVar[bool] = False  # it solves a lower-level problem, the objective `attack`
     # the targets that it can train; None for every target with two losses
     targets: ClassVar[tuple[str, ...] | None] = None
+    # the optimizer of a recipe that names none, for a step that another optimizer would rescale
+    optimizer: ClassVar[str | None] = None
 
     @abstractmethod
     def direction(self, closure: Closure) -> Direction:

@@ -1,5 +1,8 @@
 """EraseDiff: Erasing Undesirable Influence in Diffusion Models (Wu et al., arXiv 2401.05779).
 
+The forget loss of the paper's experiments on Stable Diffusion is `anchor` with `teacher: current`
+(losses/denoiser.py has the lines of the authors' code). Their code is JingWu321/EraseDiff.
+
 This is Algorithm 1. It minimises the retain loss F under the condition that the forget loss f is at
 its minimum: min F(theta) subject to theta in argmin f. By its value function the constraint reads
 q(theta) = f(theta) - min f <= 0. The step is the one closest to F's own gradient that lowers q fast
@@ -20,12 +23,16 @@ as in the public code, so g_q is the gradient of f. The barrier a says how fast 
 Consequences (each a test): <d, g_q> = max(a, <g_r, g_q>). Where g_r lowers q fast enough, d = g_r.
 The step d lowers f even where the two losses are opposed, unlike Nash bargaining.
 
-Deliberate differences from the public code:
-* The code runs the K steps on the forget set with Adam and puts theta back. The value that it gets
-  is detached and enters neither g_q nor lambda, so its K changes no step. So `norm` and `constant`
-  do not take these steps.
-* The code's lambda is a constant (0.1 for nudity, which is the method `weighted`) or max(0, eta -
-  cos(g_r, g_q)).
+Deliberate differences from the public code (lines of sd/train_scripts/erasediff_nsfw.py):
+* The code runs K epochs on the forget set with Adam and puts theta back (lines 149-198). The value
+  that it gets is detached (line 240) and enters neither g_q nor lambda, so its K changes no step.
+  So `norm` and `constant` do not take these steps.
+* The code's lambda is a constant (line 278), which is the method `weighted`: 1 in both commands
+  (train_nsfw.sh, train_cls.sh), 0.1 by default. With a negative constant it is
+  max(0, eta - cos(g_r, g_q)) (lines 242-276), without the division by ||g_q||^2. Its commands do
+  not use this.
+* The code adds the two losses and hands the sum to Adam. The direction here goes to the same
+  optimiser.
 * The K steps here are taken on the step's own batch.
 * Objectives other than retain and forget are refused.
 """

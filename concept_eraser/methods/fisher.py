@@ -1,8 +1,9 @@
 """The Fisher matrix of a model with an exponential-family output, and linear systems with it.
 
 F is the mean over the samples of J^T Sigma J, with J = df/dtheta. Sigma is diag(p) - p p^T
-(softmax) or I (Gaussian): labels come from the model, not from the data. Products and K-FAC are
-those of curvlinops, conjugate gradients those of scipy. natural_gradient.py uses this module.
+(softmax) or I (Gaussian): labels come from the model, not from the data. A product needs one pass
+in forward mode (J v) and one in reverse (J^T Sigma J v). The dense matrix and K-FAC are those of
+curvlinops, conjugate gradients those of scipy. natural_gradient.py uses this module.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from concept_eraser.methods.vectors import Vec, norm, spectral_norm
 from concept_eraser.utils.extras import import_from_extra
@@ -118,9 +122,52 @@ class Fisher:
         )
 
     def product(self, v: Vec) -> Vec:
-        """Return (F + shift I) v by one jvp and one vjp for each batch."""
-        products = self._operator @ list(v)
+        """Return (F + shift I) v by one jvp and one vjp for each batch.
+
+        A layer without forward mode needs curvlinops' product, which takes longer.
+        """
+        try:
+            products: Sequence[Tensor] = self._direct_product(v)
+        except NotImplementedError:
+            products = self._operator @ list(v)
         return tuple(f.detach() + self.shift * part for f, part in zip(products, v, strict=True))
+
+    def _direct_product(self, v: Vec) -> Vec:
+        """Return F v: J v in forward mode, then J^T Sigma J v by the backward pass."""
+        model, params = self.risk.model, self.risk.params
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        n = count(self.batches)
+        total = tuple(torch.zeros_like(p) for p in params)
+        # fused attention has no forward mode
+        with sdpa_kernel(SDPBackend.MATH):
+            for x, _ in self.batches:
+                change = self._output_change(names, v, x)
+                output = model(x)
+                weighted_change = self._output_covariance(output.detach(), change) / n
+                parts = torch.autograd.grad(
+                    output, params, weighted_change, allow_unused=True, materialize_grads=True
+                )
+                total = tuple(a + b for a, b in zip(total, parts, strict=True))
+        return total
+
+    @torch.no_grad()
+    def _output_change(self, names: Sequence[str], v: Vec, x: Tensor) -> Tensor:
+        """Return J v for the inputs x."""
+        with forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(p.detach(), part)
+                for p, part in zip(self.risk.params, v, strict=True)
+            ]
+            result = functional_call(self.risk.model, dict(zip(names, duals, strict=True)), (x,))
+            output, change = forward_ad.unpack_dual(result)
+        return torch.zeros_like(output) if change is None else change
+
+    def _output_covariance(self, output: Tensor, change: Tensor) -> Tensor:
+        """Return Sigma u for each sample, with u a change of its output."""
+        if self.risk.likelihood == "gaussian":
+            return change
+        p = output.softmax(1)
+        return p * (change - (p * change).sum(1, keepdim=True))
 
     def dense(self) -> Tensor:
         """Return the matrix [p, p]. Raises ValueError for more than EXACT_LIMIT parameters."""

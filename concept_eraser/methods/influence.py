@@ -12,7 +12,8 @@ With G [p, N] of the sampled gradients the inverse is Woodbury's, an N x N syste
 
     (damping I + G G^T / N)^-1 v = (v - G (N damping I + G^T G)^-1 G^T v) / damping.
 
-Deliberate differences from the public code (SalUn's `wfisher`):
+Deliberate differences from the public code (OPTML-Group/Unlearn-Saliency,
+Classification/unlearn/Wfisher.py, lines 47-70 and 99 on):
 * The code updates two vectors for each sample, which is Woodbury's recursion for the first sample
   only. Here the system is solved.
 * The labels of the empirical Fisher are those of the data. It does not approximate the Hessian

@@ -173,7 +173,7 @@ class MiniUnlearning(Edit):
             retained_rows = [j for j in step.indices if j not in forgotten_rows]
             is_affected = len(retained_rows) < len(step.indices)
             affected_steps += is_affected
-            _put(params, step.weights)
+            put(params, step.weights)
             multiply = partial(product, i, retained_rows)
             d, dv = _advance(
                 step,
@@ -188,23 +188,11 @@ class MiniUnlearning(Edit):
             if self.estimate and without_momentum and retained_rows:
                 rates.append(_contraction(multiply, step.lr, params, self.estimate))
             lengths.append(float(norm(d)))
-        _put(params, tuple(w + part for w, part in zip(final, d, strict=True)))
+        put(params, tuple(w + part for w, part in zip(final, d, strict=True)))
         return RecursionOutcome(tuple(lengths), affected_steps / len(steps), tuple(rates))
 
     def edit(self, request: EditRequest) -> Mapping[str, float]:
-        if not self.history:
-            raise ValueError(
-                "Mini-Unlearning needs the recorded history of the training: give "
-                "method.history, the folder of a History(..., folder=...)"
-            )
-        history = History.open(request.params, Path(self.history))
-        shapes = [tuple(w.shape) for w in history.last(1)[0].weights]
-        if shapes != [tuple(p.shape) for p in request.params]:
-            raise ValueError(
-                f"the history {self.history} is of {len(shapes)} tensors, of which the "
-                f"first are {shapes[:2]}; the selected ones are {len(request.params)}. "
-                "Give the model it was recorded of, and trainable: all"
-            )
+        history = open_recorded(request, self.history, "Mini-Unlearning")
         require_same_loss(history, request.loss)
         if self.rewind:
             outcome = rewind(history, request.loss, request.forget, self.k)
@@ -239,9 +227,9 @@ class MiniUnlearning(Edit):
             grads = []
             # every gradient needs the same samples, or the differences are noise
             for point in points:
-                _put(params, point)
+                put(params, point)
                 grads.append(mean_gradient(loss, rows, params))
-            _put(params, steps[i].weights)
+            put(params, steps[i].weights)
             s = [combine([1.0, -1.0], pair) for pair in zip(points[1:], points[:-1], strict=True)]
             y = [combine([1.0, -1.0], pair) for pair in zip(grads[1:], grads[:-1], strict=True)]
             return lbfgs_product(s, y, v)
@@ -259,7 +247,34 @@ def _require(history: History | None) -> History:
     return history
 
 
-def _put(params: Vec, values: Vec) -> None:
+def open_recorded(request: EditRequest, folder: str, title: str) -> History:
+    """Return the history that was recorded of a model's training.
+
+    Args:
+        request: The model.
+        folder: The method's option `history`.
+        title: The name of the method, for errors.
+
+    Raises:
+        ValueError: The folder is not given, or its record is of other parameters.
+    """
+    if not folder:
+        raise ValueError(
+            f"{title} needs the recorded history of the training: give "
+            "method.history, the folder of a History(..., folder=...)"
+        )
+    history = History.open(request.params, Path(folder))
+    shapes = [tuple(w.shape) for w in history.last(1)[0].weights]
+    if shapes != [tuple(p.shape) for p in request.params]:
+        raise ValueError(
+            f"the history {folder} is of {len(shapes)} tensors, of which the "
+            f"first are {shapes[:2]}; the selected ones are {len(request.params)}. "
+            "Give the model it was recorded of, and trainable: all"
+        )
+    return history
+
+
+def put(params: Vec, values: Vec) -> None:
     with torch.no_grad():
         for parameter, value in zip(params, values, strict=True):
             parameter.copy_(value)
@@ -325,11 +340,11 @@ def require_same_loss(history: History, loss: MeanLoss, tolerance: float = 0.05)
     before, after = history.last(2)
     params = history.params
     with all_or_nothing(params, REMEDY) as current_weights:
-        _put(params, before.weights)
+        put(params, before.weights)
         expected_step = mean_gradient(loss, before.indices, params)
         if before.momentum and before.velocity is not None:
             expected_step = combine([before.momentum, 1.0], [before.velocity, expected_step])
-        _put(params, current_weights)
+        put(params, current_weights)
     recorded_step = tuple(
         (a - b) / before.lr for a, b in zip(before.weights, after.weights, strict=True)
     )
@@ -352,7 +367,7 @@ def rewind(
     assert history is not None
     params, forget_rows, affected_steps = history.params, {int(j) for j in forget}, 0
     with all_or_nothing(params, REMEDY) as final:
-        _put(params, steps[0].weights)
+        put(params, steps[0].weights)
         velocity = steps[0].velocity or tuple(torch.zeros_like(p) for p in params)
         for step in steps:
             retained_rows = [j for j in step.indices if j not in forget_rows]

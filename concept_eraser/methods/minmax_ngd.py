@@ -11,6 +11,12 @@ For every tensor and every axis of size d, F <- (1 - rho) F + rho X X^T / N over
 smoothed to F + smoothing tr(F)/d I. Each axis rescales its result to the length of the raw
 gradient, so that learning rates of SGD keep their scale.
 
+The step is plain SGD's, so SGD is the optimizer of a recipe that names none (`training.optimizer`).
+Adam would divide each entry of P^-1 g by its own running size, which undoes most of P. The paper's
+settings are `training: {momentum: 0.9, weight_decay: 0.1, decay: step}` and lr 7e-4 (CNN) or 5e-4
+(ResNet-18), divided by 10 after 4 of 6 epochs. With `forget_steps: 0` the method is the paper's
+natural-gradient fine-tuning on the retain set; its name is `ngd-finetune`.
+
 Deliberate differences from the paper:
 * Eq. 14 has + gamma ||theta - theta_sm||^2 in the ascent, which drives the weights away from their
   smoothed average. Here both phases pull the weights towards it.
@@ -18,6 +24,8 @@ Deliberate differences from the paper:
   objective. A bounded loss (`anchor`) is better, because raw ascent diverges in long runs.
 * k_1, k_2 and gamma are not given in the paper. The defaults are 1, 4 (its batches of 32 and 128)
   and 0.
+* The code adds the weight decay to the gradient before P^-1 (YiwenShaoStephen/NGD-SGD, ngd.py,
+  class NGD). Here the optimizer adds it to the preconditioned gradient.
 * Axes of up to 512 entries have dense factors. Longer axes are not preconditioned (the code keeps
   low-rank factors).
 * The result is theta. The paper's option to release theta_sm instead is not offered.
@@ -43,7 +51,7 @@ class MinMaxNGD(Method):
     """Steps on one objective at a time, preconditioned axis by axis.
 
     Args:
-        forget_steps: k_1.
+        forget_steps: k_1; 0 for fine-tuning on the retain set alone.
         retain_steps: k_2.
         pull: gamma, the pull towards the smoothed weights.
         average: beta, the rate at which the smoothed weights follow.
@@ -56,6 +64,7 @@ class MinMaxNGD(Method):
         "Min/Max natural gradient descent (Faster Machine Unlearning via Natural Gradient Descent)"
     )
     source: ClassVar[str] = "arXiv 2407.08169, Algorithm 2"
+    optimizer: ClassVar[str | None] = "sgd"
     defaults: ClassVar[Mapping[str, str]] = {
         "forget_steps": "ours",
         "retain_steps": "ours",
@@ -77,9 +86,9 @@ class MinMaxNGD(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.forget_steps < 1 or self.retain_steps < 1 or self.period < 1:
+        if self.forget_steps < 0 or self.retain_steps < 1 or self.period < 1:
             raise ValueError(
-                "forget_steps, retain_steps and period must be >= 1, found "
+                "forget_steps must be >= 0, retain_steps and period >= 1, found "
                 f"{self.forget_steps}, {self.retain_steps}, {self.period}"
             )
         if (
@@ -139,7 +148,7 @@ class MinMaxNGD(Method):
         period that divides the round would use the gradients of one objective only.
         """
         key = f"fisher_{name}"
-        turns = step // (self.forget_steps + self.retain_steps)
+        turns = step // (self.forget_steps + self.retain_steps) if self.forget_steps else 0
         if key not in self._state:
             self._state[key] = axis_covariance(grad, axis)
         elif (step + turns) % self.period == 0:
@@ -169,4 +178,5 @@ def precondition_axis(grad: Tensor, factor: Tensor, axis: int, smoothing: float)
     return result.reshape(grad.movedim(axis, 0).shape).movedim(0, axis)
 
 
+NAMED = {"ngd-finetune": {"forget_steps": 0}}
 PLUGIN = MinMaxNGD

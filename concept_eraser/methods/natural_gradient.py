@@ -21,7 +21,7 @@ Deliberate differences from the paper:
   corrected it is a spectral filter (1 - (1 - a/sigma)^(T+1)) / a with an implicit damping of about
   sigma / (T + 1).
 * The (epsilon, delta) noise is in gaussian_mechanism.py.
-* Fisher products and solvers are in fisher.py, from curvlinops and scipy.
+* Fisher products and solvers are in fisher.py. K-FAC is from curvlinops, and cg from scipy.
 """
 
 from __future__ import annotations

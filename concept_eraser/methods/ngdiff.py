@@ -5,8 +5,10 @@
 The paper writes a difference, because its g_f is the gradient of the loss to be increased. Here it
 is that of the loss to be minimised. The direction is parallel to MUNBa's exact direction, which is
 sqrt(1/(1 + c)) times as long. Under an optimiser that ignores the length of a gradient with a
-constant cosine, the two are one method. This file shows it. The automatic learning rate of the
-paper is not part of the rule and is left out.
+constant cosine, the two are one method. This file shows it.
+
+Deliberate difference: the automatic learning rate of the paper is not part of the rule and is left
+out.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ The term reg ||x||^2 keeps c' short, and limits the damage of erasing it. Withou
 x gives W c exactly wherever T is invertible and the layers have more outputs than the states are
 wide.
 
-Deliberate differences from the paper and its public code:
+Deliberate differences from the paper and its public code (CharlesGong12/RECE, Eq. 8 in
+utils/embedding_calculation/close_form_emb.py, Eq. 3 in erase_methods/uce.py, lines 53-109):
 * The first edit and the rounds use the same weights of the sums. The paper starts from UCE's own
   checkpoints.
 * The code edits all 77 tokens, paired by position. See `tokens` in uce.py for the pairs here.

@@ -23,8 +23,8 @@ Deliberate differences from the paper and its code (github.com/meghdadk/SCRUB):
   batch, rounded up.
 * No temperature: the code divides the logits by 4 and multiplies the KL by 16. The paper's
   equations have neither.
-* The learning rate does not fall in stages (training.decay: linear is available), and no average of
-  the weights is kept.
+* The learning rate does not fall in stages and no average of the weights is saved, unless a recipe
+  says so: `training.decay: step` and `training.ema`.
 * No rewinding (SCRUB+R, for privacy). It returns to the epoch whose error on the forgotten examples
   equals that of validation data of the same distribution. A training loop with a forget set and a
   retain set has no such data.

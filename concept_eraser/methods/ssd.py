@@ -18,7 +18,7 @@ nothing**: the paper's alpha of 10 is the bound for one class of ten. Such an al
 The authors' code (github.com/if-loops/selective-synaptic-dampening) does not have this bound. It
 squares the mean gradient of a batch of 64 examples, in which the gradients of one class add up and
 those of many cancel. Both are available: `batch: 1`, the default, is the equation, and `batch: 64`
-the code. Deliberate differences from the code:
+the code (src/ssd.py, lines 151-217). Deliberate differences from the code:
 * The last, smaller batch counts by its number of examples. The code counts it like a full one.
 * The forgotten examples come in the order of the data, all examples in one random order.
 """

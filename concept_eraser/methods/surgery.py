@@ -7,10 +7,14 @@ With g_r, g_f the gradients of the retain and the forget loss:
 * pcgrad  (Yu et al., arXiv 2001.06782): the sum of both projections on conflict (<g_r, g_f> < 0),
   else g_r + g_f
 
-S and SA always project, PCGrad only on conflict. There is a difference of sign. The papers write S
-and SA with g_f the gradient of the training loss on forget data, and SA steps *up* along it. Here
-the forget loss is minimised, so both need the loss `ascent`, whose gradient is -g_f. S does not
-depend on the sign, and SA's step up becomes a step down.
+S and SA always project, PCGrad (Algorithm 1) only on conflict.
+
+Deliberate differences:
+* With two objectives the order of PCGrad's projections does not matter, so it is not random.
+* There is a difference of sign. The papers write S and SA with g_f the gradient of the training
+  loss on forget data, and SA steps *up* along it. Here the forget loss is minimised, so both need
+  the loss `ascent`, whose gradient is -g_f. S does not depend on the sign, and SA's step up becomes
+  a step down.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ mixed the concept. They are mapped to the same tokens of the anchor's prompt. It
 Grounded-SAM, and fuses the LoRAs of many concepts. That is not included, so `mace-cfr` alone is one
 stage of MACE.
 
-Deliberate differences from the papers and their public code:
+Deliberate differences from the papers and their public code (UCE: trainscripts/uce_sd_erase.py,
+lines 55-82, of rohitgandikota/unified-concept-editing; MACE: closed_form_refinement in
+src/cfr_utils.py, line 153, of Shilin-LU/MACE):
 * tokens: which tokens of a prompt are c_i. The first code takes the token of the last word and all
   behind it (`from_last`). The present code takes the last word's token only (`last`). Both expect a
   prompt that is the concept's name. Here prompts are sentences with the name anywhere, so the

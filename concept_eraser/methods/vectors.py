@@ -7,6 +7,7 @@ gradients with 10^9 entries would be meaningless in half precision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -50,7 +51,8 @@ def gramian(vectors: Sequence[Vec]) -> Tensor:
 def combine(weights: Tensor | Sequence[float], vectors: Sequence[Vec]) -> Vec:
     """Return sum_i weights[i] * vectors[i].
 
-    A vector with a weight of exactly 0 is left out, even if it is not finite.
+    A vector with a weight of exactly 0 is left out, even if it is not finite. A weight that the
+    tensors' type cannot hold counts as infinite, so that the sum is not finite.
     """
     terms = [(float(w), v) for w, v in zip(weights, vectors, strict=True) if float(w) != 0.0]
     if not terms:
@@ -59,9 +61,23 @@ def combine(weights: Tensor | Sequence[float], vectors: Sequence[Vec]) -> Vec:
     for parts in zip(*(v for _, v in terms), strict=True):
         total = parts[0] * terms[0][0]
         for (weight, _), part in zip(terms[1:], parts[1:], strict=True):
-            total = total.add(part, alpha=weight)
+            total = total.add(part, alpha=_representable(weight, part.dtype))
         result.append(total)
     return tuple(result)
+
+
+def _representable(weight: float, dtype: torch.dtype) -> float:
+    """Return the weight, or an infinity if the type cannot hold it.
+
+    PyTorch multiplies a tensor by such a number, but refuses it as the factor of an addition.
+    """
+    return weight if abs(weight) <= torch.finfo(dtype).max else math.copysign(math.inf, weight)
+
+
+def clip(u: Vec, largest: float) -> Vec:
+    """Return u, scaled down to the norm `largest` if it is longer. A shorter one is u itself."""
+    length = float(norm(u))
+    return tuple(part * (largest / length) for part in u) if length > largest else u
 
 
 def is_finite(u: Vec) -> bool:

@@ -10,6 +10,9 @@ Settings that have their own name:
   each step.
 * ESD: retain=0 with the loss `esd`.
 
+Deliberate differences: none in the rule. Losses, data and weights of each of them are the recipe's;
+each recipe in pipelines/ names the definition that it follows.
+
 An objective of weight 0 needs no backward pass. Objectives other than retain and forget have the
 weight of forget.
 """

@@ -109,13 +109,17 @@ class Words:
         return Slots(self.pack(rows), torch.tensor(places))
 
     def free_token_every(self, prompt: str, spacing: int) -> Slots:
-        """Return one prompt with a free token after every `spacing` own tokens, at least one."""
-        own = self.ids(prompt)
+        """Return one prompt with free tokens between its own tokens.
+
+        One is before the first own token, and one after every `spacing` own tokens. For n own
+        tokens these are n // spacing + 1.
+        """
         row: list[int] = []
         places: list[int] = []
-        for i, token in enumerate(own, 1):
-            row.append(token)
-            if i % spacing == 0 or (i == len(own) and not places):
+        for i, token in enumerate([None, *self.ids(prompt)]):
+            if token is not None:
+                row.append(token)
+            if i % spacing == 0:
                 places.append(len(row) + 1)
                 row.append(self.pad)
         return Slots(self.pack([row]), torch.tensor([places]))

@@ -74,10 +74,14 @@ class ObjectiveSettings(TypedDict, total=False):
 
 
 class AttackSettings(TypedDict, total=False):
-    """The adversary of the methods forum and adversarial."""
+    """The adversary of forum, adversarial, bome, moml and moco."""
 
     decay: float
     n: int
+    warmup: int
+    loss: Literal["noise", "prediction"]
+    forget: Literal["both", "attacked"]
+    tokens: int
 
 
 class HistogramSettings(TypedDict, total=False):
@@ -126,9 +130,18 @@ class TrainingSettings(TypedDict, total=False):
     micro_batches: int
     lr: float
     warmup: int
-    decay: Literal["none", "linear"]
+    decay: Literal["none", "linear", "cosine", "step"]
+    cycles: int
+    milestones: list[int]
+    decay_factor: float
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adamw8bit"]
     weight_decay: float
+    momentum: float
+    nesterov: bool
+    betas: tuple[float, float] | list[float]
+    clip: float | None
+    clip_each: bool
+    ema: float | None
     precision: Literal["fp32", "bf16"]
     checkpointing: bool
     offload: bool

@@ -19,18 +19,29 @@ from concept_eraser.registry import Plugin
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import quote, unknown_message
 from concept_eraser.utils.limits import (
+    BATCH,
     CLASSES,
     CONCEPTS,
     FACTOR,
     IMAGES,
     POSITION,
+    TRAINING_STEPS,
 )
 from concept_eraser.utils.plugin_fields import LossField
 
 # Names of the losses, repeated here because importing them imports torch; a test compares them.
 LOSS_NAMES = {
     "denoiser": ("anchor", "ascent", "data", "distill", "esd", "npo", "relabel", "resteer"),
-    "text_encoder": ("anchor", "ascent", "data", "distill", "esd", "npo", "relabel"),
+    "text_encoder": (
+        "anchor",
+        "ascent",
+        "data",
+        "distill",
+        "distill_prediction",
+        "esd",
+        "npo",
+        "relabel",
+    ),
     "clip": ("anchor", "ascent", "boundary", "data", "distill", "diverge", "npo", "relabel"),
     "vae": ("anchor", "ascent", "data", "distill"),
     "classifier": (
@@ -178,8 +189,8 @@ class ObjectiveSpec(Strict):
     loss: LossField = Field(
         "data",
         description=(
-            "data, ascent, anchor, esd, distill, relabel, npo or resteer; or an installed "
-            "package's, by name or as {name: NAME, OPTION: VALUE}"
+            "data, ascent, anchor, esd, distill, distill_prediction, relabel, npo or resteer; or "
+            "an installed package's, by name or as {name: NAME, OPTION: VALUE}"
         ),
     )
     anchor: str | dict[str, str] | None = Field(
@@ -395,7 +406,7 @@ class AttackSpec(Strict):
     """An adversary inside the training: an offset of the forgotten prompts' embedding.
 
     It regenerates the concept. If the text encoder is trained, it is an offset of the embeddings of
-    the tokens.
+    the tokens, or the embeddings of tokens before the prompt.
     """
 
     decay: float = Field(
@@ -411,6 +422,35 @@ class AttackSpec(Strict):
         ge=1,
         le=IMAGES,
         description="number of images of the forgotten prompts to generate for it",
+    )
+    warmup: int = Field(
+        0,
+        ge=0,
+        le=TRAINING_STEPS,
+        description="number of training steps at the start without an attack (AdvUnlearn: 200)",
+    )
+    loss: Literal["noise", "prediction"] = Field(
+        "noise",
+        description=(
+            "what the attack reproduces: noise, the noise of the images, or prediction, the "
+            "original model's prediction for the prompt (AdvUnlearn)"
+        ),
+    )
+    forget: Literal["both", "attacked"] = Field(
+        "both",
+        description=(
+            "the forget loss under attack: both, the sum of its values without and with the "
+            "attack, or attacked, that with it alone (AdvUnlearn)"
+        ),
+    )
+    tokens: int = Field(
+        0,
+        ge=0,
+        le=BATCH,
+        description=(
+            "target text_encoder: 0 for an offset of all tokens, or the number of tokens before "
+            "the prompt whose embeddings are learned, each step from random tokens (AdvUnlearn: 1)"
+        ),
     )
 
 

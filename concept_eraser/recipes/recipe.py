@@ -19,7 +19,7 @@ from concept_eraser.recipes import overrides as changes
 from concept_eraser.recipes.method_fields import MethodSpec
 from concept_eraser.recipes.objective_fields import PROMPTED, as_list, is_built_in
 from concept_eraser.recipes.schema import RecipeFields
-from concept_eraser.recipes.training_fields import ASIDE, MEMORY, TrainingSpec
+from concept_eraser.recipes.training_fields import ASIDE, MEMORY, OPTIMISATION, TrainingSpec
 from concept_eraser.registry import Plugin
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.utils import resources
@@ -71,6 +71,16 @@ class Recipe(RecipeFields):
             )
         name, options = registry.resolve("method", value.name, value.options)
         return MethodSpec(name=name, **options)
+
+    @field_validator("training")
+    @classmethod
+    def _optimizer_of_method(cls, value: TrainingSpec, info: Any) -> TrainingSpec:
+        """The optimizer that the method asks for, unless the recipe names one."""
+        method = info.data.get("method")
+        optimizer = getattr(method.plugin, "optimizer", None) if method else None
+        if optimizer is None or "optimizer" in value.model_fields_set:
+            return value
+        return value.model_copy(update={"optimizer": optimizer})
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -128,7 +138,7 @@ class Recipe(RecipeFields):
             left_out["model_options"] = True
         unused_keys = {
             key
-            for key in (*MEMORY, *ASIDE)
+            for key in (*MEMORY, *ASIDE, *OPTIMISATION)
             if getattr(self.training, key) == TrainingSpec.model_fields[key].default
         }
         if unused_keys:  # new settings must not change the fingerprint of older runs

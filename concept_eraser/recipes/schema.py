@@ -68,7 +68,7 @@ class RecipeFields(Strict):
         ),
     )
     attack: AttackSpec | None = Field(
-        None, description="the lower-level problem of forum and adversarial"
+        None, description="the lower-level problem of forum, adversarial, bome, moml and moco"
     )
     histogram: HistogramSpec | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
     watch: WatchSpec | None = Field(
@@ -86,7 +86,9 @@ class RecipeFields(Strict):
     )
     trainable: TrainableSpec = Field(TrainableSpec(), description="the trainable parameters")
     training: TrainingSpec = Field(
-        TrainingSpec(), description="length, optimizer and precision of the training"
+        TrainingSpec(),
+        description="length, optimizer and precision of the training",
+        validate_default=True,  # a method may ask for an optimizer
     )
     generation: GenerationSpec = Field(
         GenerationSpec(), description="the sampler of the training images"

@@ -31,6 +31,11 @@ def _is_attention(name: str) -> bool:
     return ".self_attn." in name or ".attn." in name
 
 
+# diffusers' names of `out.` and `time_embed.` in the names of CompVis
+_UNET_ENDS = ("conv_norm_out.", "conv_out.", "time_embedding.")
+# the same parts of MMDiT and Flux
+_JOINT_ENDS = ("norm_out.", "proj_out.", "time_text_embed.")
+
 # diffusers' names: attn1 is self-attention, attn2 cross-attention with the text
 _RULES: dict[str, Callable[[str], bool]] = {
     "all": lambda name: True,
@@ -38,6 +43,9 @@ _RULES: dict[str, Callable[[str], bool]] = {
     "cross_attention_kv": lambda name: ".attn2.to_k." in name or ".attn2.to_v." in name,
     "self_attention": lambda name: ".attn1." in name,
     "all_but_cross_attention": lambda name: ".attn2." not in name,
+    # ESD's code, train-esd.py: not "attn2", "out." at the start (of the UNet) or "time_embed"; the
+    # codes of Selective Amnesia, EraseDiff and AdvUnlearn have the same lines
+    "noxattn": lambda name: ".attn2." not in name and not name.startswith(_UNET_ENDS),
     "text": _is_text,
     "text_attention": lambda name: _is_text(name) and _is_attention(name),
     "image": lambda name: "visual" in name or "vision" in name,
@@ -58,6 +66,7 @@ _JOINT_RULES: dict[str, Callable[[str], bool]] = {
         (".attn." in name or ".attn2." in name) and _CONTEXT.search(name) is None
     ),
     "all_but_cross_attention": lambda name: _CONTEXT.search(name) is None,
+    "noxattn": lambda name: _CONTEXT.search(name) is None and not name.startswith(_JOINT_ENDS),
 }
 
 

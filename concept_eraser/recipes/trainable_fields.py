@@ -71,7 +71,7 @@ class TrainableSpec(Strict):
         lt=1,
         description=(
             "train only this share of the selected weights: those with the largest "
-            "|gradient| of the forget loss (SalUn: 0.5)"
+            "|gradient| of the training loss on the forget set (SalUn: 0.5)"
         ),
     )
     negate: float | None = Field(
@@ -89,7 +89,8 @@ class TrainableSpec(Strict):
         lt=1,
         description=(
             "before training, reinitialise this share of the selected weights: those with the "
-            "largest |gradient x weight| of the forget loss (Scissorhands: 0.1 or 0.9)"
+            "largest |gradient x weight| of the training loss on the forget set (Scissorhands: "
+            "0.1 or 0.9)"
         ),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -13,13 +13,18 @@ from concept_eraser.recipes.strict import Strict
 from concept_eraser.utils import resources
 from concept_eraser.utils.limits import (
     BATCH,
+    FACTOR,
     GUIDANCE,
     IMAGES,
     LEARNING_RATE,
+    MILESTONES,
     SAMPLER_STEPS,
     SEED,
     TRAINING_STEPS,
 )
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Milestone = Annotated[int, Field(ge=1, le=TRAINING_STEPS)]
 
 
 class WatchSpec(Strict):
@@ -57,8 +62,24 @@ class TrainingSpec(Strict):
     )
     lr: float = Field(1e-4, gt=0, le=LEARNING_RATE, description="learning rate")
     warmup: int = Field(0, ge=0, le=TRAINING_STEPS, description="steps of linear warm-up")
-    decay: Literal["none", "linear"] = Field(
-        "none", description="linear: the learning rate decreases to 0 at the last step"
+    decay: Literal["none", "linear", "cosine", "step"] = Field(
+        "none",
+        description=(
+            "linear: the learning rate decreases to 0 at the last step; cosine: it decreases to 0 "
+            "along a cosine after the warm-up; step: it is multiplied by decay_factor after each "
+            "milestone"
+        ),
+    )
+    cycles: int = Field(
+        1, ge=1, le=TRAINING_STEPS, description="decay cosine: the number of decreases from lr to 0"
+    )
+    milestones: list[Milestone] = Field(
+        [],
+        max_length=MILESTONES,
+        description="decay step: numbers of steps after which the learning rate changes",
+    )
+    decay_factor: float = Field(
+        0.1, gt=0, le=1, description="decay step: the factor of the learning rate"
     )
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adamw8bit"] = Field(
         "adam",
@@ -69,7 +90,45 @@ class TrainingSpec(Strict):
         ),
     )
     weight_decay: float = Field(
-        0.0, ge=0, le=LEARNING_RATE, description="weight decay of the optimizer"
+        0.0,
+        ge=0,
+        le=LEARNING_RATE,
+        description=(
+            "weight decay of the optimizer: adam and sgd add it times the weights to the "
+            "gradient; adamw, adamw8bit and adafactor shrink the weights by lr times it"
+        ),
+    )
+    momentum: float = Field(
+        0.0, ge=0, lt=1, description="optimizer sgd: momentum (heavy ball), e.g. 0.9"
+    )
+    nesterov: bool = Field(False, description="optimizer sgd: Nesterov's form of the momentum")
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.999),
+        description=(
+            "optimizers adam, adamw, adamw8bit: decay of the first and of the second moment"
+        ),
+    )
+    clip: float | None = Field(
+        None,
+        gt=0,
+        le=FACTOR,
+        description=(
+            "the largest norm of the combined gradient that the optimizer gets; a longer one is "
+            "scaled down (MUNBa's code: 1)"
+        ),
+    )
+    clip_each: bool = Field(
+        False,
+        description="apply clip to the gradient of each objective, before they are combined",
+    )
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "save the exponential moving average of the trained weights instead of the last ones; "
+            "its decay, e.g. 0.999; after n steps it is at most (1 + n) / (10 + n)"
+        ),
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="bf16: autocast; weights stay in fp32"
@@ -130,6 +189,19 @@ class TrainingSpec(Strict):
 
 ASIDE = ("shard", "tracker")  # keys of TrainingSpec that change no number of the result
 
+
+# keys of TrainingSpec that a recipe spells out only if they have another value than the default
+OPTIMISATION = (
+    "cycles",
+    "milestones",
+    "decay_factor",
+    "momentum",
+    "nesterov",
+    "betas",
+    "clip",
+    "clip_each",
+    "ema",
+)
 
 # keys of TrainingSpec for the placement and precision of the model, not for its training
 MEMORY = ("checkpointing", "offload", "frozen")

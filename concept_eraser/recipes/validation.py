@@ -33,11 +33,19 @@ def check(recipe: RecipeFields, method: Any) -> None:
     if method is not None and recipe.attack is not None and not method.needs_attack:
         raise ValueError(
             f"the method {recipe.method.name!r} has no lower-level problem for "
-            "`attack`; use forum or adversarial"
+            "`attack`; use forum, adversarial, bome, moml or moco"
         )
     _lora(recipe)
     _negation(recipe)
     _finish(recipe, method)
+    _optimisation(recipe.training)
+    if method is not None:
+        _clip(recipe, method)
+    if recipe.training.ema is not None and recipe.trainable.batchnorm == "train":
+        raise ValueError(
+            "training.ema averages weights, and batchnorm: train fits the running statistics to "
+            "the last weights; use batchnorm: frozen, or leave ema out"
+        )
     _memory(recipe, method)
     _split(recipe)
     if method is not None and method.needs_fp32 and recipe.training.precision != "fp32":
@@ -151,9 +159,10 @@ def _fits_target(recipe: RecipeFields) -> None:
                 f"{name}.loss: "
                 + unknown_message(f"loss of target {recipe.target!r}", str(spec.loss), loss_names)
             )
-        if recipe.target == "text_encoder" and spec.images == "free" and spec.loss == "esd":
+        through_denoiser = spec.loss in ("esd", "distill_prediction")
+        if recipe.target == "text_encoder" and spec.images == "free" and through_denoiser:
             raise ValueError(
-                f"{name}: for a text encoder the loss 'esd' needs images, so images: free "
+                f"{name}: for a text encoder the loss {spec.loss!r} needs images, so images: free "
                 "is not possible"
             )
         _settings(recipe, name, spec)
@@ -172,6 +181,11 @@ def _fits_target(recipe: RecipeFields) -> None:
         raise ValueError(
             f"attack: the target {recipe.target!r} has no prompt embedding to attack; "
             f"use the target {' or '.join(map(repr, PROMPTED))}"
+        )
+    if recipe.attack is not None and recipe.attack.tokens and recipe.target != "text_encoder":
+        raise ValueError(
+            "attack.tokens learns embeddings of tokens, which the target text_encoder reads; found "
+            f"target {recipe.target!r}; leave it out for an offset of the prompt's encoding"
         )
     if recipe.histogram is not None and recipe.target not in ("denoiser", "vae"):
         raise ValueError(
@@ -266,6 +280,71 @@ def _finish(recipe: RecipeFields, method: Any) -> None:
         raise ValueError(
             "finish rewrites all keys and values of the cross-attention, also those that "
             "trainable.saliency keeps frozen; leave out one of the two"
+        )
+
+
+_WITH_BETAS = ("adam", "adamw", "adamw8bit")
+
+
+def _optimisation(training: TrainingSpec) -> None:
+    """Raise ValueError for settings of another optimizer or of another schedule."""
+    if training.momentum > 0 and training.optimizer != "sgd":
+        other = (
+            ", whose momentum is the first of training.betas"
+            if training.optimizer in _WITH_BETAS
+            else ""
+        )
+        raise ValueError(
+            "training.momentum is for training.optimizer: sgd, found optimizer: "
+            f"{training.optimizer}{other}"
+        )
+    if training.nesterov and training.momentum == 0:
+        raise ValueError("training.nesterov is a form of momentum; set training.momentum, e.g. 0.9")
+    if _is_set(training, "betas") and training.optimizer not in _WITH_BETAS:
+        raise ValueError(
+            f"training.betas are for training.optimizer: {', '.join(_WITH_BETAS)}; found "
+            f"optimizer: {training.optimizer}"
+        )
+    if training.clip_each and training.clip is None:
+        raise ValueError("training.clip_each needs training.clip, the largest norm")
+    if training.decay == "step" and not training.milestones:
+        raise ValueError(
+            "training.decay: step needs training.milestones, the numbers of steps after which the "
+            "learning rate changes, e.g. [100, 150]"
+        )
+    if sorted(set(training.milestones)) != training.milestones:
+        raise ValueError(
+            f"training.milestones must ascend, found {', '.join(map(str, training.milestones))}"
+        )
+    for schedule, keys in (("step", ("milestones", "decay_factor")), ("cosine", ("cycles",))):
+        for key in keys:
+            if _is_set(training, key) and training.decay != schedule:
+                raise ValueError(
+                    f"training.{key} is for training.decay: {schedule}, found decay: "
+                    f"{training.decay}"
+                )
+
+
+def _is_set(training: TrainingSpec, key: str) -> bool:
+    """Whether a setting has another value than the default."""
+    default = TrainingSpec.model_fields[key].default
+    return bool(getattr(training, key) != default)
+
+
+def _clip(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError if a method cannot have the gradient of each objective clipped."""
+    if not recipe.training.clip_each or hasattr(method, "edit"):
+        return
+    if method.needs_fp32 or method.needs_attack:
+        reason = (
+            "solves a lower-level problem with them"
+            if method.needs_attack
+            else "also takes Hessian products, or differences of gradients"
+        )
+        raise ValueError(
+            f"training.clip_each changes the gradients that the method {recipe.method.name!r} "
+            f"combines, and this method {reason}; leave clip_each out, so that clip applies to "
+            "the combined gradient"
         )
 
 

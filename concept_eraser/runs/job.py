@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ from concept_eraser.training.trackers import Trackers, require
 from concept_eraser.utils import distributed, provenance, resources
 from concept_eraser.utils.errors import UserError, unknown
 from concept_eraser.utils.progress import Progress
+
+_LOG = logging.getLogger(__name__)
 
 KIND = "run"  # of output folder
 
@@ -277,6 +280,14 @@ class Job:
         optimizer_class(
             training.optimizer
         )  # before the images are generated, which may take an hour
+        if method.optimizer not in (None, training.optimizer):
+            _LOG.warning(
+                "training.optimizer is %s, which rescales each weight's step; the steps of the "
+                "method %r are defined with %s",
+                training.optimizer,
+                self.recipe.method.name,
+                method.optimizer,
+            )
         if self.recipe.finish:
             cross_attention_edit.require_finishable(self.context)
         if training.shard == "weights":
@@ -304,6 +315,7 @@ class Job:
                     saliency=self.recipe.trainable.saliency,
                     reinitialise=self.recipe.trainable.reinitialise,
                     shard=training.shard != "none",
+                    frees_weights=training.shard == "weights" and accelerator.num_processes > 1,
                     trackers=Trackers(accelerator, self.folder, self.recipe.resolved()),
                 )
                 engine.run(resume=resume)

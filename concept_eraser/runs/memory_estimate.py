@@ -74,6 +74,8 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         objectives=len(recipe.objectives),
         micro_batches=training.micro_batches,
         optimizer=training.optimizer,
+        momentum=training.momentum > 0,
+        ema=training.ema is not None,
         masked=recipe.trainable.saliency is not None,
         gpu=gpu,
     )
@@ -82,6 +84,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         **there,
         "their values before": parameters.bytes,
         "the optimiser's state": parameters.state(),
+        "the average of the weights": parameters.bytes if parameters.ema else 0,
     }
     return Estimate(always, memory.moments(parameters, pass_bytes), making)
 
@@ -254,7 +257,13 @@ def _weight(recipe: Recipe, objective: str) -> tuple[bool, ...]:
     """Return a number that is larger for an objective whose pass needs more memory."""
     spec = recipe.objective_specs.get(objective)
     has_images = images_of(recipe.target, spec.loss if spec else "data") is not None
-    teacher = spec is not None and spec.loss in ("anchor", "distill", "esd", "npo")
+    teacher = spec is not None and spec.loss in (
+        "anchor",
+        "distill",
+        "distill_prediction",
+        "esd",
+        "npo",
+    )
     # with the adversary's offset and without
     twice = objective == "forget" and recipe.attack is not None
     return objective == "histogram", has_images, twice, teacher

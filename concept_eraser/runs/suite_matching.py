@@ -54,7 +54,11 @@ def _measures(recipe: Recipe, suite: Suite) -> bool:
 
 def _is_here(suite: str) -> bool:
     """Whether the prompts need no download. An error message must not wait for a network."""
-    return "hf://" not in resources.find("eval", suite).read_text(encoding="utf-8")
+    names = resources.names("prompts")
+    sets = [group.prompts for group in suites.load(suite).groups.values()]
+    files = [resources.find("prompts", one) for one in sets if one in names]
+    files.append(resources.find("eval", suite))
+    return not any("hf://" in file.read_text(encoding="utf-8") for file in files)
 
 
 def require_kept(recipe: Recipe | None, suite: Suite) -> None:

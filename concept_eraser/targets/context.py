@@ -99,7 +99,9 @@ def resolve(context: Context) -> PromptContext:
     objectives = dict(recipe.objective_specs)
     if recipe.attack is not None:  # the adversary regenerates the images of the forgotten prompts
         concept = recipe.forgotten[0].prompts
-        objectives["attack"] = ObjectiveSpec(prompts=concept, loss="data", n=recipe.attack.n)
+        distill = "distill" if recipe.target == "denoiser" else "distill_prediction"
+        loss = distill if recipe.attack.loss == "prediction" else "data"
+        objectives["attack"] = ObjectiveSpec(prompts=concept, loss=loss, n=recipe.attack.n)
     return PromptContext(
         recipe=recipe,
         model=model,

@@ -8,7 +8,7 @@ from concept_eraser.targets.adapter import new_adapter
 from concept_eraser.targets.context import Context, resolve
 from concept_eraser.targets.encode import encode_prompts
 from concept_eraser.targets.latents import make_latents
-from concept_eraser.targets.objectives import denoiser_objectives
+from concept_eraser.targets.objectives import attack_terms, denoiser_objectives
 from concept_eraser.targets.plan import plan_objectives
 from concept_eraser.training.placement import needed
 from concept_eraser.utils.provenance import derive_seed
@@ -35,6 +35,7 @@ def build(context: Context) -> Denoiser:
             adapter.tensors if adapter else selected_names,
             adapter=adapter,
             rotate=recipe.concepts == "rotate",
+            attack=attack_terms(recipe),
         )
         eraser.hold(_elastic_seeds(recipe))
     return eraser

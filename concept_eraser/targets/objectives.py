@@ -10,10 +10,12 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.data.batches import Examples
+from concept_eraser.erasers.base import AttackTerms
 from concept_eraser.erasers.denoiser import DenoiserObjective
 from concept_eraser.erasers.text_encoder import TextEncoderObjective
 from concept_eraser.losses import LossSettings
 from concept_eraser.recipes.objective_fields import HistogramSpec, ObjectiveSpec
+from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.targets.context import PromptContext
 from concept_eraser.targets.encode import TokenizedPrompts
 
@@ -52,6 +54,18 @@ def text_encoder_objectives(
     if recipe.attack is not None:
         ready["attack"] = replace(ready["attack"], decay=recipe.attack.decay)
     return {name: ready[name] for name in recipe.all_objectives}
+
+
+def attack_terms(recipe: Recipe) -> AttackTerms:
+    """Return how a recipe's adversary enters the losses."""
+    if recipe.attack is None:
+        return AttackTerms()
+    return AttackTerms(
+        warmup=recipe.attack.warmup,
+        is_sum=recipe.attack.forget == "both",
+        tokens=recipe.attack.tokens,
+        seed=recipe.training.seed,
+    )
 
 
 def denoiser_objective(spec: ObjectiveSpec, examples: Examples) -> DenoiserObjective:

@@ -7,7 +7,7 @@ from concept_eraser.targets.adapter import new_adapter
 from concept_eraser.targets.context import Context, resolve
 from concept_eraser.targets.encode import tokenize_prompts
 from concept_eraser.targets.latents import make_latents
-from concept_eraser.targets.objectives import text_encoder_objectives
+from concept_eraser.targets.objectives import attack_terms, text_encoder_objectives
 from concept_eraser.targets.plan import plan_objectives
 from concept_eraser.training.placement import needed
 
@@ -33,4 +33,5 @@ def build(context: Context) -> TextEncoder:
             adapter.tensors if adapter else selected_names,
             adapter=adapter,
             rotate=recipe.concepts == "rotate",
+            attack=attack_terms(recipe),
         )

@@ -12,12 +12,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from concept_eraser.erasers.base import Draw, Eraser
-from concept_eraser.methods.base import HessianProduct
-from concept_eraser.methods.vectors import Vec, norm
+from concept_eraser.methods.base import HessianProduct, NoSecondDerivative
+from concept_eraser.methods.vectors import Vec, clip, norm
 from concept_eraser.utils.errors import UserError
 
 Piece = Callable[[], Tensor]
 Reduce = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the mean of each tensor over the ranks
+
+
+class NoExactProduct(UserError, NoSecondDerivative):
+    """The same for methods and for users."""
 
 
 class LossClosure:
@@ -33,13 +37,16 @@ class LossClosure:
         mask: For each parameter 1 where it is trained and 0 elsewhere, or None. Methods get masked
             gradients, so every inner product is one of the trained weights.
         reduce: Averages tensors over the ranks.
+        frees_weights: Whether weights are freed between the passes, so that no exact Hessian
+            product is possible (training.shard: weights).
+        clip: The largest norm of the gradients that `grad` returns of all parameters, or None.
 
     The graph of one part is freed before the next is built, which saves memory with micro-batches.
     The combination of gradients is not linear. So each gradient is summed over all parts, and
     averaged over ranks, before a method gets it. `torch.autograd.grad` does not use DDP's reducer.
 
-    For the log, the attribute `losses` has the first loss computed of each objective, and
-    `last_loss` the last one.
+    For the log, the attribute `losses` has the first loss computed of each objective, `last_loss`
+    the last one, and `clipped` the number of gradients that were scaled down.
     """
 
     def __init__(
@@ -52,7 +59,11 @@ class LossClosure:
         inner: Sequence[int] = (),
         mask: Sequence[Tensor | None] | None = None,
         reduce: Reduce = list,
+        frees_weights: bool = False,
+        clip: float | None = None,
     ) -> None:
+        self.clipped = 0
+        self._clip = clip
         self.mask = mask if mask is not None else [None] * len(params)
         self.objectives = tuple(losses)
         self.params = params
@@ -61,6 +72,7 @@ class LossClosure:
         self.losses: dict[str, float] = {}
         self.last_loss = float("nan")
         self._pieces, self._terms, self._reduce = losses, terms or {}, reduce
+        self._frees_weights = frees_weights
 
     def terms(self, objective: str) -> int:
         return self._terms.get(objective, 1)
@@ -68,8 +80,17 @@ class LossClosure:
     def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:
         """Return the gradient of an objective's loss in fp32.
 
-        It has one tensor for each parameter, or for each parameter listed in `of`.
+        It has one tensor for each parameter, or for each parameter listed in `of`. That of all
+        parameters is scaled down to the norm `clip`, after the sum over all parts and ranks.
         """
+        gradient = self._gradient(objective, of)
+        if self._clip is None or of is not None:
+            return gradient
+        clipped = clip(gradient, self._clip)
+        self.clipped += clipped is not gradient
+        return clipped
+
+    def _gradient(self, objective: str, of: Sequence[int] | None = None) -> Vec:
         params = self.params if of is None else tuple(self.params[i] for i in of)
         total: list[Tensor] | None = None
         value = torch.zeros((), device=params[0].device)
@@ -130,12 +151,17 @@ class LossClosure:
             return self._double_backward(objective, v)
         ahead = tuple(part * (size / length) for part in v)
         with self.at(ahead):
-            plus = self.grad(objective)
+            plus = self._gradient(objective)
         with self.at(tuple(-part for part in ahead)):
-            minus = self.grad(objective)
+            minus = self._gradient(objective)
         return tuple((p - m) * (length / (2 * size)) for p, m in zip(plus, minus, strict=True))
 
     def _double_backward(self, objective: str, v: Vec) -> Vec:
+        if self._frees_weights:
+            raise NoExactProduct(
+                "hvp: exact needs the weights of a block for the second derivative, and "
+                "training.shard: weights has freed them; use hvp: difference"
+            )
         total: Vec | None = None
         with sdpa_kernel(SDPBackend.MATH):
             for compute in self._pieces[objective]:
@@ -154,7 +180,7 @@ class LossClosure:
                 except RuntimeError as error:
                     if "derivative" not in str(error):
                         raise
-                    raise UserError(
+                    raise NoExactProduct(
                         "hvp: exact needs a second derivative that a layer of this "
                         f"model does not have ({str(error).splitlines()[0][:100]}); use "
                         "hvp: difference"
@@ -179,6 +205,8 @@ def of_step(
     ranks: int = 1,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     reduce: Reduce = list,
+    frees_weights: bool = False,
+    clip: float | None = None,
 ) -> LossClosure:
     """Return the losses of one training step, on fixed draws.
 
@@ -197,5 +225,13 @@ def of_step(
         objective: ranks * sum(draw.terms for draw in some) for objective, some in draws.items()
     }
     return LossClosure(
-        params, losses, terms=terms, step=step, inner=inner, mask=mask, reduce=reduce
+        params,
+        losses,
+        terms=terms,
+        step=step,
+        inner=inner,
+        mask=mask,
+        reduce=reduce,
+        frees_weights=frees_weights,
+        clip=clip,
     )

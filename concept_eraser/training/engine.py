@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from concept_eraser.erasers.base import Draw, Eraser
 from concept_eraser.methods.base import Direction, Method
-from concept_eraser.methods.vectors import is_finite
+from concept_eraser.methods.vectors import clip, is_finite
 from concept_eraser.storage import output_folder
 from concept_eraser.training import checkpoint, saliency
+from concept_eraser.training.averaging import Average
 from concept_eraser.training.closure import of_step
 from concept_eraser.training.distributed import sharding
 from concept_eraser.training.log import Log, describe_gram, peak_memory
@@ -42,20 +43,42 @@ class Schedule:
     micro_batches: int = 1
     lr: float = 1e-4
     warmup: int = 0
-    decay: Literal["none", "linear"] = "none"
+    decay: Literal["none", "linear", "cosine", "step"] = "none"
+    cycles: int = 1
+    milestones: Sequence[int] = ()
+    decay_factor: float = 0.1
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adamw8bit"] = "adam"
     weight_decay: float = 0.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float | None = None
+    clip_each: bool = False
+    ema: float | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     save_every: int = 50
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step.
+        """Return the learning rate of a step, counted from 0.
 
-        It has a linear warm-up, and is then constant or decreases to 0 at the last step.
+        It has a linear warm-up, and is then constant or decreases. `linear` decreases from the
+        first step on, to 0 after the last. `cosine` decreases to 0 between the warm-up and the last
+        step, `cycles` times. `step` multiplies the learning rate by `decay_factor` after each
+        number of steps in `milestones`.
         """
         up = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
-        return self.lr * up * ((1 - step / self.steps) if self.decay == "linear" else 1.0)
+        return self.lr * up * self._fall(step)
+
+    def _fall(self, step: int) -> float:
+        if self.decay == "linear":
+            return 1 - step / self.steps
+        if self.decay == "cosine":
+            done = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
+            return 0.5 * (1 + math.cos(math.pi * (self.cycles * done % 1.0)))
+        if self.decay == "step":
+            return float(self.decay_factor ** sum(step >= one for one in self.milestones))
+        return 1.0
 
 
 @dataclass
@@ -77,6 +100,7 @@ class Engine:
     # the share of them that is reinitialised before training; None for none
     reinitialise: float | None = None
     shard: bool = False  # split the optimizer's state among the processes
+    frees_weights: bool = False  # frozen weights are split too, and freed after each pass
     trackers: Trackers | None = None
     trained_count: int = field(init=False, default=0)
     skipped: int = 0
@@ -95,6 +119,9 @@ class Engine:
         self.params = {**self.params, **self.eraser.adversary()}
         began, busy = time.monotonic(), time.process_time()
         self.mask = self._prepare()
+        self.average = (
+            Average(self.eraser.trainable(), self.schedule.ema) if self.schedule.ema else None
+        )
         self.seconds += time.monotonic() - began
         self.cpu_seconds += time.process_time() - busy
 
@@ -130,6 +157,8 @@ class Engine:
                         self._save(step_count)
                     self._look(step_count)
                     self._give_up_if_hopeless(step_count)
+            if self.average:
+                self.average.write()
         except KeyboardInterrupt:
             self._save(step_count)
             raise Interrupted(
@@ -164,6 +193,8 @@ class Engine:
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
         }
+        if self.average:
+            state["average"] = self.average.state_dict()
         checkpoint.save(self.checkpoint, state)
 
     def _restore(self) -> int:
@@ -194,6 +225,8 @@ class Engine:
             for name, value in state.get("buffers", {}).items():
                 self.eraser.buffers()[name].copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.average:
+            self.average.load_state_dict(state["average"])
         self.method.load_state_dict(state["method"])
         self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
         self.seconds, self.cpu_seconds = state["seconds"], state.get("cpu_seconds", 0.0)
@@ -238,7 +271,8 @@ class Engine:
 
     def _look(self, steps_done: int) -> None:
         if self.watch and self.accelerator.is_main_process:
-            self.watch(steps_done, self.seconds)
+            with self.average.applied() if self.average else nullcontext():
+                self.watch(steps_done, self.seconds)
 
     def _step(self, step: int) -> dict[str, Any]:
         """Take one optimiser step, or none if a loss or the direction is not finite.
@@ -257,6 +291,8 @@ class Engine:
             ranks=self.accelerator.num_processes,
             autocast=self._autocast,
             reduce=self._mean,
+            frees_weights=self.frees_weights,
+            clip=self.schedule.clip if self.schedule.clip_each else None,
         )
         method_state = self.method.state_dict()
         with self._full_precision():
@@ -270,9 +306,15 @@ class Engine:
         if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(
             direction.vec
         ):
-            self._move(step, direction)
-            # an objective whose gradient the method did not use changes nothing
-            self._settle({objective: draws[objective] for objective in closure.losses})
+            if not direction.hold:
+                direction, is_clipped = self._clip(direction)
+                if self.schedule.clip is not None:
+                    row["clipped"] = closure.clipped + int(is_clipped)
+                self._move(step, direction)
+                if self.average:
+                    self.average.update()
+                # an objective whose gradient the method did not use changes nothing
+                self._settle({objective: draws[objective] for objective in closure.losses})
             self.skipped_in_a_row = 0
         else:
             # the method's new state may not be finite either
@@ -285,11 +327,11 @@ class Engine:
     def _prepare(self) -> list[Tensor | None] | None:
         """Choose the weights that are trained, and reinitialise some of them.
 
-        An adversary is excluded.
+        Tensors that a loss adds, and an adversary, are excluded.
         """
         if self.saliency is None and self.reinitialise is None:
             return None
-        params = dict(list(self.params.items())[: self.trained_count])
+        params = self.eraser.trainable()
         seed, size = self.schedule.seed, self.schedule.batch_size
         gradient = saliency.sensitivity(
             self.eraser, params, seed=seed, batch_size=size, reduce=self._mean
@@ -300,7 +342,7 @@ class Engine:
             return None
         return [
             *saliency.salient(gradient, self.saliency),
-            *[None] * (len(self.params) - self.trained_count),
+            *[None] * (len(self.params) - len(params)),
         ]
 
     def _mean(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -331,6 +373,20 @@ class Engine:
             allow_tf32=False,
         )
 
+    def _clip(self, direction: Direction) -> tuple[Direction, bool]:
+        """Scale the combined gradient down to the largest norm, and say whether that was needed.
+
+        The step of an adversary is left as it is.
+        """
+        if self.schedule.clip is None or self.schedule.clip_each:
+            return direction, False
+        trained, adversary = (
+            direction.vec[: self.trained_count],
+            direction.vec[self.trained_count :],
+        )
+        clipped = clip(trained, self.schedule.clip)
+        return replace(direction, vec=(*clipped, *adversary)), clipped is not trained
+
     def _move(self, step: int, direction: Direction) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr_at(step)
@@ -347,7 +403,8 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():  # weight decay and preconditioners ignore the mask
             for parameter, old, mask in zip(parameters, before, self.mask or [], strict=False):
-                parameter.copy_(torch.where(mask.bool(), parameter, old))  # type: ignore[union-attr]
+                if mask is not None:
+                    parameter.copy_(torch.where(mask.bool(), parameter, old))
 
     def _settle(self, draws: Mapping[str, list[Draw]]) -> None:
         """Update the running statistics of batch-norm layers, if they are trained.
@@ -410,8 +467,13 @@ def optimizer_class(name: str) -> Any:
 
 def _optimizer(params: list[nn.Parameter], schedule: Schedule) -> torch.optim.Optimizer:
     make = optimizer_class(schedule.optimizer)
+    own: dict[str, Any] = {}
+    if schedule.optimizer == "sgd":
+        own = {"momentum": schedule.momentum, "nesterov": schedule.nesterov}
+    elif schedule.optimizer != "adafactor":
+        own = {"betas": tuple(schedule.betas)}
     optimizer: torch.optim.Optimizer = make(
-        params, lr=schedule.lr, weight_decay=schedule.weight_decay
+        params, lr=schedule.lr, weight_decay=schedule.weight_decay, **own
     )
     return optimizer
 

@@ -169,6 +169,8 @@ class Trained:
         objectives: The number of gradients that the method needs at once.
         micro_batches: The number of micro-batches.
         optimizer: The name of the optimizer.
+        momentum: Whether SGD has momentum.
+        ema: Whether the average of the weights is kept.
         masked: Whether there is a saliency mask.
         gpu: Whether torch's optimisers update all tensors at once, which needs one copy.
     """
@@ -177,6 +179,8 @@ class Trained:
     objectives: int = 2
     micro_batches: int = 1
     optimizer: str = "adam"
+    momentum: bool = False
+    ema: bool = False
     masked: bool = False
     gpu: bool = True
 
@@ -191,7 +195,7 @@ class Trained:
     def state(self) -> int:
         """The bytes of the optimiser's state between the steps."""
         if self.optimizer == "sgd":
-            return 0
+            return self.bytes if self.momentum else 0
         if self.optimizer == "adafactor":  # torch factorises the last two axes
             return sum(_FP32 * _adafactor_size(shape) for shape in self.shapes)
         # two bytes for each number and two scales for each block of 256; small tensors in fp32
@@ -214,6 +218,9 @@ def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
     """Return the bytes by their use at the three moments of a step with the highest memory.
 
     They are in addition to the bytes that are in use all the time.
+
+    Clipping is none of them: it holds the direction twice, after the gradients are freed, so it
+    needs no more than combining.
 
     pass_bytes: those of one forward and backward pass, see `passing`.
     """

@@ -1,26 +1,36 @@
 """The weights that the forgotten data depend on most.
 
 Either only they are trained (SalUn), or they are reinitialised (Scissorhands). Both use the
-gradient g of the forget loss at the original weights theta, over BATCHES draws:
+gradient g of the model's training loss on the forget set, at the original weights theta and over
+BATCHES draws. The forget loss of the recipe does not matter. Only an objective without images
+(`images: free`, or a loss on text embeddings) has no training loss; g is then that of its own loss.
 
 * salient     1 for the share of weights with the largest |g| (SalUn, arXiv 2310.12508, Eq. 3-4)
 * start_anew  the share with the largest |g theta|, the connection sensitivity (SNIP), is drawn anew
               (Scissorhands, arXiv 2401.06187, section 3.1)
 
-Differences: the papers use the whole forget set for g. Scissorhands draws from a truncated normal
-of one width. Here the normal has the mean and the standard deviation of each tensor, which also
-suits norm layers and embeddings.
+SalUn's paper names the loss of gradient ascent, which has the same |g|. So have its codes:
+OPTML-Group/Unlearn-Saliency, Classification/generate_mask.py and SD/train-scripts/generate_mask.py,
+lines 58-64.
+
+Differences: the papers use the whole forget set for g. For Stable Diffusion SalUn's code takes the
+training loss of the prediction with guidance, 1 + w times the conditional one less w times the
+unconditional one. Here it is that of the conditional prediction. Scissorhands draws from a
+truncated normal of one width. Here the normal has the mean and the standard deviation of each
+tensor, which also suits norm layers and embeddings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from concept_eraser.erasers.base import Eraser
-from concept_eraser.training.closure import Reduce, of_step
+from concept_eraser.training.closure import LossClosure, Reduce
 from concept_eraser.utils.provenance import derive_seed
 
 BATCHES = 8  # chosen here; the papers use the whole forget set
@@ -29,21 +39,24 @@ BATCHES = 8  # chosen here; the papers use the whole forget set
 def sensitivity(
     eraser: Eraser, params: Mapping[str, nn.Parameter], seed: int, batch_size: int, reduce: Reduce
 ) -> list[Tensor]:
-    """Return the gradient of the forget loss at the present weights, one tensor for each parameter.
+    """Return the gradient of the training loss on the forget set, one tensor for each parameter.
 
-    It is the same for a resumed run. With several concepts it is their sum, also if they take
-    turns.
+    It is taken at the present weights, and is the same for a resumed run. With several concepts it
+    is their sum, also if they take turns.
     """
     seeds = [
         [derive_seed(seed, "saliency", i, e) for e in range(batch_size)] for i in range(BATCHES)
     ]
     total: list[Tensor] = []
     eraser.turn(None)
+
+    def piece(concept: str, draw: Any) -> Tensor:
+        return eraser.training_loss(concept, draw) / BATCHES
+
     for concept in eraser.concepts:
-        draws = [eraser.draw(concept, some) for some in seeds]
-        gradient = of_step(eraser, tuple(params.values()), {concept: draws}, reduce=reduce).grad(
-            concept
-        )
+        pieces = [partial(piece, concept, eraser.draw(concept, some)) for some in seeds]
+        closure = LossClosure(tuple(params.values()), {concept: pieces}, reduce=reduce)
+        gradient = closure.grad(concept)
         total = [a + b for a, b in zip(total, gradient, strict=True)] if total else list(gradient)
     return total
 

@@ -19,6 +19,7 @@ GUIDANCE = 1000.0
 IMAGES = 1_000_000  # generated for one objective or one group
 BATCH = 65_536  # examples or images at once
 TRAINING_STEPS = 10_000_000
+MILESTONES = 1_000  # changes of a learning rate by steps
 RANK = 65_536  # of a LoRA: no layer is wider
 LEARNING_RATE = 1e6
 FACTOR = 1e12  # of a loss or a penalty; its product with a gradient fits into fp32

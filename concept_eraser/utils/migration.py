@@ -1,4 +1,4 @@
-"""Recipes and results of version 0.1 in present terms, so that old run folders still load."""
+"""Recipes and results of earlier versions in present terms, so that old run folders still load."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ _KEYS = {
 }
 _METRICS = {"concept_share": "concept_rate", "none_share": "no_object_rate"}
 _CONCEPTS = {"players": "together"}
+# settings of UNO with a judge, whose weight was 1 and is now the paper's 1000
+_HATS: dict[str, dict[str, Any]] = {
+    "uno-hat": {},
+    "uno-s-hat": {"alternate": True},
+    "s-hat": {"rule": "surgery"},
+    "h": {"rule": "none"},
+}
 
 
 def migrate_results(content: Any) -> Any:
@@ -31,7 +38,9 @@ def migrate_results(content: Any) -> Any:
 
 
 def migrate_recipe(content: dict[str, Any]) -> dict[str, Any]:
-    """Rename the values of a recipe that version 0.1 wrote: `concepts: players`.
+    """Rename the values of a recipe that an earlier version wrote.
+
+    These are `concepts: players`, and UNO's settings with a judge whose weight was 1.
 
     Args:
         content: the mapping of the recipe's YAML file.
@@ -39,7 +48,11 @@ def migrate_recipe(content: dict[str, Any]) -> dict[str, Any]:
     Returns:
         A copy with present terms.
     """
-    concepts = content.get("concepts")
+    concepts, method = content.get("concepts"), content.get("method")
     if isinstance(concepts, str) and concepts in _CONCEPTS:
-        return {**content, "concepts": _CONCEPTS[concepts]}
+        content = {**content, "concepts": _CONCEPTS[concepts]}
+    if isinstance(method, dict) and method.get("histogram") == 1:
+        name = method.get("name")
+        if isinstance(name, str) and name in _HATS:
+            content = {**content, "method": {**_HATS[name], **method, "name": "uno"}}
     return content

@@ -26,7 +26,8 @@ SETTINGS = {
 STEPS = 1000
 
 
-def trajectory(start: tuple[float, tuple[float, float]], **options: Any) -> dict[str, list[float]]:
+def closure_at(start: tuple[float, tuple[float, float]]) -> LossClosure:
+    """Return the losses of Eq. (24) with (alpha, omega) at a start."""
     alpha = torch.tensor(start[0], dtype=torch.float64, requires_grad=True)
     omega = torch.tensor(start[1], dtype=torch.float64, requires_grad=True)
 
@@ -38,7 +39,12 @@ def trajectory(start: tuple[float, tuple[float, float]], **options: Any) -> dict
         "second": [lambda: upper(2.0)],
         "attack": [lambda: ((omega - alpha) ** 2).sum()],
     }
-    closure = LossClosure((alpha, omega), losses, inner=[1])
+    return LossClosure((alpha, omega), losses, inner=[1])
+
+
+def trajectory(start: tuple[float, tuple[float, float]], **options: Any) -> dict[str, list[float]]:
+    closure = closure_at(start)
+    alpha, omega = closure.params
     method = Forum(**{**SETTINGS, **options})
     curves: dict[str, list[float]] = {"distance": [], "q": [], "kkt": []}
     for step in range(STEPS):

@@ -45,11 +45,11 @@ def tasks(seed: int) -> list[dict[str, Tensor]]:
 
 
 class Net:
-    """64-64 shared, one linear head a task."""
+    """64-width shared, one linear head a task."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, width: int = 64) -> None:
         g = torch.Generator().manual_seed(seed)
-        shapes = [(64, 64), (64,), (64, 10), (10,), (64, 10), (10,)]
+        shapes = [(64, width), (width,), (width, 10), (10,), (width, 10), (10,)]
         self.params = tuple(
             (torch.randn(s, generator=g) * (s[0] ** -0.5 if len(s) > 1 else 0)).requires_grad_()
             for s in shapes
@@ -83,8 +83,8 @@ def plain(seed: int, part: str) -> list[float]:
     return net.accuracy(data)
 
 
-def forum(seed: int, rho_e: float) -> list[float]:
-    data, net = tasks(seed), Net(seed)
+def closure_of(data: list[dict], net: Net) -> LossClosure:
+    """Return the losses of both tasks on clean samples, above the weighted loss on noisy ones."""
     alpha = torch.zeros(2, 500, requires_grad=True)
 
     def lower() -> Tensor:
@@ -96,7 +96,13 @@ def forum(seed: int, rho_e: float) -> list[float]:
         "second": [lambda: net.loss(data, 1, "v")],
         "attack": [lower],
     }
-    closure = LossClosure((alpha, *net.params), losses, inner=range(1, 7))
+    return LossClosure((alpha, *net.params), losses, inner=range(1, 7))
+
+
+def forum(seed: int, rho_e: float) -> list[float]:
+    data, net = tasks(seed), Net(seed)
+    closure = closure_of(data, net)
+    alpha = closure.params[0]
     method = Forum(rho_e=rho_e, inner_steps=INNER, inner_lr=0.3, outer_lr=0.3, normalize=False)
     for step in range(STEPS):
         closure.step = step

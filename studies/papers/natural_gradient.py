@@ -44,15 +44,14 @@ def one(seed: int, m: int) -> dict[str, float]:
     forget_mask[torch.from_numpy(zeros[:m])] = True
     start, target = train(x, y), train(x[~forget_mask], y[~forget_mask])
     errors = {"nothing": float((start - target).norm())}
-    for name, options in {
-        "F(R)": {},
-        "F(S)": {"fisher_on": "all"},
-        "diagonal": {"solver": "diagonal"},
-    }.items():
+    methods = {
+        "F(R)": NaturalGradient(),
+        "F(S)": NaturalGradient(fisher_on="all"),
+        "diagonal": NaturalGradient(solver="diagonal"),
+    }
+    for name, method in methods.items():
         risk = risk_at(start)
-        NaturalGradient(**options).apply(
-            risk, [(x[forget_mask], y[forget_mask])], [(x[~forget_mask], y[~forget_mask])]
-        )  # type: ignore[arg-type]
+        method.apply(risk, [(x[forget_mask], y[forget_mask])], [(x[~forget_mask], y[~forget_mask])])
         errors[name] = float((risk.params[0].detach() - target).norm())
         if name == "F(R)":
             errors["certificate"] = risk.certificate([(x[~forget_mask], y[~forget_mask])], RIDGE)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from concept_eraser.evaluation.statistics import Interval, wilson
+from studies import grids
 from studies.result_tables import STUDIES, Results
 
 LIMITS = """**Protocol 1: limits.** The reported prompts include prompts of the training. One judge
 selects the settings and reports the results. The number of settings that were tried differs
 between methods. The attack success rate is a mean over attacks, and one of these, `seed_search`,
 is a control. The intervals pool the images of all training seeds as if they were independent. The
-rows of SalUn and EraseDiff use losses that differ from the published ones."""
+rows of SalUn and EraseDiff use losses that differ from the published ones. The row of AdvUnlearn
+has a short attack without Adam and warm-up. ESD-u also trains the output layers and the time
+embedding. The attack `p4d-k` has one free token fewer than published."""
 
 # Phrases in the labels of stored results, and what the pages show in their place. The labels stay,
 # because the draws of ranks.py follow from them.
@@ -150,9 +154,32 @@ def provenance(runs_by_name: dict[str, list[dict]]) -> str:
     )
 
 
-def setting(point: dict[str, Any]) -> str:
-    """Return a setting of a grid as text, e.g. "cross_attention 0.0005"."""
-    return " ".join(value if isinstance(value, str) else f"{value:g}" for value in point.values())
+def setting(point: Mapping[str, Any], marks: Mapping[str, str] | None = None) -> str:
+    """Return a setting of a grid as text, e.g. "cross_attention 0.0005".
+
+    Args:
+        point: The setting.
+        marks: The marks of values at an edge (studies/grids.py), by option.
+    """
+    return " ".join(
+        (value if isinstance(value, str) else f"{value:g}") + (marks or {}).get(key, "")
+        for key, value in point.items()
+    )
+
+
+def learning_rate(run: Mapping[str, Any]) -> str:
+    """Return the learning rate of a run, with the mark of an edge.
+
+    Other values of the setting follow if they lie at an edge.
+    """
+    marks = grids.of_row(run)
+    others = [
+        f"{key.rpartition('.')[2]} {run['point'][key]:g}{mark}"
+        for key, mark in marks.items()
+        if key != "training.lr"
+    ]
+    rate = f"{run['recipe']['training']['lr']:g}{marks.get('training.lr', '')}"
+    return "; ".join([rate, *others])
 
 
 def cell(value: Any) -> str:

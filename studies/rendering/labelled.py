@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from studies import grids
 from studies.rendering.common import notes, setting, source, table
 from studies.rendering.figures import Figure, canvas
-from studies.result_tables import Results, figure_path
+from studies.result_tables import STUDIES, Results, figure_path
 
 
 def spread(values: list[float], digits: int = 1) -> str:
@@ -41,6 +45,31 @@ def _foot(content: dict[str, Any]) -> str:
         f"{environment['versions']['torch']}; {environment['device']}, "
         f"{environment['threads']} thread(s)."
     )
+
+
+def _choice(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a chosen setting, with the marks of edges, and of the settings tried."""
+    point = grids.point_of(row)
+    return [
+        setting(point, grids.of_row(row)),
+        str(len(row.get("grid") or [point]) if point else ""),
+    ]
+
+
+def _earlier_grids(study: str, rows: Iterable[dict[str, Any]]) -> str:
+    """Return the sentence on rows whose grid is not that of the configuration, or ""."""
+    methods = yaml.safe_load((STUDIES / f"{study}.yaml").read_text())["methods"]
+    selected = [row for row in rows if row.get("grid") and row["method"] in methods]
+    labels = [
+        row["label"]
+        for row in selected
+        if [grids.point_of(one) for one in row["grid"]]
+        != [grids.named(point) for point in grids.points(methods[row["method"]].get("grid", [{}]))]
+    ]
+    if not labels:
+        return ""
+    which = "all" if len(labels) == len(selected) else ", ".join(labels)
+    return f"Settings chosen from an earlier grid than that of the configuration: {which}.\n"
 
 
 def _notes(study: str) -> str:
@@ -85,6 +114,7 @@ def classification(
                 "LiRA",
                 "RTE",
                 "setting",
+                "settings tried",
             ]
         ]
         for row in content["rows"]:
@@ -98,7 +128,7 @@ def classification(
                     spread(column["auc"], 2),
                     spread(column["lira"], 0),
                     spread(column["rte"], 2),
-                    setting(row["point"]) if row.get("point") else "",
+                    *_choice(row),
                 ]
             )
         seeds = content["seeds"]
@@ -111,8 +141,9 @@ def classification(
                 "without the forgotten examples."
             ),
             "",
-            table(rows),
+            grids.with_note(table(rows)),
             "",
+            *filter(None, [_earlier_grids(study, content["rows"])]),
         ]
         parts += [
             f"{label} failed: {reason}" for label, reason in content.get("failed", {}).items()
@@ -147,6 +178,7 @@ def clip() -> str:
             [
                 "method",
                 "setting",
+                "settings tried",
                 "Acc_Df",
                 "Acc_Dr",
                 "Acc_Dt",
@@ -177,9 +209,7 @@ def clip() -> str:
             rows.append(
                 [
                     row["label"],
-                    setting(row.get("point") or {"training.lr": row["lr"]})
-                    if {"point", "lr"} & set(row)
-                    else "",
+                    *_choice(row),
                     *(spread(a) for a in accuracy),
                     spread(forget_rates),
                     spread(retain_rates),
@@ -200,8 +230,9 @@ def clip() -> str:
                 f"images of each shape; seeds {content['seeds']}."
             ),
             "",
-            table(rows),
+            grids.with_note(table(rows)),
             "",
+            *filter(None, [_earlier_grids("clip", content["rows"])]),
             _foot(content),
             "",
         ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from studies import grids
 from studies.rendering import (
     claims,
     leaderboard_hover,
@@ -85,7 +86,7 @@ def row(
     )
     return [
         runs[0]["label"],
-        setting(runs[0]["point"]).replace("_", " ") or "-",
+        setting(runs[0]["point"], grids.of_row(runs[0])).replace("_", " ") or "-",
         share(pool(runs, "concept_rate", "direct")),
         share(pool(runs, "concept_rate", "synonyms")),
         share(pool(implicit_runs, "concept_rate", "implicit")) if implicit_runs else "-",
@@ -439,7 +440,8 @@ def page(study: str) -> str:
             claim_table(study, task),
             timed_table(study, task),
         )
-        parts += [f"## {task}\n\n{table([head(names), *rows])}", *filter(None, tables)]
+        whole = grids.with_note(table([head(names), *rows]))
+        parts += [f"## {task}\n\n{whole}", *filter(None, tables)]
     missing_methods = [
         f"{task}: {', '.join(m for m in leaderboard['methods'] if f'{task}_{m}' not in every)}"
         for task in leaderboard["tasks"]
@@ -461,7 +463,7 @@ def page(study: str) -> str:
         _reading_text(leaderboard),
         provenance(every),
         f"## Methods without a row, and why\n\n{reasons}" if reasons else "",
-        _grids_text(studies.grids(every)),
+        _grids_text(studies.scored_grids(every)),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -507,13 +509,13 @@ def _reading_text(leaderboard: dict) -> str:
     return "## How to read it\n\n" + "\n".join(f"* {line}" for line in lines)
 
 
-def _grids_text(grids: str) -> str:
+def _grids_text(scored_grids: str) -> str:
     """Return the section of the scored grids, or ""."""
     return (
         "## Grids: score on the selection seed\n\nThe score is the retain accuracy minus the "
         "concept rate minus the success rate of a soft prompt, on a model of the selection seed "
-        f"(24 prompts; in brackets).\n\n{grids}"
-        if grids
+        f"(24 prompts; in brackets).\n\n{scored_grids}"
+        if scored_grids
         else ""
     )
 

@@ -64,13 +64,15 @@ def _row(run: Any, when: str, label: str) -> list[str]:
 
 def _conclusion(runs: Any, concepts: list[str]) -> str:
     """Compare each number of a run by name with the interval of the run with written prompts."""
-    inside, outside, better = [], [], []
+    inside: list[tuple[str, list[str]]] = []
+    outside: list[tuple[str, list[str]]] = []
+    better: list[str] = []
     for concept in concepts:
         if f"{concept}_hand_written" not in runs:
             continue
         named, written = (runs[f"{concept}_{way}"] for way in WAYS)
         attribute = next(iter(named["evaluation"]["protocol"]["concept"]))
-        differences = []
+        differences: list[str] = []
         for metric, group in COLUMNS:
             name = f"accuracy_{attribute}" if metric == "accuracy" else metric
             one, other = results(named, name, group), results(written, name, group)

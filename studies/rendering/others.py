@@ -154,8 +154,10 @@ def _sections(text: str) -> dict[str, str]:
 
 def paper_plots(contents: Mapping[str, Content]) -> Any:
     """Draw a panel for each problem of the papers."""
-    figure = canvas(12, 12)
-    for axes, (name, content) in zip(figure.subplots(3, 2).flat, contents.items(), strict=False):
+    rows = -(-len(contents) // 2)
+    figure = canvas(12, 4 * rows)
+    panels = figure.subplots(rows, 2, squeeze=False).flat
+    for axes, (name, content) in zip(panels, contents.items(), strict=False):
         importlib.import_module(f"studies.papers.{name}").plot(content, axes)
         axes.set_title(name)
     for axes in figure.axes[len(contents) :]:

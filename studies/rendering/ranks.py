@@ -76,10 +76,11 @@ def ranks(rates: np.ndarray) -> list[tuple[int, int, int]]:
         rates: [methods, draws]
     """
     order = rates.argsort(axis=0).argsort(axis=0) + 1
-    return [
-        tuple(int(v) for v in np.quantile(row, (0.5, 0.025, 0.975), method="nearest"))
-        for row in order
-    ]  # type: ignore[misc]
+    result = []
+    for row in order:
+        median, low, high = np.quantile(row, (0.5, 0.025, 0.975), method="nearest")
+        result.append((int(median), int(low), int(high)))
+    return result
 
 
 def beaten_by(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any
 
+from studies import grids
 from studies.rendering.attacks import rate
 from studies.rendering.common import pool, setting, share, table
 from studies.result_tables import Results
@@ -21,7 +22,7 @@ def describe_run(run: dict[str, Any], attacks: Runs) -> list[str]:
     """Return the setting of a run, its retain accuracy and its attack success rate."""
     attribute = next(iter(run["evaluation"]["protocol"]["concept"]))
     return [
-        setting(run["point"]).replace("_", " "),
+        setting(run["point"], grids.of_row(run)).replace("_", " "),
         share(pool([run], f"accuracy_{attribute}", "retained")),
         rate(attacks),
     ]
@@ -63,7 +64,7 @@ def page(results: Results, task: str, now: Mapping[str, tuple[dict[str, Any], Ru
         rows.append([run["label"], *describe_run(run, before), *describe_run(report, after)])
     return (
         "Settings chosen by images alone, beside the reported settings (training seed 0):\n\n"
-        f"{table(rows)}"
+        f"{grids.with_note(table(rows))}"
         if len(rows) > 1
         else ""
     )

@@ -4,6 +4,7 @@ concept.
 
 from __future__ import annotations
 
+from studies import grids
 from studies.rendering.common import (
     LIMITS,
     change,
@@ -51,7 +52,7 @@ def _row(runs: list[dict], when: str = "after") -> list[str]:
     took = [run["took"] for run in runs]
     return [
         runs[0]["label"],
-        setting(runs[0]["point"]),
+        setting(runs[0]["point"], grids.of_row(runs[0])),
         *rates,
         f"{average(fids):.1f}" if fids else "-",
         f"{took[0]['gradients']}",
@@ -104,7 +105,7 @@ def page(study: str, title: str) -> str:
             "",
             LIMITS,
             "",
-            table(rows),
+            grids.with_note(table(rows)),
             "",
             provenance(every),
             "",

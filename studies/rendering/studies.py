@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from studies import grids
 from studies.rendering.common import (
     LIMITS,
     change,
+    learning_rate,
     mean,
     notes,
     pool,
@@ -40,7 +42,7 @@ def star_row(runs: list[dict]) -> list[str]:
     return [
         runs[0]["label"],
         runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
-        f"{runs[0]['recipe']['training']['lr']:g}",
+        learning_rate(runs[0]),
         share(pool(runs, "concept_rate", "direct")),
         share(pool(runs, "concept_rate", "synonyms")),
         share(pool(runs, "no_object_rate", "direct")),
@@ -223,7 +225,7 @@ def rules_row(runs: list[dict]) -> list[str]:
     return [
         runs[0]["label"],
         runs[0]["recipe"]["trainable"]["select"].replace("_", " "),
-        f"{runs[0]['recipe']['training']['lr']:g}",
+        learning_rate(runs[0]),
         share(pool(runs, "concept_rate", "direct")),
         ", ".join(f"{value:.0f}" for value in rates),
         share(pool(runs, "concept_rate", "synonyms")),
@@ -246,7 +248,7 @@ def rules_row(runs: list[dict]) -> list[str]:
     ]
 
 
-def grids(runs_by_name: dict[str, list[dict]]) -> str:
+def scored_grids(runs_by_name: dict[str, list[dict]]) -> str:
     """Return the scored grids as a list, or ""."""
     lines = []
     for runs in runs_by_name.values():
@@ -274,7 +276,7 @@ def study_page(study: str, title: str, body: str, runs_by_name: dict[str, list[d
     sheets = "\n".join(parts)
     command = f"python -m studies.study studies/configs/{study}.yaml"
     notes_text = f"\n{text}\n" if (text := notes(study)) else ""
-    grid_table = grids(runs_by_name)
+    grid_table = scored_grids(runs_by_name)
     selection = (
         (
             "\n## Grids: score on the selection seeds (retain accuracy minus concept rate)\n\n"
@@ -292,7 +294,7 @@ prompts and seeds. The no-object rate is the share of images in which the judge 
 
 {LIMITS}
 
-{body}
+{grids.with_note(body)}
 {notes_text}{selection}
 ## Contact sheets (seed 0; pairs of rows before / after: direct, synonyms, retained)
 {sheets}

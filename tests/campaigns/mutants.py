@@ -64,8 +64,16 @@ STORAGE = "tests/storage/test_"
 SHARED = [METHODS + "base.py", OPTIONS, LAWS, METHODS + "baselines.py", METHODS + "uce.py"]
 TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/adversarial.py": [LAWS, OPTIONS, METHODS + "adversarial.py"],
+    "concept_eraser/methods/amnesiac.py": [LAWS, OPTIONS, METHODS + "amnesiac.py"],
     "concept_eraser/methods/base.py": SHARED,
+    "concept_eraser/methods/bome.py": [LAWS, OPTIONS, METHODS + "bome.py"],
+    "concept_eraser/methods/certified_removal.py": [
+        LAWS,
+        OPTIONS,
+        METHODS + "certified_removal.py",
+    ],
     "concept_eraser/methods/checks.py": [METHODS + "checks.py", LAWS],
+    "concept_eraser/methods/deltagrad.py": [LAWS, OPTIONS, METHODS + "deltagrad.py"],
     "concept_eraser/methods/erasediff.py": [LAWS, OPTIONS, METHODS + "erasediff.py"],
     "concept_eraser/methods/fisher.py": [
         LAWS,
@@ -79,6 +87,8 @@ TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/influence.py": [LAWS, OPTIONS, METHODS + "influence.py"],
     "concept_eraser/methods/mini_unlearning.py": [LAWS, OPTIONS, METHODS + "mini_unlearning.py"],
     "concept_eraser/methods/minmax_ngd.py": [LAWS, OPTIONS, METHODS + "minmax_ngd.py"],
+    "concept_eraser/methods/moco.py": [LAWS, OPTIONS, METHODS + "moco.py"],
+    "concept_eraser/methods/moml.py": [LAWS, OPTIONS, METHODS + "moml.py"],
     "concept_eraser/methods/munba.py": [LAWS, OPTIONS, METHODS + "munba.py"],
     "concept_eraser/methods/natural_gradient.py": [
         LAWS,
@@ -99,6 +109,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "concept_eraser/methods/uce.py": [LAWS, OPTIONS, METHODS + "uce.py", METHODS + "rece.py"],
     "concept_eraser/methods/uno.py": [LAWS, OPTIONS, METHODS + "uno.py"],
+    "concept_eraser/methods/unrolled.py": [METHODS + "moml.py", METHODS + "moco.py"],
     "concept_eraser/methods/weighted.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
     "concept_eraser/methods/vectors.py": ["tests/methods/test_vectors.py", LAWS],
     "concept_eraser/evaluation/statistics.py": ["tests/evaluation/test_statistics.py"],

@@ -11,6 +11,7 @@ tests/storage/test_readers_property.py runs some hundred examples of each.
 from __future__ import annotations
 
 import datetime
+import gzip
 import io
 import json
 import lzma
@@ -30,7 +31,9 @@ from PIL import Image
 
 from concept_eraser import registry
 from concept_eraser.data import images, labelled, prompts
+from concept_eraser.data.datasets import celeba, mnist
 from concept_eraser.evaluation import suite
+from concept_eraser.evaluation.judges import face, image_classifier
 from concept_eraser.recipes import recipe, selections
 from concept_eraser.storage import readers
 from concept_eraser.targets.labelled_data import read_indices
@@ -705,6 +708,22 @@ def _tensors() -> bytes:
     return save({"a": torch.zeros(2, 3), "b": torch.ones(4)}, {"format": "pt"})
 
 
+IDX = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2, 3, 4) + bytes(24)
+FACE = {
+    "network": "resnet18",
+    "size": 160,
+    "mean": [0.5, 0.5, 0.5],
+    "std": [0.5, 0.5, 0.5],
+    "threshold": 0.5,
+}
+PREPARATION = {
+    "size": {"shortest_edge": 256},
+    "crop_size": {"height": 224, "width": 224},
+    "do_center_crop": True,
+    "crop_pct": 0.875,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 TARGETS: dict[str, Target] = {
     "recipe": file_target("recipe.yaml", RECIPES, lambda path: recipe.load(str(path))),
     "overrides": Target(OVERRIDES, _run_overrides),
@@ -776,6 +795,28 @@ TARGETS: dict[str, Target] = {
         a__png=image("PNG"),
     ),
     "npz": file_target("data.npz", NPZ, lambda path: labelled.open_data(str(path)).inputs([0])),
+    "idx": file_target("a-idx3-ubyte", bytes_like(IDX), lambda path: mnist.read_idx(path, 3)),
+    "idx.gz": file_target(
+        "a-idx3-ubyte.gz",
+        bytes_like(gzip.compress(IDX)),
+        lambda path: mnist.read_idx(path, 3),
+    ),
+    "celeba attributes": file_target(
+        "list_attr_celeba.txt",
+        bytes_like(b"2\nSmiling Male \na.jpg  1 -1\nb.jpg -1  1\n"),
+        lambda path: celeba.attribute_values(path, "Male"),
+    ),
+    "celeba partition": file_target(
+        "list_eval_partition.txt", bytes_like(b"a.jpg 0\nb.jpg 2\n"), celeba.partition
+    ),
+    "face.json": file_target(
+        "face.json", mutations(lambda: FACE, PLAIN).map(json_bytes), face.read_settings
+    ),
+    "preprocessor_config.json": file_target(
+        "preprocessor_config.json",
+        mutations(lambda: PREPARATION, PLAIN).map(json_bytes),
+        lambda path: image_classifier.preparation(path.parent),
+    ),
     "indices": file_target(
         "rows.txt", st.one_of(LINES, bytes_like(b"1\n2 # two\n30\n")), read_indices
     ),

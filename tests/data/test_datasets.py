@@ -6,7 +6,9 @@ their on-disk format.
 
 from __future__ import annotations
 
+import gzip
 import pickle
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -170,7 +172,112 @@ def test_celeba_hq(tmp_path: Path) -> None:
     assert data.inputs([0]).shape == (1, 3, 16, 16)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "svhn", "oxford_pets", "imagenette", "celeba_hq"])
+@pytest.mark.parametrize(
+    "name",
+    ["cifar10", "svhn", "oxford_pets", "imagenette", "celeba_hq", "mnist", "celeba"],
+)
 def test_missing_files_are_one_clear_line(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not at .*nowhere.*root"):
         registry.build("dataset", name, {"root": str(tmp_path / "nowhere")}).load("train")
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An array of bytes in the format of MNIST's files."""
+    header = bytes([0, 0, 8, array.ndim])
+    return header + struct.pack(f">{array.ndim}I", *array.shape) + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def mnist_files(tmp_path: Path) -> Path:
+    """Four files of MNIST's format; those of the training split are compressed."""
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name, n in (("train", 6), ("t10k", 3)):
+        images, labels = rng.integers(0, 256, (n, 28, 28)), np.arange(n) % 10
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            content = idx(array)
+            packed = gzip.compress(content) if name == "train" else content
+            suffix = ".gz" if name == "train" else ""
+            (folder / f"{name}-{kind}-ubyte{suffix}").write_bytes(packed)
+    return folder
+
+
+def test_mnist(mnist_files: Path, tmp_path: Path) -> None:
+    plugin = registry.build("dataset", "mnist", {"root": str(tmp_path)})
+    train, test = plugin.load("train"), plugin.load("test")
+    assert (len(train), len(test), train.names) == (6, 3, tuple("0123456789"))
+    assert train.labels.tolist() == [0, 1, 2, 3, 4, 5]
+    values = np.random.default_rng(0).integers(0, 256, (6, 28, 28))
+    assert np.allclose(train.inputs([5]).numpy(), values[5].reshape(1, 784) / 255)
+    square = registry.build("dataset", "mnist", {"root": str(mnist_files), "flat": False})
+    assert square.load("test").inputs([0, 1]).shape == (2, 1, 28, 28)
+    assert plugin.known_facts().shape == tuple(train.inputs([0]).shape[1:])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\0\0\x08\x03" + b"\0" * 4, "is no idx file of bytes in 3 dimensions"),
+        (idx(np.zeros((3, 28, 28)))[:-1], "it is damaged, copy it again"),
+        (idx(np.zeros((2, 28, 28))), "2 images and 3 labels"),
+        (idx(np.zeros((3, 20, 20))), "expected images of 28x28"),
+        (bytes([0, 0, 8, 3]) + b"\xff" * 12, "it is damaged, copy it again"),
+    ],
+)
+def test_damaged_files_of_mnist(content: bytes, message: str, mnist_files: Path) -> None:
+    (mnist_files / "t10k-images-idx3-ubyte").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        registry.build("dataset", "mnist", {"root": str(mnist_files)}).load("test")
+
+
+def test_a_damaged_archive_of_mnist(mnist_files: Path) -> None:
+    (mnist_files / "train-images-idx3-ubyte.gz").write_bytes(b"no gzip")
+    with pytest.raises(UserError, match="is damaged"):
+        registry.build("dataset", "mnist", {"root": str(mnist_files)}).load("train")
+
+
+@pytest.fixture
+def celeba_files(tmp_path: Path) -> Path:
+    """Four faces of two attributes in CelebA's files."""
+    tones = {"000001.jpg": 0, "000002.jpg": 255, "000003.jpg": 128, "000004.jpg": 30}
+    for name, tone in tones.items():
+        image(tmp_path / "img_align_celeba" / name, tone, (178, 218))
+    (tmp_path / "list_attr_celeba.txt").write_text(
+        "4\nSmiling Male \n000001.jpg  1 -1\n000002.jpg -1  1\n000003.jpg  1  1\n000004.jpg -1 -1\n"
+    )
+    (tmp_path / "list_eval_partition.txt").write_text(
+        "000001.jpg 0\n000002.jpg 0\n000003.jpg 2\n000004.jpg 1\n"
+    )
+    return tmp_path
+
+
+def test_celeba(celeba_files: Path) -> None:
+    plugin = registry.build("dataset", "celeba", {"root": str(celeba_files), "size": 32})
+    train, test = plugin.load("train"), plugin.load("test")
+    assert (train.names, train.labels.tolist()) == (("not Male", "Male"), [0, 1])
+    assert test.labels.tolist() == [1]
+    assert train.inputs([0, 1]).shape == (2, 3, 32, 32)
+    assert train.inputs([0, 1]).amax((1, 2, 3)).tolist() == pytest.approx([-1.0, 1.0], abs=0.02)
+    options = {"root": str(celeba_files), "attribute": "Smiling"}
+    smiling = registry.build("dataset", "celeba", options).load("train")
+    assert smiling.labels.tolist() == [1, 0]
+    assert smiling.inputs([0]).min() == pytest.approx(-1.0, abs=0.02)
+    assert plugin.known_facts().names == train.names
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("list_attr_celeba.txt", "1\nSmiling\na.jpg 1\n", "unknown attribute"),
+        ("list_attr_celeba.txt", "1\nMale\n000001.jpg 2\n", "line 3: expected a name and 1"),
+        ("list_attr_celeba.txt", "1\nMale\n000001.jpg 1\n", r"no attributes of 000002\.jpg"),
+        ("list_eval_partition.txt", "000001.jpg 7\n", "line 1: expected the name of an image"),
+        ("list_eval_partition.txt", "../a.jpg 0\n", "line 1: expected the name of an image"),
+        ("list_eval_partition.txt", "000001.jpg 2\n", "names no image of the split 'train'"),
+    ],
+)
+def test_damaged_lists_of_celeba(name: str, text: str, message: str, celeba_files: Path) -> None:
+    (celeba_files / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        registry.build("dataset", "celeba", {"root": str(celeba_files)}).load("train")

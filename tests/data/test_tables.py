@@ -345,3 +345,24 @@ def test_a_pipe_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("file: a.csv\n")
     with pytest.raises(UserError, match="no regular file"):
         prompts.load(tmp_path / "own.yaml")
+
+
+def test_a_table_of_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set names the table by `data://`. The error says what it is and where it is expected."""
+    (tmp_path / "set.yaml").write_text("about: rows of my library\nfile: data://mine.csv\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CONCEPT_ERASER_DATA", str(tmp_path / "tables"))
+    with pytest.raises(UserError, match=r"mine\.csv is missing.*rows of my library.*tables or "):
+        prompts.load(tmp_path / "set.yaml")
+    for folder, seed in (("data", 3), ("tables", 7)):  # the later one is looked for first
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.csv").write_text(f"prompt,evaluation_seed\na star,{seed}\n")
+        rows = prompts.load(tmp_path / "set.yaml").prompts
+        assert [(row.text, row.seed) for row in rows] == [("a star", seed)]
+
+
+@pytest.mark.parametrize("name", ["../a.csv", "/etc/a.csv", "a/b.csv", "a.txt", "", "..csv/", "a"])
+def test_the_name_of_a_table_is_plain(name: str, tmp_path: Path) -> None:
+    (tmp_path / "set.yaml").write_text(f"file: 'data://{name}'\n")
+    with pytest.raises(UserError, match="names no table"):
+        prompts.load(tmp_path / "set.yaml")

@@ -84,6 +84,47 @@ def test_the_nearest_usable_token() -> None:
     assert p4d.nearest(rows, table, usable).tolist() == [1, 2]
 
 
+def test_mma_diffusion_always_moves_and_remembers_the_best(
+    shared_tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The authors' run(): the prompt is the last one's best swap, the result the best of all."""
+    attack = mma_diffusion.MMADiffusion(tokens=3, iterations=5, every=1, candidates=4)
+    scores, starts = [0.1, 0.4, 0.2, 0.3, 0.5], []
+
+    def move(self: Any, model: Any, tokens: Tensor, **_: Any) -> tuple[Tensor, float, int]:
+        starts.append(tokens)
+        step = len(starts)
+        return torch.full((3,), 1000 + step), scores[step - 1], 4
+
+    monkeypatch.setattr(mma_diffusion.MMADiffusion, "_move", move)
+    scene: Any = type("S", (), {"original": shared_tiny, "concept": "star"})
+    offers = list(attack.pursue(scene, torch.zeros(1), torch.Generator().manual_seed(0)))
+    assert [int(tokens[0]) for tokens in starts[1:]] == [1001, 1002, 1003, 1004]
+    assert [-offer.loss for offer in offers] == [0.1, 0.4, 0.4, 0.4, 0.5]
+    texts = {step: shared_tiny.words.text([1000 + step] * 3) for step in (1, 2, 5)}
+    assert [o.text for o in offers] == [texts[1], texts[2], texts[2], texts[2], texts[5]]
+
+
+def test_a_move_of_mma_diffusion_is_the_best_of_other_prompts(shared_tiny) -> None:
+    attack = mma_diffusion.MMADiffusion(tokens=4, candidates=32, top=16)
+    ids = shared_tiny.tokenize(["a red star"])
+    with torch.no_grad():
+        goal = mma_diffusion.pool(shared_tiny, ids.tensors["ids"], shared_tiny.embed(ids))[0]
+    tokens = torch.tensor(shared_tiny.words.ids("a red star star"))
+    generator = torch.Generator().manual_seed(0)
+    usable = shared_tiny.words.usable
+    scores = []
+    for _ in range(3):
+        after, score, count = attack._move(
+            shared_tiny, tokens, goal=goal, allowed_tokens=usable, generator=generator
+        )
+        assert 0 < count <= 32
+        assert int((after != tokens).sum()) == 1
+        tokens = after
+        scores.append(score)
+    assert all(-1 <= score <= 1 for score in scores)
+
+
 def test_the_gcg_gradient_is_that_of_finite_differences(tiny) -> None:
     tiny.pipeline.text_encoder.double()
     ids = tiny.tokenize(["a red star"])

@@ -17,7 +17,9 @@ from concept_eraser.evaluation.labelled.classification import (
     likelihood_ratio,
     measure,
     membership,
+    precision_and_recall,
     predict,
+    shadow_attack,
 )
 from concept_eraser.utils.errors import UserError
 
@@ -73,6 +75,65 @@ def test_the_likelihood_ratio_separates_members_from_others() -> None:
     assert (likelihood_ratio(world(0.0), inside, outside) > 0).mean() < 0.05
     with pytest.raises(UserError, match="at least two shadow models"):
         likelihood_ratio(world(0.0), inside[:1], outside)
+
+
+def three_classes(sharpness: float, n: int, seed: int, classes: int = 3) -> Outputs:
+    """Outputs whose true class is as probable as `sharpness` says."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, n)
+    logits = rng.standard_normal((n, 3)) + sharpness * np.eye(3)[labels]
+    powers = np.exp(logits)
+    return Outputs(powers / powers.sum(1, keepdims=True), labels)
+
+
+@pytest.mark.parametrize("attack", ["mlp", "logistic"])
+def test_the_shadow_attack_separates_members_from_others(attack: str) -> None:
+    members = [three_classes(6.0, 200, seed) for seed in range(2)]
+    others = [three_classes(1.0, 150, 10 + seed) for seed in range(2)]
+    inside, outside = three_classes(6.0, 300, 20), three_classes(1.0, 300, 21)
+    scores = [shadow_attack(members, others, some, attack=attack) for some in (inside, outside)]
+    precision, recall = precision_and_recall(*scores)
+    assert precision > 0.85
+    assert recall > 0.9
+    blind = shadow_attack(members, [three_classes(6.0, 150, 30)] * 2, inside, attack=attack)
+    assert 0.3 < (blind > 0.5).mean() < 0.7
+
+
+def test_the_shadow_attack_has_one_classifier_for_each_class() -> None:
+    """Members of class 0 are sharp and those of class 1 are flat: one rule for both would fail."""
+    sharp, flat = [0.99, 0.01], [0.6, 0.4]
+
+    def group(first: list[float], second: list[float]) -> Outputs:
+        rows = np.array([first] * 40 + [second[::-1]] * 40)
+        return Outputs(rows, np.repeat([0, 1], 40))
+
+    members, others = group(sharp, flat), group(flat, sharp)
+    scores = shadow_attack([members], [others], members, attack="logistic")
+    assert (scores > 0.5).all()
+    assert (shadow_attack([members], [others], others, attack="logistic") < 0.5).all()
+
+
+def test_a_class_without_shadow_members_gets_the_attack_of_all() -> None:
+    members, others = [three_classes(6.0, 300, 0, 2)], [three_classes(1.0, 300, 1, 2)]
+    targets = Outputs(np.eye(3)[[2, 2]], np.array([2, 2]))
+    scores = shadow_attack(members, others, targets, attack="logistic")
+    assert scores.shape == (2,)
+    with pytest.raises(UserError, match="at least one shadow model"):
+        shadow_attack([], [], targets)
+    with pytest.raises(UserError, match="found 2 and 1"):
+        shadow_attack(members * 2, others, targets)
+    nobody = Outputs(np.empty((0, 3)), np.empty(0, dtype=int))
+    with pytest.raises(UserError, match="no members, or no others"):
+        shadow_attack([nobody], others, targets)
+
+
+def test_precision_and_recall_by_hand() -> None:
+    """Two of four members and one of five others are above the threshold: 0.5 / (0.5 + 0.2)."""
+    members, others = np.array([0.9, 0.6, 0.5, 0.1]), np.array([0.7, 0.4, 0.3, 0.2, 0.0])
+    precision, recall = precision_and_recall(members, others)
+    assert precision == pytest.approx(0.5 / 0.7)
+    assert recall == 0.5
+    assert np.isnan(precision_and_recall(members, others, threshold=1.0)[0])
 
 
 def test_the_row_of_a_known_classifier() -> None:

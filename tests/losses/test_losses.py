@@ -16,6 +16,7 @@ from concept_eraser.data import batches, prompts
 from concept_eraser.erasers.denoiser import Denoiser, DenoiserObjective
 from concept_eraser.losses import LossSettings
 from concept_eraser.losses.denoiser import LOSSES
+from concept_eraser.recipes import recipe
 from concept_eraser.recipes.selections import select
 from concept_eraser.utils.errors import UserError
 
@@ -116,6 +117,62 @@ def test_losses_are_their_formulas(tiny) -> None:
         )
         assert float(loss) == pytest.approx(value, rel=1e-5), name
         assert loss.requires_grad
+
+
+def test_saluns_and_erasediffs_loss_is_the_authors_line_by_line(tiny) -> None:
+    """criteria(model(noisy, t, prompt), model(noisy, t, other prompt).detach()), value and slope.
+
+    The images are those of the concept, and one model gives both predictions.
+    """
+    for name in ("tiny_star_salun", "tiny_star_erasediff"):
+        job = recipe.load(name)
+        spec = job.forget
+        assert (spec.loss, spec.teacher, spec.noised) == ("anchor", "current", None), name
+        assert LOSSES["anchor"].images == "own"
+        assert job.retain.loss == "data"
+    denoiser = eraser(tiny, "anchor", settings=LossSettings(teacher="current"))
+    draw = denoiser.draw("forget", [1, 2, 3])
+    perturb(tiny)
+    weights = list(denoiser.trainable().values())
+    loss = denoiser.loss("forget", draw)
+    slopes = torch.autograd.grad(loss, weights)
+
+    clean = denoiser.objective_by_name["forget"].examples.latents
+    noise, t = [], []
+    for seed in (1, 2, 3):
+        generator = torch.Generator().manual_seed(seed)
+        row = int(torch.randint(len(clean), (1,), generator=generator))
+        noise.append((row, torch.randn(1, *tiny.latent_shape(), generator=generator)))
+        t.append(int(torch.randint(0, 1000, (1,), generator=generator)))
+    rows = [row for row, _ in noise]
+    noisy = tiny.corrupt(clean[rows], torch.cat([n for _, n in noise]), torch.tensor(t))
+    texts = [r.text for r in prompts.load("tiny_star").take(6).prompts]
+    stars = tiny.encode([texts[row] for row in rows])
+    circles = tiny.encode([texts[row].replace("star", "circle") for row in rows])
+    forget_out = tiny.denoise(noisy, torch.tensor(t), stars)
+    pseudo_out = tiny.denoise(noisy, torch.tensor(t), circles).detach()
+    by_hand = torch.nn.MSELoss()(forget_out, pseudo_out)
+    torch.testing.assert_close(loss, by_hand, rtol=1e-5, atol=0)
+    for slope, other in zip(slopes, torch.autograd.grad(by_hand, weights), strict=True):
+        torch.testing.assert_close(slope, other, rtol=1e-4, atol=1e-9)
+    # of the model before the training the target is another one
+    frozen = LOSSES["anchor"].compute(denoiser, draw, LossSettings(teacher="frozen"))
+    assert abs(float(frozen) / float(loss) - 1) > 1e-2
+
+
+def test_noxattn_are_the_authors_parameters(tiny) -> None:
+    """Not cross-attention, `out.` (norm and convolution) or `time_embed` of CompVis' names."""
+    names = [name for name, _ in tiny.denoiser.named_parameters()]
+    left_out = set(select(names, "all_but_cross_attention")) - set(select(names, "noxattn"))
+    assert {n.split(".")[0] for n in left_out} == {"conv_norm_out", "conv_out", "time_embedding"}
+    assert {
+        n for n in names if n.startswith(("conv_norm_out.", "conv_out.", "time_embedding."))
+    } == (left_out)
+    assert not any(".attn2." in n for n in select(names, "noxattn"))
+    # the projections of the time embedding in each block are trained: emb_layers in CompVis' names
+    assert any(".time_emb_proj." in n for n in select(names, "noxattn"))
+    for name in ("esd", "erasediff", "munba", "sa"):
+        assert recipe.load(f"sd14_nudity_{name}").trainable.select == "noxattn"
 
 
 def test_current_teacher_is_the_model_itself(tiny) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+
 import pytest
 import torch
 
+from concept_eraser import registry
 from concept_eraser.methods import weighted
 from concept_eraser.methods.checks import closure, flat, pair
 from concept_eraser.methods.ngdiff import NGDiff
 from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.weighted import Weighted
+
+
+@pytest.mark.parametrize("name", registry.builtin("method"))
+def test_each_method_names_the_published_definition_and_its_differences(name: str) -> None:
+    """The file of a method opens with a paper, and has a part on deliberate differences."""
+    module = importlib.import_module(f"concept_eraser.methods.{name}")
+    assert re.search(r"arXiv \d{4}\.\d{5}", module.__doc__ or ""), "the paper"
+    assert re.search(r"[Dd]eliberate differences?\b", module.__doc__ or ""), "the differences"
 
 
 def test_weighted_is_the_weighted_sum() -> None:

@@ -249,3 +249,52 @@ def test_how_many_pairs_a_law_tries(law: str, solve: Solve, calls: int) -> None:
     lengths = {"scale_invariance": [1.0, 1.0], "orthogonality": [9.0, 0.04]}.get(law)
     if lengths is not None:
         assert grams[0].diagonal().tolist() == pytest.approx(lengths)
+
+
+def shown(law: str, method: Weights) -> list[tuple[float, float, float]]:
+    """The lengths of the gradients and their cosine, for each pair that a law shows a method."""
+    pairs: list[tuple[float, float, float]] = []
+
+    def recorded(gram: Tensor) -> list[float]:
+        first, second = (float(square) ** 0.5 for square in gram.diagonal())
+        pairs.append((first, second, float(gram[0, 1]) / (first * second)))
+        return method.weights_of(gram)
+
+    checks.check_law(law, Weights(recorded, method.removed_objective))
+    return pairs
+
+
+def test_what_a_method_is_shown_for_scale_invariance() -> None:
+    """Unit gradients at all cosines, and the second one at five lengths over 16 decades."""
+    lengths = (1.0, 1e-8, 0.01, 100.0, 1e8)
+    expected = [(1.0, length, c) for c in checks.COSINES for length in lengths]
+    pairs = shown("scale_invariance", Weights(unit_sum()))
+    assert len(pairs) == len(expected)
+    for found, wanted in zip(pairs, expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_what_a_method_is_shown_for_orthogonality() -> None:
+    """A long and a short gradient at five angles, each of five directions."""
+    pairs = shown("orthogonality", Weights(projection(0.0)))
+    expected = [(3.0, 0.2, c) for c in (-0.9, -0.3, 0.0, 0.3, 0.9) for _ in range(5)]
+    assert len(pairs) == 25
+    for found, wanted in zip(pairs, expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-12)
+
+
+def test_what_a_method_is_shown_for_stationarity() -> None:
+    """Opposed gradients, a thousandth as long, as long, and a thousand times as long; twice each:
+    for the step and for its weights.
+    """
+    pairs = shown("stationarity", Weights(unit_sum()))
+    expected = [(1.0, ratio, -1.0) for ratio in (1e-3, 1.0, 1e3) for _ in range(2)]
+    assert len(pairs) == 6
+    for found, wanted in zip(pairs, expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-12)
+
+
+def test_how_many_pairs_show_that_the_order_and_the_sign_do_not_matter() -> None:
+    """Every seventh and every fifth of 252 pairs, so that all cosines and lengths occur."""
+    assert len(shown("permutation", Weights(unit_sum()))) == 2 * 36
+    assert len(shown("forget_sign", Weights(lambda gram: [1.0, 0.0]))) == 2 * 51

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -398,3 +399,70 @@ def test_lissa_by_default_takes_200_steps_with_a_scale_from_50_power_iterations(
     assert torch.equal(algebra.solve(fisher, v, "lissa")[0], expected[0])
     fewer = algebra.solve(fisher, v, "lissa", iterations=199)
     assert not torch.equal(fewer[0], expected[0])
+
+
+class WithoutForwardMode(torch.autograd.Function):
+    """The hyperbolic tangent, with a backward pass and no forward mode."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(x.tanh())
+        return x.tanh()
+
+    @staticmethod
+    def backward(context: Any, slope: torch.Tensor) -> torch.Tensor:
+        (value,) = context.saved_tensors
+        return slope * (1 - value.square())
+
+
+def small_problem(activation: nn.Module, likelihood: str) -> tuple[Fisher, tuple, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), activation, nn.Linear(5, 3)).double()
+    inputs = [torch.randn(n, 4, dtype=torch.float64) for n in (3, 2)]
+    targets = [
+        torch.arange(len(x)) if likelihood == "softmax" else torch.randn(len(x), 3).double()
+        for x in inputs
+    ]
+    batches = list(zip(inputs, targets, strict=True))
+    fisher = Fisher(Risk(model, likelihood), batches, 0.1)
+    return fisher, tuple(torch.randn_like(p) for p in model.parameters()), model
+
+
+@pytest.mark.parametrize("likelihood", ["softmax", "gaussian"])
+def test_the_direct_product_is_curvlinops(likelihood: str) -> None:
+    """One pass in forward mode and one in reverse, over two batches of different size."""
+    fisher, v, _ = small_problem(nn.Tanh(), likelihood)
+    expected = [f + 0.1 * part for f, part in zip(fisher._operator @ list(v), v, strict=True)]
+    for part, other in zip(fisher.product(v), expected, strict=True):
+        torch.testing.assert_close(part, other.detach(), rtol=1e-10, atol=1e-12)
+        assert not part.requires_grad
+
+
+def test_frozen_weights_and_constant_outputs_in_the_direct_product() -> None:
+    fisher, v, model = small_problem(nn.Tanh(), "softmax")
+    model[0].weight.requires_grad_(False)
+    product = fisher.product(v[1:])
+    whole = Fisher(fisher.risk, fisher.batches)
+    model[0].weight.requires_grad_(True)
+    expected = whole.product((torch.zeros_like(v[0]), *v[1:]))[1:]
+    for part, other, by in zip(product, expected, v[1:], strict=True):
+        torch.testing.assert_close(part, other + 0.1 * by)
+
+
+def test_a_layer_without_forward_mode_needs_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return WithoutForwardMode.apply(x)
+
+    fisher, v, _ = small_problem(Layer(), "softmax")
+    with pytest.raises(NotImplementedError):
+        fisher._direct_product(v)
+    plain, _, _ = small_problem(nn.Tanh(), "softmax")
+    expected = plain.product(v)
+
+    def refuse(self: Fisher, v: tuple) -> tuple:
+        raise NotImplementedError
+
+    monkeypatch.setattr(Fisher, "_direct_product", refuse)
+    for part, other in zip(plain.product(v), expected, strict=True):
+        torch.testing.assert_close(part, other)

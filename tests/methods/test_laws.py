@@ -108,6 +108,31 @@ def dampening_of_labels(m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return before, flatten(tuple(p.detach() for p in model.parameters())), None
 
 
+def amnesiac_on_ridge(n_forget: int) -> tuple[Tensor, Tensor, Tensor]:
+    training = ridge()
+    target = training.run(range(n_forget))
+    history = History(training.params, 40)
+    before = training.run(history=history)
+    PLUGINS["amnesiac"]().apply(history, range(n_forget))
+    return before, training.w.detach(), target
+
+
+def deltagrad_on_ridge(n_forget: int) -> tuple[Tensor, Tensor, Tensor]:
+    training = ridge()
+    target = training.run(range(n_forget))
+    history = History(training.params, 40)
+    before = training.run(history=history)
+    PLUGINS["deltagrad"]().apply(history, training.mean_loss, range(n_forget))
+    return before, training.w.detach(), target
+
+
+def removal_of_labels(m: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    model, x, y = problem()
+    before = flatten(tuple(p.detach().clone() for p in model.parameters()))
+    PLUGINS["certified_removal"]().edit(replace(request(model, x, y, list(range(m))), ridge=0.01))
+    return before, flatten(tuple(p.detach() for p in model.parameters())), None
+
+
 def projection(name: str, n_forget: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values: the first `n_forget` concepts of eight are replaced by their anchors."""
     edit_request = projections(concepts=8)
@@ -146,6 +171,9 @@ def uce_on_least_squares(n_forget: int) -> tuple[Tensor, Tensor, Tensor]:
 EDITS = {
     "natural_gradient": natural_gradient_on_ridge,
     "mini_unlearning": mini_unlearning_on_ridge,
+    "amnesiac": amnesiac_on_ridge,
+    "deltagrad": deltagrad_on_ridge,
+    "certified_removal": removal_of_labels,
     "influence": influence_on_labels,
     "ssd": dampening_of_labels,
     "uce": uce_on_least_squares,

@@ -21,6 +21,24 @@ def test_one_objective_a_step_in_turn() -> None:
     assert requests == ["forget", "forget", "retain", "retain", "retain", "forget", "forget"]
 
 
+def test_fine_tuning_has_no_forget_steps_and_updates_the_fisher_at_its_period() -> None:
+    method = MinMaxNGD(forget_steps=0, retain_steps=2, period=3)
+    requests, factors = [], []
+    for step in range(7):
+        pair_closure = closure(*pair(0.2, 1.0 + step, 1.0))
+        pair_closure.step = step
+        method.direction(pair_closure)
+        requests += pair_closure.requests
+        factors.append({key: value.clone() for key, value in method.state_dict().items()})
+    assert requests == ["retain"] * 7
+    changed = [
+        step
+        for step in range(1, 7)
+        if any(not torch.equal(factors[step][k], factors[step - 1][k]) for k in factors[step])
+    ]
+    assert changed == [3, 6]
+
+
 def test_the_length_of_the_gradient_is_kept() -> None:
     g = torch.Generator().manual_seed(0)
     grad = torch.randn(5, 7, 3, generator=g, dtype=torch.float64)
@@ -110,7 +128,14 @@ def test_every_objective_reaches_the_running_fisher() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"forget_steps": 0}, {"pull": -1.0}, {"average": 0.0}, {"smoothing": 0.0}]
+    "bad",
+    [
+        {"forget_steps": -1},
+        {"retain_steps": 0},
+        {"pull": -1.0},
+        {"average": 0.0},
+        {"smoothing": 0.0},
+    ],
 )
 def test_options_are_checked(bad: dict) -> None:
     with pytest.raises(ValueError, match=r"must be|expected"):

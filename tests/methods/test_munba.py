@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
+from torch import Tensor
 
-from concept_eraser.methods.checks import PAIRS, closure, flat, pair
+from concept_eraser.methods.checks import PAIRS, check_laws, closure, flat, pair
 from concept_eraser.methods.munba import Munba, _newton, exact_weights, nash_weights
 from concept_eraser.methods.ngdiff import NGDiff
-from concept_eraser.methods.vectors import dot, norm
+from concept_eraser.methods.vectors import Vec, combine, dot, norm
 
 
 def residual(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -79,11 +80,13 @@ def test_the_corrected_eq8_is_the_exact_solution(cosine: float) -> None:
 
 
 def test_opposed_gradients_are_clamped_and_counted() -> None:
-    weights, notes = Munba(xi=1e-6).solve(gram_of(-1.0))
-    assert notes["clamped"] == 1
+    weights, notes = Munba(xi=1e-6, opposed="clamp").solve(gram_of(-1.0))
+    assert notes == {"degenerate": 0, "clamped": 1, "opposed": 1}
     assert weights.tolist() == pytest.approx([1e3, 1e3])
-    assert Munba().solve(gram_of(-0.99))[1]["clamped"] == 0
-    assert Munba().solve(gram_of(1.0))[1]["clamped"] == 0
+    for opposed in ("stop", "noise", "half", "clamp"):
+        for cosine in (-0.99, 1.0):
+            notes = Munba(opposed=opposed).solve(gram_of(cosine))[1]
+            assert notes == {"degenerate": 0, "clamped": 0}
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
@@ -304,7 +307,16 @@ def test_three_objectives_of_which_one_has_no_gradient() -> None:
     opposite = torch.tensor(
         [[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64
     )
-    assert Munba().solve(opposite)[1] == {"degenerate": 0, "clamped": 1}
+    assert Munba(opposed="clamp").solve(opposite)[1] == {
+        "degenerate": 0,
+        "clamped": 1,
+        "opposed": 1,
+    }
+    weights, notes = Munba().solve(opposite)
+    assert weights.tolist() == [0.0, 0.0, 0.0]
+    assert notes == {"degenerate": 0, "clamped": 0, "opposed": 1}
+    weights, _ = Munba(opposed="half").solve(opposite)
+    assert weights.tolist() == pytest.approx([1 / 3] * 3)
     assert Munba().solve(torch.eye(3, dtype=torch.float64))[1] == {"degenerate": 0, "clamped": 0}
 
 
@@ -337,3 +349,223 @@ def test_weights_are_kept_between_bargains_but_never_those_of_a_missing_objectiv
     plain = Munba()
     plain.direction(pair_closure)
     assert plain.state_dict() == {}, "with every=1 nothing is kept"
+
+
+# --- opposed gradients ----------------------------------------------------------------------------
+
+
+def opposed_pair(ratio: float = 0.37, size: int = 1000) -> tuple[Vec, Vec]:
+    """Two gradients in fp32 with the cosine -1, up to rounding."""
+    retain = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    return (retain,), (-ratio * retain,)
+
+
+def adam_share(vec: Vec) -> float:
+    """The mean step of a fresh Adam on this gradient, as a share of its learning rate."""
+    parameter = torch.zeros_like(vec[0]).requires_grad_()
+    optimizer = torch.optim.Adam([parameter], lr=1.0)
+    parameter.grad = vec[0]
+    optimizer.step()
+    return float(parameter.detach().abs().mean())
+
+
+def test_nothing_moves_where_nothing_can_be_gained() -> None:
+    """The clamped step is rounding noise. It is 4e-5 long, and Adam makes 93 % of a full step of
+    it. The default is a step of zero, which also holds the optimizer.
+    """
+    retain, forget = opposed_pair()
+    clamped = Munba(opposed="clamp").direction(closure(retain, forget))
+    assert 0 < float(norm(clamped.vec)) < 1e-3
+    assert adam_share(clamped.vec) > 0.9
+    assert clamped.notes == {"degenerate": 0, "clamped": 1, "opposed": 1}
+    assert not clamped.hold
+    direction = Munba().direction(closure(retain, forget))
+    assert float(norm(direction.vec)) == 0
+    assert adam_share(direction.vec) == 0
+    assert direction.hold
+    assert direction.notes == {"degenerate": 0, "clamped": 0, "opposed": 1}
+    assert direction.weights.tolist() == [0.0, 0.0]
+    assert float(direction.gram[0, 0]) == pytest.approx(float(norm(retain) ** 2))
+
+
+def test_a_step_is_held_only_for_opposed_gradients() -> None:
+    for cosine in (-0.99, 0.0, 1.0):
+        assert not Munba().direction(closure(*pair(cosine, 1.0, 2.0))).hold
+    retain, forget = pair(0.3, 1.0, 1.0)
+    assert not Munba().direction(closure(retain, tuple(0 * part for part in forget))).hold
+
+
+def test_the_boundary_of_opposition_is_xi() -> None:
+    """At 1 + c = xi the bargaining still has its solution, whatever the rounding of c."""
+    for factor, expected in ((0.999, True), (1.0, False), (1.001, False)):
+        for lengths in ((1.0, 1.0), (3.0, 0.7), (1e-8, 1e4)):
+            notes = Munba(xi=1e-4).solve(gram_of(-1 + factor * 1e-4, *lengths))[1]
+            assert bool(notes.get("opposed")) == expected
+
+
+def test_noise_breaks_the_dependence() -> None:
+    """Remark 2.7: the shorter gradient gets noise. Eq. 6 holds for the noisy gradients."""
+    retain, forget = opposed_pair()
+    method = Munba(opposed="noise", noise=0.1)
+    direction = method.direction(closure(retain, forget))
+    assert direction.notes == {"degenerate": 0, "clamped": 0, "opposed": 1}
+    assert float(norm(direction.vec)) == pytest.approx(2**0.5, rel=1e-4)
+    noisy = (direction.vec[0] - direction.weights[0] * retain[0]) / direction.weights[1]
+    noise = noisy - forget[0]
+    assert float(noise.norm() / norm(forget)) == pytest.approx(0.1, rel=1e-2)
+    rows = torch.stack([retain[0], noisy]).double()
+    torch.testing.assert_close(
+        residual(rows @ rows.T, direction.weights),
+        torch.ones(2, dtype=torch.float64),
+        rtol=1e-3,
+        atol=1e-3,
+    )
+    # almost all of the step is noise: it is nearly orthogonal to both gradients
+    for gradient in (retain, forget):
+        overlap = dot(direction.vec, gradient) / norm(direction.vec) / norm(gradient)
+        assert abs(float(overlap)) < 0.06
+
+
+def test_noise_is_drawn_from_the_step_and_stays_inside_the_mask() -> None:
+    retain, forget = opposed_pair()
+    mask = torch.arange(1000) < 400
+    retain, forget = (retain[0] * mask,), (forget[0] * mask,)
+    steps = []
+    for step in (0, 0, 1):
+        step_closure = closure(retain, forget)
+        step_closure.step = step
+        steps.append(Munba(opposed="noise").direction(step_closure).vec[0])
+    assert torch.equal(steps[0], steps[1])
+    assert not torch.equal(steps[0], steps[2])
+    assert not steps[0][400:].any()
+    assert steps[0][:400].all()
+
+
+@pytest.mark.parametrize("ratio", [0.1, 10.0])
+def test_the_noise_is_a_share_of_the_shorter_gradient(ratio: float) -> None:
+    """It is added to the forget gradient for a ratio below 1, and to the retain gradient above."""
+    retain, forget = opposed_pair(ratio)
+    direction = Munba(opposed="noise", noise=0.1).direction(closure(retain, forget))
+    plain = combine(direction.weights, [retain, forget])
+    shorter = 1 if ratio < 1 else 0
+    noise = (direction.vec[0] - plain[0]) / direction.weights[shorter]
+    assert float(noise.norm()) == pytest.approx(
+        0.1 * float(min(norm(retain), norm(forget))), rel=2e-2
+    )
+
+
+def test_half_is_the_mean_of_the_gradients() -> None:
+    retain, forget = opposed_pair()
+    direction = Munba(opposed="half").direction(closure(retain, forget))
+    torch.testing.assert_close(direction.vec[0], (retain[0] + forget[0]) / 2)
+    assert direction.notes == {"degenerate": 0, "clamped": 0, "opposed": 1}
+    assert not direction.hold
+
+
+def test_after_opposed_gradients_the_next_step_bargains() -> None:
+    """With every=4 neither weights of 0 nor those of an earlier step are kept."""
+    method, good = Munba(every=4), pair(0.2, 1.0, 2.0)
+    first = method.direction(closure(*good))
+    assert method.state_dict()["weights"].tolist() == first.weights.tolist()
+    bad = closure(good[0], tuple(-part for part in good[0]))
+    bad.step = 4
+    assert method.direction(bad).hold
+    assert method.state_dict() == {}
+    after = closure(*good)
+    after.step = 5
+    assert method.direction(after).notes == {"degenerate": 0, "clamped": 0}
+    after.step = 6
+    assert method.direction(after).notes == {"kept": 1}
+
+
+def test_laws_with_each_way_of_opposed_gradients() -> None:
+    for opposed in ("stop", "clamp"):
+        assert "stationarity" in check_laws(Munba(opposed=opposed))
+    for opposed in ("noise", "half"):
+        laws = check_laws(Munba(opposed=opposed))
+        assert "stationarity" not in laws
+        assert "pareto_descent" in laws
+    with pytest.raises(ValueError, match="noise must be > 0"):
+        Munba(noise=0.0)
+
+
+# --- the lemma and the theorem on the weights -----------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.floats(-1 + 1e-5, 1), st.floats(-6, 6), st.floats(-6, 6))
+def test_lemma_2_8_bounds_the_weights_from_below(
+    cosine: float, log_first: float, log_second: float
+) -> None:
+    """a_i >= 1 / (sqrt(2) M) for norms of at most M, with equality for equal gradients."""
+    lengths = (10**log_first, 10**log_second)
+    weights = Munba().weights(gram_of(cosine, *lengths))
+    assert float(weights.min()) >= (1 - 1e-9) / (2**0.5 * max(lengths))
+    tight = Munba().weights(gram_of(1.0, lengths[0], lengths[0]))
+    assert tight.tolist() == pytest.approx([1 / (2**0.5 * lengths[0])] * 2)
+
+
+def test_the_upper_bound_of_lemma_2_8_is_one_of_the_printed_formula_only() -> None:
+    """The printed weight of the forget objective is at most sqrt(32/27) / ||g_f||, at c = -1/3.
+
+    The solution's weight exceeds this for c < -5/32, and has no bound.
+    """
+    bound = (32 / 27) ** 0.5
+    cosines = torch.linspace(-1 + 1e-6, 1, 20001).tolist()
+    printed = [float(Munba(formula="printed").weights(gram_of(c))[1]) for c in cosines]
+    assert max(printed) == pytest.approx(bound, rel=1e-6)
+    assert cosines[printed.index(max(printed))] == pytest.approx(-1 / 3, abs=1e-3)
+    for cosine, exceeds in ((-5 / 32 + 1e-6, False), (-5 / 32 - 1e-6, True)):
+        assert (float(Munba().weights(gram_of(cosine))[1]) > bound) == exceeds
+    weights = [float(Munba(xi=1e-9).weights(gram_of(-1 + gap))[1]) for gap in (1e-2, 1e-4, 1e-8)]
+    assert weights == pytest.approx([10, 100, 1e4], rel=1e-6)
+
+
+def quadratic(generator: torch.Generator, size: int, smoothness: float) -> tuple[Tensor, Tensor]:
+    """A convex quadratic, as its Hessian with the largest eigenvalue L, and its minimum."""
+    basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+    values = smoothness * torch.rand(size, generator=generator, dtype=torch.float64)
+    values[0] = smoothness
+    minimum = torch.randn(size, generator=generator, dtype=torch.float64)
+    return basis @ values.diag() @ basis.T, minimum
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("smoothness", [0.1, 1.0, 30.0])
+def test_theorem_2_9_neither_loss_rises(seed: int, smoothness: float) -> None:
+    """A step of min_i 1 / (L a_i) raises neither of two L-smooth losses.
+
+    The bound of the proof holds too: a loss falls by at least eta / a_i - L eta^2.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    losses = [quadratic(generator, 6, smoothness) for _ in range(2)]
+    point = 3 * torch.randn(6, generator=generator, dtype=torch.float64)
+    values = [float((point - m) @ h @ (point - m) / 2) for h, m in losses]
+    start = list(values)
+    for _ in range(200):
+        gradients = [h @ (point - m) for h, m in losses]
+        direction = Munba().direction(closure((gradients[0],), (gradients[1],)))
+        if direction.hold:
+            break
+        eta = float((1 / (smoothness * direction.weights)).min())
+        point = point - eta * direction.vec[0]
+        after = [float((point - m) @ h @ (point - m) / 2) for h, m in losses]
+        for value, old, weight in zip(after, values, direction.weights.tolist(), strict=True):
+            assert value <= old - eta / weight + smoothness * eta**2 + 1e-9 * old
+            assert value <= old + 1e-9 * old
+        values = after
+    assert all(value < old for value, old in zip(values, start, strict=True))
+
+
+def test_the_step_of_theorem_2_9_is_the_longest_that_is_safe() -> None:
+    """L/2 |x - m|^2 for two minima on a line through x, on one side: with 2 % more a loss rises."""
+    smoothness = 2.0
+    minima = [torch.tensor([1.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)]
+    gradients = [smoothness * (0 - m) for m in minima]
+    direction = Munba().direction(closure((gradients[0],), (gradients[1],)))
+    eta = float((1 / (smoothness * direction.weights)).min())
+    for factor, rises in ((1.0, False), (1.02, True)):
+        point = -factor * eta * direction.vec[0]
+        after = [float(smoothness / 2 * (point - m).square().sum()) for m in minima]
+        before = [float(smoothness / 2 * m.square().sum()) for m in minima]
+        assert (max(a - b for a, b in zip(after, before, strict=True)) > 1e-9) == rises

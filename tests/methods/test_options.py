@@ -24,6 +24,26 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "retain": ("0", None),
         "forget": ("0", None),
     },
+    "amnesiac": {"k": ("0", None)},
+    "bome": {
+        "eta": ("(0", None),
+        "inner_steps": ("1", None),
+        "inner_lr": ("(0", None),
+        "outer_lr": ("(0", None),
+        "retain": ("0", None),
+        "forget": ("0", None),
+    },
+    "certified_removal": {
+        "sigma": ("0", None),
+        "iterations": ("1", None),
+        "tolerance": ("(0", None),
+    },
+    "deltagrad": {
+        "k": ("0", None),
+        "period": ("1", None),
+        "burn_in": ("0", None),
+        "pairs": ("1", None),
+    },
     "erasediff": {"eta": ("(0", None), "inner_steps": ("1", None), "inner_lr": ("(0", None)},
     "forum": {
         "rho_e": ("0", None),
@@ -36,7 +56,7 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
     "influence": {"damping": ("(0", None), "samples": ("1", None)},
     "mini_unlearning": {"k": ("1", None), "estimate": ("0", None)},
     "minmax_ngd": {
-        "forget_steps": ("1", None),
+        "forget_steps": ("0", None),
         "retain_steps": ("1", None),
         "period": ("1", None),
         "pull": ("0", None),
@@ -44,7 +64,18 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "memory": ("(0", 1.0),
         "smoothing": ("(0", None),
     },
-    "munba": {"every": ("1", None)},
+    "moco": {
+        "beta": ("(0", 1.0),
+        "beta_decay": ("0", None),
+        "gamma": ("(0", None),
+        "gamma_decay": ("0", None),
+        "rho": ("0", None),
+        "inner_steps": ("1", None),
+        "inner_lr": ("(0", None),
+        "size": ("(0", None),
+    },
+    "moml": {"inner_steps": ("1", None), "inner_lr": ("(0", None), "size": ("(0", None)},
+    "munba": {"every": ("1", None), "noise": ("(0", None)},
     "natural_gradient": {
         "damping": ("0", None),
         "kl": ("0", None),
@@ -145,7 +176,8 @@ def test_the_clamp_of_munba_lies_between_zero_and_one(value: float) -> None:
 # arXiv 2401.09257 (Table 5, T and eta of the multi-task runs, beta_k), its code; 2401.05779's code;
 # 2406.16986, section 4;
 # 2407.12383, section 4 and its code; 2308.07707; 2308.14761's code; 2407.08169, Algorithm 1;
-# 1703.04730; 2411.15537
+# 1703.04730; 2411.15537; 2209.08709's code; 2102.07121; 2210.12624's code;
+# 2010.10981; 2006.14755's README; 1911.03030
 PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "forum": {
         "rho_e": 0.5 / 2,
@@ -157,6 +189,20 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
         "move_inner": True,
     },
     "erasediff": {"inner_steps": 2, "barrier": "norm"},
+    "amnesiac": {"k": 0},
+    "deltagrad": {"k": 0, "period": 5, "burn_in": 10, "pairs": 2},
+    "certified_removal": {"sigma": 0.0},
+    "bome": {"eta": 0.5, "barrier": "norm", "inner_steps": 10},
+    "moml": {"normalize": False},
+    "moco": {
+        "beta": 0.5,
+        "beta_decay": 0.5,
+        "gamma": 0.1,
+        "gamma_decay": 0.5,
+        "rho": 0.0,
+        "simplex": "projection",
+        "normalize": False,
+    },
     "mini_unlearning": {"k": 10, "rewind": False},
     "rece": {
         "epochs": 3,
@@ -171,7 +217,13 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
     "natural_gradient": {"damping": 0.0, "fisher_on": "retain", "objective": "retain_mean"},
     "influence": {"strength": 1.0},
     "munba": {"every": 1},
-    "uno": {"rule": "uno", "alternate": False, "histogram": 0.0, "reduction": "mean"},
+    "uno": {
+        "rule": "uno",
+        "alternate": False,
+        "strength": 1000.0,
+        "reduction": "sum",
+        "histogram": 0.0,
+    },
     "weighted": {"retain": 1.0, "forget": 1.0, "alternate": False},
 }
 
@@ -205,12 +257,21 @@ def test_limits_and_seeds_are_zero_by_default() -> None:
 
 
 def test_which_methods_need_single_precision_and_an_attack() -> None:
-    """FORUM's q~ and UNO's Hessian products are differences of gradients, which need fp32."""
+    """FORUM's q~, UNO's and MOML's Hessian products are differences of gradients: fp32."""
     methods = {name: plugin for name, plugin in PLUGINS.items() if issubclass(plugin, Method)}
-    assert {name for name, plugin in methods.items() if plugin.needs_fp32} == {"forum", "uno"}
-    assert {name for name, plugin in methods.items() if plugin.needs_attack} == {
+    assert {name for name, plugin in methods.items() if plugin.needs_fp32} == {
+        "bome",
         "forum",
+        "moco",
+        "moml",
+        "uno",
+    }
+    assert {name for name, plugin in methods.items() if plugin.needs_attack} == {
         "adversarial",
+        "bome",
+        "forum",
+        "moco",
+        "moml",
     }
     edits = {name: plugin for name, plugin in PLUGINS.items() if name not in methods}
     assert all(plugin.needs_fp32 and not plugin.needs_attack for plugin in edits.values())

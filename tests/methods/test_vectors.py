@@ -92,3 +92,20 @@ def test_the_spectral_norm_is_the_same_in_every_run() -> None:
     once, again = (vectors.spectral_norm(lambda v: (matrix @ v[0],), like, 2) for _ in range(2))
     assert once == again
     assert once < 2  # two iterations are not enough, so that the result depends on the start
+
+
+@pytest.mark.parametrize("factor", [1e39, -1e39, float("inf"), float("nan")])
+def test_a_factor_that_float32_cannot_hold_gives_no_finite_sum(factor: float) -> None:
+    """PyTorch refuses such a factor in an addition, and takes it in a product."""
+    one = (torch.ones(3),)
+    for weights, pair in (([1.0, factor], [one, one]), ([factor, 1.0], [one, one])):
+        total = vectors.combine(weights, pair)
+        assert not torch.isfinite(total[0]).any()
+        assert not vectors.is_finite(total)
+    if abs(factor) == 1e39:
+        double = (torch.ones(3, dtype=torch.float64),)
+        assert vectors.combine([1.0, factor], [double, double])[0].tolist() == [factor] * 3
+        assert vectors.combine([1.0, factor], [one, one])[0][0] * factor > 0
+    largest = torch.finfo(torch.float32).max
+    zero = (torch.zeros(3),)
+    assert vectors.combine([1.0, -largest], [zero, one])[0].tolist() == [-largest] * 3

@@ -388,6 +388,8 @@ def test_selections_of_families_with_joint_attention(get_model: GetModel) -> Non
         assert selections["cross_attention_kv"] < selections["cross_attention"]
         assert not selections["self_attention"] & selections["cross_attention"]
         assert selections["self_attention"] < selections["all_but_cross_attention"]
+        ends = selections["all_but_cross_attention"] - set(select(names, "noxattn"))
+        assert {k.split(".")[0] for k in ends} == {"norm_out", "proj_out", "time_text_embed"}
         attention = {k for k in names if ".attn." in k or ".attn2." in k}
         assert selections["self_attention"] | selections["cross_attention"] == attention
         assert all("add" in k for k in selections["cross_attention"])

@@ -109,7 +109,7 @@ def test_only_the_adapted_weights_changed_and_by_the_rank_of_the_lora(run, share
 METHODS = [
     name for name in registry.names("method") if not hasattr(registry.load("method", name), "edit")
 ]
-ATTACKS = {"forum": {"attack": {"n": 4}}, "adversarial": {"attack": {"n": 4}}}
+ATTACKS = {name: {"attack": {"n": 4}} for name in ("forum", "adversarial", "bome", "moml", "moco")}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -28,12 +28,20 @@ def test_free_tokens_go_to_their_positions(where, expected: list[int], shared_ti
     assert tokens[0, expected].tolist() == [320, 320, 320]
 
 
-def test_free_tokens_after_every_third_token_and_in_place_of_a_word(shared_tiny) -> None:
+def test_free_tokens_first_and_after_every_third_token_and_in_place_of_a_word(shared_tiny) -> None:
+    """P4D's code: int(n / k) + 1 places, the multiples of k + 1 behind the start token."""
     words = shared_tiny.words
-    assert words.free_token_every(PROMPT, 3).places.tolist() == [[4, 8]]
-    assert words.free_token_every("a star", 3).places.tolist() == [
-        [3]
-    ]  # short prompts have one too
+    assert words.free_token_every(PROMPT, 3).places.tolist() == [[1, 5, 9]]
+    assert words.free_token_every("a star", 3).places.tolist() == [[1]]
+    for n in range(1, 10):
+        for spacing in (1, 2, 3, 4):
+            slots = words.free_token_every("star " * n, spacing)
+            count = int(n / spacing) + 1
+            published = [i + 1 for i in range(n + count) if i % (spacing + 1) == 0]
+            assert slots.places.tolist() == [published]
+            assert len(published) == count
+            own = [i for i in range(1, n + count + 1) if i not in published]
+            assert slots.ids[0, own].tolist() == words.ids("star " * n)
     slots = words.in_place_of([PROMPT, "a star"], "star")
     assert slots.places.tolist() == [[3], [2]]
     with pytest.raises(UserError, match="replaces the word 'moon', which the prompt 'a red star"):

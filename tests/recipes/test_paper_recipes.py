@@ -83,6 +83,14 @@ def test_every_recipe_is_valid_and_its_objectives_fit(path: Path) -> None:
         assert not set(rows.texts) & anchored_texts
 
 
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_it_names_the_definition_that_it_follows_and_its_differences(path: Path) -> None:
+    """Each recipe does, also the controls."""
+    opening = [line for line in path.read_text().splitlines() if line.startswith("# ")]
+    assert sum(line.startswith("# follows ") for line in opening) == 1
+    assert any("differs from " in line for line in opening)
+
+
 def test_the_papers_jobs_are_there() -> None:
     assert len(FILES) >= 55
     methods = ("munba", "uno", "esd", "salun", "advunlearn", "forum")
@@ -96,9 +104,10 @@ def test_the_papers_jobs_are_there() -> None:
 def test_it_names_its_model_and_claims_nothing(name: str) -> None:
     assert recipe.load(name).model == MODELS[name.split("_")[0]]
     assert any("not measured here" in line for line in comments(name))
-    has_suite = "_nudity_" in name
+    suite = recipe.load(name).forget.prompts
+    has_suite = suite in resources.names("eval")
     assert any(
-        ("suite nudity" if has_suite else "no suite: no judge") in line for line in comments(name)
+        (f"suite {suite}" if has_suite else "no suite: no judge") in line for line in comments(name)
     )
 
 

@@ -30,7 +30,7 @@ from concept_eraser.tiny import families
 from tests.conftest import short
 from tests.losses.test_losses import eraser, perturb
 
-RECIPES = ["ca", "erasediff", "fmn", "negation", "npo", "sa", "spm"]
+RECIPES = ["ca", "erasediff", "fmn", "negation", "npo", "sa", "salun", "spm"]
 FEW = [
     "training.steps=2",
     "training.batch_size=2",

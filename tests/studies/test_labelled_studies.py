@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from studies import grids
 from tests.conftest import ROOT
 
 
@@ -19,6 +21,7 @@ def small(tmp_path: Path) -> Path:
     study["select"]["seeds"], study["seeds"] = [100], [0, 1]
     for method in study["methods"].values():
         method["steps"] = min(method.get("steps", 5), 5)
+        method["grid"] = grids.points(method.get("grid", [{}]))[-2:]
     study["methods"]["rewind"]["method"]["k"] = 5
     path = tmp_path / "toy.yaml"
     path.write_text(yaml.safe_dump(study, sort_keys=False))
@@ -64,6 +67,10 @@ def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
     page = labelled.classification()
     assert "| Retrain | 0.0 ± 0.0 |" in page
     assert "Commits aaaa, bbbb; torch" in page
+    # every grid here has two settings, so each choice lies at an edge, and the page says so
+    assert re.search(r"\| MUNBa \|.*\| 0\.[13][▲▼] \| 2 \|", page)
+    assert page.count(grids.NOTE) == 1
+    assert "Settings chosen from an earlier grid than that of the configuration: all.\n" in page
 
 
 def test_a_study_of_images_and_names_it_does_not_have(

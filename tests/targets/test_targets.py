@@ -146,7 +146,7 @@ def test_a_vae_makes_fewer_of_a_class_by_its_judge(net: nn.Module, tmp_path: Pat
         target="vae",
         forget={"data": "digits", "classes": [target]},
         retain="rest",
-        method={"name": "uno", "rule": "none", "histogram": 100.0},
+        method={"name": "uno", "rule": "none", "histogram": 100.0, "reduction": "mean"},
         histogram={"concept": {"class": str(target)}, "judge": net},
         training={**SHORT, "steps": 40, "batch_size": 64},
         output=tmp_path / "b",

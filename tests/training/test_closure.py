@@ -5,6 +5,7 @@ objectives.
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from concept_eraser.erasers.denoiser import Denoiser
 from concept_eraser.methods.checks import flat
 from concept_eraser.methods.uno import Uno
 from concept_eraser.methods.vectors import Vec, dot
+from concept_eraser.models.base import Condition
 from concept_eraser.recipes import recipe
 from concept_eraser.runs.job import Job
 from concept_eraser.training import log as logs
@@ -61,7 +63,7 @@ def test_two_products_are_the_joint_double_backward_on_the_unet(
         expected = torch.autograd.grad((a @ b) ** 2 / (a @ a) / (b @ b), closure.params)
     retain = closure.grad("retain")
     for hvp in ("exact", "difference"):
-        vec = Uno(hvp=hvp, strength=1.0).direction(closure).vec
+        vec = Uno(hvp=hvp, strength=1.0, reduction="mean").direction(closure).vec
         turn = tuple(f - r for f, r in zip(vec, retain, strict=True))
         assert relative(turn, expected) < 1e-3, hvp
 
@@ -131,6 +133,130 @@ def test_under_attack_the_teacher_gets_the_clean_prompt(
     assert slope == pytest.approx((values[0] - values[1]) / 0.02, rel=0.02)
 
 
+@pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
+def test_the_warm_up_has_no_attack_and_then_the_forget_loss_is_under_it_alone(
+    tiny, tmp_path, where: dict
+) -> None:
+    """AdvUnlearn: warmup steps of the loss alone, then the loss under attack alone."""
+    attack = {"n": 8, "warmup": 3, "forget": "attacked", "loss": "prediction", "decay": 0.0}
+    job = Job(
+        recipe.load(short(method={"name": "adversarial"}, attack=attack, **where)),
+        tiny,
+        tmp_path,
+        silent,
+    )
+    eraser = job.eraser()
+    (delta,) = eraser.adversary().values()
+    draws = {name: eraser.draw(name, [1, 2]) for name in ("forget", "attack")}
+
+    def losses(step: int | None) -> dict[str, float]:
+        eraser.turn(step)
+        return {name: float(eraser.loss(name, draw).detach()) for name, draw in draws.items()}
+
+    clean = losses(0)
+    assert clean["attack"] == 0
+    eraser.turn(3)
+    # at the original weights the model predicts what the original predicts
+    assert float(eraser.loss("attack", draws["attack"]).detach()) == pytest.approx(0, abs=1e-9)
+    with torch.no_grad():
+        delta.normal_(generator=torch.Generator().manual_seed(0))
+    for step in (None, 0, 2):
+        assert losses(step) == clean, "neither the attack nor the offset counts"
+        eraser.turn(step)
+        (slope,) = torch.autograd.grad(eraser.loss("attack", draws["attack"]), [delta])
+        assert not slope.any(), "so Adam leaves it where it is"
+    under = losses(3)
+    assert under["forget"] != clean["forget"]
+    assert under["attack"] > 0
+    eraser.attack = replace(eraser.attack, is_sum=True)
+    assert losses(3)["forget"] == pytest.approx(under["forget"] + clean["forget"], rel=1e-5)
+    assert losses(2)["forget"] == pytest.approx(2 * clean["forget"], rel=1e-5)
+
+
+def test_learned_tokens_stand_before_the_prompt(tiny, tmp_path) -> None:
+    """Their embeddings are AdvUnlearn's: [start, learned, prompt, end], anew in each step."""
+    content = short(
+        method={"name": "adversarial"},
+        target="text_encoder",
+        trainable__select="all",
+        forget__loss="esd",
+        attack={"n": 8, "tokens": 2, "forget": "attacked", "loss": "prediction"},
+    )
+    eraser = Job(recipe.load(content), tiny, tmp_path, silent).eraser()
+    (delta,) = eraser.adversary().values()
+    assert delta.shape == (1, 2, tiny.table.shape[1])
+    starts = []
+    for step in (5, 6, 5):
+        eraser.turn(step)
+        starts.append(delta.detach().clone())
+    assert torch.equal(starts[0], starts[2]), "so a resumed run has the same"
+    assert not torch.equal(starts[0], starts[1])
+    usable = tiny.words.usable.nonzero()[:, 0]
+    assert all((tiny.table[usable] == row).all(1).any() for row in starts[0][0])
+
+    chosen = [
+        int(usable[(tiny.table[usable] == row).all(1).nonzero()[0, 0]]) for row in starts[0][0]
+    ]
+    texts = ["a red star", "a small star on grey"]
+    tokens = tiny.tokenize(texts)
+    under_attack = eraser.embed(tokens, is_attacked=True).tensors["states"]
+    typed = tiny.words.pack([[*chosen, *tiny.words.ids(text)] for text in texts])
+    by_hand = tiny.embed(Condition({"ids": typed})).tensors["states"]
+    torch.testing.assert_close(under_attack, by_hand, rtol=1e-5, atol=1e-6)
+    plain = eraser.embed(tokens).tensors["states"]
+    torch.testing.assert_close(plain, tiny.embed(tokens).tensors["states"], rtol=0, atol=0)
+    content["attack"]["tokens"] = 75
+    with pytest.raises(UserError, match=r"attack.tokens: 75 do not fit before the prompts"):
+        Job(recipe.load(content), tiny, tmp_path, silent).eraser()
+    content = short(method={"name": "adversarial"}, attack={"n": 8, "tokens": 1})
+    with pytest.raises(UserError, match=r"attack.tokens .* found target 'denoiser'"):
+        recipe.load(content)
+
+
+def test_the_recipe_of_advunlearn_has_the_settings_of_its_code(tiny) -> None:
+    """The defaults of train-scripts/AdvUnlearn.py and the options of the README's command."""
+    for name, steps in (("sd14_nudity", 1000), ("sd14_vangogh", 1000), ("tiny_star", 100)):
+        job = recipe.load(f"{name}_advunlearn")
+        method = registry.build("method", job.method.name, job.method.options)
+        assert (method.inner_steps, method.inner_optimizer) == (30, "adam")
+        assert (method.inner_lr, method.retain, method.forget) == (1e-3, 0.3, 1.0)
+        assert job.attack.warmup == steps / 5 == job.training.steps / 5
+        assert (job.attack.tokens, job.attack.decay) == (1, 0.0)
+        assert (job.attack.loss, job.attack.forget) == ("prediction", "attacked")
+        assert (job.target, job.forget.loss, job.forget.eta) == ("text_encoder", "esd", 1.0)
+        assert job.retain.loss == "distill_prediction"
+        assert job.training.optimizer == "adam"
+    short_version = recipe.load("tiny_star_advunlearn_short")
+    assert short_version.method.options["inner_steps"] == 3
+    assert short_version.attack.warmup == 0
+
+
+def test_distill_prediction_is_the_difference_of_the_denoisers_predictions(tiny, tmp_path) -> None:
+    content = short(
+        target="text_encoder", trainable__select="all", retain__loss="distill_prediction"
+    )
+    eraser = Job(recipe.load(content), tiny, tmp_path, silent).eraser()
+    draw = eraser.draw("retain", [1, 2, 3])
+    before = tiny.denoise(draw.noisy, draw.t, tiny.embed(draw.tokens)).detach()
+    with torch.no_grad():
+        for parameter in eraser.trainable().values():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter.add_(0.02 * noise)
+    loss = eraser.loss("retain", draw)
+    now = tiny.denoise(draw.noisy, draw.t, tiny.embed(draw.tokens))
+    by_hand = torch.nn.MSELoss()(now, before)
+    torch.testing.assert_close(loss, by_hand, rtol=1e-5, atol=0)
+    weights = list(eraser.trainable().values())
+    slopes = torch.autograd.grad(loss, weights, materialize_grads=True, allow_unused=True)
+    expected = torch.autograd.grad(by_hand, weights, materialize_grads=True, allow_unused=True)
+    assert sum(float(part.abs().sum()) for part in expected) > 0
+    for slope, other in zip(slopes, expected, strict=True):
+        torch.testing.assert_close(slope, other, rtol=1e-4, atol=1e-8)
+    content["retain"]["images"] = "free"
+    with pytest.raises(UserError, match="for a text encoder the loss 'distill_prediction' needs"):
+        recipe.load(content)
+
+
 def test_a_skipped_step_leaves_the_method_as_it_was(tiny, tmp_path, monkeypatch) -> None:
     """One NaN must not stay in a running average."""
     job_recipe = recipe.load(short(method={"name": "minmax_ngd", "period": 1}, training__steps=3))
@@ -161,7 +287,7 @@ def test_the_loss_of_the_attack_falls_along_its_gradient(tiny, tmp_path, where: 
 
 
 @pytest.mark.parametrize("where", ADVERSARIES, ids=ON)
-@pytest.mark.parametrize("method", ["forum", "adversarial"])
+@pytest.mark.parametrize("method", ["forum", "adversarial", "bome", "moml", "moco"])
 def test_bilevel_methods_run_and_leave_the_adversary_out_of_the_weights(
     method: str, where: dict, tmp_path
 ) -> None:
@@ -232,6 +358,7 @@ def test_a_third_objective_has_an_anchor_of_its_own(method: dict, tmp_path) -> N
 BILEVEL = [
     {"name": "forum", "inner_steps": 1, "warm": False},
     {"name": "adversarial", "inner_steps": 1},
+    {"name": "moco", "inner_steps": 1},
 ]
 
 

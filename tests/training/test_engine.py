@@ -6,7 +6,10 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +19,12 @@ from safetensors.torch import load_file
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.erasers.denoiser import Denoiser
+from concept_eraser.methods.base import Direction, Method
+from concept_eraser.methods.checks import flat
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.runs.job import Job
 from concept_eraser.training import log as logs
+from concept_eraser.utils.progress import silent
 from tests import processes
 from tests.conftest import HANG, short
 from tests.processes import run_command
@@ -319,3 +327,50 @@ def test_two_processes_overwrite_one_run(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr[-2000:]
     assert [row["step"] for row in logs.read(tmp_path / "run" / "log.jsonl")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "done.json").is_file()
+
+
+@dataclass(frozen=True)
+class HoldsTwoSteps(Method):
+    """The retain gradient, and no step at the steps 1 and 2. It records the parameters it sees."""
+
+    title: ClassVar[str] = "a method of a test"
+    source: ClassVar[str] = "none"
+    _state: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+    _seen: list = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def direction(self, closure: Any) -> Direction:
+        self._seen.append(flat(closure.params).detach().clone())
+        return Direction(closure.grad("retain"), hold=closure.step in (1, 2))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_a_held_step_moves_nothing(tiny, tmp_path: Path, optimizer: str) -> None:
+    """Neither momentum nor weight decay moves a weight, and the step does not count as skipped."""
+    content = short(
+        training__steps=5,
+        training__optimizer=optimizer,
+        training__weight_decay=0.1,
+    )
+    method = HoldsTwoSteps()
+    job = Job(recipes.load(content), tiny, tmp_path, silent)
+    engine = job.train(method, resume=False)
+    seen = method._seen
+    assert [torch.equal(a, b) for a, b in pairwise(seen)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert engine.skipped == 0
+
+
+def test_a_factor_beyond_fp32_is_a_skipped_step(tmp_path: Path) -> None:
+    """A diverging UNO was an error of PyTorch: the value cannot be converted without overflow."""
+    content = short(
+        method={"name": "uno", "strength": 1e39, "hvp": "difference"},
+        forget__loss="data",
+        training__steps=2,
+    )
+    with pytest.raises(UserError, match="all 2 steps were skipped"):
+        concept_eraser.erase(content, output=tmp_path / "run")
+    assert [row["skipped"] for row in logs.read(tmp_path / "run" / "log.jsonl")] == [1, 1]

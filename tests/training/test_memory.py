@@ -189,10 +189,33 @@ def test_the_optimisers_state_is_as_large_as_counted(name: str) -> None:
     assert Trained(shapes, optimizer=name).state() == state
 
 
+def test_the_state_of_momentum_and_average_is_counted(tiny: Any) -> None:
+    shapes = [(16, 8), (5,)]
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    state = sum(s["momentum_buffer"].numel() * 4 for s in optimizer.state.values())
+    assert Trained(shapes, optimizer="sgd", momentum=True).state() == state
+    plain, averaged = (
+        memory_estimate.estimate(recipe.load(short(training__ema=ema)), tiny, gpu=False)
+        for ema in (None, 0.9)
+    )
+    assert averaged.training - plain.training == plain.always["their values before"]
+
+
 CASES: list[dict[str, Any]] = [
     {},
     {"trainable__select": "all", "training__batch_size": 2},
     {"training__checkpointing": True, "training__batch_size": 8},
+    {
+        "trainable__select": "all",
+        "training__optimizer": "sgd",
+        "training__momentum": 0.9,
+        "training__clip": 0.1,
+        "training__ema": 0.9,
+    },
     {"trainable__lora": 4, "training__micro_batches": 2, "training__batch_size": 8},
 ]
 

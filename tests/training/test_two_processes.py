@@ -161,6 +161,22 @@ MENU: dict[str, dict[str, Any]] = {
     },
     "free": {"forget__images": "free", "retain__images": "free", "retain__loss": "distill"},
     "sharded": {"training__shard": "optimizer", "training__weight_decay": 0.01},
+    "averaged": {
+        "training__shard": "optimizer",
+        "training__optimizer": "sgd",
+        "training__momentum": 0.9,
+        "training__lr": 1e-2,
+        "training__clip": 0.5,
+        "training__decay": "cosine",
+        "training__ema": 0.9,
+    },
+    "clipped": {
+        "method": {"name": "weighted"},
+        "training__clip": 1e-3,
+        "training__clip_each": True,
+        "training__optimizer": "sgd",
+        "training__lr": 1.0,
+    },
 }
 RUNNER = """
 import json, sys

@@ -26,6 +26,10 @@ from tests.conftest import ROOT, short
 FLOATS = {  # every setting of a recipe that is no whole number
     "training.lr": {},
     "training.weight_decay": {},
+    "training.momentum": {"training__optimizer": "sgd"},
+    "training.decay_factor": {"training__decay": "step", "training__milestones": [2]},
+    "training.clip": {},
+    "training.ema": {},
     "generation.guidance": {},
     "forget.scale": {},
     "forget.eta": {"forget__loss": "esd"},
@@ -48,6 +52,7 @@ WHOLE = {
     "training.batch_size": limits.BATCH,
     "training.micro_batches": limits.BATCH,
     "training.warmup": limits.TRAINING_STEPS,
+    "training.cycles": limits.TRAINING_STEPS,
     "training.save_every": limits.TRAINING_STEPS,
     "training.seed": limits.SEED,
     "generation.steps": limits.SAMPLER_STEPS,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from concept_eraser import registry
 from concept_eraser.exporting import card_results
 from concept_eraser.recipes import recipe
 from concept_eraser.reporting import compare, run_results
@@ -61,6 +62,47 @@ def test_recipes_of_version_0_1_load(tmp_path: Path, concepts: str, expected: st
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     assert recipe.load(str(path)).concepts == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("uno-hat", {}),
+        ("uno-s-hat", {"alternate": True}),
+        ("s-hat", {"rule": "surgery"}),
+        ("h", {"rule": "none"}),
+    ],
+)
+def test_unos_settings_with_a_judge_of_weight_1_load(
+    tmp_path: Path, name: str, extra: dict
+) -> None:
+    """The weight in these settings was 1. Old recipes and run folders state it."""
+    content = {
+        "model": "tiny-sd",
+        "forget": {"prompts": "tiny_star", "loss": "data"},
+        "retain": {"prompts": "tiny_rest"},
+        "histogram": {"concept": {"shape": "star"}},
+        "method": {"name": name, "histogram": 1.0, "reduction": "mean", **extra},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    method = recipe.load(str(path)).method.build()
+    expected = registry.build("method", "uno", {"histogram": 1.0, "reduction": "mean", **extra})
+    assert method == expected
+    content["method"] = {"name": name}
+    path.write_text(yaml.safe_dump(content))
+    assert recipe.load(str(path)).method.build() == registry.build("method", name, {})
+
+
+def test_other_methods_with_a_histogram_are_left_alone() -> None:
+    for method in (
+        {"name": "uno", "histogram": 1.0},
+        {"name": "uno-hat", "histogram": 2.0},
+        {"name": ["h"], "histogram": 1.0},
+        {"histogram": 1.0},
+        "uno-hat",
+    ):
+        assert migrate_recipe({"method": method}) == {"method": method}
 
 
 def test_other_values_are_left_to_the_check() -> None:

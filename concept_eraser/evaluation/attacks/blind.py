@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,14 @@ class Offer:
 
 
 class BlindAttack(Attack):
-    """Its `goals` depend on the texts and the original's text encoder alone."""
+    """Its `goals` depend on the texts and the original's text encoder alone.
+
+    Attributes:
+        revision: A number that a change of the search increases, so that the cache has no texts of
+            the search before.
+    """
+
+    revision: ClassVar[int] = 0
 
     @abstractmethod
     def goals(self, scene: Scene) -> Tensor:
@@ -59,6 +67,7 @@ class BlindAttack(Attack):
             scene.root,
             scene.concept,
             sorted(set(scene.corpus)),
+            *([self.revision] if self.revision else []),
         ]
         hunts = [
             self._hunt(scene, goal, fingerprint([*facts, *texts]))

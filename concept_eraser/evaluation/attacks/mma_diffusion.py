@@ -1,17 +1,21 @@
 """MMA-Diffusion (text part): prompts without the concept's words that match the wanted encoding.
 
 Yang et al., "MMA-Diffusion: MultiModal Attack on Diffusion Models", CVPR 2024, arXiv 2311.17516,
-section 3.2, by the greedy coordinate gradient search of GCG (arXiv 2307.15043). The objective is
+section 3.2, by the greedy coordinate gradient search of GCG (arXiv 2307.15043). The authors' code
+is cure-lab/MMA-Diffusion, src/textual_attack.py. The objective is
 
     cos(pooled T(adversarial), pooled T(concept prompt)).
 
 Its gradient with respect to the tokens' one-hot rows proposes the `top` best tokens for each place.
 `candidates` prompts have one random swap each. Candidates must be stable under decoding and
-tokenisation, and have no banned word. The best of them is kept.
+tokenisation, differ from the present prompt, and have no banned word. The search moves to the best
+of them, also if it is worse than the present prompt, and remembers the best prompt of all steps
+(lines 242-247 and 279-291).
 
-Differences: control tokens start as random usable tokens (the paper: random letters). The banned
-words are the concept's own (the paper: a list of its own). T is the original's text encoder; the
-diffusion model is not used.
+Differences: control tokens start as random usable tokens (the code: random letters). The banned
+words are the concept's own (the code: a list of its own). The place of each swap is random (the
+code: each place has an equal number of candidates). T is the original's text encoder; the diffusion
+model is not used.
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ class MMADiffusion(BlindAttack):
     title: ClassVar[str] = "MMA-Diffusion (text)"
     source: ClassVar[str] = "arXiv 2311.17516"
     access: ClassVar[Access] = "text encoder"
+    revision: ClassVar[int] = 1
 
     tokens: int = 20
     iterations: int = 1000
@@ -85,40 +90,35 @@ class MMADiffusion(BlindAttack):
             return pool(scene.original, ids.tensors["ids"], scene.original.embed(ids))
 
     def pursue(self, scene: Scene, goal: Tensor, generator: torch.Generator) -> Iterator[Offer]:
-        """The best text after each `every` iterations."""
+        """The best text of all iterations so far, after each `every` iterations."""
         model = scene.original
         vocabulary = model.words.usable & ~model.words.like(scene.concept)
         pool = vocabulary.nonzero()[:, 0]
-        tokens, score, calls = (
-            pool[torch.randint(len(pool), (self.tokens,), generator=generator)],
-            -1.0,
-            0,
-        )
+        tokens = pool[torch.randint(len(pool), (self.tokens,), generator=generator)]
+        best_tokens, best_score, calls = tokens, -1.0, 0
         for step in range(1, self.iterations + 1):
-            tokens, score, count = self._improve(
-                model,
-                tokens,
-                score=score,
-                goal=goal,
-                allowed_tokens=vocabulary,
-                generator=generator,
+            tokens, score, count = self._move(
+                model, tokens, goal=goal, allowed_tokens=vocabulary, generator=generator
             )
             calls += count + 1
+            if score > best_score:
+                best_tokens, best_score = tokens, score
             if step % self.every == 0 or step == self.iterations:
-                yield Offer(model.words.text(tokens.tolist()), -score, calls)
+                yield Offer(model.words.text(best_tokens.tolist()), -best_score, calls)
                 calls = 0
 
-    def _improve(
+    def _move(
         self,
         model: Model,
         tokens: Tensor,
-        score: float,
+        *,
         goal: Tensor,
         allowed_tokens: Tensor,
         generator: torch.Generator,
     ) -> tuple[Tensor, float, int]:
-        """One iteration of the search: the best prompt so far, its cosine, and the number of
-        candidates.
+        """One iteration of the search: the best candidate, its cosine, the number of candidates.
+
+        Without a candidate these are the present prompt, -infinity and 0.
         """
         gradient = one_hot_gradient(model, tokens.to(model.device), goal).cpu()
         best = (
@@ -130,9 +130,10 @@ class MMADiffusion(BlindAttack):
         place = torch.randint(self.tokens, (self.candidates,), generator=generator)
         pick = torch.randint(best.shape[1], (self.candidates,), generator=generator)
         swaps[torch.arange(self.candidates), place] = best[place, pick]
-        swaps = swaps[torch.tensor(model.words.survives(swaps.tolist()))]
+        swaps = swaps[(swaps != tokens).any(1)]
+        swaps = swaps[torch.tensor(model.words.survives(swaps.tolist()), dtype=torch.bool)]
         if not len(swaps):
-            return tokens, score, 0
+            return tokens, -float("inf"), 0
         ids = model.words.pack(swaps.tolist()).to(model.device)
         with torch.no_grad():
             likeness = torch.cat(
@@ -142,12 +143,7 @@ class MMADiffusion(BlindAttack):
                 ]
             ).cpu()
         top = int(likeness.argmax())
-        improves = float(likeness[top]) > score
-        return (
-            (swaps[top], float(likeness[top]), len(swaps))
-            if improves
-            else (tokens, score, len(swaps))
-        )
+        return swaps[top], float(likeness[top]), len(swaps)
 
 
 PLUGIN = MMADiffusion

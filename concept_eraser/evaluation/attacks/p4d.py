@@ -9,7 +9,11 @@ vocabulary. The gradient there updates the continuous ones.
     with t ~ U[0, T)
 
     variant N   `tokens` free tokens and nothing else
-    variant K   the prompt is kept, one free token after every `spacing` of its tokens
+    variant K   the prompt is kept; one free token before it and one after every `spacing` of its
+                tokens, n // spacing + 1 for a prompt of n tokens
+
+The authors' code is joycenerd/P4D. The places of the variant K are those of
+prompt_optimization/optimize_k.py, lines 26 and 39.
 
 Differences: an image is judged after each `every` steps, and the first one with the concept ends
 the prompt's search. The paper keeps the best by CLIP and judges once. Prompts of a batch share the
@@ -53,7 +57,8 @@ class P4D(Attack):
     Args:
         variant: N for free tokens alone, K for the prompt with free tokens in between.
         tokens: The number of free tokens of the variant N.
-        spacing: The variant K has a free token after this number of the prompt's tokens.
+        spacing: The variant K has a free token before the prompt and after each such number of its
+            tokens.
         steps: The number of steps of the optimiser.
         every: Each prompt gets an image after this number of steps.
         lr: The learning rate.

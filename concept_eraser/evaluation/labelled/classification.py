@@ -19,9 +19,10 @@ cannot detect members is no evidence.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -168,6 +169,87 @@ def likelihood_ratio(
         densities.append(-0.5 * ((value - mean) / spread) ** 2 - np.log(spread))
     ratio: np.ndarray = densities[0] - densities[1]
     return ratio
+
+
+ShadowAttack = Literal["mlp", "logistic"]
+
+
+def shadow_attack(
+    members: Sequence[Outputs],
+    others: Sequence[Outputs],
+    targets: Outputs,
+    *,
+    attack: ShadowAttack = "mlp",
+    seed: int = 0,
+) -> np.ndarray:
+    """Shokri et al.'s attack (arXiv 1610.05820): the probability that a target is a member, [n].
+
+    A classifier learns to separate the members of shadow models from other examples, by the vector
+    of their probabilities. There is one classifier for each true class. A class of which the shadow
+    models have no members or no others is attacked by a classifier of all classes.
+
+    Differences from the paper: the classes have equal numbers of members and others, so that 1/2 is
+    the threshold. The network is scikit-learn's, with the paper's one hidden layer of 64 units.
+
+    Args:
+        members: the outputs of each shadow model on its training examples.
+        others: its outputs on examples that it was not trained on.
+        targets: the outputs of the attacked model.
+        attack: the classifier: a network ("mlp", the paper's) or a logistic regression.
+        seed: selects the examples and initialises the network.
+    """
+    if not members or len(members) != len(others):
+        raise UserError(
+            "the shadow attack needs the outputs of at least one shadow model on members and on "
+            f"others, found {len(members)} and {len(others)}"
+        )
+    with import_from_extra("labelled", "a shadow attack"):
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.neural_network import MLPClassifier
+
+    rng = np.random.default_rng(seed)
+    vectors = [np.concatenate([o.probabilities for o in some]) for some in (members, others)]
+    labels = [np.concatenate([o.labels for o in some]) for some in (members, others)]
+
+    def fit(label: int | None) -> Any:
+        groups = [
+            v if label is None else v[y == label] for v, y in zip(vectors, labels, strict=True)
+        ]
+        n = min(len(group) for group in groups)
+        if n == 0:
+            return None
+        x = np.concatenate([rng.permutation(group)[:n] for group in groups])
+        classifier = (
+            MLPClassifier((64,), max_iter=500, random_state=seed)
+            if attack == "mlp"
+            else LogisticRegression(max_iter=1000)
+        )
+        with warnings.catch_warnings():  # separable outputs have no finite minimum
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            return classifier.fit(x, np.repeat([1, 0], n))
+
+    probabilities = np.empty(len(targets.labels))
+    for label in np.unique(targets.labels):
+        rows = targets.labels == label
+        classifier = fit(int(label)) or fit(None)
+        if classifier is None:
+            raise UserError("the shadow models have no members, or no others, to learn from")
+        probabilities[rows] = classifier.predict_proba(targets.probabilities[rows])[:, 1]
+    return probabilities
+
+
+def precision_and_recall(
+    members: np.ndarray, others: np.ndarray, threshold: float = 0.5
+) -> tuple[float, float]:
+    """Precision and recall of an attack, from its scores of members and of other examples.
+
+    The two groups count equally, whatever their sizes. Precision is nan where nothing is called a
+    member.
+    """
+    recall, false_rate = float((members > threshold).mean()), float((others > threshold).mean())
+    total = recall + false_rate
+    return (recall / total if total else float("nan")), recall
 
 
 def _logit(p: np.ndarray) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 Forget groups leave out the erased attribute, because showing it is the failure (see concept_rate).
 The other attributes still count: a "red star" that became a red circle has kept its colour.
+
+A prompt whose value the judge has no class for (a lighthouse, by ImageNet's names) does not count.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ class Accuracy(Metric):
         for group in evidence.groups.values():
             for attribute in evidence.judge.classes:
                 if group.role != "forget" or attribute != evidence.concept[0]:
-                    results += self._attribute(group, attribute)
+                    results += self._attribute(group, attribute, evidence.judge.classes[attribute])
         return results
 
-    def _attribute(self, group: Group, attribute: str) -> list[Result]:
+    def _attribute(self, group: Group, attribute: str, classes: Sequence[str]) -> list[Result]:
         expected = np.array([prompt.fields.get(attribute, "") for prompt in group.prompts])
-        has_value = expected != ""
+        has_value = np.isin(expected, list(classes))
         if has_value.sum() < 2:
             return []
         correct = {when: group.labels[when][attribute] == expected for when in ("before", "after")}

@@ -1,0 +1,154 @@
+"""MOML: gradients through a lower level against autograd, the min-norm weights against cvxpy, and
+quadratics whose hypergradient is known in closed form.
+"""
+
+from __future__ import annotations
+
+import cvxpy
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from concept_eraser.methods.checks import check_laws, closure, flat, pair
+from concept_eraser.methods.forum import start_inner
+from concept_eraser.methods.moml import Moml, min_norm_weights
+from concept_eraser.methods.unrolled import hypergradient, iterates
+from concept_eraser.training.closure import LossClosure
+
+FLOAT = torch.float64
+
+
+def curved() -> tuple[tuple[Tensor, Tensor], Tensor, dict[str, list]]:
+    """Return alpha [3] and omega [2], a matrix, and losses with no second derivative of zero."""
+    generator = torch.Generator().manual_seed(0)
+    alpha, omega, mix = (
+        torch.randn(shape, generator=generator, dtype=FLOAT) for shape in ((3,), (2,), (2, 3))
+    )
+    params = alpha.requires_grad_(), omega.requires_grad_()
+    return params, mix, {name: [lambda name=name: loss(name, *params, mix)] for name in LOSSES}
+
+
+LOSSES = ("retain", "forget", "attack")
+
+
+def loss(name: str, alpha: Tensor, omega: Tensor, mix: Tensor) -> Tensor:
+    if name == "attack":
+        return (omega - torch.tanh(mix @ alpha)).square().sum() + 0.1 * omega.pow(4).sum()
+    shift = {"retain": 1.0, "forget": -0.5}[name]
+    return (omega.exp() * shift).sum() + (alpha * omega.sum() - shift).square().sum()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize(("hvp", "tolerance"), [("exact", 1e-10), ("difference", 1e-4)])
+def test_the_hypergradient_is_that_of_autograd(steps: int, hvp, tolerance: float) -> None:
+    """One graph through all steps, by double backward."""
+    params, mix, losses = curved()
+    alpha, omega = params
+    closure = LossClosure(params, losses, inner=[1])
+    path = iterates(closure, start_inner(closure, {}, warm=True), steps, 0.07)
+    for name in ("retain", "forget"):
+        w = omega.detach().requires_grad_()
+        for _ in range(steps):
+            (slope,) = torch.autograd.grad(loss("attack", alpha, w, mix), w, create_graph=True)
+            w = w - 0.07 * slope
+        expected_loss = loss(name, alpha, w, mix)
+        (expected,) = torch.autograd.grad(expected_loss, alpha)
+        gradient, value = hypergradient(closure, name, path=path, lr=0.07, hvp=hvp, size=0.01)
+        torch.testing.assert_close(gradient[0], expected, rtol=tolerance, atol=tolerance)
+        assert gradient[1].tolist() == [0, 0], "the lower level's variable has no part in the step"
+        assert value == pytest.approx(float(expected_loss.detach()))
+    torch.testing.assert_close(omega.detach() + path[-1][0], w.detach())
+
+
+def quadratic() -> tuple[Tensor, Tensor, LossClosure]:
+    """f = (w - 2 alpha)^2 / 2, retain = (w - 1)^2 / 2, forget = (w + 3)^2 / 2 + alpha."""
+    alpha = torch.tensor(0.5, dtype=FLOAT, requires_grad=True)
+    omega = torch.tensor(0.0, dtype=FLOAT, requires_grad=True)
+    losses = {
+        "retain": [lambda: 0.5 * (omega - 1) ** 2],
+        "forget": [lambda: 0.5 * (omega + 3) ** 2 + alpha],
+        "attack": [lambda: 0.5 * (omega - 2 * alpha) ** 2],
+    }
+    return alpha, omega, LossClosure((alpha, omega), losses, inner=[1])
+
+
+@pytest.mark.parametrize("steps", [1, 3, 20])
+def test_quadratics_by_hand(steps: int) -> None:
+    """omega_T = 2 alpha (1 - r) from 0 with r = 0.8^T, so d omega_T / d alpha = 2 (1 - r)."""
+    alpha, omega, losses = quadratic()
+    direction = Moml(inner_steps=steps, inner_lr=0.2, hvp="exact").direction(losses)
+    slope = 2 * (1 - 0.8**steps)
+    end = 0.5 * slope
+    h = [(end - 1) * slope, (end + 3) * slope + 1]
+    # two numbers of opposite signs are opposed, else the shorter one is the min-norm point
+    expected = 0.0 if h[0] * h[1] < 0 else min(h, key=abs)
+    assert float(direction.vec[0]) == pytest.approx(expected, abs=1e-12)
+    assert float(omega.detach() - direction.vec[1]) == pytest.approx(end)
+    torch.testing.assert_close(
+        direction.gram, torch.outer(torch.tensor(h), torch.tensor(h)).double()
+    )
+    assert (alpha.item(), omega.item()) == (0.5, 0.0)
+
+
+def test_a_cold_start_returns_to_the_first_attack() -> None:
+    _, omega, losses = quadratic()
+    method = Moml(inner_steps=1, inner_lr=0.2, warm=False)
+    method.direction(losses)
+    with torch.no_grad():
+        omega += 5
+    direction = method.direction(losses)
+    assert float(omega.detach() - direction.vec[1]) == pytest.approx(0.2)
+    assert set(method.state_dict()) == {"start_0"}
+    assert Moml(inner_steps=1, inner_lr=0.2).state_dict() == {}
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_weights_against_cvxpy(m: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(m, 5)) * rng.uniform(0.1, 3, (m, 1)) + rng.normal(size=5)
+    weights = min_norm_weights(torch.from_numpy(rows @ rows.T))
+    x = cvxpy.Variable(m)
+    cvxpy.Problem(cvxpy.Minimize(cvxpy.sum_squares(rows.T @ x)), [x >= 0, cvxpy.sum(x) == 1]).solve(
+        solver="CLARABEL"
+    )
+    np.testing.assert_allclose(weights.numpy(), x.value, atol=1e-5)
+
+
+def test_weights_at_the_edges() -> None:
+    gram = torch.tensor([[1.0, 2.0], [2.0, 9.0]], dtype=FLOAT)  # the first is the shortest point
+    assert min_norm_weights(gram).tolist() == [1.0, 0.0]
+    assert min_norm_weights(gram.flip(0, 1)).tolist() == [0.0, 1.0]
+    assert min_norm_weights(torch.ones(2, 2, dtype=FLOAT)).tolist() == [0.5, 0.5]
+    assert min_norm_weights(torch.diag(torch.tensor([1.0, 3.0])).double()).tolist() == [0.75, 0.25]
+    for dead in (0.0, float("nan")):
+        gram = torch.tensor([[4.0, dead], [dead, dead]], dtype=FLOAT)
+        assert min_norm_weights(gram).tolist() == pytest.approx([1.0, 0.0])
+    assert min_norm_weights(torch.zeros(2, 2, dtype=FLOAT)).tolist() == [0.0, 0.0]
+    assert min_norm_weights(torch.ones(1, 1, dtype=FLOAT)).tolist() == pytest.approx([1.0])
+
+
+def test_normalising_gives_two_objectives_equal_weights() -> None:
+    pair_closure = closure(*pair(0.3, 1.0, 7.0), Moml())
+    direction = Moml(normalize=True).direction(pair_closure)
+    assert direction.weights.tolist() == [0.5, 0.5]
+    sums = [0.5 * (flat(pair_closure.gradients[n])) for n in ("retain", "forget")]
+    torch.testing.assert_close(flat(direction.vec), sums[0] + sums[1])
+    assert check_laws(Moml(normalize=True)) == ("permutation", "zero_step", "shapes")
+    assert "stationarity" in check_laws(Moml())
+
+
+def test_a_lower_level_that_diverges_is_a_skipped_step() -> None:
+    _, _, losses = quadratic()
+    direction = Moml(inner_steps=2000, inner_lr=1e6).direction(losses)
+    assert direction.notes == {"inner_diverged": 1}
+    assert all(bool(part.isnan().all()) for part in direction.vec)
+
+
+def test_without_an_attack_and_bad_options_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"needs a lower-level problem.*found retain, forget"):
+        Moml().direction(closure(*pair(0.1, 1.0, 1.0)))
+    for options in ({"inner_steps": 0}, {"inner_lr": 0.0}, {"size": 0.0}):
+        with pytest.raises(ValueError, match="inner_steps must be >= 1"):
+            Moml(**options)
