@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
@@ -126,6 +126,32 @@ def _about(path: Path) -> str:
     return next(iter([*about, *comments]), "")
 
 
+KindOption = Annotated[
+    Optional[str],
+    typer.Option(help="recipes, prompts or suites, for a name that several of them have"),
+]
+
+
+def _data_file(name: str, kind: str | None) -> tuple[Path | None, str]:
+    """Return the data file of a name, and a note on other kinds with this name.
+
+    The file is None if there is none. Raises UserError for an unknown kind.
+    """
+    if kind is not None and kind not in _DATA:
+        raise unknown("kind", kind, _DATA)
+    kinds = [key for key in _DATA if name in resources.names(_DATA[key])]
+    if kind is not None and kind not in kinds:
+        raise unknown(kind.removesuffix("s"), name, resources.names(_DATA[kind]))
+    if not kinds:
+        return None, ""
+    chosen_kind = kind or kinds[0]
+    others = [key for key in kinds if key != chosen_kind]
+    note = ""
+    if others and kind is None:
+        note = f" ({chosen_kind}; --kind {others[0]} takes the other file of this name)"
+    return resources.find(_DATA[chosen_kind], name), note
+
+
 _SHOW_KINDS = ("method", "attack", "loss", "judge", "metric")  # kinds of plug-ins
 _FIRST_KINDS = ("method", "attack")  # kinds that come before recipes, prompt sets and suites
 
@@ -135,6 +161,7 @@ def show(
         str,
         typer.Argument(help="a method, attack, loss, judge, metric, recipe, prompt set or suite"),
     ],
+    kind: KindOption = None,
 ) -> None:
     """Show a plug-in with its options and source, or the text of a recipe, prompt set or suite.
 
@@ -144,21 +171,21 @@ def show(
 
       concept-eraser show tiny_star_munba
     """
-    kinds = [
-        kind for kind in _SHOW_KINDS if name in registry.names(kind) or name in registry.named(kind)
+    plugin_kinds = [
+        one for one in _SHOW_KINDS if name in registry.names(one) or name in registry.named(one)
     ]
-    files = [kind for kind in _DATA.values() if name in resources.names(kind)]
-    if files and not set(kinds) & set(_FIRST_KINDS):
-        typer.echo(resources.find(files[0], name).read_text(encoding="utf-8"), nl=False)
+    path, _ = _data_file(name, kind)
+    if path is not None and (kind is not None or not set(plugin_kinds) & set(_FIRST_KINDS)):
+        typer.echo(path.read_text(encoding="utf-8"), nl=False)
         return
-    for number, kind in enumerate(kinds):
+    for number, plugin_kind in enumerate(plugin_kinds):
         if number:
             typer.echo()
-        if kind == "loss" and name in registry.builtin(kind):
+        if plugin_kind == "loss" and name in registry.builtin(plugin_kind):
             _show_loss(name)
         else:
-            _show_plugin(kind, name)
-    if kinds:
+            _show_plugin(plugin_kind, name)
+    if plugin_kinds:
         return
     names = [n for kind in _SHOW_KINDS for n in (*registry.names(kind), *registry.named(kind))]
     names += [n for kind in _DATA.values() for n in resources.names(kind)]
@@ -216,6 +243,7 @@ def check(files: Annotated[list[Path], typer.Argument(help="recipe files")]) -> 
 def copy(
     name: Annotated[str, typer.Argument(help="a recipe, prompt set or suite")],
     file: Annotated[Path, typer.Argument(help="the new file")],
+    kind: KindOption = None,
 ) -> None:
     """Copy a recipe, prompt set or suite to a new file, to edit it.
 
@@ -227,13 +255,12 @@ def copy(
 
     if file.exists():
         raise UserError(f"{file} exists already; give another name")
-    for kind in _DATA.values():
-        if name in resources.names(kind):
-            write_text(file, resources.find(kind, name).read_text(encoding="utf-8"))
-            typer.echo(f"copied {name} to {file}")
-            return
-    raise unknown(
-        "recipe, prompt set or suite",
-        name,
-        [n for kind in _DATA.values() for n in resources.names(kind)],
-    )
+    path, note = _data_file(name, kind)
+    if path is None:
+        raise unknown(
+            "recipe, prompt set or suite",
+            name,
+            [n for folder in _DATA.values() for n in resources.names(folder)],
+        )
+    write_text(file, path.read_text(encoding="utf-8"))
+    typer.echo(f"copied {name} to {file}{note}")

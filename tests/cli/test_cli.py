@@ -461,3 +461,20 @@ def test_a_message_does_not_move_the_cursor(cli) -> None:
     assert result.returncode == 2
     assert "\x1b" not in result.stderr
     assert "\\x1b[2J.yaml" in result.stderr
+
+
+def test_a_name_of_a_prompt_set_and_a_suite(cli, tmp_path: Path) -> None:
+    """`--kind` chooses; without it the command says that there is another file."""
+    result = cli("copy", "tiny_star", "prompts.yaml")
+    assert "(prompts; --kind suites takes the other file of this name)" in result.stdout
+    assert cli("copy", "tiny_star", "suite.yaml", "--kind", "suites").stdout.endswith(
+        "suite.yaml\n"
+    )
+    for name, folder in (("prompts.yaml", "prompts"), ("suite.yaml", "eval")):
+        text = (ROOT / folder / "tiny_star.yaml").read_text()
+        assert (tmp_path / name).read_text() == text
+    assert cli("show", "tiny_star", "--kind", "suites").stdout == text
+    for kind, message in (("x", "unknown kind 'x'"), ("recipes", "unknown recipe 'tiny_star'")):
+        result = cli("copy", "tiny_star", "other.yaml", "--kind", kind)
+        assert result.returncode == 2
+        assert message in result.stderr
