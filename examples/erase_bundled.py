@@ -14,7 +14,13 @@ from PIL import Image
 
 import concept_eraser
 
-QUICK = ["training.steps=2", "training.batch_size=4", "forget.n=8", "retain.n=8"]
+QUICK = [
+    "generation.steps=2",
+    "training.steps=2",
+    "training.batch_size=4",
+    "forget.n=8",
+    "retain.n=8",
+]
 
 
 def read_arguments() -> Namespace:
@@ -30,14 +36,13 @@ def main() -> None:
     arguments = read_arguments()
     run = concept_eraser.erase(
         arguments.concept,
+        images=4 if arguments.quick else arguments.n,
         overrides=QUICK if arguments.quick else [],
         output=arguments.output,
         notify=print,
     )
 
-    evaluation = concept_eraser.evaluate(
-        run.folder, n=4 if arguments.quick else arguments.n, output=run.folder
-    )
+    evaluation = concept_eraser.evaluate(run.folder, output=run.folder)
     for metric, name in (("concept_rate", "direct"), ("accuracy_shape", "retained")):
         result = evaluation.find(metric, name)
         before, after = result.before.value, result.after.value

@@ -38,6 +38,7 @@ def main() -> None:
         anchor=arguments.anchor,
         model=arguments.model,
         memory=arguments.memory,
+        images=4 if arguments.quick else None,
         trainable={"lora": {"rank": arguments.rank, "conv": True}},
         training={"steps": arguments.steps} if arguments.steps else None,
         overrides=QUICK if arguments.quick else [],

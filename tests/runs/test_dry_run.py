@@ -291,7 +291,8 @@ def test_replacements_are_deterministic_and_have_the_facts_of_the_data_set() -> 
 def test_images_of_a_text_encoders_objectives_are_those_of_the_denoiser() -> None:
     counts = {"forget.n": 30, "retain.n": 50, "attack.n": 7}
     changes = [f"{key}={value}" for key, value in counts.items()]
-    assert dry_run.image_count(recipe.load("tiny_star_advunlearn", changes)) == 30 + 7
+    assert dry_run.image_count(recipe.load("tiny_star_advunlearn", changes)) == 30 + 50 + 7
+    assert dry_run.image_count(recipe.load("tiny_star_advunlearn_short", changes)) == 30 + 7
     assert dry_run.image_count(recipe.load("tiny_star_text_encoder", changes[:2])) == 0
     npo = recipe.load("tiny_star_text_encoder", [*changes[:2], "forget.loss=npo"])
     assert dry_run.image_count(npo) == 30
