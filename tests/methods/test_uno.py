@@ -337,7 +337,9 @@ def test_the_step_of_the_difference_is_the_option() -> None:
 def test_the_automatic_strength_divides_by_the_length_of_the_turn() -> None:
     step = (torch.tensor([3.0, 4.0]),)
     for length, expected in ((0.5, 20.0), (2.0, 5.0), (0.0, 0.0)):
-        assert Uno(ratio=2.0)._beta((torch.tensor([length]),), step) == pytest.approx(expected)
+        assert Uno(strength="auto", ratio=2.0)._beta(
+            (torch.tensor([length]),), step
+        ) == pytest.approx(expected)
 
 
 def test_the_settings_with_names_are_the_papers() -> None:
