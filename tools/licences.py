@@ -561,7 +561,7 @@ def render() -> str:
 
 
 _EXTRAS = {
-    "curvature": "`pip install 'concept-eraser[curvature]'`: the method natural_gradient.",
+    "curvature": "`pip install 'concept-eraser[curvature]'`: the solver kfac of natural_gradient.",
     "labelled": (
         "`pip install 'concept-eraser[labelled]'`: membership attacks, the data set `digits`."
     ),

@@ -7,6 +7,7 @@ Python itself handles Ctrl-C with a traceback, which the package cannot change.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -77,6 +78,8 @@ def main() -> None:
         signal.SIGINT
     ) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, stop)
+        # the command has ended then; the interpreter would end by the signal, not by its exit code
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     collect_less_often()
     # telemetry of the hub would make a machine without network wait
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -478,3 +478,17 @@ def test_a_name_of_a_prompt_set_and_a_suite(cli, tmp_path: Path) -> None:
         result = cli("copy", "tiny_star", "other.yaml", "--kind", kind)
         assert result.returncode == 2
         assert message in result.stderr
+
+
+def test_ctrl_c_after_the_command_does_not_change_its_exit_code() -> None:
+    """The signal comes while the interpreter ends: hooks run in reverse order."""
+    code = (
+        "import atexit, os, signal, sys\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['concept-eraser', 'list', 'presets']\n"
+        "from concept_eraser.cli.main import main\n"
+        "main()\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""

@@ -34,7 +34,7 @@ model: nobody/a-classifier
 target: classifier
 forget: {data: painted, options: {n: 40}, classes: [star]}
 retain: {data: rest}
-method: {name: natural_gradient, damping: 0.1}
+method: {name: natural_gradient, damping: 0.1, solver: kfac}
 """
 RUN = """
 import contextlib, io, json, sys
