@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -161,3 +162,61 @@ def test_what_it_refuses() -> None:
     job = request(deep, 3)
     head = EditRequest(**{**vars(job), "params": tuple(deep[2].parameters())})
     assert CertifiedRemoval().edit(head)["step"] > 0, "a head on fixed features is linear"
+
+
+class Outputs(nn.Module):
+    """A function of x w^T, with the parameters of a linear layer."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(fit(torch.arange(N)).weight.detach().clone())
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x @ self.weight.T)
+
+
+def bent(z: Tensor) -> Tensor:
+    return z + 0.1 * z.square()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        bent,
+        lambda z: torch.cat([z[:, :2], bent(z[:, 2:])], dim=1),  # one output of three
+        lambda z: 1e-6 * bent(z),
+        lambda z: 1e6 + bent(z),  # far from zero
+    ],
+)
+def test_a_bend_is_found_in_any_output_and_at_any_size(change: Callable[[Tensor], Tensor]) -> None:
+    model = Outputs(change)
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match="linear in their parameters"):
+        CertifiedRemoval().edit(request(model, 5))
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda z: torch.cat([z[:, :2], 0 * z[:, 2:]], dim=1),  # an output that is constant
+        lambda z: 5 + z,
+        lambda z: z + 1e3 * F.relu(z.abs() - 300),  # linear at the size of the weights
+    ],
+)
+def test_a_linear_model_is_accepted(change: Callable[[Tensor], Tensor]) -> None:
+    notes = CertifiedRemoval().edit(request(Outputs(change), 5))
+    assert notes["step"] > 0
+    assert "epsilon" not in notes
+
+
+def test_nothing_to_forget_and_a_small_perturbation() -> None:
+    assert CertifiedRemoval().iterations == 500
+    model = fit(torch.arange(N))
+    assert CertifiedRemoval().edit(request(model, 0)) == {"step": 0.0, "residual": 0.0}
+    notes = CertifiedRemoval(sigma=0.5).edit(request(model, 5))
+    assert notes["epsilon"] == pytest.approx(2 * math.sqrt(2 * math.log(15000)) * notes["residual"])
+    for delta in (-0.5, 0.0, 1.0, 1.5):
+        with pytest.raises(ValueError, match=r"delta must lie in \(0, 1\)"):
+            CertifiedRemoval(delta=delta)

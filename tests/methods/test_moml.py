@@ -152,3 +152,28 @@ def test_without_an_attack_and_bad_options_are_errors() -> None:
     for options in ({"inner_steps": 0}, {"inner_lr": 0.0}, {"size": 0.0}):
         with pytest.raises(ValueError, match="inner_steps must be >= 1"):
             Moml(**options)
+
+
+def test_defaults() -> None:
+    method = Moml()
+    assert (method.inner_steps, method.inner_lr, method.size, method.warm) == (5, 0.1, 0.01, True)
+
+
+def test_the_weights_of_two_gradients_with_and_without_their_lengths() -> None:
+    """With ||a|| = 1/2, ||b|| = 2 and cosine -0.3 the first weight is 4.3 / (4.25 + 0.6)."""
+    gradients = pair(0.3, 0.5, 2.0)
+    plain = Moml().direction(closure(*gradients, Moml())).weights
+    torch.testing.assert_close(plain, torch.tensor([1.0, 0.0], dtype=FLOAT))  # inner product > 1/4
+    apart = Moml().direction(closure(*pair(-0.3, 0.5, 2.0), Moml())).weights
+    expected = torch.tensor([4.3, 0.55], dtype=FLOAT) / 4.85
+    torch.testing.assert_close(apart, expected)
+    normal = Moml(normalize=True).direction(closure(*gradients, Moml())).weights
+    torch.testing.assert_close(normal, torch.tensor([0.5, 0.5], dtype=FLOAT))
+
+
+def test_normalising_a_gradient_of_zero_gives_a_finite_step() -> None:
+    gradients = pair(0.3, 0.0, 2.0)
+    direction = Moml(normalize=True).direction(closure(*gradients, Moml()))
+    assert torch.isfinite(flat(direction.vec)).all()
+    assert direction.weights is not None
+    assert torch.isfinite(direction.weights).all()

@@ -569,3 +569,18 @@ def test_the_step_of_theorem_2_9_is_the_longest_that_is_safe() -> None:
         after = [float(smoothness / 2 * (point - m).square().sum()) for m in minima]
         before = [float(smoothness / 2 * m.square().sum()) for m in minima]
         assert (max(a - b for a, b in zip(after, before, strict=True)) > 1e-9) == rises
+
+
+def test_half_weights_leave_out_an_objective_without_a_gradient() -> None:
+    gram = torch.zeros(3, 3, dtype=torch.float64)
+    gram[:2, :2] = gram_of(-1.0)
+    weights, notes = Munba(opposed="half").solve(gram)
+    assert weights.tolist() == [0.5, 0.5, 0.0]
+    assert notes["opposed"] == 1
+
+
+def test_with_rounds_of_two_a_step_after_opposed_gradients_bargains() -> None:
+    retain, _ = pair(0.2, 1.0, 2.0)
+    method = Munba(every=2)
+    assert method.direction(closure(retain, tuple(-part for part in retain))).hold
+    assert method.state_dict() == {}

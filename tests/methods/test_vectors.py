@@ -109,3 +109,12 @@ def test_a_factor_that_float32_cannot_hold_gives_no_finite_sum(factor: float) ->
     largest = torch.finfo(torch.float32).max
     zero = (torch.zeros(3),)
     assert vectors.combine([1.0, -largest], [zero, one])[0].tolist() == [-largest] * 3
+
+
+def test_a_vector_is_clipped_to_the_largest_norm() -> None:
+    u = (torch.tensor([3.0, 0.0]), torch.tensor([4.0]))
+    (first, second), unchanged = vectors.clip(u, 2.5), vectors.clip(u, 5.0)
+    assert first.tolist() == [1.5, 0.0]
+    assert second.tolist() == [2.0]
+    assert unchanged is u, "a vector of the largest norm itself is not scaled"
+    assert vectors.clip(u, 7.0) is u
