@@ -26,6 +26,7 @@ import math
 import os
 import re
 import sys
+import threading
 import types
 import typing
 from collections.abc import Mapping
@@ -68,6 +69,7 @@ _BASES = {  # the module and the classes that a plug-in from outside is derived 
 # the name of an entry point; a path such as module:function does not match
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _IN_MEMORY = re.compile(r"an? \S+ in memory\b")  # how a file records an object
+_PARSING = threading.Lock()
 _TABLE = "LOSSES"  # the end of the name of a table of losses
 
 
@@ -102,9 +104,19 @@ def _modules(kind: str) -> dict[str, ast.Module]:
     for path in sorted((_ROOT / KINDS[kind]).glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if mark in text:
-            trees[path.stem] = ast.parse(text)
+            trees[path.stem] = _parse(text)
     defines = _table_keys if kind == "loss" else functools.partial(_assigned_value, name="PLUGIN")
     return {stem: tree for stem, tree in trees.items() if defines(tree)}
+
+
+def _parse(text: str) -> ast.Module:
+    """Parse a module's text, one thread at a time.
+
+    Python 3.11 counts the depth of the syntax trees of all threads together. It raises SystemError
+    if two of them are built at once (github.com/python/cpython/issues/106905).
+    """
+    with _PARSING:
+        return ast.parse(text)
 
 
 def _assigned_value(tree: ast.Module, name: str) -> ast.expr | None:
@@ -333,7 +345,7 @@ def _outside_summary(kind: str, name: str) -> str:
     path = _source_of(points[0])
     text = ""
     if path is not None and len(points) == 1:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = _parse(path.read_text(encoding="utf-8"))
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         own = ast.get_docstring(classes[points[0].attr]) if points[0].attr in classes else None
         text = (own or ast.get_docstring(tree) or "").split("\n")[0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Optional
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Optional
 
 import pytest
 
@@ -18,6 +21,31 @@ def test_every_plugin_loads_and_has_a_summary(kind: str) -> None:
         if kind != "loss":  # losses come from a table, not from modules
             assert registry.load(kind, name).__module__.endswith(name)
     assert registry.names(kind)
+
+
+def test_threads_read_the_plugins_at_once() -> None:
+    """Clients of the demo ask for plug-ins in threads of their own.
+
+    The collector's callback changes the thread within a parse, where Python 3.11 fails if another
+    thread parses too.
+    """
+    thresholds = gc.get_threshold()
+
+    def change_thread(phase: str, info: dict[str, Any]) -> None:
+        time.sleep(0)
+
+    def count(kind: str) -> int:
+        return len(registry._modules.__wrapped__(kind))
+
+    gc.callbacks.append(change_thread)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            counts = list(pool.map(count, ["attack"] * 16))
+    finally:
+        gc.callbacks.remove(change_thread)
+        gc.set_threshold(*thresholds)
+    assert set(counts) == {len(registry.builtin("attack"))}
 
 
 def test_unknown_names_suggest() -> None:
