@@ -38,6 +38,10 @@ LIBRARIES = [
     "matplotlib.backends.backend_agg",
     "concept_eraser.api",
     "concept_eraser.cli.application",
+    "nudenet",
+    "open_clip",
+    "rich.markdown",
+    "rich.progress",
 ]
 
 
