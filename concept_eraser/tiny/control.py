@@ -136,6 +136,7 @@ class Control:
         for part in FROZEN_PARTS:
             shutil.copytree(source / part, self.output / part, dirs_exist_ok=True)
         unet = UNet2DConditionModel.from_pretrained(self.work / "unet")
+        unet.register_to_config(_name_or_path="")  # the work folder is no part of the result
         unet.half().save_pretrained(self.output / "unet", safe_serialization=True)
         shutil.copy(source / "model_index.json", self.output / "model_index.json")
 
