@@ -82,7 +82,8 @@ class Control:
         self.work.mkdir(parents=True, exist_ok=True)
         settings = self._settings()
         self._require_same(settings)
-        say(f"training the UNet without {self.exclusion}, seed {self.seed}")
+        images = f"images without {self.exclusion}" if self.exclusion else "all images"
+        say(f"training the UNet on {images}, seed {self.seed}")
         say(f"note: {NOTE}")
         stage = Stage(self.work, self.seed, say, shrink=self.shrink, save_every=self.save_every)
         if (self.work / "unet.json").exists():
