@@ -313,11 +313,11 @@ def class_rates(content: dict[str, Any]) -> dict[str, list[float]]:
     The numbers are means over the runs. The original comes first. Algorithms that were measured
     without these rates are left out; the result is {} if there are no others.
     """
-    rates = {
-        name: [100 * sum(run["class_rates"][c] for run in runs) / len(runs) for c in range(10)]
-        for name, result in content["algorithms"].items()
-        if all("class_rates" in run for run in (runs := result["runs"]))
-    }
+    rates = {}
+    for name, result in content["algorithms"].items():
+        if all("class_rates" in run for run in result["runs"]):
+            runs = [run["class_rates"] for run in result["runs"]]
+            rates[name] = [100 * sum(column) / len(runs) for column in zip(*runs, strict=True)]
     if not rates:
         return {}
     return {"original": [100 * rate for rate in content["original"]["class_rates"]], **rates}
