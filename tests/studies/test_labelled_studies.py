@@ -160,7 +160,8 @@ def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPa
     assert norms
     # the VAE was trained with its statistics
     assert all(int(norm.num_batches_tracked) > 0 for norm in norms)
-    rates, erase = {}, bench.api.erase
+    rates: dict[str, float] = {}
+    erase = bench.api.erase
 
     def spy(**settings):  # type: ignore[no-untyped-def]
         rates[algorithm] = settings["training"]["lr"]
