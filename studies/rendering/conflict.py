@@ -84,7 +84,7 @@ def page() -> str:
     seeds = sorted({content["seed"] for content in results.values()})
     return f"""# Cosines and norms of the two gradients
 
-{source(STUDY, COMMAND)}. MUNBa's figure 1 shows such distributions on other models. Each
+{source(STUDY, COMMAND)}. This is the question of MUNBa's figure 1, on the bundled model. Each
 number belongs to one step of one run. The steps of a run are not independent, so there are no
 intervals.
 
