@@ -70,6 +70,7 @@ def test_theorem_2_3_the_bargain_maximises_the_utilities_on_its_ball(cosine: flo
     bargain = combine(weights, retain, forget).requires_grad_()
     value = utility(bargain)
     (slope,) = torch.autograd.grad(value, bargain)
+    value = value.detach()
     assert torch.allclose(slope, bargain.detach(), atol=1e-9)
     noise = torch.randn(
         2000, len(bargain), generator=torch.Generator().manual_seed(1), dtype=torch.float64
