@@ -72,3 +72,49 @@ def test_a_page_has_a_row_for_code_tests_measurement_and_gaps(name: str) -> None
         if row[3] == "-":
             assert row[4] != "-", row
     assert f"({name}.md)" in (FOLDER / "index.md").read_text()
+
+
+# The numbered statements of a paper, as far as their numbers are known.
+STATEMENTS = {
+    "munba": {
+        "Eq.": [*range(1, 44)],
+        "Lemma": ["2.1", "2.2", "2.4", "2.8", "6.1"],
+        "Theorem": ["2.3", "2.5", "2.6", "2.9", "2.10"],
+        "Remark": ["2.7"],
+        "Table": [*range(1, 10)],
+        "Figure": [*range(1, 5)],
+    },
+    "uno": {"Algorithm": [*range(1, 11)], "Table": [1, 2], "Figure": [*range(1, 8)]},
+}
+
+
+def numbers(text: str, kind: str) -> set[str]:
+    """Return the numbers that a text names after a kind: `Eqs. 4, 5 and 14 to 22`."""
+    plural = "Eqs?\\." if kind == "Eq." else f"{kind}s?"
+    number = r"\d+(?:\.\d+)?"
+    named: set[str] = set()
+    for match in re.findall(rf"\b{plural} ({number}(?:(?:, | and | to ){number})*)", text):
+        for part in re.split(r", | and ", match):
+            first, _, last = part.partition(" to ")
+            named |= {str(n) for n in range(int(first), int(last) + 1)} if last else {first}
+    return named
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_every_numbered_statement_has_a_row(name: str) -> None:
+    page = (FOLDER / f"{name}.md").read_text()
+    first_cells = "\n".join(
+        line.split("|")[1] for line in page.splitlines() if line.startswith("|")
+    )
+    for kind, expected in STATEMENTS[name].items():
+        assert {str(number) for number in expected} - numbers(first_cells, kind) == set(), kind
+    assert "have no row" not in page
+
+
+def test_numbers_of_statements_are_read() -> None:
+    text = "Theorem 2.3, Eqs. 4, 5 and 14 to 16: x; Lemmas 2.1 and 2.10 | Tables 5, 6 and after 9"
+    assert numbers(text, "Eq.") == {"4", "5", "14", "15", "16"}
+    assert numbers(text, "Lemma") == {"2.1", "2.10"}
+    assert numbers(text, "Theorem") == {"2.3"}
+    assert numbers(text, "Table") == {"5", "6"}
+    assert numbers(text, "Figure") == set()
