@@ -17,7 +17,7 @@ def missing(text: str) -> list[str]:
     if "The attack is ours" in text:
         return []
     parts = {
-        "paper": r"arXiv \d{4}\.\d{5}",
+        "paper": r"arXiv\s\d{4}\.\d{5}",
         "code": r"\b[\w-]+/[\w-]+\b[^.]*,\s+[\w/ -]+\.(?:py|ipynb)|one script for each",
         "differences": r"^Differences: ",
     }
