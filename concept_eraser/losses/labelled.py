@@ -49,9 +49,9 @@ Differences from the papers and their code:
 * diverge and distill: SCRUB's code (meghdadk/SCRUB, thirdparty/repdistiller/helper/loops.py, lines
   241-244) divides the logits by a temperature. Here there is none.
 * npo: the paper is about answers of a language model, whose probability is a product over tokens.
-* histogram: UNO's code (pinakm9/forget, modules/mnist/vae_loss.py, lines 147-170) has the divergence
-  from a uniform distribution over the other nine classes. Here there are two classes: the concept,
-  and everything else.
+* histogram: UNO's code (pinakm9/forget, modules/mnist/vae_loss.py, lines 147-170) has the
+  divergence from a uniform distribution over the other nine classes. Here there are two classes:
+  the concept, and everything else.
 """
 
 from __future__ import annotations
