@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -41,7 +41,9 @@ def _training_figure(columns: int, width: float = 4.6, height: float = 2.9) -> A
     return figure, axes
 
 
-def _figure(columns: int, width: float, height: float, layout: str | None) -> Any:
+def _figure(
+    columns: int, width: float, height: float, layout: Literal["constrained"] | None
+) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
