@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from benchmarks import gpu
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
 from studies.rendering import benchmarks
-from tests.conftest import HANG, ROOT
+from tests.conftest import ROOT
+from tests.processes import Command
 
 
 @pytest.mark.parametrize("job", gpu.JOBS)
@@ -28,25 +28,11 @@ def test_every_job_is_a_valid_recipe(job: str) -> None:
 
 def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--families",
-        "tiny",
-        "--jobs",
-        "munba, cross",
-        "--batches",
-        "1",
-        "--steps",
-        "4",
-        "--device",
-        "cpu",
-        "--output",
-        str(output),
-    ]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
-    assert first.returncode == 0, first.stderr
+    options = ["--families", "tiny", "--jobs", "munba, cross", "--batches", "1", "--steps", "4"]
+    options += ["--device", "cpu", "--output", str(output)]
+    script = ROOT / "benchmarks" / "gpu.py"
+    first = Command(*options, folder=ROOT, script=script)
+    assert first.wait() == 0, first.stderr
     rows = json.loads(output.read_text())["rows"]
     assert [row["job"] for row in rows] == ["munba, cross-attention", "generating"]
     assert rows[0]["n"] == 2
@@ -54,7 +40,8 @@ def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
     assert rows[1]["images_per_second"] > 0
     page = benchmarks.page(json.loads(output.read_text()))
     assert f"| munba, cross-attention | {rows[0]['seconds']:.3f} s [" in page
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    again = Command(*options, folder=ROOT, script=script)
+    assert again.wait() == 0, again.stderr
     assert again.stdout == ""
     assert json.loads(output.read_text())["rows"] == rows
 

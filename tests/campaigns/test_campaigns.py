@@ -1,4 +1,4 @@
-"""Short versions of the campaigns: some command lines, some thousand inputs and three kills."""
+"""Short versions of the campaigns: some command lines, a thousand inputs and three kills."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_random_command_lines(place: Path, tmp_path: Path) -> None:
         "-m",
         "tests.campaigns.commands",
         "--n",
-        "30",
+        "20",
         "--first",
         "5000",
         "--real-every",
-        "29",
+        "19",
         "--folder",
         str(place),
         "--results",
@@ -52,7 +52,7 @@ def test_random_command_lines(place: Path, tmp_path: Path) -> None:
     )
     content = json.loads(results.read_text())
     assert content["defects"] == [], process.stdout[-3000:]
-    assert content["command_lines"] == 30
+    assert content["command_lines"] == 20
     assert content["as_real_processes"] >= 1
     assert {"0", "2"} <= content["exit_codes"].keys(), "some are right, some are wrong"
 
@@ -106,7 +106,7 @@ def test_fuzzed_inputs(tmp_path: Path) -> None:
         "-m",
         "tests.campaigns.fuzz",
         "--n",
-        "2000",
+        "1000",
         "--seed",
         "7",
         "--only",
@@ -126,7 +126,7 @@ def test_fuzzed_inputs(tmp_path: Path) -> None:
     assert [one for target in content["targets"].values() for one in target["defects"]] == [], (
         process.stdout[-3000:]
     )
-    assert content["inputs"] >= 2000
+    assert content["inputs"] >= 1000
     assert content["targets"].keys() == targets_runs.TARGETS.keys()
 
 
@@ -183,9 +183,9 @@ def test_the_unchanged_corpus_is_read(tmp_path: Path) -> None:
 
 
 def test_kills(place: Path) -> None:
-    """One kill with each signal, over three verbs."""
+    """One kill with each signal."""
     bench = faults.Bench(world.World(place))
-    cases = faults.kills(bench, 3, 1, ["copy", "merge", "card"])
+    cases = faults.kills(bench, 3, 1, ["merge"])
     assert [case.problems for case in cases] == [[], [], []], cases
     assert {case.fault for case in cases} == set(faults.SIGNALS)
 

@@ -193,7 +193,7 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
 
 def test_quickstart_erases_measures_and_reports(cold_cli, cli, tmp_path: Path) -> None:
     """A new user's first command, with fewer images: verdict, report and a low concept rate."""
-    few = ["forget.n=96", "retain.n=96", "generation.steps=6"]
+    few = ["forget.n=48", "retain.n=48", "generation.steps=6"]
     few += ["training.steps=24", "training.batch_size=8", "training.lr=3e-3"]
     short = ["quickstart", *few, "-n", "16", "-q"]
     result = cold_cli(*short)
