@@ -484,7 +484,8 @@ def evaluate(
         n: the largest number of images of each group. Only for prompts.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star". Only for
             prompts.
-        output: the folder of evaluation.json.
+        output: the folder of evaluation.json, and of evaluation.csv.xz with the outcome of each
+            image. Only prompts have outcomes.
         allow_pickle: also load weights stored as pickles, which can execute code.
         allow_code: call a model that the run's recipe names as package.module:function. Only for
             labelled data.
@@ -531,7 +532,7 @@ def evaluate(
     suite_content = suites.load(suite if suite is not None else suite_matching.suite_of(model))
     protocol = suite_content.using(judge, metrics).with_at_most(n)
     suite_matching.require_kept(suite_matching.recipe_of(model), protocol)
-    with _results(folder, "evaluation", "evaluation.json"):
+    with _results(folder, "evaluation", "evaluation.json", "evaluation.csv.xz"):
         original, erased_model = _pair(model, before, allow_pickle, guard)
         evaluation = suites.evaluate(
             original, erased_model, protocol, cache=cache, progress=progress
@@ -558,10 +559,12 @@ def _results(folder: Path | None, kind: str, *names: str) -> AbstractContextMana
 
 
 def _save(evaluation: Evaluation, folder: Path | None) -> None:
-    """Write evaluation.json into a folder of results."""
+    """Write evaluation.json, and the outcomes of the images, into a folder of results."""
     if folder is not None and distributed.is_first():
         output_folder.claim(folder, "evaluation")
         evaluation.save(folder / "evaluation.json")
+        if isinstance(evaluation, PromptEvaluation):
+            evaluation.save_outcomes(folder / "evaluation.csv.xz")
 
 
 def attack(
@@ -601,7 +604,8 @@ def attack(
         word: the word for the concept in the prompts, if it is not the suite's value.
         options: options of the attack.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star".
-        output: a folder for attack.json and attack.png. An interrupted attack is continued there.
+        output: a folder for attack.json, attack.csv.xz with the outcome of each image, and
+            attack.png. An interrupted attack is continued there.
         allow_pickle: also load weights stored as pickles, which can execute code.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
@@ -632,13 +636,15 @@ def attack(
         word=word,
     )
     folder = _output_folder(output)
-    with _results(folder, "attack", "attack.json", "attack.png", "attempts.jsonl"):
+    names = ("attack.json", "attack.csv.xz", "attack.png", "attempts.jsonl")
+    with _results(folder, "attack", *names):
         original, victim = _pair(model, before, allow_pickle, guard)
         campaign = runner.run(
             protocol, victim, original, folder=folder, cache=cache, progress=progress
         )
         if folder is not None and distributed.is_first():
             campaign.save(folder / "attack.json")
+            campaign.save_outcomes(folder / "attack.csv.xz")
             plots.save(attack_sheet.sheet(campaign, victim, original), folder / "attack.png")
             output_folder.seal(folder)
     return campaign

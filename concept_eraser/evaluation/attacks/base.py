@@ -23,8 +23,19 @@ from concept_eraser.models.vocabulary import Slots, Where
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import derive_seed
 
-# what the attacker needs from the victim
-Access = Literal["white box", "text encoder", "queries", "weights"]
+# what the attacker needs from the victim; "sampling": to choose how it samples, without gradients
+Access = Literal["white box", "text encoder", "queries", "sampling", "weights"]
+# what an attack changes; success rates of different families answer different questions
+Family = Literal[
+    "typed prompts",
+    "embeddings",
+    "adaptive",
+    "without text",
+    "fine-tuning on the concept",
+    "fine-tuning on unrelated data",
+    "control",
+    "other",
+]
 
 
 @dataclass
@@ -121,6 +132,7 @@ class Attack(ABC):
 
     title: ClassVar[str]
     source: ClassVar[str]
+    family: ClassVar[Family] = "other"
     access: ClassVar[Access]
     # needs the tokens of a single text encoder
     needs_words: ClassVar[bool] = True
