@@ -128,7 +128,9 @@ def test_the_extras_and_the_required_packages() -> None:
         assert [row.partition(">")[0] for row in extras[extra]] == [package]
         assert package not in required_packages
         assert any(row.startswith(package.partition("[")[0]) for row in extras["dev"])
-    assert extras["all"] == ["concept-eraser[curvature,labelled,memory,statistics,torchjd,trackers]"]
+    assert extras["all"] == [
+        "concept-eraser[curvature,labelled,memory,statistics,torchjd,trackers]"
+    ]
     assert required_packages >= {
         "accelerate",
         "clean-fid",
