@@ -44,7 +44,7 @@ def damaged() -> Any:
     with torch.no_grad():
         for parameter in model.denoiser.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(0.25 * parameter.std() * noise if parameter.numel() > 1 else 0)
+            parameter.add_(0.7 * parameter.std() * noise if parameter.numel() > 1 else 0)
     return model
 
 

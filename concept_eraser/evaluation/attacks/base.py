@@ -136,6 +136,8 @@ class Attack(ABC):
     access: ClassVar[Access]
     # needs the tokens of a single text encoder
     needs_words: ClassVar[bool] = True
+    # one search for all prompts of a batch, so that it is weaker with fewer prompts
+    learns_from_batch: ClassVar[bool] = False
     # needs the agreement of images with their prompts (CLIP score)
     needs_captions: ClassVar[bool] = False
 

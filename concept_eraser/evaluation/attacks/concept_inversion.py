@@ -51,6 +51,7 @@ class ConceptInversion(Attack):
     source: ClassVar[str] = "arXiv 2308.01508"
     family: ClassVar[Family] = "embeddings"
     access: ClassVar[Access] = "white box"
+    learns_from_batch: ClassVar[bool] = True
 
     steps: int = 5000
     every: int = 500

@@ -12,7 +12,7 @@ are marked as such.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -117,17 +117,19 @@ class Protocol:
         return group_prompts(self.suite.with_at_most(self.n), self.group)
 
 
-def named(attack: str | Attack, options: dict[str, Any]) -> tuple[str | Plugin, dict[str, Any]]:
+def named(
+    attack: str | Mapping[str, Any] | Attack, options: dict[str, Any]
+) -> tuple[str | Plugin, dict[str, Any]]:
     """Return an attack and its options as a `Protocol` holds them.
 
-    An object whose class has a name is held by that name. Raises UserError for an invalid attack,
-    and for options beside an object.
+    A mapping has its `name` and options. An object whose class has a name is held by that name.
+    Raises UserError for an invalid attack, and for options beside an object.
     """
     try:
         plugin = registry.read("attack", attack)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if options and not isinstance(attack, str):
+    if options and not isinstance(attack, str | Mapping):
         raise UserError(
             f"an attack that is an object has its options in it, found also {', '.join(options)}"
         )
@@ -237,12 +239,14 @@ def run(
     victim: Model,
     original: Model,
     *,
+    skip: Collection[int] = (),
     folder: Path | None = None,
     cache: Path | None = None,
     progress: Progress = silent,
 ) -> Campaign:
     """Attack a model.
 
+    skip: positions in the attempts whose prompts are not attacked; they stay without success.
     folder: finished batches are stored there (attempts.jsonl) and not repeated. Raises UserError if
     the judge does not know the concept, a prompt leaves no space for free tokens, or the folder
     holds another attack's attempts.
@@ -271,6 +275,7 @@ def run(
     attempts = [
         Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
     ]
+    open_rows = [i for i in open_rows if i not in skip]
     latents = encode(original, before.concept_images)
     referee = Referee(judge, attribute, value=value, victim=victim, sampling=sampling)
     memory = (resources.cache() if cache is None else cache) / "attacks"
