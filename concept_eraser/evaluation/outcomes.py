@@ -23,11 +23,12 @@ from torch import Tensor
 
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation.base import Group, Judge, Result
+from concept_eraser.evaluation.features.base import device
 from concept_eraser.storage.writers import write_bytes
 from concept_eraser.utils.errors import UserError
 
 DIGITS = 4  # of a probability
-BATCH = 256  # images whose probability of the concept is computed at once
+BATCH = 32  # images whose probability of the concept is computed at once
 # metrics that follow from the columns of the expected and the predicted attributes
 _FROM_LABELS = ("concept_rate", "no_object_rate", "accuracy_", "ua", "ira", "cra")
 
@@ -109,7 +110,9 @@ def read_probabilities(
         return {**by_attribute, "": by_attribute[attribute][:, position]}
     try:
         parts = [
-            judge.probability(part.permute(0, 3, 1, 2).float().div(127.5).sub(1), attribute, value)
+            judge.probability(
+                part.permute(0, 3, 1, 2).float().div(127.5).sub(1).to(device()), attribute, value
+            )
             for part in images.split(BATCH)
         ]
     except UserError:  # a judge without probabilities
