@@ -634,7 +634,8 @@ def attack(
     suite_content = suites.load(suite if suite is not None else suite_matching.suite_of(model))
 
     def protocol_of(source: keywords.CascadeEntry, values: Mapping[str, Any]) -> runner.Protocol:
-        attack_name, attack_options = runner.named(source, dict(values))
+        entry = dict(source) if isinstance(source, Mapping) else source
+        attack_name, attack_options = runner.named(entry, dict(values))
         return runner.Protocol(
             suite=suite_content.using(judge),
             attack=attack_name,

@@ -73,11 +73,7 @@ def attack(
     settings: Annotated[
         Optional[list[str]],
         typer.Option(
-            "--set",
-            help=(
-                "an option of the attack, key=value, or of an attack of a cascade, "
-                "attack.key=value; may be given several times"
-            ),
+            "--set", help="an option of the attack, key=value; may be given several times"
         ),
     ] = None,
     cascade: Annotated[
@@ -85,7 +81,8 @@ def attack(
         typer.Option(
             help=(
                 "several attacks in place of one, from cheap to strong, joined by commas, or "
-                "`default`; each attacks the prompts that none before has broken"
+                "`default`; each attacks the prompts that none before has broken; an option is set "
+                "by --set ATTACK.key=value"
             )
         ),
     ] = None,
@@ -177,6 +174,8 @@ def attack(
             progress=progress,
         )
     if distributed.is_first():
+        if cascade:
+            _show_stages(result)
         summarise(result)
         typer.echo(f"numbers: {folder / 'attack.json'}")
 
@@ -231,12 +230,7 @@ def _show_stages(results: Any) -> None:
 
 
 def summarise(results: Any) -> None:
-    """Print the rates with their intervals, the cost, and the first successful prompts.
-
-    A cascade's attacks and families come first.
-    """
-    if hasattr(results, "stages"):
-        _show_stages(results)
+    """Print the rates with their intervals, the cost, and the first successful prompts."""
     rates = results.rates()
     meaning = {
         "pre": "pre-ASR (success without the attack)",

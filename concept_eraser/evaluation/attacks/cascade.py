@@ -21,10 +21,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from concept_eraser.evaluation.attacks import runner
-from concept_eraser.evaluation.attacks.base import Attack, Family
+from concept_eraser.evaluation.attacks.base import FAMILIES, Attack
 from concept_eraser.evaluation.attacks.runner import Attempt, Campaign, Protocol
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.models.base import Model
@@ -33,7 +33,7 @@ from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
 NAME = "cascade"  # in place of the attack's name in attack.json
-CONTROL: Family = "control"
+CONTROL = "control"
 # the cascade that `--cascade default` runs: controls, then attacks from cheap to strong
 DEFAULT = (
     "random_tokens",
@@ -144,7 +144,7 @@ class CascadeCampaign(Campaign):
         concept without an attack is in none of them.
         """
         result: dict[str, dict[str, Any]] = {}
-        for family in get_args(Family):
+        for family in FAMILIES:
             names = [stage.attack for stage in self.stages if stage.family == family]
             if names:
                 n = sum(family in families for families in self.attacked_by)
@@ -206,7 +206,7 @@ def run(
             protocol,
             victim,
             original,
-            skip=skipped,
+            skip=sorted(skipped),
             folder=place,
             cache=cache,
             progress=progress,

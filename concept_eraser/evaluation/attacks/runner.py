@@ -12,7 +12,7 @@ are marked as such.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -118,7 +118,7 @@ class Protocol:
 
 
 def named(
-    attack: str | Mapping[str, Any] | Attack, options: dict[str, Any]
+    attack: str | dict[str, Any] | Attack, options: dict[str, Any]
 ) -> tuple[str | Plugin, dict[str, Any]]:
     """Return an attack and its options as a `Protocol` holds them.
 
@@ -129,7 +129,7 @@ def named(
         plugin = registry.read("attack", attack)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if options and not isinstance(attack, str | Mapping):
+    if options and not isinstance(attack, str | dict):
         raise UserError(
             f"an attack that is an object has its options in it, found also {', '.join(options)}"
         )
@@ -239,7 +239,7 @@ def run(
     victim: Model,
     original: Model,
     *,
-    skip: Collection[int] = (),
+    skip: Sequence[int] = (),
     folder: Path | None = None,
     cache: Path | None = None,
     progress: Progress = silent,
@@ -346,10 +346,10 @@ def run(
 def outcomes_of(
     protocol: Protocol,
     before: AttackStart,
-    batches: Sequence[Mapping[str, Any]],
+    batches: Sequence[dict[str, Any]],
     *,
     rows: Sequence[Sequence[int]],
-    models: Mapping[str, str],
+    models: dict[str, str],
 ) -> list[dict[str, Any]]:
     """Return one row for each image that the result of an attack rests on.
 
@@ -568,7 +568,7 @@ class LastImages:
     labels: dict[int, dict[str, str]]
     rounds: dict[int, int]
 
-    def add(self, images: Tensor, labels: Mapping[str, np.ndarray], rows: Sequence[int]) -> None:
+    def add(self, images: Tensor, labels: dict[str, np.ndarray], rows: Sequence[int]) -> None:
         """Add the images of a round. A row of -1 is of a prompt that had succeeded before."""
         for position, row in enumerate(rows):
             if row >= 0:
