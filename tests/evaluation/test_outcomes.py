@@ -14,9 +14,11 @@ import torch
 
 import concept_eraser
 from concept_eraser import UserError
+from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation import outcomes
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
+from concept_eraser.evaluation.base import Judge
 from concept_eraser.evaluation.judges.tiny import TinyJudge
 from concept_eraser.evaluation.metrics.concept_rate import mean_result, share_result
 from concept_eraser.evaluation.statistics import wilson
@@ -191,3 +193,49 @@ def test_equal_outcomes_have_equal_bytes_and_a_users_file_stays(campaign, tmp_pa
     frame = pandas.read_csv(tmp_path / "a.csv.xz")
     assert frame.x.tolist()[0] == 1
     assert frame.y.tolist()[1] == "1,2\n"
+
+
+class Named(Judge):
+    """A judge with names only. `differentiable`: it also has the probability of one class."""
+
+    fingerprint = "named"
+    classes = {"class": ("cat", "dog")}  # noqa: RUF012
+
+    def __init__(self, differentiable: bool) -> None:
+        self.differentiable = differentiable
+
+    def probability(self, images: torch.Tensor, attribute: str, value: str) -> torch.Tensor:
+        if not self.differentiable:
+            return super().probability(images, attribute, value)
+        assert images.shape[1:] == (3, 2, 2)
+        assert (attribute, value) == ("class", "dog")
+        return images.amin((1, 2, 3)).add(1).div(2)
+
+    def classify(self, images: torch.Tensor) -> dict[str, np.ndarray]:
+        bright = images.float().mean((1, 2, 3)) > 127
+        return {"class": np.array(["dog" if one else "cat" for one in bright])}
+
+    def features(self, images: torch.Tensor) -> np.ndarray:
+        raise AssertionError
+
+    clip_scores = reference_features = features  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_a_judge_without_probabilities_has_empty_columns(differentiable: bool) -> None:
+    judge, concept = Named(differentiable), ("class", "dog")
+    images = torch.stack([torch.full((2, 2, 3), value) for value in (0, 255)]).to(torch.uint8)
+    probabilities = outcomes.read_probabilities(judge, concept, images)
+    rows = outcomes.label_columns(
+        judge,
+        concept,
+        prompts=[Prompt("a dog", {"class": "dog"}), Prompt("an animal")],
+        labels=judge.classify(images),
+        probabilities=probabilities,
+    )
+    assert [row["expected_class"] for row in rows] == ["dog", ""]
+    assert [row["predicted_class"] for row in rows] == ["cat", "dog"]
+    assert [row["shows_concept"] for row in rows] == [False, True]
+    assert not any("probability_class" in row for row in rows)
+    chances = [row.get("concept_probability") for row in rows]
+    assert chances == ([0.0, 1.0] if differentiable else [None, None])
