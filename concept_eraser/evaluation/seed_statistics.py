@@ -105,7 +105,13 @@ def cluster_bootstrap(
     """
     groups = _groups(samples)
     drawn = _drawn_means(groups, draws, np.random.default_rng(seed))
-    return _interval(groups, _mean(groups), drawn.var(ddof=1), len(groups) - 1, confidence)
+    return _interval(
+        groups,
+        value=_mean(groups),
+        variance=float(drawn.var(ddof=1)),
+        freedom=len(groups) - 1,
+        confidence=confidence,
+    )
 
 
 def difference_of_seeds(
@@ -146,7 +152,13 @@ def difference_of_seeds(
     )
     freedom = total**2 / squares if total else math.nan
     value = _mean(parts[0]) - _mean(parts[1])
-    return _interval([*parts[0], *parts[1]], value, total, freedom, confidence)
+    return _interval(
+        [*parts[0], *parts[1]],
+        value=value,
+        variance=total,
+        freedom=freedom,
+        confidence=confidence,
+    )
 
 
 def equivalence(
@@ -330,6 +342,7 @@ def _drawn_means(groups: Sequence[np.ndarray], draws: int, rng: np.random.Genera
 
 def _interval(
     groups: Sequence[np.ndarray],
+    *,
     value: float,
     variance: float,
     freedom: float,
@@ -337,8 +350,9 @@ def _interval(
 ) -> SeedInterval:
     from scipy.stats import t
 
-    count = sum(map(len, groups))
-    if variance < TINY**2:
-        return SeedInterval(value, math.nan, math.nan, count, len(groups))
-    half = float(t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(variance)
-    return SeedInterval(value, value - half, value + half, count, len(groups))
+    half = math.nan
+    if variance >= TINY**2:
+        half = float(t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(variance)
+    return SeedInterval(
+        value, value - half, high=value + half, n=sum(map(len, groups)), seeds=len(groups)
+    )

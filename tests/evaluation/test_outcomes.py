@@ -30,8 +30,8 @@ SUITE = {
     "seed": 3,
     "sampling": SAMPLING,
     "groups": {
-        "direct": {"prompts": "tiny_star", "role": "forget", "n": 16},
-        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 24},
+        "direct": {"prompts": "tiny_star", "role": "forget", "n": 12},
+        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 16},
     },
     "metrics": ["concept_rate", "accuracy", "clip_score", "unlearn_canvas"],
 }
@@ -72,7 +72,7 @@ def stages(rows: pandas.DataFrame, values: Any) -> tuple[np.ndarray, np.ndarray]
 def test_every_number_of_an_evaluation_follows_from_its_table(evaluation, frame) -> None:
     measured, folder = evaluation
     content = json.loads((folder / "evaluation.json").read_text())
-    assert len(frame) == 2 * (16 + 24)
+    assert len(frame) == 2 * (12 + 16)
     checked = set()
     for result in measured.results:
         group, _, value = result.group.partition(":")

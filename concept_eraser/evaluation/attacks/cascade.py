@@ -89,7 +89,7 @@ def _common(protocol: Protocol) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Stage:
+class CascadeStage:
     """The result of one attack of a cascade.
 
     Attributes:
@@ -131,7 +131,7 @@ class CascadeCampaign(Campaign):
         >>> worst_case = campaign.rates()["asr"]
     """
 
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[CascadeStage] = field(default_factory=list)
     broken_by: list[str | None] = field(default_factory=list)
     families_of_attempts: list[set[str]] = field(default_factory=list)
     attacked_by: list[set[str]] = field(default_factory=list)
@@ -199,7 +199,11 @@ def run(
         attack, name = protocol.build(), str(protocol.attack)
         skipped = state.skipped(attack)
         if state.has_begun and len(skipped) == len(state.attempts):
-            state.stages.append(Stage(name, attack.family, _options(protocol), 0, 0, 0))
+            state.stages.append(
+                CascadeStage(
+                    name, attack.family, options=_options(protocol), attacked=0, broken=0, new=0
+                )
+            )
             continue
         place = None if folder is None else folder / f"{number:02d}_{_file_name(name)}"
         campaign = runner.run(
@@ -229,7 +233,7 @@ class _State:
 
     def __init__(self, each_family: bool) -> None:
         self.each_family = each_family
-        self.stages: list[Stage] = []
+        self.stages: list[CascadeStage] = []
         self.campaigns: list[Campaign] = []
         self.attempts: list[Attempt] = []  # the worst case
         self.broken_by: list[str | None] = []
@@ -292,7 +296,7 @@ class _State:
         ]
         self.campaigns.append(campaign)
         self.stages.append(
-            Stage(
+            CascadeStage(
                 attack=name,
                 family=family,
                 options=_options(protocol),
