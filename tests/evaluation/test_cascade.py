@@ -184,6 +184,8 @@ def test_the_options_of_the_command_line() -> None:
 def real(shared_tiny: Any, tmp_path_factory: Any) -> tuple[Any, Path]:
     """A cascade on the unprotected model, with the concept's word hidden."""
     folder = tmp_path_factory.mktemp("cascade")
+    # half of the prompts of a batch get a text that states a star
+    (folder / "texts.txt").write_text("a red five-pointed star\na green house\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_pair", lambda *sources: (shared_tiny, shared_tiny))
         campaign = api.attack(
@@ -191,8 +193,8 @@ def real(shared_tiny: Any, tmp_path_factory: Any) -> tuple[Any, Path]:
             suite=SUITE,
             cascade=[
                 {"name": "random_tokens", "tries": 2},
+                {"name": "paraphrase", "prompts": str(folder / "texts.txt"), "tries": 1},
                 {"name": "p4d-k", "steps": 20, "every": 20},
-                {"name": "paraphrase", "prompts": "tiny_star_synonyms", "tries": 3},
             ],
             n=N,
             batch=4,
@@ -230,8 +232,8 @@ def test_the_files_of_a_cascade_are_those_of_an_attack(real) -> None:
     assert (place, read["protocol"]["attack"]) == (folder, "cascade")
     assert [stage["attack"] for stage in content["stages"]] == [
         "random_tokens",
-        "p4d-k",
         "paraphrase",
+        "p4d-k",
     ]
     assert [a["attack"] for a in content["attempts"]] == campaign.broken_by
     assert [one["attack"] for one in content["protocol"]["attacks"]] == [
@@ -239,8 +241,8 @@ def test_the_files_of_a_cascade_are_those_of_an_attack(real) -> None:
     ]
     assert sorted(path.parent.name for path in folder.rglob("attempts.jsonl")) == [
         "01_random_tokens",
-        "02_p4d-k",
-        "03_paraphrase",
+        "02_paraphrase",
+        "03_p4d-k",
     ]
 
 
@@ -252,8 +254,8 @@ def test_a_finished_cascade_generates_nothing_again(real, shared_tiny, monkeypat
 
     protocols = [
         protocol("random_tokens", tries=2),
+        protocol("paraphrase", prompts=str(folder / "texts.txt"), tries=1),
         protocol("p4d-k", steps=20, every=20),
-        protocol("paraphrase", prompts="tiny_star_synonyms", tries=3),
     ]
     monkeypatch.setattr(runner.Referee, "draw", fail)
     again = cascade.run(Cascade(protocols), shared_tiny, shared_tiny, folder=folder)
