@@ -236,12 +236,12 @@ class _Plain(yaml.SafeDumper):
 
 
 def _text(content: Mapping[str, Any], first: str) -> str:
-    origin = "Origin: made by `python -m studies.protocol2`"
-    header = first or f"# {origin}. Licence: Apache-2.0.\n"
+    header = first or "# Origin: written for concept_eraser. Licence: Apache-2.0.\n"
+    header += "# Made by `python -m studies.protocol2`.\n"
     body = yaml.dump(
         dict(content), Dumper=_Plain, sort_keys=False, default_flow_style=None, width=400
     )
-    return header + (f"# {origin}.\n" if first else "") + body
+    return header + body
 
 
 def main() -> None:

@@ -222,6 +222,7 @@ def test_the_worst_case_follows_from_the_table(real) -> None:
     by_position = dict(zip(clean.index, campaign.broken_by, strict=True))
     assert {k: v for k, v in by_position.items() if v} == first.attack.to_dict()
     assert campaign.stages[2].attacked == campaign.stages[1].attacked - campaign.stages[1].broken
+    assert 0 < campaign.stages[1].broken < campaign.stages[1].attacked
     assert campaign.stages[2].broken > 0
 
 
