@@ -21,6 +21,7 @@ from studies import result_tables
 from studies.rendering import (
     attacks,
     benchmarks,
+    conflict,
     figures,
     guidance,
     labelled,
@@ -96,6 +97,7 @@ def pages() -> dict[Path, str]:
         **leaderboard.PAGES,
         **guidance.PAGES,
         **one_line.PAGES,
+        **conflict.PAGES,
     }
     for name, renderer in renderers.items():
         if Results(name):
@@ -122,6 +124,7 @@ def main() -> int:
         **labelled.figures(),
         **others.figures(),
         **quickstart.figures(),
+        **conflict.figures(),
     }
     stale = {
         path: figure for path, figure in all_figures.items() if not figures.is_current(path, figure)

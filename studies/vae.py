@@ -1,5 +1,5 @@
 """UNO's benchmark (arXiv 2506.04712, Tables 1 and 2): the time until a VAE generates no more of a
-class, for nine algorithms and a control that trains on the retain set only.
+class, for ten algorithms and a control that trains on the retain set only.
 
     python -m studies.vae [--data fonts|digits] [--runs 10] [--algorithms UNO,S] [--batchnorm
     frozen]
@@ -7,7 +7,12 @@ class, for nine algorithms and a control that trains on the retain set only.
 A VAE and a classifier are trained on all classes. Each algorithm then unlearns the most frequent
 class of the VAE's samples `runs` times through `concept_eraser.erase`, each run with another seed.
 The settings are the paper's: Adam 1e-3, batch 128, sum-reduced losses, beta_o = beta_h = 1e3,
-alpha = 1e-8.
+alpha = 1e-8. SA is surgery with ascent along the forget gradient (Bae et al., arXiv 2311.15040), as
+in the authors' modules/mnist/vae_sa.py. It and S also run at 1e-5, the other learning rate of the
+authors' figures plots/sa_lr.pdf and plots/s_lr.pdf.
+
+A run also stores the rate of each class among prior samples at its end. The authors' figure
+plots/mnist_dist.pdf shows these for the original and for one erased VAE.
 
 Time to unlearn: the training time until the rate of the class among prior samples is first below
 2 %. It is interpolated and excludes the evaluations. A second classifier counts, which no algorithm
@@ -16,7 +21,8 @@ move), and the result is <data>_frozen.
 
 Each algorithm runs in a process of its own. Its peak memory is measured above the memory at its
 start, with data and models loaded, and includes the evaluations. The result <data> of the study
-`vae` (studies/result_tables.py) is written after each algorithm.
+`vae` (studies/result_tables.py) is written after each algorithm. With `--algorithms` the rows of
+other algorithms stay, if they were measured on the same VAE.
 """
 
 from __future__ import annotations
@@ -76,12 +82,16 @@ DATA: dict[str, dict[str, Any]] = {
         "steps": 530,
     },
 }
+LEARNING_RATE = 1e-3  # of the algorithms that have none of their own
 UNO = {"strength": 1000.0, "reduction": "sum"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "retain only": {"forget": "data", "retain": "data", "method": {"name": "finetune"}},  # control
     "A": {"forget": "ascent", "method": {"name": "a"}},
     "A-D": {"forget": "ascent", "retain": "data", "method": {"name": "a-d"}},
+    "SA": {"forget": "ascent", "retain": "data", "method": {"name": "sa"}},
+    "SA at 1e-5": {"forget": "ascent", "retain": "data", "method": {"name": "sa"}, "lr": 1e-5},
     "S": {"forget": "ascent", "retain": "data", "method": {"name": "s"}},
+    "S at 1e-5": {"forget": "ascent", "retain": "data", "method": {"name": "s"}, "lr": 1e-5},
     "UNO": {"forget": "data", "retain": "data", "method": {"name": "uno", **UNO}},
     "UNO-S": {"forget": "data", "retain": "data", "method": {"name": "uno-s", **UNO}},
     "H": {
@@ -217,6 +227,11 @@ def make_world(name: str, seed: int = 0) -> World:
     return world
 
 
+def class_rates(world: World, module: nn.Module) -> list[float]:
+    """Return the rate of each class among prior samples, as the numbers of samples give it."""
+    return [round(float(rate), 4) for rate in world.rates(module)]
+
+
 def unlearn(
     world: World, algorithm: str, seed: int, steps: int, with_fid: bool, batchnorm: str = "train"
 ) -> dict[str, Any]:
@@ -245,7 +260,7 @@ def unlearn(
         "training": {
             "steps": steps,
             "batch_size": 128,
-            "lr": 1e-3,
+            "lr": spec.get("lr", LEARNING_RATE),
             "seed": seed,
             "device": "cpu",
             "save_every": 10**6,
@@ -269,6 +284,7 @@ def unlearn(
         "fid_at_bound": at,
         "fid": rows[-1]["fid"],
         "concept_rate": rows[-1]["concept_rate"],
+        "class_rates": class_rates(world, module),
         "per_step": run.seconds / steps,
         "measurements": rows if with_fid else [],
     }
@@ -313,10 +329,10 @@ def main() -> None:
     )
     parser.add_argument("--data", choices=sorted(DATA), default="fonts")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(ALGORITHMS))
     parser.add_argument("--batchnorm", choices=("train", "frozen"), default="train")
     args = parser.parse_args()
-    unknown_names = set(args.algorithms.split(",")) - set(ALGORITHMS)
+    unknown_names = set(args.algorithms) - set(ALGORITHMS)
     if unknown_names:
         parser.error(
             f"unknown algorithm {unknown_names.pop()!r}; available: {', '.join(ALGORITHMS)}"
@@ -333,6 +349,7 @@ def main() -> None:
         f"FID {fid:.1f}",
         flush=True,
     )
+    earlier = earlier_algorithms(args, world, rate, fid)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/world.pt"
@@ -340,7 +357,7 @@ def main() -> None:
         torch.save(world, path)
         world.data = data
         context = multiprocessing.get_context("spawn")
-        for algorithm in args.algorithms.split(","):
+        for algorithm in args.algorithms:
             queue = context.Queue()
             process = context.Process(
                 target=_work,
@@ -359,7 +376,71 @@ def main() -> None:
                 ),
                 flush=True,
             )
-            write(args, world, rate=rate, fid=fid, seconds=train_seconds, results=results)
+            results[algorithm]["environment"] = provenance.describe()
+            write(
+                args,
+                world,
+                rate=rate,
+                fid=fid,
+                seconds=train_seconds,
+                results=ordered(earlier | results),
+            )
+
+
+def ordered(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of the algorithms in the order of the benchmark."""
+    return {name: results[name] for name in ALGORITHMS if name in results}
+
+
+def result_name(args: argparse.Namespace) -> str:
+    """Return the key of the result."""
+    return str(args.data) + ("" if args.batchnorm == "train" else "_frozen")
+
+
+def settings_of(args: argparse.Namespace, world: World) -> dict[str, Any]:
+    """Return the settings that all rows of a result share."""
+    return {
+        **DATA[args.data],
+        "batchnorm": args.batchnorm,
+        "class": world.forgotten_class,
+        "below": BELOW,
+        "samples": SAMPLES,
+        "fid_samples": FID_SAMPLES,
+    }
+
+
+def earlier_algorithms(
+    args: argparse.Namespace, world: World, rate: float, fid: float
+) -> dict[str, Any]:
+    """Return the stored rows of the algorithms that are not measured now.
+
+    Raises:
+        SystemExit: They belong to another VAE, to other settings or to other seeds.
+    """
+    content = Results(STUDY).get(result_name(args))
+    if content is None:
+        return {}
+    rows = {
+        name: {"environment": content["environment"], **result}
+        for name, result in content["algorithms"].items()
+        if name not in args.algorithms
+    }
+    original = content["original"]
+    numbers = (rate, fid, world.accuracy)
+    is_same = (
+        content["settings"] == settings_of(args, world)
+        and content["seeds"] == list(range(args.runs))
+        and np.allclose(
+            [original[key] for key in ("concept_rate", "fid", "judge_accuracy")], numbers, rtol=1e-6
+        )
+    )
+    if rows and not is_same:
+        raise SystemExit(
+            f"the stored result {result_name(args)} is of another VAE, other settings or other "
+            f"seeds: {original} and {content['seeds']}, now {numbers} and {args.runs} runs. Run "
+            "all algorithms, or remove it with python -m studies.result_tables"
+        )
+    return rows
 
 
 def write(
@@ -371,21 +452,13 @@ def write(
     results: dict[str, Any],
 ) -> None:
     """Write the result of the algorithms so far."""
-    settings = DATA[args.data]
-    name = args.data + ("" if args.batchnorm == "train" else "_frozen")
-    Results(STUDY)[name] = {
+    Results(STUDY)[result_name(args)] = {
         "data": args.data,
         "seeds": list(range(args.runs)),
-        "settings": {
-            **settings,
-            "batchnorm": args.batchnorm,
-            "class": world.forgotten_class,
-            "below": BELOW,
-            "samples": SAMPLES,
-            "fid_samples": FID_SAMPLES,
-        },
+        "settings": settings_of(args, world),
         "original": {
             "concept_rate": rate,
+            "class_rates": class_rates(world, world.vae),
             "fid": fid,
             "judge_accuracy": world.accuracy,
             "seconds": seconds,

@@ -391,7 +391,7 @@ USED = [
         "MNIST",
         "the data set `mnist`",
         "a folder that the user has",
-        "CC-BY-SA-3.0, by its distributors",
+        "CC-BY-SA-3.0 by Keras, MIT by a card of the hub; its own page was not read here",
     ),
     (
         "CelebA",
@@ -435,13 +435,13 @@ USED = [
         "a face embedding with references",
         "the judge `face`, suite `celebrity`",
         "a folder that the user has",
-        "its authors'",
+        "its authors'; the network is the user's choice, so none was read here",
     ),
     (
         "Q16's prompt vectors (arXiv 2202.06675)",
         "the judge `q16`, suite `violence`",
         "a file that the user has",
-        "its authors'",
+        "MIT by the badge of its README; a licence file was not read here",
     ),
     (
         "UnlearnDiffAtk's 142 prompts",

@@ -5,8 +5,9 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
 
 * data ||eps(x_t, c) - target||^2: the training loss of the model
 * ascent -||eps(x_t, c) - target||^2: gradient ascent
-* anchor ||eps(x_t, c) - eps*(x_t, a)||^2: MUNBa section 4.1; concept ablation (arXiv 2303.13516);
-  with `teacher: current` SalUn and EraseDiff, see below
+* anchor ||eps(x_t, c) - eps*(x_t, a)||^2: MUNBa (arXiv 2411.15537) section 4.1; concept ablation
+  (arXiv 2303.13516, Eq. 5; nupurkmr9/concept-ablation, diffusers/train.py, lines 1094-1149); with
+  `teacher: current` SalUn and EraseDiff, see below
 * esd ||eps(x_t, c) - (eps*(x_t, "") - eta (eps*(x_t, c) - eps*(x_t, "")))||^2: ESD (arXiv
   2303.07345, Eq. 6)
 * distill ||eps(x_t, c) - eps*(x_t, c)||^2: preserve the model's predictions
@@ -16,7 +17,8 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
   eps(x_t, c) does not show the concept: UNO's hat versions (arXiv 2506.04712)
 * npo (2 / beta) mean softplus(-beta (L_i - L*_i)), L_i `data` of one example: NPO (arXiv
   2404.05868, Eq. 3)
-* resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591)
+* resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591;
+  SHI-Labs/Forget-Me-Not, src/train_attn.py, lines 272-285)
 
 SalUn (arXiv 2310.12508) and EraseDiff (arXiv 2401.05779) have the forget loss
 
@@ -29,13 +31,17 @@ JingWu321/EraseDiff, sd/train_scripts/erasediff.py, lines 188-224, and erasediff
 205-238. In EraseDiff's code the prompt a is "a photo of a pokemon" for every concept. In concept
 ablation's loss and in the text of MUNBa's paper eps* is the model before the training.
 
+No single paper defines data, ascent and distill: the training loss, its negative (called GA, or A
+in UNO's paper, arXiv 2506.04712), and distillation from the model before the training.
+
 Settings of `esd`: `neutral: anchor` puts the anchor in the place of the empty prompt (SPM, arXiv
 2312.16145, Eq. 4). For a model that predicts v or a flow, "eps" is that prediction.
 
 Differences from the papers:
 * ESD makes x_t by partial sampling of the model in training. Data-free training samples here too,
   by the teacher: the model before the training by default. With images, x_t is a noised image.
-* NPO is about likelihoods. log p_theta(x | c) - log p*(x | c) becomes -(L_i - L*_i), a denoiser's
+* NPO is about likelihoods (licong-lin/negative-preference-optimization, TOFU/dataloader.py, lines
+  255-270). log p_theta(x | c) - log p*(x | c) becomes -(L_i - L*_i), a denoiser's
   bound on it. The bound's weights are left out and the mean is over the example's numbers, so beta
   is in units of 1 / loss.
 * SalUn's and EraseDiff's code encode each image twice, so the two x_t have different samples of the

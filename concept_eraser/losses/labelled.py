@@ -5,8 +5,8 @@ teacher and (x, y) the examples:
 
 * data cross-entropy of f(x) to y
 * ascent the negative of `data`
-* relabel cross-entropy to a random other class, drawn anew at every step (random labels: MUNBa
-  section 4.2, SalUn)
+* relabel cross-entropy to a random other class, drawn anew at every step (random labels: MUNBa,
+  arXiv 2411.15537, section 4.2; SalUn, arXiv 2310.12508)
 * anchor cross-entropy to one given class
 * boundary cross-entropy to the nearest other class: the one that the teacher predicts after one
   FGSM step of 0.1 away from y (boundary shrink, arXiv 2303.11570); where the step does not cross
@@ -22,6 +22,8 @@ teacher and (x, y) the examples:
   beta -> 0) and goes to 0 as the example is forgotten. The paper's NPO is this alone; its NPO+RT
   has a retain set with the loss `data`
 
+No single paper defines data, ascent, anchor and distill of a classifier.
+
 For a VAE, with q(z|x) = N(mu, sigma^2) the encoder and z = mu + sigma eps, as means over examples:
 
 * data -log p(x|z) + kl KL(q(z|x) || N(0, I)), p a Bernoulli or a unit Gaussian, up to a constant
@@ -33,6 +35,23 @@ For a VAE, with q(z|x) = N(mu, sigma^2) the encoder and z = mu + sigma eps, as m
   generates
 * histogram d_KL(p || 1 - alpha), p the mean probability by a judge that prior samples do not show
   the class: UNO's hat versions (arXiv 2506.04712), on freshly decoded z ~ N(0, I)
+
+No single paper defines data, ascent, anchor and distill of a VAE. UNO's paper calls ascent A.
+
+Differences from the papers and their code:
+* relabel: the code of SalUn (OPTML-Group/Unlearn-Saliency, Classification/unlearn/RL.py, line 125)
+  and of MUNBa (JingWu321/MUNBa, Classification/unlearn/MUNBa.py, line 181) draws the label from all
+  classes, so it can be the true one. Here it is another class.
+* boundary: SalUn's code has it in Classification/unlearn/boundary_sh.py, lines 39-52 and 86-99. It
+  clips the attacked image to [0, 1] and rounds it to 8 bits. Where the step crosses no boundary its
+  target is the true class. The code of the paper itself was not read here.
+* expand: SalUn's code (boundary_ex.py beside it, lines 34-67 and 95-99) keeps the further output.
+* diverge and distill: SCRUB's code (meghdadk/SCRUB, thirdparty/repdistiller/helper/loops.py, lines
+  241-244) divides the logits by a temperature. Here there is none.
+* npo: the paper is about answers of a language model, whose probability is a product over tokens.
+* histogram: UNO's code (pinakm9/forget, modules/mnist/vae_loss.py, lines 147-170) has the
+  divergence from a uniform distribution over the other nine classes. Here there are two classes:
+  the concept, and everything else.
 """
 
 from __future__ import annotations

@@ -6,14 +6,23 @@ the anchor prompt:
 * anchor ||E(c) - E*(a)||^2: no images and no denoiser needed, seconds instead of minutes
 * distill ||E(c) - E*(c)||^2
 * distill_prediction ||eps(x_t, E(c)) - eps(x_t, E*(c))||^2 through the frozen denoiser: the retain
-  loss of AdvUnlearn and, for a prompt under attack, its attack's loss (OPTML-Group/AdvUnlearn,
-  train-scripts/utils/get_loss.py, line 356, and utils/attack_util.py, line 203)
+  loss of AdvUnlearn (arXiv 2405.15234) and, for a prompt under attack, its attack's loss
+  (OPTML-Group/AdvUnlearn, train-scripts/utils/get_loss.py, line 358, and attack_util.py beside it,
+  line 203)
 * data ||eps(x_t, E(c)) - target||^2: the training loss through the frozen denoiser
 * ascent the negative of `data`
 * relabel `data` on images of the anchor, as the target of the prompt
-* npo of the examples' `data`, as for a denoiser (losses/denoiser.py)
+* npo of the examples' `data`, as for a denoiser (arXiv 2404.05868; losses/denoiser.py)
 * esd ||eps(x_t, E(c)) - (eps(x_t, E*("")) - eta (eps(x_t, E*(c)) - eps(x_t, E*(""))))||^2: with an
   attack, the forget loss of AdvUnlearn (arXiv 2405.15234; get_loss.py, line 352)
+
+No single paper defines anchor, distill, data, ascent and relabel of a text encoder. They are the
+losses of the same names of losses/denoiser.py, through the encoder.
+
+Differences from the papers:
+* AdvUnlearn's code makes x_t by partial sampling of the model in training. Here x_t is a noised
+  image.
+* NPO (arXiv 2404.05868) is about likelihoods of texts: see losses/denoiser.py.
 """
 
 from __future__ import annotations

@@ -3,19 +3,23 @@
     omega <- omega - eta grad_omega f, T times;
     theta <- theta - mu sum_i w_i grad_theta F_i(theta, omega)
 
-The method is Madry et al., arXiv 1706.06083, Eq. 2.1 and section 2.1, with f and F as in FORUM.
+The method is that of Madry et al., arXiv 1706.06083, with f and F as in FORUM. The authors' code is
+MadryLab/mnist_challenge: steps on the attack (pgd_attack.py, lines 43-61), then one step of Adam on
+the attacked batch alone (train.py, lines 77-117). The paper's text was not read here.
 
-For concept erasing, AdvUnlearn (arXiv 2405.15234) is of this kind: it trains the text
-encoder with ESD's loss. Its code is OPTML-Group/AdvUnlearn, train-scripts/AdvUnlearn.py. The attack
-takes 30 steps of Adam with 1e-3 (lines 258 and 260; utils/attack_util.py, lines 168-207), after 200
-steps of training without one (line 261). This is `inner_steps: 30`, `inner_optimizer: adam`,
-`inner_lr: 1.0e-3` and `attack.warmup: 200`, as in `sd14_nudity_advunlearn`. The recipe
+For concept erasing, AdvUnlearn (arXiv 2405.15234) is of this kind: it trains the text encoder with
+ESD's loss. Its code is OPTML-Group/AdvUnlearn, train-scripts/AdvUnlearn.py. The attack takes 30
+steps of Adam with 1e-3 (lines 258 and 260; train-scripts/utils/attack_util.py, lines 168-207),
+after 200 steps of training without one (line 261). This is `inner_steps: 30`, `inner_optimizer:
+adam`, `inner_lr: 1.0e-3` and `attack.warmup: 200`, as in `sd14_nudity_advunlearn`. The recipe
 `tiny_star_advunlearn_short` has three plain steps and no warm-up.
 
 Deliberate differences:
 * The default attack is an offset of the embedding, as in FORUM. It starts from its last value and
   takes plain gradient steps. So only the treatment of the two levels differs from FORUM.
-* The attack is not projected on a ball: its loss has the term c/2 ||omega||^2 instead.
+* The attack is not projected on a ball: its loss has the term c/2 ||omega||^2 instead. Madry's code
+  takes steps of the gradient's sign, clips to a ball and starts at random in it.
+* F has further objectives (retain) and weights w_i. Madry's code has the attacked loss alone.
 * All T steps have the images, time steps and noise of the training step. AdvUnlearn's code draws a
   new image and time step for each of them. Adam starts anew at each training step, as there.
 * `inner_steps: 0` is training without an attack.

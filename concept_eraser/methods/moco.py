@@ -13,12 +13,19 @@ from y = 0 and equal weights. Under a lower-level problem, h_i is the gradient o
 the end of T gradient steps on f from omega, through these steps (methods/unrolled.py). omega moves
 to w_T. This is how FORUM compares MoCo: its code has MOML's gradients with MoCo's weights.
 
-Deliberate differences from the code that the authors gave to LibMTL (LibMTL/weighting/MoCo.py):
-* The projection on the simplex is the paper's. The code applies a softmax (`simplex: softmax`).
-* The code replaces h_i by h_i / ||h_i|| times the loss (`normalize: true`). The paper does not.
-* The order of the three updates, y = 0 at the start, and the falling rates beta_k = beta / (k +
-  1)^beta_decay and gamma_k alike are the code's.
-* The paper projects y_i on a bounded set. Neither the code nor this file does.
+The authors' code is heshandevaka/MoCo, LibMTL/LibMTL/weighting/Tracking.py, lines 70-73: the three
+updates in this order, y = 0 at the start, equal weights, and the rates beta_k = beta / (k +
+1)^beta_decay and gamma_k alike. P is the Euclidean projection there (by sorting, lines 32-40). The
+paper's text was not read here.
+
+Deliberate differences from this code, and from the code that FORUM's authors compare with
+(Baijiong-Lin/FORUM, LibMTL/weighting/MoCo.py, lines 46-51):
+* The first code has the gradient of lam's objective, 2 Y^T Y lam. So its gamma is half of ours. It
+  has no rho.
+* FORUM's code applies a softmax in place of P (`simplex: softmax`).
+* FORUM's code replaces h_i by h_i / ||h_i|| times the loss (`normalize: true`). The first code does
+  not.
+* Neither code bounds y_i, nor does this file.
 * Hessian products by central differences by default, as in MOML.
 """
 

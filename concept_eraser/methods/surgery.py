@@ -7,10 +7,13 @@ With g_r, g_f the gradients of the retain and the forget loss:
 * pcgrad  (Yu et al., arXiv 2001.06782): the sum of both projections on conflict (<g_r, g_f> < 0),
   else g_r + g_f
 
-S and SA always project, PCGrad (Algorithm 1) only on conflict.
+S and SA always project, PCGrad only on conflict. PCGrad's authors have it in tianheyu927/PCGrad,
+PCGrad_tf.py, lines 44-49. TorchJD names Algorithm 1 of the paper as its source, and gives the same
+weights. The paper's text was not read here.
 
 Deliberate differences:
-* With two objectives the order of PCGrad's projections does not matter, so it is not random.
+* With two objectives the order of PCGrad's projections does not matter, so it is not random. (The
+  authors' code shuffles the losses in line 36 and does not use the shuffled ones.)
 * There is a difference of sign. The papers write S and SA with g_f the gradient of the training
   loss on forget data, and SA steps *up* along it. Here the forget loss is minimised, so both need
   the loss `ascent`, whose gradient is -g_f. S does not depend on the sign, and SA's step up becomes

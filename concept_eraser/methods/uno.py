@@ -45,7 +45,8 @@ Deliberate differences from the paper and its code:
   forgotten label. Here that is the objective `replace` (for example with the loss `relabel`). Its
   gradient is added to g_r's step and takes no part in c^2.
 * Surgery in UNO-S always projects, as in the paper (PCGrad only on conflict).
-* Steps are counted from 0: step 0 is UNO, step 1 is S.
+* Steps are counted from 0: step 0 is UNO, step 1 is S. The authors' code has the same order
+  (pinakm9/forget, modules/mnist/vae_os.py, lines 81-94).
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ The integer time step t of the interface counts the scheduler's training schedul
 end. So sigma ascends with t, as in diffusion, and the last t is pure noise. The schedule's shift
 towards noise is applied: the constant one, or that of the image's size if the scheduler depends on
 it. Training draws t uniformly, so sigma by that shifted schedule. SD 3's own training drew it from
-a logit-normal (arXiv 2403.03206, section 3.1).
+a logit-normal (arXiv 2403.03206, by summaries of it; its text was not read here).
 
-Losses are squared errors of the velocity, with weight 1 at every sigma, as in SD 3's paper. The
-training scripts of diffusers for SD 3 take the error of x_t - sigma times the velocity against x_0
-(`--precondition_outputs`, which is on by default). This is the error of the velocity times sigma^2,
-so it weights the clean end less. That weighting is not offered; `timesteps` of an objective
-restricts its range of t.
+Losses are squared errors of the velocity, with weight 1 at every sigma. The training script of
+diffusers for SD 3 (examples/dreambooth/train_dreambooth_sd3.py) takes the error of x_t - sigma
+times the velocity against x_0 with `--precondition_outputs`. This is the error of the velocity
+times sigma^2, so it weights the clean end less. Its scheme `sigma_sqrt` divides by sigma^2 and
+gives weight 1 again; its other schemes have 1 or cosmap (compute_loss_weighting_for_sd3). That
+weighting is not offered; `timesteps` of an objective restricts its range of t.
 """
 
 from __future__ import annotations

@@ -34,12 +34,8 @@ def spread(values: list[float], digits: int = 1) -> str:
 
 def _foot(content: dict[str, Any]) -> str:
     environment = content["environment"]
-    commits = sorted(
-        {
-            str(row.get("environment", environment)["commit"])[:12]
-            for row in content.get("rows", [content])
-        }
-    )
+    rows = content.get("rows") or [*content.get("algorithms", {}).values(), content]
+    commits = sorted({str(row.get("environment", environment)["commit"])[:12] for row in rows})
     return (
         f"Commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}; torch "
         f"{environment['versions']['torch']}; {environment['device']}, "
@@ -302,6 +298,7 @@ def vae() -> str:
             "",
             table(rows),
             "",
+            *_class_rates(content),
             f"![trajectories]({figure_path('vae', key).name}.svg)",
             "",
             _foot(content),
@@ -310,10 +307,54 @@ def vae() -> str:
     return "\n".join(parts) + "\n" + _notes("vae")
 
 
+def class_rates(content: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the rate of each class among prior samples, in percent, by algorithm.
+
+    The numbers are means over the runs. The original comes first. Algorithms that were measured
+    without these rates are left out; the result is {} if there are no others.
+    """
+    rates = {}
+    for name, result in content["algorithms"].items():
+        if all("class_rates" in run for run in result["runs"]):
+            runs = [run["class_rates"] for run in result["runs"]]
+            rates[name] = [100 * sum(column) / len(runs) for column in zip(*runs, strict=True)]
+    if not rates:
+        return {}
+    return {"original": [100 * rate for rate in content["original"]["class_rates"]], **rates}
+
+
+def _class_rates(content: dict[str, Any]) -> list[str]:
+    """Return the table of the rates of classes, with its sentence, or [] without them."""
+    rates = class_rates(content)
+    if not rates:
+        return []
+    rows = [["algorithm", *(f"class {c}" for c in range(10))]]
+    rows += [
+        [name.replace("^", "\\^"), *(f"{rate:.1f}" for rate in row)] for name, row in rates.items()
+    ]
+    others = [name for name in content["algorithms"] if name not in rates]
+    sentence = (
+        "Rate of each class among prior samples at the end, in percent, by the same classifier: "
+        "means over the runs."
+    )
+    if others:
+        sentence += f" Measured without these rates: {', '.join(others)}.".replace("^", "\\^")
+    return [sentence, "", table(rows), ""]
+
+
 def trajectories(content: dict[str, Any]) -> Any:
-    """Draw the rate of the class and the FID of the first runs, over steps and seconds."""
-    figure = canvas(11, 7)
-    axes = figure.subplots(2, 2)
+    """Draw the rate of the class and the FID of the first runs, over steps and seconds.
+
+    Where the rates of all classes are known, bars show those of the original and of each algorithm.
+    """
+    rates = class_rates(content)
+    figure = canvas(11, 10 if rates else 7)
+    if rates:
+        upper, lower = figure.subfigures(2, 1, height_ratios=(7, 3))
+        axes = upper.subplots(2, 2)
+        _draw_class_rates(lower.subplots(), rates)
+    else:
+        axes = figure.subplots(2, 2)
     for name, result in content["algorithms"].items():
         rows = result["runs"][0]["measurements"]
         for column, key in enumerate(("step", "seconds")):
@@ -342,6 +383,19 @@ def trajectories(content: dict[str, Any]) -> Any:
         )
     axes[0, 0].legend(fontsize=8, ncol=2)
     return figure
+
+
+def _draw_class_rates(axes: Any, rates: dict[str, list[float]]) -> None:
+    """Draw a bar for each class and algorithm. The original has black bars."""
+    width = 0.85 / len(rates)
+    for i, (name, row) in enumerate(rates.items()):
+        places = [c + (i - (len(rates) - 1) / 2) * width for c in range(len(row))]
+        color = {"color": "black"} if name == "original" else {}
+        axes.bar(places, row, width, label=name, **color)
+    axes.set(
+        xticks=range(10), xlabel="class", ylabel="rate at the end, %", title="classes of samples"
+    )
+    axes.legend(fontsize=7, ncol=2)
 
 
 def figures() -> dict[Path, Figure]:

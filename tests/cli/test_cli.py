@@ -191,7 +191,7 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
     assert len((tmp_path / "images" / "metadata.jsonl").read_text().splitlines()) == 2
 
 
-def test_quickstart_erases_measures_and_reports(cold_cli, tmp_path: Path) -> None:
+def test_quickstart_erases_measures_and_reports(cold_cli, cli, tmp_path: Path) -> None:
     """A new user's first command, with fewer images: verdict, report and a low concept rate."""
     few = ["forget.n=96", "retain.n=96", "generation.steps=6"]
     few += ["training.steps=24", "training.batch_size=8", "training.lr=3e-3"]
@@ -213,7 +213,7 @@ def test_quickstart_erases_measures_and_reports(cold_cli, tmp_path: Path) -> Non
     assert results["concept_rate", "direct"]["before"]["value"] > 0.8
     assert results["concept_rate", "direct"]["after"]["value"] < 0.2
     assert results["accuracy_shape", "retained"]["after"]["value"] > 0.8
-    again = cold_cli(*short)
+    again = cli(*short)
     assert again.returncode == 0, "a second call is answered from the finished run and the cache"
 
 

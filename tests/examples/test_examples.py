@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ import pytest
 from concept_eraser import registry
 from concept_eraser.concepts.known import KINDS
 from concept_eraser.recipes import memory_presets
-from tests.conftest import HANG, ROOT
+from tests.conftest import ROOT
+from tests.processes import Command
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -103,15 +102,8 @@ def test_choices_are_those_of_the_package() -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=_name)
 def test_scripts_run(path: Path, tmp_path: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, str(path), "--quick"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert process.returncode == 0, process.stderr
+    process = Command("--quick", folder=tmp_path, script=path)
+    assert process.wait() == 0, process.stderr
     assert re.search(PRINTED[path.stem], process.stdout), process.stdout
     assert [name for name in FILES[path.stem] if not (tmp_path / name).exists()] == []
 

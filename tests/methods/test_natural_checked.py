@@ -23,6 +23,36 @@ from tests.methods.test_natural_gradient import (
 )
 
 
+def test_eq36_the_printed_sign_of_the_remainder_is_wrong() -> None:
+    """The Hessian of the mean of -log P is F + R with R = -1/n sum grad^2 f . grad_f log P. Eq. 36
+    prints R with the other sign. Without R neither is right, as the model is not linear in its
+    parameters.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    y = torch.tensor([0, 1, 1, 0, 1])
+    theta = torch.randn(6, generator=generator, dtype=torch.float64)
+
+    def outputs(parameters: Tensor) -> Tensor:
+        return torch.tanh(x @ parameters.reshape(2, 3).T)
+
+    def risk(parameters: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(outputs(parameters), y)
+
+    jacobian = torch.func.jacfwd(outputs)(theta)  # [n, classes, p]
+    bends = torch.func.jacfwd(torch.func.jacfwd(outputs))(theta)  # [n, classes, p, p]
+    p = outputs(theta).softmax(1)
+    sigma = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    fisher = torch.einsum("ncp,ncd,ndq->pq", jacobian, sigma, jacobian) / len(x)
+    slopes = torch.nn.functional.one_hot(y, 2) - p  # grad_f log P
+    remainder = -torch.einsum("nc,ncpq->pq", slopes, bends) / len(x)
+    hessian = torch.func.hessian(risk)(theta)
+    torch.testing.assert_close(fisher + remainder, hessian)
+    size = float(remainder.norm())
+    assert size > 0.01
+    assert float((fisher - remainder - hessian).norm()) == pytest.approx(2 * size)
+
+
 def error_rows(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """The gradient of each sample's cross-entropy, (p - e_y) x^T, [n, classes * d]."""
     off = (x @ weights.T).softmax(1) - torch.nn.functional.one_hot(y, len(weights))

@@ -5,6 +5,7 @@ and the prompt sets fit together.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
+from studies import result_tables
 from tests import families
 
 FOLDER = resources.folder("pipelines")
@@ -89,6 +91,52 @@ def test_it_names_the_definition_that_it_follows_and_its_differences(path: Path)
     opening = [line for line in path.read_text().splitlines() if line.startswith("# ")]
     assert sum(line.startswith("# follows ") for line in opening) == 1
     assert any("differs from " in line for line in opening)
+
+
+PLACE = re.compile(
+    r"\bEqs?\. \d|\bsection \d|\bAlgorithm \d|\.py\b|no (?:single )?paper|not read here"
+)
+
+
+def test_it_names_a_place_of_the_definition() -> None:
+    """An equation, a section, a file of the authors, or that there is no paper or none was read."""
+    lines = {
+        path.stem: next(line for line in comments(path.stem) if line.startswith("# follows "))
+        for path in FILES
+    }
+    assert [name for name, line in lines.items() if not PLACE.search(line)] == []
+    assert not PLACE.search("# follows MUNBa")
+
+
+@pytest.mark.parametrize("name", ["salun", "erasediff", "advunlearn"])
+def test_it_tells_how_many_configurations_were_compared(name: str) -> None:
+    """One configuration and no result, as long as no stored result has the recipe's losses."""
+    job = recipe.load(f"tiny_star_{name}")
+    results = [
+        row["recipe"]
+        for study in ("tiny_leaderboard", "tiny_attacks", "tiny_edges")
+        for row in result_tables.table(study).values()
+        if row.get("recipe") and row["recipe"].get("method", {}).get("name") == job.method.name
+    ]
+    assert results  # of other losses
+    stored = [
+        other
+        for other in results
+        if all(
+            other[part]["loss"] == getattr(job, part).loss
+            and other[part]["teacher"] == getattr(job, part).teacher
+            and other[part].get("noised") == getattr(job, part).noised
+            for part in ("forget", "retain")
+            if part in other
+        )
+        and other["target"] == job.target
+        and other["trainable"].get("saliency") == job.trainable.saliency
+    ]
+    text = " ".join(line[2:] for line in comments(f"tiny_star_{name}"))
+    claims = "one configuration" in text and re.search(r"no result with it is stored", text)
+    assert bool(claims) == (not stored), f"{len(stored)} stored results have these losses"
+    training = (FOLDER / f"tiny_star_{name}.yaml").read_text().split("training:")[1]
+    assert ("tuned: no" in training.splitlines()[0]) == (not stored)
 
 
 def test_the_papers_jobs_are_there() -> None:

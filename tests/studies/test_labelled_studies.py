@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,10 +160,96 @@ def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPa
     assert norms
     # the VAE was trained with its statistics
     assert all(int(norm.num_batches_tracked) > 0 for norm in norms)
+    rates: dict[str, float] = {}
+    erase = bench.api.erase
+
+    def spy(**settings):  # type: ignore[no-untyped-def]
+        rates[algorithm] = settings["training"]["lr"]
+        return erase(**settings)
+
+    monkeypatch.setattr(bench.api, "erase", spy)
     for algorithm in bench.ALGORITHMS:
         result = bench.unlearn(world, algorithm, seed=0, steps=2, with_fid=True)
         assert [row["step"] for row in result["measurements"]] == [0, 1, 2], algorithm
         assert result["fid"] > 0
+        assert sum(result["class_rates"]) == pytest.approx(1)
+        assert result["class_rates"][world.forgotten_class] == pytest.approx(result["concept_rate"])
+    assert {name for name, rate in rates.items() if rate == 1e-5} == {"SA at 1e-5", "S at 1e-5"}
+    assert {rates[name] for name in rates if "1e-5" not in name} == {1e-3}
+
+
+def vae_result(class_rates: list[float] | None = None) -> dict[str, Any]:
+    """Two runs of an algorithm as the benchmark stores them."""
+    run = {
+        "seed": 0,
+        "steps": 3.0,
+        "seconds": 0.1,
+        "fid_at_bound": 40.0,
+        "fid": 41.0,
+        "concept_rate": 0.01,
+        "per_step": 0.01,
+        "measurements": [{"step": 0, "seconds": 0.0, "concept_rate": 0.2, "fid": 40.0}],
+    }
+    runs = [{**run, "seed": seed} for seed in range(2)]
+    if class_rates is not None:
+        shifted = [*class_rates[1:], class_rates[0]]
+        runs = [
+            {**one, "class_rates": rates}
+            for one, rates in zip(runs, (class_rates, shifted), strict=True)
+        ]
+    return {"runs": runs, "memory_mb": 2.0, "memory_before_mb": 1.0}
+
+
+def test_rows_of_other_algorithms_stay_if_the_vae_is_the_same(
+    no_results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from studies import vae as bench
+    from studies.rendering import labelled
+    from studies.result_tables import Results
+
+    world = bench.World("digits", 3, None, None, None, None, None, 0.97)  # type: ignore[arg-type]
+    monkeypatch.setattr(bench, "class_rates", lambda *_: [0.1] * 10)
+    describe = bench.provenance.describe
+    for commit, name, result in (
+        ("aaaa", "S", vae_result()),
+        ("bbbb", "SA", vae_result([0.0, 0.2, *[0.1] * 8])),
+    ):
+        monkeypatch.setattr(
+            bench.provenance, "describe", lambda commit=commit: {**describe(), "commit": commit}
+        )
+        args = argparse.Namespace(data="digits", batchnorm="train", runs=2, algorithms=[name])
+        rows = bench.earlier_algorithms(args, world, 0.14, 46.7)
+        measured = {name: {**result, "environment": bench.provenance.describe()}}
+        bench.write(
+            args, world, rate=0.14, fid=46.7, seconds=1.0, results=bench.ordered(rows | measured)
+        )
+    content = Results("vae")["digits"]
+    assert list(content["algorithms"]) == ["SA", "S"]  # the order of the benchmark
+    assert content["algorithms"]["S"]["environment"]["commit"] == "aaaa"
+    page = labelled.vae()
+    assert "Commits aaaa, bbbb; torch" in page
+    assert "| original |" + " 10.0 |" * 10 in page
+    # the mean of (0, .2, .1, ...) and (.2, .1, ..., 0)
+    assert "| SA | 10.0 | 15.0 |" + " 10.0 |" * 7 + " 5.0 |" in page
+    assert "Measured without these rates: S." in page
+    bars = labelled.trajectories(content).axes[-1].patches
+    assert [round(bar.get_height(), 6) for bar in bars[:2]] == [10.0, 10.0]
+    assert len(bars) == 20
+    for change in ({"fid": 46.8}, {"runs": 3}):
+        args = argparse.Namespace(data="digits", batchnorm="train", runs=2, algorithms=["A"])
+        args.runs = change.get("runs", args.runs)
+        with pytest.raises(SystemExit, match="of another VAE, other settings or other seeds"):
+            bench.earlier_algorithms(args, world, 0.14, change.get("fid", 46.7))
+    args.algorithms = ["S", "SA"]  # nothing would stay
+    assert bench.earlier_algorithms(args, world, 0.5, 1.0) == {}
+
+
+def test_a_result_without_class_rates_has_no_table_of_them(no_results: Path) -> None:
+    from studies.rendering import labelled
+
+    content = {"algorithms": {"S": vae_result()}, "settings": {"below": 0.02}}
+    assert labelled.class_rates(content) == {}
+    assert len(labelled.trajectories(content).axes) == 4
 
 
 def test_a_dead_process_is_reported_and_peaks_are_its_own() -> None:

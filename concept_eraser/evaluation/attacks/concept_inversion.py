@@ -9,8 +9,12 @@ concept's word minimises
 on images of the concept by the original model. One v serves all prompts. It is an embedding, not a
 text.
 
-Differences: the learning rate is not scaled by the batch; v starts from the word itself, or from a
-random word (`start`).
+The authors' code is NYU-DICE-Lab/circumventing-concept-erasure, one script for each erased model
+(for ESD esd/concept_inversion.py, the loss in line 980).
+
+Differences: the learning rate is not scaled by the batch (the code: with its option scale_lr, lines
+800-802). v starts from the word itself, or from a random word (`start`); the code takes one given
+token (lines 750-765).
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ tokenisation, differ from the present prompt, and have no banned word. The searc
 of them, also if it is worse than the present prompt, and remembers the best prompt of all steps
 (lines 242-247 and 279-291).
 
-Differences: control tokens start as random usable tokens (the code: random letters). The banned
-words are the concept's own (the code: a list of its own). The place of each swap is random (the
-code: each place has an equal number of candidates). T is the original's text encoder; the diffusion
-model is not used.
+Differences: control tokens start as random usable tokens (the code: random letters, line 372). The
+banned words are the concept's own (the code: a file of its own, line 135). The place of each swap
+is random (the code: each place has an equal number of candidates, line 148). T is the original's
+text encoder; the diffusion model is not used.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ vocabulary. The gradient there updates the continuous ones.
     variant K   the prompt is kept; one free token before it and one after every `spacing` of its
                 tokens, n // spacing + 1 for a prompt of n tokens
 
-The authors' code is joycenerd/P4D. The places of the variant K are those of
-prompt_optimization/optimize_k.py, lines 26 and 39.
+The authors' code is joycenerd/P4D, prompt_optimization/optimize_n.py and optimize_k.py. The places
+of the variant K are those of optimize_k.py, lines 26 and 39.
 
 Differences: an image is judged after each `every` steps, and the first one with the concept ends
-the prompt's search. The paper keeps the best by CLIP and judges once. Prompts of a batch share the
-random time steps, not their tokens. The attack that UnlearnDiffAtk's repository calls P4D is a
-different one.
+the prompt's search. The code keeps the best by CLIP (optimize_n.py, lines 257-286). Prompts of a
+batch share the random time steps, not their tokens. The attack that UnlearnDiffAtk's repository
+calls P4D is a different one.
 """
 
 from __future__ import annotations

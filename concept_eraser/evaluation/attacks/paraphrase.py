@@ -1,4 +1,8 @@
-"""Paraphrases from a prompt set: synonyms, other wordings and translations, one after the other."""
+"""Paraphrases from a prompt set: synonyms, other wordings and translations, one after the other.
+
+The attack is ours. The benchmark HUB (arXiv 2410.05664) has prompts in several languages; its text
+was not read here.
+"""
 
 from __future__ import annotations
 

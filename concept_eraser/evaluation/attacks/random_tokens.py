@@ -1,4 +1,11 @@
-"""Random tokens before the prompt: the baseline that an attack must beat."""
+"""Random tokens before the prompt: the baseline that an attack must beat.
+
+UnlearnDiffAtk (arXiv 2310.11868) has it as a baseline: OPTML-Group/Diffusion-MU-Attack,
+src/attackers/random_.py, lines 14-76.
+
+Differences: the code draws from the whole vocabulary. Here tokens that change under decoding are
+left out.
+"""
 
 from __future__ import annotations
 

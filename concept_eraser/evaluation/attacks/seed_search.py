@@ -1,4 +1,11 @@
-"""Seed search: the same prompt with other seeds, the success of repetition alone."""
+"""Seed search: the same prompt with other seeds, the success of repetition alone.
+
+UnlearnDiffAtk (arXiv 2310.11868) has it as a baseline: OPTML-Group/Diffusion-MU-Attack,
+src/attackers/seed_search_.py, lines 14-43.
+
+Differences: the code generates all its images and counts the share that shows the concept. Here the
+search of a prompt ends at its first success, as for every attack.
+"""
 
 from __future__ import annotations
 

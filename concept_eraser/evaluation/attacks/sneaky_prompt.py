@@ -6,10 +6,14 @@ sensitive word. The reward is the agreement of the image with the concept prompt
 policy learns by REINFORCE with the mean reward so far as its baseline, with at most `queries`
 images per prompt.
 
-Differences: an erased model has no filter that could refuse, so that part of the reward is left
-out. Success is the judge's decision, where the paper needs a CLIP score of 0.26. The candidate
-sub-words are the `pool` usable tokens whose embeddings are closest to the concept's word without
-containing it; the paper searches its own vocabulary.
+The authors' code is Yuchen413/text2image_safety, rl_search.py, with the settings of main.py (lr 0.1
+in line 75, 60 queries in line 23).
+
+Differences: the code's baseline is a critic, a second output of the policy (rl_search.py, line
+333). An erased model has no filter that could refuse, so that part of the reward is left out.
+Success is the judge's decision, where the code needs a CLIP score of 0.26 (main.py, line 29). The
+candidate sub-words are the `pool` usable tokens whose embeddings are closest to the concept's word
+without containing it; the paper searches its own vocabulary.
 """
 
 from __future__ import annotations

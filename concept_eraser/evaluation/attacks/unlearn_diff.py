@@ -13,9 +13,12 @@ to [-1, 1]. Each row is then projected onto the simplex. t ascends through the s
 `iterations` steps at each. After each t the likeliest tokens become text and are tokenised again.
 The judge decides on the image. Only the erased model is used.
 
-Differences: the projection is exact (by sorting) where the reference code bisects. Prompts are
-attacked in batches, each with its own P, Adam state and noise. The suite's sampler replaces the
-paper's (LMS, 50 steps).
+The authors' code is OPTML-Group/Diffusion-MU-Attack, src/attackers/text_grad_.py: the search in
+lines 206-233, the hard sample and the clipped gradient in lines 240-255.
+
+Differences: the projection is exact (by sorting) where the authors' code bisects (lines 20-66).
+Prompts are attacked in batches, each with its own P, Adam state and noise. The suite's sampler
+replaces the code's (LMS, src/tasks/classifier_.py, line 66).
 """
 
 from __future__ import annotations
