@@ -9,6 +9,7 @@ from concept_eraser.utils.errors import Interrupted, UserError
 if TYPE_CHECKING:
     from concept_eraser.api import (
         Campaign,
+        CascadeCampaign,
         Evaluation,
         LabelledEvaluation,
         PromptEvaluation,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Campaign",
+    "CascadeCampaign",
     "Evaluation",
     "Interrupted",
     "LabelledEvaluation",

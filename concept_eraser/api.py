@@ -13,7 +13,9 @@ from typing import Any, Literal, overload
 from concept_eraser.concepts.known import KindName
 from concept_eraser.concepts.plan import BUNDLED, make_plan
 from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacks import cascade as cascades
 from concept_eraser.evaluation.attacks import runner
+from concept_eraser.evaluation.attacks.cascade import CascadeCampaign as CascadeCampaign
 from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
 from concept_eraser.evaluation.base import Evaluation as Evaluation
 from concept_eraser.evaluation.suite import PromptEvaluation as PromptEvaluation
@@ -484,7 +486,8 @@ def evaluate(
         n: the largest number of images of each group. Only for prompts.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star". Only for
             prompts.
-        output: the folder of evaluation.json.
+        output: the folder of evaluation.json, and of evaluation.csv.xz with the outcome of each
+            image. Only prompts have outcomes.
         allow_pickle: also load weights stored as pickles, which can execute code.
         allow_code: call a model that the run's recipe names as package.module:function. Only for
             labelled data.
@@ -531,7 +534,7 @@ def evaluate(
     suite_content = suites.load(suite if suite is not None else suite_matching.suite_of(model))
     protocol = suite_content.using(judge, metrics).with_at_most(n)
     suite_matching.require_kept(suite_matching.recipe_of(model), protocol)
-    with _results(folder, "evaluation", "evaluation.json"):
+    with _results(folder, "evaluation", "evaluation.json", "evaluation.csv.xz"):
         original, erased_model = _pair(model, before, allow_pickle, guard)
         evaluation = suites.evaluate(
             original, erased_model, protocol, cache=cache, progress=progress
@@ -558,10 +561,12 @@ def _results(folder: Path | None, kind: str, *names: str) -> AbstractContextMana
 
 
 def _save(evaluation: Evaluation, folder: Path | None) -> None:
-    """Write evaluation.json into a folder of results."""
+    """Write evaluation.json, and the outcomes of the images, into a folder of results."""
     if folder is not None and distributed.is_first():
         output_folder.claim(folder, "evaluation")
         evaluation.save(folder / "evaluation.json")
+        if isinstance(evaluation, PromptEvaluation):
+            evaluation.save_outcomes(folder / "evaluation.csv.xz")
 
 
 def attack(
@@ -578,6 +583,8 @@ def attack(
     hide: str | None = None,
     word: str | None = None,
     options: Mapping[str, Any] | None = None,
+    cascade: Sequence[keywords.CascadeEntry] | Literal["default"] | None = None,
+    each_family: bool = False,
     guard: str | Guard | None = None,
     output: str | Path | None = None,
     allow_pickle: bool = False,
@@ -600,45 +607,72 @@ def attack(
             unprotected model.
         word: the word for the concept in the prompts, if it is not the suite's value.
         options: options of the attack.
+        cascade: several attacks in place of one, from cheap to strong; "default" for those of
+            `cascade.DEFAULT`. Each is a name, a mapping of `name` and options, or an object. Each
+            attacks the prompts that none before has broken. Then leave out `name` and `options`.
+        each_family: with a cascade, every family of attacks begins with all prompts.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star".
-        output: a folder for attack.json and attack.png. An interrupted attack is continued there.
+        output: a folder for attack.json, attack.csv.xz with the outcome of each image, and
+            attack.png. An interrupted attack is continued there.
         allow_pickle: also load weights stored as pickles, which can execute code.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
 
     Returns:
-        The attempts. `rates()` gives the attack success rate with its interval.
+        The attempts. `rates()` gives the attack success rate with its interval. Of a cascade these
+        are the worst case over its attacks, see `CascadeCampaign`.
 
     Raises:
-        UserError: the attack, an option, the suite or the group is unknown, or the folder holds
-            another attack.
+        UserError: the attack, an option, the suite or the group is unknown, the folder holds
+            another attack, or a cascade and a single attack are both given.
 
     Example:
         >>> import concept_eraser
         >>> campaign = concept_eraser.attack("runs/tiny_star_munba", "ring_a_bell", n=20)
         >>> success_rate = campaign.rates()["asr"]
     """
-    attack_name, options = runner.named(name, dict(options or {}))
     suite_content = suites.load(suite if suite is not None else suite_matching.suite_of(model))
-    protocol = runner.Protocol(
-        suite=suite_content.using(judge),
-        attack=attack_name,
-        options=options,
-        group=group,
-        n=n,
-        batch=batch,
-        seed=seed,
-        hide=hide,
-        word=word,
-    )
+
+    def protocol_of(source: keywords.CascadeEntry, values: Mapping[str, Any]) -> runner.Protocol:
+        entry = dict(source) if isinstance(source, Mapping) else source
+        attack_name, attack_options = runner.named(entry, dict(values))
+        return runner.Protocol(
+            suite=suite_content.using(judge),
+            attack=attack_name,
+            options=attack_options,
+            group=group,
+            n=n,
+            batch=batch,
+            seed=seed,
+            hide=hide,
+            word=word,
+        )
+
+    work: runner.Protocol | cascades.Cascade
+    if cascade is None:
+        if each_family:
+            raise UserError("each_family goes with a cascade; give one, or leave it out")
+        work = protocol_of(name, options or {})
+    else:
+        if options or name != "unlearn_diff":
+            raise UserError(
+                "a cascade has its attacks and their options in it; leave out the single attack "
+                "and its options"
+            )
+        entries = cascades.DEFAULT if cascade == "default" else cascade
+        work = cascades.Cascade([protocol_of(entry, {}) for entry in entries], each_family)
     folder = _output_folder(output)
-    with _results(folder, "attack", "attack.json", "attack.png", "attempts.jsonl"):
+    names = ("attack.json", "attack.csv.xz", "attack.png", "attempts.jsonl")
+    with _results(folder, "attack", *names):
         original, victim = _pair(model, before, allow_pickle, guard)
-        campaign = runner.run(
-            protocol, victim, original, folder=folder, cache=cache, progress=progress
+        run_attack: Any = runner.run if isinstance(work, runner.Protocol) else cascades.run
+        campaign: Campaign = run_attack(
+            work, victim, original, folder=folder, cache=cache, progress=progress
         )
         if folder is not None and distributed.is_first():
+            output_folder.claim(folder, "attack")
             campaign.save(folder / "attack.json")
+            campaign.save_outcomes(folder / "attack.csv.xz")
             plots.save(attack_sheet.sheet(campaign, victim, original), folder / "attack.png")
             output_folder.seal(folder)
     return campaign

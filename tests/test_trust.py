@@ -74,6 +74,7 @@ def test_evaluate_writes_into_a_folder(run: Path, tmp_path: Path) -> None:
     concept_eraser.evaluate(str(run), suite, output=run)
     after = tree(run)
     assert json.loads(after.pop("evaluation.json"))["protocol"]["concept"] == {"shape": "star"}
+    assert after.pop("evaluation.csv.xz")
     before.pop(manifest.MARK), after.pop(manifest.MARK)
     assert after == before
     with pytest.raises(UserError, match="output is a folder"):

@@ -566,6 +566,9 @@ _EXTRAS = {
         "`pip install 'concept-eraser[labelled]'`: membership attacks, the data set `digits`."
     ),
     "memory": "`pip install 'concept-eraser[memory]'`: the optimizer adamw8bit.",
+    "statistics": (
+        "`pip install 'concept-eraser[statistics]'`: Holm's correction of tables of comparisons."
+    ),
     "torchjd": (
         "`pip install 'concept-eraser[torchjd]'`: the method torchjd. Its solvers `quadprog` "
         "(GPL) and `qpsolvers` (LGPL) are copyleft."

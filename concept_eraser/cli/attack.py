@@ -10,6 +10,8 @@ import typer
 from concept_eraser.utils import distributed, limits
 from concept_eraser.utils.errors import UserError, quote
 
+DEFAULT = "unlearn_diff"
+
 
 def attack(
     model: Annotated[
@@ -22,8 +24,11 @@ def attack(
         ),
     ],
     name: Annotated[
-        str, typer.Option("--attack", "-a", help="see `concept-eraser list attacks`")
-    ] = "unlearn_diff",
+        Optional[str],
+        typer.Option(
+            "--attack", "-a", help="see `concept-eraser list attacks`", show_default=DEFAULT
+        ),
+    ] = None,
     suite: Annotated[
         Optional[str],
         typer.Option(
@@ -71,6 +76,22 @@ def attack(
             "--set", help="an option of the attack, key=value; may be given several times"
         ),
     ] = None,
+    cascade: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "several attacks in place of one, from cheap to strong, joined by commas, or "
+                "`default`; each attacks the prompts that none before has broken; an option is set "
+                "by --set ATTACK.key=value"
+            )
+        ),
+    ] = None,
+    each_family: Annotated[
+        bool,
+        typer.Option(
+            "--each-family", help="with --cascade: every family of attacks begins with all prompts"
+        ),
+    ] = False,
     guard: Annotated[
         Optional[str],
         typer.Option(
@@ -86,8 +107,8 @@ def attack(
             "--output",
             "-o",
             help=(
-                "folder of attack.json and attempts.jsonl (default: attacks/<attack> in the "
-                "run folder, or here)"
+                "folder of attack.json, attack.csv.xz and attempts.jsonl (default: "
+                "attacks/<attack> in the run folder, or here)"
             ),
         ),
     ] = None,
@@ -114,6 +135,9 @@ def attack(
       concept-eraser attack esd-star.safetensors --before tiny-sd --suite tiny_star -a soft_prompt
 
       concept-eraser attack tiny-sd --suite tiny_star --hide shape   (a control: the original model)
+
+      concept-eraser attack runs/tiny_star_munba --cascade random_tokens,unlearn_diff,soft_prompt
+      --set soft_prompt.steps=1000 -n 48
     """
     from concept_eraser import api
     from concept_eraser.cli.progress_bars import bars
@@ -121,15 +145,18 @@ def attack(
 
     # files go into run folders only, not into other people's model folders
     run_folder = Path(model) if (Path(model) / "recipe.yaml").is_file() else Path()
+    chosen = name or ("cascade" if cascade else DEFAULT)
+    if cascade and name:
+        raise UserError("give either --attack or --cascade")
     folder = output or run_folder / "attacks" / (
-        name if guard is None else f"{name}-{guard.partition(':')[0]}"
+        chosen if guard is None else f"{chosen}-{guard.partition(':')[0]}"
     )
     if output is None and run_folder != Path():
         output_folder.require_claimable(folder, "attack", inside=run_folder)
     with bars(quiet) as progress:
         result = api.attack(
             model,
-            name,
+            name or DEFAULT,
             suite,
             group=group,
             before=before,
@@ -138,13 +165,17 @@ def attack(
             seed=seed,
             hide=hide,
             word=word,
-            options=_options(settings or []),
+            options={} if cascade else _options(settings or []),
+            cascade=_entries(cascade, settings or []) if cascade else None,
+            each_family=each_family,
             guard=guard,
             output=folder,
             allow_pickle=allow_pickle,
             progress=progress,
         )
     if distributed.is_first():
+        if cascade:
+            _show_stages(result)
         summarise(result)
         typer.echo(f"numbers: {folder / 'attack.json'}")
 
@@ -157,6 +188,45 @@ def _options(settings: list[str]) -> dict[str, Any]:
             raise UserError(f"cannot read --set {quote(text)}; write key=value, e.g. k=3")
         options[key.strip()] = value.strip()
     return options
+
+
+def _entries(cascade: str, settings: list[str]) -> list[dict[str, Any]]:
+    """Return the attacks of a cascade, with the options that `--set` gives them.
+
+    Raises UserError for an option without its attack, or of an attack that is not in the cascade.
+    """
+    from concept_eraser.evaluation.attacks import cascade as cascades
+
+    names = list(cascades.DEFAULT) if cascade == "default" else cascade.split(",")
+    entries: dict[str, dict[str, Any]] = {name.strip(): {} for name in names}
+    if len(entries) < len(names):
+        raise UserError(f"--cascade has an attack twice: {quote(cascade)}")
+    for key, value in _options(settings).items():
+        name, dot, option = key.rpartition(".")
+        if not dot or name not in entries:
+            raise UserError(
+                f"cannot use --set {quote(key)} in a cascade; write ATTACK.{option or 'key'}=value "
+                f"with one of {', '.join(entries)}"
+            )
+        entries[name][option] = value
+    return [{"name": name, **options} for name, options in entries.items()]
+
+
+def _show_stages(results: Any) -> None:
+    """Print what each attack of a cascade attacked and broke, and the families."""
+    typer.echo("attack                     family                         attacked  broken  new")
+    for stage in results.stages:
+        typer.echo(
+            f"{stage.attack:<26} {stage.family:<30} {stage.attacked:>8}  {stage.broken:>6}  "
+            f"{stage.new:>3}"
+        )
+    for family, summary in results.families().items():
+        if summary["rate"] is not None:
+            rate = summary["rate"]
+            typer.echo(
+                f"{family:<38} {100 * rate['value']:5.1f} % "
+                f"[{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]  n = {rate['n']}"
+            )
 
 
 def summarise(results: Any) -> None:

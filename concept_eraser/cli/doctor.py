@@ -19,6 +19,7 @@ EXTRAS = {
     "curvature": ("curvlinops",),
     "labelled": ("sklearn",),
     "memory": ("bitsandbytes",),
+    "statistics": ("statsmodels",),
     "torchjd": ("torchjd",),
     "trackers": ("tensorboard", "wandb"),
 }
@@ -26,6 +27,7 @@ PURPOSES = {
     "curvature": "the method natural_gradient",
     "labelled": "membership attacks, the data set digits",
     "memory": "training.optimizer=adamw8bit",
+    "statistics": "corrected tables of comparisons",
     "torchjd": "the method torchjd",
     "trackers": "training.tracker",
 }

@@ -164,7 +164,7 @@ def evaluate_run(
         name = Path(suite).stem if suite else "_".join(protocol.concept.values())
         folder, inside = run_results.place_for(run, protocol, name), run
     first = distributed.is_first()
-    names = ("evaluation.json", "report.html")
+    names = ("evaluation.json", "evaluation.csv.xz", "report.html")
     lock = output_folder.results(folder, "evaluation", names, inside=inside)
     with lock if first else nullcontext():
         with bars(quiet) as progress:
@@ -180,6 +180,7 @@ def evaluate_run(
         if first:
             output_folder.claim(folder, "evaluation", inside=inside)
             evaluation.save(folder / "evaluation.json")
+            evaluation.save_outcomes(folder / "evaluation.csv.xz")
             api.report(evaluation, folder / "report.html", run=run)
     return evaluation, folder
 

@@ -61,6 +61,7 @@ def quickstart(
         evaluation = api.evaluate(str(run.folder), "tiny_star", n=n, progress=progress)
     measure_end = time.monotonic()
     evaluation.save(output / "evaluation.json")
+    evaluation.save_outcomes(output / "evaluation.csv.xz")
     path = api.report(evaluation, output / "report.html", run=output)
     write.save_before_after(evaluation, output / "before_after.png")
     seconds = {

@@ -11,6 +11,8 @@ A set is a YAML file (or a plain text file with one prompt per line):
       color: [red, blue]
       style: [flat, striped]
 
+`expand` may also be a list of such products, whose prompts are joined.
+
 A table is a prompt set too: a CSV, JSONL or JSON file (see tables.py), or a YAML file that takes
 some of its rows:
 
@@ -476,11 +478,33 @@ def _value(name: str, value: Any) -> tuple[str, str]:
     return _word(name, value), _word(name, value)
 
 
-def _expand(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
-    """Return all combinations of the fields in all templates, in a fixed order.
+def _expand(rules: Any, mistakes: _Mistakes) -> list[Prompt]:
+    """Return the prompts of one product of templates and fields, or of a list of products.
 
     They have no duplicates. After a mistake the list is empty.
     """
+    if not isinstance(rules, list):
+        return _product(rules, mistakes)
+    if len(rules) > limits.PRODUCTS:
+        mistakes.lines.append(
+            f"expand: expected at most {limits.PRODUCTS} products, found {len(rules):,}"
+        )
+        return []
+    rows: dict[str, Prompt] = {}
+    for rule in rules:
+        for row in _product(rule, mistakes):
+            rows.setdefault(row.text, row)
+        if len(rows) > limits.ROWS:
+            mistakes.lines.append(
+                f"expand: its products give more than {limits.ROWS:,} prompts; give fewer values, "
+                "or several sets"
+            )
+            return []
+    return list(rows.values())
+
+
+def _product(rule: Any, mistakes: _Mistakes) -> list[Prompt]:
+    """Return all combinations of the fields in all templates, in a fixed order, as `_expand`."""
     if rule is None or rule == {}:
         return []
     if not isinstance(rule, dict):

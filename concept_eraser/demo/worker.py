@@ -89,6 +89,7 @@ def measure(spec: dict[str, Any]) -> None:
     place = place_for(folder, evaluation.suite, name)
     output_folder.claim(place, "evaluation", inside=folder)
     evaluation.save(place / "evaluation.json")
+    evaluation.save_outcomes(place / "evaluation.csv.xz")
     api.report(evaluation, place / "report.html", run=folder)
     reasons = "; ".join(f"{metric}: {reason}" for metric, reason in evaluation.refused.items())[
         :1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -32,6 +32,13 @@ class Judge(ABC):
         raise UserError(
             f"the judge {type(self).__name__} is not differentiable, so no loss can be built on it"
         )
+
+    def probabilities(self, images: Tensor) -> Mapping[str, np.ndarray]:
+        """Return the probabilities of all classes of an attribute, [n, classes], by attribute.
+
+        images: [n, h, w, 3] uint8. An attribute without probabilities is missing.
+        """
+        return {}
 
     @abstractmethod
     def classify(self, images: Tensor) -> dict[str, np.ndarray]:
@@ -87,6 +94,8 @@ class Result:
 
     p: the p-value of the paired test of no change (McNemar for shares, signed ranks for means);
     None without pairs.
+    per_image: the value of each image [n], by "before" and "after", where the number is a mean or a
+    share over images. It goes into the outcomes, not into the JSON.
     """
 
     metric: str
@@ -97,9 +106,14 @@ class Result:
     difference: Interval | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     p: float | None = None
+    per_image: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(replace(self, per_image={}), dict_factory=_without_per_image)
+
+
+def _without_per_image(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if name != "per_image"}
 
 
 class Evaluation(ABC):

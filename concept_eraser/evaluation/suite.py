@@ -14,6 +14,7 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.data import generate, prompts
+from concept_eraser.evaluation import outcomes
 from concept_eraser.evaluation.base import Evaluation, Evidence, Group, Judge, Metric, Result
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.registry import Plugin
@@ -175,6 +176,7 @@ class PromptEvaluation(Evaluation):
         judge: the fingerprint of the judge's weights.
         refused: the metrics that could not be measured, with the reason.
         options: the options of the models' family.
+        outcomes: one row for each image, see `concept_eraser/evaluation/outcomes.py`.
 
     Example:
         >>> import concept_eraser
@@ -190,6 +192,7 @@ class PromptEvaluation(Evaluation):
     judge: str
     refused: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)
+    outcomes: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         protocol = self.suite.model_dump(mode="json")
@@ -209,6 +212,10 @@ class PromptEvaluation(Evaluation):
 
     def save(self, path: Path, *, overwrite: bool = False) -> None:
         write_text(path, dumps(self.as_dict()), overwrite=overwrite)
+
+    def save_outcomes(self, path: Path, *, overwrite: bool = False) -> None:
+        """Write the outcomes of the images as CSV under xz. Arguments and errors as `save`."""
+        outcomes.write(path, self.outcomes, overwrite=overwrite)
 
 
 def dumps(content: Any) -> str:
@@ -230,6 +237,12 @@ def group_prompts(suite: Suite, name: str) -> prompts.PromptSet:
     return prompts.load(group.prompts).take(group.n, suite.seed)
 
 
+def group_seeds(suite: Suite, name: str) -> list[int]:
+    """Return the seed of each image of a group."""
+    rows = group_prompts(suite, name).prompts
+    return generate.seeds_for(rows, environment.derive_seed(suite.seed, name))
+
+
 def generate_group(
     model: Model,
     suite: Suite,
@@ -247,7 +260,7 @@ def generate_group(
     return generate.generate(
         model,
         rows.prompts,
-        generate.seeds_for(rows.prompts, environment.derive_seed(suite.seed, name)),
+        group_seeds(suite, name),
         generate.Sampling(**suite.sampling.model_dump()),
         cache=cache,
         what=f"{name}, {when}",
@@ -295,10 +308,19 @@ def evaluate(
             reasons[
                 " ".join(map(str, entry.values())) if isinstance(entry, dict) else str(entry)
             ] = str(error)
-    models = {
-        when: f"{m.source} ({generate.model_fingerprint(m)})"
-        for when, m in (("before", before), ("after", after))
-    }
+    pair = {"before": before, "after": after}
+    weights = {when: generate.model_fingerprint(model) for when, model in pair.items()}
+    models = {when: f"{model.source} ({weights[when]})" for when, model in pair.items()}
+    rows: list[dict[str, Any]] = []
+    for name, group in groups.items():
+        rows += outcomes.rows_of_group(
+            group,
+            judge,
+            evidence.concept,
+            seeds=group_seeds(suite, name),
+            models=weights,
+            results=results,
+        )
     return PromptEvaluation(
         suite,
         models,
@@ -308,6 +330,7 @@ def evaluate(
         judge=judge.fingerprint,
         refused=reasons,
         options=after.configured(),
+        outcomes=rows,
     )
 
 

@@ -31,6 +31,7 @@ LossSource: TypeAlias = "str | Mapping[str, Any] | Loss"
 JudgeSource: TypeAlias = "str | Mapping[str, Any] | Judge"
 MetricSource: TypeAlias = "str | Mapping[str, Any] | Metric"
 AttackSource: TypeAlias = "str | Attack"  # `attack` has its options beside it
+CascadeEntry: TypeAlias = "str | Mapping[str, Any] | Attack"
 SuiteSource: TypeAlias = "str | Path | Mapping[str, Any] | Suite"
 
 Target = Literal["denoiser", "text_encoder", "clip", "vae", "classifier"]

@@ -36,6 +36,7 @@ TEXT = 10_000  # characters of a prompt, template or caption
 FIELD = 200  # characters of the name of a field
 WORDS = 1_000  # that a prompt set leaves out, and names of sets that it includes
 ROWS = 200_000  # that `expand` of a prompt set may give
+PRODUCTS = 100  # of templates and fields, in the `expand` of a prompt set
 TABLE_ROWS = 5_000_000  # of a table of prompts
 COUNT = 10_000_000  # any other whole number, e.g. an option of a method
 

@@ -617,9 +617,9 @@ def _may_change(words: list[str], path: str) -> bool:
     if verb == "erase":
         return "--overwrite" in words or "--resume" in words
     result = {
-        "evaluate": ("evaluation.json", "report.html"),
+        "evaluate": ("evaluation.json", "evaluation.csv.xz", "report.html"),
         "report": ("report.html",),
-        "attack": ("attack.json", "attempts.jsonl"),
+        "attack": ("attack.json", "attack.csv.xz", "attempts.jsonl"),
     }
     return name in result.get(verb, ())
 

@@ -12,7 +12,7 @@ from concept_eraser.data.prompts import Prompt
 from concept_eraser.recipes import recipe
 from concept_eraser.targets import cross_attention_edit
 from concept_eraser.targets.context import Context, resolve
-from concept_eraser.utils import resources
+from concept_eraser.utils import limits, resources
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
 
@@ -37,6 +37,35 @@ def test_expansion_gives_words_and_values(tmp_path: Path) -> None:
     assert prompt_set.prompts[1].fields == {"color": "red", "shape": "star"}
     assert prompt_set.prompts[1].anchor_prompt({"shape": "octagon"}) == "a crimson octagon"
     assert prompt_set.prompts[1].anchor_prompt("a(n) {color} thing") == "a crimson thing"
+
+
+def test_a_list_of_expansions_is_joined_without_duplicates(tmp_path: Path) -> None:
+    text = """
+expand:
+- {templates: ['a {color} {shape}'], color: [red, blue], shape: [star]}
+- {templates: ['a {color} {shape}', 'a {shape}'], color: [blue], shape: [star, circle]}
+"""
+    prompt_set = prompts.load(write(tmp_path, text))
+    assert prompt_set.texts == ["a red star", "a blue star", "a blue circle", "a star", "a circle"]
+    assert prompt_set.prompts[2].anchor_prompt({"shape": "moon"}) == "a blue moon"
+    both = """
+expand:
+- {templates: ['{a}'], b: [x]}
+- {templates: ['{c}'], b: [x]}
+"""
+    with pytest.raises(UserError, match=r"(?s)2 mistakes.*'a'.*'c'"):
+        prompts.load(write(tmp_path, both))
+
+
+def test_the_size_of_a_list_of_expansions_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [{"templates": "x"}] * (limits.PRODUCTS + 1)
+    with pytest.raises(UserError, match=f"at most {limits.PRODUCTS} products"):
+        prompts.load({"expand": many})
+    monkeypatch.setattr(limits, "ROWS", 20)
+    products = [{"templates": f"{mark} {{a}}", "a": list("abcdefgh")} for mark in "xyz"]
+    assert len(prompts.load({"expand": products[:2]})) == 16
+    with pytest.raises(UserError, match="more than 20 prompts"):
+        prompts.load({"expand": products})
 
 
 def test_rows_and_plain_text(tmp_path: Path) -> None:

@@ -122,12 +122,15 @@ def test_the_extras_and_the_required_packages() -> None:
     for extra, package in [
         ("curvature", "curvlinops-for-pytorch"),
         ("labelled", "scikit-learn"),
+        ("statistics", "statsmodels"),
         ("torchjd", "torchjd[quadprog-projector]"),
     ]:
         assert [row.partition(">")[0] for row in extras[extra]] == [package]
         assert package not in required_packages
         assert any(row.startswith(package.partition("[")[0]) for row in extras["dev"])
-    assert extras["all"] == ["concept-eraser[curvature,labelled,memory,torchjd,trackers]"]
+    assert extras["all"] == [
+        "concept-eraser[curvature,labelled,memory,statistics,torchjd,trackers]"
+    ]
     assert required_packages >= {
         "accelerate",
         "clean-fid",

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,8 +23,20 @@ from concept_eraser.models.vocabulary import Slots, Where
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import derive_seed
 
-# what the attacker needs from the victim
-Access = Literal["white box", "text encoder", "queries", "weights"]
+# what the attacker needs from the victim; "sampling": to choose how it samples, without gradients
+Access = Literal["white box", "text encoder", "queries", "sampling", "weights"]
+# what an attack changes; success rates of different families answer different questions
+Family = Literal[
+    "typed prompts",
+    "embeddings",
+    "adaptive",
+    "without text",
+    "fine-tuning on the concept",
+    "fine-tuning on unrelated data",
+    "control",
+    "other",
+]
+FAMILIES: tuple[str, ...] = get_args(Family)
 
 
 @dataclass
@@ -121,9 +133,12 @@ class Attack(ABC):
 
     title: ClassVar[str]
     source: ClassVar[str]
+    family: ClassVar[Family] = "other"
     access: ClassVar[Access]
     # needs the tokens of a single text encoder
     needs_words: ClassVar[bool] = True
+    # one search for all prompts of a batch, so that it is weaker with fewer prompts
+    learns_from_batch: ClassVar[bool] = False
     # needs the agreement of images with their prompts (CLIP score)
     needs_captions: ClassVar[bool] = False
 

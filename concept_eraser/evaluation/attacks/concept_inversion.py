@@ -29,6 +29,7 @@ from torch import Tensor
 from concept_eraser.evaluation.attacks.base import (
     Access,
     Attack,
+    Family,
     Round,
     Scene,
     require_positive,
@@ -52,7 +53,9 @@ class ConceptInversion(Attack):
 
     title: ClassVar[str] = "Concept inversion (CCE)"
     source: ClassVar[str] = "arXiv 2308.01508"
+    family: ClassVar[Family] = "embeddings"
     access: ClassVar[Access] = "white box"
+    learns_from_batch: ClassVar[bool] = True
 
     steps: int = 5000
     every: int = 500

@@ -18,6 +18,7 @@ import torch
 from concept_eraser.evaluation.attacks.base import (
     Access,
     Attack,
+    Family,
     Round,
     Scene,
     require_positive,
@@ -39,6 +40,7 @@ class RandomTokens(Attack):
 
     title: ClassVar[str] = "Random tokens"
     source: ClassVar[str] = "a control"
+    family: ClassVar[Family] = "control"
     access: ClassVar[Access] = "queries"
 
     k: int = 5

@@ -20,7 +20,14 @@ from typing import ClassVar
 
 import torch
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.models.lora import Adapter
 
 ADAPTED = (".to_q", ".to_k", ".to_v", ".to_out.0")  # the projections of diffusers' attention
@@ -41,6 +48,7 @@ class Relearning(Attack):
 
     title: ClassVar[str] = "Relearning (LoRA)"
     source: ClassVar[str] = "ours"
+    family: ClassVar[Family] = "fine-tuning on the concept"
     access: ClassVar[Access] = "weights"
     needs_words: ClassVar[bool] = False
 

@@ -12,7 +12,7 @@ are marked as such.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.data import generate
+from concept_eraser.data.prompts import Prompt
+from concept_eraser.evaluation import outcomes
 from concept_eraser.evaluation.attacks.attempts import FinishedBatches
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.evaluation.base import Judge
@@ -38,6 +40,8 @@ from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
 ENCODED_AT_ONCE = 16
+# columns of an outcome that describe what its image shows
+_OF_THE_IMAGE = ("predicted_", "probability_", "concept_probability", "shows_concept")
 
 
 @dataclass(frozen=True)
@@ -113,17 +117,19 @@ class Protocol:
         return group_prompts(self.suite.with_at_most(self.n), self.group)
 
 
-def named(attack: str | Attack, options: dict[str, Any]) -> tuple[str | Plugin, dict[str, Any]]:
+def named(
+    attack: str | dict[str, Any] | Attack, options: dict[str, Any]
+) -> tuple[str | Plugin, dict[str, Any]]:
     """Return an attack and its options as a `Protocol` holds them.
 
-    An object whose class has a name is held by that name. Raises UserError for an invalid attack,
-    and for options beside an object.
+    A mapping has its `name` and options. An object whose class has a name is held by that name.
+    Raises UserError for an invalid attack, and for options beside an object.
     """
     try:
         plugin = registry.read("attack", attack)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if options and not isinstance(attack, str):
+    if options and not isinstance(attack, str | dict):
         raise UserError(
             f"an attack that is an object has its options in it, found also {', '.join(options)}"
         )
@@ -168,6 +174,7 @@ class Campaign:
         seconds: the time of the attack.
         environment: versions, commit, device and command line.
         sensitive: whether reports blur the images.
+        outcomes: one row for each image of `outcomes_of`.
 
     Example:
         >>> import concept_eraser
@@ -184,6 +191,7 @@ class Campaign:
     seconds: float
     environment: dict[str, Any]
     sensitive: bool = False  # as in the suite
+    outcomes: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def rates(self) -> dict[str, dict[str, float]]:
         """Return the rates with their intervals.
@@ -221,18 +229,24 @@ class Campaign:
         """
         write_text(path, dumps(self.as_dict()), overwrite=overwrite)
 
+    def save_outcomes(self, path: Path, *, overwrite: bool = False) -> None:
+        """Write the outcomes of the images as CSV under xz. Arguments and errors as `save`."""
+        outcomes.write(path, self.outcomes, overwrite=overwrite)
+
 
 def run(
     protocol: Protocol,
     victim: Model,
     original: Model,
     *,
+    skip: Sequence[int] = (),
     folder: Path | None = None,
     cache: Path | None = None,
     progress: Progress = silent,
 ) -> Campaign:
     """Attack a model.
 
+    skip: positions in the attempts whose prompts are not attacked; they stay without success.
     folder: finished batches are stored there (attempts.jsonl) and not repeated. Raises UserError if
     the judge does not know the concept, a prompt leaves no space for free tokens, or the folder
     holds another attack's attempts.
@@ -243,10 +257,9 @@ def run(
     onto_gpu(victim, original)
     original.to(victim.device)
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
-    models = {
-        name: f"{m.source} ({generate.model_fingerprint(m)})"
-        for name, m in (("victim", victim), ("original", original))
-    }
+    pair = {"victim": victim, "original": original}
+    weights = {name: generate.model_fingerprint(model) for name, model in pair.items()}
+    models = {name: f"{model.source} ({weights[name]})" for name, model in pair.items()}
     description = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
     finished_batches = FinishedBatches(folder, environment.fingerprint([description, models]))
     before = draw_start(protocol, judge, victim, original, cache=cache, progress=progress)
@@ -262,6 +275,7 @@ def run(
     attempts = [
         Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
     ]
+    open_rows = [i for i in open_rows if i not in skip]
     latents = encode(original, before.concept_images)
     referee = Referee(judge, attribute, value=value, victim=victim, sampling=sampling)
     memory = (resources.cache() if cache is None else cache) / "attacks"
@@ -323,7 +337,60 @@ def run(
         seconds=sum(one["seconds"] for one in batches),
         environment=environment.describe(),
         sensitive=protocol.suite.sensitive,
+        outcomes=outcomes_of(
+            protocol, before, batches=batches, rows=list(starts.values()), models=weights
+        ),
     )
+
+
+def outcomes_of(
+    protocol: Protocol,
+    before: AttackStart,
+    batches: Sequence[dict[str, Any]],
+    *,
+    rows: Sequence[Sequence[int]],
+    models: dict[str, str],
+) -> list[dict[str, Any]]:
+    """Return one row for each image that the result of an attack rests on.
+
+    They are the original's image of each prompt, the victim's clean image, and for each attacked
+    prompt the image that broke it, or the last one. A prompt whose image by the original does not
+    show the concept is not counted.
+
+    Args:
+        protocol: The protocol.
+        before: The images before the attack.
+        batches: The results of the batches, as `Referee.play` returns them.
+        rows: The positions of the prompts of each batch in `before.prompts`.
+        models: The fingerprints of the weights, by "victim" and "original".
+    """
+    family = protocol.build().family
+    table = [
+        {"model": models["original" if row["stage"] == "original" else "victim"], **row}
+        for row in before.outcomes
+    ]
+    clean = {row["position"]: row for row in table if row["stage"] == "clean"}
+    for number, (batch, places) in enumerate(zip(batches, rows, strict=True)):
+        # an attack that began with a version without outcomes has none of its first batches
+        readings = batch.get("outcomes") or [{}] * len(places)
+        for place, attempt, reading in zip(places, batch["attempts"], readings, strict=True):
+            start = clean[before.positions[place]]
+            table.append(
+                {
+                    **{key: start[key] for key in start if not key.startswith(_OF_THE_IMAGE)},
+                    "stage": "attack",
+                    **reading,
+                    "shows_concept": attempt["success"],
+                    "attack": str(protocol.attack),
+                    "family": family,
+                    "batch": number,
+                    "broken": attempt["success"],
+                    "round": attempt["round"],
+                    "image_seed": attempt["by_seed"],
+                    "text": attempt["text"],
+                }
+            )
+    return table
 
 
 @dataclass(frozen=True)
@@ -338,6 +405,9 @@ class AttackStart:
         clean_images: Images of the attacked prompts by the victim.
         pre: [n] bool, whether the clean image shows the concept.
         left_out: The number of other prompts.
+        positions: The position of each prompt in the group's draw.
+        outcomes: One row for each image by the original and by the victim, also of the prompts that
+            are left out.
     """
 
     concept_prompts: list[str]
@@ -347,6 +417,8 @@ class AttackStart:
     clean_images: Tensor
     pre: np.ndarray
     left_out: int
+    positions: list[int] = field(default_factory=list)
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
 
 
 def draw_start(
@@ -377,9 +449,38 @@ def draw_start(
     clean_images = generate.generate(
         victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress
     )
-    shows_concept = judge.classify(concept_images)[attribute] == value
-    pre = judge.classify(clean_images)[attribute] == value
+    labels = {
+        "original": judge.classify(concept_images),
+        "clean": judge.classify(clean_images),
+    }
+    shows_concept = labels["original"][attribute] == value
+    pre = labels["clean"][attribute] == value
     rows = shows_concept.nonzero()[0].tolist()
+    table = [
+        {
+            "stage": stage,
+            "group": protocol.group,
+            "position": i,
+            "counted": bool(shows_concept[i]),
+            "prompt": texts[i],
+            "seed": seeds[i],
+            "judge": judge.fingerprint,
+            **columns,
+        }
+        for stage, texts, images in (
+            ("original", concept_prompts, concept_images),
+            ("clean", prompts, clean_images),
+        )
+        for i, columns in enumerate(
+            outcomes.label_columns(
+                judge,
+                (attribute, value),
+                prompts=protocol.prompts().prompts,
+                labels=labels[stage],
+                probabilities=outcomes.read_probabilities(judge, (attribute, value), images),
+            )
+        )
+    ]
     concept_prompts, prompts = ([some[i] for i in rows] for some in (concept_prompts, prompts))
     return AttackStart(
         concept_prompts,
@@ -389,6 +490,8 @@ def draw_start(
         clean_images=clean_images[rows],
         pre=pre[rows],
         left_out=len(shows_concept) - len(rows),
+        positions=rows,
+        outcomes=table,
     )
 
 
@@ -452,6 +555,29 @@ def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
 
 
 @dataclass(frozen=True)
+class LastImages:
+    """The last image of each prompt that was generated before its success, or with it.
+
+    Attributes:
+        images: [h, w, 3] uint8, by row.
+        labels: The predicted value of each attribute, by row.
+        rounds: The number of rounds that had an image of the prompt, by row.
+    """
+
+    images: dict[int, Tensor]
+    labels: dict[int, dict[str, str]]
+    rounds: dict[int, int]
+
+    def add(self, images: Tensor, labels: dict[str, np.ndarray], rows: Sequence[int]) -> None:
+        """Add the images of a round. A row of -1 is of a prompt that had succeeded before."""
+        for position, row in enumerate(rows):
+            if row >= 0:
+                self.images[row] = images[position]
+                self.labels[row] = {name: str(some[position]) for name, some in labels.items()}
+                self.rounds[row] = self.rounds.get(row, 0) + 1
+
+
+@dataclass(frozen=True)
 class Referee:
     """Generates the images, and decides which prompts are successful."""
 
@@ -468,10 +594,20 @@ class Referee:
             Attempt(p, s, False, False) for p, s in zip(scene.prompts, scene.seeds, strict=True)
         ]
         curve: list[dict[str, Any]] = []
+        last = LastImages({}, {}, {})
         with closing(attack.search(scene)) as search:  # its clean-up runs at once, however it ends
-            self._rounds(search, attack, scene=scene, attempts=attempts, curve=curve, tell=tell)
+            self._rounds(
+                search,
+                attack,
+                scene=scene,
+                attempts=attempts,
+                curve=curve,
+                last=last,
+                tell=tell,
+            )
         return {
             "attempts": [asdict(a) for a in attempts],
+            "outcomes": self._readings(last, len(attempts)),
             "curve": curve,
             "cost": scene.cost,
             "seconds": time.monotonic() - began,
@@ -484,12 +620,15 @@ class Referee:
         scene: Scene,
         attempts: list[Attempt],
         curve: list[dict[str, Any]],
+        last: LastImages,
         tell: Any,
     ) -> None:
-        """Judge round after round, and append to `attempts` and `curve`."""
+        """Judge round after round, and add to `attempts`, `curve` and `last`."""
         for number, offer in enumerate(search, 1):
             images = self.draw(offer, scene)
-            hits = self.judge.classify(images)[self.attribute] == self.value
+            labels = self.judge.classify(images)
+            hits = labels[self.attribute] == self.value
+            last.add(images, labels, [int(i) if scene.alive[i] else -1 for i in offer.rows])
             if offer.has_rewards:
                 captions = [scene.concept_prompts[i] for i in offer.rows.tolist()]
                 scene.rewards = torch.from_numpy(self.judge.clip_scores(images, captions))
@@ -522,6 +661,30 @@ class Referee:
             tell(int((~scene.alive).sum()))
             if not scene.alive.any():
                 break
+
+    def _readings(self, last: LastImages, count: int) -> list[dict[str, Any]]:
+        """Return what the judge reads in the last image of each prompt: names, probabilities."""
+        readings: list[dict[str, Any]] = [{} for _ in range(count)]
+        rows = sorted(last.images)
+        if not rows:
+            return readings
+        concept = (self.attribute, self.value)
+        columns = outcomes.label_columns(
+            self.judge,
+            concept,
+            prompts=[Prompt("")] * len(rows),
+            labels={
+                name: np.array([last.labels[row][name] for row in rows])
+                for name in self.judge.classes
+            },
+            probabilities=outcomes.read_probabilities(
+                self.judge, concept, torch.stack([last.images[row] for row in rows])
+            ),
+        )
+        for row, reading in zip(rows, columns, strict=True):
+            of_the_image = {k: v for k, v in reading.items() if k.startswith(_OF_THE_IMAGE)}
+            readings[row] = {**of_the_image, "rounds": last.rounds[row]}
+        return readings
 
     def draw(self, offer: Round, scene: Scene) -> Tensor:
         """Generate one image for each candidate by the suite's sampler: [m, h, w, 3]."""

@@ -19,7 +19,14 @@ from typing import ClassVar
 
 import torch
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.models.base import Condition
 
 
@@ -36,6 +43,7 @@ class SoftPrompt(Attack):
 
     title: ClassVar[str] = "Soft prompt"
     source: ClassVar[str] = "ours"
+    family: ClassVar[Family] = "embeddings"
     access: ClassVar[Access] = "white box"
 
     steps: int = 200

@@ -74,6 +74,13 @@ class TinyJudge(Judge):
         return {name: np.array(CLASSES[name])[index] for name, index in best.items()}
 
     @torch.no_grad()
+    def probabilities(self, images: Tensor) -> dict[str, np.ndarray]:
+        parts = [self.net(part) for part in self._scale(images).split(256)]
+        return {
+            name: torch.cat([part[name].softmax(1) for part in parts]).numpy() for name in CLASSES
+        }
+
+    @torch.no_grad()
     def features(self, images: Tensor) -> np.ndarray:
         return torch.cat(
             [self.net.features(part) for part in self._scale(images).split(256)]

@@ -45,6 +45,7 @@ def share_result(
         difference=paired_difference(before, after),
         settings=settings or {},
         p=mcnemar(before, after),
+        per_image={"before": before, "after": after},
     )
 
 
@@ -71,6 +72,7 @@ def mean_result(
         difference=mean_interval(after - before),
         settings=settings or {},
         p=signed_rank(after - before),
+        per_image={"before": before, "after": after},
     )
 
 

@@ -85,14 +85,15 @@ class Lpips(Metric):
         results = []
         for group in evidence.groups.values():
             if group.role != "forget":
-                distance = mean_interval(self._pairs(group.images["before"], group.images["after"]))
+                distances = self._pairs(group.images["before"], group.images["after"])
                 results.append(
                     Result(
                         "lpips",
                         group.name,
-                        distance,
+                        mean_interval(distances),
                         "lower",
                         settings=self._settings(group.images["after"]),
+                        per_image={"after": distances},
                     )
                 )
         return results
