@@ -126,7 +126,8 @@ def _means_text(attack: str) -> str:
         access = registry.load("attack", attack).access
     except UserError:  # of another version
         return "an embedding or other weights"
-    return "other weights (fine-tuned)" if access == "weights" else "an embedding"
+    means = {"weights": "other weights (fine-tuned)", "sampling": "another way of sampling"}
+    return means.get(access, "an embedding")
 
 
 def of_group(content: dict[str, Any], name: str, limit: int = EXAMPLES) -> Gallery:

@@ -196,7 +196,7 @@ def test_the_denoiser_gets_the_inputs_of_the_pipeline(name: str, get_model: GetM
         x, t = model.partial(x, condition, null, stop=1, steps=2, guidance=3.0)
     with torch.no_grad():
         prediction, own_inputs = record_inputs(
-            model, lambda: model._guide(x, torch.tensor(t), condition, null, 3.0, None)
+            model, lambda: model.guide(x, torch.tensor(t), condition, null, 3.0, None)
         )
         image = model.decode(model.clean(x, torch.tensor([t]), prediction))
     images, pipeline_inputs = record_inputs(
