@@ -1,7 +1,7 @@
 """Classifier guidance: a classifier of the concept steers the victim's sampler.
 
-Dhariwal and Nichol, "Diffusion Models Beat GANs on Image Synthesis", NeurIPS 2021, arXiv 2105.05233:
-a classifier of noised images changes the predicted noise (`condition_score` in
+Dhariwal and Nichol, "Diffusion Models Beat GANs on Image Synthesis", NeurIPS 2021, arXiv
+2105.05233: a classifier of noised images changes the predicted noise (`condition_score` in
 `guided_diffusion/gaussian_diffusion.py` of openai/guided-diffusion):
 
     eps <- eps - sqrt(1 - a_t) scale grad log p(concept | x_t)
@@ -9,25 +9,33 @@ a classifier of noised images changes the predicted noise (`condition_score` in
 Lu et al., "When Are Concepts Erased From Diffusion Models?", NeurIPS 2025, arXiv 2505.17013, do so
 on erased models, on top of the prompt's guidance, with a classifier of latents and the time step
 (`classifier_guidance/create_latent_classifier.py` and `src/probes/noise_based_probe.py` of
-kevinlu4588/WhenAreConceptsErased: scales from 25 to 193). The classifier here has their form: linear
-layers on the latents and on (signal, sigma) of the time step, added, then two more layers with SiLU.
+kevinlu4588/WhenAreConceptsErased: scales from 25 to 193).
 
-The attacker trains the classifier himself, on noised latents of images by the original model: of the
-concept prompts, and of unrelated prompts. Time steps are drawn with their preference for noise (u to
-the power of 1/3). Or he gives the weights of one in a file.
+The attacker trains the classifier himself, on noised latents of images by the original model: of
+the concept prompts, and of unrelated prompts. Time steps are drawn with their preference for noise
+(u to the power of 1/3). Or he gives the weights of one in a file.
 
-`reference` chooses the model under the gradient. With `victim`, the victim's sampler is steered. With
-`nothing`, the predicted noise is the latents themselves scaled to unit variance, so that only the
-classifier knows anything. That is the control in the same command: images that it alone brings are
-the classifier's, and prove nothing about the victim. A never-learned model is the better control.
+With `judge`, a judge's network steers in its place. It reads the image of the predicted clean
+latents (Bansal et al., "Universal Guidance for Diffusion Models", ICLR 2024, arXiv 2302.07121; the
+gradient of `ddim_with_grad.py` in arpitbansal297/Universal-Guided-Diffusion). This needs the
+gradient through the victim. If the same judge decides on the success, an image may please the judge
+alone. Then only the comparison with another model says anything.
 
-Differences: widths are smaller (512, 256), there is no dropout, and the positives and negatives are
-equally many. The sampler is deterministic (theirs has eta from 1 to 1.85 in the probe of noise).
+`reference` chooses what is steered. With `nothing`, the predicted noise is the latents themselves,
+scaled to unit variance, so that only the classifier knows anything. This control is a setting of
+its own, `classifier_guidance-nothing`. What it brings is the classifier's, and proves nothing about
+the victim. A model that never learned the concept is the better control.
+
+Differences from Lu et al.: the classifier has three convolutions (theirs has linear layers only,
+which learned too little here from 256 images), no dropout, mirrored images, and equally many
+positives and negatives. The sampler is deterministic (their probe has eta from 1 to 1.85).
+Difference from Bansal et al.: no steps back in time, and no backward guidance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import itertools
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from concept_eraser import registry
 from concept_eraser.data import generate
 from concept_eraser.data import prompts as prompt_sets
 from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
@@ -47,14 +56,17 @@ from concept_eraser.evaluation.attacks.trajectory import (
     condition_for,
     noise_for,
     require_steps,
+    sampler_for,
 )
+from concept_eraser.evaluation.base import Judge
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.storage.cache import read_chunk, write_chunk
 from concept_eraser.storage.readers import read_bytes, read_tensors
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import derive_seed, fingerprint
 
-WIDTHS = (512, 256)
+WIDTH = 64
+BATCH = 64
 
 
 class LatentClassifier(nn.Module):
@@ -62,16 +74,25 @@ class LatentClassifier(nn.Module):
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        first, second = WIDTHS
-        self.latents = nn.Linear(shape[0] * shape[1] * shape[2], first)
-        self.level = nn.Linear(2, first)
-        self.body = nn.Sequential(
-            nn.SiLU(), nn.Linear(first, second), nn.SiLU(), nn.Linear(second, 1)
-        )
+        channels, height, width = shape
+        self.inner = nn.Conv2d(channels, WIDTH, 3, padding=1)
+        self.inner_level = nn.Linear(2, WIDTH)
+        self.middle = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, stride=2)
+        self.middle_level = nn.Linear(2, WIDTH)
+        self.outer = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        places = ((height + 1) // 2) * ((width + 1) // 2)
+        self.head = nn.Linear(WIDTH * places, 1)
 
     def forward(self, noisy: Tensor, level: Tensor) -> Tensor:
-        hidden = self.latents(noisy.flatten(1)) + self.level(level)
-        return self.body(hidden)[:, 0]
+        hidden = F.silu(self.inner(noisy) + self.inner_level(level)[:, :, None, None])
+        hidden = F.silu(self.middle(hidden) + self.middle_level(level)[:, :, None, None])
+        hidden = F.silu(self.outer(hidden))
+        return self.head(hidden.flatten(1))[:, 0]
+
+
+# latents, step, condition, unconditional condition -> the predicted noise, and the gradient of
+# log p(concept), each in the shape of the latents
+Steering = Callable[[Trajectory, Tensor, int, Condition, Condition], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -80,11 +101,13 @@ class ClassifierGuidance(Attack):
 
     Args:
         scales: The factors of the classifier's gradient, in this order.
+        tries: The number of images for each scale, each with other noise.
         text: The victim is given the prompt, or the empty prompt.
         reference: What is steered: the victim, or nothing at all (a control).
         images: The number of training images of the concept, and as many unrelated ones.
         training_steps: The training steps of the classifier, with 64 noised latents each.
         lr: The learning rate of its training.
+        judge: The name of a differentiable judge that steers in place of a classifier.
         prompts: The prompt set of unrelated images, "" for the suite's retain groups.
         classifier: A safetensors file of a trained classifier, in place of the training.
         steps: The steps of the sampler, 0 for the suite's.
@@ -92,27 +115,38 @@ class ClassifierGuidance(Attack):
 
     title: ClassVar[str] = "Classifier guidance"
     source: ClassVar[str] = "arXiv 2105.05233, 2505.17013"
-    access: ClassVar[Access] = "sampling"
+    access: ClassVar[Access] = "white box"
     needs_words: ClassVar[bool] = False
     samples_itself: ClassVar[bool] = True
 
-    scales: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0)
+    scales: tuple[float, ...] = (10.0, 20.0, 40.0, 80.0)
+    tries: int = 1
     text: Text = "prompt"
     reference: Literal["victim", "nothing"] = "victim"
     images: int = 128
     training_steps: int = 400
     lr: float = 1e-3
     prompts: str = ""
+    judge: str = ""
     classifier: str = ""
     steps: int = 0
 
     def __post_init__(self) -> None:
-        require_positive(images=self.images, training_steps=self.training_steps, lr=self.lr)
+        require_positive(
+            tries=self.tries,
+            images=self.images,
+            training_steps=self.training_steps,
+            lr=self.lr,
+        )
         require_steps(self.steps)
         if not self.scales or not all(scale >= 0 for scale in self.scales):
             raise ValueError(f"scales must be at least 0, found {list(self.scales)}")
-        if self.prompts and self.classifier:
-            raise ValueError("prompts are for the training; leave them out beside classifier")
+        if (bool(self.prompts), bool(self.judge), bool(self.classifier)).count(True) > 1:
+            raise ValueError(
+                "give one of: prompts (to train a classifier), classifier (a file) or judge"
+            )
+        if self.judge and self.reference == "nothing":
+            raise ValueError("a judge reads the victim's clean latents; leave out reference")
 
     def lists(self) -> dict[str, str]:
         if self.classifier:
@@ -120,47 +154,65 @@ class ClassifierGuidance(Attack):
         return {self.prompts: prompt_sets.load(self.prompts).hash} if self.prompts else {}
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
-        classifier = self._classifier(scene)
-        sampler = Trajectory(scene, self.steps)
-        for scale in self.scales:
+        steer = self._by_judge(scene) if self.judge else self._by_classifier(scene)
+        sampler = sampler_for(scene, self.steps, self.text)
+        for scale, number in itertools.product(self.scales, range(self.tries)):
             live = scene.live
-            x = self._steer(
-                sampler,
-                noise_for(scene, live),
-                condition_for(scene, live, self.text),
-                classifier=classifier,
-                scale=scale,
-            )
-            yield Round(live, images=sampler.images(x))
-
-    def _steer(
-        self,
-        sampler: Trajectory,
-        x: Tensor,
-        condition: Condition,
-        *,
-        classifier: LatentClassifier,
-        scale: float,
-    ) -> Tensor:
-        """Return latents that were sampled under the classifier's gradient."""
-        null = sampler.model.null().repeat(len(x))
-        for step in range(sampler.steps):
-            signal, sigma = level_of(sampler.model, sampler.time(x, step))
-            with torch.enable_grad():
-                variable = x.detach().requires_grad_(True)
-                log_p = F.logsigmoid(classifier(variable, torch.stack([signal, sigma], 1)))
-                (gradient,) = torch.autograd.grad(log_p.sum(), [variable])
-            signal, sigma = signal[:, None, None, None], sigma[:, None, None, None]
-            with torch.no_grad():
-                if self.reference == "victim":
-                    _, noise = sampler.split(
-                        x, step, sampler.predict(x, step, condition, null)
-                    )
-                else:
-                    noise = x / x.flatten(1).std(dim=1)[:, None, None, None]
+            condition = condition_for(scene, live, self.text)
+            null = scene.victim.null().repeat(len(live))
+            x = noise_for(scene, live, *(("classifier guidance", number) if number else ()))
+            for step in range(sampler.steps):
+                noise, gradient = steer(sampler, x, step, condition, null)
+                signal, sigma = sampler.level(x, step)
                 noise = noise - sigma * scale * gradient
                 x = sampler.mix((x - sigma * noise) / signal, noise, step + 1)
-        return x
+            yield Round(live, images=sampler.images(x))
+
+    def _by_classifier(self, scene: Scene) -> Steering:
+        """Steer by a classifier of the noised latents."""
+        classifier = self._classifier(scene)
+
+        def steer(
+            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
+        ) -> tuple[Tensor, Tensor]:
+            level = torch.stack(level_of(sampler.model, sampler.time(x, step)), 1)
+            variable = x.detach().requires_grad_(True)
+            log_p = F.logsigmoid(classifier(variable, level))
+            (gradient,) = torch.autograd.grad(log_p.sum(), [variable])
+            if self.reference == "nothing":
+                return x / x.flatten(1).std(dim=1)[:, None, None, None], gradient
+            with torch.no_grad():
+                prediction = sampler.predict(x, step, condition, null)
+                return sampler.split(x, step, prediction)[1], gradient
+
+        return steer
+
+    def _by_judge(self, scene: Scene) -> Steering:
+        """Steer by a judge of the predicted clean image.
+
+        Raises UserError if the judge does not know the concept or is not differentiable.
+        """
+        judge: Judge = registry.build("judge", self.judge, {})
+        attributes = [name for name, values in judge.classes.items() if scene.concept in values]
+        if not attributes:
+            raise UserError(
+                f"the judge {self.judge!r} does not know {scene.concept!r}; give another judge"
+            )
+
+        def steer(
+            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
+        ) -> tuple[Tensor, Tensor]:
+            variable = x.detach().requires_grad_(True)
+            prediction = sampler.predict(variable, step, condition, null)
+            clean, noise = sampler.split(variable, step, prediction)
+            images = sampler.model.decode(clean)
+            probability = judge.probability(images, attributes[0], scene.concept)
+            log_p = probability.clamp(min=1e-12).log()
+            (gradient,) = torch.autograd.grad(log_p.sum(), [variable])
+            scene.spend("gradient steps", len(x))
+            return noise.detach(), gradient
+
+        return steer
 
     def _classifier(self, scene: Scene) -> LatentClassifier:
         """Return the given classifier, the one of the memory, or a newly trained one.
@@ -186,7 +238,7 @@ class ClassifierGuidance(Attack):
             concept,
             unrelated,
             scene.root,
-            [self.training_steps, self.lr, WIDTHS],
+            [self.training_steps, self.lr, WIDTH],
             vars(scene.sampling),
         ]
         path = scene.memory / f"{fingerprint(facts)}.safetensors" if scene.memory else None
@@ -202,8 +254,8 @@ class ClassifierGuidance(Attack):
         self, scene: Scene, network: LatentClassifier, concept: list[str], unrelated: list[str]
     ) -> dict[str, Tensor]:
         """Train on noised latents and return the weights on the CPU."""
-        positive = original_latents(scene, concept, "classifier: concept")
-        negative = original_latents(scene, unrelated, "classifier: unrelated")
+        positive = original_latents(scene, concept, "classifier: concept", mirrored=True)
+        negative = original_latents(scene, unrelated, "classifier: unrelated", mirrored=True)
         latents = torch.cat([positive, negative])
         labels = torch.cat([torch.ones(len(positive)), torch.zeros(len(negative))]).to(latents)
         generator = torch.Generator().manual_seed(derive_seed(scene.root, "classifier"))
@@ -212,12 +264,12 @@ class ClassifierGuidance(Attack):
             fresh = LatentClassifier(scene.victim.latent_shape())
         network.load_state_dict(fresh.state_dict())
         network.to(latents.device)
-        optimizer = torch.optim.AdamW(network.parameters(), self.lr, weight_decay=1e-3)
+        optimizer = torch.optim.AdamW(network.parameters(), self.lr, weight_decay=1e-2)
         for _ in range(self.training_steps):
-            rows = torch.randint(len(latents), (64,), generator=generator).to(latents.device)
-            share = torch.rand(64, generator=generator) ** (1 / 3)
+            rows = torch.randint(len(latents), (BATCH,), generator=generator).to(latents.device)
+            share = torch.rand(BATCH, generator=generator) ** (1 / 3)
             t = (share * (scene.original.timesteps - 1)).long().to(latents.device)
-            noise = torch.randn((64, *latents.shape[1:]), generator=generator).to(latents)
+            noise = torch.randn((BATCH, *latents.shape[1:]), generator=generator).to(latents)
             noisy = scene.original.corrupt(latents[rows], noise, t)
             level = torch.stack(level_of(scene.original, t), 1)
             loss = F.binary_cross_entropy_with_logits(network(noisy, level), labels[rows])

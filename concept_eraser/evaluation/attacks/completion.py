@@ -12,11 +12,12 @@ original model samples some steps and the erased model the rest
 latents on the way, as the probe does. The strongest noise comes first, so that the round of a
 success tells how much of the image was needed.
 
-Differences: the sampler is deterministic, while SDEdit's adds noise in every step. A strength is the
-share of steps that remain, as in diffusers' image-to-image pipeline. The images are resized latents
-of the model, without strokes or masks.
+Differences: the sampler is deterministic, while SDEdit's adds noise in every step. A strength is
+the share of steps that remain, as in diffusers' image-to-image pipeline. The images are resized
+latents of the model, without strokes or masks.
 
-A model that never learned the concept completes weakly noised images too. Compare with such a model.
+A model that never learned the concept completes weakly noised images too. Compare with such a
+model.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from concept_eraser.evaluation.attacks.trajectory import (
     noise_for,
     require_shares,
     require_steps,
+    sampler_for,
 )
 
 
@@ -77,7 +79,7 @@ class Completion(Attack):
         return folder_hash(self.images)
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
-        sampler = Trajectory(scene, self.steps)
+        sampler = sampler_for(scene, self.steps, self.text)
         starts = [sampler.start_of(strength) for strength in self.strengths]
         latents = concept_latents(scene, self.images)
         for start in starts:

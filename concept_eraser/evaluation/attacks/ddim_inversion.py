@@ -65,9 +65,7 @@ class DDIMInversion(Attack):
 
     def __post_init__(self) -> None:
         require_steps(self.steps)
-        if not self.guidances or not all(
-            0 <= value <= limits.GUIDANCE for value in self.guidances
-        ):
+        if not self.guidances or not all(0 <= value <= limits.GUIDANCE for value in self.guidances):
             raise ValueError(
                 f"guidances must be from 0 to {limits.GUIDANCE:g}, found {list(self.guidances)}"
             )

@@ -89,9 +89,7 @@ class FineTuning:
             rows = rows.to(t.device)
             clean = self.latents[rows]
             noise = torch.randn(clean.shape, generator=generator).to(clean)
-            prediction = victim.denoise(
-                victim.corrupt(clean, noise, t), t, self.captions[rows]
-            )
+            prediction = victim.denoise(victim.corrupt(clean, noise, t), t, self.captions[rows])
             loss = (prediction - victim.target(clean, noise, t)).square().mean()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()

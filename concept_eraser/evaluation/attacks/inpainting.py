@@ -13,8 +13,8 @@ step is repeated, so that both parts fit each other (`guided_diffusion/scheduler
 andreas128/RePaint). `repeats` is the number of times: their jump_n_sample, with jump_length 1.
 
 Differences from RePaint: the sampler is deterministic between the jumps. The jump has one step (the
-authors' example: 10 steps, 10 times, on 250 steps). Latents are blended, not pixels, so that a latent
-at the edge of the hidden part has seen pixels of it.
+authors' example: 10 steps, 10 times, on 250 steps). Latents are blended, not pixels, so that a
+latent at the edge of the hidden part has seen pixels of it.
 
 A hidden part that is too small proves nothing, since what is left shows the concept. Compare with
 another model.
@@ -40,6 +40,7 @@ from concept_eraser.evaluation.attacks.trajectory import (
     noise_for,
     require_shares,
     require_steps,
+    sampler_for,
 )
 from concept_eraser.models.base import Condition
 
@@ -84,7 +85,7 @@ class Inpainting(Attack):
         return folder_hash(self.images)
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
-        sampler = Trajectory(scene, self.steps)
+        sampler = sampler_for(scene, self.steps, self.text)
         latents = concept_latents(scene, self.images)
         for share in self.shares:
             hidden = hidden_part(latents.shape[-2:], self.part, share).to(latents)

@@ -7,17 +7,17 @@ paper's text was not read here, a summary of it was: figure 2.)
 
 The objective is what the attacker has:
 
-* reward   The agreement of the image with the concept prompt (CLIP score). The judge sees every
-           candidate, so that each is a query, and the first success counts. The control is
-           `seed_search` with the same number of images.
-* image    The distance of the latents to an image of the concept. No judge is asked: only the best
-           candidate is offered, every few rounds.
-* gradient The same distance, minimised by Adam through all steps of the sampler. It needs the
-           weights.
+* reward  The agreement of the image with the concept prompt (CLIP score). The judge sees every
+          candidate, so that each is a query, and the first success counts. The control is
+          `seed_search` with the same number of images.
+* image   The distance of the latents to an image of the concept. No judge is asked: only the best
+          candidate is offered, every few rounds.
 
-For reward and image, neighbours of the pivot are sqrt(1 - r^2) pivot + r noise, so that they stay
-standard normal. With radius 1 this is random search. For gradient the noise is scaled back to the
-length that it had.
+Neighbours of the pivot are sqrt(1 - r^2) pivot + r noise, so that they stay standard normal. With
+radius 1 this is random search. noise_gradient.py uses the gradient through the sampler.
+
+Difference: one candidate a prompt and round (the paper: several around each pivot), so that no
+candidate is judged without being counted.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
 from concept_eraser.evaluation.attacks.trajectory import (
-    Trajectory,
+    Text,
     concept_latents,
     condition_for,
     folder_hash,
     noise_for,
     require_shares,
     require_steps,
+    sampler_for,
 )
 
 
@@ -48,11 +47,11 @@ class NoiseSearch(Attack):
     """Search the initial noise, with prompt and weights unchanged.
 
     Args:
-        objective: The score of a candidate: reward, image or gradient.
-        rounds: The number of candidates a prompt (reward, image), or of steps of Adam (gradient).
-        every: Objectives image and gradient offer an image after this number of rounds.
+        objective: The score of a candidate: reward or image.
+        rounds: The number of candidates a prompt.
+        every: The objective image offers its best one after this number of rounds.
         radius: The size of a change of the noise, in (0, 1]; 1 for random search.
-        lr: The learning rate of Adam.
+        text: The victim is given the prompt, or the empty prompt.
         images: A folder of images of the concept, in place of the original model's.
         steps: The steps of the sampler, 0 for the suite's.
     """
@@ -63,16 +62,16 @@ class NoiseSearch(Attack):
     needs_words: ClassVar[bool] = False
     samples_itself: ClassVar[bool] = True
 
-    objective: Literal["reward", "image", "gradient"] = "image"
+    objective: Literal["reward", "image"] = "image"
     rounds: int = 100
     every: int = 20
     radius: float = 0.3
-    lr: float = 0.05
+    text: Text = "prompt"
     images: str = ""
     steps: int = 0
 
     def __post_init__(self) -> None:
-        require_positive(rounds=self.rounds, every=self.every, lr=self.lr)
+        require_positive(rounds=self.rounds, every=self.every)
         require_shares("radius", [self.radius])
         require_steps(self.steps)
 
@@ -86,14 +85,7 @@ class NoiseSearch(Attack):
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         pivot = noise_for(scene, torch.arange(len(scene.prompts)))
-        if self.objective == "gradient":
-            yield from self._descend(scene, pivot)
-        else:
-            yield from self._climb(scene, pivot)
-
-    def _climb(self, scene: Scene, pivot: Tensor) -> Generator[Round, None, None]:
-        """Zero-order search: keep the better one of the pivot and a neighbour."""
-        sampler = Trajectory(scene, self.steps)
+        sampler = sampler_for(scene, self.steps, self.text)
         goal = concept_latents(scene, self.images)
         best = torch.full((len(pivot),), -math.inf, device=pivot.device)
         final = torch.zeros_like(pivot)
@@ -104,7 +96,7 @@ class NoiseSearch(Attack):
             if number:
                 fresh = noise_for(scene, live, "noise search", number)
                 candidates = math.sqrt(1 - self.radius**2) * candidates + self.radius * fresh
-            x = sampler.run(candidates, condition_for(scene, live, "prompt"))
+            x = sampler.run(candidates, condition_for(scene, live, self.text))
             if self.objective == "reward":
                 yield Round(live, images=sampler.images(x), has_rewards=True)
                 if scene.rewards is None:

@@ -10,10 +10,10 @@ loss. It stops after `steps`, and more steps find more. Its loss is a proxy for 
 judge, so a typed prompt can succeed where the offset does not. The parameters are not searched.
 
 With `unconditional`, each prompt has a second offset, of the empty prompt's embedding, so that the
-attack is adaptive to an erasure that changes the unconditional prediction. Both offsets minimise the
-same loss, each on its own prediction: if both predictions know the concept, so does every guidance
-between and near them. Guidance then follows their difference, as in the sampler. The images are
-sampled by the deterministic sampler of `trajectory.py`.
+attack is adaptive to an erasure that changes the unconditional prediction. Both offsets minimise
+the same loss, each on its own prediction: if both predictions know the concept, so does every
+guidance between and near them. Guidance then follows their difference, as in the sampler. The
+images are sampled by the deterministic sampler of `trajectory.py`.
 """
 
 from __future__ import annotations

@@ -53,10 +53,16 @@ def unrelated_prompts(scene: Scene, source: str, n: int) -> list[str]:
     return [texts[order[i % len(texts)]] for i in range(n)]
 
 
-def original_latents(scene: Scene, texts: Sequence[str], name: str) -> Tensor:
+def original_latents(
+    scene: Scene, texts: Sequence[str], name: str, *, mirrored: bool = False
+) -> Tensor:
     """Return latents of the original model's images of some texts, [n, c, h, w].
 
-    name: Another name gives other seeds.
+    Args:
+        scene: The attacked batch.
+        texts: The prompts of the images.
+        name: Another name gives other seeds.
+        mirrored: Append the latents of the mirrored images, so that there are 2n.
     """
     seeds = [derive_seed(scene.root, name, i) % 2**31 for i in range(len(texts))]
     facts = {
@@ -84,7 +90,7 @@ def original_latents(scene: Scene, texts: Sequence[str], name: str) -> Tensor:
         )
         if path:
             generate.keep(partial(generate.write, path, images))
-    return _encode(scene, images)
+    return _encode(scene, torch.cat([images, images.flip(2)]) if mirrored else images)
 
 
 def folder_latents(scene: Scene, folder: str, n: int) -> tuple[Tensor, list[str]]:

@@ -127,9 +127,7 @@ class Trajectory:
         self, x: Tensor, step: int, condition: Condition, null: Condition | None = None
     ) -> Tensor:
         """Return the latents one step nearer to the image."""
-        return self.mix(
-            *self.split(x, step, self.predict(x, step, condition, null)), step=step + 1
-        )
+        return self.mix(*self.split(x, step, self.predict(x, step, condition, null)), step=step + 1)
 
     @torch.no_grad()
     def run(
@@ -201,6 +199,11 @@ def noise_for(scene: Scene, rows: Tensor, *names: str | int) -> Tensor:
         for row in rows.tolist()
     ]
     return torch.stack(noise).to(scene.targets)
+
+
+def sampler_for(scene: Scene, steps: int, text: Text) -> Trajectory:
+    """Return the victim's sampler for prompts with the suite's guidance, or for empty prompts."""
+    return Trajectory(scene, steps, guidance=0 if text == "empty" else None)
 
 
 def condition_for(scene: Scene, rows: Tensor, text: Text) -> Condition:
