@@ -626,7 +626,7 @@ def coerce(value: Any, annotation: Any) -> Any:
                 continue
         raise ValueError(f"expected {annotation}, found {quote(value)}")
     if origin is tuple and arguments[1:] == (Ellipsis,):
-        parts = value.split(",") if isinstance(value, str) else value
+        parts = (value.split(",") if value else []) if isinstance(value, str) else value
         parts = list(parts) if isinstance(parts, list | tuple) else [parts]
         return tuple(
             coerce(part.strip() if isinstance(part, str) else part, arguments[0]) for part in parts

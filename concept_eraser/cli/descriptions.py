@@ -130,7 +130,7 @@ def _facts(kind: str, name: str, cls: Any) -> list[tuple[str, str]]:
         laws = sorted(registry.build(kind, name, {}).laws())
         return [("theorems tested", ", ".join(laws) or "none")]
     if kind == "attack":
-        return [("needs of the victim", cls.access)]
+        return [("family", cls.family), ("needs of the victim", cls.access)]
     if kind == "loss":
         return [("targets", ", ".join(cls.targets))]
     return []

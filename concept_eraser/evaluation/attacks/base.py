@@ -29,6 +29,17 @@ from concept_eraser.utils.provenance import derive_seed
 
 # what the attacker needs from the victim; "sampling": to choose how it samples, without gradients
 Access = Literal["white box", "text encoder", "queries", "sampling", "weights"]
+# what an attack changes; success rates of different families answer different questions
+Family = Literal[
+    "typed prompts",
+    "embeddings",
+    "adaptive",
+    "without text",
+    "fine-tuning on the concept",
+    "fine-tuning on unrelated data",
+    "control",
+    "other",
+]
 
 
 @dataclass
@@ -126,6 +137,7 @@ class Attack(ABC):
 
     title: ClassVar[str]
     source: ClassVar[str]
+    family: ClassVar[Family] = "other"
     access: ClassVar[Access]
     # needs the tokens of a single text encoder
     needs_words: ClassVar[bool] = True
@@ -133,7 +145,8 @@ class Attack(ABC):
     needs_captions: ClassVar[bool] = False
     # samples by itself, so that a safeguard of the victim would not count
     samples_itself: ClassVar[bool] = False
-    # goes on when all prompts succeeded, so that its curve has the concept rate of every round
+    # measures the concept rate of every round: it also runs on prompts that show the concept
+    # without an attack, and goes on when all prompts succeeded
     measures_rate: ClassVar[bool] = False
 
     def lists(self) -> dict[str, str]:

@@ -21,10 +21,8 @@ gradient of `ddim_with_grad.py` in arpitbansal297/Universal-Guided-Diffusion). T
 gradient through the victim. If the same judge decides on the success, an image may please the judge
 alone. Then only the comparison with another model says anything.
 
-`reference` chooses what is steered. With `nothing`, the predicted noise is the latents themselves,
-scaled to unit variance, so that only the classifier knows anything. This control is a setting of
-its own, `classifier_guidance-nothing`. What it brings is the classifier's, and proves nothing about
-the victim. A model that never learned the concept is the better control.
+A classifier alone may lead to the concept. classifier_alone.py is the control without any victim. A
+model that never learned the concept is the better control.
 
 Differences from Lu et al.: the classifier has three convolutions (theirs has linear layers only,
 which learned too little here from 256 images), no dropout, mirrored images, and equally many
@@ -39,7 +37,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +46,14 @@ from torch import Tensor, nn
 from concept_eraser import registry
 from concept_eraser.data import generate
 from concept_eraser.data import prompts as prompt_sets
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.evaluation.attacks.training_images import original_latents, unrelated_prompts
 from concept_eraser.evaluation.attacks.trajectory import (
     Text,
@@ -87,7 +92,8 @@ class LatentClassifier(nn.Module):
         hidden = F.silu(self.inner(noisy) + self.inner_level(level)[:, :, None, None])
         hidden = F.silu(self.middle(hidden) + self.middle_level(level)[:, :, None, None])
         hidden = F.silu(self.outer(hidden))
-        return self.head(hidden.flatten(1))[:, 0]
+        logits: Tensor = self.head(hidden.flatten(1))[:, 0]
+        return logits
 
 
 # latents, step, condition, unconditional condition -> the predicted noise, and the gradient of
@@ -96,38 +102,29 @@ Steering = Callable[[Trajectory, Tensor, int, Condition, Condition], tuple[Tenso
 
 
 @dataclass(frozen=True)
-class ClassifierGuidance(Attack):
-    """Steer the victim's sampler by a classifier of noised latents.
+class SteeredSampling(Attack):
+    """Sampling that the gradient of a classifier of noised latents steers. The base of two attacks.
 
     Args:
         scales: The factors of the classifier's gradient, in this order.
         tries: The number of images for each scale, each with other noise.
-        text: The victim is given the prompt, or the empty prompt.
-        reference: What is steered: the victim, or nothing at all (a control).
         images: The number of training images of the concept, and as many unrelated ones.
         training_steps: The training steps of the classifier, with 64 noised latents each.
         lr: The learning rate of its training.
-        judge: The name of a differentiable judge that steers in place of a classifier.
         prompts: The prompt set of unrelated images, "" for the suite's retain groups.
         classifier: A safetensors file of a trained classifier, in place of the training.
         steps: The steps of the sampler, 0 for the suite's.
     """
 
-    title: ClassVar[str] = "Classifier guidance"
-    source: ClassVar[str] = "arXiv 2105.05233, 2505.17013"
-    access: ClassVar[Access] = "white box"
     needs_words: ClassVar[bool] = False
     samples_itself: ClassVar[bool] = True
 
     scales: tuple[float, ...] = (10.0, 20.0, 40.0, 80.0)
     tries: int = 1
-    text: Text = "prompt"
-    reference: Literal["victim", "nothing"] = "victim"
     images: int = 128
     training_steps: int = 400
     lr: float = 1e-3
     prompts: str = ""
-    judge: str = ""
     classifier: str = ""
     steps: int = 0
 
@@ -141,24 +138,28 @@ class ClassifierGuidance(Attack):
         require_steps(self.steps)
         if not self.scales or not all(scale >= 0 for scale in self.scales):
             raise ValueError(f"scales must be at least 0, found {list(self.scales)}")
-        if (bool(self.prompts), bool(self.judge), bool(self.classifier)).count(True) > 1:
-            raise ValueError(
-                "give one of: prompts (to train a classifier), classifier (a file) or judge"
-            )
-        if self.judge and self.reference == "nothing":
-            raise ValueError("a judge reads the victim's clean latents; leave out reference")
+        if self.prompts and self.classifier:
+            raise ValueError("give prompts (to train a classifier) or a classifier file, not both")
 
     def lists(self) -> dict[str, str]:
         if self.classifier:
             return {self.classifier: fingerprint(read_bytes(Path(self.classifier), 2**30).hex())}
         return {self.prompts: prompt_sets.load(self.prompts).hash} if self.prompts else {}
 
-    def search(self, scene: Scene) -> Generator[Round, None, None]:
-        steer = self._by_judge(scene) if self.judge else self._by_classifier(scene)
-        sampler = sampler_for(scene, self.steps, self.text)
+    def sample(
+        self, scene: Scene, steer: Steering, text: Text = "prompt"
+    ) -> Generator[Round, None, None]:
+        """Yield a round for each scale and try.
+
+        Args:
+            scene: The attacked batch.
+            steer: Gives the predicted noise and the gradient of log p(concept).
+            text: The victim is given the prompt, or the empty prompt.
+        """
+        sampler = sampler_for(scene, self.steps, text)
         for scale, number in itertools.product(self.scales, range(self.tries)):
             live = scene.live
-            condition = condition_for(scene, live, self.text)
+            condition = condition_for(scene, live, text)
             null = scene.victim.null().repeat(len(live))
             x = noise_for(scene, live, *(("classifier guidance", number) if number else ()))
             for step in range(sampler.steps):
@@ -168,51 +169,22 @@ class ClassifierGuidance(Attack):
                 x = sampler.mix((x - sigma * noise) / signal, noise, step + 1)
             yield Round(live, images=sampler.images(x))
 
-    def _by_classifier(self, scene: Scene) -> Steering:
-        """Steer by a classifier of the noised latents."""
+    def gradient_of(self, scene: Scene) -> Callable[[Trajectory, Tensor, int], Tensor]:
+        """Return the gradient of log p(concept) of a classifier, for noised latents at a step.
+
+        Raises UserError if the classifier in the file does not fit the model's latents.
+        """
         classifier = self._classifier(scene)
 
-        def steer(
-            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
-        ) -> tuple[Tensor, Tensor]:
+        def gradient_at(sampler: Trajectory, x: Tensor, step: int) -> Tensor:
             level = torch.stack(level_of(sampler.model, sampler.time(x, step)), 1)
             variable = x.detach().requires_grad_(True)
-            log_p = F.logsigmoid(classifier(variable, level))
-            (gradient,) = torch.autograd.grad(log_p.sum(), [variable])
-            if self.reference == "nothing":
-                return x / x.flatten(1).std(dim=1)[:, None, None, None], gradient
-            with torch.no_grad():
-                prediction = sampler.predict(x, step, condition, null)
-                return sampler.split(x, step, prediction)[1], gradient
+            with torch.enable_grad():
+                log_p = F.logsigmoid(classifier(variable, level))
+                (gradient,) = torch.autograd.grad(log_p.sum(), [variable])
+            return gradient
 
-        return steer
-
-    def _by_judge(self, scene: Scene) -> Steering:
-        """Steer by a judge of the predicted clean image.
-
-        Raises UserError if the judge does not know the concept or is not differentiable.
-        """
-        judge: Judge = registry.build("judge", self.judge, {})
-        attributes = [name for name, values in judge.classes.items() if scene.concept in values]
-        if not attributes:
-            raise UserError(
-                f"the judge {self.judge!r} does not know {scene.concept!r}; give another judge"
-            )
-
-        def steer(
-            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
-        ) -> tuple[Tensor, Tensor]:
-            variable = x.detach().requires_grad_(True)
-            prediction = sampler.predict(variable, step, condition, null)
-            clean, noise = sampler.split(variable, step, prediction)
-            images = sampler.model.decode(clean)
-            probability = judge.probability(images, attributes[0], scene.concept)
-            log_p = probability.clamp(min=1e-12).log()
-            (gradient,) = torch.autograd.grad(log_p.sum(), [variable])
-            scene.spend("gradient steps", len(x))
-            return noise.detach(), gradient
-
-        return steer
+        return gradient_at
 
     def _classifier(self, scene: Scene) -> LatentClassifier:
         """Return the given classifier, the one of the memory, or a newly trained one.
@@ -221,14 +193,14 @@ class ClassifierGuidance(Attack):
         """
         network = LatentClassifier(scene.victim.latent_shape())
         if self.classifier:
-            weights = read_tensors(Path(self.classifier))
+            given = read_tensors(Path(self.classifier))
             own = {name: value.shape for name, value in network.state_dict().items()}
-            if {name: value.shape for name, value in weights.items()} != own:
+            if {name: value.shape for name, value in given.items()} != own:
                 raise UserError(
                     f"{self.classifier} is no classifier of latents of the shape "
                     f"{list(scene.victim.latent_shape())}; train one by leaving it out"
                 )
-            network.load_state_dict(weights)
+            network.load_state_dict(given)
             return network.to(scene.targets.device).requires_grad_(False)
         texts = list(dict.fromkeys(scene.corpus)) or list(scene.concept_prompts)
         concept = [texts[i % len(texts)] for i in range(self.images)]
@@ -279,6 +251,82 @@ class ClassifierGuidance(Attack):
         return {name: value.detach().cpu() for name, value in network.state_dict().items()}
 
 
+@dataclass(frozen=True)
+class ClassifierGuidance(SteeredSampling):
+    """Steer the victim's sampler by a classifier of noised latents.
+
+    Args:
+        scales: The factors of the classifier's gradient, in this order.
+        tries: The number of images for each scale, each with other noise.
+        images: The number of training images of the concept, and as many unrelated ones.
+        training_steps: The training steps of the classifier, with 64 noised latents each.
+        lr: The learning rate of its training.
+        prompts: The prompt set of unrelated images, "" for the suite's retain groups.
+        classifier: A safetensors file of a trained classifier, in place of the training.
+        steps: The steps of the sampler, 0 for the suite's.
+        text: The victim is given the prompt, or the empty prompt.
+        judge: The name of a differentiable judge that steers in place of a classifier.
+    """
+
+    title: ClassVar[str] = "Classifier guidance"
+    source: ClassVar[str] = "arXiv 2105.05233, 2505.17013"
+    family: ClassVar[Family] = "without text"
+    access: ClassVar[Access] = "white box"
+
+    text: Text = "prompt"
+    judge: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.judge and (self.prompts or self.classifier):
+            raise ValueError("a judge replaces the classifier; leave out prompts and classifier")
+
+    def search(self, scene: Scene) -> Generator[Round, None, None]:
+        steer = self._by_judge(scene) if self.judge else self._by_classifier(scene)
+        yield from self.sample(scene, steer, self.text)
+
+    def _by_classifier(self, scene: Scene) -> Steering:
+        """Steer by a classifier of the noised latents."""
+        gradient_at = self.gradient_of(scene)
+
+        def steer(
+            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
+        ) -> tuple[Tensor, Tensor]:
+            gradient = gradient_at(sampler, x, step)
+            with torch.no_grad():
+                prediction = sampler.predict(x, step, condition, null)
+                return sampler.split(x, step, prediction)[1], gradient
+
+        return steer
+
+    def _by_judge(self, scene: Scene) -> Steering:
+        """Steer by a judge of the predicted clean image.
+
+        Raises UserError if the judge does not know the concept or is not differentiable.
+        """
+        judge: Judge = registry.build("judge", self.judge, {})
+        attributes = [name for name, values in judge.classes.items() if scene.concept in values]
+        if not attributes:
+            raise UserError(
+                f"the judge {self.judge!r} does not know {scene.concept!r}; give another judge"
+            )
+
+        def steer(
+            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
+        ) -> tuple[Tensor, Tensor]:
+            variable = x.detach().requires_grad_(True)
+            prediction = sampler.predict(variable, step, condition, null)
+            clean, noise = sampler.split(variable, step, prediction)
+            images = sampler.model.decode(clean)
+            probability = judge.probability(images, attributes[0], scene.concept)
+            log_p = probability.clamp(min=1e-12).log()
+            (gradient,) = torch.autograd.grad(log_p.sum(), [variable])
+            scene.spend("gradient steps", len(x))
+            return noise.detach(), gradient
+
+        return steer
+
+
 def level_of(model: Model, t: Tensor) -> tuple[Tensor, Tensor]:
     """Return signal and sigma of time steps, each [n], with x_t = signal x_0 + sigma noise."""
     one = torch.ones(len(t), 1, 1, 1, device=t.device)
@@ -290,4 +338,3 @@ def level_of(model: Model, t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 PLUGIN = ClassifierGuidance
-NAMED = {"classifier_guidance-nothing": {"reference": "nothing"}}

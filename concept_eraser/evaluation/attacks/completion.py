@@ -5,8 +5,8 @@ ICLR 2022, arXiv 2108.01073: an image is noised up to a time t_0 and denoised fr
 (`runners/image_editing.py` of ermongroup/SDEdit: x = x_0 sqrt(a) + e sqrt(1 - a)). Lu et al., "When
 Are Concepts Erased From Diffusion Models?", NeurIPS 2025, arXiv 2505.17013, use it as a probe: the
 original model samples some steps and the erased model the rest
-(`src/probes/diffusion_completion_probe.py` of kevinlu4588/WhenAreConceptsErased: after 1, 2 or 3 of
-50 steps).
+(`src/probes/diffusion_completion_probe.py` of kevinlu4588/WhenAreConceptsErased: by default the
+original model makes the first 6 or 11 of 50 steps).
 
 `begin: image` noises a finished image, as SDEdit does. `begin: original` takes the original model's
 latents on the way, as the probe does. The strongest noise comes first, so that the round of a
@@ -28,7 +28,14 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.evaluation.attacks.trajectory import (
     Text,
     Trajectory,
@@ -57,6 +64,7 @@ class Completion(Attack):
 
     title: ClassVar[str] = "Completion of a noised image (SDEdit)"
     source: ClassVar[str] = "arXiv 2108.01073, 2505.17013"
+    family: ClassVar[Family] = "without text"
     access: ClassVar[Access] = "sampling"
     needs_words: ClassVar[bool] = False
     samples_itself: ClassVar[bool] = True

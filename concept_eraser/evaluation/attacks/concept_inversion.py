@@ -25,6 +25,7 @@ from torch import Tensor
 from concept_eraser.evaluation.attacks.base import (
     Access,
     Attack,
+    Family,
     Round,
     Scene,
     require_positive,
@@ -48,6 +49,7 @@ class ConceptInversion(Attack):
 
     title: ClassVar[str] = "Concept inversion (CCE)"
     source: ClassVar[str] = "arXiv 2308.01508"
+    family: ClassVar[Family] = "embeddings"
     access: ClassVar[Access] = "white box"
 
     steps: int = 5000

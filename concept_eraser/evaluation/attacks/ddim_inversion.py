@@ -29,16 +29,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene
+from concept_eraser.evaluation.attacks.base import Access, Attack, Family, Round, Scene
 from concept_eraser.evaluation.attacks.trajectory import (
     Text,
     Trajectory,
     concept_latents,
     condition_for,
     folder_hash,
+    require_guidances,
     require_steps,
 )
-from concept_eraser.utils import limits
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class DDIMInversion(Attack):
 
     title: ClassVar[str] = "DDIM inversion"
     source: ClassVar[str] = "arXiv 2010.02502, 2412.00782"
+    family: ClassVar[Family] = "without text"
     access: ClassVar[Access] = "sampling"
     needs_words: ClassVar[bool] = False
     samples_itself: ClassVar[bool] = True
@@ -65,10 +66,9 @@ class DDIMInversion(Attack):
 
     def __post_init__(self) -> None:
         require_steps(self.steps)
-        if not self.guidances or not all(0 <= value <= limits.GUIDANCE for value in self.guidances):
-            raise ValueError(
-                f"guidances must be from 0 to {limits.GUIDANCE:g}, found {list(self.guidances)}"
-            )
+        require_guidances(self.guidances)
+        if not self.guidances:
+            raise ValueError("guidances must have at least one value")
 
     def lists(self) -> dict[str, str]:
         return folder_hash(self.images)

@@ -30,7 +30,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.evaluation.attacks.trajectory import (
     Text,
     Trajectory,
@@ -64,6 +71,7 @@ class Inpainting(Attack):
 
     title: ClassVar[str] = "Inpainting"
     source: ClassVar[str] = "arXiv 2201.09865, 2505.17013"
+    family: ClassVar[Family] = "without text"
     access: ClassVar[Access] = "sampling"
     needs_words: ClassVar[bool] = False
     samples_itself: ClassVar[bool] = True

@@ -28,7 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Scene, require_positive, soft_embed
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Family,
+    Scene,
+    require_positive,
+    soft_embed,
+)
 from concept_eraser.evaluation.attacks.blind import BlindAttack, Offer
 from concept_eraser.models.base import Condition, Model
 
@@ -66,6 +72,7 @@ class MMADiffusion(BlindAttack):
 
     title: ClassVar[str] = "MMA-Diffusion (text)"
     source: ClassVar[str] = "arXiv 2311.17516"
+    family: ClassVar[Family] = "typed prompts"
     access: ClassVar[Access] = "text encoder"
     revision: ClassVar[int] = 1
 

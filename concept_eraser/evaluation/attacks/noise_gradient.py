@@ -23,7 +23,14 @@ from typing import ClassVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.evaluation.attacks.trajectory import (
     Text,
     concept_latents,
@@ -50,6 +57,7 @@ class NoiseGradient(Attack):
 
     title: ClassVar[str] = "Noise gradient"
     source: ClassVar[str] = "ours"
+    family: ClassVar[Family] = "without text"
     access: ClassVar[Access] = "white box"
     needs_words: ClassVar[bool] = False
     samples_itself: ClassVar[bool] = True

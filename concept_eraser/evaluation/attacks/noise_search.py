@@ -29,7 +29,14 @@ from typing import ClassVar, Literal
 
 import torch
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.evaluation.attacks.trajectory import (
     Text,
     concept_latents,
@@ -58,6 +65,7 @@ class NoiseSearch(Attack):
 
     title: ClassVar[str] = "Noise search"
     source: ClassVar[str] = "arXiv 2501.09732"
+    family: ClassVar[Family] = "without text"
     access: ClassVar[Access] = "sampling"
     needs_words: ClassVar[bool] = False
     samples_itself: ClassVar[bool] = True

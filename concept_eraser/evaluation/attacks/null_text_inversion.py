@@ -31,12 +31,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.evaluation.attacks.trajectory import (
     Trajectory,
     concept_latents,
     condition_for,
     folder_hash,
+    require_guidance,
     require_steps,
 )
 from concept_eraser.models.base import Condition
@@ -57,6 +65,7 @@ class NullTextInversion(Attack):
 
     title: ClassVar[str] = "Null-text inversion"
     source: ClassVar[str] = "arXiv 2211.09794, 2412.00782"
+    family: ClassVar[Family] = "without text"
     access: ClassVar[Access] = "white box"
     samples_itself: ClassVar[bool] = True
 
@@ -72,11 +81,7 @@ class NullTextInversion(Attack):
         require_steps(self.steps)
         if self.tolerance < 0:
             raise ValueError(f"tolerance must be at least 0, found {self.tolerance}")
-        if self.guidance and not self.guidance > 1:
-            raise ValueError(
-                "guidance must be above 1, since there is no unconditional prediction otherwise, "
-                f"or 0 for the suite's, found {self.guidance}"
-            )
+        require_guidance(self.guidance)
 
     def lists(self) -> dict[str, str]:
         return folder_hash(self.images)

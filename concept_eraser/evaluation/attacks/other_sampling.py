@@ -20,7 +20,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene
+from concept_eraser.evaluation.attacks.base import Access, Attack, Family, Round, Scene
+from concept_eraser.evaluation.attacks.trajectory import require_guidances
 from concept_eraser.utils import limits
 
 
@@ -29,7 +30,8 @@ class OtherSampling(Attack):
     """Sample the same prompt and seed with other settings.
 
     Args:
-        guidances: Values of the guidance; 1 is the prompt alone, 0 the empty prompt alone.
+        guidances: Values of the guidance; 1 is the prompt alone, 0 the empty prompt alone. Both are
+            left out for a model with a safeguard, which acts through guidance.
         steps: Numbers of steps.
         samplers: Names of diffusers' schedulers. Those that do not fit the model are left out.
         combine: Try all combinations, not one change at a time.
@@ -37,9 +39,9 @@ class OtherSampling(Attack):
 
     title: ClassVar[str] = "Other sampling settings"
     source: ClassVar[str] = "ours; arXiv 2505.17013 changes the noise"
+    family: ClassVar[Family] = "adaptive"
     access: ClassVar[Access] = "sampling"
     needs_words: ClassVar[bool] = False
-    samples_itself: ClassVar[bool] = True
 
     guidances: tuple[float, ...] = (1.0, 2.0, 10.0, 0.0)
     steps: tuple[int, ...] = (4, 20, 50)
@@ -52,10 +54,7 @@ class OtherSampling(Attack):
     combine: bool = False
 
     def __post_init__(self) -> None:
-        if not all(0 <= value <= limits.GUIDANCE for value in self.guidances):
-            raise ValueError(
-                f"guidances must be from 0 to {limits.GUIDANCE:g}, found {list(self.guidances)}"
-            )
+        require_guidances(self.guidances)
         if not all(1 <= value <= limits.SAMPLER_STEPS for value in self.steps):
             raise ValueError(
                 f"steps must be from 1 to {limits.SAMPLER_STEPS}, found {list(self.steps)}"
@@ -66,13 +65,16 @@ class OtherSampling(Attack):
     def settings(self, scene: Scene) -> Iterator[tuple[float, int, str]]:
         """Yield guidance, steps and sampler ("" for the pipeline's) of each round."""
         fitting = [name for name in self.samplers if name in scene.victim.samplers()]
+        # a safeguard needs guidance above 1
+        guarded = getattr(scene.victim, "guard", None) is not None
+        guidances = [value for value in self.guidances if value > 1 or not guarded]
         own = (scene.sampling.guidance, scene.sampling.steps, "")
         if self.combine:
             yield from itertools.product(
-                self.guidances or own[:1], self.steps or own[1:2], fitting or own[2:]
+                guidances or own[:1], self.steps or own[1:2], fitting or own[2:]
             )
             return
-        yield from ((value, *own[1:]) for value in self.guidances)
+        yield from ((value, *own[1:]) for value in guidances)
         yield from ((own[0], value, "") for value in self.steps)
         yield from ((*own[:2], name) for name in fitting)
 

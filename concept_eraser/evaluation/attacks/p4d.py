@@ -34,6 +34,7 @@ from torch import Tensor
 from concept_eraser.evaluation.attacks.base import (
     Access,
     Attack,
+    Family,
     Round,
     Scene,
     require_positive,
@@ -67,6 +68,7 @@ class P4D(Attack):
 
     title: ClassVar[str] = "P4D"
     source: ClassVar[str] = "arXiv 2309.06135"
+    family: ClassVar[Family] = "typed prompts"
     access: ClassVar[Access] = "white box"
 
     variant: Literal["N", "K"] = "N"

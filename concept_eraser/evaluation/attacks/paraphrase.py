@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from concept_eraser.data import prompts
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,7 @@ class Paraphrase(Attack):
 
     title: ClassVar[str] = "Paraphrases from a list"
     source: ClassVar[str] = "HUB's axes, arXiv 2410.05664"
+    family: ClassVar[Family] = "typed prompts"
     access: ClassVar[Access] = "queries"
     needs_words: ClassVar[bool] = False
 

@@ -11,6 +11,7 @@ import torch
 from concept_eraser.evaluation.attacks.base import (
     Access,
     Attack,
+    Family,
     Round,
     Scene,
     require_positive,
@@ -32,6 +33,7 @@ class RandomTokens(Attack):
 
     title: ClassVar[str] = "Random tokens"
     source: ClassVar[str] = "a control"
+    family: ClassVar[Family] = "control"
     access: ClassVar[Access] = "queries"
 
     k: int = 5

@@ -16,7 +16,14 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.evaluation.attacks.fine_tuning import FineTuning, low_rank
 
 
@@ -35,6 +42,7 @@ class Relearning(Attack):
 
     title: ClassVar[str] = "Relearning (LoRA)"
     source: ClassVar[str] = "ours"
+    family: ClassVar[Family] = "fine-tuning on the concept"
     access: ClassVar[Access] = "weights"
     needs_words: ClassVar[bool] = False
 

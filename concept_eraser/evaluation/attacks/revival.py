@@ -25,7 +25,14 @@ from typing import ClassVar
 import torch
 
 from concept_eraser.data import prompts as prompt_sets
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.evaluation.attacks.fine_tuning import FineTuning, all_weights, low_rank
 from concept_eraser.evaluation.attacks.training_images import (
     folder_latents,
@@ -52,6 +59,7 @@ class Revival(Attack):
 
     title: ClassVar[str] = "Revival (unrelated data)"
     source: ClassVar[str] = "arXiv 2410.08074"
+    family: ClassVar[Family] = "fine-tuning on unrelated data"
     access: ClassVar[Access] = "weights"
     needs_words: ClassVar[bool] = False
     measures_rate: ClassVar[bool] = True

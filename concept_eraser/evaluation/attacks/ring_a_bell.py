@@ -25,7 +25,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Scene, require_positive, require_word
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Family,
+    Scene,
+    require_positive,
+    require_word,
+)
 from concept_eraser.evaluation.attacks.blind import BlindAttack, Offer
 from concept_eraser.models.base import Condition, Model
 
@@ -87,6 +93,7 @@ class RingABell(BlindAttack):
 
     title: ClassVar[str] = "Ring-A-Bell"
     source: ClassVar[str] = "arXiv 2310.10012"
+    family: ClassVar[Family] = "typed prompts"
     access: ClassVar[Access] = "text encoder"
 
     tokens: int = 16

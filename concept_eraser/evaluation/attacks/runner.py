@@ -167,6 +167,7 @@ class Campaign:
         cost: the mean cost of a prompt, by what was counted, such as images and gradients.
         seconds: the time of the attack.
         environment: versions, commit, device and command line.
+        family: what the attack changes, one of `attacks.base.Family`.
         sensitive: whether reports blur the images.
 
     Example:
@@ -183,6 +184,7 @@ class Campaign:
     cost: dict[str, float]
     seconds: float
     environment: dict[str, Any]
+    family: str = "other"
     sensitive: bool = False  # as in the suite
 
     def rates(self) -> dict[str, dict[str, float]]:
@@ -203,6 +205,7 @@ class Campaign:
         return {
             "protocol": self.protocol,
             "protocol_hash": environment.fingerprint(self.protocol),
+            "family": self.family,
             "models": self.models,
             "rates": self.rates(),
             "cost": self.cost,
@@ -258,7 +261,8 @@ def run(
             f"{len(prompts) + before.left_out} prompts only; an attack needs prompts "
             "whose image by the original shows the concept"
         )
-    open_rows = [i for i in range(len(prompts)) if not pre[i]]
+    attack = protocol.build()
+    open_rows = [i for i in range(len(prompts)) if attack.measures_rate or not pre[i]]
     attempts = [
         Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
     ]
@@ -307,7 +311,8 @@ def run(
     batches = [finished_batches.batch(name) for name in starts]
     for rows, batch in zip(starts.values(), batches, strict=True):
         for i, attempt in zip(rows, batch["attempts"], strict=True):
-            attempts[i] = Attempt(**attempt)
+            # a prompt that shows the concept without an attack is no success of the attack
+            attempts[i] = attempts[i] if pre[i] else Attempt(**attempt)
     cost_names = {what for one in batches for what in one["cost"]}
     cost = {
         f"{what} a prompt": round(
@@ -324,6 +329,7 @@ def run(
         cost=cost,
         seconds=sum(one["seconds"] for one in batches),
         environment=environment.describe(),
+        family=attack.family,
         sensitive=protocol.suite.sensitive,
     )
 

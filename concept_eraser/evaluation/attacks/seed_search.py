@@ -6,7 +6,14 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.utils.provenance import derive_seed
 
 
@@ -20,6 +27,7 @@ class SeedSearch(Attack):
 
     title: ClassVar[str] = "Seed search"
     source: ClassVar[str] = "a control"
+    family: ClassVar[Family] = "control"
     access: ClassVar[Access] = "queries"
     needs_words: ClassVar[bool] = False
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from concept_eraser.evaluation.attacks.base import (
     Access,
     Attack,
+    Family,
     Round,
     Scene,
     require_positive,
@@ -68,6 +69,7 @@ class SneakyPrompt(Attack):
 
     title: ClassVar[str] = "SneakyPrompt"
     source: ClassVar[str] = "arXiv 2305.12082"
+    family: ClassVar[Family] = "typed prompts"
     access: ClassVar[Access] = "queries"
     needs_captions: ClassVar[bool] = True
 

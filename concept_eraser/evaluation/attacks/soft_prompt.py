@@ -7,13 +7,8 @@ for no bound). The attack is ours. The inner attack of adversarially robust eras
 
 The success rate is no upper bound for attacks with text. The search is a local one on a non-convex
 loss. It stops after `steps`, and more steps find more. Its loss is a proxy for the decision of the
-judge, so a typed prompt can succeed where the offset does not. The parameters are not searched.
-
-With `unconditional`, each prompt has a second offset, of the empty prompt's embedding, so that the
-attack is adaptive to an erasure that changes the unconditional prediction. Both offsets minimise
-the same loss, each on its own prediction: if both predictions know the concept, so does every
-guidance between and near them. Guidance then follows their difference, as in the sampler. The
-images are sampled by the deterministic sampler of `trajectory.py`.
+judge, so a typed prompt can succeed where the offset does not. The unconditional prediction and the
+parameters are not searched. soft_prompt_both.py also searches the unconditional prediction.
 """
 
 from __future__ import annotations
@@ -25,8 +20,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene, require_positive
-from concept_eraser.evaluation.attacks.trajectory import Trajectory, noise_for
+from concept_eraser.evaluation.attacks.base import (
+    Access,
+    Attack,
+    Family,
+    Round,
+    Scene,
+    require_positive,
+)
 from concept_eraser.models.base import Condition
 
 
@@ -39,43 +40,34 @@ class SoftPrompt(Attack):
         every: Each prompt gets an image after this number of steps.
         lr: The learning rate.
         radius: The largest length of the offset, as a share of the embedding's; 0 for no bound.
-        unconditional: Also learn an offset of the empty prompt's embedding.
     """
 
     title: ClassVar[str] = "Soft prompt"
     source: ClassVar[str] = "ours"
+    family: ClassVar[Family] = "embeddings"
     access: ClassVar[Access] = "white box"
 
     steps: int = 200
     every: int = 20
     lr: float = 0.05
     radius: float = 0.0
-    unconditional: bool = False
 
     def __post_init__(self) -> None:
         require_positive(steps=self.steps, every=self.every, lr=self.lr)
         if not 0 <= self.radius < float("inf"):
             raise ValueError(f"radius must be at least 0 (no bound), found {self.radius}")
 
-    @property
-    def samples_itself(self) -> bool:  # type: ignore[override]
-        """Whether the attack samples by itself, which an offset of the empty prompt needs."""
-        return self.unconditional
-
     def search(self, scene: Scene) -> Generator[Round, None, None]:
-        states = scene.victim.encode(scene.prompts).tensors["states"]
-        # one offset for each prompt, or two: of the prompt, and of the empty prompt
-        bases = [states]
-        if self.unconditional:
-            bases.append(scene.victim.null().repeat(len(states)).tensors["states"])
+        bases = self.bases(scene)
+        device = scene.targets.device
         offsets = [torch.zeros_like(base, requires_grad=True) for base in bases]
         optimizer = torch.optim.Adam(offsets, self.lr)
         generator = scene.generator("soft prompt")
         for step in range(1, self.steps + 1):
             live = scene.live
-            rows = live.to(states.device)
+            rows = live.to(device)
             t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(
-                states.device
+                device
             )
             noisy, target = scene.noised(live, t, generator)
             losses = sum(
@@ -91,7 +83,7 @@ class SoftPrompt(Attack):
                     .mean(1)
                     for base, offset in zip(bases, offsets, strict=True)
                 ),
-                start=torch.zeros(()).to(states),
+                start=torch.zeros((), device=device),
             )
             gradients = torch.autograd.grad(losses.sum(), offsets)
             for offset, gradient in zip(offsets, gradients, strict=True):
@@ -106,17 +98,15 @@ class SoftPrompt(Attack):
                     Condition({"states": base[rows] + offset.detach()[rows]})
                     for base, offset in zip(bases, offsets, strict=True)
                 ]
-                yield self._round(scene, live, conditions, float(losses.detach().mean()))
+                yield self.offer(scene, live, conditions, float(losses.detach().mean()))
 
-    @staticmethod
-    def _round(scene: Scene, live: Tensor, conditions: list[Condition], loss: float) -> Round:
-        """Return a round of conditions, or of images if the empty prompt has an offset too."""
-        condition, *others = conditions
-        if not others:
-            return Round(live, condition=condition, loss=loss)
-        sampler = Trajectory(scene)
-        x = sampler.run(noise_for(scene, live), condition, null=others[0])
-        return Round(live, images=sampler.images(x), loss=loss)
+    def bases(self, scene: Scene) -> list[Tensor]:
+        """Return the embeddings that get an offset, each [n, tokens, width]."""
+        return [scene.victim.encode(scene.prompts).tensors["states"]]
+
+    def offer(self, scene: Scene, live: Tensor, conditions: list[Condition], loss: float) -> Round:
+        """Return the round of the embeddings with their offsets, one condition for each base."""
+        return Round(live, condition=conditions[0], loss=loss)
 
 
 @torch.no_grad()

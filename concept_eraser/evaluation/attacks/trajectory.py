@@ -263,3 +263,18 @@ def require_steps(steps: int) -> None:
         raise ValueError(
             f"steps must be from 1 to {limits.SAMPLER_STEPS}, or 0 for the suite's, found {steps}"
         )
+
+
+def require_guidance(guidance: float) -> None:
+    """Raise ValueError unless a guidance is 0 (the suite's) or has an unconditional prediction."""
+    if guidance and not 1 < guidance <= limits.GUIDANCE:
+        raise ValueError(
+            f"guidance must be above 1 and at most {limits.GUIDANCE:g}, since there is no "
+            f"unconditional prediction otherwise, or 0 for the suite's, found {guidance}"
+        )
+
+
+def require_guidances(values: Sequence[float]) -> None:
+    """Raise ValueError for a guidance that is no number from 0 to the largest possible one."""
+    if not all(0 <= value <= limits.GUIDANCE for value in values):
+        raise ValueError(f"guidances must be from 0 to {limits.GUIDANCE:g}, found {list(values)}")

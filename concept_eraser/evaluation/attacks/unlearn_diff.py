@@ -30,6 +30,7 @@ from torch import Tensor
 from concept_eraser.evaluation.attacks.base import (
     Access,
     Attack,
+    Family,
     Round,
     Scene,
     require_positive,
@@ -92,6 +93,7 @@ class UnlearnDiffAtk(Attack):
 
     title: ClassVar[str] = "UnlearnDiffAtk"
     source: ClassVar[str] = "arXiv 2310.11868"
+    family: ClassVar[Family] = "typed prompts"
     access: ClassVar[Access] = "white box"
 
     k: int = 5
