@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import typing
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ def describe(kind: str, name: str) -> PluginDescription:
     options = tuple(
         OptionDescription(
             name=option,
-            type_name=hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", ""),
+            type_name=_type_name(hint),
             value=fixed.get(option, default),
             origin="the name" if option in fixed else origins.get(option, ""),
             text=texts.get(option, ""),
@@ -123,6 +124,13 @@ def describe(kind: str, name: str) -> PluginDescription:
         module=cls.__module__,
         module_documentation=inspect.getdoc(sys.modules[cls.__module__]) or "",
     )
+
+
+def _type_name(hint: Any) -> str:
+    """Write the type of an option: `list of float` for a tuple, values for a Literal."""
+    if typing.get_origin(hint) is tuple:
+        return f"list of {typing.get_args(hint)[0].__name__}"
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def _facts(kind: str, name: str, cls: Any) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ are marked as such.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -201,6 +201,20 @@ class Campaign:
             rates["attacked"] = asdict(wilson(fell, n - pre))
         return rates
 
+    def concept_rates(self) -> list[float]:
+        """Return the share of all prompts whose image shows the concept, for each round.
+
+        Empty for an attack that does not measure it. Only fine-tuning on unrelated data does.
+        """
+        rounds = [
+            [row for row in rows if "rate" in row] for rows in zip(*self.curves, strict=False)
+        ]
+        return [
+            sum(row["rate"] * row["n"] for row in rows) / sum(row["n"] for row in rows)
+            for rows in rounds
+            if rows
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "protocol": self.protocol,
@@ -300,6 +314,7 @@ def run(
                     lambda n, number=batch_number: progress(
                         "attacking", number * protocol.batch + n, len(open_rows)
                     ),
+                    clean=[bool(pre[i]) for i in rows],
                 ),
             )
         progress(
@@ -311,8 +326,7 @@ def run(
     batches = [finished_batches.batch(name) for name in starts]
     for rows, batch in zip(starts.values(), batches, strict=True):
         for i, attempt in zip(rows, batch["attempts"], strict=True):
-            # a prompt that shows the concept without an attack is no success of the attack
-            attempts[i] = attempts[i] if pre[i] else Attempt(**attempt)
+            attempts[i] = Attempt(**attempt)
     cost_names = {what for one in batches for what in one["cost"]}
     cost = {
         f"{what} a prompt": round(
@@ -486,12 +500,22 @@ class Referee:
     victim: Model
     sampling: generate.Sampling
 
-    def play(self, attack: Attack, scene: Scene, tell: Any) -> dict[str, Any]:
-        """Run rounds until all prompts are successful or the budget is spent."""
+    def play(
+        self, attack: Attack, scene: Scene, tell: Any, *, clean: Sequence[bool] = ()
+    ) -> dict[str, Any]:
+        """Run rounds until all prompts are successful or the budget is spent.
+
+        clean: Whether each prompt shows the concept without an attack, by default no prompt. Such a
+        prompt is no success of the attack.
+        """
         began = time.monotonic()
         attempts = [
-            Attempt(p, s, False, False) for p, s in zip(scene.prompts, scene.seeds, strict=True)
+            Attempt(p, s, pre, pre)
+            for p, s, pre in zip(
+                scene.prompts, scene.seeds, clean or [False] * len(scene.prompts), strict=True
+            )
         ]
+        scene.alive &= torch.tensor([not a.pre for a in attempts])
         curve: list[dict[str, Any]] = []
         with closing(attack.search(scene)) as search:  # its clean-up runs at once, however it ends
             self._rounds(search, attack, scene=scene, attempts=attempts, curve=curve, tell=tell)
@@ -539,7 +563,7 @@ class Referee:
             curve.append(
                 {
                     "round": number,
-                    "fell": int((~scene.alive).sum()),
+                    "fell": sum(a.success and not a.pre for a in attempts),
                     "n": len(attempts),
                     "loss": offer.loss,
                     **({"rate": float(hits.mean())} if attack.measures_rate else {}),
