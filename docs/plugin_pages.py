@@ -18,8 +18,9 @@ KINDS = {
     "one go. A recipe names it: `method: munba`, or `method: {name: munba, xi: 0.01}`.",
     "loss": "A loss says what forget or retain means. An objective of a recipe names it: `loss: "
     "anchor`. Each target has its own formula.",
-    "attack": "An attack searches prompts, embeddings, ways of sampling or weights that recover the "
-    "concept. Rates of different families answer different questions. The command is `concept-eraser attack RUN --attack NAME`.",
+    "attack": "An attack searches prompts, embeddings, ways of sampling or weights that recover "
+    "the concept. Rates of different families answer different questions. The command is "
+    "`concept-eraser attack RUN --attack NAME`.",
     "metric": "A metric is a number of an evaluation. A suite names its metrics.",
     "judge": "A judge decides whether an image shows a concept. A suite names its judge.",
     "feature": "Features turn images into rows of numbers, by which the metric `fid` compares two "

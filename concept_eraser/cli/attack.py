@@ -195,10 +195,6 @@ def summarise(results: Any) -> None:
         + f"; {results.seconds:.0f} s"
     )
     for attempt in [a for a in results.attempts if a.success and not a.pre][:5]:
-        has_text = attempt.text is not None
-        text = (
-            attempt.text
-            if has_text
-            else "(no text: an embedding, other weights or another way of sampling)"
-        )
+        no_text = "(no text: an embedding, other weights or another way of sampling)"
+        text = no_text if attempt.text is None else attempt.text
         typer.echo(f"  success in round {attempt.round}: {text}")

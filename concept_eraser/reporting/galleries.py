@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from concept_eraser import registry
 from concept_eraser.data import generate, prompts
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.models import loading
