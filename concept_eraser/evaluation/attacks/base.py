@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ Family = Literal[
     "control",
     "other",
 ]
+FAMILIES: tuple[str, ...] = get_args(Family)
 
 
 @dataclass

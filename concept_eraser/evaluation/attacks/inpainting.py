@@ -126,7 +126,7 @@ class Inpainting(Attack):
         fresh: New noise for a step and a repeat.
         """
         null = sampler.model.null().repeat(len(known))
-        x = sampler.mix(torch.zeros_like(known), noise, 0)
+        x = noise
         last = sampler.steps - 1
         for step in range(sampler.steps):
             for repeat in range(self.repeats):
