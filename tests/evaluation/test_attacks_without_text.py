@@ -26,6 +26,7 @@ from concept_eraser.evaluation.attacks import (
     noise_gradient,
     noise_search,
     other_sampling,
+    revival,
     runner,
     soft_prompt_both,
     training_images,
@@ -502,6 +503,8 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "classifier_guidance": {"judge": "tiny", "text": "empty", "scales": "3,10"},
     "soft_prompt_both": {"steps": 40, "every": 20},
 }
+# tested in ways of their own: settings, a control, and fine-tuning that recovers no prompt here
+OTHERS = ("other_sampling", "classifier_alone", "revival")
 
 
 @pytest.mark.parametrize("name", BUDGETS)
