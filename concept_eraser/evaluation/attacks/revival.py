@@ -8,9 +8,9 @@ and numbers of steps were not, so the settings below are ours.)
 The victim is trained by the plain denoising loss, as a LoRA on the denoiser's attention (arXiv
 2106.09685) or in all weights of the denoiser. The data are images by the original model of prompts
 that do not state the concept: a prompt set, or the suite's retain groups. A folder of images with
-captions can be given in their place. After every few steps all attacked prompts are generated
-again. The share of their images that show the concept is the `rate` in the attack's curve. The
-victim itself is not changed: its weights are restored at the end.
+captions can be given in their place. After every few steps all prompts are generated again, also
+those that showed the concept before. The share of their images that show the concept is the `rate`
+in the attack's curve. The victim itself is not changed: its weights are restored at the end.
 
 Nobody attacks here. The same training of a model that never learned the concept is the control:
 what unrelated data bring to that model is no memory.
