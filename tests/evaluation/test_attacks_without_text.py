@@ -214,7 +214,7 @@ def test_an_inpainting_is_that_of_diffusers(
         strength=1.0,
         num_inference_steps=4,
         guidance_scale=5.0,
-        latents=noise_for(scene, scene.live, "inpainting", 0),
+        latents=noise_for(scene, scene.live, ("inpainting", 0)),
         output_type="latent",
     ).images
     assert offer.images is not None
@@ -323,7 +323,7 @@ def test_a_search_by_rewards_keeps_the_best_noise(
     second = next(search).images
     scene.rewards = torch.tensor([2.0, 0.0])  # better for the first prompt alone
     third = next(search).images
-    fresh = noise_for(scene, scene.live, "noise search", 2)
+    fresh = noise_for(scene, scene.live, ("noise search", 2))
     assert start is not None
     assert second is not None
     assert third is not None

@@ -44,7 +44,7 @@ class ClassifierAlone(SteeredSampling):
         gradient_at = self.gradient_of(scene)
 
         def steer(
-            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
+            sampler: Trajectory, x: Tensor, step: int, conditions: tuple[Condition, Condition]
         ) -> tuple[Tensor, Tensor]:
             scale = x.flatten(1).std(dim=1)[:, None, None, None]
             return x / scale, gradient_at(sampler, x, step)

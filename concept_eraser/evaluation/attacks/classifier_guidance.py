@@ -96,9 +96,9 @@ class LatentClassifier(nn.Module):
         return logits
 
 
-# latents, step, condition, unconditional condition -> the predicted noise, and the gradient of
-# log p(concept), each in the shape of the latents
-Steering = Callable[[Trajectory, Tensor, int, Condition, Condition], tuple[Tensor, Tensor]]
+# latents, step, conditions of the prompts and of the unconditional prediction -> the predicted
+# noise, and the gradient of log p(concept), each in the shape of the latents
+Steering = Callable[[Trajectory, Tensor, int, tuple[Condition, Condition]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class SteeredSampling(Attack):
             live = scene.live
             condition = condition_for(scene, live, text)
             null = scene.victim.null().repeat(len(live))
-            x = noise_for(scene, live, *(("classifier guidance", number) if number else ()))
+            x = noise_for(scene, live, ("classifier guidance", number) if number else ())
             for step in range(sampler.steps):
-                noise, gradient = steer(sampler, x, step, condition, null)
+                noise, gradient = steer(sampler, x, step, (condition, null))
                 signal, sigma = sampler.level(x, step)
                 noise = noise - sigma * scale * gradient
                 x = sampler.mix((x - sigma * noise) / signal, noise, step + 1)
@@ -290,11 +290,11 @@ class ClassifierGuidance(SteeredSampling):
         gradient_at = self.gradient_of(scene)
 
         def steer(
-            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
+            sampler: Trajectory, x: Tensor, step: int, conditions: tuple[Condition, Condition]
         ) -> tuple[Tensor, Tensor]:
             gradient = gradient_at(sampler, x, step)
             with torch.no_grad():
-                prediction = sampler.predict(x, step, condition, null)
+                prediction = sampler.predict(x, step, *conditions)
                 return sampler.split(x, step, prediction)[1], gradient
 
         return steer
@@ -312,10 +312,10 @@ class ClassifierGuidance(SteeredSampling):
             )
 
         def steer(
-            sampler: Trajectory, x: Tensor, step: int, condition: Condition, null: Condition
+            sampler: Trajectory, x: Tensor, step: int, conditions: tuple[Condition, Condition]
         ) -> tuple[Tensor, Tensor]:
             variable = x.detach().requires_grad_(True)
-            prediction = sampler.predict(variable, step, condition, null)
+            prediction = sampler.predict(variable, step, *conditions)
             clean, noise = sampler.split(variable, step, prediction)
             images = sampler.model.decode(clean)
             probability = judge.probability(images, attributes[0], scene.concept)

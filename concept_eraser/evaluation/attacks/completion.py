@@ -94,7 +94,7 @@ class Completion(Attack):
             for number in range(self.tries):
                 live = scene.live
                 if self.begin == "image":
-                    noise = noise_for(scene, live, "completion", start, number)
+                    noise = noise_for(scene, live, ("completion", start, number))
                     x = sampler.mix(latents[live.to(latents.device)], noise, start)
                 else:
                     x = self._on_the_way(scene, live, start=start, number=number)
@@ -104,7 +104,7 @@ class Completion(Attack):
     def _on_the_way(self, scene: Scene, live: Tensor, *, start: int, number: int) -> Tensor:
         """Return the original model's latents at a step, for the concept prompts."""
         sampler = Trajectory(scene, self.steps, model=scene.original)
-        noise = noise_for(scene, live, *(("completion", number) if number else ()))
+        noise = noise_for(scene, live, ("completion", number) if number else ())
         prompts = [scene.concept_prompts[i] for i in live.tolist()]
         return sampler.run(noise, scene.original.encode(prompts), stop=start)
 

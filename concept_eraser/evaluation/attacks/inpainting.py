@@ -99,16 +99,21 @@ class Inpainting(Attack):
             hidden = hidden_part(latents.shape[-2:], self.part, share).to(latents)
             for number in range(self.tries):
                 live = scene.live
-                noise = noise_for(scene, live, "inpainting", number)
+                noise = noise_for(scene, live, ("inpainting", number))
                 x = self._fill(
                     sampler,
                     latents[live.to(latents.device)],
                     hidden,
                     noise=noise,
                     condition=condition_for(scene, live, self.text),
-                    fresh=partial(noise_for, scene, live, "inpainting again", number),
+                    fresh=partial(self._noise, scene, live, number),
                 )
                 yield Round(live, images=sampler.images(x))
+
+    @staticmethod
+    def _noise(scene: Scene, live: Tensor, number: int, step: int, repeat: int) -> Tensor:
+        """Return the noise of a jump back in time."""
+        return noise_for(scene, live, ("inpainting again", number, step, repeat))
 
     @torch.no_grad()
     def _fill(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -90,9 +91,10 @@ class NoiseGradient(Attack):
             rows = live.to(noise.device)
             x = noise[rows]
             for step in range(sampler.steps):  # activations of one step at a time
-                x = checkpoint(
-                    sampler.advance, x, step, condition[rows], null[rows], use_reentrant=False
+                advance = partial(
+                    sampler.advance, step=step, condition=condition[rows], null=null[rows]
                 )
+                x = checkpoint(advance, x, use_reentrant=False)
             losses = (x - goal[rows]).square().flatten(1).mean(1)
             (noise.grad,) = torch.autograd.grad(losses.sum(), [noise])
             optimizer.step()

@@ -102,7 +102,7 @@ class NoiseSearch(Attack):
             places = live.to(pivot.device)
             candidates = pivot[places]
             if number:
-                fresh = noise_for(scene, live, "noise search", number)
+                fresh = noise_for(scene, live, ("noise search", number))
                 candidates = math.sqrt(1 - self.radius**2) * candidates + self.radius * fresh
             x = sampler.run(candidates, condition_for(scene, live, self.text))
             if self.objective == "reward":

@@ -97,7 +97,9 @@ class NullTextInversion(Attack):
         null = scene.victim.null().repeat(len(live)).tensors["states"].clone()
         losses = torch.zeros(len(live))
         for step in range(sampler.steps):
-            null, losses = self._optimise(sampler, x, step, path[step + 1], null, condition)
+            null, losses = self._optimise(
+                sampler, x, step, goal=path[step + 1], null=null, condition=condition
+            )
             with torch.no_grad():
                 x = sampler.advance(x, step, condition, Condition({"states": null}))
         yield Round(live, images=sampler.images(x), loss=float(losses.mean()))
@@ -107,6 +109,7 @@ class NullTextInversion(Attack):
         sampler: Trajectory,
         x: Tensor,
         step: int,
+        *,
         goal: Tensor,
         null: Tensor,
         condition: Condition,

@@ -113,7 +113,14 @@ class Trajectory:
         if null is None:
             null = self.model.null().repeat(len(x))
         self.scene.spend("denoiser calls", 2 * len(x))
-        return self.model.guide(x, t[:1], condition, null, self.guidance, None)  # type: ignore[arg-type]
+        return self.model.guide(
+            x,
+            t[:1],
+            condition=condition,
+            null=null,
+            guidance=float(self.guidance or 0),
+            weights=None,
+        )
 
     def split(self, x: Tensor, step: int, prediction: Tensor) -> tuple[Tensor, Tensor]:
         """Return the clean latents and the noise of a prediction at a step."""
@@ -182,11 +189,11 @@ class Trajectory:
         return torch.cat([to_bytes((part * 0.5 + 0.5).clamp(0, 1)) for part in parts])
 
 
-def noise_for(scene: Scene, rows: Tensor, *names: str | int) -> Tensor:
+def noise_for(scene: Scene, rows: Tensor, names: Sequence[str | int] = ()) -> Tensor:
     """Return unit noise of the latents' shape for some prompts, [m, c, h, w].
 
-    It depends on the prompt's own seed, not on its batch. Without names it is the noise from which
-    the pipeline samples.
+    It depends on the prompt's own seed and on the names, not on the batch. Without names it is the
+    noise from which the pipeline samples.
     """
     shape = scene.victim.latent_shape()
     noise = [
