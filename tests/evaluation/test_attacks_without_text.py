@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -337,33 +338,35 @@ def test_a_search_by_rewards_keeps_the_best_noise(
 def test_the_gradient_changes_the_noise_as_in_the_paper(
     shared_tiny: Any, make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One DDIM step with eps - sqrt(1 - a_t) scale gradient, written out with the scheduler's a_t.
+    """DDIM with eps - sqrt(1 - a_t) scale gradient, written out with the scheduler's a_t.
 
     Scale 0 is the pipeline's image.
     """
-    gradient = 0.1 * torch.randn(2, *shared_tiny.latent_shape())
+    gradient = 0.1 * torch.randn(
+        2, *shared_tiny.latent_shape(), generator=torch.Generator().manual_seed(0)
+    )
     monkeypatch.setattr(
         classifier_guidance.SteeredSampling, "gradient_of", lambda *_: lambda *_: gradient
     )
-    scene = make_scene(sampling=generate.Sampling(steps=1, guidance=5.0))
+    scene = make_scene(sampling=generate.Sampling(steps=2, guidance=5.0))
     attack = classifier_guidance.ClassifierGuidance(scales=(0.0, 2.0))
     plain, steered = (offer.images for offer in attack.search(scene))
     assert plain is not None
     assert steered is not None
-    images = shared_tiny.sample(STARS, seeds=scene.seeds, steps=1, guidance=5.0)
+    images = shared_tiny.sample(STARS, seeds=scene.seeds, steps=2, guidance=5.0)
     assert distance(plain, images) <= 1
     scheduler = shared_tiny.pipeline.scheduler
-    scheduler.set_timesteps(1)
-    (t,) = scheduler.timesteps
-    alpha, last = scheduler.alphas_cumprod[t], scheduler.final_alpha_cumprod
+    times = scheduler.timesteps.tolist()
+    alphas = [*scheduler.alphas_cumprod[times], scheduler.final_alpha_cumprod]
     x = noise_for(scene, scene.live)
     sampler = Trajectory(scene)
-    with torch.no_grad():
-        noise = sampler.predict(x, 0, shared_tiny.encode(STARS))
-    noise = noise - (1 - alpha).sqrt() * 2.0 * gradient
-    clean = (x - (1 - alpha).sqrt() * noise) / alpha.sqrt()
-    expected = sampler.images(last.sqrt() * clean + (1 - last).sqrt() * noise)
-    assert distance(steered, expected) <= 1
+    for step, (alpha, after) in enumerate(pairwise(alphas)):
+        with torch.no_grad():
+            noise = sampler.predict(x, step, shared_tiny.encode(STARS))
+        noise = noise - (1 - alpha).sqrt() * 2.0 * gradient
+        clean = (x - (1 - alpha).sqrt() * noise) / alpha.sqrt()
+        x = after.sqrt() * clean + (1 - after).sqrt() * noise
+    assert distance(steered, sampler.images(x)) <= 1
     assert distance(steered, plain) > 3
 
 
@@ -591,7 +594,7 @@ def test_unrelated_data_revive_a_concept_that_is_only_covered(
         ("inpainting", {"repeats": 0}, "repeats must be positive"),
         ("ddim_inversion", {"guidances": "-1"}, "guidances must be from 0"),
         ("ddim_inversion", {"guidances": ""}, "guidances must have at least one value"),
-        ("ddim_inversion", {"steps": 10**9}, "steps must be from 1 to"),
+        ("ddim_inversion", {"steps": 10**6}, "steps must be from 1 to"),
         ("null_text_inversion", {"guidance": 1}, "guidance must be above 1"),
         ("null_text_inversion", {"tolerance": -1}, "tolerance must be at least 0"),
         ("noise_search", {"radius": 1.1}, "radius must be above 0 and at most 1"),

@@ -237,7 +237,7 @@ def latents_of_folder(scene: Scene, folder: str) -> Tensor:
     with torch.no_grad():
         height, width = scene.original.decode(scene.targets[:1]).shape[-2:]
     pixels = [
-        torch.from_numpy(image_files.read(path, (height, width)))
+        torch.tensor(image_files.read(path, (height, width)))
         for path in image_files.image_files(Path(folder), deep=True)
     ]
     scaled = torch.stack(pixels).permute(0, 3, 1, 2).float().div(127.5).sub(1)
