@@ -500,19 +500,26 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "completion": {"strengths": "0.7,0.5"},
     "inpainting": {"shares": "0.5,0.25"},
     "ddim_inversion": {"steps": 10, "guidances": "1"},
-    "null_text_inversion": {"steps": 8, "iterations": 5, "lr": 0.02},
-    "noise_search-reward": {"rounds": 12},
-    "noise_gradient": {"iterations": 16, "every": 8, "lr": 0.2, "steps": 4},
-    "classifier_guidance": {"judge": "tiny", "text": "empty", "scales": "3,10"},
-    "soft_prompt_both": {"steps": 40, "every": 20},
+    "null_text_inversion": {"steps": 8, "iterations": 5, "lr": 0.05},
+    "soft_prompt_both": {"steps": 20, "every": 20, "lr": 0.1},
 }
-# tested in ways of their own: settings, a control, and fine-tuning that recovers no prompt here
-OTHERS = ("other_sampling", "classifier_alone", "revival")
+# proved by tests of their own below or above
+OTHERS = (
+    "classifier_alone",
+    "classifier_guidance",
+    "noise_gradient",
+    "noise_search",
+    "other_sampling",
+    "revival",
+)
 
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_an_attack_succeeds_on_the_original_model(name: str, shared_tiny: Any) -> None:
-    """If an attack fails here, its failures on other models prove nothing."""
+    """If an attack fails here, its failures on other models prove nothing.
+
+    These prompts show a star in about 1 of 100 images without an attack.
+    """
     protocol = runner.Protocol(
         suites.load("tiny_star"), name, BUDGETS[name], n=3, batch=3, hide="shape"
     )
@@ -520,9 +527,39 @@ def test_an_attack_succeeds_on_the_original_model(name: str, shared_tiny: Any) -
     result = runner.run(protocol, shared_tiny, shared_tiny)
     rates = result.rates()
     assert rates["pre"]["value"] == 0
-    assert rates["asr"]["value"] > 0.5, result.curves
+    assert rates["asr"]["value"] >= 0.5, result.curves
     assert result.as_dict()["family"] == registry.family(name)
     assert generate.model_fingerprint(shared_tiny) == fingerprint
+
+
+def test_a_judge_steers_the_original_model_to_the_concept(make_scene: MakeScene) -> None:
+    """The victim gets the empty prompt. Scale 0 leaves its images as they are."""
+    scene = make_scene(prompts=2 * STARS, concept_prompts=2 * STARS, seeds=[1, 2, 3, 4])
+    scene.sampling = generate.Sampling(steps=8, guidance=5.0)
+    attack = classifier_guidance.ClassifierGuidance(judge="tiny", text="empty", scales=(0.0, 2.0))
+    plain, steered = (
+        labels(offer.images).count("star")
+        for offer in attack.search(scene)
+        if offer.images is not None
+    )
+    assert plain == 0
+    assert steered >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("noise_search", {"rounds": 8, "every": 1, "steps": 2}),
+        ("noise_gradient", {"iterations": 12, "every": 4, "steps": 2, "lr": 0.2}),
+    ],
+)
+def test_a_search_through_the_original_model_approaches_the_image(
+    name: str, options: dict[str, Any], make_scene: MakeScene
+) -> None:
+    """The prompt names no star. The distance of the latents to the star falls by a fifth."""
+    scene = make_scene(prompts=["a red shape"], concept_prompts=STARS[:1], seeds=[1])
+    losses = [offer.loss for offer in registry.build("attack", name, options).search(scene)]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 # --- revival --------------------------------------------------------------------------------------
@@ -542,14 +579,14 @@ def test_unrelated_prompts_leave_out_the_concept(make_scene: MakeScene) -> None:
         training_images.unrelated_prompts(make_scene(others=[]), "", 4)
 
 
-@pytest.mark.parametrize("name", ["revival", "revival-full"])
+@pytest.mark.parametrize("rank", [2, 0], ids=["LoRA", "all weights"])
 def test_revival_records_the_concept_rate_and_restores_the_victim(
-    name: str, tiny: Any, shared_tiny: Any
+    rank: int, tiny: Any, shared_tiny: Any
 ) -> None:
     """Nothing is erased here. The rate of all prompts stays, and none of them is a success."""
     before = {key: value.clone() for key, value in tiny.denoiser.state_dict().items()}
-    options = {"images": 2, "steps": 2, "every": 1, "batch": 2, "lr": 1e-5}
-    protocol = runner.Protocol(suites.load("tiny_star"), name, options, n=3, batch=3)
+    options = {"images": 2, "steps": 2, "every": 1, "batch": 2, "lr": 1e-5, "rank": rank}
+    protocol = runner.Protocol(suites.load("tiny_star"), "revival", options, n=3, batch=3)
     result = runner.run(protocol, tiny, shared_tiny)
     assert result.rates()["pre"]["value"] == 1
     assert result.concept_rates() == [1.0, 1.0]
@@ -565,19 +602,17 @@ def test_unrelated_data_revive_a_concept_that_is_only_covered(
 ) -> None:
     """The last layer is scaled down, so that no image shows a star. Houses and trees repair it."""
     with torch.no_grad():
-        tiny.denoiser.conv_out.weight.mul_(0.5)
-        tiny.denoiser.conv_out.bias.mul_(0.5)
+        tiny.denoiser.conv_out.weight.mul_(0.7)
+        tiny.denoiser.conv_out.bias.mul_(0.7)
     scene = make_scene(victim=tiny, sampling=generate.Sampling(steps=8, guidance=5.0))
-    images = {}
-    for step, lr in (("before", 1e-12), ("after", 2e-3)):
-        attack = revival.Revival(images=4, rank=0, steps=20, every=20, batch=4, lr=lr)
-        search = attack.search(scene)
-        offer = next(search)
-        assert offer.texts == STARS
-        images[step] = tiny.sample(STARS, seeds=scene.seeds, steps=8, guidance=5.0)
-        search.close()
-    assert labels(images["before"]).count("star") == 0
-    assert labels(images["after"]).count("star") == 2
+    sampling: dict[str, Any] = {"seeds": scene.seeds, "steps": 8, "guidance": 5.0}
+    assert labels(tiny.sample(STARS, **sampling)).count("star") == 0
+    attack = revival.Revival(images=4, rank=0, steps=20, every=20, batch=4, lr=3e-4)
+    search = attack.search(scene)
+    offer = next(search)
+    assert offer.texts == STARS
+    assert labels(tiny.sample(STARS, **sampling)).count("star") == 2
+    search.close()
 
 
 # --- options --------------------------------------------------------------------------------------

@@ -267,6 +267,7 @@ def test_evaluate_and_attack_by_installed_plugins(shared_tiny: Any, tmp_path: Pa
         "tiny-sd", "plain_words", SUITE, hide="circle", n=4, options={"tries": 1}, before="tiny-sd"
     )
     assert campaign.protocol["attack"] == "plain_words"
+    assert campaign.family == registry.family("plain_words") == "typed prompts"
     assert campaign.protocol["options"] == {"tries": 1}
     assert any(one.success and not one.pre for one in campaign.attempts)
 

@@ -113,4 +113,5 @@ class Revival(Attack):
 
 
 PLUGIN = Revival
-NAMED = {"revival-full": {"rank": 0}}
+# the learning rate of the LoRA damages the bundled model when all weights are trained
+NAMED = {"revival-full": {"rank": 0, "lr": 1e-4}}
