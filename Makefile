@@ -16,11 +16,12 @@ SUITE  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?=
 PIP    := -m pip install -q --disable-pip-version-check
 
-.PHONY: quickstart test test-lowest test-newest fuzz faults mutants check results licences docs clean help
+.PHONY: install quickstart test test-lowest test-newest fuzz faults mutants check results licences docs clean help
 
 help:
 	@echo "make quickstart   install into $(VENV), erase a concept from the bundled model, measure, report"
 	@echo "make test         install into $(VENV) and run the test suite"
+	@echo "make install      install into $(VENV), and nothing else"
 	@echo "make test-lowest  the suite with the lower bound of every library, in .venv-lowest; torch stays $(TORCH)"
 	@echo "make test-newest  the suite with the newest of every library, in .venv-newest; torch stays $(TORCH),"
 	@echo "                  TORCH=torch takes the newest, which may bring gigabytes of CUDA"
@@ -42,6 +43,9 @@ $(STAMP): pyproject.toml tools/mend_torchvision.py
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(VENV)/torch.txt -e ".[dev]"
 	$(BIN)/python tools/mend_torchvision.py
 	@echo $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) > $(STAMP)
+
+install: $(STAMP)
+	@echo "installed; next: source $(BIN)/activate"
 
 quickstart: $(STAMP)
 	@INSTALL_SECONDS=$$(cat $(STAMP)) $(BIN)/concept-eraser quickstart

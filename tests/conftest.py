@@ -99,7 +99,7 @@ def short(**changes: Any) -> dict[str, Any]:
         "retain": {"prompts": "tiny_rest", "n": 8},
         "method": {"name": "munba"},
         "trainable": {"select": "cross_attention"},
-        "training": {"steps": 4, "batch_size": 4, "save_every": 2, "device": "cpu"},
+        "training": {"steps": 4, "batch_size": 2, "save_every": 2, "device": "cpu"},
         "generation": {"steps": 2, "batch_size": 8},
     }
     return with_values(recipe, changes)

@@ -13,6 +13,7 @@ import gc
 import io
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -37,7 +38,17 @@ LIBRARIES = [
     "matplotlib.backends.backend_agg",
     "concept_eraser.api",
     "concept_eraser.cli.application",
+    "nudenet",
+    "open_clip",
+    "rich.markdown",
+    "rich.progress",
 ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def launch_command(*options: str) -> list[str]:
@@ -45,9 +56,6 @@ def launch_command(*options: str) -> list[str]:
 
     Port 0, which lets accelerate choose one, hangs with accelerate 1.0.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     words = [
         "--num_processes",
         "2",
@@ -58,7 +66,7 @@ def launch_command(*options: str) -> list[str]:
         "--dynamo_backend",
         "no",
     ]
-    port_words = ["--main_process_port", str(port)]
+    port_words = ["--main_process_port", str(free_port())]
     return [sys.executable, "-m", "accelerate.commands.launch", *options, *words, *port_words]
 
 
@@ -71,10 +79,15 @@ class Command:
 
     environment: variables beside those of this process. The libraries are imported already, so
     that a variable which one of them reads at its import has no effect.
+    script: a Python file that is run instead of the command, with the arguments.
     """
 
     def __init__(
-        self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        script: Path | None = None,
     ) -> None:
         self.arguments = list(arguments)
         self._streams = tempfile.TemporaryDirectory()
@@ -91,6 +104,7 @@ class Command:
                 str(self._stdout),
                 str(self._stderr),
                 {**os.environ, **(environment or {})},
+                None if script is None else str(script),
             ),
         )
         self._process.start()
@@ -151,6 +165,54 @@ def run_command(
     )
 
 
+class Ranks:
+    """Two commands under way that work together, as `accelerate launch` starts them.
+
+    They have the variables of its two workers. There is no launcher, which would end one of them
+    when the other one fails: tests of that start `launch_command`.
+    """
+
+    def __init__(self, *arguments: str, folder: Path, script: Path | None = None, **variables: str):
+        common = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+        self.commands = [
+            Command(
+                *arguments,
+                folder=folder,
+                script=script,
+                environment={**common, "RANK": rank, "LOCAL_RANK": rank},
+            )
+            for rank in ("0", "1")
+        ]
+
+    def kill(self) -> None:
+        for command in self.commands:
+            command.kill()
+        for command in self.commands:
+            command.wait()
+
+    def wait(self, timeout: float = HANG) -> str:
+        """Wait for both, and return what they wrote to the standard output.
+
+        Raises AssertionError, and ends the other one, if one of them fails.
+        """
+        until = time.monotonic() + timeout
+        while any(command.returncode is None for command in self.commands):
+            has_failed = any(command.returncode not in (None, 0) for command in self.commands)
+            if has_failed or time.monotonic() > until:
+                self.kill()
+            time.sleep(0.02)
+        for command in self.commands:
+            assert command.returncode == 0, command.stderr[-3000:]
+        return "".join(command.stdout for command in self.commands)
+
+
 def run_cold_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a new interpreter, as a user does."""
     return subprocess.run(
@@ -163,9 +225,14 @@ def run_cold_command(*arguments: str, folder: Path) -> subprocess.CompletedProce
 
 
 def _run(
-    arguments: list[str], folder: str, stdout: str, stderr: str, environment: dict[str, str]
+    arguments: list[str],
+    folder: str,
+    stdout: str,
+    stderr: str,
+    environment: dict[str, str],
+    script: str | None,
 ) -> None:
-    """Do in the forked process what `python -m concept_eraser.cli.main` does."""
+    """Do in the forked process what `python -m concept_eraser.cli.main` or a script does."""
     gc.freeze()  # the libraries' objects are no garbage, and collections can skip them
     os.environ.update(environment)
     os.chdir(folder)
@@ -177,12 +244,15 @@ def _run(
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace")
     sys.stderr.reconfigure(write_through=True)
-    sys.argv = ["concept-eraser", *arguments]
+    sys.argv = [script or "concept-eraser", *arguments]
     sys.path[0:0] = [folder]  # `python -m` puts the working directory first
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from concept_eraser.cli.main import main
 
     try:
-        main()
+        if script is None:
+            main()
+        else:
+            runpy.run_path(script, run_name="__main__")
     finally:
         atexit._run_exitfuncs()

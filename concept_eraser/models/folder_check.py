@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,7 @@ def _check_component(name: str, component: list[Any], file: Path) -> None:
         )
 
 
+@cache
 def _is_part_of_diffusers(class_name: str) -> bool:
     import diffusers
 

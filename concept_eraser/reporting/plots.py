@@ -19,10 +19,33 @@ SERIES = (_SECOND, _ACCENT, "#4b8b3b", "#8a5aa5", "#c98a1b", "#3aa6a0", "#7a6650
 
 def new_figure(columns: int, width: float = 4.6, height: float = 2.9) -> Any:
     """Make a figure without a display, with its axes in one row. Sizes are inches per column."""
+    return _figure(columns, width, height, layout="constrained")
+
+
+def _training_figure(columns: int, width: float = 4.6, height: float = 2.9) -> Any:
+    """Make a figure as `new_figure` does, with fixed margins.
+
+    Every run draws such figures. A layout that measures the labels takes half of their time.
+    """
+    figure, axes = _figure(columns, width, height, layout=None)
+    left, right, bottom, top = 0.65, 0.15, 0.55, 0.35  # inches
+    figure.subplots_adjust(
+        left=left / (width * columns),
+        right=1 - right / (width * columns),
+        bottom=bottom / height,
+        top=1 - top / height,
+        wspace=(left + right) / (width - left - right),
+    )
+    for axis in axes:
+        axis.locator_params(nbins=6)
+    return figure, axes
+
+
+def _figure(columns: int, width: float, height: float, layout: str | None) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    figure = Figure(figsize=(width * columns, height), layout=layout)
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
@@ -84,9 +107,9 @@ def conflict(rows: Sequence[dict[str, Any]]) -> bytes | None:
     ]
     if len(two_gradient_rows) < 2:
         return None
-    figure, axes = new_figure(3)
+    figure, axes = _training_figure(3)
     cosines = [r["cosine"] for r in two_gradient_rows]
-    axes[0].hist(cosines, bins=30, color=_SECOND)
+    axes[0].hist(cosines, bins=30, histtype="stepfilled", color=_SECOND)
     axes[0].axvline(0, color=_INK, lw=0.8)
     axes[0].set(title="Cosine of the gradients", xlabel="cos(g_retain, g_forget)", ylabel="steps")
     norms = [r["norms"] for r in two_gradient_rows]
@@ -108,6 +131,7 @@ def _ratio(axis: Any, norms: Sequence[dict[str, float]], title: str, label: str)
         axis.hist(
             np.log10(ratios),
             bins=30,
+            histtype="stepfilled",
             range=None if np.ptp(np.log10(ratios)) > 1e-6 else (-1, 1),
             color=_ACCENT,
         )
@@ -123,7 +147,7 @@ def curves(rows: Sequence[dict[str, Any]]) -> bytes | None:
     if not rows:
         return None
     has_cosine = any(r.get("cosine") is not None for r in rows)
-    figure, axes = new_figure(2 if has_cosine else 1)
+    figure, axes = _training_figure(2 if has_cosine else 1)
     steps = [r["step"] for r in rows]
     for objective, color in (("retain", _SECOND), ("forget", _ACCENT)):
         values = [(r.get("losses") or {}).get(objective) for r in rows]

@@ -4,6 +4,15 @@ Four parts are trained from scratch (judge, vae, clip, unet; see `stages`). They
 a diffusers pipeline folder in half precision, scored, and written with a JSON of the settings and
 scores. The independent parts are trained in parallel, one core each. Every part saves its state,
 and an interrupted build continues where it stopped.
+
+With --without or --unet-only, the UNet alone is trained anew, on the frozen text encoder, VAE and
+tokenizer of the bundled pipeline. The result is a control: a model that never learned a concept,
+or a second training of the full model. The text encoder and the VAE still know the concept, as
+CLIP does in Stable Diffusion.
+
+    python -m concept_eraser.tiny.build --without shape=heart --threads 1
+    python -m concept_eraser.tiny.build --without color=purple,blue --without style=striped
+    python -m concept_eraser.tiny.build --unet-only --seed 1
 """
 
 from __future__ import annotations
@@ -32,19 +41,36 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="ATTRIBUTE=VALUE",
+        help="train the UNet alone, without images of these values, such as shape=heart or "
+        "color=purple,blue; may be repeated",
+    )
+    parser.add_argument(
+        "--unet-only",
+        action="store_true",
+        help="train the UNet alone with nothing left out, for another seed of the full model",
+    )
+    parser.add_argument(
         "--work",
         type=Path,
-        default=Path("runs/tiny-build"),
-        help="checkpoints and raw weights (default: %(default)s)",
+        default=None,
+        help="checkpoints and raw weights (default: runs/tiny-build; for a control "
+        "runs/tiny-controls/work/NAME)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=None,
-        help="where the finished world goes (default: the bundled weights)",
+        help="where the finished world goes (default: the bundled weights; for a control "
+        "runs/tiny-controls/NAME, where NAME is such as without-heart-seed0)",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 2, help="default: all cores"
+    )
     parser.add_argument(
         "--only", default="", help="train just these parts, e.g. vae,judge, and assemble nothing"
     )
@@ -113,13 +139,46 @@ def _side_by_side(args: argparse.Namespace) -> None:
                 child.terminate()
 
 
+def train_control(args: argparse.Namespace) -> None:
+    """Train the UNet alone and write a pipeline. Exits with a message on wrong settings."""
+    import torch
+
+    from concept_eraser.tiny.control import Control
+    from concept_eraser.tiny.exclusion import Exclusion
+    from concept_eraser.utils.errors import UserError
+
+    torch.set_num_threads(args.threads)
+    controls = Path("runs/tiny-controls")
+    try:
+        exclusion = Exclusion.read(args.without)
+        name = f"{exclusion.folder_name()}-seed{args.seed}"
+        control = Control(
+            exclusion,
+            args.seed,
+            work=args.work or controls / "work" / name,
+            output=args.output or controls / name,
+            shrink=args.shrink,
+        )
+        control.train(threads=args.threads, say=_say)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
+
+
 def main() -> None:
     args = _parse()
-    if not all(os.environ.get(k) == v for k, v in _MALLOC.items()):
-        os.environ.update(_MALLOC)  # read by the C library at start-up only
+    if (args.without or args.unet_only) and args.only:
+        raise SystemExit("--only trains parts of the full build; leave it out with --without")
+    # both are read at start-up only, by the C library and by OpenMP
+    environment = {**_MALLOC, "OMP_NUM_THREADS": str(args.threads)}
+    if not all(os.environ.get(k) == v for k, v in environment.items()):
+        os.environ.update(environment)
         os.execv(sys.executable, [sys.executable, "-m", "concept_eraser.tiny.build", *sys.argv[1:]])
-    args.work.mkdir(parents=True, exist_ok=True)
     try:
+        if args.without or args.unet_only:
+            train_control(args)
+            return
+        args.work = args.work or Path("runs/tiny-build")
+        args.work.mkdir(parents=True, exist_ok=True)
         if args.only:
             train(tuple(args.only.split(",")), args)
             return

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from concept_eraser.data import generate, prompts, tables
 from concept_eraser.models.loading import load
 from concept_eraser.utils.errors import UserError
-from tests import processes
 from tests.conftest import HANG
-from tests.processes import run_command
+from tests.processes import Ranks, run_command
 
 HEAD = "prompt,categories,{seed},{guidance},nudity_percentage,note\n"
 ROWS = (
@@ -190,19 +189,16 @@ def test_repeated_rows_of_a_sample_have_no_seed(tmp_path: Path) -> None:
 
 
 def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None:
-    """A real launch on two ranks gives the numbers of one process.
+    """Two ranks give the numbers of one process.
 
     No image is generated twice, and one process writes the results.
     """
-    import subprocess
-
     (tmp_path / "suite.yaml").write_text(
         "concept: {shape: star}\nsampling: {steps: 3, batch_size: 2}\ngroups: {direct: "
         "{prompts: tiny_star, role: forget, n: 6}, neighbours: {prompts: "
         "tiny_star_neighbours, role: neighbour, n: 2}}\nmetrics: [concept_rate, "
         "clip_score, nudenet]\n"
     )
-    launch = [*processes.launch_command("--multi_gpu"), "-m"]
     options = ["--suite", "suite.yaml", "--before", "tiny-sd"]
     model = load("tiny-sd")
     with torch.no_grad():
@@ -219,22 +215,16 @@ def test_two_processes_share_an_evaluation_and_an_attack(tmp_path: Path) -> None
             }
             if way == "one":
                 process = run_command(*arguments, folder=tmp_path, environment=environment)
+                assert process.returncode == 0, process.stderr[-2000:]
+                output = process.stdout
             else:
-                process = subprocess.run(
-                    [*launch, "concept_eraser.cli.main", *arguments],
-                    capture_output=True,
-                    text=True,
-                    cwd=tmp_path,
-                    env={**os.environ, **environment},
-                    timeout=HANG,
-                )
-            assert process.returncode == 0, process.stderr[-2000:]
+                output = Ranks(*arguments, folder=tmp_path, **environment).wait()
             name = "evaluation.json" if verb == "evaluate" else "attack.json"
             content = json.loads((tmp_path / f"{way}_{verb}" / name).read_text())
             results.setdefault(verb, []).append(
                 {k: content[k] for k in ("results", "attempts", "curves") if k in content}
             )
-            assert process.stdout.count("numbers: ") == 1
+            assert output.count("numbers: ") == 1
     assert results["evaluate"][0] == results["evaluate"][1]
     assert results["attack"][0]["attempts"] == results["attack"][1]["attempts"]
     caches = [

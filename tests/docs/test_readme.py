@@ -55,7 +55,7 @@ def test_commands_parse(cli) -> None:
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks("python")
+    example, in_diffusers = blocks("python")
     few = [*["training.steps=1", "training.batch_size=2", "generation.steps=1"], "forget.n=2"]
     call = 'concept_eraser.erase("fish", output="runs/fish")'
     short = example.replace(call, f"{call[:-1]}, overrides={[*few, 'retain.n=2']})")
@@ -63,6 +63,9 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch) -> None:
     assert len(short) > len(example)
     exec(compile(short, "README.md", "exec"), {})
     assert (tmp_path / "runs" / "fish" / "report.html").is_file()
+    (tmp_path / "concept_eraser").symlink_to(ROOT / "concept_eraser")  # as in the checkout
+    exec(compile(in_diffusers, "README.md", "exec"), {})
+    assert (tmp_path / "after.png").is_file()
 
 
 def prose() -> list[str]:

@@ -9,8 +9,6 @@ import functools
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +31,7 @@ from studies.rendering import (
 from studies.rendering import leaderboard as pages
 from studies.rendering.ranks import Standing
 from studies.result_tables import Results
+from tests import processes
 from tests.conftest import ROOT, short, with_values
 
 LEADERBOARD = yaml.safe_load((ROOT / "studies" / "configs" / "tiny_leaderboard.yaml").read_text())
@@ -479,14 +478,16 @@ def test_the_memory_of_three_steps_is_measured_above_the_memory_before(tmp_path:
         recipe_file, sizes_file = tmp_path / f"{name}.json", tmp_path / f"{name}_sizes.json"
         overrides = [
             f"trainable.{key}={value}" for key, value in ({"select": name} | settings).items()
-        ]
+        ] + ["training.batch_size=4"]
         content = recipe.load("tiny_star_munba", overrides).resolved()
         recipe_file.write_text(json.dumps(content))
-        subprocess.run(
-            [sys.executable, "-m", "studies.memory_footprint", str(recipe_file), str(sizes_file)],
-            check=True,
-            cwd=ROOT,
+        process = processes.Command(
+            str(recipe_file),
+            str(sizes_file),
+            folder=ROOT,
+            script=ROOT / "studies" / "memory_footprint.py",
         )
+        assert process.wait() == 0, process.stderr
         sizes[name] = json.loads(sizes_file.read_text())
     assert sizes["cross_attention"]["before_mb"] > 100
     # gradients of two objectives and two moments, of the 3.7 million more, in MB

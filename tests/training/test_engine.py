@@ -26,7 +26,7 @@ from concept_eraser.runs.job import Job
 from concept_eraser.training import log as logs
 from concept_eraser.utils.progress import silent
 from tests import processes
-from tests.conftest import HANG, short
+from tests.conftest import short
 from tests.processes import run_command
 
 
@@ -301,30 +301,13 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_old_state(tmp_path: Path) 
 
 
 def test_two_processes_overwrite_one_run(tmp_path: Path) -> None:
-    """A real launch on two ranks over a finished run: one of them claims the folder, and the log is
-    whole.
-    """
-    import subprocess
-
+    """Two ranks over a finished run: one of them claims the folder, and the log is whole."""
     import yaml
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(short()))
     concept_eraser.erase(short(training__steps=2), output=tmp_path / "run")
-    launch = processes.launch_command("--multi_gpu")
-    command = [
-        "-m",
-        "concept_eraser.cli.main",
-        "erase",
-        "recipe.yaml",
-        "-q",
-        "-o",
-        "run",
-        "--overwrite",
-    ]
-    process = subprocess.run(
-        [*launch, *command], capture_output=True, text=True, cwd=tmp_path, timeout=HANG
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
+    command = ["erase", "recipe.yaml", "-q", "-o", "run", "--overwrite"]
+    processes.Ranks(*command, folder=tmp_path).wait()
     assert [row["step"] for row in logs.read(tmp_path / "run" / "log.jsonl")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "done.json").is_file()
 

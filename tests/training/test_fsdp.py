@@ -21,6 +21,7 @@ import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.tiny import families
 from concept_eraser.training.distributed import fsdp
+from tests import processes
 from tests.conftest import short
 from tests.training.test_two_processes import (
     LIMIT,
@@ -121,10 +122,9 @@ def run_both(tmp_path: Path, menu: dict[str, dict[str, Any]]) -> list[dict[str, 
     }
     (tmp_path / "recipes.json").write_text(json.dumps(recipes))
     (tmp_path / "run.py").write_text(RUNNER)
-    process = launch(tmp_path, "run.py")
-    _, errors = wait_for_end(process, 400)
-    assert process.returncode == 0, errors[-3000:]
-    assert "FSDP2-wrapped module" not in errors
+    ranks = processes.Ranks(folder=tmp_path, script=tmp_path / "run.py")
+    ranks.wait(400)
+    assert all("FSDP2-wrapped module" not in command.stderr for command in ranks.commands)
     return [json.loads((tmp_path / f"sizes_{rank}.json").read_text()) for rank in range(2)]
 
 

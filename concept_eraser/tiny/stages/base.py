@@ -23,6 +23,7 @@ class Stage:
     seed: int
     say: Callable[[str], None]
     shrink: float = 1.0  # < 1 shortens every stage, for tests
+    save_every: int = 250  # steps between two checkpoints
 
     def steps(self, n: int) -> int:
         return max(4, round(n * self.shrink))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from concept_eraser.tiny import painter
+from concept_eraser.tiny.exclusion import Exclusion
 from concept_eraser.tiny.stages.base import SCALING, WIDTH, Stage
 from concept_eraser.tiny.stages.clip import text_tower
-from concept_eraser.tiny.trainer import Trainer, as_tensor, decay_groups
+from concept_eraser.tiny.trainer import Trainer, as_tensor, decay_groups, step_rng
+from concept_eraser.utils.errors import UserError
 
 UNET_CONFIG = {
     "sample_size": painter.SIZE // 4,
@@ -34,30 +40,119 @@ SCHEDULE = {
 }
 
 
-def _latents(stage: Stage, n: int) -> tuple[list[painter.PaintedScene], Tensor]:
-    """Return the latents of `n` drawings (means of the posterior, scaled), painted once."""
-    from diffusers import AutoencoderKL
+STEPS = 6000
+IMAGES = 24576  # painted once, before the first step
+_PAINTED_AT_ONCE = 256
 
-    vae = AutoencoderKL.from_pretrained(stage.folder / "vae").eval()
+
+@dataclass(frozen=True)
+class Frozen:
+    """The parts of the pipeline that stay as they are while the UNet is trained."""
+
+    tokenizer: Any
+    text_encoder: Any
+    vae: Any
+
+
+def number_of_images(stage: Stage) -> int:
+    """Return how many images are painted: IMAGES, or fewer in a shortened build."""
+    return max(512, round(IMAGES * min(1.0, stage.shrink) / _PAINTED_AT_ONCE) * _PAINTED_AT_ONCE)
+
+
+def _latents(
+    stage: Stage, vae: Any, exclusion: Exclusion
+) -> tuple[list[painter.PaintedScene], Tensor]:
+    """Paint the data set and encode it (means of the posterior, scaled).
+
+    Every image of the seed is painted, so that an exclusion does not change the others. The latents
+    of an excluded image are set to zero, and no step reads them.
+
+    Returns:
+        The scenes and their latents, [images, 4, 16, 16].
+    """
     rng = stage.rng("unet-data")
+    n = number_of_images(stage)
     scenes, parts = [], []
-    for start in range(0, n, 256):
-        some, images = painter.paint_batch(256, rng, held_out=False)
+    for start in range(0, n, _PAINTED_AT_ONCE):
+        some, images = painter.paint_batch(_PAINTED_AT_ONCE, rng, held_out=False)
         scenes += some
         with torch.no_grad():
-            parts.append(vae.encode(as_tensor(images)).latent_dist.mean * SCALING)
+            encoded = vae.encode(as_tensor(images)).latent_dist.mean * SCALING
+        encoded[[exclusion.covers(scene) for scene in some]] = 0.0
+        parts.append(encoded)
         if start % 4096 == 0:
             stage.say(f"unet: painting and encoding {start}/{n}")
     return scenes, torch.cat(parts)
 
 
+class Batches:
+    """Draws the rows and captions of each step.
+
+    A batch is drawn as if nothing were excluded. Then each excluded row is replaced by another
+    image with its own caption, from a second generator. So for one seed, all other rows of a step
+    have the same image, caption, noise and time step with and without an exclusion, and every
+    batch has 32 images.
+
+    Raises:
+        UserError: the exclusion leaves no image.
+    """
+
+    size = 32
+
+    def __init__(
+        self, scenes: Sequence[painter.PaintedScene], exclusion: Exclusion, seed: int
+    ) -> None:
+        self.scenes, self.seed = scenes, seed
+        self.shown = np.array([not exclusion.covers(scene) for scene in scenes])
+        self.remaining = np.flatnonzero(self.shown)
+        if not len(self.remaining):
+            raise UserError(f"no image is left without {exclusion}; exclude fewer values")
+
+    def draw(self, step: int, rng: np.random.Generator) -> tuple[np.ndarray, list[str]]:
+        """Return the rows [32] of the data set and their captions. One caption in ten is empty."""
+        rows = rng.integers(0, len(self.scenes), self.size)
+        captions = [self._caption(row, rng) for row in rows]
+        other_rng = step_rng(self.seed, "unet-without", step)
+        for place in np.flatnonzero(~self.shown[rows]):
+            rows[place] = self.remaining[other_rng.integers(len(self.remaining))]
+            captions[place] = self._caption(rows[place], other_rng)
+        return rows, captions
+
+    def _caption(self, row: int, rng: np.random.Generator) -> str:
+        return "" if rng.random() < 0.1 else painter.caption(self.scenes[row], rng).text
+
+
 def train_unet(stage: Stage) -> dict:
-    from diffusers import DDIMScheduler, UNet2DConditionModel
+    """Train the UNet of the full build, and write it to `unet/` in the folder of the build."""
+    from diffusers import AutoencoderKL
     from transformers import CLIPTokenizer
 
-    tokenizer = CLIPTokenizer.from_pretrained(stage.folder / "tokenizer")
-    text_encoder = text_tower(stage.folder)
-    scenes, latents = _latents(stage, 24576 if stage.shrink >= 1 else 512)
+    frozen = Frozen(
+        CLIPTokenizer.from_pretrained(stage.folder / "tokenizer"),
+        text_tower(stage.folder),
+        AutoencoderKL.from_pretrained(stage.folder / "vae").eval(),
+    )
+    return fit_unet(stage, frozen, Exclusion())
+
+
+def fit_unet(stage: Stage, frozen: Frozen, exclusion: Exclusion) -> dict:
+    """Train a UNet from scratch and write it to `unet/` in the folder of the stage.
+
+    Args:
+        stage: the folder, the seed and the number of steps.
+        frozen: tokenizer, text encoder and VAE.
+        exclusion: the values of attributes that no training image has.
+
+    Returns:
+        The seconds, the steps, and the numbers of images painted and shown.
+
+    Raises:
+        UserError: the exclusion leaves no image.
+    """
+    from diffusers import DDIMScheduler, UNet2DConditionModel
+
+    scenes, latents = _latents(stage, frozen.vae, exclusion)
+    batches = Batches(scenes, exclusion, stage.seed)
     scheduler = DDIMScheduler(**SCHEDULE)
     alphas = scheduler.alphas_cumprod
     # min-SNR-5 for epsilon prediction (arXiv 2303.09556)
@@ -69,23 +164,21 @@ def train_unet(stage: Stage) -> dict:
         stage="unet",
         module=unet,
         optimizer=optimizer,
-        steps=stage.steps(6000),
+        steps=stage.steps(STEPS),
         seed=stage.seed,
         folder=stage.folder,
         flat=0.55,
         ema_decay=0.998,
+        save_every=stage.save_every,
     )
 
     def loss(step: int, rng: np.random.Generator) -> Tensor:
-        rows = rng.integers(0, len(scenes), 32)
-        captions = [
-            "" if rng.random() < 0.1 else painter.caption(scenes[i], rng).text for i in rows
-        ]
-        ids = tokenizer(
+        rows, captions = batches.draw(step, rng)
+        ids = frozen.tokenizer(
             captions, padding="max_length", max_length=77, return_tensors="pt"
         ).input_ids
         with torch.no_grad():
-            states = text_encoder(ids)[0]
+            states = frozen.text_encoder(ids)[0]
         clean = latents[torch.from_numpy(rows)]
         noise = torch.from_numpy(rng.standard_normal(clean.shape, dtype=np.float32))
         t = torch.from_numpy(rng.integers(0, 1000, len(rows)))
@@ -97,4 +190,9 @@ def train_unet(stage: Stage) -> dict:
 
     seconds = trainer.run(loss, stage.say)
     unet.save_pretrained(stage.folder / "unet")
-    return {"seconds": seconds, "steps": trainer.steps}
+    return {
+        "seconds": seconds,
+        "steps": trainer.steps,
+        "images_painted": len(scenes),
+        "images_shown": len(batches.remaining),
+    }

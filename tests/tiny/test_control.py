@@ -1,0 +1,84 @@
+"""Training the UNet without a concept: which images are drawn, and that a stop changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from concept_eraser.tiny import painter
+from concept_eraser.tiny.control import Control
+from concept_eraser.tiny.exclusion import Exclusion
+from concept_eraser.tiny.stages.unet import Batches
+from concept_eraser.tiny.trainer import step_rng
+from concept_eraser.utils.errors import UserError
+
+HEART = Exclusion.read(["shape=heart"])
+
+
+def test_an_exclusion_reads_several_values_and_refuses_unknown_ones() -> None:
+    exclusion = Exclusion.read(["style=striped", "color=purple,blue"])
+    assert exclusion.as_dict() == {"color": ["blue", "purple"], "style": ["striped"]}
+    assert exclusion.folder_name() == "without-blue-purple-striped"
+    assert exclusion.covers(painter.PaintedScene("star", "blue", "flat", "sky"))
+    assert not exclusion.covers(painter.PaintedScene("star", "red", "flat", "sky"))
+    for text in ("shape=ghost", "size=large", "heart", "style=" + ",".join(painter.STYLES)):
+        with pytest.raises(UserError, match="without"):
+            Exclusion.read([text])
+
+
+def test_only_rows_with_an_excluded_image_differ_from_the_full_training() -> None:
+    """Rows, captions and what is drawn after them agree at all other places of a batch."""
+    rng = np.random.default_rng(0)
+    scenes = [painter.random_scene(rng, held_out=False) for _ in range(500)]
+    full, without = Batches(scenes, Exclusion(), 0), Batches(scenes, HEART, 0)
+    replaced = 0
+    for step in range(20):
+        rng_full, rng_without = (step_rng(0, "unet", step) for _ in range(2))
+        rows, captions = full.draw(step, rng_full)
+        other_rows, other_captions = without.draw(step, rng_without)
+        assert rng_full.standard_normal() == rng_without.standard_normal()
+        for i in range(Batches.size):
+            assert scenes[other_rows[i]].shape != "heart"
+            if scenes[rows[i]].shape == "heart":
+                replaced += 1
+            else:
+                assert (rows[i], captions[i]) == (other_rows[i], other_captions[i])
+    assert replaced > 20
+
+
+def test_a_stopped_training_ends_with_the_same_weights(tmp_path: Path) -> None:
+    def control(name: str, exclusion: Exclusion = HEART) -> Control:
+        return Control(
+            exclusion,
+            3,
+            work=tmp_path / name / "work",
+            output=tmp_path / name / "pipeline",
+            shrink=0.0005,
+            save_every=1,
+        )
+
+    class Stop(Exception):
+        pass
+
+    def stop_after_training(line: str) -> None:
+        if "unet: step" in line:
+            raise Stop
+
+    whole = control("whole").train(threads=1, say=lambda line: None)
+    with pytest.raises(Stop):
+        control("stopped").train(threads=1, say=stop_after_training)
+    lines: list[str] = []
+    stopped = control("stopped").train(threads=1, say=lines.append)
+    assert any("resuming at step" in line for line in lines)
+    files = [tmp_path / name / "pipeline/unet" for name in ("whole", "stopped")]
+    weights = [(folder / "diffusion_pytorch_model.safetensors").read_bytes() for folder in files]
+    assert weights[0] == weights[1]
+    assert str(tmp_path) not in (files[0] / "config.json").read_text()
+    assert stopped["unet_sha256"] == whole["unet_sha256"]
+    assert whole["without"] == {"shape": ["heart"]}
+    assert whole["images_shown"] < whole["images_painted"]
+    assert (tmp_path / "whole" / "pipeline" / "model_index.json").is_file()
+    with pytest.raises(UserError, match="other settings"):
+        control("whole", Exclusion()).train(threads=1, say=lambda line: None)
