@@ -21,6 +21,9 @@ gradient of `ddim_with_grad.py` in arpitbansal297/Universal-Guided-Diffusion). T
 gradient through the victim. If the same judge decides on the success, an image may please the judge
 alone. Then only the comparison with another model says anything.
 
+On the unprotected bundled model the judge leads to the concept for many prompts. A classifier of
+the default size does so for few, so there its failure on an erased model means little.
+
 A classifier alone may lead to the concept. classifier_alone.py is the control without any victim. A
 model that never learned the concept is the better control.
 
