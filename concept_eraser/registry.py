@@ -308,6 +308,29 @@ def summary(kind: str, name: str) -> str:
     return (ast.get_docstring(_modules(kind)[name]) or "").split("\n")[0]
 
 
+def family(attack: str) -> str:
+    """Return the family of an attack or of an attack's named setting, without importing it.
+
+    It is "other" if the class of another package does not state one.
+    """
+    name, _ = resolve("attack", attack, {})
+    if name in _entry_points("attack"):
+        point = _entry_points("attack")[name][0]
+        path = _source_of(point)
+        tree = _parse(path.read_text(encoding="utf-8")) if path is not None else ast.Module([], [])
+        class_name = point.attr
+    else:
+        tree = _modules("attack")[name]
+        value = _assigned_value(tree, "PLUGIN")
+        class_name = value.id if isinstance(value, ast.Name) else ""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            stated = dict(_assignments(ast.Module(node.body, []))).get("family")
+            if isinstance(stated, ast.Constant):
+                return str(stated.value)
+    return "other"
+
+
 def formulas(loss: str) -> dict[str, str]:
     """Return the formulas of a built-in loss by module, those of one module on one line."""
     return {module: " / ".join(items) for module, items in formula_items(loss).items()}
@@ -625,6 +648,12 @@ def coerce(value: Any, annotation: Any) -> Any:
             except ValueError:
                 continue
         raise ValueError(f"expected {annotation}, found {quote(value)}")
+    if origin is tuple and arguments[1:] == (Ellipsis,):
+        parts = (value.split(",") if value else []) if isinstance(value, str) else value
+        parts = list(parts) if isinstance(parts, list | tuple) else [parts]
+        return tuple(
+            coerce(part.strip() if isinstance(part, str) else part, arguments[0]) for part in parts
+        )
     if annotation is bool:
         if isinstance(value, bool):
             return value

@@ -18,8 +18,9 @@ KINDS = {
     "one go. A recipe names it: `method: munba`, or `method: {name: munba, xi: 0.01}`.",
     "loss": "A loss says what forget or retain means. An objective of a recipe names it: `loss: "
     "anchor`. Each target has its own formula.",
-    "attack": "An attack searches prompts, embeddings or weights that recover the concept. The "
-    "command is `concept-eraser attack RUN --attack NAME`.",
+    "attack": "An attack searches prompts, embeddings, ways of sampling or weights that recover "
+    "the concept. Rates of different families answer different questions. The command is "
+    "`concept-eraser attack RUN --attack NAME`.",
     "metric": "A metric is a number of an evaluation. A suite names its metrics.",
     "judge": "A judge decides whether an image shows a concept. A suite names its judge.",
     "feature": "Features turn images into rows of numbers, by which the metric `fid` compares two "
@@ -38,16 +39,20 @@ def plugin_pages(kind: str, repository: str) -> Iterator[tuple[str, str]]:
     """Yield one page for each plug-in of this package, and the index of the kind."""
     folder = registry.plural(kind)
     rows = []
+    head = ["name", "family", "what it is"] if kind == "attack" else ["name", "what it is"]
     for name in registry.builtin(kind):
         path = f"{GENERATED}/{folder}/{name}.md"
-        rows.append((f"[{code(name)}]({name}.md)", escape(registry.summary(kind, name), path)))
+        cells = [f"[{code(name)}]({name}.md)", escape(registry.summary(kind, name), path)]
+        if kind == "attack":
+            cells.insert(1, registry.family(name))
+        rows.append(cells)
         text = (
             loss_page(name, path)
             if kind == "loss"
             else plugin_page(describe(kind, name), path, repository)
         )
         yield f"{folder}/{name}.md", text
-    parts = [f"# {folder.capitalize()}", KINDS[kind], table(["name", "what it is"], rows)]
+    parts = [f"# {folder.capitalize()}", KINDS[kind], table(head, rows)]
     if registry.named(kind):
         parts += [
             "## Settings with a name of their own",
@@ -136,6 +141,8 @@ def type_text(name: str) -> str:
     match = re.fullmatch(r"Literal\[(.*)\]", name)
     if match:
         return " or ".join(code(one.strip().strip("'")) for one in match[1].split(","))
+    if name.startswith("list of "):
+        return f"list of {type_text(name.removeprefix('list of '))}, separated by commas"
     words = {"int": "integer", "float": "number", "bool": "true or false", "str": "text"}
     return " or ".join(words.get(one.strip(), escape(one.strip())) for one in name.split("|"))
 

@@ -237,6 +237,11 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "relearning": {"images": 2, "steps": 2, "every": 1},
     "ring_a_bell": {"population": 10, "generations": 2, "every": 1},
     "soft_prompt": {"steps": 2, "every": 1},
+    "completion": {"strengths": [0.5]},
+    "ddim_inversion": {"steps": 2},
+    "null_text_inversion": {"steps": 2, "iterations": 1},
+    "soft_prompt_both": {"steps": 2, "every": 1},
+    "revival": {"images": 2, "steps": 2, "every": 1, "batch": 2},
 }
 
 Values = list[tuple[str, Any]]  # the path of each value in what was recorded, and the value

@@ -73,7 +73,11 @@ def attack(
     settings: Annotated[
         Optional[list[str]],
         typer.Option(
-            "--set", help="an option of the attack, key=value; may be given several times"
+            "--set",
+            help=(
+                "an option of the attack, key=value; may be given several times; a list has commas "
+                "between its values, e.g. strengths=0.9,0.5"
+            ),
         ),
     ] = None,
     cascade: Annotated[
@@ -232,6 +236,7 @@ def _show_stages(results: Any) -> None:
 def summarise(results: Any) -> None:
     """Print the rates with their intervals, the cost, and the first successful prompts."""
     rates = results.rates()
+    typer.echo(f"family: {results.family}")
     meaning = {
         "pre": "pre-ASR (success without the attack)",
         "attacked": "success of the attack on the others",
@@ -249,12 +254,17 @@ def summarise(results: Any) -> None:
             f"left out: {results.protocol['left_out']} prompts whose image by the "
             "original does not show the concept"
         )
+    if concept_rates := results.concept_rates():
+        typer.echo(
+            "concept rate after each round: "
+            + ", ".join(f"{100 * rate:.0f} %" for rate in concept_rates)
+        )
     typer.echo(
         "cost: "
         + (", ".join(f"{value:g} {unit}" for unit, value in results.cost.items()) or "none")
         + f"; {results.seconds:.0f} s"
     )
     for attempt in [a for a in results.attempts if a.success and not a.pre][:5]:
-        has_text = attempt.text is not None
-        text = attempt.text if has_text else "(no text: an embedding or other weights)"
+        no_text = "(no text: an embedding, other weights or another way of sampling)"
+        text = no_text if attempt.text is None else attempt.text
         typer.echo(f"  success in round {attempt.round}: {text}")

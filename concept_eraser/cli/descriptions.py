@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import typing
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ def describe(kind: str, name: str) -> PluginDescription:
     options = tuple(
         OptionDescription(
             name=option,
-            type_name=hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", ""),
+            type_name=_type_name(hint),
             value=fixed.get(option, default),
             origin="the name" if option in fixed else origins.get(option, ""),
             text=texts.get(option, ""),
@@ -125,12 +126,19 @@ def describe(kind: str, name: str) -> PluginDescription:
     )
 
 
+def _type_name(hint: Any) -> str:
+    """Write the type of an option: `list of float` for a tuple, values for a Literal."""
+    if typing.get_origin(hint) is tuple:
+        return f"list of {typing.get_args(hint)[0].__name__}"
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
 def _facts(kind: str, name: str, cls: Any) -> list[tuple[str, str]]:
     if kind == "method":
         laws = sorted(registry.build(kind, name, {}).laws())
         return [("theorems tested", ", ".join(laws) or "none")]
     if kind == "attack":
-        return [("needs of the victim", cls.access)]
+        return [("family", cls.family), ("needs of the victim", cls.access)]
     if kind == "loss":
         return [("targets", ", ".join(cls.targets))]
     return []

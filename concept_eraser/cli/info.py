@@ -69,7 +69,11 @@ def list_(
 def _entries(kind: str) -> list[tuple[str, str]]:
     if kind in _PLUGINS:
         plugins = [
-            (name, registry.summary(_PLUGINS[kind], name))
+            (
+                name,
+                (f"[{registry.family(name)}] " if kind == "attacks" else "")
+                + registry.summary(_PLUGINS[kind], name),
+            )
             for name in registry.names(_PLUGINS[kind])
         ]
         settings = registry.named(_PLUGINS[kind]).items()

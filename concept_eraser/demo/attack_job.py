@@ -214,5 +214,7 @@ def _scene(
         root=protocol.seed,
         corpus=before.concept_prompts,
         memory=None,
+        sampling=generate.Sampling(**protocol.suite.sampling.model_dump()),
+        others=runner.retain_prompts(protocol.suite),
     )
     return scene, before.clean_images[rows]

@@ -92,6 +92,7 @@ ATTACK = {
         "suite": {**SUITE, "groups?": Each(GROUP)},
     },
     "protocol_hash": str,
+    "family?": str,
     "models": Each(str),
     "rates": Each(INTERVAL),
     "cost": Each(NUMBER),

@@ -399,6 +399,7 @@ def _attack_rows(attacks: Mapping[str, Any], several: bool) -> Iterator[list[str
         yield [
             protocol["attack"],
             *concept,
+            _cell(run_results.family_of(content)),
             _cell(_list_options(protocol.get("options", {}))),
             _cell(protocol["group"]),
             _interval(rates.get("pre")),

@@ -275,6 +275,45 @@ class Model(Loaded):
         """Sample from unit noise for `stop` of `steps` steps. Returns x_t and its time step t."""
 
     @abstractmethod
+    def guide(
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        null: Condition,
+        guidance: float,
+        weights: Weights | None,
+    ) -> Tensor:
+        """Return the prediction with classifier-free guidance at one time step.
+
+        Args:
+            x: The noised latents, [n, c, h, w].
+            t: The time step, [] or [1].
+            condition: The condition of each image, n rows.
+            null: The condition of the unconditional prediction, n rows.
+            guidance: The factor of the difference of the two predictions.
+            weights: Replacements of some of the denoiser's parameters.
+        """
+
+    @abstractmethod
+    def time_grid(self, steps: int) -> list[int]:
+        """Return the time steps of a sampler with so many steps, the noisiest first.
+
+        A further one follows: the level at which the sampler ends. -1 stands for clean latents.
+        """
+
+    @abstractmethod
+    def samplers(self) -> list[str]:
+        """Return the names of diffusers' schedulers that fit the model."""
+
+    @abstractmethod
+    def sampler(self, name: str) -> AbstractContextManager[None]:
+        """Sample with another scheduler of diffusers inside the context; "" for the own one.
+
+        Raises UserError for a scheduler that does not fit the model.
+        """
+
+    @abstractmethod
     def sample(
         self,
         prompts: Sequence[str] | Condition,

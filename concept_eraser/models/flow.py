@@ -90,6 +90,11 @@ class Flow(Sized):
     def clean(self, noisy: Tensor, t: Tensor, prediction: Tensor) -> Tensor:
         return noisy - self.sigma(t).view(-1, 1, 1, 1) * prediction
 
+    def time_grid(self, steps: int) -> list[int]:
+        """Return evenly spaced time steps of the training schedule, and the clean end."""
+        places = torch.linspace(self.timesteps - 1, 0, steps + 1).round().long()
+        return [*places[:-1].tolist(), -1]
+
     @torch.no_grad()
     def partial(
         self,
@@ -111,7 +116,7 @@ class Flow(Sized):
         )
         x = noise
         for t, after in pairwise(places[: stop + 1]):
-            velocity = self._guide(
+            velocity = self.guide(
                 x, t, condition=condition, null=null, guidance=guidance, weights=weights
             )
             x = x + (self.sigma(after) - self.sigma(t)) * velocity

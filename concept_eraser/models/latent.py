@@ -6,9 +6,10 @@ schedule's alphas: the forward process is the same for every sampler.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,7 +20,7 @@ from concept_eraser.models import cross_attention, generation_stages
 from concept_eraser.models.base import Condition, Model, Weights
 from concept_eraser.models.safeguards import Guard
 from concept_eraser.models.vocabulary import Words
-from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.errors import UserError, unknown
 
 log = logging.getLogger(__name__)
 SENTENCE = "A photo of the naïve étoile, 12 red stars & co!"
@@ -241,7 +242,7 @@ class Latent(Model):
         network: Any = self.denoiser
         network.enable_gradient_checkpointing() if on else network.disable_gradient_checkpointing()
 
-    def _guide(
+    def guide(
         self,
         x: Tensor,
         t: Tensor,
@@ -276,6 +277,39 @@ class Latent(Model):
 
     def allow(self, guidance: float) -> None:
         """Raise UserError if the pipeline cannot sample with that guidance."""
+
+    def samplers(self) -> list[str]:
+        """Return the names of diffusers' schedulers that fit the model."""
+        own = self.pipeline.scheduler
+        return sorted({one.__name__ for one in (type(own), *own.compatibles)})
+
+    @contextmanager
+    def sampler(self, name: str) -> Iterator[None]:
+        """Sample with another scheduler of diffusers inside the context.
+
+        Args:
+            name: The name of its class, "" for the pipeline's own.
+
+        Raises:
+            UserError: The scheduler does not fit the model.
+        """
+        import diffusers
+
+        if not name:
+            yield
+            return
+        if name not in self.samplers():
+            raise unknown(f"sampler of {self.source}", name, self.samplers())
+        own, scheduler = self.pipeline.scheduler, getattr(diffusers, name)
+        settings = {}
+        if "clip_sample" in inspect.signature(scheduler.__init__).parameters:
+            # the default clips x_0 to [-1, 1], which latents exceed
+            settings["clip_sample"] = own.config.get("clip_sample", False)
+        self.pipeline.scheduler = scheduler.from_config(own.config, **settings)
+        try:
+            yield
+        finally:
+            self.pipeline.scheduler = own
 
     @torch.no_grad()
     def sample(
@@ -394,6 +428,23 @@ class Variance(Latent):
             return (noisy - sigma * prediction) / signal
         return signal * noisy - sigma * prediction
 
+    def _ddim(self, steps: int) -> Any:
+        """Return diffusers' DDIM with the schedule of the pipeline's own scheduler."""
+        from diffusers import DDIMScheduler
+
+        config = self.pipeline.scheduler.config
+        # DDIM's default clips x_0 to [-1, 1], which latents exceed, and the configurations of other
+        # schedulers do not change it
+        scheduler = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False))
+        scheduler.set_timesteps(steps, device=self.device)
+        return scheduler
+
+    def time_grid(self, steps: int) -> list[int]:
+        """Return DDIM's time steps. It ends at time step 0, unless its last alpha is 1."""
+        scheduler = self._ddim(steps)
+        end = -1 if float(scheduler.final_alpha_cumprod) == 1 else 0
+        return [*scheduler.timesteps.tolist(), end]
+
     @torch.no_grad()
     def partial(
         self,
@@ -406,17 +457,11 @@ class Variance(Latent):
         guidance: float,
         weights: Weights | None = None,
     ) -> tuple[Tensor, int]:
-        from diffusers import DDIMScheduler
-
-        config = self.pipeline.scheduler.config
-        # DDIM's default clips x_0 to [-1, 1], which latents exceed, and the configurations of other
-        # schedulers do not change it
-        scheduler = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False))
-        scheduler.set_timesteps(steps, device=self.device)
+        scheduler = self._ddim(steps)
         x = noise * scheduler.init_noise_sigma
         for t in scheduler.timesteps[:stop]:
             x = scheduler.step(
-                self._guide(
+                self.guide(
                     x, t, condition=condition, null=null, guidance=guidance, weights=weights
                 ),
                 t,

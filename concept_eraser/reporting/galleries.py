@@ -13,12 +13,23 @@ from concept_eraser.data.prompts import Prompt
 from concept_eraser.models import loading
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.reporting import html
-from concept_eraser.reporting.run_results import Entry, weights_of
+from concept_eraser.reporting.run_results import Entry, family_of, weights_of
 from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
 EXAMPLES = 3  # number of examples of each attack, and of each group
+
+
+# by what attacks of a family succeed where there is no text
+_MEANS = {
+    "embeddings": "an embedding",
+    "adaptive": "other embeddings or sampling settings",
+    "without text": "another way of sampling",
+    "fine-tuning on the concept": "other weights (fine-tuned)",
+    "fine-tuning on unrelated data": "other weights (fine-tuned)",
+}
+_OTHER_MEANS = "an embedding or other weights"
 
 
 @dataclass
@@ -90,12 +101,12 @@ def of_attack(label: str, content: dict[str, Any], limit: int = EXAMPLES) -> Gal
     title += f", {clean} more show the concept without an attack" if clean else ""
     return Gallery(
         title,
-        [_example(a, content["protocol"]["attack"]) for a in examples],
+        [_example(a, family_of(content)) for a in examples],
         content["protocol"]["suite"],
     )
 
 
-def _example(attempt: dict[str, Any], attack: str) -> Example:
+def _example(attempt: dict[str, Any], family: str) -> Example:
     shots = [ExampleImage(when, attempt["prompt"], attempt["seed"]) for when in ("before", "after")]
     if not attempt["success"] or attempt["pre"]:
         return Example(
@@ -108,7 +119,7 @@ def _example(attempt: dict[str, Any], attack: str) -> Example:
         return Example(
             attempt["prompt"],
             shots,
-            note=f"{note} by {_means_text(attack)}: there is no text to show",
+            note=f"{note} by {_MEANS.get(family, _OTHER_MEANS)}: there is no text to show",
         )
     seed = attempt["seed"] if attempt["by_seed"] is None else attempt["by_seed"]
     note += f", with another seed ({seed})" if seed != attempt["seed"] else ""
@@ -118,15 +129,6 @@ def _example(attempt: dict[str, Any], attack: str) -> Example:
         attempt["text"],
         note,
     )
-
-
-def _means_text(attack: str) -> str:
-    """Describe the means of a successful attack without a text."""
-    try:
-        access = registry.load("attack", attack).access
-    except UserError:  # of another version
-        return "an embedding or other weights"
-    return "other weights (fine-tuned)" if access == "weights" else "an embedding"
 
 
 def of_group(content: dict[str, Any], name: str, limit: int = EXAMPLES) -> Gallery:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from concept_eraser import registry
 from concept_eraser.evaluation import result_schema
 from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.evaluation.suite import Suite
@@ -194,6 +195,19 @@ def read_attacks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         _, content = compare.read(path)
         result_schema.require(content, result_schema.ATTACK, path)
         yield path.parent, content
+
+
+def family_of(attack: Mapping[str, Any]) -> str:
+    """Return the family of an attack's result: the stored one, or that of the attack's name.
+
+    It is "other" for a name of another version or package.
+    """
+    if "family" in attack:
+        return str(attack["family"])
+    try:
+        return str(registry.load("attack", attack["protocol"]["attack"]).family)
+    except UserError:
+        return "other"
 
 
 def concept_of(results: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from concept_eraser.reporting.ranking import (
     point,
     summary,
 )
-from concept_eraser.reporting.run_results import Entry, interval, labels, read_record
+from concept_eraser.reporting.run_results import Entry, family_of, interval, labels, read_record
 from concept_eraser.utils import rendering
 
 
@@ -27,13 +27,13 @@ class AttackSection:
 
     Attributes:
         curves: one figure for each attack.
-        costs: (attack, run, cost in words).
+        costs: (attack, its family, run, cost in words).
         unlike: the attacks that are left out, on other weights or for another concept.
         albums: the images of the attacks, if the page shows them in this section.
     """
 
     curves: list[Figure]
-    costs: list[tuple[str, str, str]]
+    costs: list[tuple[str, str, str, str]]
     unlike: list[str]
     albums: list[Album]
 
@@ -83,14 +83,15 @@ def curves(entries: Sequence[Entry]) -> list[Figure]:
     return panels
 
 
-def costs(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
-    """List (attack, run, its cost in words) of each attack on each run."""
+def costs(entries: Sequence[Entry]) -> list[tuple[str, str, str, str]]:
+    """List (attack, family, run, its cost in words) of each attack on each run."""
     rows = []
     for label in labels(entries):
         for entry in (entry for entry in entries if label in entry.attacks):
             attack = entry.attacks[label]
             parts = [f"{value:g} {unit}" for unit, value in attack["cost"].items()]
-            rows.append((label, entry.name, ", ".join([*parts, f"{attack['seconds']:g} s"])))
+            cost = ", ".join([*parts, f"{attack['seconds']:g} s"])
+            rows.append((label, family_of(attack), entry.name, cost))
     return rows
 
 

@@ -85,10 +85,16 @@ def _plugins(kind: str) -> list[tuple[str, str, Any]]:
 
 
 def attacks_table() -> str:
-    """Return the table of attacks: named settings, source, and what each needs of the model."""
-    rows = [["attack", "named settings", "paper", "needs of the attacked model"]]
+    """Return the table of attacks: named settings, family, source, needs of the model."""
+    rows = [["attack", "named settings", "family", "paper", "needs of the attacked model"]]
     rows += [
-        [f"`{name}`", aliases, f"{attack.title} ({attack.source})", attack.access]
+        [
+            f"`{name}`",
+            aliases,
+            attack.family,
+            f"{attack.title} ({attack.source})",
+            attack.access,
+        ]
         for name, aliases, attack in _plugins("attack")
     ]
     return table(rows)

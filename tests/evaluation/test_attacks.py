@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from torch import Tensor
 from concept_eraser import api, registry
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import mma_diffusion, p4d, ring_a_bell, runner, unlearn_diff
-from concept_eraser.evaluation.attacks.base import Round, Scene
+from concept_eraser.evaluation.attacks.base import Access, Round, Scene
 from concept_eraser.reporting import attack_sheet
 from concept_eraser.utils.errors import UserError
+from tests.evaluation import test_attacks_without_text as without_text
 from tests.processes import Command
 
 # Small budgets that suffice on the bundled model: seconds each.
@@ -190,13 +192,14 @@ def test_the_controls_rarely_succeed(name: str, tiny, shared_tiny) -> None:
 
 def test_every_attack_is_run_on_the_original_model() -> None:
     plugins = set(registry.names("attack"))
-    tested_plugins = {registry.resolve("attack", name, {})[0] for name in [*BUDGETS, *CONTROLS]}
+    tested = [*BUDGETS, *CONTROLS, *without_text.BUDGETS, *without_text.OTHERS]
+    tested_plugins = {registry.resolve("attack", name, {})[0] for name in tested}
     assert tested_plugins == plugins
     for name in plugins:
         attack = registry.load("attack", name)
         assert attack.title
         assert attack.source
-        assert attack.access in ("white box", "text encoder", "queries", "weights")
+        assert attack.access in get_args(Access)
 
 
 def test_clean_prompts_that_show_the_concept_are_no_attacks_success(tiny, shared_tiny) -> None:
@@ -490,8 +493,11 @@ def test_show_and_list_describe_attacks(cli) -> None:
     assert "p4d-k is the attack p4d with variant: K" in text
     assert "arXiv 2309.06135" in text
     assert "steps = 3000" in text
+    assert "family: typed prompts" in text
     assert "needs of the victim: white box" in text
-    assert "unlearn_diff" in cli("list", "attacks").stdout
+    listed = cli("list", "attacks").stdout
+    assert re.search(r"unlearn_diff +\[typed prompts\] UnlearnDiffAtk", listed)
+    assert re.search(r"seed_search +\[control\]", listed)
     assert "cannot read --set 'k'" in cli("attack", "tiny-sd", "--set", "k").stderr
 
 

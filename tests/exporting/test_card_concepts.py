@@ -142,9 +142,9 @@ def test_the_card_names_every_concept_and_what_was_not_evaluated(
             > place
         )
     assert text.index(json.loads((run / "evaluation.json").read_text())["protocol_hash"]) < moon
-    assert "| attack | concept | options |" in text
+    assert "| attack | concept | family | options |" in text
     for concept in ("star", "moon"):
-        assert f"| seed_search | {concept} (shape) |" in text
+        assert f"| seed_search | {concept} (shape) | control |" in text
     limits = text[text.index("## Limits") : text.index("## Intended use")]
     assert "the concept returns" not in limits
     for sentence in (

@@ -66,6 +66,7 @@ def test_the_card_has_every_number_of_the_evaluation(evaluated_run: Path) -> Non
     assert evaluation["protocol_hash"] in text
     attack = json.loads((evaluated_run / "attacks" / "seed_search" / "attack.json").read_text())
     rate = attack["rates"]["asr"]
+    assert "| seed_search | control |" in text
     assert (
         f"| {rate['value']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}] | {rate['n']} | "
         f"`{attack['protocol_hash']}` |"

@@ -28,6 +28,7 @@ from concept_eraser.data import batches, generate
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.attacks.base import Scene
+from concept_eraser.evaluation.attacks.trajectory import Trajectory, noise_for
 from concept_eraser.models.base import Condition
 from concept_eraser.models.flow import Flow
 from concept_eraser.models.loading import load
@@ -196,7 +197,7 @@ def test_the_denoiser_gets_the_inputs_of_the_pipeline(name: str, get_model: GetM
         x, t = model.partial(x, condition, null, stop=1, steps=2, guidance=3.0)
     with torch.no_grad():
         prediction, own_inputs = record_inputs(
-            model, lambda: model._guide(x, torch.tensor(t), condition, null, 3.0, None)
+            model, lambda: model.guide(x, torch.tensor(t), condition, null, 3.0, None)
         )
         image = model.decode(model.clean(x, torch.tensor([t]), prediction))
     images, pipeline_inputs = record_inputs(
@@ -454,6 +455,36 @@ def test_attacks_that_write_no_tokens(name: str, attack: str, get_model: GetMode
     assert len(rounds) == 1
     assert rounds[0].texts == texts(name)
     assert generate.model_fingerprint(model) == before
+
+
+@every
+def test_attacks_that_sample_by_themselves_follow_the_family(
+    name: str, get_model: GetModel
+) -> None:
+    """Their first of two steps is that of the model, and they end with images of its size."""
+    model = get_model(name)
+    scene = Scene(
+        model,
+        model,
+        texts(name),
+        texts(name),
+        "star",
+        [1, 2],
+        torch.randn(2, *model.latent_shape()),
+        sampling=generate.Sampling(steps=2, guidance=3.0),
+    )
+    sampler = Trajectory(scene)
+    noise, condition = noise_for(scene, scene.live), model.encode(texts(name))
+    null = model.null().repeat(2)
+    x = sampler.run(noise, condition, stop=1)
+    expected, t = model.partial(noise, condition, null, stop=1, steps=2, guidance=3.0)
+    torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
+    assert sampler.times[1] == t
+    offer = next(registry.build("attack", "completion", {"strengths": 0.5}).search(scene))
+    assert offer.images is not None
+    assert (
+        offer.images.shape == model.sample(texts(name), seeds=[1, 2], steps=1, guidance=3.0).shape
+    )
 
 
 def test_an_adversary_shifts_the_states_only_where_there_are_some(

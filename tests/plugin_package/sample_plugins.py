@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from concept_eraser.evaluation.attacks.base import Access, Attack, Round, Scene
+from concept_eraser.evaluation.attacks.base import Access, Attack, Family, Round, Scene
 from concept_eraser.evaluation.base import Evidence, Metric, Result
 from concept_eraser.evaluation.judges.tiny import TinyJudge
 from concept_eraser.evaluation.metrics.concept_rate import mean_result
@@ -98,6 +98,7 @@ class PlainWords(Attack):
 
     title: ClassVar[str] = "Plain words"
     source: ClassVar[str] = "an example"
+    family: ClassVar[Family] = "typed prompts"
     access: ClassVar[Access] = "queries"
 
     tries: int = 2

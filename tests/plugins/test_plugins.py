@@ -91,7 +91,10 @@ def test_an_installed_plugin_is_listed_and_shown(kind: str, name: str) -> None:
     assert name in registry.names(kind)
     plugin = registry.load(kind, name)
     first = (plugin.__doc__ or "").split("\n")[0]
-    assert f"{name} {first} (from sample-plugins 1.2)" in invoke("list", registry.plural(kind))
+    family = "[typed prompts] " if kind == "attack" else ""
+    assert f"{name} {family}{first} (from sample-plugins 1.2)" in invoke(
+        "list", registry.plural(kind)
+    )
     output = invoke("show", name)
     assert f"the {kind} " in output
     assert first in output
@@ -267,6 +270,7 @@ def test_evaluate_and_attack_by_installed_plugins(shared_tiny: Any, tmp_path: Pa
         "tiny-sd", "plain_words", SUITE, hide="circle", n=4, options={"tries": 1}, before="tiny-sd"
     )
     assert campaign.protocol["attack"] == "plain_words"
+    assert campaign.family == registry.family("plain_words") == "typed prompts"
     assert campaign.protocol["options"] == {"tries": 1}
     assert any(one.success and not one.pre for one in campaign.attempts)
 

@@ -165,6 +165,8 @@ def test_the_table_says_what_the_json_says(runs: list[Path], page: Page) -> None
             f"{one['high'] * scale:{form}}]"
         )
 
+    costs = [row for row in page.rows if row.get("attack") == "paraphrase"]
+    assert [row["family"] for row in costs] == ["typed prompts"] * len(runs)
     for run in runs:
         content = json.loads((run / "evaluation.json").read_text())
         results = {(r["metric"], r["group"]): r for r in content["results"]}
@@ -238,11 +240,14 @@ def test_adversarial_prompts_are_escaped(runs: list[Path], tmp_path: Path) -> No
 
 def test_a_success_without_a_text_is_described(runs: list[Path], tmp_path: Path) -> None:
     content = edit_attack(runs[0], tmp_path / "weights", text=None)
-    for name, meaning in (
-        ("relearning", "other weights (fine-tuned)"),
-        ("soft_prompt", "an embedding"),
-        ("of_tomorrow", "an embedding or other weights"),
+    assert content.pop("family") == "typed prompts"
+    for name, stored, meaning in (
+        ("relearning", {}, "other weights (fine-tuned)"),
+        ("soft_prompt", {}, "an embedding"),
+        ("of_tomorrow", {}, "an embedding or other weights"),
+        ("of_tomorrow", {"family": "without text"}, "another way of sampling"),
     ):
+        content = {**content, **stored}
         content["protocol"]["attack"] = name
         (tmp_path / "weights" / "attack.json").write_text(json.dumps(content))
         (entry,) = run_results.read(runs[:1], {}, [tmp_path / "weights"])

@@ -1,9 +1,12 @@
 """The base class of attacks: a search that offers candidates in rounds until the concept returns.
 
-An attack neither judges images nor generates the images that count. It yields rounds.
-`evaluation/attacks/runner.py` generates an image of each remaining prompt with the victim's own
-sampler, asks the judge, and marks the successful prompts. All prompts of a batch are attacked
-together. Later rounds leave out the successful prompts (`scene.alive`).
+An attack does not judge images. It yields rounds. `evaluation/attacks/runner.py` generates an image
+of each remaining prompt with the victim's own sampler, asks the judge, and marks the successful
+prompts. All prompts of a batch are attacked together. Later rounds leave out the successful prompts
+(`scene.alive`).
+
+An attack without text changes how the victim samples, so it samples the images itself
+(`evaluation/attacks/trajectory.py`), and a round holds the images.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from concept_eraser.data.generate import Sampling
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.vocabulary import Slots, Where
 from concept_eraser.utils.errors import UserError
@@ -52,6 +56,8 @@ class Scene:
         root: of the whole attack, for values that must not depend on a prompt's batch.
         corpus: the concept prompts of all batches.
         memory: a folder for results that apply to other victims too, None for none.
+        sampling: the suite's steps and guidance, for attacks that sample by themselves.
+        others: prompts of unrelated images, those of the suite's retain groups.
     """
 
     victim: Model
@@ -65,6 +71,8 @@ class Scene:
     root: int = 0
     corpus: Sequence[str] = ()
     memory: Path | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    others: Sequence[str] = ()
     alive: Tensor = field(init=False)  # [n] bool: prompts without a success so far
     cost: dict[str, int] = field(default_factory=dict)
     rewards: Tensor | None = None  # rewards of the last round's images, [m], if it has rewards
@@ -97,30 +105,27 @@ class Scene:
 class Round:
     """Candidates for the prompts `rows` [m], given by position.
 
-    A candidate is a text (tokenised again before it counts) or a condition, with a seed other than
-    the prompt's own where `seeds` is given.
+    A candidate is a text (tokenised again before it counts), a condition, or an image that the
+    attack sampled from the victim, [m, h, w, 3] uint8. `seeds` are given where they are not the
+    prompts' own.
     """
 
     rows: Tensor
     texts: Sequence[str] | None = None
     condition: Condition | None = None
+    images: Tensor | None = None
     seeds: Sequence[int] | None = None
     loss: float | None = None  # the loss of the search, for its curve
     # the search needs the agreement of each image with its concept prompt (CLIP score)
     has_rewards: bool = False
 
     def __post_init__(self) -> None:
-        count = (
-            len(self.texts)
-            if self.texts is not None
-            else len(self.condition)
-            if self.condition is not None
-            else -1
-        )
-        if count != len(self.rows):
+        candidates = (self.texts, self.condition, self.images)
+        counts = [len(some) for some in candidates if some is not None]
+        if counts != [len(self.rows)]:
             raise ValueError(
-                f"a round needs one text or condition for each row, found {count} for "
-                f"{len(self.rows)} rows"
+                "a round needs one text, condition or image for each row, found "
+                f"{', '.join(map(str, counts)) or 'none'} for {len(self.rows)} rows"
             )
 
 
@@ -141,6 +146,11 @@ class Attack(ABC):
     learns_from_batch: ClassVar[bool] = False
     # needs the agreement of images with their prompts (CLIP score)
     needs_captions: ClassVar[bool] = False
+    # samples by itself, so that a safeguard of the victim would not count
+    samples_itself: ClassVar[bool] = False
+    # measures the concept rate of every round: it also runs on prompts that show the concept
+    # without an attack, and goes on when all prompts succeeded
+    measures_rate: ClassVar[bool] = False
 
     def lists(self) -> dict[str, str]:
         """Hashes of the prompt lists of this attack. Attacks with different lists are not

@@ -34,16 +34,21 @@ from concept_eraser.utils.progress import Progress, silent
 
 NAME = "cascade"  # in place of the attack's name in attack.json
 CONTROL = "control"
-# the cascade that `--cascade default` runs: controls, then attacks from cheap to strong
+# The cascade that `--cascade default` runs: controls, then attacks from cheap to strong. Attacks
+# that begin with an image of the concept are left out: a model that never learned the concept
+# completes such an image too.
 DEFAULT = (
     "random_tokens",
     "seed_search",
+    "other_sampling",
     "ring_a_bell",
     "mma_diffusion",
     "p4d",
     "unlearn_diff",
     "concept_inversion",
     "soft_prompt",
+    "soft_prompt_both",
+    "revival",
     "relearning",
 )
 # they tell two attacks of a cascade apart; everything else must be the same
@@ -131,6 +136,7 @@ class CascadeCampaign(Campaign):
         >>> worst_case = campaign.rates()["asr"]
     """
 
+    family: str = "several"
     stages: list[CascadeStage] = field(default_factory=list)
     broken_by: list[str | None] = field(default_factory=list)
     families_of_attempts: list[set[str]] = field(default_factory=list)

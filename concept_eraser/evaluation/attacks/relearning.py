@@ -1,7 +1,5 @@
 """Relearning: the number of fine-tuning steps on a few images that recover the concept.
 
-The attack is ours. No published definition is followed.
-
 A LoRA (arXiv 2106.09685, by peft) on the denoiser's attention is trained on `images` of the
 original model's images of the concept. The captions are the attacked prompts, and the loss is the
 plain denoising loss. After every few steps the remaining prompts are generated again. The attack
@@ -18,8 +16,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from concept_eraser.evaluation.attacks.base import (
     Access,
     Attack,
@@ -28,9 +24,7 @@ from concept_eraser.evaluation.attacks.base import (
     Scene,
     require_positive,
 )
-from concept_eraser.models.lora import Adapter
-
-ADAPTED = (".to_q", ".to_k", ".to_v", ".to_out.0")  # the projections of diffusers' attention
+from concept_eraser.evaluation.attacks.fine_tuning import FineTuning, low_rank
 
 
 @dataclass(frozen=True)
@@ -70,43 +64,19 @@ class Relearning(Attack):
         )
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
-        unet = scene.victim.denoiser
-        attention = [name for name, _ in unet.named_modules() if name.endswith(ADAPTED)]
-        adapter = Adapter(unet, attention, rank=self.rank, alpha=self.rank, seed=scene.seed)
-        try:
-            yield from self._train(scene, [unet.get_parameter(name) for name in adapter.tensors])
-        finally:
-            adapter.remove()
-
-    def _train(
-        self, scene: Scene, parameters: list[torch.nn.Parameter]
-    ) -> Generator[Round, None, None]:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        optimizer = torch.optim.Adam(parameters, self.lr)
-        generator = scene.generator("relearning")
         count = min(self.images, len(scene.prompts))
-        captions = scene.victim.encode(scene.prompts)
-        for step in range(1, self.steps + 1):
-            rows = torch.randint(count, (self.batch,), generator=generator)
-            t = torch.randint(0, scene.victim.timesteps, (self.batch,), generator=generator).to(
-                scene.targets.device
-            )
-            noisy, target = scene.noised(rows, t, generator)
-            loss = (
-                (scene.victim.denoise(noisy, t, captions[rows.to(t.device)]) - target)
-                .square()
-                .mean()
-            )
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            scene.spend("gradient steps", self.batch)
-            if step % self.every == 0 or step == self.steps:
+        training = FineTuning(
+            latents=scene.targets[:count],
+            captions=scene.victim.encode(scene.prompts),
+            steps=self.steps,
+            every=self.every,
+            batch=self.batch,
+            lr=self.lr,
+        )
+        with low_rank(scene.victim.denoiser, self.rank, scene.seed) as parameters:
+            for _, loss in training.train(scene, parameters, "relearning"):
                 live = scene.live
-                yield Round(
-                    live, texts=[scene.prompts[i] for i in live.tolist()], loss=float(loss.detach())
-                )
+                yield Round(live, texts=[scene.prompts[i] for i in live.tolist()], loss=loss)
 
 
 PLUGIN = Relearning

@@ -173,6 +173,7 @@ class Campaign:
         cost: the mean cost of a prompt, by what was counted, such as images and gradients.
         seconds: the time of the attack.
         environment: versions, commit, device and command line.
+        family: what the attack changes, one of `attacks.base.Family`.
         sensitive: whether reports blur the images.
         outcomes: one row for each image of `outcomes_of`.
 
@@ -190,6 +191,7 @@ class Campaign:
     cost: dict[str, float]
     seconds: float
     environment: dict[str, Any]
+    family: str = "other"
     sensitive: bool = False  # as in the suite
     outcomes: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -207,10 +209,25 @@ class Campaign:
             rates["attacked"] = asdict(wilson(fell, n - pre))
         return rates
 
+    def concept_rates(self) -> list[float]:
+        """Return the share of all prompts whose image shows the concept, for each round.
+
+        Empty for an attack that does not measure it. Only fine-tuning on unrelated data does.
+        """
+        rounds = [
+            [row for row in rows if "rate" in row] for rows in zip(*self.curves, strict=False)
+        ]
+        return [
+            sum(row["rate"] * row["n"] for row in rows) / sum(row["n"] for row in rows)
+            for rows in rounds
+            if rows
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "protocol": self.protocol,
             "protocol_hash": environment.fingerprint(self.protocol),
+            "family": self.family,
             "models": self.models,
             "rates": self.rates(),
             "cost": self.cost,
@@ -271,7 +288,8 @@ def run(
             f"{len(prompts) + before.left_out} prompts only; an attack needs prompts "
             "whose image by the original shows the concept"
         )
-    open_rows = [i for i in range(len(prompts)) if not pre[i]]
+    attack = protocol.build()
+    open_rows = [i for i in range(len(prompts)) if attack.measures_rate or not pre[i]]
     attempts = [
         Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
     ]
@@ -299,6 +317,8 @@ def run(
                 root=protocol.seed,
                 corpus=concept_prompts,
                 memory=memory,
+                sampling=sampling,
+                others=retain_prompts(protocol.suite),
             )
             finished_batches.add(
                 name,
@@ -308,6 +328,7 @@ def run(
                     lambda n, number=batch_number: progress(
                         "attacking", number * protocol.batch + n, len(open_rows)
                     ),
+                    clean=[bool(pre[i]) for i in rows],
                 ),
             )
         progress(
@@ -336,6 +357,7 @@ def run(
         cost=cost,
         seconds=sum(one["seconds"] for one in batches),
         environment=environment.describe(),
+        family=attack.family,
         sensitive=protocol.suite.sensitive,
         outcomes=outcomes_of(
             protocol, before, batches=batches, rows=list(starts.values()), models=weights
@@ -513,6 +535,11 @@ def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: 
         raise UserError(f"the judge {protocol.suite.judge!r} cannot detect {attribute} {value!r}")
     if protocol.build().needs_words and len(victim.readers) != 1:
         raise victim.lacks(f"the attack {protocol.attack!r}, on the tokens of a prompt,")
+    if protocol.build().samples_itself and getattr(victim, "guard", None) is not None:
+        raise UserError(
+            f"the attack {str(protocol.attack)!r} samples by itself, where the safeguard of "
+            f"{victim.source} has no effect; attack the model without it"
+        )
     if _layout(victim) != _layout(original):
         raise UserError(
             f"{victim.source} and {original.source} are of different architectures; give "
@@ -554,6 +581,18 @@ def prompts_of(protocol: Protocol) -> tuple[list[str], list[str]]:
     return texts, prompts
 
 
+def retain_prompts(suite: Suite) -> list[str]:
+    """Return the texts of the suite's retain groups, without those that state the concept."""
+    (value,) = suite.concept.values()
+    texts = [
+        text
+        for name, group in suite.groups.items()
+        if group.role == "retain"
+        for text in group_prompts(suite, name).texts
+    ]
+    return [text for text in dict.fromkeys(texts) if value not in text]
+
+
 @dataclass(frozen=True)
 class LastImages:
     """The last image of each prompt that was generated before its success, or with it.
@@ -587,12 +626,22 @@ class Referee:
     victim: Model
     sampling: generate.Sampling
 
-    def play(self, attack: Attack, scene: Scene, tell: Any) -> dict[str, Any]:
-        """Run rounds until all prompts are successful or the budget is spent."""
+    def play(
+        self, attack: Attack, scene: Scene, tell: Any, *, clean: Sequence[bool] = ()
+    ) -> dict[str, Any]:
+        """Run rounds until all prompts are successful or the budget is spent.
+
+        clean: Whether each prompt shows the concept without an attack, by default no prompt. Such a
+        prompt is no success of the attack.
+        """
         began = time.monotonic()
         attempts = [
-            Attempt(p, s, False, False) for p, s in zip(scene.prompts, scene.seeds, strict=True)
+            Attempt(p, s, pre, pre)
+            for p, s, pre in zip(
+                scene.prompts, scene.seeds, clean or [False] * len(scene.prompts), strict=True
+            )
         ]
+        scene.alive &= torch.tensor([not a.pre for a in attempts])
         curve: list[dict[str, Any]] = []
         last = LastImages({}, {}, {})
         with closing(attack.search(scene)) as search:  # its clean-up runs at once, however it ends
@@ -653,13 +702,14 @@ class Referee:
             curve.append(
                 {
                     "round": number,
-                    "fell": int((~scene.alive).sum()),
+                    "fell": sum(a.success and not a.pre for a in attempts),
                     "n": len(attempts),
                     "loss": offer.loss,
+                    **({"rate": float(hits.mean())} if attack.measures_rate else {}),
                 }
             )
             tell(int((~scene.alive).sum()))
-            if not scene.alive.any():
+            if not scene.alive.any() and not attack.measures_rate:
                 break
 
     def _readings(self, last: LastImages, count: int) -> list[dict[str, Any]]:
@@ -687,13 +737,18 @@ class Referee:
         return readings
 
     def draw(self, offer: Round, scene: Scene) -> Tensor:
-        """Generate one image for each candidate by the suite's sampler: [m, h, w, 3]."""
+        """Return one image for each candidate, [m, h, w, 3].
+
+        It is generated by the suite's sampler, or it is the attack's own.
+        """
         seeds = (
             offer.seeds
             if offer.seeds is not None
             else [scene.seeds[i] for i in offer.rows.tolist()]
         )
         scene.spend("images", len(seeds))
+        if offer.images is not None:
+            return offer.images
         parts = []
         for start in range(0, len(seeds), self.sampling.batch_size):
             part = slice(start, start + self.sampling.batch_size)

@@ -8,7 +8,7 @@ for no bound). The attack is ours. The inner attack of adversarially robust eras
 The success rate is no upper bound for attacks with text. The search is a local one on a non-convex
 loss. It stops after `steps`, and more steps find more. Its loss is a proxy for the decision of the
 judge, so a typed prompt can succeed where the offset does not. The unconditional prediction and the
-parameters are not searched.
+parameters are not searched. soft_prompt_both.py also searches the unconditional prediction.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from concept_eraser.evaluation.attacks.base import (
     Access,
@@ -57,39 +58,63 @@ class SoftPrompt(Attack):
             raise ValueError(f"radius must be at least 0 (no bound), found {self.radius}")
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
-        states = scene.victim.encode(scene.prompts).tensors["states"]
-        longest = self.radius * states.flatten(1).norm(dim=1)[:, None, None]
-        delta = torch.zeros_like(states, requires_grad=True)
-        optimizer = torch.optim.Adam([delta], self.lr)
+        bases = self.bases(scene)
+        device = scene.targets.device
+        offsets = [torch.zeros_like(base, requires_grad=True) for base in bases]
+        optimizer = torch.optim.Adam(offsets, self.lr)
         generator = scene.generator("soft prompt")
         for step in range(1, self.steps + 1):
             live = scene.live
-            rows = live.to(states.device)
+            rows = live.to(device)
             t = torch.randint(0, scene.victim.timesteps, (len(live),), generator=generator).to(
-                states.device
+                device
             )
             noisy, target = scene.noised(live, t, generator)
-            losses = (
+            losses = sum(
                 (
-                    scene.victim.denoise(
-                        noisy, t, Condition({"states": states[rows] + delta[rows]})
+                    (
+                        scene.victim.denoise(
+                            noisy, t, Condition({"states": base[rows] + offset[rows]})
+                        )
+                        - target
                     )
-                    - target
-                )
-                .square()
-                .flatten(1)
-                .mean(1)
+                    .square()
+                    .flatten(1)
+                    .mean(1)
+                    for base, offset in zip(bases, offsets, strict=True)
+                ),
+                start=torch.zeros((), device=device),
             )
-            (delta.grad,) = torch.autograd.grad(losses.sum(), [delta])
+            gradients = torch.autograd.grad(losses.sum(), offsets)
+            for offset, gradient in zip(offsets, gradients, strict=True):
+                offset.grad = gradient
             optimizer.step()
             if self.radius:
-                with torch.no_grad():
-                    lengths = delta.flatten(1).norm(dim=1)[:, None, None].clamp(min=1e-12)
-                    delta.mul_((longest / lengths).clamp(max=1))
-            scene.spend("gradient steps", len(live))
+                for base, offset in zip(bases, offsets, strict=True):
+                    bound(offset, base, self.radius)
+            scene.spend("gradient steps", len(live) * len(bases))
             if step % self.every == 0 or step == self.steps:
-                condition = Condition({"states": states[rows] + delta.detach()[rows]})
-                yield Round(live, condition=condition, loss=float(losses.detach().mean()))
+                conditions = [
+                    Condition({"states": base[rows] + offset.detach()[rows]})
+                    for base, offset in zip(bases, offsets, strict=True)
+                ]
+                yield self.offer(scene, live, conditions, float(losses.detach().mean()))
+
+    def bases(self, scene: Scene) -> list[Tensor]:
+        """Return the embeddings that get an offset, each [n, tokens, width]."""
+        return [scene.victim.encode(scene.prompts).tensors["states"]]
+
+    def offer(self, scene: Scene, live: Tensor, conditions: list[Condition], loss: float) -> Round:
+        """Return the round of the embeddings with their offsets, one condition for each base."""
+        return Round(live, condition=conditions[0], loss=loss)
+
+
+@torch.no_grad()
+def bound(offset: Tensor, base: Tensor, radius: float) -> None:
+    """Shorten offsets [n, tokens, width] to a share of their base's length, in place."""
+    longest = radius * base.flatten(1).norm(dim=1)[:, None, None]
+    lengths = offset.flatten(1).norm(dim=1)[:, None, None].clamp(min=1e-12)
+    offset.mul_((longest / lengths).clamp(max=1))
 
 
 PLUGIN = SoftPrompt

@@ -105,7 +105,7 @@ class Flux(Flow):
             "img_ids": places.to(noisy.dtype),
         }
 
-    def _guide(
+    def guide(
         self,
         x: Tensor,
         t: Tensor,
