@@ -105,6 +105,9 @@ EXEMPTIONS = {
     "concept-eraser erase flux_vangogh_esd --memory 32gb --dry-run": LONG_ESTIMATE,
     "concept-eraser erase sdxl_vangogh_esd": LONG_ESTIMATE,
     "export CONCEPT_ERASER_CACHE": Exemption("nothing", "the fixture `cache` sets the variable"),
+    "python -m concept_eraser.tiny.build": Exemption(
+        "nothing", "takes an hour; tests/tiny/test_control.py trains a shortened one"
+    ),
     "python -m studies.leaderboard": Exemption("nothing", "takes hours; tests/studies run it"),
     "python -m studies.render_results": Exemption("nothing", "writes into the checkout"),
 }

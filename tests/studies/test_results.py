@@ -149,6 +149,11 @@ def test_selection_seeds_are_not_reported() -> None:
             continue
         if "concepts" in study:  # a study of `erase CONCEPT` at its own setting
             continue
+        if "runs" in study:  # recipes at their own settings
+            for run in study["runs"].values():
+                settings = run.get("set", {})
+                recipe.load(run["recipe"], [f"{k}={json.dumps(v)}" for k, v in settings.items()])
+            continue
         assert not set(study["select"]["seeds"]) & set(study["seeds"])
         if "entries" not in study:  # a study on labelled data: it generates no images
             continue
