@@ -84,7 +84,7 @@ def label_columns(
             predicted = str(labels[name][number])
             row[f"expected_{name}"] = prompt.fields.get(name, "")
             row[f"predicted_{name}"] = predicted
-            if name in probabilities:
+            if name in probabilities and predicted in classes:
                 chance = probabilities[name][number, list(classes).index(predicted)]
                 row[f"probability_{name}"] = round(float(chance), DIGITS)
         if "" in probabilities:

@@ -1141,6 +1141,9 @@ def test_metrics_that_were_refused_are_shown_with_their_reason(
         def save(self, path: Path) -> None:
             pass
 
+        def save_outcomes(self, path: Path) -> None:
+            pass
+
     monkeypatch.setattr("concept_eraser.api.evaluate", lambda *a, **k: EvaluationStub())
     monkeypatch.setattr("concept_eraser.api.report", lambda *a, **k: None)
     monkeypatch.setattr("concept_eraser.reporting.run_results.place_for", lambda *a: tmp_path)

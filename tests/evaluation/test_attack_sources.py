@@ -14,12 +14,15 @@ from concept_eraser import registry
 
 def missing(text: str) -> list[str]:
     """Return what a module's docstring lacks: the paper, the authors' code, the differences."""
-    if "The attack is ours" in text:
+    if re.search(r"The\s(attack|control) is ours", text):
         return []
     parts = {
         "paper": r"arXiv\s\d{4}\.\d{5}",
-        "code": r"\b[\w-]+/[\w-]+\b[^.]*,\s+[\w/ -]+\.(?:py|ipynb)|one script for each",
-        "differences": r"^Differences: ",
+        "code": (
+            r"\b[\w-]+/[\w-]+\b[^.]*,\s+[\w/ -]+\.(?:py|ipynb)|one script for each"
+            r"|`[^`]+\.(?:py|ipynb)`[^()]*\s(?:of|in)\s+[\w-]+/[\w-]+|code were not read\s+here"
+        ),
+        "differences": r"^Differences?\b[^:\n]*: ",
     }
     return [name for name, pattern in parts.items() if not re.search(pattern, text, re.M)]
 

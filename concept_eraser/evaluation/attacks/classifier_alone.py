@@ -3,7 +3,7 @@
 The sampler and the classifier are those of classifier_guidance.py. The predicted noise is not the
 victim's: it is the latents themselves, scaled to unit variance. So only the classifier knows
 anything. The concept in these images is the classifier's, and proves nothing about a victim. The
-control is ours.
+control is ours. No published definition is followed.
 """
 
 from __future__ import annotations

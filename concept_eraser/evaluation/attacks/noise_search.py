@@ -3,7 +3,7 @@
 Ma et al., "Inference-Time Scaling for Diffusion Models beyond Scaling Denoising Steps", 2025, arXiv
 2501.09732: candidates of the initial noise are scored by a verifier. Random search draws them anew.
 Zero-order search draws them around the best one so far, the pivot, and goes on from the best. (The
-paper's text was not read here, a summary of it was: figure 2.)
+paper's text and code were not read here, a summary of it was: figure 2.)
 
 The objective is what the attacker has:
 

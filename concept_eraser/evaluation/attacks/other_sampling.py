@@ -5,6 +5,8 @@ another one. A method that changes the unconditional prediction, and a negative 
 guidance alone: guidance 1 leaves them out, because only the prompt's prediction counts then.
 Guidance 0 is the empty prompt alone, so that it needs no text.
 
+The attack is ours. No published definition is followed.
+
 Lu et al., "When Are Concepts Erased From Diffusion Models?", NeurIPS 2025, arXiv 2505.17013, change
 the noise of the sampler (eta and the variance). Their scheduler is a changed one; here the samplers
 are those of diffusers, which differ in noise and order.

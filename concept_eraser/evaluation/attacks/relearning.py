@@ -1,5 +1,7 @@
 """Relearning: the number of fine-tuning steps on a few images that recover the concept.
 
+The attack is ours. No published definition is followed.
+
 A LoRA (arXiv 2106.09685, by peft) on the denoiser's attention is trained on `images` of the
 original model's images of the concept. The captions are the attacked prompts, and the loss is the
 plain denoising loss. After every few steps the remaining prompts are generated again. The attack

@@ -2,8 +2,10 @@
 
 Suriyakumar et al., "Unstable Unlearning: The Hidden Risk of Concept Resurgence in Diffusion
 Models", arXiv 2410.08074: a model that was fine-tuned on seemingly unrelated images after an
-erasure may generate the erased concept again. (Abstract and introduction were read here. Their data
-and numbers of steps were not, so the settings below are ours.)
+erasure may generate the erased concept again. (Abstract and introduction were read here.)
+
+Differences: the settings below are ours. The authors' data, numbers of steps and code were not read
+here.
 
 The victim is trained by the plain denoising loss, as a LoRA on the denoiser's attention (arXiv
 2106.09685) or in all weights of the denoiser. The data are images by the original model of prompts
