@@ -84,6 +84,9 @@ def main() -> None:
     # telemetry of the hub would make a machine without network wait
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A waiting thread of GNU OpenMP spins 300,000 times. Where another process needs the cores, the
+    # threads then wait for each other, five to ten times as long. Set before torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # print file names that are not UTF-8
     try:

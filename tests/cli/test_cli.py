@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import yaml
 from safetensors.torch import save_file
 
+from concept_eraser.cli import main as command
 from tests.conftest import ROOT, short
 
 VERBS = ("quickstart", "erase", "generate", "evaluate", "report", "list", "show", "check", "copy")
@@ -492,3 +495,19 @@ def test_ctrl_c_after_the_command_does_not_change_its_exit_code() -> None:
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
+
+
+def test_waiting_threads_are_set_before_the_libraries_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value of the user stays."""
+    values = []
+    application = types.ModuleType("concept_eraser.cli.application")
+    application.app = lambda: values.append(os.environ["GOMP_SPINCOUNT"])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, application.__name__, application)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    for value in (None, "7"):
+        if value is None:
+            monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+        else:
+            monkeypatch.setenv("GOMP_SPINCOUNT", value)
+        command.main()
+    assert values == ["1000", "7"]
