@@ -237,9 +237,8 @@ def group_prompts(suite: Suite, name: str) -> prompts.PromptSet:
     return prompts.load(group.prompts).take(group.n, suite.seed)
 
 
-def group_seeds(suite: Suite, name: str) -> list[int]:
-    """Return the seed of each image of a group."""
-    rows = group_prompts(suite, name).prompts
+def group_seeds(suite: Suite, name: str, rows: Sequence[prompts.Prompt]) -> list[int]:
+    """Return the seed of each image of a group, from the group's prompts."""
     return generate.seeds_for(rows, environment.derive_seed(suite.seed, name))
 
 
@@ -260,7 +259,7 @@ def generate_group(
     return generate.generate(
         model,
         rows.prompts,
-        group_seeds(suite, name),
+        group_seeds(suite, name, rows.prompts),
         generate.Sampling(**suite.sampling.model_dump()),
         cache=cache,
         what=f"{name}, {when}",
@@ -317,7 +316,7 @@ def evaluate(
             group,
             judge,
             evidence.concept,
-            seeds=group_seeds(suite, name),
+            seeds=group_seeds(suite, name, group.prompts),
             models=weights,
             results=results,
         )

@@ -82,6 +82,7 @@ def page() -> str:
     environments = [content["environment"] for content in results.values()]
     commits = sorted({str(environment["commit"])[:12] for environment in environments})
     seeds = sorted({content["seed"] for content in results.values()})
+    machine = f"torch {environments[0]['versions']['torch']}; {environments[0]['device']}"
     return f"""# Cosines and norms of the two gradients
 
 {source(STUDY, COMMAND)}. This is the question of MUNBa's figure 1, on the bundled model. Each
@@ -96,10 +97,10 @@ intervals.
 
 ![distributions](conflict.plots.svg)
 
-Training seeds {", ".join(map(str, seeds))}. Commits {", ".join(commits)}; torch {environments[0]["versions"]["torch"]}; {environments[0]["device"]}.
+Training seeds {", ".join(map(str, seeds))}. Commits {", ".join(commits)}; {machine}.
 
 {notes(STUDY)}
-"""  # noqa: E501
+"""
 
 
 def plot(results: Mapping[str, Content]) -> Any:

@@ -501,7 +501,7 @@ def test_waiting_threads_are_set_before_the_libraries_load(monkeypatch: pytest.M
     """A value of the user stays."""
     values = []
     application = types.ModuleType("concept_eraser.cli.application")
-    application.app = lambda: values.append(os.environ["GOMP_SPINCOUNT"])  # type: ignore[attr-defined]
+    setattr(application, "app", lambda: values.append(os.environ["GOMP_SPINCOUNT"]))  # noqa: B010
     monkeypatch.setitem(sys.modules, application.__name__, application)
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     for value in (None, "7"):

@@ -556,7 +556,7 @@ def test_a_judge_steers_the_original_model_to_the_concept(make_scene: MakeScene)
 def test_a_search_through_the_original_model_approaches_the_image(
     name: str, options: dict[str, Any], share: float, make_scene: MakeScene
 ) -> None:
-    """The prompt names no star. The distance of the latents to the star falls to a share."""
+    """The prompt names no star. The latents come nearer to the star."""
     scene = make_scene(prompts=["a red shape"], concept_prompts=STARS[:1], seeds=[1])
     losses = [offer.loss for offer in registry.build("attack", name, options).search(scene)]
     assert losses[-1] < share * losses[0]

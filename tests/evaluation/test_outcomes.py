@@ -118,7 +118,9 @@ def test_a_row_has_the_prompt_the_seed_and_what_the_judge_reads(evaluation, fram
     group = measured.groups["direct"]
     rows = frame[(frame.group == "direct") & (frame.stage == "after")]
     assert rows.prompt.tolist() == [prompt.text for prompt in group.prompts]
-    assert rows.seed.tolist() == suites.group_seeds(measured.suite, "direct")
+    assert rows.seed.tolist() == suites.group_seeds(
+        measured.suite, "direct", suites.group_prompts(measured.suite, "direct").prompts
+    )
     assert set(rows.judge) == {measured.judge}
     assert rows.model.iloc[0] in measured.models["after"]
     judge = TinyJudge()

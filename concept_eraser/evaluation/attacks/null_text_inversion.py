@@ -56,7 +56,7 @@ class NullTextInversion(Attack):
 
     Args:
         iterations: The steps of Adam in each step of the sampler.
-        lr: The learning rate at the first step; it falls to half of it.
+        lr: The learning rate at the first step; at the last step it is half of that.
         tolerance: The loss at which the first step ends; it rises by 2 x tolerance a step.
         images: A folder of images of the concept, in place of the original model's.
         steps: The steps of both ways, 0 for the suite's.

@@ -16,7 +16,7 @@ from torch import Tensor
 from concept_eraser.data import generate, prompts
 from concept_eraser.data import images as image_files
 from concept_eraser.evaluation.attacks.base import Scene
-from concept_eraser.evaluation.attacks.trajectory import DECODED_AT_ONCE
+from concept_eraser.evaluation.attacks.trajectory import encode_images, image_size
 from concept_eraser.utils.errors import UserError, quote
 from concept_eraser.utils.provenance import derive_seed, fingerprint
 
@@ -90,7 +90,7 @@ def original_latents(
         )
         if path:
             generate.keep(partial(generate.write, path, images))
-    return _encode(scene, torch.cat([images, images.flip(2)]) if mirrored else images)
+    return encode_images(scene, torch.cat([images, images.flip(2)]) if mirrored else images)
 
 
 def folder_latents(scene: Scene, folder: str, n: int) -> tuple[Tensor, list[str]]:
@@ -98,14 +98,5 @@ def folder_latents(scene: Scene, folder: str, n: int) -> tuple[Tensor, list[str]
 
     Raises UserError as `concept_eraser.data.images.read_folder` does.
     """
-    with torch.no_grad():
-        height, width = scene.original.decode(scene.targets[:1]).shape[-2:]
-    images, captions = image_files.read_folder(Path(folder), (height, width))
-    return _encode(scene, images[:n]), captions[:n]
-
-
-def _encode(scene: Scene, images: Tensor) -> Tensor:
-    """Return the latents of images [n, h, w, 3] uint8."""
-    pixels = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
-    parts = [scene.original.encode_images(part) for part in pixels.split(DECODED_AT_ONCE)]
-    return torch.cat(parts).to(scene.targets)
+    images, captions = image_files.read_folder(Path(folder), image_size(scene))
+    return encode_images(scene, images[:n]), captions[:n]

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from concept_eraser.data import images as image_files
 from concept_eraser.evaluation.attacks.base import Scene
+from concept_eraser.evaluation.features.base import file_hash
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.generation_stages import to_bytes
-from concept_eraser.storage.readers import read_bytes
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import derive_seed, fingerprint
@@ -229,24 +229,26 @@ def concept_latents(scene: Scene, folder: str) -> Tensor:
     """
     if not folder:
         return scene.targets
-    return latents_of_folder(scene, folder)[torch.arange(len(scene.prompts)) % _count(folder)]
-
-
-def latents_of_folder(scene: Scene, folder: str) -> Tensor:
-    """Return the latents of all images of a folder, resized to the model's size."""
-    with torch.no_grad():
-        height, width = scene.original.decode(scene.targets[:1]).shape[-2:]
-    pixels = [
-        torch.tensor(image_files.read(path, (height, width)))
+    images = [
+        torch.tensor(image_files.read(path, image_size(scene)))
         for path in image_files.image_files(Path(folder), deep=True)
     ]
-    scaled = torch.stack(pixels).permute(0, 3, 1, 2).float().div(127.5).sub(1)
-    latents = [scene.original.encode_images(part) for part in scaled.split(DECODED_AT_ONCE)]
-    return torch.cat(latents).to(scene.targets)
+    latents = encode_images(scene, torch.stack(images))
+    return latents[torch.arange(len(scene.prompts)) % len(latents)]
 
 
-def _count(folder: str) -> int:
-    return len(image_files.image_files(Path(folder), deep=True))
+@torch.no_grad()
+def image_size(scene: Scene) -> tuple[int, int]:
+    """Return height and width of the model's images."""
+    height, width = scene.original.decode(scene.targets[:1]).shape[-2:]
+    return height, width
+
+
+def encode_images(scene: Scene, images: Tensor) -> Tensor:
+    """Return the original model's latents of images [n, h, w, 3] uint8."""
+    pixels = images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
+    parts = [scene.original.encode_images(part) for part in pixels.split(DECODED_AT_ONCE)]
+    return torch.cat(parts).to(scene.targets)
 
 
 def folder_hash(folder: str) -> dict[str, str]:
@@ -254,7 +256,7 @@ def folder_hash(folder: str) -> dict[str, str]:
     if not folder:
         return {}
     files = image_files.image_files(Path(folder), deep=True)
-    return {folder: fingerprint([read_bytes(path, 2**30).hex() for path in files])}
+    return {folder: fingerprint([file_hash(path) for path in files])}
 
 
 def require_shares(name: str, values: Sequence[float], *, low: float = 0.0) -> None:
