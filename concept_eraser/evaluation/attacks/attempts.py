@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ class FinishedBatches:
             raise UserError(f"{folder} is a file; give a folder with --output")
         lines = self._read()
         self.has_begun = bool(lines)
-        if lines and lines[0] != self.head:
+        if folder is not None and lines and lines[0] != self.head:
             raise UserError(
                 f"{self.path} holds another attack (another model, protocol or budget); "
-                "give a new folder with --output"
+                f"give a new folder, e.g. --output {_next_to(folder)}"
             )
 
     def _read(self) -> list[dict[str, Any]]:
@@ -64,3 +65,10 @@ class FinishedBatches:
             output_folder.claim(self.path.parent, "attack")
             append_line(self.path, self.head)
             self.has_begun = True
+
+
+def _next_to(folder: Path) -> Path:
+    """Return the first of folder-2, folder-3, ... that does not exist."""
+    return next(
+        path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists()
+    )
